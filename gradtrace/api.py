@@ -1,0 +1,168 @@
+"""The functions that take a loss: each the same with a watched model and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from gradtrace import autograd, engine
+from gradtrace.atlas import Atlas, Gradients
+from gradtrace.autograd import HookWatch
+from gradtrace.capture import DENSE_LIMIT, record
+from gradtrace.errors import NonFinite, UnknownName, Unsupported
+from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
+from gradtrace.graph import Graph, build
+from gradtrace.program import Program
+from gradtrace.semirings import SUM, Semiring
+
+
+def graph(loss: Tensor, *, names: Mapping[str, Tensor] | None = None) -> Graph:
+    """The computation graph behind a loss: operators, edges, leaves, sizes.
+
+    >>> import torch, gradtrace
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> gradtrace.graph(x * x, names={"x": x})
+    Graph(2 operators, 2 edges, 1 leaves)
+    """
+    return graph_of(loss, Atlas.of(names))
+
+
+def backward(
+    loss: Tensor,
+    semiring: Semiring = SUM,
+    *,
+    names: Mapping[str, Tensor] | None = None,
+    leaves: Iterable[str] | None = None,
+    cotangent: Tensor | None = None,
+    schedule: str = "kahn",
+    nonfinite: str = "raise",
+) -> Gradients:
+    """Back-propagate in a semiring: ``{name: value}`` for every leaf of the loss.
+
+    ``value[i] = ⊕ over paths from i to the loss of ⊗ of lift(local derivatives)``; in ``SUM``, the
+    default, that is the gradient as ``torch.autograd.grad`` gives it. Nothing is written on
+    ``.grad`` and the graph can be used again.
+
+    ``names`` names leaves (others are leaf0, leaf1, ...), ``leaves`` restricts the result,
+    ``cotangent`` weighs the elements of a loss that has several, ``schedule`` is kahn, creation or
+    recursive, and ``nonfinite="allow"`` goes on where a gradient is NaN or infinite.
+
+    >>> import torch, gradtrace
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> gradtrace.backward(x * x, names={"x": x})
+    {'x': tensor(6.)}
+    """
+    atlas = Atlas.of(names)
+    return backward_of(
+        loss, semiring, atlas, RECENT, leaves=leaves, cotangent=cotangent, schedule=schedule,
+        nonfinite=nonfinite,
+    )
+
+
+def program(
+    loss: Tensor,
+    *,
+    names: Mapping[str, Tensor] | None = None,
+    cotangent: Tensor | None = None,
+    schedule: str = "kahn",
+    dense_limit: int = DENSE_LIMIT,
+) -> Program:
+    """The backward pass of a loss as data: steps of structured linear maps.
+
+    >>> import torch, gradtrace
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> gradtrace.program(x.tanh())
+    Program(1 operators, 1 steps, 1 leaves)
+    """
+    return program_of(
+        loss, Atlas.of(names), RECENT, cotangent=cotangent, schedule=schedule,
+        dense_limit=dense_limit,
+    )
+
+
+def graph_of(loss: Tensor, atlas: Atlas) -> Graph:
+    """``graph`` with an atlas."""
+    return build(loss, atlas)
+
+
+def backward_of(
+    loss: Tensor,
+    semiring: Semiring,
+    atlas: Atlas,
+    hooks: HookWatch,
+    *,
+    leaves: Iterable[str] | None = None,
+    cotangent: Tensor | None = None,
+    schedule: str = "kahn",
+    nonfinite: str = "raise",
+) -> Gradients:
+    """``backward`` with an atlas."""
+    if nonfinite not in ("raise", "allow"):
+        raise UnknownName(f"nonfinite is 'raise' or 'allow', not {nonfinite!r}")
+    autograd.root_of(loss)
+    seed = seed_of(loss, cotangent)
+    if semiring is SUM:
+        found = gradient(loss, seed, atlas, hooks, schedule)
+    else:
+        found = engine.run(record(loss, seed, atlas, hooks, schedule), semiring)
+    RECENT.reset()
+    named = _named(found, atlas)
+    if leaves is not None:
+        named = Gradients({name: named[name] for name in leaves})
+    if semiring is SUM and nonfinite == "raise":
+        _refuse_nonfinite(loss, seed, atlas, hooks, named)
+    return named
+
+
+def program_of(
+    loss: Tensor,
+    atlas: Atlas,
+    hooks: HookWatch,
+    *,
+    cotangent: Tensor | None = None,
+    schedule: str = "kahn",
+    dense_limit: int = DENSE_LIMIT,
+) -> Program:
+    """``program`` with an atlas."""
+    autograd.root_of(loss)
+    recorded = record(loss, seed_of(loss, cotangent), atlas, hooks, schedule, dense_limit)
+    RECENT.reset()
+    return recorded
+
+
+def _named(found: dict[Tensor, Tensor], atlas: Atlas) -> Gradients:
+    """Leaves under their first name; complex ones are refused, by name."""
+    named = Gradients()
+    unnamed = 0
+    for leaf, value in found.items():
+        names = atlas.names_of(leaf)
+        if not names:
+            names = (f"leaf{unnamed}",)
+            unnamed += 1
+        if leaf.is_complex():
+            raise Unsupported(
+                f"leaf {names[0]} is complex; a path needs real numbers. Use its real and imaginary "
+                "parts as leaves: torch.view_as_complex(parts)"
+            )
+        named[names[0]] = value
+    return named
+
+
+def _refuse_nonfinite(
+    loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch, named: Gradients
+) -> None:
+    bad = [name for name, grad in named.items() if not _finite(grad)]
+    if bad:
+        where = first_nonfinite(loss, seed, atlas, hooks)
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise NonFinite(
+            f"the gradient of {bad[0]}{more} is not finite; NaN or infinity first appears at {where}. "
+            "Look at the values that go into it, or pass nonfinite='allow'"
+        )
+
+
+def _finite(grad: Tensor) -> bool:
+    """One sum tells, unless it overflows itself."""
+    return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())

@@ -1,0 +1,101 @@
+"""Where the user's names lie in a graph: leaves by tensor, modules by the time a node was made."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gradtrace.autograd import Node, name_of, sequence_of
+from gradtrace.errors import UnknownName
+
+
+class Place(NamedTuple):
+    """A call of a module: its name (``""`` outside any) and which call of it this was, from 0."""
+
+    module: str
+    call: int
+
+
+NOWHERE = Place("", 0)
+
+
+@dataclass
+class Atlas:
+    """Names of leaves, and for every stretch of sequence numbers the innermost module call.
+
+    ``starts`` ascends; nodes made from ``starts[i]`` on, until the next start, lie in ``places[i]``.
+    """
+
+    leaves: dict[int, tuple[Tensor, list[str]]] = field(default_factory=dict)  # by id
+    starts: list[int] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, names: Mapping[str, Tensor] | None) -> Atlas:
+        """An atlas of named leaves and no modules."""
+        atlas = cls()
+        for name, tensor in (names or {}).items():
+            if not isinstance(tensor, Tensor):
+                raise UnknownName(f"names[{name!r}] is a {type(tensor).__name__}, not a tensor")
+            if not tensor.is_leaf or not tensor.requires_grad:
+                why = "is not a leaf" if tensor.requires_grad else "does not require grad"
+                raise UnknownName(
+                    f"names[{name!r}] {why}, so no gradient ends there; name parameters, or inputs "
+                    "made with requires_grad_()"
+                )
+            atlas.name(tensor, name)
+        return atlas
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Give a leaf one more name."""
+        names = self.leaves.setdefault(id(tensor), (tensor, []))[1]
+        if name not in names:
+            names.append(name)
+
+    def names_of(self, leaf: Tensor) -> tuple[str, ...]:
+        """All the names of a leaf (tied weights have several), or none."""
+        found = self.leaves.get(id(leaf))
+        return tuple(found[1]) if found else ()
+
+    def enter(self, sequence: int, place: Place) -> None:
+        """From this sequence number on, nodes belong to ``place``."""
+        self.starts.append(sequence)
+        self.places.append(place)
+
+    def place_of(self, node: Node) -> Place:
+        """The innermost module call in whose forward the node was made."""
+        number = sequence_of(node)
+        if number is None:
+            return NOWHERE
+        at = bisect_right(self.starts, number) - 1
+        return self.places[at] if at >= 0 else NOWHERE
+
+    def where(self, node: Node) -> str:
+        """`` (in encoder.mix)``, or nothing, for error messages."""
+        module = self.place_of(node).module
+        return f" (in {module})" if module else ""
+
+    def describe(self, node: Node) -> str:
+        """``AddmmBackward0 (in encoder.mix)``."""
+        return name_of(node) + self.where(node)
+
+
+class Gradients(dict[str, Tensor]):
+    """``{name: tensor}``; asking for a name that is not there says which are close."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UnknownName(unknown("leaf", name, self))
+
+
+def unknown(kind: str, name: str, known: Mapping[str, object]) -> str:
+    """A message for a name that is not among ``known``."""
+    close = get_close_matches(name, list(known), n=3)
+    if close:
+        return f"no {kind} {name!r} takes part in this loss; did you mean {' or '.join(close)}?"
+    listed = ", ".join(list(known)[:8]) + (", ..." if len(known) > 8 else "")
+    return f"no {kind} {name!r} takes part in this loss; there are {listed or 'none'}"

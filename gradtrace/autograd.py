@@ -1,0 +1,326 @@
+"""The only reader of PyTorch's autograd internals.
+
+An autograd node ``u`` is a function ``h_u(g_u) -> (g_v1, ..., g_vn)``, linear in the cotangent.
+Here nodes are listed, described, called and relieved of their hooks; everything above this
+module speaks of nodes only through these functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, Unsupported
+from gradtrace.shapes import Shape
+
+Node: TypeAlias = Any  # torch.autograd.graph.Node; its subclasses are generated, and untyped
+Grads: TypeAlias = Sequence[Tensor | None]
+Edges: TypeAlias = tuple[tuple[Node | None, int], ...]
+
+
+def _accumulate_type() -> type:
+    leaf = torch.ones(1, requires_grad=True)
+    node: Node = leaf.expand(1).grad_fn
+    return type(node.next_functions[0][0])
+
+
+ACCUMULATE = _accumulate_type()
+"""The type of the nodes that stand for leaves."""
+
+
+def root_of(loss: object) -> Node:
+    """The node that made ``loss``, or an error that says why there is none."""
+    if not isinstance(loss, Tensor):
+        raise NoGraph(
+            f"expected the loss tensor, got {type(loss).__name__}; pass the tensor that you would "
+            "call .backward() on (for a model output object, its .loss)"
+        )
+    if loss.grad_fn is None:
+        why = "it is a leaf itself" if loss.requires_grad else "it does not require grad"
+        raise NoGraph(
+            f"this tensor of shape {tuple(loss.shape)} has no grad_fn: {why}. Compute the loss from "
+            "parameters that require grad, outside torch.no_grad() and torch.inference_mode(), and "
+            "do not detach it"
+        )
+    return loss.grad_fn
+
+
+def slot_of(loss: Tensor) -> int:
+    """Which output of its node ``loss`` is."""
+    return int(loss.output_nr)
+
+
+def name_of(node: Node) -> str:
+    """``AddmmBackward0``, ``torch::autograd::AccumulateGrad`` and the like, without namespaces."""
+    return str(node.name()).rsplit("::", 1)[-1]
+
+
+def sequence_of(node: Node) -> int | None:
+    """When the node was made, on its thread; leaves have no such number."""
+    return None if type(node) is ACCUMULATE else int(node._sequence_nr())
+
+
+def edges_of(node: Node) -> Edges:
+    """For each argument of the operator, the node that made it and which of its outputs it is."""
+    return node.next_functions  # type: ignore[no-any-return]
+
+
+def shapes_of(node: Node) -> tuple[Shape, ...]:
+    """The shape of each output of the operator, which is the shape of each cotangent it takes."""
+    return tuple(tuple(meta.shape) for meta in node._input_metadata)
+
+
+def inputs_of(node: Node) -> tuple[Any, ...]:
+    """Shape, dtype and device of each cotangent that the node takes."""
+    return node._input_metadata  # type: ignore[no-any-return]
+
+
+def refuse_layout(grad: Tensor) -> NoReturn:
+    """Say that a sparse gradient is not followed."""
+    raise Unsupported(
+        f"a gradient of layout {grad.layout} cannot be followed element by element; make it dense "
+        "(for nn.Embedding: sparse=False)"
+    )
+
+
+def conform(grad: Tensor, meta: Any) -> Tensor:
+    """Bring a formula's result to the shape, dtype and device of the value it is the gradient of.
+
+    The engine of PyTorch does this after each node: it sums over broadcast dimensions, takes the
+    real part for a real value, and converts.
+    """
+    if grad.layout is not torch.strided:
+        refuse_layout(grad)
+    shape = tuple(meta.shape)
+    if grad.shape != shape:
+        same = grad.numel() == prod(shape)  # only dimensions of size 1 to sum over
+        grad = grad.view(shape) if same and grad.is_contiguous() else grad.sum_to_size(shape)
+    dtype = meta.dtype
+    if grad.dtype is not dtype:
+        if grad.is_complex() and not dtype.is_complex:
+            grad = torch.real(grad)
+        grad = grad.to(dtype)
+    if grad.device != meta.device:
+        grad = grad.to(meta.device)
+    return grad
+
+
+MANY = frozenset({"NativeLayerNormBackward0", "NativeGroupNormBackward0", "SplitBackward0"})
+"""Operators with several outputs, among those below."""
+
+EXACT: dict[str, tuple[int, ...]] = dict.fromkeys(
+    [
+        f"{name}Backward0"
+        for name in "Bmm Clone Convolution Cos Exp Expand Gelu Log LogSoftmax Mm NativeGroupNorm "
+        "NativeLayerNorm Neg Permute Pow Relu Rsqrt Select Sigmoid Silu Sin Slice Softmax Split "
+        "Sqrt T Tanh ToCopy Transpose UnsafeView Unsqueeze View".split()
+    ],
+    (),
+) | {"AddmmBackward0": (0,)}
+"""Nodes whose formula gives results of the very shape and dtype that is wanted, but at these argument
+positions, where broadcasting may have to be undone. To ask a node which shapes it wants costs as
+much as a small formula does; of nodes not listed here every argument is asked."""
+
+
+class Facts(NamedTuple):
+    """What the walk knows of a type of node."""
+
+    python: bool  # a torch.autograd.Function
+    many: bool  # may have several outputs, so it must be asked how many cotangents it takes
+    asked: tuple[int, ...] | None  # argument positions to conform; None: all
+
+
+FACTS: dict[type, Facts] = {}
+
+
+def learn(kind: type) -> Facts:
+    """Find out once what a type of node is like."""
+    python = issubclass(kind, torch.autograd.function.BackwardCFunction)
+    name = kind.__name__
+    asked = None if python else EXACT.get(name)
+    FACTS[kind] = facts = Facts(python, asked is None or name in MANY, asked)
+    return facts
+
+
+REFUSED = {
+    "CheckpointFunctionBackward": "reentrant checkpointing runs a second backward pass inside the "
+    "first and writes on .grad; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    "CompiledFunctionBackward": "a compiled model hides its operators; run the forward pass inside "
+    "gradtrace.watch(model), which runs compiled modules eagerly",
+}
+
+
+def call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
+    """``h_u(g_u)``: one gradient for each edge of ``edges_of(node)``, as the formula gives it."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return call_python(node, grads)
+    outs = node(*grads)
+    return outs if type(outs) is tuple else (outs,)
+
+
+def call_python(node: Node, grads: Grads) -> Sequence[Tensor | None]:
+    """Call a ``torch.autograd.Function``.
+
+    Its ``apply`` gives a gradient for every argument of ``forward``, tensors or not, where the
+    edges list tensors only; those that need a gradient are the same, in order. Whether missing
+    cotangents are to be filled with zeros is known to the engine alone, so it is asked.
+    """
+    reason = REFUSED.get(name_of(node))
+    if reason:
+        raise Unsupported(f"{name_of(node)} cannot be followed: {reason}")
+    edges = edges_of(node)
+    if any(grad is None for grad in grads):
+        return _call_engine(node, grads)
+    outs = node.apply(*grads)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    wanted = iter([out for out, need in zip(outs, node.needs_input_grad) if need])
+    return tuple(None if child is None else next(wanted, None) for child, _ in edges)
+
+
+def _call_engine(node: Node, grads: Grads) -> Sequence[Tensor | None]:
+    """Run PyTorch's engine over this one node; equal edges get their sum once."""
+    given = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+    edges = edges_of(node)
+    wanted = list(dict.fromkeys((c, slot) for c, slot in edges if c is not None))
+    found = torch.autograd.grad(
+        [GradientEdge(node, i) for i, _ in given],
+        [GradientEdge(c, slot) for c, slot in wanted],
+        [grad for _, grad in given],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    of = dict(zip(wanted, found))
+    return tuple(None if c is None else of.pop((c, slot), None) for c, slot in edges)
+
+
+def explain(error: Exception, node: Node, where: str) -> GradtraceError:
+    """Turn an exception raised by a node into one that names the operator and what to do."""
+    at = f"{name_of(node)}{where}"
+    text = str(error)
+    if "second time" in text or "already been freed" in text:
+        return FreedGraph(
+            f"the graph is freed at {at}: a backward pass released the values it needs. Trace before "
+            "loss.backward(), or call loss.backward(retain_graph=True)"
+        )
+    if "modified by an inplace operation" in text:
+        return FreedGraph(
+            f"a value that {at} needs was overwritten in place after the forward pass (an optimizer "
+            "step, for instance). Trace before it is changed"
+        )
+    if "sparse" in text.lower():
+        return Unsupported(
+            f"{at} works on sparse tensors, which cannot be followed element by element; make them "
+            f"dense before ({text})"
+        )
+    return GradtraceError(f"{at} failed: {text}")
+
+
+# Hooks -------------------------------------------------------------------------------------------
+
+
+class HookWatch:
+    """Knows which graphs are free of gradient hooks, without asking their nodes.
+
+    PyTorch cannot list the hooks of a node, but every hook takes a number from one counter. While
+    that counter stands still, no hook stands on a node made since ``reset``. The other nodes are
+    asked one by one, which is slow but right (``call_with_hooks``).
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Nodes made from now on are free of hooks until the counter moves."""
+        self._sequence = int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._handles = RemovableHandle.next_id
+        self._thread = threading.get_ident()
+
+    def clear_since(self) -> int:
+        """The sequence number from which on nodes are free of hooks."""
+        still = RemovableHandle.next_id == self._handles
+        return self._sequence if still and threading.get_ident() == self._thread else NEVER
+
+
+NEVER = (1 << 64) - 1
+
+
+def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
+    """The gradient of a leaf after the hooks that stand on it."""
+    grad = grads[0]
+    for hook in tuple((leaf._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return [grad]
+
+
+def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
+    """The cotangents of a node after the hooks that stand on its output tensors.
+
+    The engine runs these, and only these, when it is asked for the gradient of a node's output by
+    itself.
+    """
+    given = [i for i, grad in enumerate(grads) if grad is not None]
+    edges = [GradientEdge(node, i) for i in given]
+    found = torch.autograd.grad(edges, edges, [grads[i] for i in given], retain_graph=True)
+    after = list(grads)
+    for i, grad in zip(given, found):
+        after[i] = grad
+    return after
+
+
+def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any]]:
+    """The hooks already there, read from the table that a hook of ours is put in and out of."""
+    handle = register(lambda *_: None)
+    try:
+        table = handle.hooks_dict_ref()
+        return [] if table is None else [h for k, h in table.items() if k != handle.id]
+    finally:
+        handle.remove()
+
+
+def call_with_hooks(node: Node, grads: Grads) -> Sequence[Tensor | None]:
+    """``call``, with the hooks that stand on its outputs and on the node itself run around it."""
+    before = tuple(_run_tensor_hooks(node, grads))
+    for hook in _hooks(node.register_prehook):
+        changed = hook(before)
+        if changed is not None:
+            before = changed if isinstance(changed, tuple) else (changed,)
+    outs = tuple(call(node, before))
+    for hook in _hooks(node.register_hook):
+        changed = hook(outs, before)
+        if changed is not None:
+            outs = changed if isinstance(changed, tuple) else (changed,)
+    return outs
+
+
+@contextlib.contextmanager
+def one_pass() -> Iterator[None]:
+    """One backward pass: no graph is built, and checkpointed parts are recomputed once.
+
+    The garbage collector pauses: a pass makes many small objects that are all in use, and to look
+    through them again and again costs a fifth of the time.
+    """
+    try:
+        from torch.utils.checkpoint import GraphExecGroup
+    except ImportError:
+        group: Any = contextlib.nullcontext()
+    else:
+        nested = GraphExecGroup._get_current_group() is not None
+        group = contextlib.nullcontext() if nested else GraphExecGroup()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.no_grad(), group:
+            yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -1,0 +1,46 @@
+"""What can go wrong, each with the place in the user's model and what to do next."""
+
+from __future__ import annotations
+
+
+class GradtraceError(Exception):
+    """The base of every error that gradtrace raises on purpose."""
+
+
+class NoGraph(GradtraceError):
+    """The loss carries no computation graph (no ``grad_fn``)."""
+
+
+class NotScalar(GradtraceError):
+    """The loss has several elements and nothing says how to weigh them."""
+
+
+class FreedGraph(GradtraceError):
+    """The values that an operator saved for its backward formula are gone or were overwritten."""
+
+
+class NonFinite(GradtraceError):
+    """A gradient holds NaN or an infinity."""
+
+
+class UnknownName(GradtraceError, KeyError):
+    """A name that no leaf, module or schedule of this graph has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class Unsupported(GradtraceError):
+    """A graph that cannot be followed exactly: complex leaves, sparse gradients, opaque nodes."""
+
+
+class NotLinear(Unsupported):
+    """A backward formula, or a hook, that is not linear in the gradient it receives."""
+
+
+class TooLarge(GradtraceError):
+    """An operator without a structured rule is too large to be written out as a matrix."""
+
+
+class TooDeep(GradtraceError):
+    """The recursive schedule met a graph deeper than the interpreter's stack."""

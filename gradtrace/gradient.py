@@ -1,0 +1,130 @@
+"""The gradient alone: PyTorch's own formulas, called in our order, nothing recorded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradtrace import autograd
+from gradtrace.atlas import Atlas
+from gradtrace.autograd import ACCUMULATE, FACTS, Edges, HookWatch, Node, learn
+from gradtrace.errors import GradtraceError, NotScalar, Unsupported
+from gradtrace.schedules import schedule
+
+RECENT = HookWatch()
+"""The moment at which a pass of ours ended last: graphs made since are free of earlier hooks."""
+
+
+def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
+    """The cotangent that the walk starts with: 1, or what the caller gives for several losses."""
+    if loss.is_complex():
+        raise Unsupported(
+            "the loss is complex, so it has no gradient to follow; take its real part or magnitude"
+        )
+    if cotangent is not None:
+        if tuple(cotangent.shape) != tuple(loss.shape):
+            raise NotScalar(
+                f"the cotangent has shape {tuple(cotangent.shape)}, the loss {tuple(loss.shape)}; "
+                "they must agree"
+            )
+        if cotangent.device != loss.device:
+            raise Unsupported(
+                f"the cotangent is on {cotangent.device}, the loss on {loss.device}; move one"
+            )
+        return cotangent.detach().to(loss.dtype)
+    if loss.numel() != 1:
+        raise NotScalar(
+            f"the loss has {loss.numel():,} elements (shape {tuple(loss.shape)}) and nothing says how "
+            "to weigh them; pass loss.sum() or loss.mean(), or cotangent= with one weight for each"
+        )
+    return torch.ones_like(loss, memory_format=torch.preserve_format)
+
+
+class Walk:
+    """One pass over the nodes of a graph: adjoints by node and slot, each dropped when used.
+
+    ``leaves`` holds the cotangent of each leaf when the pass is done.
+    """
+
+    def __init__(self, loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch) -> None:
+        self.atlas = atlas
+        self.clear_since = hooks.clear_since()
+        self.root = autograd.root_of(loss)
+        slot = autograd.slot_of(loss)
+        self.adjoints: dict[Node, list[Tensor | None]] = {self.root: [None] * slot + [seed]}
+        self.leaves: dict[Tensor, Tensor] = {}
+
+    def visit(self, node: Node, edges: Edges) -> None:
+        """Call the node on what has reached it, and hand the results to its arguments."""
+        grads = self.adjoints.pop(node, None)
+        if grads is None:
+            return  # no cotangent came this way
+        kind = type(node)
+        if kind is ACCUMULATE:
+            variable = node.variable
+            if variable._backward_hooks:
+                grads = autograd.run_leaf_hooks(variable, grads)
+            self.leaves[variable] = grads[0]  # type: ignore[assignment]
+            return
+        facts = FACTS.get(kind) or learn(kind)
+        if facts.many:
+            grads += [None] * (len(node._input_metadata) - len(grads))
+        try:
+            if node._sequence_nr() < self.clear_since:
+                outs = autograd.call_with_hooks(node, grads)
+            else:
+                outs = autograd.call_python(node, grads) if facts.python else node(*grads)
+        except GradtraceError:
+            raise
+        except Exception as error:
+            raise autograd.explain(error, node, self.atlas.where(node)) from error
+        if type(outs) is not tuple:
+            outs = (outs,)
+        asked = facts.asked
+        adjoints = self.adjoints
+        position = -1
+        for (child, slot), out in zip(edges, outs):
+            position += 1
+            if child is None or out is None:
+                continue
+            if asked is None or position in asked:
+                out = autograd.conform(out, child._input_metadata[slot])
+            waiting = adjoints.get(child)
+            if waiting is None:
+                adjoints[child] = [None] * slot + [out] if slot else [out]
+                continue
+            if slot >= len(waiting):
+                waiting += [None] * (slot + 1 - len(waiting))
+            there = waiting[slot]
+            waiting[slot] = out if there is None else there + out
+
+
+def gradient(
+    loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch, order: str = "kahn"
+) -> dict[Tensor, Tensor]:
+    """The gradient of every leaf, by leaf tensor, as ``torch.autograd.grad`` gives it."""
+    walk = Walk(loss, seed, atlas, hooks)
+    with autograd.one_pass():
+        schedule(order)(walk.root, walk.visit)
+    return walk.leaves
+
+
+def first_nonfinite(loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch) -> str:
+    """The first operator, from the loss, that hands a gradient on which is not finite."""
+    walk = Walk(loss, seed, atlas, hooks)
+    found: list[str] = []
+
+    def visit(node: Node, edges: Edges) -> None:
+        if not found:
+            walk.visit(node, edges)
+            if any(
+                not bool(torch.isfinite(grad).all())
+                for child, slot in edges
+                for grad in walk.adjoints.get(child, ())
+                if grad is not None
+            ):
+                found.append(atlas.describe(node))
+
+    with autograd.one_pass():
+        schedule("kahn")(walk.root, visit)
+    return found[0] if found else "the last sum into a leaf"

@@ -1,0 +1,233 @@
+"""The computation graph behind a loss: operators, edges, leaves, and how large it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gradtrace import autograd
+from gradtrace.atlas import Atlas, unknown
+from gradtrace.autograd import ACCUMULATE, Node
+from gradtrace.errors import UnknownName
+from gradtrace.schedules import kahn
+from gradtrace.shapes import Shape
+
+if TYPE_CHECKING:
+    import networkx
+
+    from gradtrace.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A vertex: an operator of the forward pass, or a leaf.
+
+    ``shapes`` has one shape for each output. ``leaf`` is the name of a leaf, and ``names`` are all
+    its names (tied weights have several). ``module`` is the innermost module in whose forward it
+    was made (``""`` outside any), ``call`` which call of that module it was.
+    """
+
+    index: int
+    name: str
+    shapes: tuple[Shape, ...]
+    module: str = ""
+    call: int = 0
+    leaf: str | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the (first) output."""
+        return self.shapes[0] if self.shapes else ()
+
+    @property
+    def size(self) -> int:
+        """How many scalars the operator puts out."""
+        return sum(prod(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """``(u, v, k)``: output ``slot`` of operator v is the k-th argument of operator u.
+
+    ``producer`` is None where the argument needs no gradient.
+    """
+
+    consumer: int
+    producer: int | None
+    position: int
+    slot: int = 0
+
+
+@dataclass
+class Graph:
+    """Operators in an order in which each comes after all that use it; operator 0 is the root.
+
+    >>> import torch, gradtrace
+    >>> w = torch.ones(3, 2, requires_grad=True)
+    >>> graph = gradtrace.graph((torch.ones(4, 3) @ w).sum(), names={"w": w})
+    >>> [operator.name for operator in graph]
+    ['SumBackward0', 'MmBackward0', 'AccumulateGrad']
+    >>> graph.scalar_vertices, graph.scalar_edges  # 1 + 8 + 6; 8 of the sum, 4·3·2 of the product
+    (15, 32)
+    """
+
+    operators: list[Operator]
+    edges: list[Edge]
+    leaves: dict[str, Operator]
+    _loss: Tensor = field(repr=False)
+    _atlas: Atlas = field(repr=False)
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.operators)
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def __getitem__(self, key: int | str) -> Operator:
+        """An operator by index, or a leaf by any of its names."""
+        if isinstance(key, int):
+            return self.operators[key]
+        for leaf in self.leaves.values():
+            if key in leaf.names or key == leaf.leaf:
+                return leaf
+        raise UnknownName(unknown("leaf", key, self.leaves))
+
+    @property
+    def root(self) -> Operator:
+        """The operator that made the loss."""
+        return self.operators[0]
+
+    @cached_property
+    def _arguments(self) -> dict[int, list[Edge]]:
+        found: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            found.setdefault(edge.consumer, []).append(edge)
+        return found
+
+    @cached_property
+    def _uses(self) -> dict[int, list[Edge]]:
+        found: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            if edge.producer is not None:
+                found.setdefault(edge.producer, []).append(edge)
+        return found
+
+    def arguments(self, operator: Operator) -> list[Edge]:
+        """The edges to the operator's arguments, by position."""
+        return self._arguments.get(operator.index, [])
+
+    def uses(self, operator: Operator) -> list[Edge]:
+        """The edges from those that use the operator."""
+        return self._uses.get(operator.index, [])
+
+    @property
+    def scalar_vertices(self) -> int:
+        """|V'|: how many scalars the operators and leaves put out."""
+        return sum(operator.size for operator in self.operators)
+
+    @cached_property
+    def scalar_edges(self) -> int:
+        """|E'|: how many pairs of an output scalar and an input scalar the operators connect.
+
+        Counted from the maps of the backward program, never built: a product of m×k by k×n has
+        m·n·k for each operand that needs a gradient. Asking for it costs about a backward pass.
+        """
+        from gradtrace.sizes import count_edges
+
+        return count_edges(self._program())
+
+    def _program(self) -> Program:
+        import torch
+
+        from gradtrace.capture import record
+        from gradtrace.gradient import RECENT
+
+        return record(self._loss, torch.ones_like(self._loss), self._atlas, RECENT)
+
+    def to_networkx(self) -> networkx.MultiDiGraph:
+        """The graph with an edge from each operator to each argument, keyed by position."""
+        import networkx
+
+        graph = networkx.MultiDiGraph()
+        for o in self.operators:
+            graph.add_node(
+                o.index, name=o.name, shape=o.shape, module=o.module, call=o.call, leaf=o.leaf
+            )
+        for e in self.edges:
+            if e.producer is not None:
+                graph.add_edge(e.consumer, e.producer, key=e.position, slot=e.slot)
+        return graph
+
+    def draw(self, path: str | None = None) -> str:
+        """The graph as SVG text: root on top, shapes as labels, argument positions on edges.
+
+        With ``path`` it is written there too.
+        """
+        from gradtrace.draw import draw
+
+        svg = draw(self)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(svg)
+        return svg
+
+    def _repr_html_(self) -> str:
+        return self.draw()
+
+    def __repr__(self) -> str:
+        count = sum(edge.producer is not None for edge in self.edges)
+        return f"Graph({len(self):,} operators, {count:,} edges, {len(self.leaves):,} leaves)"
+
+
+def leaf_names(tensors: Mapping[Node, Tensor], atlas: Atlas) -> dict[Node, tuple[str, ...]]:
+    """The names of leaves; those that nobody named are leaf0, leaf1, ... in the order given."""
+    found = {}
+    unnamed = 0
+    for node, tensor in tensors.items():
+        names = atlas.names_of(tensor)
+        if not names:
+            names = (f"leaf{unnamed}",)
+            unnamed += 1
+        found[node] = names
+    return found
+
+
+def build(loss: Tensor, atlas: Atlas) -> Graph:
+    """The graph behind a loss."""
+    order: dict[Node, int] = {}
+    arguments = {}
+
+    def visit(node: Node, edges: autograd.Edges) -> None:
+        order[node] = len(order)
+        arguments[node] = edges
+
+    kahn(autograd.root_of(loss), visit)
+    named = leaf_names({n: n.variable for n in order if type(n) is ACCUMULATE}, atlas)
+    operators = []
+    for node, index in order.items():
+        place = atlas.place_of(node)
+        names = named.get(node, ())
+        operators.append(
+            Operator(
+                index,
+                autograd.name_of(node),
+                autograd.shapes_of(node),
+                place.module,
+                place.call,
+                names[0] if names else None,
+                names,
+            )
+        )
+    edges = [
+        Edge(order[node], None if child is None else order[child], position, slot)
+        for node, out in arguments.items()
+        for position, (child, slot) in enumerate(out)
+    ]
+    leaves = {o.leaf: o for o in operators if o.leaf is not None}
+    return Graph(operators, edges, leaves, loss, atlas)

@@ -1,0 +1,27 @@
+"""What each ATen operation is as a map of the cotangent: one row of a table for each.
+
+A rule looks at a call of which some arguments depend on the cotangent and says, for the result,
+which chains of maps lead to it from those arguments. It knows nothing of semirings, nor of what
+the call is part of. ``RULES`` is the table; what it lacks is opened with a decomposition, probed
+(elementwise operations), moved (views), or written out as a matrix.
+"""
+
+from gradtrace.linear.call import Call, Chains, Undecided, shape_of, spread
+from gradtrace.linear.elementwise import probe
+from gradtrace.linear.general import dense
+from gradtrace.linear.movement import view
+from gradtrace.linear.opened import OPENED
+from gradtrace.linear.table import RULES
+
+__all__ = [
+    "OPENED",
+    "RULES",
+    "Call",
+    "Chains",
+    "Undecided",
+    "dense",
+    "probe",
+    "shape_of",
+    "spread",
+    "view",
+]

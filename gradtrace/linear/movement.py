@@ -1,0 +1,91 @@
+"""Operations that move elements, and compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import NotLinear
+from gradtrace.linear.call import Call, Chains, pairwise, real, shape_of
+from gradtrace.maps import Identity, Index, gather
+
+
+def reshape(call: Call) -> Chains:
+    """The same elements in the same order."""
+    dep = call.dep
+    return [([Identity(shape_of(dep), real(call.out.shape, dep))], dep)]
+
+
+def strided(call: Call) -> Chains:
+    """``as_strided`` reads memory: which element lies where?"""
+    dep, out = call.dep, call.out
+    size = dep.untyped_storage().nbytes() // dep.element_size()
+    memory = torch.full((size,), -1, device=dep.device)
+    place = memory.as_strided(dep.size(), dep.stride(), dep.storage_offset())
+    place.copy_(torch.arange(dep.numel(), device=dep.device).reshape(dep.shape))
+    source = memory.as_strided(out.size(), out.stride(), out.storage_offset())
+    if bool((source < 0).any()):
+        raise NotLinear("as_strided reads memory outside the tensor it is given")
+    if dep.is_complex():
+        source = torch.stack([2 * source, 2 * source + 1], -1)
+    return [([gather(source, shape_of(dep))], dep)]
+
+
+def view(call: Call) -> Any:
+    """Operations that take every element of the result from the argument."""
+    return _move(call, fills=False)
+
+
+def move(call: Call) -> Any:
+    """Operations that take elements from arguments, or put zeros."""
+    return _move(call, fills=True)
+
+
+def _move(call: Call, fills: bool) -> Any:
+    many = isinstance(call.out, (list, tuple))
+    if not many and not fills and len(call.args) == 1 and not call.dep.is_complex():
+        return [([Index(call.func, tuple(call.dep.shape), tuple(call.out.shape))], call.dep)]
+    outs = call.out if many else [call.out]
+    result: list[Chains] = []
+    for k, out in enumerate(outs):
+        chains: Chains = []
+        for dep in call.deps:
+            f = _numbers(call.function(dep, moving=True))
+            if many:
+                f = _nth(f, k)
+            if dep.is_complex():
+                f = pairwise(f)
+            filled = fills or len(call.deps) > 1
+            chains.append(([Index(f, shape_of(dep), real(out.shape, dep), filled)], dep))
+        result.append(chains)
+    return result if many else result[0]
+
+
+def _nth(f: Callable[[Tensor], Any], k: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: f(x)[k]
+
+
+def _numbers(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Some movements exist for floats only; float64 holds element numbers as well."""
+
+    def moved(x: Tensor) -> Any:
+        if x.dtype is not torch.int64:
+            return f(x)
+        try:
+            return f(x)
+        except (NotImplementedError, RuntimeError):
+            return f(x.double()).to(x.dtype)
+
+    return moved
+
+
+def ids(shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.arange(prod(shape), device=device).reshape(tuple(shape))
+
+
+def ids64(shape: Sequence[int], device: torch.device) -> Tensor:
+    return ids(shape, device).double()

@@ -1,0 +1,132 @@
+"""Softmax and the norms: diagonal plus low rank."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.linear.call import Call, Chains, as_shape, from_shape, shape_of
+from gradtrace.maps import Map, Normaliser, Reduce, Scale
+
+
+def softmax(call: Call) -> Chains:
+    """``g·y − y·Σ g·y``."""
+    g, y, dim = call.args[:3]
+    shape = shape_of(call.only(g))
+    if not shape:
+        return [([Scale(0.0, shape)], g)]
+    return [([Normaliser(y, [(-y, y)], [dim], shape)], g)]
+
+
+def log_softmax(call: Call) -> Chains:
+    """``g − exp(y)·Σ g``."""
+    g, y, dim = call.args[:3]
+    shape = shape_of(call.only(g))
+    if not shape:
+        return [([Scale(0.0, shape)], g)]
+    one = torch.ones((), dtype=y.dtype, device=y.device)
+    return [([Normaliser(one, [(-y.exp(), one)], [dim], shape)], g)]
+
+
+def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: int) -> Normaliser:
+    """``s·(γg − mean(γg) − x̂·mean(γg·x̂))`` over ``dims``, of n elements each."""
+    gain = torch.ones((), dtype=unit.dtype, device=unit.device) if gain is None else gain
+    gained = gain * unit
+    shape = tuple(unit.shape)
+    pairs = [(-scale / n, gain), (-scale * unit / n, gained)]
+    return Normaliser((scale * gain).expand(shape), pairs, dims, shape)
+
+
+def layer_norm(call: Call) -> Any:
+    """Back through layer norm: to its input, its gain, its bias."""
+    g, x, sizes, mean, rstd, gain, bias, mask = call.args
+    call.only(g)
+    inner = list(range(x.dim() - len(sizes), x.dim()))
+    outer = list(range(x.dim() - len(sizes)))
+    unit = (x.to(rstd.dtype) - mean) * rstd
+    shape = tuple(g.shape)
+    kept = tuple(sizes)
+    into = [_norm(gain, rstd, unit, inner, prod(kept))]
+    return [
+        [(into, g)] if mask[0] else [],
+        [([Scale(unit, shape), Reduce(outer, shape, kept)], g)] if mask[1] else [],
+        [([Reduce(outer, shape, kept)], g)] if mask[2] else [],
+    ]
+
+
+def rms_norm(call: Call) -> Any:
+    """Back through RMS norm: ``s·γg − s³·x/n·Σ γg·x``."""
+    g, x, sizes, rstd, gain, mask = call.args
+    call.only(g)
+    inner = list(range(x.dim() - len(sizes), x.dim()))
+    outer = list(range(x.dim() - len(sizes)))
+    unit = x.to(rstd.dtype) * rstd
+    shape, kept = tuple(g.shape), tuple(sizes)
+    gained = torch.ones((), dtype=unit.dtype, device=x.device) if gain is None else gain
+    pairs = [(-rstd * unit / prod(kept), gained * unit)]
+    into = Normaliser((rstd * gained).expand(shape), pairs, inner, shape)
+    return [
+        [([into], g)] if mask[0] else [],
+        [([Scale(unit, shape), Reduce(outer, shape, kept)], g)] if mask[1] else [],
+    ]
+
+
+def group_norm(call: Call) -> Any:
+    """Back through group norm: every group of channels of a sample is one line."""
+    g, x, mean, rstd, gain, n, c, _, groups, mask = call.args
+    call.only(g)
+    shape = tuple(g.shape)
+    per = x.numel() // max(n * groups, 1)
+    lines = (n * groups, per)
+    unit = (x.reshape(lines).to(rstd.dtype) - mean.reshape(-1, 1)) * rstd.reshape(-1, 1)
+    spatial = [1] * (x.dim() - 2)
+    gained = None
+    if gain is not None:
+        gained = gain.reshape(1, c, *spatial).expand(x.shape).reshape(lines)
+    into = _norm(gained, rstd.reshape(-1, 1), unit, [1], per)
+    others = [d for d in range(x.dim()) if d != 1]
+    return [
+        [(as_shape(from_shape([into], shape), shape), g)] if mask[0] else [],
+        [([Scale(unit.reshape(shape), shape), Reduce(others, shape, (c,))], g)] if mask[1] else [],
+        [([Reduce(others, shape, (c,))], g)] if mask[2] else [],
+    ]
+
+
+def batch_norm(call: Call) -> Any:
+    """Back through batch norm, in training (over the whole batch) or not (a scale)."""
+    g, x, gain, running_mean, running_var, mean, rstd, train, eps, mask = call.args
+    call.only(g)
+    shape, c = tuple(g.shape), x.shape[1]
+    others = [d for d in range(x.dim()) if d != 1]
+    wide = [1, c, *[1] * (x.dim() - 2)]
+    if not train:
+        mean, rstd = running_mean, torch.rsqrt(running_var + eps)
+    unit = (x - mean.reshape(wide)) * rstd.reshape(wide)
+    gained = None if gain is None else gain.reshape(wide)
+    into: Map
+    if train:
+        into = _norm(gained, rstd.reshape(wide), unit, others, x.numel() // max(c, 1))
+    else:
+        into = Scale(rstd.reshape(wide) * (1 if gained is None else gained), shape)
+    return [
+        [([into], g)] if mask[0] else [],
+        [([Scale(unit, shape), Reduce(others, shape, (c,))], g)] if mask[1] else [],
+        [([Reduce(others, shape, (c,))], g)] if mask[2] else [],
+    ]
+
+
+def weight_norm(call: Call) -> Any:
+    """Back through ``w = g₀·v/‖v‖``: to v and to g₀."""
+    g, v, gain, norms, dim = call.args
+    call.only(g)
+    shape = tuple(g.shape)
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    pairs = [(-gain * v / norms**3, v)]
+    into = Normaliser((gain / norms).expand(shape), pairs, others, shape)
+    return [
+        [([into], g)],
+        [([Scale(v / norms, shape), Reduce(others, shape, tuple(gain.shape))], g)],
+    ]

@@ -1,0 +1,108 @@
+"""What PyTorch fuses and does not open, composed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import NotLinear
+
+aten = torch.ops.aten
+
+def attention(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Back through fused attention on the CPU, composed: the weights are computed again."""
+    if dropout_p:
+        raise NotLinear("fused attention with dropout does not say what it dropped")
+    factor = 1 / sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q * factor) @ k.transpose(-2, -1)
+    if is_causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(above, float("-inf"))
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    weights = scores.softmax(-1)
+    to_v = weights.transpose(-2, -1) @ g
+    to_weights = g @ v.transpose(-2, -1)
+    to_scores = aten._softmax_backward_data(to_weights, weights, -1, weights.dtype)
+    return (to_scores * factor) @ k, (to_scores * factor).transpose(-2, -1) @ q, to_v
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A grouped matrix product (mixtures of experts), group by group."""
+    if offs is None:
+        return torch.bmm(a, b)
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    bounds = list(zip(starts, ends))
+    if a.dim() == 2 and b.dim() == 3:
+        rows = [a[s:e] @ b[i] for i, (s, e) in enumerate(bounds)]
+        rest = a.new_zeros(a.shape[0] - ends[-1], b.shape[-1])
+        return torch.cat([*rows, rest])
+    if a.dim() == 3:
+        columns = [a[i] @ b[:, s:e] for i, (s, e) in enumerate(bounds)]
+        return torch.cat([*columns, a.new_zeros(a.shape[1], b.shape[1] - ends[-1])], 1)
+    return torch.stack([a[:, s:e] @ b[s:e] for s, e in bounds])
+
+
+def trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand_a: list[int],
+    expand_b: list[int],
+    expand_c: list[int],
+    summed: list[int],
+    unroll: int = 1,
+) -> Tensor:
+    """A product of three tensors, summed: what ``nn.Bilinear`` is made of."""
+    factors = []
+    for x, dims in ((a, expand_a), (b, expand_b), (c, expand_c)):
+        for d in sorted(dims):
+            x = x.unsqueeze(d)
+        factors.append(x)
+    product = factors[0] * factors[1] * factors[2]
+    return product.sum(summed) if summed else product
+
+
+def distances(g: Tensor, x: Tensor, y: Tensor, p: float, distance: Tensor) -> Tensor:
+    """Back through ``cdist`` to its first argument: ``Σⱼ g[i,j] · ∂d[i,j]/∂x[i,k]``."""
+    gap = x.unsqueeze(-2) - y.unsqueeze(-3)
+    d = distance.unsqueeze(-1)
+    if p == 0:
+        slope = torch.zeros_like(gap)
+    elif p == float("inf"):
+        slope = gap.sign() * (gap.abs() == d)
+    else:
+        slope = gap.sign() * gap.abs() ** (p - 1) / torch.where(d == 0, 1, d) ** (p - 1)
+    return (g.unsqueeze(-1) * torch.where(d == 0, 0, slope)).sum(-2)
+
+
+OPENED: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attention,
+    "_grouped_mm": grouped_mm,
+    "_trilinear": trilinear,
+    "_cdist_backward": distances,
+}
+"""Decompositions of our own, for what PyTorch fuses and does not open."""

@@ -1,0 +1,31 @@
+"""The closed algebra of structured linear maps, one word a file.
+
+A map knows nothing of the operator it came from, and nothing of the semiring it is pulled in.
+"""
+
+from gradtrace.maps.base import Map
+from gradtrace.maps.contract import Contract
+from gradtrace.maps.convolve import Convolve, Windows
+from gradtrace.maps.dense import Dense
+from gradtrace.maps.index import Index, gather
+from gradtrace.maps.normaliser import Normaliser
+from gradtrace.maps.reduce import Reduce
+from gradtrace.maps.scale import Identity, Scale
+from gradtrace.maps.scan import Scan
+from gradtrace.maps.scatter import Scatter
+
+__all__ = [
+    "Contract",
+    "Convolve",
+    "Dense",
+    "Identity",
+    "Index",
+    "Map",
+    "Normaliser",
+    "Reduce",
+    "Scale",
+    "Scan",
+    "Scatter",
+    "Windows",
+    "gather",
+]

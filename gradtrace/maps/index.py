@@ -1,0 +1,77 @@
+"""``out[i] = in[src[i]]``, or nothing: whatever only moves elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradtrace.maps.base import Count, Map, per_element
+from gradtrace.semirings import Semiring
+from gradtrace.shapes import Shape
+
+
+class Index(Map):
+    """``out[i] = in[src[i]]``, or ⊕'s zero where ``src[i]`` is -1.
+
+    ``move`` is the operation itself (a view, a gather, a padding), which must work on a tensor of
+    any dtype and put 0 where nothing comes from; run on element numbers it tells ``src``.
+    ``fills`` says whether it may put zeros at all.
+    """
+
+    __slots__ = ("move", "fills")
+    single_source = True
+
+    def __init__(
+        self,
+        move: Callable[[Tensor], Tensor],
+        in_shape: Shape,
+        out_shape: Shape,
+        fills: bool = False,
+    ) -> None:
+        self.move = move
+        self.in_shape = in_shape
+        self.out_shape = out_shape
+        self.fills = fills
+
+    def source(self, device: torch.device | None = None) -> Tensor:
+        """For each output element, the number of the input element it is; -1 for none."""
+        numbers = torch.arange(1, self.inputs + 1, device=device).reshape(self.in_shape)
+        return self.move(numbers).reshape(self.out_shape) - 1
+
+    @property
+    def single_target(self) -> bool:  # type: ignore[override]
+        """Whether no element is taken twice."""
+        source = self.source()
+        taken = source[source >= 0]
+        return taken.numel() == taken.unique().numel()
+
+    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
+        if not self.fills or semiring.zero == 0:
+            return self.move(x)
+        there = self.source(x.device) >= 0
+        return torch.where(there, self.move(x), semiring.zero)
+
+    def dense(self) -> Tensor:
+        source = self.source().reshape(-1, 1)
+        return (source == torch.arange(self.inputs)).float()
+
+    def routes(self, count: Count) -> Count:
+        if isinstance(count, Tensor) or self.fills:
+            return self.move(per_element(count, self.in_shape)).reshape(self.out_shape)
+        return count
+
+
+def gather(source: Tensor, in_shape: Shape) -> Index:
+    """The ``Index`` of written-out source numbers (-1: nothing)."""
+    out_shape = tuple(source.shape)
+
+    def move(x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        if not flat.numel():
+            return x.new_zeros(out_shape)
+        there = source >= 0
+        return torch.where(there, flat[source.clamp(min=0)], torch.zeros((), dtype=x.dtype))
+
+    return Index(move, in_shape, out_shape, fills=bool((source < 0).any()))

@@ -1,0 +1,86 @@
+"""The backward program: blocks of steps, each a sum of maps applied to earlier values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.atlas import Place
+from gradtrace.maps import Map
+from gradtrace.shapes import Shape
+
+
+class Term(NamedTuple):
+    """One map applied to one value."""
+
+    map: Map
+    value: int
+
+
+class Step(NamedTuple):
+    """``out = ⊕ over terms (map, value)``; a complex value is its real and imaginary parts, in a
+    last dimension of size 2."""
+
+    out: int
+    terms: tuple[Term, ...]
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Block:
+    """The formula of one operator.
+
+    ``takes`` are the values of its cotangents by output slot, ``gives`` the values it hands to
+    its arguments by position, ``merges`` the sums with what other users of an argument handed to it
+    before. ``note`` says what is not exact for semirings other than SUM.
+    """
+
+    operator: str
+    place: Place
+    takes: dict[int, int]
+    steps: list[Step] = field(default_factory=list)
+    gives: dict[int, int] = field(default_factory=dict)
+    merges: list[Step] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass
+class Leaf:
+    """A leaf, and the value that is its gradient."""
+
+    tensor: Tensor
+    value: int
+
+
+@dataclass
+class Program:
+    """A backward pass as data. Run it with ``gradtrace.engine.run``.
+
+    It refers to the weights and activations of the forward pass, so it is valid until these are
+    changed in place.
+    """
+
+    seed: Tensor
+    root: int
+    blocks: list[Block]
+    leaves: list[Leaf]
+
+    def steps(self) -> Iterable[Step]:
+        """All steps, in an order that can be run."""
+        for block in self.blocks:
+            yield from block.steps
+            yield from block.merges
+
+    def notes(self) -> list[str]:
+        """What is not exact for semirings other than SUM, one line an operator."""
+        return [f"{block.operator}: {block.note}" for block in self.blocks if block.note]
+
+    def __repr__(self) -> str:
+        steps = sum(len(block.steps) for block in self.blocks)
+        return f"Program({len(self.blocks):,} operators, {steps:,} steps, {len(self.leaves)} leaves)"
+

@@ -1,0 +1,74 @@
+"""PyTorch's operator database as losses: what the operator tests and the long runs share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+DEVICE = torch.device("cpu")
+
+
+def entries() -> list[Any]:
+    """Every entry of the database that PyTorch differentiates on the CPU in float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return [
+        op
+        for op in op_db
+        if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
+    ]
+
+
+def label(op: Any) -> str:
+    """The entry's name with its variant."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
+def _wanted(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def losses(op: Any, dtype: torch.dtype, most: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """A scalar loss of each of the first samples, with the leaves it is to be derived by."""
+    torch.manual_seed(0)
+    samples = op.sample_inputs(DEVICE, dtype, requires_grad=True)
+    found = 0
+    for sample in islice(samples, 4 * most):
+        inputs = tree_map(
+            lambda x: x.detach().requires_grad_() if _wanted(x) else x,
+            (sample.input, sample.args, sample.kwargs),
+        )
+        leaves = [x for x in tree_flatten(inputs)[0] if _wanted(x)]
+        if not leaves:
+            continue
+        first, args, kwargs = inputs
+        result = op(first, *args, **kwargs)
+        if sample.output_process_fn_grad is not None:
+            result = sample.output_process_fn_grad(result)
+        outs = [o for o in tree_flatten(result)[0] if _wanted(o)]
+        if not outs:
+            continue
+        yield _scalar(outs), leaves
+        found += 1
+        if found == most:
+            return
+
+
+def _scalar(outs: list[Tensor]) -> Tensor:
+    """The outputs, weighed by fixed numbers and added up."""
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros((), dtype=torch.float64)
+    for out in outs:
+        if out.layout is not torch.strided:
+            out = out.to_dense()
+        part = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
+        weight = torch.rand(part.shape, generator=generator, dtype=torch.float64) + 0.5
+        total = total + (part * weight.to(part.dtype)).sum().double()
+    return total
