@@ -22,6 +22,7 @@ from gradtrace.errors import GradtraceError, NotLinear, TooLarge
 from gradtrace.linear import Call, Chains, shape_of
 from gradtrace.maps import Dense, Identity, Scale, gather
 from gradtrace.program import Block, Leaf, Program, Step, Term
+from gradtrace.reconverge import resolve
 from gradtrace.schedules import schedule
 
 DENSE_LIMIT = 1 << 24
@@ -317,6 +318,7 @@ class Record:
         except Exception as error:
             raise autograd.explain(error, node, self.atlas.where(node)) from error
         given = set(block.takes.values())
+        handed: list[tuple[Node, int, int, Tensor]] = []
         asked = (FACTS.get(type(node)) or learn(type(node))).asked
         for position, ((child, slot), out) in enumerate(zip(edges, outs)):
             if child is None or out is None:
@@ -333,6 +335,11 @@ class Record:
                 block.steps.append(Step(value, (Term(Identity(shape), before),), shape, dtype))
             given.add(value)
             block.gives[position] = value
+            handed.append((child, slot, position, out))
+        shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
+        resolve(block, recorder.new, shapes)
+        for child, slot, position, out in handed:
+            value = block.gives[position]
             waiting = self.adjoints.setdefault(child, {})
             there = waiting.get(slot)
             waiting[slot] = (out, value) if there is None else self._merge(block, there, out, value)

@@ -1,8 +1,8 @@
 """Numerical gradient check: does the gradient that autograd gives agree with differences of the loss?
 
-The check runs in float64 on the user's own model, widened in place for the time being, so that it
-sees what training sees: closures over the model, tied weights, custom functions. Everything it
-touches is put back: parameters and buffers bit for bit, ``.grad``, attributes, random generators.
+The check runs in float64 on the user's own model, so that it sees what training sees: closures over
+the model, tied weights, custom functions. No tensor of the user's is written on: for the time being,
+stand-ins in double precision take the places of parameters and buffers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import html
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite, prod, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradtrace import autograd
@@ -187,6 +188,8 @@ def _refuse(loss_fn: object, model: object, sample: int | None, tolerance: float
         raise GradtraceError(f"sample is the number of elements to check, at least 1, not {sample}")
     if not 0 < tolerance < 1:
         raise GradtraceError(f"tolerance is a relative error between 0 and 1, not {tolerance}")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise Unsupported("a scripted model keeps its parameters to itself; check it unscripted")
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise Unsupported(f"parameter {name} has no shape yet; call the model once before")
@@ -377,20 +380,15 @@ Moves = dict[nn.Parameter, tuple[Tensor, Tensor]]
 
 
 class _Laboratory:
-    """Evaluates a loss again and again under equal conditions, and leaves no trace.
-
-    Parameters are widened by exchanging their ``.data``, so that they stay the objects that
-    closures, optimizers and custom functions refer to.
-    """
+    """Evaluates a loss again and again under equal conditions, and leaves no trace."""
 
     def __init__(self, loss_fn: LossFn, model: nn.Module, seed: int) -> None:
         self.loss_fn = loss_fn
-        self.model = model
         self.arguments = (model,) if _takes_model(loss_fn) else ()
-        self.attributes = [_Attributes(module) for module in model.modules()]
-        self.kept = [_Kept(tensor) for tensor in _tensors(model)]
-        self.dice = _Dice(model, seed)
-        self.values = {id(kept.tensor): kept.wide for kept in self.kept}
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self.wide = {tensor: _wide(tensor) for tensor in tensors.values()}
+        self.attributes = [_Attributes(module, tensors) for module in model.modules()]
+        self.dice = _Dice(tensors.values(), seed)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -402,23 +400,18 @@ class _Laboratory:
                 yield
         finally:
             torch.set_default_dtype(default)
-            self.restore()
+            for attributes in self.attributes:
+                attributes.restore()
+            self.dice.restore()
 
-    def restore(self) -> None:
-        """Put everything back as the user had it."""
+    def reset(self) -> dict[Tensor, Tensor]:
+        """The same conditions as before every other evaluation, and fresh stand-ins in place."""
+        stand_ins = {tensor: _stand_in(tensor, wide) for tensor, wide in self.wide.items()}
         for attributes in self.attributes:
             attributes.restore()
-        for kept in self.kept:
-            kept.restore()
-        self.dice.restore()
-
-    def reset(self) -> None:
-        """Bring about the same conditions as before every other evaluation."""
-        for attributes in self.attributes:
-            attributes.restore()
-        for kept in self.kept:
-            kept.reset()
+            attributes.exchange(stand_ins)
         self.dice.throw()
+        return stand_ins
 
     def loss(self) -> Tensor:
         """The loss where the parameters now are, or an error that says why there is none."""
@@ -439,9 +432,13 @@ class _Laboratory:
         return loss
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> tuple[float, list[Tensor | None]]:
-        """The loss, and its gradient as autograd gives it."""
-        self.reset()
-        with _Double():
+        """The loss, and its gradient as autograd gives it.
+
+        A parameter that a closure hands straight to a custom function gets past its stand-in in
+        the graph, though not in the values; its gradient is the sum of both.
+        """
+        stand_ins = self.reset()
+        with _Double(stand_ins):
             loss = self.loss()
             autograd.root_of(loss)
             if loss.is_complex():
@@ -449,7 +446,8 @@ class _Laboratory:
             value = float(loss.detach())
             if not isfinite(value):
                 raise NonFinite(f"the loss is {value}, so there is no gradient to check")
-            found = _analytic(loss, parameters)
+            found = _analytic(loss, [*(stand_ins[p] for p in parameters), *parameters])
+        found = [_sum(*both) for both in zip(found, found[len(parameters) :])]
         if all(gradient is None for gradient in found):
             raise NoGraph(
                 "the loss depends on no parameter of the model that requires grad; is it computed "
@@ -459,17 +457,15 @@ class _Laboratory:
 
     def value(self, moves: Moves) -> float:
         """The loss with some elements moved."""
-        self.reset()
+        stand_ins = self.reset()
         for parameter, (at, by) in moves.items():
-            parameter.data.view(-1).index_add_(0, at, by)
-        with _Double():
+            stand_ins[parameter].data.view(-1).index_add_(0, at, by)
+        with _Double(stand_ins):
             return float(self.loss().detach())
 
-    def steps(
-        self, parameter: nn.Parameter, probe: Probe, multiple: float
-    ) -> tuple[Tensor, float]:
+    def steps(self, parameter: nn.Parameter, probe: Probe, multiple: float) -> tuple[Tensor, float]:
         """How far to go along a probe, and how long that step is in terms of its direction."""
-        there = self.values[id(parameter)].view(-1)[probe.at]
+        there = self.wide[parameter].view(-1)[probe.at]
         step = STEP * multiple * max(float(there.abs().amax()), 1.0)
         return probe.signs * step, step
 
@@ -496,20 +492,24 @@ class _Laboratory:
         sigma = sqrt(sum(measured) / len(measured)) if measured else 0.0
         return SAFETY * max(sigma, EPSILON * abs(loss))
 
-    def jitter(
-        self, parameter: nn.Parameter, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def jitter(self, parameter: nn.Parameter, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """All elements, a few units in the last place up or down."""
-        there = self.values[id(parameter)].view(-1)
+        there = self.wide[parameter].view(-1)
         signs = torch.randint(2, there.shape, generator=generator).to(there) * 2 - 1
         at = torch.arange(there.numel(), device=there.device)
         return at, 64 * EPSILON * signs * there.abs().clamp(min=1)
 
 
-def _analytic(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+def _analytic(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradient under test; None where no path leads to a parameter."""
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    with torch._C.DisableTorchFunction():  # these very tensors, not their stand-ins
+        edges = [get_gradient_edge(parameter) for parameter in parameters]
+    found = torch.autograd.grad(loss, edges, allow_unused=True)
     return [None if g is None else g.to_dense() for g in found]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one if other is None else other.double() if one is None else one + other
 
 
 def _takes_model(loss_fn: LossFn) -> bool:
@@ -529,64 +529,61 @@ def _takes_model(loss_fn: LossFn) -> bool:
     return bool(free)
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """Every parameter and buffer once."""
-    return list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+def _wide(tensor: Tensor) -> Tensor:
+    """The value of a tensor in double precision, in memory of its own."""
+    dtype = WIDE.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
 
 
-class _Kept:
-    """A parameter or buffer of the user's, and its value in double precision."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.data = tensor.data
-        self.grad = tensor.grad if tensor.is_leaf else None
-        dtype = WIDE.get(tensor.dtype, tensor.dtype)
-        self.wide = self.data.to(dtype).clone(memory_format=torch.contiguous_format)
-
-    def reset(self) -> None:
-        """The widened value, in memory of its own."""
-        if self.tensor.is_leaf:
-            self.tensor.grad = None
-        self.tensor.data = self.wide.clone()
-
-    def restore(self) -> None:
-        """The user's value, in the user's memory."""
-        self.tensor.data = self.data
-        if self.tensor.is_leaf:
-            self.tensor.grad = self.grad
+def _stand_in(tensor: Tensor, wide: Tensor) -> Tensor:
+    """A fresh tensor of the same kind with that value."""
+    if not isinstance(tensor, nn.Parameter):
+        return wide.clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    parameter = nn.Parameter(wide.clone(), tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
 
 
 class _Attributes:
     """What a module holds: attributes, and what is in its dicts and lists, as far as one level.
 
-    Old-style weight norm, hidden states and counters live there, beside parameters and buffers.
+    Parameters and buffers are in there, and so are old-style weight norm, hidden states, counters.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.own = dict(vars(module))
-        self.dicts = [(x, dict(x)) for x in self.own.values() if isinstance(x, dict)]
-        self.lists = [(x, list(x)) for x in self.own.values() if isinstance(x, list)]
+    def __init__(self, module: nn.Module, tensors: Mapping[int, Tensor]) -> None:
+        own = vars(module)
+        self.dicts = [(x, dict(x)) for x in (own, *own.values()) if isinstance(x, dict)]
+        self.lists = [(x, list(x)) for x in own.values() if isinstance(x, list)]
+        self.places: list[tuple[Any, Any, Tensor]] = []
+        for table, items in self.dicts:
+            self.places += [
+                (table, k, tensors[id(x)]) for k, x in items.items() if id(x) in tensors
+            ]
+        for line, entries in self.lists:
+            self.places += [
+                (line, k, tensors[id(x)]) for k, x in enumerate(entries) if id(x) in tensors
+            ]
 
     def restore(self) -> None:
         """The same objects in the same places."""
-        own = vars(self.module)
-        own.clear()
-        own.update(self.own)
         for table, items in self.dicts:
             table.clear()
             table.update(items)
         for line, entries in self.lists:
             line[:] = entries
 
+    def exchange(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
+        """Put stand-ins in the places of tensors."""
+        for container, key, tensor in self.places:
+            container[key] = stand_ins[tensor]
+
 
 class _Dice:
     """The random generators that a loss may draw from: thrown alike, and given back."""
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
+    def __init__(self, tensors: Iterable[Tensor], seed: int) -> None:
         self.seed = seed
-        cuda = {t.device.index for t in _tensors(model) if t.device.type == "cuda"}
+        cuda = {t.device.index for t in tensors if t.device.type == "cuda"}
         self.generators = [torch.default_generator]
         self.generators += [torch.cuda.default_generators[i] for i in sorted(cuda)]
         self.states = [generator.get_state() for generator in self.generators]
@@ -614,12 +611,13 @@ class _Dice:
 class _Double(TorchFunctionMode):
     """Inside, torch computes in double precision, whatever the dtype of what it is given.
 
-    Each narrow tensor has one wide stand-in, so what is written on it in place is seen later.
+    Each narrow tensor has one wide stand-in, so what is written on it in place is seen later; the
+    model's own tensors have one too, which a closure over them must not miss.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
         super().__init__()
-        self.wide: dict[int, tuple[Tensor, Tensor]] = {}  # with the narrow one, to keep its id
+        self.wide = {id(x): (x, wide) for x, wide in stand_ins.items()}  # x is kept, and so its id
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -630,20 +628,16 @@ class _Double(TorchFunctionMode):
     def widen(self, x: Any) -> Any:
         """The same argument in double precision."""
         if isinstance(x, Tensor):
-            return self.stand_in(x) if x.dtype in WIDE else x
+            found = self.wide.get(id(x))
+            if found is None and x.dtype in WIDE:
+                with torch.enable_grad():  # connected in the graph, wherever it is met first
+                    found = self.wide[id(x)] = (x, x.to(WIDE[x.dtype]))
+            return found[1] if found else x
         if isinstance(x, torch.dtype):
             return WIDE.get(x, x)
         if type(x) in (list, tuple):
             return type(x)(map(self.widen, x))
         return x
-
-    def stand_in(self, x: Tensor) -> Tensor:
-        """The wide form of a narrow tensor, connected to it in the graph."""
-        found = self.wide.get(id(x))
-        if found is None:
-            with torch.enable_grad():
-                found = self.wide[id(x)] = (x, x.to(WIDE[x.dtype]))
-        return found[1]
 
 
 # Showing -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gradtrace.graph import Edge, Graph, Operator
-from gradtrace.layout import Box, Layout, Link, Point, layered
+from gradtrace.layout import Box, Layout, Link, Point, layered, settle
 
 LIMIT = 2_000
 """The most operators drawn; a picture of more can neither be read nor be laid out soon."""
@@ -31,11 +31,12 @@ MARGIN = 24.0
 
 STYLE = """
 .gradtrace-graph{font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-.gradtrace-graph text{text-anchor:middle;fill:#1f2328}
+.gradtrace-graph text{fill:#1f2328}
+.gradtrace-graph g g{text-anchor:middle}
 .gradtrace-graph .page{fill:#fff}
 .gradtrace-graph .link{fill:none;stroke:#a3abb5;stroke-width:1.25}
 .gradtrace-graph .head{fill:#7d8590}
-.gradtrace-graph .position{font-size:10px;text-anchor:start;fill:#59636e;stroke:#fff;\
+.gradtrace-graph .position{font-size:10px;fill:#59636e;stroke:#fff;\
 stroke-width:3px;paint-order:stroke}
 .gradtrace-graph .box{fill:#f6f8fa;stroke:#c4ccd4}
 .gradtrace-graph .leaf .box{fill:#e3f3f0;stroke:#0f766e}
@@ -46,7 +47,7 @@ stroke-width:3px;paint-order:stroke}
 .gradtrace-graph .place{font-size:10px;fill:#59636e}
 .gradtrace-graph .aside .name{font-size:10px;font-weight:400;fill:#59636e}
 .gradtrace-graph .root text{fill:#fff}
-.gradtrace-graph .note{font-size:13px;text-anchor:start}
+.gradtrace-graph .note{font-size:13px}
 @media (prefers-color-scheme:dark){
 .gradtrace-graph text{fill:#e6edf3}
 .gradtrace-graph .page{fill:#0d1117}
@@ -130,13 +131,14 @@ def _plan(graph: Graph) -> Sheet:
     ranks = _ranks(graph)
     kept = _nearest(graph, ranks)
     sheet = Sheet(_title(graph), _note(len(kept), len(graph) - len(kept)))
-    at = {index: sheet.add(_vertex(graph[index], ranks[index])) for index in kept}
+    again = {operator.module for operator in graph if operator.call}
+    at = {index: sheet.add(_vertex(graph[index], ranks[index], again)) for index in kept}
     for index in kept:
         links = {
             sheet.add(end) if isinstance(end, Vertex) else end: _positions(edges)
             for end, edges in _ends(graph, index, ranks, at)
         }
-        sheet.vertices[at[index]].ports = len(links) * _step(links.values())
+        sheet.vertices[at[index]].ports = (len(links) - 1) * _step(links.values()) + 16
         sheet.links |= {(at[index], end): label for end, label in links.items()}
     return sheet
 
@@ -168,7 +170,7 @@ def _ranks(graph: Graph) -> list[int]:
 
 def _nearest(graph: Graph, ranks: list[int]) -> list[int]:
     """The operators to draw, by rank: with each, all that use it."""
-    kept = []
+    kept: list[int] = []
     edges = 0
     for index in sorted(range(len(graph)), key=ranks.__getitem__):
         if len(kept) == LIMIT or edges > 4 * LIMIT:
@@ -178,7 +180,7 @@ def _nearest(graph: Graph, ranks: list[int]) -> list[int]:
     return kept
 
 
-def _vertex(operator: Operator, rank: int) -> Vertex:
+def _vertex(operator: Operator, rank: int, again: set[str]) -> Vertex:
     """An operator with the shapes it puts out and its module, or a leaf with its names."""
     shapes = ", ".join(map(str, operator.shapes[:FEW]))
     more = len(operator.shapes) - FEW
@@ -190,8 +192,9 @@ def _vertex(operator: Operator, rank: int) -> Vertex:
         Line("name", _brief(name, SHOWN), 13),
         Line("shape", f"{shapes} and {more} more" if more > 0 else shapes, 11),
     ]
-    if place := _place(operator):
-        lines.append(Line("place", _brief(place, SHOWN), 10))
+    call = f", call {operator.call + 1}" if operator.module in again else ""
+    if operator.module:
+        lines.append(Line("place", f"in {_brief(operator.module, SHOWN)}{call}", 10))
     return Vertex(kind, rank, lines, _told(operator, name), operator.index)
 
 
@@ -199,19 +202,14 @@ def _told(operator: Operator, name: str) -> str:
     """What the tooltip says: all that is shortened on the vertex, and the operator's number."""
     what = f"operator {operator.index}" if operator.leaf is None else "leaf"
     parts = [f"{name} ({what})", f"shape {', '.join(map(str, operator.shapes))}"]
-    if place := _place(operator):
-        parts.append(f"in {place}")
+    if operator.module:
+        parts.append(f"in call {operator.call + 1} of {operator.module}")
     return "\n".join(_brief(part, TOLD) for part in parts)
 
 
 def _short(name: str) -> str:
     """``AddmmBackward0`` -> ``Addmm``: that all of them are backward nodes goes without saying."""
     return re.sub(r"Backward\d*$", "", name) or name
-
-
-def _place(operator: Operator) -> str:
-    """The module call: ``encoder.mix``, or ``cell, call 3`` from the second call on."""
-    return f"{operator.module}, call {operator.call + 1}" if operator.call else operator.module
 
 
 def _ends(
@@ -251,7 +249,7 @@ def _aside(kind: str, edges: list[Edge], graph: Graph, rank: int) -> Vertex:
     """A word in place of arguments."""
     producers = [graph[i] for i in dict.fromkeys(e.producer for e in edges) if i is not None]
     if kind == "none":
-        text = "None" if len(edges) == 1 else f"None × {len(edges):,}"
+        text = "None" if len(edges) == 1 else f"{len(edges):,} None"
         told = "needs no gradient"
     elif kind == "cut":
         text, told = f"{len(producers):,} left out", "not drawn: the graph is too large"
@@ -278,18 +276,21 @@ def _positions(edges: list[Edge]) -> Line:
 
 def _step(labels: Iterable[Line]) -> float:
     """How far apart the links of a vertex must start for their labels not to touch."""
-    return max((label.width for label in labels), default=0.0) + 10
+    return max((label.width for label in labels), default=0.0) * 2 + 14
 
 
 # Text ------------------------------------------------------------------------------------------
 
 
 def _brief(text: str, limit: int) -> str:
-    """At most ``limit`` characters, the end more than the start: names differ at the end."""
-    if len(text) > limit:
-        start = limit // 3
-        text = f"{text[:start]}…{text[start + 1 - limit :]}"
-    return "".join(map(_visible, text))
+    """At most ``limit`` characters; cut before as well as after, so that long names cost little."""
+    return _cut("".join(map(_visible, _cut(text, limit))), limit)
+
+
+def _cut(text: str, limit: int) -> str:
+    """Keep more of the end than of the start: that is where names differ."""
+    start = limit // 3
+    return text if len(text) <= limit else f"{text[:start]}…{text[start + 1 - limit :]}"
 
 
 def _visible(char: str) -> str:
@@ -301,17 +302,17 @@ def _visible(char: str) -> str:
 def _breadth(char: str) -> float:
     """The width of a character in a sans serif, in ems."""
     if char in " .,:;|!'()[]ijlIft":
-        return 0.36
+        return 0.4
     if unicodedata.east_asian_width(char) in "WF":
         return 1.05
-    return 0.85 if char in "mwMW@%→↓…" else 0.7 if char.isupper() else 0.6
+    return 0.95 if char in "mwMW@%→↓…" else 0.75 if char.isupper() else 0.64
 
 
 # The picture -----------------------------------------------------------------------------------
 
 
 def _frame(sheet: Sheet, layout: Layout, body: str) -> str:
-    """The SVG element. Its one id comes from what is in it, so drawings in a page do not collide."""
+    """The SVG element; its one id comes from its content, so drawings in a page do not collide."""
     note = Line("note", sheet.note, 13)
     above = MARGIN + (30 if sheet.note else 0)
     width = round(max(layout.width, note.width) + 2 * MARGIN)
@@ -347,24 +348,47 @@ def _body(sheet: Sheet, layout: Layout) -> Iterator[str]:
     for vertex, top in zip(sheet.vertices, layout.tops, strict=True):
         yield _drawn(vertex, top)
     for link, label in sheet.links.items():
-        x, y = starts[link]
-        yield f'<text class="position" x="{x + 4:.1f}" y="{y + 12:.1f}">{label.text}</text>'
+        yield _position(label.text, starts[link], _goal(link, layout))
+
+
+def _position(text: str, start: Point, goal: float) -> str:
+    """The label of a link, on the side that the link does not turn to."""
+    x, y = start
+    side, anchor = (-4, "end") if goal > x + 1 else (4, "start")
+    where = f'x="{x + side:.1f}" y="{y + 12:.1f}" text-anchor="{anchor}"'
+    return f'<text class="position" {where}>{text}</text>'
 
 
 def _starts(sheet: Sheet, layout: Layout) -> dict[Link, Point]:
-    """Where links leave: side by side along the vertex's lower side, ordered by where they go."""
+    """Where links leave the lower side of a vertex: above where they go, if there is room."""
     leaving: dict[int, list[Link]] = {}
     for link in sheet.links:
         leaving.setdefault(link[0], []).append(link)
     starts = {}
     for upper, links in leaving.items():
-        x, top = layout.tops[upper]
-        box = sheet.vertices[upper].box
-        links.sort(key=lambda link: [*layout.bends[link], layout.tops[link[1]]][0])
-        step = max(box.width / (len(links) + 1), _step(sheet.links[link] for link in links))
-        for i, link in enumerate(links):
-            starts[link] = (x + (i - (len(links) - 1) / 2) * step, top + box.height)
+        (x, top), box = layout.tops[upper], sheet.vertices[upper].box
+        step = _step(sheet.links[link] for link in links)
+        half = box.width / 2 - 8
+        goals = {link: _goal(link, layout) for link in links}
+        links.sort(key=goals.__getitem__)
+        wishes = [_wish(goals[link], x, half) for link in links]
+        offsets = [step * i for i in range(len(links))]
+        for link, start in zip(links, settle(wishes, offsets, (x - half, x + half)), strict=True):
+            starts[link] = (start, top + box.height)
     return starts
+
+
+def _goal(link: Link, layout: Layout) -> float:
+    """The x of the first point that a link goes to."""
+    (x, _), *_ = [*layout.bends[link], layout.tops[link[1]]]
+    return x
+
+
+def _wish(goal: float, x: float, half: float) -> Point:
+    """Straight down where the goal lies below the vertex; else on that side, but not insisting."""
+    if abs(goal - x) <= half:
+        return goal, 1e6
+    return x + (half if goal > x else -half), 1.0
 
 
 def _curve(points: list[Point]) -> str:

@@ -8,8 +8,9 @@ it is iterative, and linear in the number of boxes and bends up to sorting.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 Link: TypeAlias = tuple[int, int]  # (upper box, lower box)
@@ -17,8 +18,9 @@ Point: TypeAlias = tuple[float, float]
 
 BEND_WIDTH = 12.0
 SPACE = 22.0  # between boxes side by side
-GAP = 42.0  # between ranks, at least
+GAP = 36.0  # between ranks, at least
 SWEEPS = 8
+HOME = 0.02  # how much the middle attracts; a tie has 1
 
 
 class Box(NamedTuple):
@@ -49,9 +51,8 @@ def layered(boxes: Sequence[Box], links: Iterable[Link]) -> Layout:
     bands = _bands(lattice, ranks, x)
     bends = {link: _bends(lattice, link, x, bands) for link in links}
     tops = [(x[i], bands[box.rank][0]) for i, box in enumerate(boxes)]
-    right = max(x[i] + box.width / 2 for i, box in enumerate(boxes))
-    right = max([right, *(x for bend in bends.values() for x, _ in bend)])
-    return Layout(tops, bends, right, bands[-1][1])
+    width = max(at + box.width / 2 for at, box in zip(x, lattice.boxes, strict=True))
+    return Layout(tops, bends, width, bands[-1][1])
 
 
 class _Lattice:
@@ -90,12 +91,6 @@ class _Lattice:
     def _tie(self, upper: int, lower: int) -> None:
         self.below[upper].append(lower)
         self.above[lower].append(upper)
-
-    def weight(self, upper: int, lower: int) -> float:
-        """How much a tie wants to be vertical: lanes most, ties to boxes that end there least."""
-        if upper >= self.count and lower >= self.count:
-            return 8.0
-        return 1.0 if self.below[lower] else 0.1
 
 
 # Order within the ranks ------------------------------------------------------------------------
@@ -168,19 +163,90 @@ def _crossings(lattice: _Lattice, ranks: list[list[int]]) -> int:
 
 def _abscissas(lattice: _Lattice, ranks: list[list[int]]) -> list[float]:
     """The x of each item: near its neighbours, in the order given, and nothing overlapping."""
-    x = [0.0] * len(lattice.boxes)
-    offsets = [_offsets(lattice, rank) for rank in ranks]
-    for rank, offset in zip(ranks, offsets):
-        for item, value in zip(rank, offset):
-            x[item] = value - offset[-1] / 2
+    places = _Places(lattice, ranks)
     for sweep in range(SWEEPS):
-        down, both = sweep % 2 == 0, sweep >= SWEEPS // 2
-        for r in range(len(ranks))[:: 1 if down else -1]:
-            wishes = [_wish(lattice, item, x, (down or both, both or not down)) for item in ranks[r]]
-            for item, value in zip(ranks[r], _settled(wishes, offsets[r])):
-                x[item] = value
-    left = min(x[i] - box.width / 2 for i, box in enumerate(lattice.boxes))
-    return [value - left for value in x]
+        down = sweep % 2 == 0
+        if sweep < SWEEPS // 2:
+            places.sweep(down, look=(down, not down))
+        else:
+            places.sweep(down, look=(True, True))
+            places.straighten()
+    left = min(x - box.width / 2 for x, box in zip(places.x, lattice.boxes, strict=True))
+    return [x - left for x in places.x]
+
+
+class _Places:
+    """The x of each item while it is sought; at the start each rank is packed and centred."""
+
+    def __init__(self, lattice: _Lattice, ranks: list[list[int]]) -> None:
+        self.lattice = lattice
+        self.ranks = ranks
+        self.offsets = [_offsets(lattice, rank) for rank in ranks]
+        self.x = [0.0] * len(lattice.boxes)
+        self.left: dict[int, tuple[int, float]] = {}  # item -> (neighbour, distance to keep)
+        self.right: dict[int, tuple[int, float]] = {}
+        for rank, offsets in zip(ranks, self.offsets, strict=True):
+            for item, offset in zip(rank, offsets, strict=True):
+                self.x[item] = offset - offsets[-1] / 2
+            for (a, b), (start, end) in zip(pairwise(rank), pairwise(offsets), strict=True):
+                self.left[b], self.right[a] = (a, end - start), (b, end - start)
+        self.home = list(self.x)
+        self.lines = list(_lines(lattice, ranks))
+        self.straight = {tie for line in self.lines for tie in pairwise(line)}
+
+    def sweep(self, down: bool, look: tuple[bool, bool]) -> None:
+        """Move each rank towards its neighbours above, below, or both (``look``)."""
+        for r in range(len(self.ranks))[:: 1 if down else -1]:
+            wishes = [self._wish(item, look) for item in self.ranks[r]]
+            for item, x in zip(self.ranks[r], settle(wishes, self.offsets[r]), strict=True):
+                self.x[item] = x
+
+    def _wish(self, item: int, look: tuple[bool, bool]) -> Point:
+        """Where an item would be best, and how much it matters: the mean of its neighbours.
+
+        Home weighs in a little, or a long graph that leans a little would wander off sideways.
+        """
+        lattice, (up, down) = self.lattice, look
+        ties = []
+        if up:
+            ties += [(self.x[i], self._weight(i, item)) for i in lattice.above[item]]
+        if down:
+            ties += [(self.x[i], self._weight(item, i)) for i in lattice.below[item]]
+        weight = sum(w for _, w in ties) or 1e-3
+        pull = sum(x * w for x, w in ties) + self.home[item] * weight * HOME
+        return pull / (weight + weight * HOME), weight
+
+    def _weight(self, upper: int, lower: int) -> float:
+        """How much a tie wants to be vertical: along a line most, to boxes that end there least."""
+        weight = 20.0 if (upper, lower) in self.straight else 1.0
+        return weight if self.lattice.below[lower] else weight / 10
+
+    def straighten(self) -> None:
+        """Put the items of a line on one vertical, in as few pieces as their neighbours allow."""
+        for line in self.lines:
+            piece: list[int] = []
+            low, high = -inf, inf
+            for item in line:
+                left, right = self._room(item)
+                if piece and max(low, left) > min(high, right):
+                    self._align(piece, low, high)
+                    piece, low, high = [], -inf, inf
+                piece.append(item)
+                low, high = max(low, left), min(high, right)
+            self._align(piece, low, high)
+
+    def _room(self, item: int) -> Point:
+        """The least and the greatest x that an item could have between those beside it."""
+        left, right = self.left.get(item), self.right.get(item)
+        return (
+            -inf if left is None else self.x[left[0]] + left[1],
+            inf if right is None else self.x[right[0]] - right[1],
+        )
+
+    def _align(self, piece: list[int], low: float, high: float) -> None:
+        mean = sum(self.x[item] for item in piece) / len(piece)
+        for item in piece:
+            self.x[item] = min(max(mean, low), high)
 
 
 def _offsets(lattice: _Lattice, rank: list[int]) -> list[float]:
@@ -193,33 +259,46 @@ def _offsets(lattice: _Lattice, rank: list[int]) -> list[float]:
     return offsets
 
 
-def _wish(lattice: _Lattice, item: int, x: list[float], look: tuple[bool, bool]) -> Point:
-    """Where an item would be best, and how much it matters: the mean of its neighbours."""
-    up, down = look
-    ties = [(x[i], lattice.weight(i, item)) for i in lattice.above[item]] if up else []
-    if down:
-        ties += [(x[i], lattice.weight(item, i)) for i in lattice.below[item]]
-    weight = sum(w for _, w in ties)
-    if not weight:
-        return x[item], 1e-3
-    return sum(value * w for value, w in ties) / weight, weight
+def _lines(lattice: _Lattice, ranks: list[list[int]]) -> Iterator[list[int]]:
+    """Items one below the other, from the top; each item is in one line."""
+    taken: set[int] = set()
+    for start in chain.from_iterable(ranks):
+        line: list[int] = []
+        item: int | None = start
+        while item is not None and item not in taken:
+            taken.add(item)
+            line.append(item)
+            item = _onward(lattice, item)
+        if line:
+            yield line
 
 
-def _settled(wishes: list[Point], offsets: list[float]) -> list[float]:
-    """The places nearest the wishes (weighted least squares) that keep the distances.
+def _onward(lattice: _Lattice, item: int) -> int | None:
+    """The item below that continues the line: the only one, or the first that goes on."""
+    below = lattice.below[item]
+    if len(below) == 1:
+        return below[0]
+    return next((i for i in below if i < lattice.count and lattice.below[i]), None)
+
+
+def settle(
+    wishes: Sequence[Point], offsets: Sequence[float], bounds: Point = (-inf, inf)
+) -> list[float]:
+    """The places nearest the wishes (value, weight) that lie at least the offsets apart.
 
     Less the offsets this is isotonic regression: pool neighbours that are out of order.
     """
     pools: list[tuple[float, float, int]] = []  # (mean, weight, how many items)
-    for (wish, weight), offset in zip(wishes, offsets):
+    for (wish, weight), offset in zip(wishes, offsets, strict=True):
         mean, count = wish - offset, 1
         while pools and pools[-1][0] > mean:
             other, heavy, more = pools.pop()
             mean = (mean * weight + other * heavy) / (weight + heavy)
             weight, count = weight + heavy, count + more
         pools.append((mean, weight, count))
-    means = [mean for mean, _, count in pools for _ in range(count)]
-    return [mean + offset for mean, offset in zip(means, offsets)]
+    low, high = bounds[0], bounds[1] - offsets[-1]
+    means = [min(max(mean, low), high) for mean, _, count in pools for _ in range(count)]
+    return [mean + offset for mean, offset in zip(means, offsets, strict=True)]
 
 
 def _bands(lattice: _Lattice, ranks: list[list[int]], x: list[float]) -> list[Point]:
@@ -234,9 +313,7 @@ def _bands(lattice: _Lattice, ranks: list[list[int]], x: list[float]) -> list[Po
     return bands
 
 
-def _bends(
-    lattice: _Lattice, link: Link, x: list[float], bands: list[Point]
-) -> list[Point]:
+def _bends(lattice: _Lattice, link: Link, x: list[float], bands: list[Point]) -> list[Point]:
     upper, lower = link
     points = []
     for rank in range(lattice.boxes[upper].rank + 1, lattice.boxes[lower].rank):

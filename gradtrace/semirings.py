@@ -74,7 +74,7 @@ class Sum:
 
     def scatter(self, x: Tensor, target: Tensor, size: int) -> Tensor:
         out = x.new_zeros(size + 1)  # the last place takes what goes nowhere
-        return out.index_add_(0, target.remainder(size + 1), x)[:size]
+        return out.index_add(0, target.remainder(size + 1), x)[:size]
 
     def scan(self, x: Tensor, dim: int) -> Tensor:
         return x.cumsum(dim)

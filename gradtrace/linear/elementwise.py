@@ -38,7 +38,7 @@ def constant(call: Call) -> Chains:
 
 def _part(dep: Tensor, k: int) -> Map:
     """The real (0) or imaginary (1) part."""
-    return Index(lambda x: x.select(-1, k), shape_of(dep), tuple(dep.shape))
+    return Index(lambda x: x.select(-1, k), shape_of(dep), tuple(dep.shape), injective=True)
 
 
 def _into(dep: Tensor, k: int) -> Map:
@@ -49,7 +49,7 @@ def _into(dep: Tensor, k: int) -> Map:
         parts[k] = x
         return torch.stack(parts, -1)
 
-    return Index(move, tuple(dep.shape), (*dep.shape, 2), fills=True)
+    return Index(move, tuple(dep.shape), (*dep.shape, 2), fills=True, injective=True)
 
 
 def weigh(dep: Tensor, out: Tensor, weight: Any) -> Chain:
@@ -130,8 +130,9 @@ def _masked(dep: Tensor, out: Tensor, mask: Tensor) -> Chain:
     def move(x: Tensor) -> Tensor:
         return torch.where(mask, x.expand(shape), torch.zeros((), dtype=x.dtype, device=x.device))
 
+    same_shape = True if dep.shape == out.shape else None
     moved = pairwise(move) if dep.is_complex() else move
-    return [Index(moved, shape_of(dep), real(shape, dep), fills=True)], dep
+    return [Index(moved, shape_of(dep), real(shape, dep), fills=True, injective=same_shape)], dep
 
 
 def where(call: Call) -> Chains:

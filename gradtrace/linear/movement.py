@@ -35,6 +35,11 @@ def strided(call: Call) -> Chains:
     return [([gather(source, shape_of(dep))], dep)]
 
 
+def turn(call: Call) -> Any:
+    """Views that show every element at most once: permutations and parts."""
+    return _move(call, fills=False, injective=True)
+
+
 def view(call: Call) -> Any:
     """Operations that take every element of the result from the argument."""
     return _move(call, fills=False)
@@ -45,10 +50,24 @@ def move(call: Call) -> Any:
     return _move(call, fills=True)
 
 
-def _move(call: Call, fills: bool) -> Any:
+def triangle(call: Call) -> Chains:
+    """``tril`` and ``triu``: a part, and nothing elsewhere."""
+    dep = call.dep
+    mask = call.func(torch.ones(dep.shape, dtype=torch.bool, device=dep.device), *call.args[1:])
+    shape = tuple(dep.shape)
+
+    def part(x: Tensor) -> Tensor:
+        return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    moved = pairwise(part) if dep.is_complex() else part
+    return [([Index(moved, shape_of(dep), real(shape, dep), fills=True, injective=True)], dep)]
+
+
+def _move(call: Call, fills: bool, injective: bool | None = None) -> Any:
     many = isinstance(call.out, (list, tuple))
     if not many and not fills and len(call.args) == 1 and not call.dep.is_complex():
-        return [([Index(call.func, tuple(call.dep.shape), tuple(call.out.shape))], call.dep)]
+        shapes = tuple(call.dep.shape), tuple(call.out.shape)
+        return [([Index(call.func, *shapes, injective=injective)], call.dep)]
     outs = call.out if many else [call.out]
     result: list[Chains] = []
     for k, out in enumerate(outs):
@@ -60,7 +79,8 @@ def _move(call: Call, fills: bool) -> Any:
             if dep.is_complex():
                 f = pairwise(f)
             filled = fills or len(call.deps) > 1
-            chains.append(([Index(f, shape_of(dep), real(out.shape, dep), filled)], dep))
+            moved = Index(f, shape_of(dep), real(out.shape, dep), filled, injective)
+            chains.append(([moved], dep))
         result.append(chains)
     return result if many else result[0]
 

@@ -39,6 +39,16 @@ class Contract(Map):
         w, out = rest.split("->")
         return x, w, out
 
+    def contracted(self) -> set[int]:
+        """The dimensions of the input that the sum runs over."""
+        x, _, out = self.letters()
+        return {d for d, letter in enumerate(x) if letter not in out}
+
+    def produced(self) -> set[int]:
+        """The dimensions of the output that come from the weight alone."""
+        x, _, out = self.letters()
+        return {d for d, letter in enumerate(out) if letter not in x}
+
     def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
         return semiring.contract(self.spec, x, self.weight)
 

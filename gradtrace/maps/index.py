@@ -17,10 +17,11 @@ class Index(Map):
 
     ``move`` is the operation itself (a view, a gather, a padding), which must work on a tensor of
     any dtype and put 0 where nothing comes from; run on element numbers it tells ``src``.
-    ``fills`` says whether it may put zeros at all.
+    ``fills`` says whether it may put zeros at all, ``injective`` whether it takes no element twice
+    (None: find out).
     """
 
-    __slots__ = ("move", "fills")
+    __slots__ = ("move", "fills", "injective")
     single_source = True
 
     def __init__(
@@ -29,11 +30,13 @@ class Index(Map):
         in_shape: Shape,
         out_shape: Shape,
         fills: bool = False,
+        injective: bool | None = None,
     ) -> None:
         self.move = move
         self.in_shape = in_shape
         self.out_shape = out_shape
         self.fills = fills
+        self.injective = injective
 
     def source(self, device: torch.device | None = None) -> Tensor:
         """For each output element, the number of the input element it is; -1 for none."""
@@ -43,9 +46,11 @@ class Index(Map):
     @property
     def single_target(self) -> bool:  # type: ignore[override]
         """Whether no element is taken twice."""
-        source = self.source()
-        taken = source[source >= 0]
-        return taken.numel() == taken.unique().numel()
+        if self.injective is None:
+            source = self.source()
+            taken = source[source >= 0]
+            self.injective = taken.numel() == taken.unique().numel()
+        return self.injective
 
     def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
         if not self.fills or semiring.zero == 0:

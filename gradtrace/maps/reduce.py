@@ -34,9 +34,13 @@ class Reduce(Map):
     def _kept(self) -> Shape:
         return tuple(1 if d in self.dims else n for d, n in enumerate(self.in_shape))
 
+    def targets(self) -> Tensor:
+        """For each input element, the number of the output element it goes to."""
+        return torch.arange(self.outputs).reshape(self._kept()).expand(self.in_shape)
+
     def dense(self) -> Tensor:
-        target = torch.arange(self.outputs).reshape(self._kept()).expand(self.in_shape)
-        return (torch.arange(self.outputs).reshape(-1, 1) == target.reshape(1, -1)).float()
+        target = self.targets().reshape(1, -1)
+        return (torch.arange(self.outputs).reshape(-1, 1) == target).float()
 
     def routes(self, count: Count) -> Count:
         if isinstance(count, Tensor):

@@ -21,6 +21,10 @@ class Scatter(Map):
         self.in_shape = tuple(target.shape)
         self.out_shape = out_shape
 
+    def targets(self) -> Tensor:
+        """For each input element, the number of the output element it goes to; -1 for none."""
+        return self.target
+
     def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
         flat = semiring.scatter(x.reshape(-1), self.target.reshape(-1), self.outputs)
         return flat.reshape(self.out_shape)
