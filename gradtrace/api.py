@@ -11,10 +11,11 @@ from gradtrace import autograd, engine
 from gradtrace.atlas import Atlas, Gradients
 from gradtrace.autograd import HookWatch
 from gradtrace.capture import DENSE_LIMIT, record
-from gradtrace.errors import NonFinite, UnknownName, Unsupported
+from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, Unsupported
 from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
 from gradtrace.graph import Graph, build
 from gradtrace.program import Program
+from gradtrace.schedules import kahn
 from gradtrace.semirings import SUM, Semiring
 
 
@@ -99,8 +100,7 @@ def backward_of(
     nonfinite: str = "raise",
 ) -> Gradients:
     """``backward`` with an atlas."""
-    if nonfinite not in ("raise", "allow"):
-        raise UnknownName(f"nonfinite is 'raise' or 'allow', not {nonfinite!r}")
+    _check(semiring, cotangent, nonfinite)
     autograd.root_of(loss)
     seed = seed_of(loss, cotangent)
     if semiring is SUM:
@@ -108,7 +108,7 @@ def backward_of(
     else:
         found = engine.run(record(loss, seed, atlas, hooks, schedule), semiring)
     RECENT.reset()
-    named = _named(found, atlas)
+    named = _named(found, atlas, loss)
     if leaves is not None:
         named = Gradients({name: named[name] for name in leaves})
     if semiring is SUM and nonfinite == "raise":
@@ -126,28 +126,62 @@ def program_of(
     dense_limit: int = DENSE_LIMIT,
 ) -> Program:
     """``program`` with an atlas."""
+    _check(SUM, cotangent, "raise")
     autograd.root_of(loss)
     recorded = record(loss, seed_of(loss, cotangent), atlas, hooks, schedule, dense_limit)
     RECENT.reset()
     return recorded
 
 
-def _named(found: dict[Tensor, Tensor], atlas: Atlas) -> Gradients:
-    """Leaves under their first name; complex ones are refused, by name."""
-    named = Gradients()
-    unnamed = 0
-    for leaf, value in found.items():
-        names = atlas.names_of(leaf)
-        if not names:
-            names = (f"leaf{unnamed}",)
-            unnamed += 1
+def _named(found: dict[Tensor, Tensor], atlas: Atlas, loss: Tensor) -> Gradients:
+    """Leaves by name, in the order of the atlas; complex ones are refused."""
+    leaves: Iterable[Tensor] = found
+    if not all(atlas.names_of(leaf) for leaf in found):
+        leaves = _leaves(loss)  # those without a gradient count too, as they do in the graph
+    labels = atlas.label(leaves)
+    _refuse_complex({labels[leaf]: leaf for leaf in found})
+    return Gradients({name: found[leaf] for leaf, name in labels.items() if leaf in found})
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The leaves of a loss in the order of its graph."""
+    found: list[Tensor] = []
+
+    def visit(node: autograd.Node, _: autograd.Edges) -> None:
+        if type(node) is autograd.ACCUMULATE:
+            found.append(node.variable)
+
+    kahn(autograd.root_of(loss), visit)
+    return found
+
+
+def _refuse_complex(leaves: Mapping[str, Tensor]) -> None:
+    for name, leaf in leaves.items():
         if leaf.is_complex():
             raise Unsupported(
-                f"leaf {names[0]} is complex; a path needs real numbers. Use its real and imaginary "
+                f"leaf {name} is complex; a path needs real numbers. Use its real and imaginary "
                 "parts as leaves: torch.view_as_complex(parts)"
             )
-        named[names[0]] = value
-    return named
+
+
+def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None:
+    """Refuse arguments that would fail deep inside."""
+    missing = [word for word in SEMIRING if not hasattr(semiring, word)]
+    if missing:
+        raise GradtraceError(
+            f"{semiring!r} is no semiring: it lacks {', '.join(missing)}; pass one of "
+            "gradtrace.semirings, or an object with the members of gradtrace.semirings.Semiring"
+        )
+    if cotangent is not None and not isinstance(cotangent, Tensor):
+        raise NotScalar(
+            f"the cotangent is a {type(cotangent).__name__}; pass a tensor of the loss's shape"
+        )
+    if nonfinite not in ("raise", "allow"):
+        raise UnknownName(f"nonfinite is 'raise' or 'allow', not {nonfinite!r}")
+
+
+SEMIRING = ("name", "zero", "one", "lift", "plus", "times", "reduce", "scatter", "scan", "contract")
+"""What a semiring must have."""
 
 
 def _refuse_nonfinite(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import count
 from typing import NamedTuple
 
 from torch import Tensor
@@ -61,6 +62,23 @@ class Atlas:
         """All the names of a leaf (tied weights have several), or none."""
         found = self.leaves.get(id(leaf))
         return tuple(found[1]) if found else ()
+
+    def label(self, leaves: Iterable[Tensor]) -> dict[Tensor, str]:
+        """One name for each leaf: named ones in the order of the atlas, then leaf0, leaf1, ... in
+        the order given. Tensors that take turns as one parameter become w, w@1, ..."""
+        given = list(leaves)
+        order = {key: n for n, key in enumerate(self.leaves)}
+        named = sorted((t for t in given if id(t) in order), key=lambda t: order[id(t)])
+        found: dict[Tensor, str] = {}
+        taken: set[str] = set()
+        for leaf in named:
+            name = self.names_of(leaf)[0]
+            tries = (name, *(f"{name}@{n}" for n in range(1, len(given))))
+            found[leaf] = next(name for name in tries if name not in taken)
+            taken.add(found[leaf])
+        free = (name for n in count() if (name := f"leaf{n}") not in taken)
+        found.update((leaf, next(free)) for leaf in given if id(leaf) not in order)
+        return found
 
     def enter(self, sequence: int, place: Place) -> None:
         """From this sequence number on, nodes belong to ``place``."""

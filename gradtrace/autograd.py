@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, Unsupported
@@ -103,7 +103,13 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
     shape = tuple(meta.shape)
     if grad.shape != shape:
         same = grad.numel() == prod(shape)  # only dimensions of size 1 to sum over
-        grad = grad.view(shape) if same and grad.is_contiguous() else grad.sum_to_size(shape)
+        try:
+            grad = grad.view(shape) if same and grad.is_contiguous() else grad.sum_to_size(shape)
+        except RuntimeError as error:
+            raise GradtraceError(
+                f"a backward formula gave a gradient of shape {tuple(grad.shape)} for a value of shape "
+                f"{shape}; look at the torch.autograd.Function or hook that returns it"
+            ) from error
     dtype = meta.dtype
     if grad.dtype is not dtype:
         if grad.is_complex() and not dtype.is_complex:
@@ -168,44 +174,70 @@ def call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
 
 
 def call_python(node: Node, grads: Grads) -> Sequence[Tensor | None]:
-    """Call a ``torch.autograd.Function``.
-
-    Its ``apply`` gives a gradient for every argument of ``forward``, tensors or not, where the
-    edges list tensors only; those that need a gradient are the same, in order. Whether missing
-    cotangents are to be filled with zeros is known to the engine alone, so it is asked.
-    """
-    reason = REFUSED.get(name_of(node))
-    if reason:
-        raise Unsupported(f"{name_of(node)} cannot be followed: {reason}")
-    edges = edges_of(node)
+    """Call a ``torch.autograd.Function``."""
     if any(grad is None for grad in grads):
-        return _call_engine(node, grads)
-    outs = node.apply(*grads)
+        grads = _handed(node, grads)
+    return _apply(node, grads)
+
+
+def _apply(node: Node, grads: Grads) -> Sequence[Tensor | None]:
+    """Call the ``backward`` of a ``torch.autograd.Function``.
+
+    It gives a gradient for every argument of ``forward``, tensors or not, where the edges list
+    tensors only; those that need a gradient are the same, in order.
+    """
+    if name_of(node) in REFUSED:
+        raise _Refused(REFUSED[name_of(node)])
+    outs = type(node).apply(node, *grads)  # not node.apply, which _handed replaces for a moment
     outs = outs if isinstance(outs, tuple) else (outs,)
-    wanted = iter([out for out, need in zip(outs, node.needs_input_grad) if need])
-    return tuple(None if child is None else next(wanted, None) for child, _ in edges)
+    needs = node.needs_input_grad
+    if len(outs) < len(needs) or any(out is not None for out in outs[len(needs) :]):
+        raise _Refused(f"its backward must return {len(needs)} gradients, and returned {len(outs)}")
+    wanted = iter([out for out, need in zip(outs, needs) if need])
+    return tuple(None if child is None else next(wanted, None) for child, _ in edges_of(node))
 
 
-def _call_engine(node: Node, grads: Grads) -> Sequence[Tensor | None]:
-    """Run PyTorch's engine over this one node; equal edges get their sum once."""
-    given = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-    edges = edges_of(node)
-    wanted = list(dict.fromkeys((c, slot) for c, slot in edges if c is not None))
-    found = torch.autograd.grad(
-        [GradientEdge(node, i) for i, _ in given],
-        [GradientEdge(c, slot) for c, slot in wanted],
-        [grad for _, grad in given],
-        retain_graph=True,
-        allow_unused=True,
-    )
-    of = dict(zip(wanted, found))
-    return tuple(None if c is None else of.pop((c, slot), None) for c, slot in edges)
+class _Refused(Exception):
+    """A node that is not to be called; ``explain`` says where it stands."""
+
+
+class _Stop(Exception):
+    """Ends a pass of PyTorch's engine."""
+
+
+_HANDING = threading.RLock()
+
+
+def _handed(node: Node, grads: Grads) -> Grads:
+    """The cotangents as PyTorch's engine hands them to a Python function: after the hooks on them,
+    and with zeros for missing ones, unless the function wants None (only the engine knows that)."""
+    given = [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
+    below = next(GradientEdge(child, slot) for child, slot in edges_of(node) if child is not None)
+    handed: list[Tensor | None] = []
+
+    def stop(*args: Tensor | None) -> None:
+        handed.extend(args)
+        raise _Stop
+
+    with _HANDING:
+        node.apply = stop
+        try:
+            torch.autograd.grad(
+                [edge for edge, _ in given], below, [grad for _, grad in given], retain_graph=True
+            )
+        except _Stop:
+            pass
+        finally:
+            del node.apply
+    return handed
 
 
 def explain(error: Exception, node: Node, where: str) -> GradtraceError:
     """Turn an exception raised by a node into one that names the operator and what to do."""
     at = f"{name_of(node)}{where}"
     text = str(error)
+    if isinstance(error, _Refused):
+        return Unsupported(f"{at} cannot be followed: {text}")
     if "second time" in text or "already been freed" in text:
         return FreedGraph(
             f"the graph is freed at {at}: a backward pass released the values it needs. Trace before "
@@ -255,11 +287,7 @@ NEVER = (1 << 64) - 1
 
 def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
     """The gradient of a leaf after the hooks that stand on it."""
-    grad = grads[0]
-    for hook in tuple((leaf._backward_hooks or {}).values()):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    return [grad]
+    return _run_tensor_hooks(get_gradient_edge(leaf).node, grads)
 
 
 def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
@@ -289,17 +317,31 @@ def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any
 
 def call_with_hooks(node: Node, grads: Grads) -> Sequence[Tensor | None]:
     """``call``, with the hooks that stand on its outputs and on the node itself run around it."""
-    before = tuple(_run_tensor_hooks(node, grads))
-    for hook in _hooks(node.register_prehook):
-        changed = hook(before)
-        if changed is not None:
-            before = changed if isinstance(changed, tuple) else (changed,)
-    outs = tuple(call(node, before))
+    python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    if python:
+        before = tuple(_handed(node, grads))
+    else:
+        before = tuple(_run_tensor_hooks(node, grads))
+        for hook in _hooks(node.register_prehook):
+            changed = hook(before)
+            if changed is not None:
+                before = changed if isinstance(changed, tuple) else (changed,)
+    outs = tuple(_apply(node, before) if python else call(node, before))
     for hook in _hooks(node.register_hook):
         changed = hook(outs, before)
         if changed is not None:
             outs = changed if isinstance(changed, tuple) else (changed,)
     return outs
+
+
+_RUNNING = threading.local()
+
+
+def backward_runs() -> bool:
+    """Whether a backward pass, ours or PyTorch's, runs on this thread: a module that is called
+    now recomputes what a checkpoint dropped."""
+    task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+    return task != -1 or getattr(_RUNNING, "passes", 0) > 0
 
 
 @contextlib.contextmanager
@@ -318,9 +360,11 @@ def one_pass() -> Iterator[None]:
         group = contextlib.nullcontext() if nested else GraphExecGroup()
     collecting = gc.isenabled()
     gc.disable()
+    _RUNNING.passes = getattr(_RUNNING, "passes", 0) + 1
     try:
         with torch.no_grad(), group:
             yield
     finally:
+        _RUNNING.passes -= 1
         if collecting:
             gc.enable()

@@ -1,282 +1,35 @@
 """From a loss to its backward program: every node is called, and what it computes is written down.
 
-The nodes run inside a dispatch mode, which sees the ATen operations that a formula is made of. Those
-that depend on the cotangent become steps (``gradtrace.linear`` says which maps they are); the rest
-are constants. Values are followed through views and in-place operations by the memory they share,
-not by the names of objects.
+Nodes that are one map for each argument (``gradtrace.nodes``) are called and that is that. The formula
+of any other runs under a ``Recorder``; one that even that cannot follow becomes a matrix, if it is
+small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradtrace import autograd, linear
+from gradtrace import autograd
 from gradtrace.atlas import NOWHERE, Atlas
 from gradtrace.autograd import ACCUMULATE, FACTS, Edges, HookWatch, Node, learn
 from gradtrace.errors import GradtraceError, NotLinear, TooLarge
-from gradtrace.linear import Call, Chains, shape_of
-from gradtrace.maps import Dense, Identity, Scale, gather
+from gradtrace.linear import shape_of
+from gradtrace.maps import Dense, Identity, Map
+from gradtrace.nodes import NODES, UNDONE, summed
 from gradtrace.program import Block, Leaf, Program, Step, Term
 from gradtrace.reconverge import resolve
+from gradtrace.recorder import Recorder, close
 from gradtrace.schedules import schedule
 
 DENSE_LIMIT = 1 << 24
 """The most entries that an operator without a structured rule may have as a matrix."""
 
-aten = torch.ops.aten
-
-
-class Way(NamedTuple):
-    """How an ATen operation is turned into maps."""
-
-    kind: str  # exact, view, probed, opened, dense
-    rule: Callable[..., Any]
-    mutates: bool = False
-    trusted: bool = True
-
-
-_WAYS: dict[Any, Way] = {}
-
-
-def way(func: Any) -> Way:
-    """How this operation is handled: by its rule, or the first general way that fits it."""
-    found = _WAYS.get(func)
-    if found is None:
-        found = _WAYS[func] = _find(func)
-    return found
-
-
-def _find(func: Any) -> Way:
-    name = func._schema.name.replace("::", ".").removeprefix("aten.")
-    overload = func._overloadname
-    if func._schema.is_mutable:
-        plain = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
-        if name.endswith("_") and plain is not None and not plain._schema.is_mutable:
-            return way(plain)._replace(mutates=True)
-        return Way("dense", _refuse, mutates=True)
-    rule = linear.RULES.get(f"{name}.{overload}") or linear.RULES.get(name)
-    if rule is not None:
-        return Way("exact", rule)
-    if name in linear.OPENED:
-        return Way("opened", linear.OPENED[name])
-    if torch.Tag.pointwise in func.tags:
-        return Way("probed", linear.probe, trusted=name.endswith("_backward"))
-    if func.is_view:
-        return Way("view", linear.view)
-    opened = torch._decomp.decomposition_table.get(func)
-    if opened is not None:
-        return Way("opened", opened)
-    if func._can_decompose():
-        return Way("opened", func.decompose)
-    return Way("dense", linear.dense, trusted=False)
-
-
-def _refuse(call: Call) -> Chains:
-    raise NotLinear(f"{call.name} writes on its arguments in a way that is not followed")
-
-
-class Recorder(TorchDispatchMode):
-    """Writes down, for one node after the other, the operations that depend on the cotangent."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here, and the guard costs as much as the operation
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-        self.count = 0
-        self.values: dict[int, int] = {}  # by identity of a tensor, which ``alive`` keeps
-        self.alive: list[Any] = []
-        self.steps: list[Step] = []
-
-    def begin(self, steps: list[Step]) -> None:
-        """Start on a new formula."""
-        self.steps = steps
-        self.values.clear()
-        self.alive.clear()
-
-    def new(self) -> int:
-        """A value not used before."""
-        self.count += 1
-        return self.count - 1
-
-    def track(self, tensor: Tensor, value: int) -> None:
-        """From now on this tensor is that value."""
-        self.values[id(tensor)] = value
-        self.alive.append(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        values = self.values
-        deps = [a for a in args if id(a) in values]
-        for a in (*args, *kwargs.values()) if kwargs else args:
-            if type(a) is list or type(a) is tuple:
-                deps += [b for b in a if id(b) in values]
-        if kwargs:
-            deps += [a for a in kwargs.values() if id(a) in values]
-        if not deps:
-            if func._schema.is_mutable:
-                self._disown(args[0])
-            out = func(*args, **kwargs)
-            self.alive.append(out)
-            return out
-        if len(deps) > 1:
-            deps = list({id(a): a for a in deps}.values())
-        found = _WAYS.get(func) or way(func)
-        if found.kind == "opened" and not found.mutates:
-            with self:
-                return found.rule(*args, **kwargs)
-        out = func(*args, **kwargs)
-        self.alive.append(out)
-        call = Call(func, args, kwargs, deps, out, self.limit)
-        if isinstance(out, Tensor):
-            if out.layout is not torch.strided:
-                autograd.refuse_layout(out)
-            if out.is_floating_point() or out.is_complex():
-                self._single(call, found)
-        elif isinstance(out, (list, tuple)):
-            self._several(call, found)
-        return out
-
-    def _single(self, call: Call, found: Way) -> None:
-        chains = self._chains(call, found)
-        value = self._sum(call.out, chains)
-        if not found.trusted and value is not None:
-            self._verify(call, chains)
-        if found.mutates:
-            self._write(call.out, value)
-        elif value is not None:
-            self.values[id(call.out)] = value
-
-    def _several(self, call: Call, found: Way) -> None:
-        chains = self._chains(call, found)
-        for out, some in zip(call.out, chains):
-            if isinstance(out, Tensor):
-                value = self._sum(out, some)
-                if value is not None:
-                    self.track(out, value)
-
-    def _chains(self, call: Call, found: Way) -> Any:
-        if found.mutates and call.func._schema.name == "aten::copy_":
-            source = call.args[1]
-            return [(linear.spread(source, tuple(call.out.shape)), source)] if call.depends(source) else []
-        try:
-            return found.rule(call)
-        except linear.Undecided:
-            return linear.dense(call)
-
-    def _sum(self, out: Tensor, chains: Chains) -> int | None:
-        """The value that the chains add up to; none if there are none."""
-        if not chains:
-            return None
-        values, dtype, steps = self.values, out.dtype, self.steps
-        if dtype.is_complex:
-            dtype = dtype.to_real()
-        terms = []
-        for maps, dep in chains:
-            value = values[id(dep)]
-            if not maps:
-                if len(chains) == 1 and dep.dtype is out.dtype:
-                    return value
-                terms.append(Term(Identity(shape_of(dep), shape_of(out)), value))
-                continue
-            for step in maps[:-1]:
-                between = self.new()
-                steps.append(Step(between, (Term(step, value),), step.out_shape, dtype))
-                value = between
-            terms.append(Term(maps[-1], value))
-        result = self.new()
-        steps.append(Step(result, tuple(terms), shape_of(out), dtype))
-        return result
-
-    def _verify(self, call: Call, chains: Chains) -> None:
-        """A probe tells the derivative only if the operation is linear; see that it is."""
-        from gradtrace.semirings import SUM
-
-        total = torch.zeros(shape_of(call.out), dtype=call.out.dtype.to_real())
-        for maps, dep in chains:
-            x = torch.view_as_real(dep.resolve_conj()) if dep.is_complex() else dep
-            for step in maps:
-                x = step.pull(x, SUM)
-            total = total + x
-        out = torch.view_as_real(call.out.resolve_conj()) if call.out.is_complex() else call.out
-        if not _close(total, out):
-            raise NotLinear(f"{call.name} is not linear in the gradient it is given")
-
-    # In place: who shares the memory that was written? ---------------------------------------
-
-    def _write(self, target: Tensor, value: int | None) -> None:
-        """``target`` now holds ``value`` (None: a constant), and so do its aliases where they
-        overlap."""
-        storage = target.untyped_storage()
-        aliases = {id(a): a for a in self._tensors() if a is not target and _shares(a, storage)}
-        if aliases:
-            size = storage.nbytes() // target.element_size()
-            numbers = torch.full((size,), -1, dtype=torch.int64)
-            window = numbers.as_strided(target.size(), target.stride(), target.storage_offset())
-            window.copy_(torch.arange(target.numel()).reshape(target.shape))
-            for alias in aliases.values():
-                self._overwrite(alias, numbers, target, value)
-        if value is None:
-            self.values.pop(id(target), None)
-        else:
-            self.values[id(target)] = value
-
-    def _overwrite(self, alias: Tensor, numbers: Tensor, target: Tensor, value: int | None) -> None:
-        if alias.dtype is not target.dtype or alias.is_conj() != target.is_conj():
-            raise NotLinear("a value was written in place through a view of another dtype")
-        source = numbers.as_strided(alias.size(), alias.stride(), alias.storage_offset())
-        written = source >= 0
-        if not bool(written.any()):
-            return
-        terms = []
-        old = self.values.get(id(alias))
-        shape = shape_of(alias)
-        kept = (~written).to(alias.dtype.to_real())
-        if alias.is_complex():
-            source = torch.stack([2 * source, 2 * source + 1], -1).clamp(min=-1)
-            kept = kept.unsqueeze(-1)
-        if old is not None and bool(kept.any()):
-            terms.append(Term(Scale(kept, shape), old))
-        if value is not None:
-            terms.append(Term(gather(source, shape_of(target)), value))
-        if not terms:
-            self.values.pop(id(alias), None)
-            return
-        now = self.new()
-        self.steps.append(Step(now, tuple(terms), shape, alias.dtype.to_real()))
-        self.values[id(alias)] = now
-
-    def _disown(self, target: Any) -> None:
-        """A constant is about to be overwritten: maps that refer to it get a copy."""
-        if not isinstance(target, Tensor):
-            return
-        storage = target.untyped_storage()
-        for step in self.steps:
-            for term in step.terms:
-                for name in term.map.tensors():
-                    weight = getattr(term.map, name)
-                    if _shares(weight, storage):
-                        setattr(term.map, name, weight.clone())
-
-    def _tensors(self) -> Iterable[Tensor]:
-        for x in self.alive:
-            if isinstance(x, Tensor):
-                yield x
-            elif isinstance(x, (list, tuple)):
-                yield from (y for y in x if isinstance(y, Tensor))
-
-
-def _shares(x: Tensor, storage: torch.UntypedStorage) -> bool:
-    return bool(x.untyped_storage()._cdata == storage._cdata)
+COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
+"""Nodes that stand for several operators (a whole recurrent layer), and that PyTorch computes by
+elementary operations when these may have to be derived again."""
 
 
 class Record:
@@ -310,15 +63,63 @@ class Record:
             self.atlas.place_of(node),
             {slot: value for slot, (_, value) in arrived.items()},
         )
-        recorder = self.recorder
         try:
-            outs = self._formula(node, arrived, block)
+            given = self._known(node, edges, arrived, block)
+            if given is None:
+                with self.recorder:
+                    given = self._followed(node, edges, arrived, block)
         except GradtraceError as error:
             raise _placed(error, self.atlas.describe(node)) from error
         except Exception as error:
             raise autograd.explain(error, node, self.atlas.where(node)) from error
-        given = set(block.takes.values())
-        handed: list[tuple[Node, int, int, Tensor]] = []
+        for position, out in given:
+            child, slot = edges[position]
+            value = block.gives[position]
+            waiting = self.adjoints.setdefault(child, {})
+            there = waiting.get(slot)
+            waiting[slot] = (out, value) if there is None else self._merge(block, there, out, value)
+        self.blocks.append(block)
+
+    def _known(
+        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
+    ) -> list[tuple[int, Tensor]] | None:
+        """A node whose formula is known to be one map for each argument: no need to look inside."""
+        rule = NODES.get(type(node).__name__)
+        if rule is None or node._sequence_nr() < self.clear_since:
+            return None
+        grad, value = arrived[0]
+        found = None if grad.is_complex() else rule(node, grad)
+        if found is None:
+            return None
+        outs, maps = found
+        given = []
+        for position, (child, slot) in enumerate(edges):
+            out, chain = outs[position], maps[position]
+            if child is None or out is None or chain is None:
+                continue
+            meta = child._input_metadata[slot] if UNDONE.get(block.operator) == position else None
+            if meta is not None and out.shape != tuple(meta.shape):
+                chain = [*chain, *summed(tuple(out.shape), tuple(meta.shape))]
+                out = autograd.conform(out, meta)
+            block.gives[position] = self._chain(chain, value, out, block)
+            given.append((position, out))
+        return given
+
+    def _chain(self, chain: list[Map], value: int, out: Tensor, block: Block) -> int:
+        for step in chain:
+            result = self.recorder.new()
+            block.steps.append(Step(result, (Term(step, value),), step.out_shape, real_dtype(out)))
+            value = result
+        return value
+
+    def _followed(
+        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
+    ) -> list[tuple[int, Tensor]]:
+        """Any node: its formula is run, and what it does is written down."""
+        recorder = self.recorder
+        outs = self._formula(node, arrived, block)
+        taken = set(block.takes.values())
+        given = []
         asked = (FACTS.get(type(node)) or learn(type(node))).asked
         for position, ((child, slot), out) in enumerate(zip(edges, outs)):
             if child is None or out is None:
@@ -328,29 +129,24 @@ class Record:
             value = recorder.values.get(id(out))
             if value is None:
                 continue  # a constant: nothing comes this way
-            if value in given:
-                shape = shape_of(out)
-                dtype = out.dtype.to_real() if out.is_complex() else out.dtype
-                value, before = recorder.new(), value
-                block.steps.append(Step(value, (Term(Identity(shape), before),), shape, dtype))
-            given.add(value)
+            if value in taken:
+                value = self._chain([Identity(shape_of(out))], value, out, block)
+            taken.add(value)
             block.gives[position] = value
-            handed.append((child, slot, position, out))
-        shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
-        resolve(block, recorder.new, shapes)
-        for child, slot, position, out in handed:
-            value = block.gives[position]
-            waiting = self.adjoints.setdefault(child, {})
-            there = waiting.get(slot)
-            waiting[slot] = (out, value) if there is None else self._merge(block, there, out, value)
-        self.blocks.append(block)
+            given.append((position, out))
+        block.opened = recorder.opened or type(node).__name__ in COMPOSED
+        if not block.opened:
+            shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
+            resolve(block, recorder.new, shapes)
+        return given
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
         if leaf._backward_hooks:
             block = Block("hooks", NOWHERE, {0: value})
             self.recorder.begin(block.steps)
             self.recorder.track(tensor, value)
-            (changed,) = autograd.run_leaf_hooks(leaf, [tensor])
+            with self.recorder:
+                (changed,) = autograd.run_leaf_hooks(leaf, [tensor])
             value = self.recorder.values.get(id(changed), -1)
             if value < 0:
                 raise NotLinear("a hook replaced the gradient of a leaf by one that is unrelated")
@@ -364,10 +160,9 @@ class Record:
         """A value that is used twice: its cotangent is the sum of both."""
         total = there[0] + out
         shape = shape_of(out)
-        dtype = out.dtype.to_real() if out.is_complex() else out.dtype
         result = self.recorder.new()
         terms = (Term(Identity(shape), there[1]), Term(Identity(shape), value))
-        block.merges.append(Step(result, terms, shape, dtype))
+        block.merges.append(Step(result, terms, shape, real_dtype(out)))
         return total, result
 
     def _formula(
@@ -390,9 +185,13 @@ class Record:
         return self._written_out(node, grads, arrived, block, hidden)
 
     def _call(self, node: Node, grads: list[Tensor | None]) -> Sequence[Tensor | None]:
-        if node._sequence_nr() < self.clear_since:
-            return autograd.call_with_hooks(node, grads)
-        return autograd.call(node, grads)
+        hooked = node._sequence_nr() < self.clear_since
+        call = autograd.call_with_hooks if hooked else autograd.call
+        if type(node).__name__ not in COMPOSED:
+            return call(node, grads)
+        with torch.enable_grad():
+            outs = call(node, grads)
+        return [None if out is None else out.detach() for out in outs]
 
     def _written_out(
         self,
@@ -418,9 +217,8 @@ class Record:
                 tensor, value = arrived[slot]
                 terms.append(Term(Dense(matrix, shape_of(tensor), shape_of(out)), value))
             if terms:
-                dtype = out.dtype.to_real() if out.is_complex() else out.dtype
                 value = recorder.new()
-                block.steps.append(Step(value, tuple(terms), shape_of(out), dtype))
+                block.steps.append(Step(value, tuple(terms), shape_of(out), real_dtype(out)))
                 recorder.values[id(out)] = value
         return outs
 
@@ -458,15 +256,14 @@ def matrices(
             found[k].append((slot, matrix))
             totals[k] = total + matrix @ _flat(grad)
     for out, total in zip(outs, totals):
-        if out is not None and total is not None and not _close(total, _flat(out)):
+        if out is not None and total is not None and not close(total, _flat(out)):
             raise reason
     return found
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding, and where one is not finite the other is not either."""
-    scale = float(b.abs().nan_to_num(0, 0, 0).amax()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+def real_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a tensor's real representation."""
+    return x.dtype.to_real() if x.is_complex() else x.dtype
 
 
 def shape_size(x: Tensor) -> int:
@@ -499,6 +296,6 @@ def record(
 ) -> Program:
     """The backward program of a loss."""
     pen = Record(loss, seed, atlas, hooks, limit)
-    with autograd.one_pass(), pen.recorder:
+    with autograd.one_pass():
         schedule(order)(pen.root, pen.visit)
     return Program(seed, pen.first, pen.blocks, pen.leaves)

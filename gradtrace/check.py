@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtrace import autograd
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
-from gradtrace.watching import clean, unwrapped
+from gradtrace.watching import named_parameters
 
 EPSILON = torch.finfo(torch.float64).eps
 STEP = EPSILON ** (1 / 3)
@@ -165,8 +165,10 @@ def check(
     (True, 'gradients agree: 4 elements of 2 parameters')
     """
     _refuse(loss_fn, model, sample, tolerance)
-    model = unwrapped(model)
-    names = {p: clean(name) for name, p in model.named_parameters() if p.requires_grad}
+    names: dict[Tensor, str] = {}
+    for name, parameter in named_parameters(model):
+        if parameter.requires_grad:
+            names.setdefault(parameter, name)
     if not names:
         raise NoGraph("no parameter of the model requires grad, so there is nothing to check")
     laboratory = _Laboratory(loss_fn, model, seed)
@@ -418,11 +420,11 @@ class _Laboratory:
         try:
             loss = self.loss_fn(*self.arguments)
         except (RuntimeError, ValueError) as error:
-            if "dtype" not in str(error) and "scalar type" not in str(error):
+            if not any(word in str(error) for word in ("dtype", "scalar type", "Double")):
                 raise
             raise Unsupported(
-                f"loss_fn does not run in float64, which the check needs: {error}. Give it inputs "
-                "in the dtype of the model's parameters (x.to(next(model.parameters()).dtype))"
+                f"loss_fn does not run in float64, which the check needs: {error}. Use the plain "
+                "form of an operator that knows float32 only, or give it float64 inputs"
             ) from error
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise NotScalar(

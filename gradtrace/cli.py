@@ -32,7 +32,7 @@ from typer.core import TyperGroup
 
 import gradtrace
 from gradtrace import demo as demonstration
-from gradtrace.capture import way
+from gradtrace.recorder import way
 from gradtrace.check import Check
 from gradtrace.check import check as check_gradients
 from gradtrace.errors import GradtraceError

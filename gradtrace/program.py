@@ -37,7 +37,8 @@ class Block:
 
     ``takes`` are the values of its cotangents by output slot, ``gives`` the values it hands to
     its arguments by position, ``merges`` the sums with what other users of an argument handed to it
-    before. ``note`` says what is not exact for semirings other than SUM.
+    before. ``opened`` says that a fused operator was taken apart, so that its steps are operators of
+    their own. ``note`` says what is not exact for semirings other than SUM.
     """
 
     operator: str
@@ -46,6 +47,7 @@ class Block:
     steps: list[Step] = field(default_factory=list)
     gives: dict[int, int] = field(default_factory=dict)
     merges: list[Step] = field(default_factory=list)
+    opened: bool = False
     note: str = ""
 
 

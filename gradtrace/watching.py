@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -14,24 +15,48 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace import api
 from gradtrace.atlas import NOWHERE, Atlas, Gradients, Place
-from gradtrace.autograd import HookWatch
+from gradtrace.autograd import HookWatch, backward_runs
 from gradtrace.errors import GradtraceError
 from gradtrace.graph import Graph
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
 
-WRAPPERS = ("DataParallel", "DistributedDataParallel", "OptimizedModule", "FullyShardedDataParallel")
-"""Modules that only wrap another; the names inside are the user's."""
+WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Modules that only wrap another, and where they keep it; the names inside are the user's."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module, without wrappers around it."""
     while type(model).__name__ in WRAPPERS:
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
+        model = model._modules[WRAPPERS[type(model).__name__]]  # type: ignore[assignment]
     return model
+
+
+def named_modules(
+    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every name that the user has for it, as if there were no wrappers."""
+    module = unwrapped(module)
+    if module in above:
+        return  # a module that holds one of those it lies in
+    yield name, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from named_modules(child, join(name, key), (*above, module))
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under every name that the user has for it, in the model's order."""
+    for name, module in named_modules(model):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield join(name, key), parameter
 
 
 def clean(name: str) -> str:
@@ -39,11 +64,17 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+def join(name: str, key: str) -> str:
+    """``encoder`` and ``weight``: ``encoder.weight``."""
+    return f"{name}.{key}" if name else key
+
+
 class watch:
     """Watch a model's forward pass: ``with gt.watch(model) as watch: loss = ...``.
 
     Inside, module calls are noted, fused attention is composed, cuDNN's RNNs are off and compiled
     modules run eagerly, so that every operator can be followed. The model is as before after it.
+    Calls on other threads are not noted.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,7 +89,7 @@ class watch:
         self._handles: list[RemovableHandle] = []
         self._names: dict[nn.Module, str] = {}
         self._calls: dict[str, int] = {}
-        self._stack: list[Place] = []
+        self._stack: list[tuple[nn.Module, Place]] = []
         self._thread = 0
         self._contexts = contextlib.ExitStack()
 
@@ -67,17 +98,18 @@ class watch:
     def __enter__(self) -> watch:
         if self._handles:
             raise GradtraceError("this watch is already open; make a second gradtrace.watch(model)")
+        if self._thread not in (0, threading.get_ident()):
+            raise GradtraceError("this watch was open on another thread; make a second one")
         self._thread = threading.get_ident()
-        model = unwrapped(self.model)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.atlas.name(parameter, clean(name))
+        for name, parameter in named_parameters(self.model):
+            self.atlas.name(parameter, name)
         try:
-            self._contexts.enter_context(_composed())
-            for name, module in model.named_modules():
-                self._names[module] = clean(name)
-                before = module.register_forward_pre_hook(self._enter, with_kwargs=False)
-                after = module.register_forward_hook(self._leave, always_call=True)
-                self._handles += [before, after]
+            self._contexts.enter_context(_COMPOSED)
+            for name, module in named_modules(self.model):
+                if self._names.setdefault(module, name) == name:
+                    before = module.register_forward_pre_hook(self._enter, prepend=True)
+                    after = module.register_forward_hook(self._leave, always_call=True)
+                    self._handles += [before, after]
         except BaseException:
             self._close()
             raise
@@ -97,28 +129,36 @@ class watch:
             handle.remove()
         self._handles.clear()
         self._stack.clear()
+        self.atlas.enter(_now(), NOWHERE)
         self._contexts.close()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if not self._noting():
             return
+        for each in (module,) if self._stack else tuple(self._names):
+            self._name_parameters(each)
         name = self._names[module]
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         place = Place(name, call)
-        self._stack.append(place)
+        self._stack.append((module, place))
         self.atlas.enter(_now(), place)
-        for key, tensor in module._parameters.items():  # functional_call puts others in their place
+
+    def _name_parameters(self, module: nn.Module) -> None:
+        """torch.func.functional_call puts other tensors in the place of parameters."""
+        for key, tensor in module._parameters.items():
             if isinstance(tensor, Tensor) and tensor.is_leaf and id(tensor) not in self.atlas.leaves:
-                self.atlas.name(tensor, f"{name}.{key}" if name else key)
+                self.atlas.name(tensor, join(self._names[module], key))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if threading.get_ident() != self._thread or not self._stack:
+        if not self._noting() or not any(module is inside for inside, _ in self._stack):
             return
-        name = self._names[module]
-        while self._stack and self._stack.pop().module != name:
+        while self._stack.pop()[0] is not module:
             pass  # calls that an exception left open
-        self.atlas.enter(_now(), self._stack[-1] if self._stack else NOWHERE)
+        self.atlas.enter(_now(), self._stack[-1][1] if self._stack else NOWHERE)
+
+    def _noting(self) -> bool:
+        return threading.get_ident() == self._thread and not backward_runs()
 
     # The backward pass -----------------------------------------------------------------------
 
@@ -139,14 +179,38 @@ def _now() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def _composed() -> Iterator[None]:
-    """Ask PyTorch for operators that can be opened, in place of fused ones."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+class Composed:
+    """Ask PyTorch for operators that can be opened, in place of fused ones.
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if torch.cuda.is_available():
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        yield
+    Its switches are for the whole process, so watches that overlap share them: the first throws
+    them, the last puts them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches = 0
+        self._eager = False
+        self._switches = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with self._lock:
+            if not self._watches:
+                self._switches.enter_context(sdpa_kernel(SDPBackend.MATH))
+                if torch.cuda.is_available():
+                    self._switches.enter_context(torch.backends.cudnn.flags(enabled=False))
+            self._watches += 1
+            if not self._eager and "torch._dynamo" in sys.modules:  # else nothing is compiled, and
+                self._switches.enter_context(torch.compiler.set_stance("force_eager"))  # it is slow
+                self._eager = True  # to import
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._watches -= 1
+            if not self._watches:
+                self._eager = False
+                self._switches.close()
+
+
+_COMPOSED = Composed()

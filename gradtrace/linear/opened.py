@@ -29,6 +29,9 @@ def attention(
     """Back through fused attention on the CPU, composed: the weights are computed again."""
     if dropout_p:
         raise NotLinear("fused attention with dropout does not say what it dropped")
+    shared = q.shape[1] // k.shape[1] if q.dim() == 4 else 1  # queries to a key, in groups
+    if shared > 1:
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     factor = 1 / sqrt(q.shape[-1]) if scale is None else scale
     scores = (q * factor) @ k.transpose(-2, -1)
     if is_causal:
@@ -40,7 +43,10 @@ def attention(
     to_v = weights.transpose(-2, -1) @ g
     to_weights = g @ v.transpose(-2, -1)
     to_scores = aten._softmax_backward_data(to_weights, weights, -1, weights.dtype)
-    return (to_scores * factor) @ k, (to_scores * factor).transpose(-2, -1) @ q, to_v
+    to_q, to_k = (to_scores * factor) @ k, (to_scores * factor).transpose(-2, -1) @ q
+    if shared > 1:
+        to_k, to_v = to_k.unflatten(1, (-1, shared)).sum(2), to_v.unflatten(1, (-1, shared)).sum(2)
+    return to_q, to_k, to_v
 
 
 def grouped_mm(

@@ -1,0 +1,343 @@
+"""The command line, as a user or a script meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import gradtrace
+from gradtrace import demo
+from gradtrace.cli import app
+from gradtrace.errors import GradtraceError
+from gradtrace.linear import OPENED, RULES
+
+SCRIPT = """
+import torch
+from torch import nn
+import beside
+
+print("a script may print")
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.01 * grad
+
+def right(size="3"):
+    print("and print again")
+    model, x = nn.Linear(int(size), 2), torch.ones(4, int(size))
+    return lambda model: model(x).tanh().sum(), model
+
+def wrong():
+    model, x = nn.Linear(3, 2), torch.ones(3)
+    return lambda: (Wrong.apply(model.weight) @ x + model.bias).tanh().sum(), model
+
+def echo(*args):
+    raise ValueError(f"got {args!r}")
+
+def swapped():
+    return tuple(reversed(right()))
+
+def alone():
+    return right()[1]
+
+def several():
+    model = nn.Linear(3, 2)
+    return lambda m: m.weight, model
+
+def leaves():
+    raise SystemExit(0)
+
+def fails_later():
+    model = nn.Linear(3, 2)
+    def loss(m):
+        return m(torch.ones(5)).sum()
+    return loss, model
+"""
+
+
+def line_of(text: str) -> int:
+    """Where a statement stands in the script."""
+    return SCRIPT[: SCRIPT.index(text)].count("\n") + 1
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("")
+    return path
+
+
+def run(*args: object, **env: str) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+
+
+def refused(result: Result) -> str:
+    """The one line that says why, without a traceback."""
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("gradtrace: ")
+    return line
+
+
+# gradtrace ---------------------------------------------------------------------------------------
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0 and gradtrace.__version__ in result.stdout
+
+
+def test_help_names_every_command() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in ("demo", "check", "ops"))
+
+
+def test_an_unknown_command_is_an_error() -> None:
+    assert run("nothing").exit_code == 2
+
+
+def test_debug_shows_the_error_itself(tmp_path: Path) -> None:
+    result = run("--debug", "check", tmp_path / "none.py:f")
+    assert isinstance(result.exception, GradtraceError)
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    import runpy
+
+    monkeypatch.setattr(sys, "argv", ["gradtrace", "--version"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("gradtrace", run_name="__main__")
+    assert end.value.code == 0
+
+
+# gradtrace check ---------------------------------------------------------------------------------
+
+
+def test_a_right_gradient_is_0(script: Path) -> None:
+    result = run("check", f"{script}:right")
+    assert result.exit_code == 0, result.stderr
+    assert "gradients agree: 8 elements of 2 parameters" in result.stdout
+    assert "print" not in result.stdout and "a script may print" in result.stderr
+
+
+def test_a_wrong_gradient_is_1_and_named(script: Path) -> None:
+    result = run("check", f"{script}:wrong")
+    assert result.exit_code == 1
+    assert "wrong gradient: weight" in result.stdout
+
+
+@pytest.mark.parametrize(("name", "code"), [("right", 0), ("wrong", 1)])
+def test_check_as_json(script: Path, name: str, code: int) -> None:
+    result = run("check", f"{script}:{name}", "--json", "--sample", 1, "--seed", 3)
+    assert result.exit_code == code
+    data = json.loads(result.stdout)
+    assert data["ok"] is (code == 0)
+    assert [row["checked"] for row in data["rows"]] == [1, 1]
+
+
+def test_arguments_are_passed_as_strings(script: Path) -> None:
+    result = run("check", f"{script}:right", "--json", "--", "5")
+    sizes = {row["name"]: row["shape"] for row in json.loads(result.stdout)["rows"]}
+    assert sizes == {"weight": [2, 5], "bias": [2]}
+    line = refused(run("check", f"{script}:echo", "--", "--json", "-x", "a b"))
+    where = f"script.py, line {line_of('raise ValueError')}"
+    assert f"{where}: ValueError: got ('--json', '-x', 'a b')" in line
+
+
+CHECK_ERRORS: dict[str, tuple[str, ...]] = {
+    "script.py:rihgt": ("no function 'rihgt'", "did you mean right"),
+    "script.py": ("names no function", "script.py:function"),
+    "script.py:": ("names no function",),
+    "none.py:right": ("no script", "none.py"),
+    "script.py:alone": ("alone returned Linear", "(loss_fn, model)"),
+    "script.py:swapped": ("the order is check(loss_fn, model)",),
+    "script.py:several": ("6 elements",),
+    "script.py:leaves": (f"line {line_of('raise SystemExit')}: SystemExit",),
+    "script.py:fails_later": (f"line {line_of('return m(torch')}: RuntimeError", "--debug"),
+    "broken.py:f": ("broken.py, line 2: SyntaxError",),
+    "text.txt:f": ("text.txt is not a Python script",),
+}
+
+
+@pytest.mark.parametrize("target", CHECK_ERRORS)
+def test_errors_are_one_clear_line(
+    script: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (script.parent / "broken.py").write_text("x = 1\ndef f(:\n")
+    (script.parent / "text.txt").write_text("")
+    monkeypatch.chdir(script.parent)
+    line = refused(run("check", target, "--json"))
+    assert all(part in line for part in CHECK_ERRORS[target]), line
+
+
+def test_too_many_arguments(script: Path) -> None:
+    line = refused(run("check", f"{script}:right", "--", "3", "4"))
+    assert "right(size='3') was given 2 arguments" in line
+
+
+def test_the_interpreter_is_left_as_it_was(script: Path) -> None:
+    path, modules = list(sys.path), set(sys.modules)
+    run("check", f"{script}:right")
+    run("check", f"{script}:echo")
+    assert sys.path == path
+    assert "gradtrace_script" not in set(sys.modules) - modules
+
+
+@pytest.mark.parametrize(("env", "coloured"), [({"NO_COLOR": "1"}, False), ({}, True)])
+def test_no_color(
+    script: Path, env: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    forced = {"FORCE_COLOR": "1", "TERM": "xterm-256color", **env}
+    result = run("check", f"{script}:right", **forced)
+    assert ("\x1b[" in result.stdout) is coloured
+
+
+# gradtrace ops -----------------------------------------------------------------------------------
+
+
+def test_ops_lists_every_row_of_the_tables() -> None:
+    data = json.loads(run("ops", "--json").stdout)
+    assert [op["name"] for op in data["operations"]] == [*RULES, *OPENED]
+    assert all(op["how"] for op in data["operations"])
+    assert set(data["kinds"]) <= {"exact", "view", "probed", "opened", "dense"}
+    assert sum(data["kinds"].values()) > 1000
+
+
+def test_ops_as_a_table() -> None:
+    result = run("ops")
+    assert result.exit_code == 0
+    assert "convolution_backward" in result.stdout
+    assert re.search(r"All [\d,]+ functional ATen overloads: ", result.stdout)
+
+
+@pytest.mark.parametrize("name", ["mul.Tensor", "aten::mul.Tensor", "aten.mul.Tensor"])
+def test_ops_by_name(name: str) -> None:
+    data = json.loads(run("ops", name, "--json").stdout)
+    assert [(op["name"], op["kind"]) for op in data["operations"]] == [("mul.Tensor", "exact")]
+
+
+def test_ops_without_overload_shows_all_functional_ones() -> None:
+    data = json.loads(run("ops", "tanh_backward", "add", "--json").stdout)
+    names = [op["name"] for op in data["operations"]]
+    assert names[0] == "tanh_backward" and {"add.Tensor", "add.Scalar"} <= set(names)
+    assert not any(name.endswith("out") for name in names)
+
+
+def test_ops_in_place() -> None:
+    data = json.loads(run("ops", "add_.Tensor", "--json").stdout)
+    assert data["operations"][0]["how"].startswith("in place: ")
+
+
+def test_ops_unknown_name() -> None:
+    assert "did you mean tanh_backward" in refused(run("ops", "tanh_bakward"))
+
+
+# gradtrace demo ----------------------------------------------------------------------------------
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Sees that tags are balanced and nothing is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        assert not {"src", "href"} & {name for name, value in attrs if value and value[0] != "#"}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_demo(tmp_path: Path, as_json: bool) -> None:
+    out = tmp_path / "report.html"
+    result = run("demo", "--out", out, *(["--json"] if as_json else []))
+    assert result.exit_code == 0, result.stderr
+    page = Page()
+    page.feed(out.read_text(encoding="utf-8"))
+    assert page.open == [] and {"svg", "table", "style"} <= page.seen
+    assert not {"script", "link", "img"} & page.seen
+    text = " ".join(page.text)
+    assert gradtrace.__version__ in text and "hidden.weight" in text and "$" not in text
+    if not as_json:
+        assert str(out) in result.stdout and "hidden.weight" in result.stdout
+        return
+    data = json.loads(result.stdout)
+    assert data["report"] == str(out)
+    assert data["operators"] - data["edges"] == 1  # a tree: nothing is used twice
+
+
+def test_the_demo_agrees_with_pytorch_and_draws_no_random_numbers(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    found = demo.demo(tmp_path / "report.html")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [row["parameter"] for row in found["gradients"]] == [
+        "hidden.weight",
+        "hidden.bias",
+        "output.weight",
+        "output.bias",
+    ]
+    for row in found["gradients"]:
+        assert row["ours"] > 0 and row["difference"] <= 1e-6 * row["pytorch"]
+
+
+def test_demo_counts_scalars(tmp_path: Path) -> None:
+    """|E'| of the chapter: a product of m×k by k×n has m·n·k edges for each operand."""
+    found = demo.demo(tmp_path / "report.html")
+    leaves = 4 * 3 + 4 + 2 * 4 + 2
+    values = 5 * 4 + 5 * 4 + 5 * 2 + 1  # first product, tanh, second product, loss
+    transposes = 4 * 3 + 4 * 2
+    assert found["scalar_vertices"] == leaves + values + transposes
+    hidden = 5 * 4 * 3 + 5 * 4 + 4 * 3  # weight, bias, transpose
+    output = 2 * (5 * 2 * 4) + 5 * 2 + 4 * 2  # weight and input, bias, transpose
+    assert found["scalar_edges"] == hidden + 5 * 4 + output + 5 * 2
+
+
+def test_demo_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    line = refused(run("demo", "--out", tmp_path / "none" / "report.html"))
+    assert "No such file or directory" in line
+
+
+def test_names_are_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Module names are untrusted text."""
+    real: Callable[..., list[dict[str, object]]] = demo.compare
+
+    def nasty(*args: object) -> list[dict[str, object]]:
+        return [{**row, "parameter": "<script>alert(1)</script>"} for row in real(*args)]
+
+    monkeypatch.setattr(demo, "compare", nasty)
+    demo.demo(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<script>" not in text and "&lt;script&gt;" in text
