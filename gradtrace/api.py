@@ -15,7 +15,7 @@ from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, 
 from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
 from gradtrace.graph import Graph, build
 from gradtrace.program import Program
-from gradtrace.schedules import kahn
+from gradtrace.schedules import walk
 from gradtrace.semirings import SUM, Semiring
 
 
@@ -101,6 +101,8 @@ def backward_of(
 ) -> Gradients:
     """``backward`` with an atlas."""
     _check(semiring, cotangent, nonfinite)
+    if isinstance(leaves, str):
+        raise UnknownName(f"leaves is a list of names: leaves=[{leaves!r}]")
     autograd.root_of(loss)
     seed = seed_of(loss, cotangent)
     if semiring is SUM:
@@ -140,7 +142,10 @@ def _named(found: dict[Tensor, Tensor], atlas: Atlas, loss: Tensor) -> Gradients
         leaves = _leaves(loss)  # those without a gradient count too, as they do in the graph
     labels = atlas.label(leaves)
     _refuse_complex({labels[leaf]: leaf for leaf in found})
-    return Gradients({name: found[leaf] for leaf, name in labels.items() if leaf in found})
+    return Gradients(
+        {name: found[leaf] for leaf, name in labels.items() if leaf in found},
+        {other: name for leaf, name in labels.items() for other in atlas.names_of(leaf)[1:]},
+    )
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -151,7 +156,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
         if type(node) is autograd.ACCUMULATE:
             found.append(node.variable)
 
-    kahn(autograd.root_of(loss), visit)
+    walk(loss, visit)
     return found
 
 

@@ -10,6 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradtrace.autograd import Node, name_of, sequence_of
 from gradtrace.errors import UnknownName
@@ -43,7 +44,8 @@ class Atlas:
         for name, tensor in (names or {}).items():
             if not isinstance(tensor, Tensor):
                 raise UnknownName(f"names[{name!r}] is a {type(tensor).__name__}, not a tensor")
-            if not tensor.is_leaf or not tensor.requires_grad:
+            frozen = isinstance(tensor, Parameter)  # as in dict(model.named_parameters())
+            if not tensor.is_leaf or not (tensor.requires_grad or frozen):
                 why = "is not a leaf" if tensor.requires_grad else "does not require grad"
                 raise UnknownName(
                     f"names[{name!r}] {why}, so no gradient ends there; name parameters, or inputs "
@@ -65,7 +67,8 @@ class Atlas:
 
     def label(self, leaves: Iterable[Tensor]) -> dict[Tensor, str]:
         """One name for each leaf: named ones in the order of the atlas, then leaf0, leaf1, ... in
-        the order given. Tensors that take turns as one parameter become w, w@1, ..."""
+        the order given. Tensors that take turns as one parameter become w, w@1, ...
+        """
         given = list(leaves)
         order = {key: n for n, key in enumerate(self.leaves)}
         named = sorted((t for t in given if id(t) in order), key=lambda t: order[id(t)])
@@ -104,9 +107,20 @@ class Atlas:
 
 
 class Gradients(dict[str, Tensor]):
-    """``{name: tensor}``; asking for a name that is not there says which are close."""
+    """``{name: tensor}``, each leaf once, in the order of the model.
+
+    A tied leaf is found by all its names. Asking for one that is not there says which are close.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(values)
+        self.aliases = aliases or {}
 
     def __missing__(self, name: str) -> Tensor:
+        if self.aliases.get(name) in self:
+            return self[self.aliases[name]]
         raise UnknownName(unknown("leaf", name, self))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -27,7 +28,7 @@ Grads: TypeAlias = Sequence[Tensor | None]
 Edges: TypeAlias = tuple[tuple[Node | None, int], ...]
 
 
-def _accumulate_type() -> type:
+def _accumulate_type() -> Any:  # a type; were it said, mypy would take nodes for objects
     leaf = torch.ones(1, requires_grad=True)
     node: Node = leaf.expand(1).grad_fn
     return type(node.next_functions[0][0])
@@ -107,8 +108,8 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
             grad = grad.view(shape) if same and grad.is_contiguous() else grad.sum_to_size(shape)
         except RuntimeError as error:
             raise GradtraceError(
-                f"a backward formula gave a gradient of shape {tuple(grad.shape)} for a value of shape "
-                f"{shape}; look at the torch.autograd.Function or hook that returns it"
+                f"a backward formula gave a gradient of shape {tuple(grad.shape)} for a value of "
+                f"shape {shape}; look at the torch.autograd.Function or hook that returns it"
             ) from error
     dtype = meta.dtype
     if grad.dtype is not dtype:
@@ -209,8 +210,11 @@ _HANDING = threading.RLock()
 
 
 def _handed(node: Node, grads: Grads) -> Grads:
-    """The cotangents as PyTorch's engine hands them to a Python function: after the hooks on them,
-    and with zeros for missing ones, unless the function wants None (only the engine knows that)."""
+    """The cotangents as PyTorch's engine hands them to a Python function.
+
+    That is after the hooks on them, and with zeros for missing ones, unless the function wants
+    None, which only the engine knows.
+    """
     given = [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
     below = next(GradientEdge(child, slot) for child, slot in edges_of(node) if child is not None)
     handed: list[Tensor | None] = []
@@ -287,7 +291,13 @@ NEVER = (1 << 64) - 1
 
 def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
     """The gradient of a leaf after the hooks that stand on it."""
-    return _run_tensor_hooks(get_gradient_edge(leaf).node, grads)
+    node = get_gradient_edge(leaf).node
+    try:
+        return _run_tensor_hooks(node, grads)
+    except GradtraceError:
+        raise
+    except Exception as error:
+        raise explain(error, node, f" (a hook on a leaf of shape {tuple(leaf.shape)})") from error
 
 
 def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
@@ -338,10 +348,40 @@ _RUNNING = threading.local()
 
 
 def backward_runs() -> bool:
-    """Whether a backward pass, ours or PyTorch's, runs on this thread: a module that is called
-    now recomputes what a checkpoint dropped."""
-    task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+    """Whether a backward pass, ours or PyTorch's, runs on this thread.
+
+    A module that is called now recomputes what a checkpoint dropped.
+    """
+    task = torch._C._current_graph_task_id()
     return task != -1 or getattr(_RUNNING, "passes", 0) > 0
+
+
+# Freeing -----------------------------------------------------------------------------------------
+
+DEEP = 2_000
+"""From this many nodes on, a graph that Python has walked is let go by ``hold``."""
+
+_HELD: set[int] = set()  # losses, by identity
+
+
+def hold(loss: Tensor, nodes: list[Node]) -> None:
+    """Keep the nodes of a walked graph until the loss is gone, and then free them from the root on.
+
+    PyTorch frees a graph in a loop, but for nodes that Python has seen: these free one another by
+    recursion, and a chain of 100,000 overflows the stack. So they are held one by one, in order.
+    The list is made a cycle when the loss goes, since only the garbage collector lets it go after
+    the loss itself has.
+    """
+    key = id(loss)
+    if len(nodes) < DEEP or key in _HELD:
+        return
+
+    def release(held: list[Any]) -> None:
+        _HELD.discard(key)
+        held.insert(0, held)
+
+    _HELD.add(key)
+    weakref.finalize(loss, release, nodes[::-1]).atexit = False
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from gradtrace.nodes import NODES, UNDONE, summed
 from gradtrace.program import Block, Leaf, Program, Step, Term
 from gradtrace.reconverge import resolve
 from gradtrace.recorder import Recorder, close
-from gradtrace.schedules import schedule
+from gradtrace.schedules import walk
 
 DENSE_LIMIT = 1 << 24
 """The most entries that an operator without a structured rule may have as a matrix."""
@@ -40,12 +40,11 @@ class Record:
     ) -> None:
         self.atlas = atlas
         self.clear_since = hooks.clear_since()
-        self.root = autograd.root_of(loss)
         self.recorder = Recorder(limit)
         self.seed = seed
         self.first = self.recorder.new()
         self.adjoints: dict[Node, dict[int, tuple[Tensor, int]]] = {
-            self.root: {autograd.slot_of(loss): (seed, self.first)}
+            autograd.root_of(loss): {autograd.slot_of(loss): (seed, self.first)}
         }
         self.blocks: list[Block] = []
         self.leaves: list[Leaf] = []
@@ -297,5 +296,5 @@ def record(
     """The backward program of a loss."""
     pen = Record(loss, seed, atlas, hooks, limit)
     with autograd.one_pass():
-        schedule(order)(pen.root, pen.visit)
+        walk(loss, pen.visit, order)
     return Program(seed, pen.first, pen.blocks, pen.leaves)

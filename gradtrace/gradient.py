@@ -9,7 +9,7 @@ from gradtrace import autograd
 from gradtrace.atlas import Atlas
 from gradtrace.autograd import ACCUMULATE, FACTS, Edges, HookWatch, Node, learn
 from gradtrace.errors import GradtraceError, NotScalar, Unsupported
-from gradtrace.schedules import schedule
+from gradtrace.schedules import walk
 
 RECENT = HookWatch()
 """The moment at which a pass of ours ended last: graphs made since are free of earlier hooks."""
@@ -49,9 +49,8 @@ class Walk:
     def __init__(self, loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch) -> None:
         self.atlas = atlas
         self.clear_since = hooks.clear_since()
-        self.root = autograd.root_of(loss)
-        slot = autograd.slot_of(loss)
-        self.adjoints: dict[Node, list[Tensor | None]] = {self.root: [None] * slot + [seed]}
+        start = [None] * autograd.slot_of(loss) + [seed]
+        self.adjoints: dict[Node, list[Tensor | None]] = {autograd.root_of(loss): start}
         self.leaves: dict[Tensor, Tensor] = {}
 
     def visit(self, node: Node, edges: Edges) -> None:
@@ -103,28 +102,28 @@ def gradient(
     loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch, order: str = "kahn"
 ) -> dict[Tensor, Tensor]:
     """The gradient of every leaf, by leaf tensor, as ``torch.autograd.grad`` gives it."""
-    walk = Walk(loss, seed, atlas, hooks)
+    state = Walk(loss, seed, atlas, hooks)
     with autograd.one_pass():
-        schedule(order)(walk.root, walk.visit)
-    return walk.leaves
+        walk(loss, state.visit, order)
+    return state.leaves
 
 
 def first_nonfinite(loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch) -> str:
     """The first operator, from the loss, that hands a gradient on which is not finite."""
-    walk = Walk(loss, seed, atlas, hooks)
+    state = Walk(loss, seed, atlas, hooks)
     found: list[str] = []
 
     def visit(node: Node, edges: Edges) -> None:
         if not found:
-            walk.visit(node, edges)
+            state.visit(node, edges)
             if any(
                 not bool(torch.isfinite(grad).all())
                 for child, slot in edges
-                for grad in walk.adjoints.get(child, ())
+                for grad in state.adjoints.get(child, ())
                 if grad is not None
             ):
                 found.append(atlas.describe(node))
 
     with autograd.one_pass():
-        schedule("kahn")(walk.root, visit)
+        walk(loss, visit)
     return found[0] if found else "the last sum into a leaf"

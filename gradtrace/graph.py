@@ -14,7 +14,7 @@ from gradtrace import autograd
 from gradtrace.atlas import Atlas, unknown
 from gradtrace.autograd import ACCUMULATE, Node
 from gradtrace.errors import UnknownName
-from gradtrace.schedules import kahn
+from gradtrace.schedules import walk
 from gradtrace.shapes import Shape
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def build(loss: Tensor, atlas: Atlas) -> Graph:
         order[node] = len(order)
         arguments[node] = edges
 
-    kahn(autograd.root_of(loss), visit)
+    walk(loss, visit)
     named = leaf_names({n: n.variable for n in order if type(n) is ACCUMULATE}, atlas)
     operators = []
     for node, index in order.items():

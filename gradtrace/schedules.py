@@ -1,10 +1,8 @@
 """Orders in which a graph is walked from its root: each calls ``visit(node, edges)`` once a
-node, after all the nodes that use it.
+node, after all the nodes that use it, and returns the nodes in that order.
 
 >>> graph = {"loss": ["mul"], "mul": ["x", "x"], "x": []}
->>> order = []
->>> kahn("loss", lambda node, edges: order.append(node), lambda n: [(c, 0) for c in graph[n]])
->>> order
+>>> kahn("loss", lambda node, edges: None, lambda n: [(c, 0) for c in graph[n]])
 ['loss', 'mul', 'x']
 """
 
@@ -16,7 +14,9 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, TypeAlias
 
-from gradtrace.autograd import Node, edges_of, sequence_of
+from torch import Tensor
+
+from gradtrace.autograd import Node, edges_of, hold, root_of, sequence_of
 from gradtrace.errors import TooDeep, UnknownName, Unsupported
 
 Visit: TypeAlias = Callable[[Any, Any], object]
@@ -43,23 +43,26 @@ def pending(root: Node, edges: Edges = edges_of) -> tuple[dict[Node, int], dict[
     return uses, known
 
 
-def kahn(root: Node, visit: Visit, edges: Edges = edges_of) -> None:
+def kahn(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
     """Kahn's algorithm: count the edges into each node, visit a node when its count is spent."""
     uses, known = pending(root, edges)
     ready = [root]
+    order = []
     while ready:
         node = ready.pop()
         out = known.pop(node)
         visit(node, out)
+        order.append(node)
         for child, _ in out:
             if child is not None:
                 left = uses[child] - 1
                 uses[child] = left
                 if not left:
                     ready.append(child)
+    return order
 
 
-def creation(root: Node, visit: Visit, edges: Edges = edges_of) -> None:
+def creation(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
     """The reverse of the order in which the nodes were made; no count of edges is needed.
 
     A node is made after its arguments, so the newest of those known can have no unvisited user.
@@ -68,14 +71,14 @@ def creation(root: Node, visit: Visit, edges: Edges = edges_of) -> None:
     """
     newest: list[tuple[int, int, Node]] = [(0, 0, root)]
     known = {root}
-    visited = set()
+    visited: dict[Node, None] = {}  # in order
     leaves = []
     ties = count(1)
     while newest:
         _, _, node = heappop(newest)
         out = edges(node)
         visit(node, out)
-        visited.add(node)
+        visited[node] = None
         for child, _ in out:
             if child is None:
                 continue
@@ -93,15 +96,17 @@ def creation(root: Node, visit: Visit, edges: Edges = edges_of) -> None:
                 )
     for leaf in leaves:
         visit(leaf, ())
+    return [*visited, *leaves]
 
 
-def recursive(root: Node, visit: Visit, edges: Edges = edges_of) -> None:
+def recursive(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
     """Recursive count-down: a node knows how many uses are pending, and when the last of them
     has been visited its own arguments follow, one call inside another.
 
     It recurses by nature, so it raises ``TooDeep`` past the interpreter's limit.
     """
     uses, known = pending(root, edges)
+    order = []
     deepest = sys.getrecursionlimit() - _depth() - 50  # room for the formulas themselves
 
     def descend(node: Node, depth: int) -> None:
@@ -112,6 +117,7 @@ def recursive(root: Node, visit: Visit, edges: Edges = edges_of) -> None:
             )
         out = known.pop(node)
         visit(node, out)
+        order.append(node)
         for child, _ in out:
             if child is not None:
                 uses[child] -= 1
@@ -119,6 +125,7 @@ def recursive(root: Node, visit: Visit, edges: Edges = edges_of) -> None:
                     descend(child, depth + 1)
 
     descend(root, 0)
+    return order
 
 
 def _depth() -> int:
@@ -128,15 +135,28 @@ def _depth() -> int:
     return depth
 
 
-SCHEDULES: dict[str, Callable[..., None]] = {
+SCHEDULES: dict[str, Callable[..., list[Node]]] = {
     "kahn": kahn,
     "creation": creation,
     "recursive": recursive,
 }
 
 
-def schedule(name: str) -> Callable[..., None]:
+def schedule(name: str) -> Callable[..., list[Node]]:
     """The schedule of that name."""
     if name not in SCHEDULES:
         raise UnknownName(f"no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
+
+
+def walk(loss: Tensor, visit: Visit, order: str = "kahn") -> None:
+    """Visit the nodes behind a loss, and see to it that they can be freed, come what may."""
+    root = root_of(loss)
+    nodes: list[Node] = []
+    try:
+        nodes = schedule(order)(root, visit)
+    except BaseException:
+        nodes = kahn(root, lambda node, edges: None)
+        raise
+    finally:
+        hold(loss, nodes)

@@ -51,17 +51,12 @@ def named_modules(
             yield from named_modules(child, join(name, key), (*above, module))
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter under every name that the user has for it, in the model's order."""
     for name, module in named_modules(model):
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield join(name, key), parameter
-
-
-def clean(name: str) -> str:
-    """A module's or parameter's name without what torch.compile adds to it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def join(name: str, key: str) -> str:
@@ -146,8 +141,9 @@ class watch:
 
     def _name_parameters(self, module: nn.Module) -> None:
         """torch.func.functional_call puts other tensors in the place of parameters."""
+        known = self.atlas.leaves
         for key, tensor in module._parameters.items():
-            if isinstance(tensor, Tensor) and tensor.is_leaf and id(tensor) not in self.atlas.leaves:
+            if isinstance(tensor, Tensor) and tensor.is_leaf and id(tensor) not in known:
                 self.atlas.name(tensor, join(self._names[module], key))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
@@ -201,9 +197,10 @@ class Composed:
                 if torch.cuda.is_available():
                     self._switches.enter_context(torch.backends.cudnn.flags(enabled=False))
             self._watches += 1
-            if not self._eager and "torch._dynamo" in sys.modules:  # else nothing is compiled, and
-                self._switches.enter_context(torch.compiler.set_stance("force_eager"))  # it is slow
-                self._eager = True  # to import
+            if not self._eager and "torch._dynamo" in sys.modules:
+                # Without it nothing is compiled yet, and to import it takes seconds.
+                self._switches.enter_context(torch.compiler.set_stance("force_eager"))
+                self._eager = True
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

@@ -162,7 +162,9 @@ def normaliser(shape: Shape, dims: Sequence[int], rank: int) -> Callable[[Make],
 
 def broadcasting(make: Make) -> Map:
     """Shaped as log_softmax and batch norm make them."""
-    return Normaliser(make(), [(make(1, 3, 1), make()), (make(2, 3, 4), make(3, 1))], (0, 2), (2, 3, 4))
+    return Normaliser(
+        make(), [(make(1, 3, 1), make()), (make(2, 3, 4), make(3, 1))], (0, 2), (2, 3, 4)
+    )
 
 
 TABLE: dict[str, Callable[[Make], Map]] = {
@@ -346,9 +348,7 @@ def of_normaliser(m: Normaliser) -> Tensor:
     """Element by element, as the docstring has it."""
     shape = m.in_shape
     places = list(product(*map(range, shape)))
-    d, *uv = [
-        t.double().expand(shape).reshape(-1) for t in (m.diagonal, *m.left, *m.right)
-    ]
+    d, *uv = [t.double().expand(shape).reshape(-1) for t in (m.diagonal, *m.left, *m.right)]
     left, right = uv[: len(m.left)], uv[len(m.left) :]
     matrix = torch.zeros(len(places), len(places), dtype=torch.float64)
     for (i, a), (j, b) in product(enumerate(places), repeat=2):
@@ -651,7 +651,9 @@ def convolutions(draw: Any) -> Map:
     span = [d * (k - 1) for d, k in zip(dilation, kernel)]
     padding = tuple(draw(st.integers(0, min(2, s))) for s in span)
     extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation))
-    how = Windows(stride, padding, dilation, transposed, extra if transposed else (0,) * spatial, groups)
+    how = Windows(
+        stride, padding, dilation, transposed, extra if transposed else (0,) * spatial, groups
+    )
     into, out = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
     size = tuple(s + 1 + draw(st.integers(0, 2)) for s in span)
     w = (into, out // groups, *kernel) if transposed else (out, into // groups, *kernel)

@@ -81,7 +81,7 @@ def assert_scheduled(graph: Plain, order: list[int]) -> None:
 
 
 @pytest.mark.parametrize("walk", [kahn, recursive])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(dags())
 def test_each_node_once_after_its_users(walk: Callable[..., None], graph: Plain) -> None:
     order: list[int] = []
@@ -95,7 +95,7 @@ def test_each_node_once_after_its_users(walk: Callable[..., None], graph: Plain)
     assert_scheduled(graph, order)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(dags())
 def test_creation_visits_each_node_once_after_its_users(graph: Plain) -> None:
     order: list[int] = []
@@ -103,7 +103,7 @@ def test_creation_visits_each_node_once_after_its_users(graph: Plain) -> None:
     assert_scheduled(graph, order)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(dags())
 def test_pending_counts_edges_not_nodes(graph: Plain) -> None:
     uses, known = pending(0, edges_in(graph))
@@ -113,7 +113,7 @@ def test_pending_counts_edges_not_nodes(graph: Plain) -> None:
         assert uses[node] == sum(graph[user].count(node) for user in inside)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(dags(), st.randoms(use_true_random=False))
 def test_creation_never_visits_a_node_too_early(graph: Plain, random: Any) -> None:
     """Whatever the numbers say: a schedule, or an error."""
@@ -289,7 +289,7 @@ def test_names_of_unnamed_leaves_do_not_hang_on_the_schedule() -> None:
 DEEP = 100_000
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def deep() -> Iterator[tuple[Tensor, Tensor]]:
     x = torch.tensor(1.0, requires_grad=True)
     y = x
@@ -335,7 +335,7 @@ print("freed")
 
 
 def test_a_very_deep_graph_can_be_freed_after_it_was_walked() -> None:
-    """BUG: the process dies when the loss goes (any Python walk does this to PyTorch 2.13)."""
+    """A plain walk from Python makes PyTorch 2.13 overflow its stack when the loss goes."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "freed")
 

@@ -41,9 +41,7 @@ def check(watch: Any, loss: Tensor, leaves: dict[str, Tensor]) -> None:
     wanted = dict(
         zip(
             leaves,
-            torch.autograd.grad(
-                loss, list(leaves.values()), retain_graph=True, allow_unused=True
-            ),
+            torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True),
         )
     )
     present = {name: grad for name, grad in wanted.items() if grad is not None}
@@ -197,7 +195,9 @@ def test_recursion_of_one_module() -> None:
     calls = [("again", 0), ("again", 1), ("again", 2)]
     assert made_by(watch, loss, "SinBackward0") == calls
     assert made_by(watch, loss, "CosBackward0") == calls
-    order = [(o.name, o.call) for o in watch.graph(loss) if o.name in ("CosBackward0", "SinBackward0")]
+    order = [
+        (o.name, o.call) for o in watch.graph(loss) if o.name in ("CosBackward0", "SinBackward0")
+    ]
     assert [call for name, call in order if name == "CosBackward0"] == [0, 1, 2]
     assert [call for name, call in order if name == "SinBackward0"] == [2, 1, 0]
 
@@ -681,7 +681,9 @@ def test_reentrant_checkpoint_is_refused() -> None:
     with gt.watch(model) as watch:
         loss = model["r"](torch.randn(3, 4, requires_grad=True)).sum()
     for ask in (watch.backward, watch.program):
-        with pytest.raises(Unsupported, match=r"CheckpointFunctionBackward \(in r\).*use_reentrant=False"):
+        with pytest.raises(
+            Unsupported, match=r"CheckpointFunctionBackward \(in r\).*use_reentrant=False"
+        ):
             ask(loss)
     assert all(p.grad is None for p in model.parameters())
     assert model["r"].block.calls == 1
@@ -719,13 +721,9 @@ def test_bfloat16_parameters() -> None:
 
 
 def test_functional_call() -> None:
-    model = nn.ModuleDict(
-        {"net": nn.Sequential(Cell(), nn.MultiheadAttention(4, 2))}
-    )
+    model = nn.ModuleDict({"net": nn.Sequential(Cell(), nn.MultiheadAttention(4, 2))})
     model.forward = lambda x: model["net"][1](*[model["net"][0](x)] * 3)[0]  # type: ignore[assignment]
-    other = {
-        name: (p.detach() + 0.1).requires_grad_() for name, p in model.named_parameters()
-    }
+    other = {name: (p.detach() + 0.1).requires_grad_() for name, p in model.named_parameters()}
     with gt.watch(model) as watch:
         loss = functional_call(model, other, torch.randn(2, 4)).pow(2).sum()
     check(watch, loss, other)
@@ -767,7 +765,11 @@ def test_parametrizations(constrain: Callable[[nn.Module], nn.Module]) -> None:
     with gt.watch(model) as watch:
         loss = model(torch.randn(4, 3)).pow(2).sum()
     check(watch, loss, leaves_of(model))
-    assert {module for module, _ in calls_of(watch, loss)} >= {"0", "0.parametrizations.weight.0", "1"}
+    assert {module for module, _ in calls_of(watch, loss)} >= {
+        "0",
+        "0.parametrizations.weight.0",
+        "1",
+    }
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -39,10 +39,14 @@ def attention(
         scores = scores.masked_fill(above, float("-inf"))
     if attn_mask is not None:
         scores = scores + attn_mask
-    weights = scores.softmax(-1)
-    to_v = weights.transpose(-2, -1) @ g
+    # As the fused kernel does, from the logarithm it saved: where a mask has swallowed the scores of
+    # a whole row, that rounds to weights which do not add up to one, and so does autograd's gradient.
+    raw = (scores - logsumexp.unsqueeze(-1)).exp().nan_to_num(0)
+    total = raw.sum(-1, keepdim=True)
+    weights = raw / torch.where(total == 0, 1, total)
+    to_v = raw.transpose(-2, -1) @ g
     to_weights = g @ v.transpose(-2, -1)
-    to_scores = aten._softmax_backward_data(to_weights, weights, -1, weights.dtype)
+    to_scores = aten._softmax_backward_data(to_weights, weights, -1, weights.dtype) * total
     to_q, to_k = (to_scores * factor) @ k, (to_scores * factor).transpose(-2, -1) @ q
     if shared > 1:
         to_k, to_v = to_k.unflatten(1, (-1, shared)).sum(2), to_v.unflatten(1, (-1, shared)).sum(2)
