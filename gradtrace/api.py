@@ -9,11 +9,11 @@ from torch import Tensor
 
 from gradtrace import autograd, engine
 from gradtrace.atlas import Atlas, Gradients
-from gradtrace.autograd import HookWatch
 from gradtrace.capture import DENSE_LIMIT, record
 from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, Unsupported
 from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
 from gradtrace.graph import Graph, build
+from gradtrace.hooks import HookWatch
 from gradtrace.program import Program
 from gradtrace.schedules import walk
 from gradtrace.semirings import SUM, Semiring
@@ -57,7 +57,13 @@ def backward(
     """
     atlas = Atlas.of(names)
     return backward_of(
-        loss, semiring, atlas, RECENT, leaves=leaves, cotangent=cotangent, schedule=schedule,
+        loss,
+        semiring,
+        atlas,
+        RECENT,
+        leaves=leaves,
+        cotangent=cotangent,
+        schedule=schedule,
         nonfinite=nonfinite,
     )
 
@@ -78,7 +84,11 @@ def program(
     Program(1 operators, 1 steps, 1 leaves)
     """
     return program_of(
-        loss, Atlas.of(names), RECENT, cotangent=cotangent, schedule=schedule,
+        loss,
+        Atlas.of(names),
+        RECENT,
+        cotangent=cotangent,
+        schedule=schedule,
         dense_limit=dense_limit,
     )
 
@@ -92,7 +102,7 @@ def backward_of(
     loss: Tensor,
     semiring: Semiring,
     atlas: Atlas,
-    hooks: HookWatch,
+    watch: HookWatch,
     *,
     leaves: Iterable[str] | None = None,
     cotangent: Tensor | None = None,
@@ -106,22 +116,22 @@ def backward_of(
     autograd.root_of(loss)
     seed = seed_of(loss, cotangent)
     if semiring is SUM:
-        found = gradient(loss, seed, atlas, hooks, schedule)
+        found = gradient(loss, seed, atlas, watch, schedule)
     else:
-        found = engine.run(record(loss, seed, atlas, hooks, schedule), semiring)
-    RECENT.reset()
+        found = engine.run(record(loss, seed, atlas, watch, schedule), semiring)
+    RECENT.refresh()
     named = _named(found, atlas, loss)
     if leaves is not None:
         named = Gradients({name: named[name] for name in leaves})
     if semiring is SUM and nonfinite == "raise":
-        _refuse_nonfinite(loss, seed, atlas, hooks, named)
+        _refuse_nonfinite(loss, seed, atlas, watch, named)
     return named
 
 
 def program_of(
     loss: Tensor,
     atlas: Atlas,
-    hooks: HookWatch,
+    watch: HookWatch,
     *,
     cotangent: Tensor | None = None,
     schedule: str = "kahn",
@@ -130,8 +140,8 @@ def program_of(
     """``program`` with an atlas."""
     _check(SUM, cotangent, "raise")
     autograd.root_of(loss)
-    recorded = record(loss, seed_of(loss, cotangent), atlas, hooks, schedule, dense_limit)
-    RECENT.reset()
+    recorded = record(loss, seed_of(loss, cotangent), atlas, watch, schedule, dense_limit)
+    RECENT.refresh()
     return recorded
 
 
@@ -190,11 +200,11 @@ SEMIRING = ("name", "zero", "one", "lift", "plus", "times", "reduce", "scatter",
 
 
 def _refuse_nonfinite(
-    loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch, named: Gradients
+    loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, named: Gradients
 ) -> None:
     bad = [name for name, grad in named.items() if not _finite(grad)]
     if bad:
-        where = first_nonfinite(loss, seed, atlas, hooks)
+        where = first_nonfinite(loss, seed, atlas, watch)
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise NonFinite(
             f"the gradient of {bad[0]}{more} is not finite; NaN or infinity first appears at {where}. "

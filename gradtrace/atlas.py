@@ -12,8 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradtrace.autograd import Node, name_of, sequence_of
-from gradtrace.errors import UnknownName
+from gradtrace.autograd import Node, explain, name_of, sequence_of
+from gradtrace.errors import GradtraceError, UnknownName
 
 
 class Place(NamedTuple):
@@ -101,9 +101,21 @@ class Atlas:
         module = self.place_of(node).module
         return f" (in {module})" if module else ""
 
+    def place(self, error: Exception, node: Node) -> GradtraceError:
+        """The error, saying at which operator of which module it happened."""
+        if not isinstance(error, GradtraceError):
+            return explain(error, node, self.where(node))
+        return placed(error, self.describe(node))
+
     def describe(self, node: Node) -> str:
         """``AddmmBackward0 (in encoder.mix)``."""
         return name_of(node) + self.where(node)
+
+
+def placed(error: GradtraceError, where: str) -> GradtraceError:
+    """The same error, beginning with where it happened."""
+    text = str(error)
+    return error if where in text else type(error)(f"{where}: {text}")
 
 
 class Gradients(dict[str, Tensor]):

@@ -1,24 +1,20 @@
 """The only reader of PyTorch's autograd internals.
 
 An autograd node ``u`` is a function ``h_u(g_u) -> (g_v1, ..., g_vn)``, linear in the cotangent.
-Here nodes are listed, described, called and relieved of their hooks; everything above this
-module speaks of nodes only through these functions.
+Here nodes are listed, described and called; everything above this module, ``hooks`` and ``passes``
+speaks of nodes only through these.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import GradientEdge
 
 from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, Unsupported
 from gradtrace.shapes import Shape
@@ -127,9 +123,40 @@ MANY = frozenset({"NativeLayerNormBackward0", "NativeGroupNormBackward0", "Split
 EXACT: dict[str, tuple[int, ...]] = dict.fromkeys(
     [
         f"{name}Backward0"
-        for name in "Bmm Clone Convolution Cos Exp Expand Gelu Log LogSoftmax Mm NativeGroupNorm "
-        "NativeLayerNorm Neg Permute Pow Relu Rsqrt Select Sigmoid Silu Sin Slice Softmax Split "
-        "Sqrt T Tanh ToCopy Transpose UnsafeView Unsqueeze View".split()
+        for name in [
+            "Bmm",
+            "Clone",
+            "Convolution",
+            "Cos",
+            "Exp",
+            "Expand",
+            "Gelu",
+            "Log",
+            "LogSoftmax",
+            "Mm",
+            "NativeGroupNorm",
+            "NativeLayerNorm",
+            "Neg",
+            "Permute",
+            "Pow",
+            "Relu",
+            "Rsqrt",
+            "Select",
+            "Sigmoid",
+            "Silu",
+            "Sin",
+            "Slice",
+            "Softmax",
+            "Split",
+            "Sqrt",
+            "T",
+            "Tanh",
+            "ToCopy",
+            "Transpose",
+            "UnsafeView",
+            "Unsqueeze",
+            "View",
+        ]
     ],
     (),
 ) | {"AddmmBackward0": (0,)}
@@ -166,9 +193,14 @@ REFUSED = {
 }
 
 
+def is_python(node: Node) -> bool:
+    """Whether the node is a ``torch.autograd.Function``."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
     """``h_u(g_u)``: one gradient for each edge of ``edges_of(node)``, as the formula gives it."""
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
+    if is_python(node):
         return call_python(node, grads)
     outs = node(*grads)
     return outs if type(outs) is tuple else (outs,)
@@ -177,7 +209,7 @@ def call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
 def call_python(node: Node, grads: Grads) -> Sequence[Tensor | None]:
     """Call a ``torch.autograd.Function``."""
     if any(grad is None for grad in grads):
-        grads = _handed(node, grads)
+        grads = handed(node, grads)
     return _apply(node, grads)
 
 
@@ -189,7 +221,7 @@ def _apply(node: Node, grads: Grads) -> Sequence[Tensor | None]:
     """
     if name_of(node) in REFUSED:
         raise _Refused(REFUSED[name_of(node)])
-    outs = type(node).apply(node, *grads)  # not node.apply, which _handed replaces for a moment
+    outs = type(node).apply(node, *grads)  # not node.apply, which handed replaces for a moment
     outs = outs if isinstance(outs, tuple) else (outs,)
     needs = node.needs_input_grad
     if len(outs) < len(needs) or any(out is not None for out in outs[len(needs) :]):
@@ -209,7 +241,7 @@ class _Stop(Exception):
 _HANDING = threading.RLock()
 
 
-def _handed(node: Node, grads: Grads) -> Grads:
+def handed(node: Node, grads: Grads) -> Grads:
     """The cotangents as PyTorch's engine hands them to a Python function.
 
     That is after the hooks on them, and with zeros for missing ones, unless the function wants
@@ -258,153 +290,3 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
             f"dense before ({text})"
         )
     return GradtraceError(f"{at} failed: {text}")
-
-
-# Hooks -------------------------------------------------------------------------------------------
-
-
-class HookWatch:
-    """Knows which graphs are free of gradient hooks, without asking their nodes.
-
-    PyTorch cannot list the hooks of a node, but every hook takes a number from one counter. While
-    that counter stands still, no hook stands on a node made since ``reset``. The other nodes are
-    asked one by one, which is slow but right (``call_with_hooks``).
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Nodes made from now on are free of hooks until the counter moves."""
-        self._sequence = int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._handles = RemovableHandle.next_id
-        self._thread = threading.get_ident()
-
-    def clear_since(self) -> int:
-        """The sequence number from which on nodes are free of hooks."""
-        still = RemovableHandle.next_id == self._handles
-        return self._sequence if still and threading.get_ident() == self._thread else NEVER
-
-
-NEVER = (1 << 64) - 1
-
-
-def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
-    """The gradient of a leaf after the hooks that stand on it."""
-    node = get_gradient_edge(leaf).node
-    try:
-        return _run_tensor_hooks(node, grads)
-    except GradtraceError:
-        raise
-    except Exception as error:
-        raise explain(error, node, f" (a hook on a leaf of shape {tuple(leaf.shape)})") from error
-
-
-def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
-    """The cotangents of a node after the hooks that stand on its output tensors.
-
-    The engine runs these, and only these, when it is asked for the gradient of a node's output by
-    itself.
-    """
-    given = [i for i, grad in enumerate(grads) if grad is not None]
-    edges = [GradientEdge(node, i) for i in given]
-    found = torch.autograd.grad(edges, edges, [grads[i] for i in given], retain_graph=True)
-    after = list(grads)
-    for i, grad in zip(given, found):
-        after[i] = grad
-    return after
-
-
-def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any]]:
-    """The hooks already there, read from the table that a hook of ours is put in and out of."""
-    handle = register(lambda *_: None)
-    try:
-        table = handle.hooks_dict_ref()
-        return [] if table is None else [h for k, h in table.items() if k != handle.id]
-    finally:
-        handle.remove()
-
-
-def call_with_hooks(node: Node, grads: Grads) -> Sequence[Tensor | None]:
-    """``call``, with the hooks that stand on its outputs and on the node itself run around it."""
-    python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    if python:
-        before = tuple(_handed(node, grads))
-    else:
-        before = tuple(_run_tensor_hooks(node, grads))
-        for hook in _hooks(node.register_prehook):
-            changed = hook(before)
-            if changed is not None:
-                before = changed if isinstance(changed, tuple) else (changed,)
-    outs = tuple(_apply(node, before) if python else call(node, before))
-    for hook in _hooks(node.register_hook):
-        changed = hook(outs, before)
-        if changed is not None:
-            outs = changed if isinstance(changed, tuple) else (changed,)
-    return outs
-
-
-_RUNNING = threading.local()
-
-
-def backward_runs() -> bool:
-    """Whether a backward pass, ours or PyTorch's, runs on this thread.
-
-    A module that is called now recomputes what a checkpoint dropped.
-    """
-    task = torch._C._current_graph_task_id()
-    return task != -1 or getattr(_RUNNING, "passes", 0) > 0
-
-
-# Freeing -----------------------------------------------------------------------------------------
-
-DEEP = 2_000
-"""From this many nodes on, a graph that Python has walked is let go by ``hold``."""
-
-_HELD: set[int] = set()  # losses, by identity
-
-
-def hold(loss: Tensor, nodes: list[Node]) -> None:
-    """Keep the nodes of a walked graph until the loss is gone, and then free them from the root on.
-
-    PyTorch frees a graph in a loop, but for nodes that Python has seen: these free one another by
-    recursion, and a chain of 100,000 overflows the stack. So they are held one by one, in order.
-    The list is made a cycle when the loss goes, since only the garbage collector lets it go after
-    the loss itself has.
-    """
-    key = id(loss)
-    if len(nodes) < DEEP or key in _HELD:
-        return
-
-    def release(held: list[Any]) -> None:
-        _HELD.discard(key)
-        held.insert(0, held)
-
-    _HELD.add(key)
-    weakref.finalize(loss, release, nodes[::-1]).atexit = False
-
-
-@contextlib.contextmanager
-def one_pass() -> Iterator[None]:
-    """One backward pass: no graph is built, and checkpointed parts are recomputed once.
-
-    The garbage collector pauses: a pass makes many small objects that are all in use, and to look
-    through them again and again costs a fifth of the time.
-    """
-    try:
-        from torch.utils.checkpoint import GraphExecGroup
-    except ImportError:
-        group: Any = contextlib.nullcontext()
-    else:
-        nested = GraphExecGroup._get_current_group() is not None
-        group = contextlib.nullcontext() if nested else GraphExecGroup()
-    collecting = gc.isenabled()
-    gc.disable()
-    _RUNNING.passes = getattr(_RUNNING, "passes", 0) + 1
-    try:
-        with torch.no_grad(), group:
-            yield
-    finally:
-        _RUNNING.passes -= 1
-        if collecting:
-            gc.enable()

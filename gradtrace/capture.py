@@ -11,18 +11,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtrace import autograd
-from gradtrace.atlas import NOWHERE, Atlas
-from gradtrace.autograd import ACCUMULATE, FACTS, Edges, HookWatch, Node, learn
+from gradtrace import autograd, hooks
+from gradtrace.atlas import NOWHERE, Atlas, placed
+from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Node, learn
+from gradtrace.engine import value_of
 from gradtrace.errors import GradtraceError, NotLinear, TooLarge
+from gradtrace.hooks import HookWatch
 from gradtrace.linear import shape_of
 from gradtrace.maps import Dense, Identity, Map
 from gradtrace.nodes import NODES, UNDONE, summed
-from gradtrace.program import Block, Leaf, Program, Step, Term
+from gradtrace.passes import one_pass, recomputed_once
+from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term
 from gradtrace.reconverge import resolve
 from gradtrace.recorder import Recorder, close
 from gradtrace.schedules import walk
+from gradtrace.semirings import SUM
 
 DENSE_LIMIT = 1 << 24
 """The most entries that an operator without a structured rule may have as a matrix."""
@@ -36,10 +41,10 @@ class Record:
     """One pass over the nodes that leaves a program behind; ``Walk`` with a pen."""
 
     def __init__(
-        self, loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch, limit: int
+        self, loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, limit: int
     ) -> None:
         self.atlas = atlas
-        self.clear_since = hooks.clear_since()
+        self.clear_since = watch.clear_since()
         self.recorder = Recorder(limit)
         self.seed = seed
         self.first = self.recorder.new()
@@ -67,10 +72,8 @@ class Record:
             if given is None:
                 with self.recorder:
                     given = self._followed(node, edges, arrived, block)
-        except GradtraceError as error:
-            raise _placed(error, self.atlas.describe(node)) from error
         except Exception as error:
-            raise autograd.explain(error, node, self.atlas.where(node)) from error
+            raise self.atlas.place(error, node) from error
         for position, out in given:
             child, slot = edges[position]
             value = block.gives[position]
@@ -87,19 +90,21 @@ class Record:
         if rule is None or node._sequence_nr() < self.clear_since:
             return None
         grad, value = arrived[0]
-        found = None if grad.is_complex() else rule(node, grad)
+        found = None if grad.is_complex() else rule(node, grad, edges)
         if found is None:
             return None
-        outs, maps = found
+        undone = UNDONE.get(block.operator)
         given = []
-        for position, (child, slot) in enumerate(edges):
-            out, chain = outs[position], maps[position]
-            if child is None or out is None or chain is None:
+        for position, result in enumerate(found):
+            if result is None:
                 continue
-            meta = child._input_metadata[slot] if UNDONE.get(block.operator) == position else None
-            if meta is not None and out.shape != tuple(meta.shape):
-                chain = [*chain, *summed(tuple(out.shape), tuple(meta.shape))]
-                out = autograd.conform(out, meta)
+            out, chain = result
+            if position == undone:
+                child, slot = edges[position]
+                meta = child._input_metadata[slot]  # type: ignore[union-attr]
+                if out.shape != tuple(meta.shape):
+                    chain = [*chain, *summed(tuple(out.shape), tuple(meta.shape))]
+                    out = autograd.conform(out, meta)
             block.gives[position] = self._chain(chain, value, out, block)
             given.append((position, out))
         return given
@@ -141,17 +146,38 @@ class Record:
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
         if leaf._backward_hooks:
-            block = Block("hooks", NOWHERE, {0: value})
+            block = Block(HOOKS, NOWHERE, {0: value})
             self.recorder.begin(block.steps)
             self.recorder.track(tensor, value)
-            with self.recorder:
-                (changed,) = autograd.run_leaf_hooks(leaf, [tensor])
-            value = self.recorder.values.get(id(changed), -1)
-            if value < 0:
-                raise NotLinear("a hook replaced the gradient of a leaf by one that is unrelated")
+            name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            try:
+                with self.recorder:
+                    (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
+                value = self._hooked(block, {value: tensor}, changed)
+            except GradtraceError as error:
+                raise placed(error, f"a hook on leaf {name}") from error
             block.gives[0] = value
             self.blocks.append(block)
         self.leaves.append(Leaf(leaf, value))
+
+    def _hooked(self, block: Block, given: dict[int, Tensor], out: Tensor | None) -> int:
+        """The value of what a hook made of a gradient, once it is sure that it is linear."""
+        if out is None or id(out) not in self.recorder.values:
+            raise NotLinear("the gradient was replaced by one that has nothing to do with it")
+        value = self.recorder.values[id(out)]
+        self._see_linear(block, given, {value: out})
+        return value
+
+    def _see_linear(
+        self, block: Block, given: dict[int, Tensor], wanted: dict[int, Tensor]
+    ) -> None:
+        """A program that was written by somebody else's code must give what that code gave."""
+        with _disable_current_modes():
+            values = {value: as_real(tensor) for value, tensor in given.items()}
+            for step in block.steps:
+                values[step.out] = value_of(step, values, SUM)
+            if not all(close(values[value], as_real(x)) for value, x in wanted.items()):
+                raise NotLinear("it is not linear in the gradient it is given")
 
     def _merge(
         self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int
@@ -167,6 +193,7 @@ class Record:
     def _formula(
         self, node: Node, arrived: dict[int, tuple[Tensor, int]], block: Block
     ) -> Sequence[Tensor | None]:
+        """Run the node's formula, and the hooks around it, under the recorder."""
         many = (FACTS.get(type(node)) or learn(type(node))).many
         grads: list[Tensor | None] = [None] * (len(node._input_metadata) if many else 1)
         recorder = self.recorder
@@ -174,57 +201,69 @@ class Record:
         for slot, (tensor, value) in arrived.items():
             grads[slot] = tensor
             recorder.track(tensor, value)
-        try:
-            outs = self._call(node, grads)
-            if all(o is None or id(o) in recorder.values or not _nonzero(o) for o in outs):
-                return outs
-            hidden: GradtraceError = NotLinear("the formula hides what it does with the gradient")
-        except (NotLinear, TooLarge) as error:
-            hidden = error
-        return self._written_out(node, grads, arrived, block, hidden)
-
-    def _call(self, node: Node, grads: list[Tensor | None]) -> Sequence[Tensor | None]:
         hooked = node._sequence_nr() < self.clear_since
-        call = autograd.call_with_hooks if hooked else autograd.call
-        if type(node).__name__ not in COMPOSED:
-            return call(node, grads)
-        with torch.enable_grad():
-            outs = call(node, grads)
-        return [None if out is None else out.detach() for out in outs]
+        ready = hooks.before(node, grads) if hooked else grads
+        outs = self._call(node, ready, block)
+        outs = hooks.after(node, outs, ready) if hooked else outs
+        if hooked or autograd.is_python(node):
+            given = {value: tensor for tensor, value in arrived.values()}
+            values = recorder.values
+            wanted = {values[id(o)]: o for o in outs if o is not None and id(o) in values}
+            self._see_linear(block, given, wanted)
+        return outs
+
+    def _call(
+        self, node: Node, grads: Sequence[Tensor | None], block: Block
+    ) -> Sequence[Tensor | None]:
+        """The formula alone; as matrices, if what it does cannot be followed."""
+        values, before = self.recorder.values, len(block.steps)
+        try:
+            if type(node).__name__ in COMPOSED:
+                with torch.enable_grad():
+                    found = autograd.call(node, grads)
+                outs: Sequence[Tensor | None] = [None if o is None else o.detach() for o in found]
+            else:
+                outs = autograd.call(node, grads)
+            if all(o is None or id(o) in values or not _nonzero(o) for o in outs):
+                return outs
+            reason: GradtraceError = NotLinear("the formula hides what it does with the gradient")
+        except (NotLinear, TooLarge) as error:
+            reason = error
+        del block.steps[before:]
+        return self._written_out(node, grads, block, reason)
 
     def _written_out(
-        self,
-        node: Node,
-        grads: list[Tensor | None],
-        arrived: dict[int, tuple[Tensor, int]],
-        block: Block,
-        reason: GradtraceError,
+        self, node: Node, grads: Sequence[Tensor | None], block: Block, reason: GradtraceError
     ) -> Sequence[Tensor | None]:
         """A formula that cannot be followed, as matrices, if it is small enough."""
         recorder = self.recorder
-        block.steps.clear()
-        recorder.begin(block.steps)
-        with torch._C._DisableTorchDispatch():
-            outs = list(self._call(node, grads))
-            found = matrices(lambda g: self._call(node, g), grads, outs, recorder.limit, reason)
-        for k, out in enumerate(outs):
+
+        def call(given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            with recomputed_once():  # a checkpoint gives each value once
+                return autograd.call(node, given)
+
+        with _disable_current_modes():
+            outs = list(call(grads))
+            found = matrices(call, grads, outs, recorder.limit, reason)
+        for out, terms in zip(outs, found):
             if out is None:
                 continue
             recorder.alive.append(out)
-            terms = []
-            for slot, matrix in found[k]:
-                tensor, value = arrived[slot]
-                terms.append(Term(Dense(matrix, shape_of(tensor), shape_of(out)), value))
-            if terms:
+            dense = [
+                Term(Dense(matrix, shape_of(grad), shape_of(out)), recorder.values[id(grad)])
+                for slot, matrix in terms
+                if (grad := grads[slot]) is not None and id(grad) in recorder.values
+            ]
+            if dense:
                 value = recorder.new()
-                block.steps.append(Step(value, tuple(terms), shape_of(out), real_dtype(out)))
+                block.steps.append(Step(value, tuple(dense), shape_of(out), real_dtype(out)))
                 recorder.values[id(out)] = value
         return outs
 
 
 def matrices(
-    f: Callable[[list[Tensor | None]], Sequence[Tensor | None]],
-    grads: list[Tensor | None],
+    f: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+    grads: Sequence[Tensor | None],
     outs: Sequence[Tensor | None],
     limit: int,
     reason: GradtraceError,
@@ -235,7 +274,7 @@ def matrices(
     columns = sum(shape_size(g) for g in grads if g is not None)
     if rows * columns > limit:
         raise reason
-    totals = [None if o is None else torch.zeros_like(_flat(o)) for o in outs]
+    totals = [None if o is None else torch.zeros_like(_flatten(o)) for o in outs]
     for slot, grad in enumerate(grads):
         if grad is None:
             continue
@@ -250,12 +289,12 @@ def matrices(
             total = totals[k]
             if out is None or total is None:
                 continue
-            columns_k = [total * 0 if (c := r[k]) is None else _flat(c) for r in results]
+            columns_k = [total * 0 if (c := r[k]) is None else _flatten(c) for r in results]
             matrix = torch.stack(columns_k, -1) if columns_k else total.new_zeros(len(total), 0)
             found[k].append((slot, matrix))
-            totals[k] = total + matrix @ _flat(grad)
+            totals[k] = total + matrix @ _flatten(grad)
     for out, total in zip(outs, totals):
-        if out is not None and total is not None and not close(total, _flat(out)):
+        if out is not None and total is not None and not close(total, _flatten(out)):
             raise reason
     return found
 
@@ -270,31 +309,30 @@ def shape_size(x: Tensor) -> int:
     return x.numel() * (2 if x.is_complex() else 1)
 
 
-def _flat(x: Tensor) -> Tensor:
-    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
+def as_real(x: Tensor) -> Tensor:
+    """A tensor's real representation."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _flatten(x: Tensor) -> Tensor:
+    return as_real(x).reshape(-1)
 
 
 def _nonzero(x: Tensor) -> bool:
-    with torch._C._DisableTorchDispatch():
+    with _disable_current_modes():
         return bool((x != 0).any())
-
-
-def _placed(error: GradtraceError, where: str) -> GradtraceError:
-    """The same error, saying where in the user's model it happened."""
-    text = str(error)
-    return error if text.startswith(where) else type(error)(f"{where}: {text}")
 
 
 def record(
     loss: Tensor,
     seed: Tensor,
     atlas: Atlas,
-    hooks: HookWatch,
+    watch: HookWatch,
     order: str = "kahn",
     limit: int = DENSE_LIMIT,
 ) -> Program:
     """The backward program of a loss."""
-    pen = Record(loss, seed, atlas, hooks, limit)
-    with autograd.one_pass():
+    pen = Record(loss, seed, atlas, watch, limit)
+    with one_pass():
         walk(loss, pen.visit, order)
     return Program(seed, pen.first, pen.blocks, pen.leaves)

@@ -32,11 +32,11 @@ from typer.core import TyperGroup
 
 import gradtrace
 from gradtrace import demo as demonstration
-from gradtrace.recorder import way
 from gradtrace.check import Check
 from gradtrace.check import check as check_gradients
 from gradtrace.errors import GradtraceError
 from gradtrace.linear import OPENED, RULES
+from gradtrace.recorder import way
 
 WRONG, FAILED = 1, 2
 PIPE_WIDTH = 160
@@ -173,7 +173,8 @@ def _target(target: str) -> tuple[Path, str]:
 @contextlib.contextmanager
 def _script(path: Path) -> Iterator[None]:
     """While a user's script runs: its folder can be imported from, what it prints is no result of
-    ours, and what goes wrong in it is told with its line."""
+    ours, and what goes wrong in it is told with its line.
+    """
     folder = str(path.parent)
     sys.path.insert(0, folder)
     try:

@@ -19,14 +19,15 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Tensor]:
     values = {program.root: program.seed}
     with torch.no_grad():
         for n, step in enumerate(program.steps()):
-            values[step.out] = _value(step, values, semiring)
+            values[step.out] = value_of(step, values, semiring)
             for term in step.terms:
                 if last[term.value] == n and term.value not in keep:
                     values.pop(term.value, None)
     return {leaf.tensor: values[leaf.value] for leaf in program.leaves}
 
 
-def _value(step: Step, values: dict[int, Tensor], semiring: Semiring) -> Tensor:
+def value_of(step: Step, values: dict[int, Tensor], semiring: Semiring) -> Tensor:
+    """``⊕`` over the terms of one step."""
     (map_, value), *rest = step.terms
     out = map_.pull(values[value], semiring)
     for map_, value in rest:

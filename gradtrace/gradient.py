@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace import autograd
+from gradtrace import autograd, hooks
 from gradtrace.atlas import Atlas
-from gradtrace.autograd import ACCUMULATE, FACTS, Edges, HookWatch, Node, learn
-from gradtrace.errors import GradtraceError, NotScalar, Unsupported
+from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Facts, Grads, Node, learn
+from gradtrace.errors import NotScalar, Unsupported
+from gradtrace.hooks import HookWatch
+from gradtrace.passes import one_pass
 from gradtrace.schedules import walk
 
 RECENT = HookWatch()
@@ -46,9 +48,9 @@ class Walk:
     ``leaves`` holds the cotangent of each leaf when the pass is done.
     """
 
-    def __init__(self, loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch) -> None:
+    def __init__(self, loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch) -> None:
         self.atlas = atlas
-        self.clear_since = hooks.clear_since()
+        self.clear_since = watch.clear_since()
         start = [None] * autograd.slot_of(loss) + [seed]
         self.adjoints: dict[Node, list[Tensor | None]] = {autograd.root_of(loss): start}
         self.leaves: dict[Tensor, Tensor] = {}
@@ -62,23 +64,25 @@ class Walk:
         if kind is ACCUMULATE:
             variable = node.variable
             if variable._backward_hooks:
-                grads = autograd.run_leaf_hooks(variable, grads)
+                grads = hooks.run_leaf_hooks(variable, grads)
             self.leaves[variable] = grads[0]  # type: ignore[assignment]
             return
         facts = FACTS.get(kind) or learn(kind)
         if facts.many:
             grads += [None] * (len(node._input_metadata) - len(grads))
         try:
-            if node._sequence_nr() < self.clear_since:
-                outs = autograd.call_with_hooks(node, grads)
-            else:
-                outs = autograd.call_python(node, grads) if facts.python else node(*grads)
-        except GradtraceError:
-            raise
+            self._hand_on(node, edges, facts, self._call(node, grads, facts))
         except Exception as error:
-            raise autograd.explain(error, node, self.atlas.where(node)) from error
-        if type(outs) is not tuple:
-            outs = (outs,)
+            raise self.atlas.place(error, node) from error
+
+    def _call(self, node: Node, grads: list[Tensor | None], facts: Facts) -> Grads:
+        if node._sequence_nr() < self.clear_since:
+            ready = hooks.before(node, grads)
+            return hooks.after(node, autograd.call(node, ready), ready)
+        outs = autograd.call_python(node, grads) if facts.python else node(*grads)
+        return outs if type(outs) is tuple else (outs,)
+
+    def _hand_on(self, node: Node, edges: Edges, facts: Facts, outs: Grads) -> None:
         asked = facts.asked
         adjoints = self.adjoints
         position = -1
@@ -99,18 +103,18 @@ class Walk:
 
 
 def gradient(
-    loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch, order: str = "kahn"
+    loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, order: str = "kahn"
 ) -> dict[Tensor, Tensor]:
     """The gradient of every leaf, by leaf tensor, as ``torch.autograd.grad`` gives it."""
-    state = Walk(loss, seed, atlas, hooks)
-    with autograd.one_pass():
+    state = Walk(loss, seed, atlas, watch)
+    with one_pass():
         walk(loss, state.visit, order)
     return state.leaves
 
 
-def first_nonfinite(loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch) -> str:
+def first_nonfinite(loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch) -> str:
     """The first operator, from the loss, that hands a gradient on which is not finite."""
-    state = Walk(loss, seed, atlas, hooks)
+    state = Walk(loss, seed, atlas, watch)
     found: list[str] = []
 
     def visit(node: Node, edges: Edges) -> None:
@@ -124,6 +128,6 @@ def first_nonfinite(loss: Tensor, seed: Tensor, atlas: Atlas, hooks: HookWatch) 
             ):
                 found.append(atlas.describe(node))
 
-    with autograd.one_pass():
+    with one_pass():
         walk(loss, visit)
     return found[0] if found else "the last sum into a leaf"

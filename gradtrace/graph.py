@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -185,19 +185,6 @@ class Graph:
         return f"Graph({len(self):,} operators, {count:,} edges, {len(self.leaves):,} leaves)"
 
 
-def leaf_names(tensors: Mapping[Node, Tensor], atlas: Atlas) -> dict[Node, tuple[str, ...]]:
-    """The names of leaves; those that nobody named are leaf0, leaf1, ... in the order given."""
-    found = {}
-    unnamed = 0
-    for node, tensor in tensors.items():
-        names = atlas.names_of(tensor)
-        if not names:
-            names = (f"leaf{unnamed}",)
-            unnamed += 1
-        found[node] = names
-    return found
-
-
 def build(loss: Tensor, atlas: Atlas) -> Graph:
     """The graph behind a loss."""
     order: dict[Node, int] = {}
@@ -208,26 +195,19 @@ def build(loss: Tensor, atlas: Atlas) -> Graph:
         arguments[node] = edges
 
     walk(loss, visit)
-    named = leaf_names({n: n.variable for n in order if type(n) is ACCUMULATE}, atlas)
+    leaves = {n.variable: n for n in order if type(n) is ACCUMULATE}
+    named = {leaves[leaf]: label for leaf, label in atlas.label(leaves).items()}
     operators = []
     for node, index in order.items():
-        place = atlas.place_of(node)
-        names = named.get(node, ())
-        operators.append(
-            Operator(
-                index,
-                autograd.name_of(node),
-                autograd.shapes_of(node),
-                place.module,
-                place.call,
-                names[0] if names else None,
-                names,
-            )
-        )
+        place, label = atlas.place_of(node), named.get(node)
+        names = () if label is None else atlas.names_of(node.variable) or (label,)
+        shapes = autograd.shapes_of(node)
+        name = autograd.name_of(node)
+        operators.append(Operator(index, name, shapes, place.module, place.call, label, names))
     edges = [
         Edge(order[node], None if child is None else order[child], position, slot)
         for node, out in arguments.items()
         for position, (child, slot) in enumerate(out)
     ]
-    leaves = {o.leaf: o for o in operators if o.leaf is not None}
-    return Graph(operators, edges, leaves, loss, atlas)
+    ends = {o.leaf: o for o in operators if o.leaf is not None}
+    return Graph(operators, edges, ends, loss, atlas)

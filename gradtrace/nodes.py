@@ -7,76 +7,75 @@ the operands it saved, tell the map. Every row must agree with what watching the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradtrace.autograd import Node
+from gradtrace.autograd import Edges, Node
 from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale
 from gradtrace.shapes import Shape
 
-Found: TypeAlias = "tuple[Sequence[Tensor | None], Sequence[list[Map] | None]] | None"
-"""What the node gives, and the maps that lead to it, by argument position; None: look inside."""
+Found: TypeAlias = "list[tuple[Tensor, list[Map]] | None] | None"
+"""For each argument, its cotangent and the maps that lead to it. None: look inside."""
 
-NodeRule: TypeAlias = Callable[[Node, Tensor], Found]
+NodeRule: TypeAlias = Callable[[Node, Tensor, Edges], Found]
 
 
-def turned(node: Node, grad: Tensor) -> Found:
+def turned(node: Node, grad: Tensor, edges: Edges) -> Found:
     """A permutation: the node itself is the movement."""
     out = node(grad)
-    return (out,), ([Index(node, tuple(grad.shape), tuple(out.shape), injective=True)],)
+    return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), injective=True)])]
 
 
-def reshaped(node: Node, grad: Tensor) -> Found:
+def reshaped(node: Node, grad: Tensor, edges: Edges) -> Found:
     """The same elements in the same order."""
     out = node(grad)
-    return (out,), ([Identity(tuple(grad.shape), tuple(out.shape))],)
+    return [(out, [Identity(tuple(grad.shape), tuple(out.shape))])]
 
 
-def scaled(node: Node, grad: Tensor) -> Found:
-    """Elementwise: what the node makes of ones."""
-    out = node(grad)
+def scaled(node: Node, grad: Tensor, edges: Edges) -> Found:
+    """Elementwise: what the node makes of ones. It is called once, as checkpoints demand."""
     weight = node(torch.ones_like(grad))
-    return (out,), ([Scale(weight, tuple(grad.shape))],)
+    return [(weight * grad, [Scale(weight, tuple(grad.shape))])]
 
 
-def matrix(node: Node, grad: Tensor) -> Found:
-    """``x @ w``."""
-    outs = _outs(node, grad)
-    return outs, _operands(grad, outs, node._saved_self, node._saved_mat2, "mn", "mk", "kn")
+def matrix(node: Node, grad: Tensor, edges: Edges) -> Found:
+    """``x @ w``, where a node saves an operand only if the other needs a gradient."""
+    x, w = node._saved_self, node._saved_mat2
+    return [_left(grad, w, edges[0]), _right(grad, x, edges[1])]
 
 
-def batch(node: Node, grad: Tensor) -> Found:
-    """A batch of ``x @ w``."""
-    outs = _outs(node, grad)
-    return outs, _operands(grad, outs, node._saved_self, node._saved_mat2, "bmn", "bmk", "bkn")
-
-
-def affine(node: Node, grad: Tensor) -> Found:
+def affine(node: Node, grad: Tensor, edges: Edges) -> Found:
     """``bias + x @ w``."""
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
-    outs = _outs(node, grad)
-    x, w = _operands(grad, outs[1:], node._saved_mat1, node._saved_mat2, "mn", "mk", "kn")
-    return outs, ([Identity(tuple(grad.shape))], x, w)
+    x, w = node._saved_mat1, node._saved_mat2
+    bias = None if edges[0][0] is None else (grad, [Identity(tuple(grad.shape))])
+    return [bias, _left(grad, w, edges[1]), _right(grad, x, edges[2])]
 
 
-def _outs(node: Node, grad: Tensor) -> tuple[Tensor | None, ...]:
-    outs = node(grad)
-    return outs if type(outs) is tuple else (outs,)
+def _left(
+    grad: Tensor, w: Tensor | None, edge: tuple[Node | None, int]
+) -> tuple[Tensor, list[Map]] | None:
+    """Back through ``x @ w`` to x: ``g @ wᵀ``, of matrices or batches of them."""
+    if edge[0] is None or w is None:
+        return None
+    out = grad @ w.mT
+    spec = "mn,kn->mk" if grad.dim() == 2 else "bmn,bkn->bmk"
+    return out, [Contract(spec, w, tuple(grad.shape), tuple(out.shape))]
 
 
-def _operands(
-    grad: Tensor, outs: Sequence[Tensor | None], x: Any, w: Any, o: str, a: str, b: str
-) -> tuple[list[Map] | None, list[Map] | None]:
-    """Back through an einsum ``a,b->o`` to either operand by way of the other."""
-    shape = tuple(grad.shape)
-    return (
-        None if outs[0] is None else [Contract(f"{o},{b}->{a}", w, shape, tuple(outs[0].shape))],
-        None if outs[1] is None else [Contract(f"{o},{a}->{b}", x, shape, tuple(outs[1].shape))],
-    )
+def _right(
+    grad: Tensor, x: Tensor | None, edge: tuple[Node | None, int]
+) -> tuple[Tensor, list[Map]] | None:
+    """Back through ``x @ w`` to w: ``xᵀ @ g``."""
+    if edge[0] is None or x is None:
+        return None
+    out = x.mT @ grad
+    spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
+    return out, [Contract(spec, x, tuple(grad.shape), tuple(out.shape))]
 
 
 def summed(shape: Shape, wanted: Shape) -> list[Map]:
@@ -90,8 +89,7 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (turned, "T0 Transpose0 Permute0"),
     (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Clone0"),
     (scaled, "Tanh0 Sigmoid0 Gelu0 Silu0 Exp0 Pow0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
-    (matrix, "Mm0"),
-    (batch, "Bmm0"),
+    (matrix, "Mm0 Bmm0"),
     (affine, "Addmm0"),
 )
 

@@ -23,12 +23,17 @@ class Term(NamedTuple):
 
 class Step(NamedTuple):
     """``out = ⊕ over terms (map, value)``; a complex value is its real and imaginary parts, in a
-    last dimension of size 2."""
+    last dimension of size 2.
+    """
 
     out: int
     terms: tuple[Term, ...]
     shape: Shape
     dtype: torch.dtype
+
+
+HOOKS = "hooks"
+"""What stands for an operator where a hook on a leaf changes its gradient."""
 
 
 @dataclass(slots=True)
@@ -84,5 +89,6 @@ class Program:
 
     def __repr__(self) -> str:
         steps = sum(len(block.steps) for block in self.blocks)
-        return f"Program({len(self.blocks):,} operators, {steps:,} steps, {len(self.leaves)} leaves)"
-
+        return (
+            f"Program({len(self.blocks):,} operators, {steps:,} steps, {len(self.leaves)} leaves)"
+        )

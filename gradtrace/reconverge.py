@@ -165,7 +165,9 @@ def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, S
         routes = _routes(block, value, take)
         if not routes:
             continue
-        merged = _moved(routes, take, shapes[take]) or _matrix(block, value, take, shapes[take], step)
+        merged = _moved(routes, shapes[take], step.dtype) or _matrix(
+            block, value, take, shapes[take], step
+        )
         if merged is None:
             block.note = NOTE
             return value
@@ -195,12 +197,12 @@ def _routes(block: Block, value: int, take: int) -> list[list[Map]]:
     return found
 
 
-def _moved(routes: list[list[Map]], take: int, shape: Shape) -> list[list[Map]] | None:
+def _moved(routes: list[list[Map]], shape: Shape, dtype: torch.dtype) -> list[list[Map]] | None:
     """Routes that only move and scale: where two agree on the source, their weights are added."""
     if len(routes) > ROUTES or not all(isinstance(s, MOVES) for chain in routes for s in chain):
         return None
     sources = [_source(chain, shape) for chain in routes]
-    weights = [_weight(chain, shape) for chain in routes]
+    weights = [_weight(chain, shape, dtype) for chain in routes]
     for i, first in enumerate(sources):
         for j in range(i + 1, len(sources)):
             both = (first == sources[j]) & (first >= 0)
@@ -223,16 +225,11 @@ def _source(chain: list[Map], shape: Shape) -> Tensor:
     return numbers - 1
 
 
-def _weight(chain: list[Map], shape: Shape) -> Tensor:
-    ones = torch.ones(shape, dtype=_dtype(chain))
+def _weight(chain: list[Map], shape: Shape, dtype: torch.dtype) -> Tensor:
+    ones = torch.ones(shape, dtype=dtype)
     for step in chain:
         ones = step.pull(ones, SUM)
     return ones
-
-
-def _dtype(chain: list[Map]) -> torch.dtype:
-    kinds = [step.weight.dtype for step in chain if isinstance(step, Scale) and step.tensors()]
-    return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
 
 
 def _matrix(

@@ -167,7 +167,11 @@ class Recorder(TorchDispatchMode):
     def _chains(self, call: Call, found: Way) -> Any:
         if found.mutates and call.func._schema.name == "aten::copy_":
             source = call.args[1]
-            return [(linear.spread(source, tuple(call.out.shape)), source)] if call.depends(source) else []
+            return (
+                [(linear.spread(source, tuple(call.out.shape)), source)]
+                if call.depends(source)
+                else []
+            )
         try:
             return found.rule(call)
         except linear.Undecided:
@@ -213,7 +217,8 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, target: Tensor, value: int | None) -> None:
         """``target`` now holds ``value`` (None: a constant), and so do its aliases where they
-        overlap."""
+        overlap.
+        """
         storage = target.untyped_storage()
         aliases = {id(a): a for a in self._tensors() if a is not target and _shares(a, storage)}
         if aliases:

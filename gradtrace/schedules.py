@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from gradtrace.autograd import Node, edges_of, hold, root_of, sequence_of
+from gradtrace.autograd import Node, edges_of, root_of, sequence_of
 from gradtrace.errors import TooDeep, UnknownName, Unsupported
+from gradtrace.passes import hold
 
 Visit: TypeAlias = Callable[[Any, Any], object]
 Edges: TypeAlias = Callable[[Any], Iterable[tuple[Any, int]]]
@@ -25,7 +26,8 @@ Edges: TypeAlias = Callable[[Any], Iterable[tuple[Any, int]]]
 
 def pending(root: Node, edges: Edges = edges_of) -> tuple[dict[Node, int], dict[Node, Any]]:
     """For every node reachable from the root, how many edges lead into it (``x * x`` has two),
-    and its own edges."""
+    and its own edges.
+    """
     uses = {root: 0}
     known = {}
     stack = [root]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
+from gradtrace.maps import Identity, Index, Map
 from gradtrace.maps.base import Count
-from gradtrace.program import Block, Program
+from gradtrace.program import HOOKS, Block, Program
+from gradtrace.shapes import Shape
 
 
 def count_edges(program: Program) -> int:
@@ -14,7 +16,12 @@ def count_edges(program: Program) -> int:
 
 
 def block_edges(block: Block) -> int:
-    """How many routes lead from the cotangents of one operator to those of its arguments."""
+    """How many pairs of scalars one operator connects; of one that was taken apart, its parts."""
+    if block.operator == HOOKS:
+        return 0
+    if block.opened:
+        steps = [term.map for step in block.steps for term in step.terms]
+        return sum(_total(step.routes(1), step.out_shape) for step in steps if not _plain(step))
     counts: dict[int, Count] = dict.fromkeys(block.takes.values(), 1)
     shapes = {}
     for step in block.steps:
@@ -23,8 +30,13 @@ def block_edges(block: Block) -> int:
             total = total + term.map.routes(counts[term.value])
         counts[step.out] = total
         shapes[step.out] = step.shape
-    edges = 0
-    for value in block.gives.values():
-        count = counts[value]
-        edges += count * prod(shapes[value]) if isinstance(count, int) else int(count.sum())
-    return edges
+    return sum(_total(counts[value], shapes[value]) for value in block.gives.values())
+
+
+def _plain(step: Map) -> bool:
+    """Whether a map only shows what is there in another way."""
+    return isinstance(step, (Identity, Index))
+
+
+def _total(count: Count, shape: Shape) -> int:
+    return count * prod(shape) if isinstance(count, int) else int(count.sum())

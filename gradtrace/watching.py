@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace import api
 from gradtrace.atlas import NOWHERE, Atlas, Gradients, Place
-from gradtrace.autograd import HookWatch, backward_runs
 from gradtrace.errors import GradtraceError
 from gradtrace.graph import Graph
+from gradtrace.hooks import HookWatch
+from gradtrace.passes import backward_runs
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
 

@@ -28,7 +28,7 @@ class Call:
     written-out matrix.
     """
 
-    __slots__ = ("func", "args", "kwargs", "deps", "out", "limit")
+    __slots__ = ("args", "deps", "func", "kwargs", "limit", "out")
 
     def __init__(
         self,
@@ -72,7 +72,9 @@ class Call:
         """The one dependent argument, which must be ``allowed``."""
         dep = self.dep
         if dep is not allowed:
-            raise NotLinear(f"{self.name} is not linear in an argument that depends on the gradient")
+            raise NotLinear(
+                f"{self.name} is not linear in an argument that depends on the gradient"
+            )
         return dep
 
     def function(self, dep: Tensor, moving: bool = False) -> Callable[[Tensor], Any]:

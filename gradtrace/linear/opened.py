@@ -13,6 +13,7 @@ from gradtrace.errors import NotLinear
 
 aten = torch.ops.aten
 
+
 def attention(
     g: Tensor,
     q: Tensor,

@@ -25,6 +25,7 @@ from gradtrace.maps import Contract, Convolve, Map, Reduce, Scale, Windows
 
 aten = torch.ops.aten
 
+
 def _product(dep: Tensor, out: Tensor, weight: Tensor, spec: str) -> Chain:
     if dep.is_complex() or weight.is_complex():
         return _complex_product(dep, out, weight, spec)
@@ -41,9 +42,7 @@ def _complex_product(dep: Tensor, out: Tensor, weight: Tensor, spec: str) -> Cha
     columns = [one, torch.stack([-im, re], -1)] if dep.is_complex() else [one]
     matrix = torch.stack(columns, -2)  # (..., y, z)
     y = len(columns)
-    step = Contract(
-        f"{x}Y,{w}YZ->{o}Z", matrix, (*dep.shape, y), (*out.shape, 2)
-    )
+    step = Contract(f"{x}Y,{w}YZ->{o}Z", matrix, (*dep.shape, y), (*out.shape, 2))
     return from_shape([step], shape_of(dep)), dep
 
 

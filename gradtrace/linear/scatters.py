@@ -15,6 +15,7 @@ from gradtrace.maps import Index, Map, Scale, Scatter
 
 aten = torch.ops.aten
 
+
 def index_put(call: Call) -> Any:
     """``self[indices] = values``, or ``+=``."""
     base, indices, values = call.args[:3]
@@ -44,7 +45,9 @@ def index_add(call: Call) -> Chains:
         target = places.index_select(dim, index) if base.dim() else places.expand(source.shape)
         chain = _send(source, target.reshape(source.shape), base.shape)
         alpha = call.kwargs.get("alpha", 1)
-        chains.append(([*chain, Scale(alpha, chain[-1].out_shape)] if alpha != 1 else chain, source))
+        chains.append(
+            ([*chain, Scale(alpha, chain[-1].out_shape)] if alpha != 1 else chain, source)
+        )
     return chains
 
 

@@ -41,7 +41,8 @@ class Map(ABC):
     @abstractmethod
     def routes(self, count: Count) -> Count:
         """How many routes end at each output, given how many end at each input (⊕ = +, J ≠ 0 by
-        structure)."""
+        structure).
+        """
 
     def tensors(self) -> tuple[str, ...]:
         """The names of the fields that hold weights."""

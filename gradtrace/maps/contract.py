@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from string import ascii_letters
 
 import torch
 from torch import Tensor
@@ -54,8 +55,9 @@ class Contract(Map):
 
     def dense(self) -> Tensor:
         x, w, out = self.letters()
-        unit = torch.eye(self.inputs, dtype=self.weight.dtype).reshape(-1, *self.in_shape)
-        columns = torch.einsum(f"Z{x},{w}->{out}Z", unit, self.weight)
+        free = next(letter for letter in ascii_letters if letter not in self.spec)
+        unit = torch.eye(self.inputs, dtype=self.weight.dtype).reshape(self.inputs, *self.in_shape)
+        columns = torch.einsum(f"{free}{x},{w}->{out}{free}", unit, self.weight)
         return columns.reshape(self.outputs, self.inputs)
 
     def routes(self, count: Count) -> Count:

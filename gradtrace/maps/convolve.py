@@ -36,7 +36,7 @@ class Convolve(Map):
     convolutions p and q change places.
     """
 
-    __slots__ = ("other", "windows", "to_kernel")
+    __slots__ = ("other", "to_kernel", "windows")
 
     def __init__(
         self,
@@ -112,8 +112,7 @@ class Convolve(Map):
     def _reach(self, q: Shape, k: Shape) -> Shape:
         w = self.windows
         return tuple(
-            a * s + b * d - pad
-            for a, s, b, d, pad in zip(q, w.stride, k, w.dilation, w.padding)
+            a * s + b * d - pad for a, s, b, d, pad in zip(q, w.stride, k, w.dilation, w.padding)
         )
 
     def _dense(self, entries: list[tuple[Shape, Shape, Shape]]) -> Tensor:
@@ -137,4 +136,7 @@ def _each(sizes: Shape) -> list[Shape]:
     """All multi-indices below ``sizes``."""
     if not prod(sizes):
         return []
-    return [tuple(row) for row in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes)).tolist()]
+    return [
+        tuple(row)
+        for row in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes)).tolist()
+    ]

@@ -21,7 +21,7 @@ class Index(Map):
     (None: find out).
     """
 
-    __slots__ = ("move", "fills", "injective")
+    __slots__ = ("fills", "injective", "move")
     single_source = True
 
     def __init__(

@@ -21,7 +21,7 @@ class Normaliser(Map):
     outside ``dims``. ``diagonal``, ``left`` and ``right`` broadcast to the shape.
     """
 
-    __slots__ = ("diagonal", "left", "right", "dims")
+    __slots__ = ("diagonal", "dims", "left", "right")
 
     def __init__(
         self,
@@ -57,5 +57,6 @@ class Normaliser(Map):
 
     def routes(self, count: Count) -> Count:
         if isinstance(count, Tensor):
-            return count.sum(self.dims, keepdim=True).expand(self.out_shape)
+            total = count.sum(self.dims, keepdim=True) if self.dims else count
+            return total.expand(self.out_shape)
         return count * prod(self.in_shape[d] for d in self.dims)

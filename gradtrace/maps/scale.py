@@ -51,7 +51,7 @@ class Scale(Map):
         return semiring.times(semiring.lift(self._weight(x)), x)
 
     def dense(self) -> Tensor:
-        weight = self._weight(torch.ones(()))
+        weight = self._weight(torch.ones((), dtype=torch.float64))
         return torch.diag(weight.expand(self.in_shape).reshape(prod(self.in_shape)))
 
     def routes(self, count: Count) -> Count:

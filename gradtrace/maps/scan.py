@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -23,14 +25,13 @@ class Scan(Map):
         return semiring.scan(x, self.dim)
 
     def dense(self) -> Tensor:
-        numbers = torch.arange(self.inputs).reshape(self.in_shape)
-        position = torch.zeros_like(numbers) + torch.arange(self.in_shape[self.dim]).reshape(
-            [-1 if d == self.dim else 1 for d in range(len(self.in_shape))]
+        before, n, after = (
+            self.in_shape[: self.dim],
+            self.in_shape[self.dim],
+            prod(self.in_shape[self.dim + 1 :]),
         )
-        line = numbers.select(self.dim, 0).unsqueeze(self.dim).expand(self.in_shape).reshape(-1)
-        position = position.reshape(-1)
-        same = line.reshape(-1, 1) == line
-        return (same & (position.reshape(-1, 1) >= position)).float()
+        triangle = torch.ones(n, n).tril()
+        return torch.kron(torch.eye(prod(before)), torch.kron(triangle, torch.eye(after)))
 
     def routes(self, count: Count) -> Count:
         return per_element(count, self.in_shape).cumsum(self.dim)

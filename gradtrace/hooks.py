@@ -1,0 +1,104 @@
+"""Gradient hooks: found without a list of them, and run as PyTorch's engine runs them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from gradtrace.autograd import Grads, Node, explain, handed, is_python
+from gradtrace.errors import GradtraceError
+
+
+class HookWatch:
+    """Knows which graphs are free of gradient hooks, without asking their nodes.
+
+    PyTorch cannot list the hooks of a node, but every hook takes a number from one counter. While
+    that counter stands still, no hook stands on a node made since ``reset``. The other nodes are
+    asked one by one, which is slow but right (``before``, ``after``).
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Nodes made from now on are free of hooks until the counter moves."""
+        self._sequence = int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._handles = RemovableHandle.next_id
+        self._thread = threading.get_ident()
+
+    def clear_since(self) -> int:
+        """The sequence number from which on nodes are free of hooks."""
+        still = RemovableHandle.next_id == self._handles
+        return self._sequence if still and threading.get_ident() == self._thread else NEVER
+
+    def refresh(self) -> None:
+        """``reset``, if hooks may have been registered: otherwise older graphs are free of them too."""
+        if self.clear_since() == NEVER:
+            self.reset()
+
+
+NEVER = (1 << 64) - 1
+
+
+def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
+    """The gradient of a leaf after the hooks that stand on it."""
+    node = get_gradient_edge(leaf).node
+    try:
+        return _run_tensor_hooks(node, grads)
+    except GradtraceError:
+        raise
+    except Exception as error:
+        raise explain(error, node, f" (a hook on a leaf of shape {tuple(leaf.shape)})") from error
+
+
+def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
+    """The cotangents of a node after the hooks that stand on its output tensors.
+
+    The engine runs these, and only these, when it is asked for the gradient of a node's output by
+    itself.
+    """
+    given = [i for i, grad in enumerate(grads) if grad is not None]
+    edges = [GradientEdge(node, i) for i in given]
+    found = torch.autograd.grad(edges, edges, [grads[i] for i in given], retain_graph=True)
+    after = list(grads)
+    for i, grad in zip(given, found):
+        after[i] = grad
+    return after
+
+
+def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any]]:
+    """The hooks already there, read from the table that a hook of ours is put in and out of."""
+    handle = register(lambda *_: None)
+    try:
+        table = handle.hooks_dict_ref()
+        return [] if table is None else [h for k, h in table.items() if k != handle.id]
+    finally:
+        handle.remove()
+
+
+def before(node: Node, grads: Grads) -> Grads:
+    """The cotangents of a node after the hooks that stand on its outputs and before the node."""
+    if is_python(node):
+        return handed(node, grads)
+    found = tuple(_run_tensor_hooks(node, grads))
+    for hook in _hooks(node.register_prehook):
+        changed = hook(found)
+        if changed is not None:
+            found = changed if isinstance(changed, tuple) else (changed,)
+    return found
+
+
+def after(node: Node, outs: Grads, grads: Grads) -> Grads:
+    """What a node gives after the hooks that stand behind it."""
+    found = tuple(outs)
+    for hook in _hooks(node.register_hook):
+        changed = hook(found, tuple(grads))
+        if changed is not None:
+            found = changed if isinstance(changed, tuple) else (changed,)
+    return found
