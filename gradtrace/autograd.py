@@ -198,22 +198,22 @@ def is_python(node: Node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
+def call(node: Node, grads: Grads) -> Grads:
     """``h_u(g_u)``: one gradient for each edge of ``edges_of(node)``, as the formula gives it."""
+    if is_python(node) and any(grad is None for grad in grads):
+        grads = handed(node, grads)
+    return call_ready(node, grads)
+
+
+def call_ready(node: Node, grads: Grads) -> Grads:
+    """``call`` with cotangents as the engine would hand them over."""
     if is_python(node):
-        return call_python(node, grads)
+        return _apply(node, grads)
     outs = node(*grads)
     return outs if type(outs) is tuple else (outs,)
 
 
-def call_python(node: Node, grads: Grads) -> Sequence[Tensor | None]:
-    """Call a ``torch.autograd.Function``."""
-    if any(grad is None for grad in grads):
-        grads = handed(node, grads)
-    return _apply(node, grads)
-
-
-def _apply(node: Node, grads: Grads) -> Sequence[Tensor | None]:
+def _apply(node: Node, grads: Grads) -> Grads:
     """Call the ``backward`` of a ``torch.autograd.Function``.
 
     It gives a gradient for every argument of ``forward``, tensors or not, where the edges list

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace import autograd, hooks
 from gradtrace.atlas import NOWHERE, Atlas, placed
-from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Node, learn
+from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, learn
 from gradtrace.engine import value_of
 from gradtrace.errors import GradtraceError, NotLinear, TooLarge
 from gradtrace.hooks import HookWatch
@@ -153,31 +153,15 @@ class Record:
             try:
                 with self.recorder:
                     (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
-                value = self._hooked(block, {value: tensor}, changed)
+                if id(changed) not in self.recorder.values:
+                    raise NotLinear("the gradient was replaced by one that has nothing to do with it")
+                self._see_linear(block.steps, [tensor], [changed])
+                value = self.recorder.values[id(changed)]
             except GradtraceError as error:
-                raise placed(error, f"a hook on leaf {name}") from error
+                raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
             block.gives[0] = value
             self.blocks.append(block)
         self.leaves.append(Leaf(leaf, value))
-
-    def _hooked(self, block: Block, given: dict[int, Tensor], out: Tensor | None) -> int:
-        """The value of what a hook made of a gradient, once it is sure that it is linear."""
-        if out is None or id(out) not in self.recorder.values:
-            raise NotLinear("the gradient was replaced by one that has nothing to do with it")
-        value = self.recorder.values[id(out)]
-        self._see_linear(block, given, {value: out})
-        return value
-
-    def _see_linear(
-        self, block: Block, given: dict[int, Tensor], wanted: dict[int, Tensor]
-    ) -> None:
-        """A program that was written by somebody else's code must give what that code gave."""
-        with _disable_current_modes():
-            values = {value: as_real(tensor) for value, tensor in given.items()}
-            for step in block.steps:
-                values[step.out] = value_of(step, values, SUM)
-            if not all(close(values[value], as_real(x)) for value, x in wanted.items()):
-                raise NotLinear("it is not linear in the gradient it is given")
 
     def _merge(
         self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int
@@ -202,15 +186,39 @@ class Record:
             grads[slot] = tensor
             recorder.track(tensor, value)
         hooked = node._sequence_nr() < self.clear_since
-        ready = hooks.before(node, grads) if hooked else grads
+        if hooked:
+            ready = hooks.before(node, grads)
+        elif autograd.is_python(node) and any(grad is None for grad in grads):
+            ready = autograd.handed(node, grads)
+        else:
+            ready = grads
+        self._see_linear(block.steps, grads, ready)
+        formula = len(block.steps)
         outs = self._call(node, ready, block)
-        outs = hooks.after(node, outs, ready) if hooked else outs
-        if hooked or autograd.is_python(node):
-            given = {value: tensor for tensor, value in arrived.values()}
-            values = recorder.values
-            wanted = {values[id(o)]: o for o in outs if o is not None and id(o) in values}
-            self._see_linear(block, given, wanted)
+        if autograd.is_python(node):
+            self._see_linear(block.steps[formula:], ready, outs)
+        if hooked:
+            formula, before = len(block.steps), outs
+            outs = hooks.after(node, outs, ready)
+            self._see_linear(block.steps[formula:], before, outs)
         return outs
+
+    def _see_linear(self, steps: list[Step], given: Grads, wanted: Grads) -> None:
+        """Steps that somebody else's code was written down as must give what that code gave."""
+        values = self.recorder.values
+        if all(any(x is y for y in given) for x in wanted):
+            return
+        with _disable_current_modes():
+            known = {values[id(x)]: as_real(x) for x in given if id(x) in values and x is not None}
+            for step in steps:
+                known[step.out] = value_of(step, known, SUM)
+            most = max((float(x.abs().amax()) for x in known.values() if x.numel()), default=0.0)
+            for x in wanted:
+                value = values.get(id(x))
+                if x is None or (value is None and not _nonzero(x)):
+                    continue
+                if value is None or not close(known[value], as_real(x), 1e-4 * most):
+                    raise NotLinear("it is not linear in the gradient it is given")
 
     def _call(
         self, node: Node, grads: Sequence[Tensor | None], block: Block
@@ -220,10 +228,10 @@ class Record:
         try:
             if type(node).__name__ in COMPOSED:
                 with torch.enable_grad():
-                    found = autograd.call(node, grads)
+                    found = autograd.call_ready(node, grads)
                 outs: Sequence[Tensor | None] = [None if o is None else o.detach() for o in found]
             else:
-                outs = autograd.call(node, grads)
+                outs = autograd.call_ready(node, grads)
             if all(o is None or id(o) in values or not _nonzero(o) for o in outs):
                 return outs
             reason: GradtraceError = NotLinear("the formula hides what it does with the gradient")
@@ -240,7 +248,7 @@ class Record:
 
         def call(given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             with recomputed_once():  # a checkpoint gives each value once
-                return autograd.call(node, given)
+                return autograd.call_ready(node, given)
 
         with _disable_current_modes():
             outs = list(call(grads))

@@ -78,8 +78,8 @@ class Walk:
     def _call(self, node: Node, grads: list[Tensor | None], facts: Facts) -> Grads:
         if node._sequence_nr() < self.clear_since:
             ready = hooks.before(node, grads)
-            return hooks.after(node, autograd.call(node, ready), ready)
-        outs = autograd.call_python(node, grads) if facts.python else node(*grads)
+            return hooks.after(node, autograd.call_ready(node, ready), ready)
+        outs = autograd.call(node, grads) if facts.python else node(*grads)
         return outs if type(outs) is tuple else (outs,)
 
     def _hand_on(self, node: Node, edges: Edges, facts: Facts, outs: Grads) -> None:

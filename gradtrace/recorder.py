@@ -282,7 +282,8 @@ def _shares(x: Tensor, storage: torch.UntypedStorage) -> bool:
     return bool(x.untyped_storage()._cdata == storage._cdata)
 
 
-def close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor, slack: float = 0.0) -> bool:
     """Equal up to rounding, and where one is not finite the other is not either."""
     scale = float(b.abs().nan_to_num(0, 0, 0).amax()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+    slack = slack if slack < float("inf") else 0.0
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * scale + slack, equal_nan=True)

@@ -13,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 import gradtrace as gt
 from gradtrace import engine
-from gradtrace.autograd import NEVER, HookWatch
+from gradtrace.hooks import NEVER, HookWatch
 from gradtrace.errors import GradtraceError, NotLinear
 from gradtrace.gradient import RECENT
 

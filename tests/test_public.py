@@ -21,8 +21,8 @@ PUBLIC = {"SUM", "backward", "check", "errors", "graph", "program", "semirings",
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout"},
     {"semirings", "autograd"},
-    {"maps", "atlas", "schedules"},
-    {"linear", "program", "nodes"},
+    {"maps", "atlas", "hooks", "passes"},
+    {"linear", "program", "nodes", "schedules"},
     {"recorder", "reconverge", "engine", "sizes", "gradient"},
     {"capture", "graph"},
     {"api", "draw"},
@@ -55,6 +55,7 @@ INTERNALS = {
 TOLERATED = {
     "capture": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
     "gradient": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
+    "hooks": {"_backward_hooks", "_get_sequence_nr", "hooks_dict_ref", "register_prehook"},
     "watching": {"_get_sequence_nr"},
 }
 """Read elsewhere too, for speed: a call for each node costs as much as a small formula."""
