@@ -207,8 +207,8 @@ def _refuse_nonfinite(
         where = first_nonfinite(loss, seed, atlas, watch)
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise NonFinite(
-            f"the gradient of {bad[0]}{more} is not finite; NaN or infinity first appears at {where}. "
-            "Look at the values that go into it, or pass nonfinite='allow'"
+            f"the gradient of {bad[0]}{more} is not finite; NaN or infinity first appears at "
+            f"{where}. Look at the values that go into it, or pass nonfinite='allow'"
         )
 
 

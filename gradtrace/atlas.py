@@ -30,7 +30,8 @@ NOWHERE = Place("", 0)
 class Atlas:
     """Names of leaves, and for every stretch of sequence numbers the innermost module call.
 
-    ``starts`` ascends; nodes made from ``starts[i]`` on, until the next start, lie in ``places[i]``.
+    ``starts`` ascends; nodes made from ``starts[i]`` on, until the next start, lie in
+    ``places[i]``.
     """
 
     leaves: dict[int, tuple[Tensor, list[str]]] = field(default_factory=dict)  # by id

@@ -44,9 +44,9 @@ def root_of(loss: object) -> Node:
     if loss.grad_fn is None:
         why = "it is a leaf itself" if loss.requires_grad else "it does not require grad"
         raise NoGraph(
-            f"this tensor of shape {tuple(loss.shape)} has no grad_fn: {why}. Compute the loss from "
-            "parameters that require grad, outside torch.no_grad() and torch.inference_mode(), and "
-            "do not detach it"
+            f"this tensor of shape {tuple(loss.shape)} has no grad_fn: {why}. Compute the loss "
+            "from parameters that require grad, outside torch.no_grad() and "
+            "torch.inference_mode(), and do not detach it"
         )
     return loss.grad_fn
 
@@ -74,11 +74,6 @@ def edges_of(node: Node) -> Edges:
 def shapes_of(node: Node) -> tuple[Shape, ...]:
     """The shape of each output of the operator, which is the shape of each cotangent it takes."""
     return tuple(tuple(meta.shape) for meta in node._input_metadata)
-
-
-def inputs_of(node: Node) -> tuple[Any, ...]:
-    """Shape, dtype and device of each cotangent that the node takes."""
-    return node._input_metadata  # type: ignore[no-any-return]
 
 
 def refuse_layout(grad: Tensor) -> NoReturn:
@@ -120,49 +115,19 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
 MANY = frozenset({"NativeLayerNormBackward0", "NativeGroupNormBackward0", "SplitBackward0"})
 """Operators with several outputs, among those below."""
 
-EXACT: dict[str, tuple[int, ...]] = dict.fromkeys(
-    [
-        f"{name}Backward0"
-        for name in [
-            "Bmm",
-            "Clone",
-            "Convolution",
-            "Cos",
-            "Exp",
-            "Expand",
-            "Gelu",
-            "Log",
-            "LogSoftmax",
-            "Mm",
-            "NativeGroupNorm",
-            "NativeLayerNorm",
-            "Neg",
-            "Permute",
-            "Pow",
-            "Relu",
-            "Rsqrt",
-            "Select",
-            "Sigmoid",
-            "Silu",
-            "Sin",
-            "Slice",
-            "Softmax",
-            "Split",
-            "Sqrt",
-            "T",
-            "Tanh",
-            "ToCopy",
-            "Transpose",
-            "UnsafeView",
-            "Unsqueeze",
-            "View",
-        ]
-    ],
-    (),
-) | {"AddmmBackward0": (0,)}
-"""Nodes whose formula gives results of the very shape and dtype that is wanted, but at these argument
-positions, where broadcasting may have to be undone. To ask a node which shapes it wants costs as
-much as a small formula does; of nodes not listed here every argument is asked."""
+_EXACT = (
+    "Bmm Clone Convolution Cos Exp Expand Gelu Log LogSoftmax Mm NativeGroupNorm "
+    "NativeLayerNorm Neg Permute Pow Relu Rsqrt Select Sigmoid Silu Sin Slice Softmax Split "
+    "Sqrt T Tanh ToCopy Transpose UnsafeView Unsqueeze View"
+)
+
+EXACT: dict[str, tuple[int, ...]] = {
+    **{f"{name}Backward0": () for name in _EXACT.split()},
+    "AddmmBackward0": (0,),
+}
+"""Nodes whose formula gives results of the very shape and dtype that is wanted, but at these
+argument positions, where broadcasting may have to be undone. To ask a node which shapes it wants
+costs as much as a small formula does; of nodes not listed here every argument is asked."""
 
 
 class Facts(NamedTuple):
@@ -276,13 +241,13 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
         return Unsupported(f"{at} cannot be followed: {text}")
     if "second time" in text or "already been freed" in text:
         return FreedGraph(
-            f"the graph is freed at {at}: a backward pass released the values it needs. Trace before "
-            "loss.backward(), or call loss.backward(retain_graph=True)"
+            f"the graph is freed at {at}: a backward pass released the values it needs. Trace "
+            "before loss.backward(), or call loss.backward(retain_graph=True)"
         )
     if "modified by an inplace operation" in text:
         return FreedGraph(
-            f"a value that {at} needs was overwritten in place after the forward pass (an optimizer "
-            "step, for instance). Trace before it is changed"
+            f"a value that {at} needs was overwritten in place after the forward pass (an "
+            "optimizer step, for instance). Trace before it is changed"
         )
     if "sparse" in text.lower():
         return Unsupported(

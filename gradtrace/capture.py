@@ -1,8 +1,8 @@
 """From a loss to its backward program: every node is called, and what it computes is written down.
 
-Nodes that are one map for each argument (``gradtrace.nodes``) are called and that is that. The formula
-of any other runs under a ``Recorder``; one that even that cannot follow becomes a matrix, if it is
-small.
+Nodes that are one map for each argument (``gradtrace.nodes``) are called and that is that. The
+formula of any other runs under a ``Recorder``; one that even that cannot follow becomes a matrix,
+if it is small.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ class Record:
                 with self.recorder:
                     (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
                 if id(changed) not in self.recorder.values:
-                    raise NotLinear("the gradient was replaced by one that has nothing to do with it")
+                    raise NotLinear(
+                        "the gradient was replaced by one that has nothing to do with it"
+                    )
                 self._see_linear(block.steps, [tensor], [changed])
                 value = self.recorder.values[id(changed)]
             except GradtraceError as error:

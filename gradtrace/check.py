@@ -1,8 +1,8 @@
-"""Numerical gradient check: does the gradient that autograd gives agree with differences of the loss?
+"""Numerical gradient check: does the gradient of autograd agree with differences of the loss?
 
 The check runs in float64 on the user's own model, so that it sees what training sees: closures over
-the model, tied weights, custom functions. No tensor of the user's is written on: for the time being,
-stand-ins in double precision take the places of parameters and buffers.
+the model, tied weights, custom functions. No tensor of the user's is written on: for the time
+being, stand-ins in double precision take the places of parameters and buffers.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def check(
     (True, 'gradients agree: 4 elements of 2 parameters')
     """
     _refuse(loss_fn, model, sample, tolerance)
-    names: dict[Tensor, str] = {}
+    names: dict[nn.Parameter, str] = {}
     for name, parameter in named_parameters(model):
         if parameter.requires_grad:
             names.setdefault(parameter, name)

@@ -196,7 +196,8 @@ def _blame(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines = [error.lineno]
     where = f", line {lines[-1]}" if lines else ""
-    return f"{path.name}{where}: {type(error).__name__}: {error} (gradtrace --debug check ... shows more)"
+    what = f"{type(error).__name__}: {error}"
+    return f"{path.name}{where}: {what} (gradtrace --debug check ... shows more)"
 
 
 def _imported(path: Path) -> ModuleType:

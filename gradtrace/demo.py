@@ -137,7 +137,8 @@ pre { padding: .75rem; margin: 0; font-size: .875rem; }
 </head>
 <body>
 <h1>A two-layer tanh network, traced</h1>
-<p>Gradient flows from the loss at the top down to the parameters, along the edges of this graph.</p>
+<p>Gradient flows from the loss at the top down to the parameters, along the edges of this
+graph.</p>
 <dl>$facts</dl>
 <h2>The gradient, beside PyTorch's</h2>
 <div class="wide" tabindex="0">$table</div>

@@ -36,8 +36,9 @@ def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
         return cotangent.detach().to(loss.dtype)
     if loss.numel() != 1:
         raise NotScalar(
-            f"the loss has {loss.numel():,} elements (shape {tuple(loss.shape)}) and nothing says how "
-            "to weigh them; pass loss.sum() or loss.mean(), or cotangent= with one weight for each"
+            f"the loss has {loss.numel():,} elements (shape {tuple(loss.shape)}) and nothing says "
+            "how to weigh them; pass loss.sum() or loss.mean(), or cotangent= with one weight for "
+            "each"
         )
     return torch.ones_like(loss, memory_format=torch.preserve_format)
 

@@ -150,11 +150,11 @@ class Graph:
 
         return record(self._loss, torch.ones_like(self._loss), self._atlas, RECENT)
 
-    def to_networkx(self) -> networkx.MultiDiGraph:
+    def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """The graph with an edge from each operator to each argument, keyed by position."""
         import networkx
 
-        graph = networkx.MultiDiGraph()
+        graph: networkx.MultiDiGraph[int] = networkx.MultiDiGraph()
         for o in self.operators:
             graph.add_node(
                 o.index, name=o.name, shape=o.shape, module=o.module, call=o.call, leaf=o.leaf

@@ -38,7 +38,7 @@ class HookWatch:
         return self._sequence if still and threading.get_ident() == self._thread else NEVER
 
     def refresh(self) -> None:
-        """``reset``, if hooks may have been registered: otherwise older graphs are free of them too."""
+        """``reset``, if hooks may have been registered; if not, older graphs are free too."""
         if self.clear_since() == NEVER:
             self.reset()
 

@@ -52,7 +52,9 @@ def affine(node: Node, grad: Tensor, edges: Edges) -> Found:
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     x, w = node._saved_mat1, node._saved_mat2
-    bias = None if edges[0][0] is None else (grad, [Identity(tuple(grad.shape))])
+    bias: tuple[Tensor, list[Map]] | None = None
+    if edges[0][0] is not None:
+        bias = grad, [Identity(tuple(grad.shape))]
     return [bias, _left(grad, w, edges[1]), _right(grad, x, edges[2])]
 
 

@@ -42,8 +42,8 @@ class Block:
 
     ``takes`` are the values of its cotangents by output slot, ``gives`` the values it hands to
     its arguments by position, ``merges`` the sums with what other users of an argument handed to it
-    before. ``opened`` says that a fused operator was taken apart, so that its steps are operators of
-    their own. ``note`` says what is not exact for semirings other than SUM.
+    before. ``opened`` says that a fused operator was taken apart, so that its steps are operators
+    of their own. ``note`` says what is not exact for semirings other than SUM.
     """
 
     operator: str

@@ -44,8 +44,8 @@ MOVES = (Identity, Scale, Index)
 """Maps that take every element from one place at most."""
 
 NOTE = (
-    "an element reaches another along several routes, and the operator is too large to add them up; "
-    "semirings other than SUM take the routes apart"
+    "an element reaches another along several routes, and the operator is too large to add them "
+    "up; semirings other than SUM take the routes apart"
 )
 
 
@@ -141,7 +141,8 @@ def _pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
         source = _source(before, before[0].in_shape).reshape(-1)
         target = last.targets().reshape(-1)
         pairs = (source * last.outputs + target)[(source >= 0) & (target >= 0)]
-        return pairs.unique().numel() == pairs.numel()
+        different: Tensor = pairs.unique()  # type: ignore[no-untyped-call]
+        return different.numel() == pairs.numel()
 
 
 def _lines_differ(before: list[Map], last: Contract) -> bool:

@@ -77,7 +77,7 @@ def _refuse(call: Call) -> Chains:
     raise NotLinear(f"{call.name} writes on its arguments in a way that is not followed")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down, for one node after the other, the operations that depend on the cotangent."""
 
     @classmethod
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
         return False  # nothing is compiled in here, and the guard costs as much as the operation
 
     def __init__(self, limit: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
         self.count = 0
         self.values: dict[int, int] = {}  # by identity of a tensor, which ``alive`` keeps

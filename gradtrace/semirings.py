@@ -31,7 +31,10 @@ class Semiring(Protocol):
         """The neutral element of ⊗: the empty path."""
 
     def lift(self, weight: Tensor) -> Tensor:
-        """The value of a single derivative; ``lift(a·b) = lift(a) ⊗ lift(b)``."""
+        """The value of a single derivative, where products stay products.
+
+        ``lift(a·b) = lift(a) ⊗ lift(b)``.
+        """
 
     def plus(self, a: Tensor, b: Tensor) -> Tensor:
         """``a ⊕ b``, elementwise."""

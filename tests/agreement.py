@@ -1,4 +1,4 @@
-"""What it means that two gradients agree: equal up to the rounding of the numbers they are sums of."""
+"""What it means that two gradients agree: equal up to the rounding of the terms they sum."""
 
 from __future__ import annotations
 

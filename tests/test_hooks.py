@@ -13,9 +13,9 @@ from torch.autograd.graph import register_multi_grad_hook
 
 import gradtrace as gt
 from gradtrace import engine
-from gradtrace.hooks import NEVER, HookWatch
 from gradtrace.errors import GradtraceError, NotLinear
 from gradtrace.gradient import RECENT
+from gradtrace.hooks import NEVER, HookWatch
 
 
 @pytest.fixture(autouse=True)

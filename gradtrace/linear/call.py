@@ -68,7 +68,7 @@ class Call:
         """Whether this argument is one that depends on the cotangent."""
         return any(x is dep for dep in self.deps)
 
-    def only(self, allowed: Any) -> Tensor:
+    def only(self, allowed: object) -> Tensor:
         """The one dependent argument, which must be ``allowed``."""
         dep = self.dep
         if dep is not allowed:

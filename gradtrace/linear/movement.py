@@ -104,8 +104,10 @@ def _numbers(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def ids(shape: Sequence[int], device: torch.device) -> Tensor:
+    """The elements of a tensor of this shape, numbered from 0 in row-major order."""
     return torch.arange(prod(shape), device=device).reshape(tuple(shape))
 
 
 def ids64(shape: Sequence[int], device: torch.device) -> Tensor:
+    """``ids`` in float64, for operations that refuse integers; exact below 2**53."""
     return ids(shape, device).double()

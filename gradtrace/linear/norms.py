@@ -42,7 +42,7 @@ def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: 
 
 def layer_norm(call: Call) -> Any:
     """Back through layer norm: to its input, its gain, its bias."""
-    g, x, sizes, mean, rstd, gain, bias, mask = call.args
+    g, x, sizes, mean, rstd, gain, _bias, mask = call.args
     call.only(g)
     inner = list(range(x.dim() - len(sizes), x.dim()))
     outer = list(range(x.dim() - len(sizes)))

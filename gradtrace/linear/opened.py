@@ -40,8 +40,9 @@ def attention(
         scores = scores.masked_fill(above, float("-inf"))
     if attn_mask is not None:
         scores = scores + attn_mask
-    # As the fused kernel does, from the logarithm it saved: where a mask has swallowed the scores of
-    # a whole row, that rounds to weights which do not add up to one, and so does autograd's gradient.
+    # As the fused kernel does, from the logarithm it saved: where a mask has swallowed the scores
+    # of a whole row, that rounds to weights which do not add up to one, and so does autograd's
+    # gradient.
     raw = (scores - logsumexp.unsqueeze(-1)).exp().nan_to_num(0)
     total = raw.sum(-1, keepdim=True)
     weights = raw / torch.where(total == 0, 1, total)
@@ -50,7 +51,8 @@ def attention(
     to_scores = aten._softmax_backward_data(to_weights, weights, -1, weights.dtype) * total
     to_q, to_k = (to_scores * factor) @ k, (to_scores * factor).transpose(-2, -1) @ q
     if shared > 1:
-        to_k, to_v = to_k.unflatten(1, (-1, shared)).sum(2), to_v.unflatten(1, (-1, shared)).sum(2)
+        to_k = torch.unflatten(to_k, 1, (-1, shared)).sum(2)
+        to_v = torch.unflatten(to_v, 1, (-1, shared)).sum(2)
     return to_q, to_k, to_v
 
 

@@ -96,14 +96,16 @@ def solve(position: int, flag: str = "") -> Rule:
 
 def convolution(call: Call) -> Any:
     """Back through a convolution: to its input, to its kernel, to its bias."""
-    g, x, w, bias, stride, padding, dilation, transposed, output_padding, groups, mask = call.args
+    g, x, w, _bias, stride, padding, dilation, transposed, output_padding, groups, mask = call.args
     call.only(g)
     spatial = w.dim() - 2
     windows = Windows(
-        *(_each(v, spatial) for v in (stride, padding, dilation)),
-        transposed,
-        _each(output_padding, spatial),
-        groups,
+        stride=_each(stride, spatial),
+        padding=_each(padding, spatial),
+        dilation=_each(dilation, spatial),
+        transposed=transposed,
+        output_padding=_each(output_padding, spatial),
+        groups=groups,
     )
     shape = tuple(g.shape)
     result: list[Chains] = [[], [], []]

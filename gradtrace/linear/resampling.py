@@ -87,9 +87,9 @@ def _taps(
 ) -> tuple[Tensor, Tensor]:
     """Where each sampled point takes its value from, and with what weight.
 
-    ``sample`` takes a plane ``(1, 1, *size)`` of float64 to ``(n, points)``. The weights of one class
-    of elements are what the plane with ones there becomes; their numbers are what the plane of
-    element numbers becomes, over that.
+    ``sample`` takes a plane ``(1, 1, *size)`` of float64 to ``(n, points)``. The weights of one
+    class of elements are what the plane with ones there becomes; their numbers are what the plane
+    of element numbers becomes, over that.
     """
     numbers = ids64(size, device) + 1
     at = torch.stack(torch.meshgrid(*[torch.arange(n, device=device) for n in size], indexing="ij"))

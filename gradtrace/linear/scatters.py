@@ -129,7 +129,7 @@ def unfolded(call: Call) -> Chains:
 
 def folded(call: Call) -> Chains:
     """``col2im``: sums the columns that windows were taken to."""
-    g, size, *window = call.args
+    g, _size, *window = call.args
     out = call.out
     target = aten.im2col(ids64(out.shape, g.device) + 1, *window).long() - 1  # padding: -1
     return [(_send(call.only(g), target, out.shape), g)]

@@ -48,10 +48,8 @@ ROWS: tuple[tuple[Rule, str], ...] = (
     (m.move, "cat stack constant_pad_nd copy diag diag_embed block_diag im2col"),
     (m.triangle, "tril triu"),
     (m.move, "slice_backward select_backward diagonal_backward masked_scatter_backward"),
-    (
-        m.move,
-        "slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter.src scatter.value",
-    ),
+    (m.move, "slice_scatter select_scatter diagonal_scatter as_strided_scatter"),
+    (m.move, "scatter.src scatter.value"),
     (m.move, "index_copy masked_scatter max_unpool2d max_unpool3d _unsafe_masked_index"),
     (m.move, "channel_shuffle pixel_shuffle pixel_unshuffle"),
     (sums.total, "sum"),

@@ -49,7 +49,8 @@ class Index(Map):
         if self.injective is None:
             source = self.source()
             taken = source[source >= 0]
-            self.injective = taken.numel() == taken.unique().numel()
+            different: Tensor = taken.unique()  # type: ignore[no-untyped-call]
+            self.injective = taken.numel() == different.numel()
         return self.injective
 
     def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
