@@ -27,7 +27,7 @@ def graph(loss: Tensor, *, names: Mapping[str, Tensor] | None = None) -> Graph:
     >>> gradtrace.graph(x * x, names={"x": x})
     Graph(2 operators, 2 edges, 1 leaves)
     """
-    return graph_of(loss, Atlas.of(names))
+    return graph_of(loss, Atlas.of(names), RECENT)
 
 
 def backward(
@@ -93,9 +93,9 @@ def program(
     )
 
 
-def graph_of(loss: Tensor, atlas: Atlas) -> Graph:
+def graph_of(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
     """``graph`` with an atlas."""
-    return build(loss, atlas)
+    return build(loss, atlas, watch)
 
 
 def backward_of(

@@ -105,6 +105,7 @@ class Record:
                 if out.shape != tuple(meta.shape):
                     chain = [*chain, *summed(tuple(out.shape), tuple(meta.shape))]
                     out = autograd.conform(out, meta)
+            chain = chain or [Identity(shape_of(out))]
             block.gives[position] = self._chain(chain, value, out, block)
             given.append((position, out))
         return given

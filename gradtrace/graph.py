@@ -8,12 +8,14 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from gradtrace import autograd
 from gradtrace.atlas import Atlas, unknown
 from gradtrace.autograd import ACCUMULATE, Node
 from gradtrace.errors import UnknownName
+from gradtrace.hooks import HookWatch
 from gradtrace.schedules import walk
 from gradtrace.shapes import Shape
 
@@ -82,6 +84,7 @@ class Graph:
     leaves: dict[str, Operator]
     _loss: Tensor = field(repr=False)
     _atlas: Atlas = field(repr=False)
+    _watch: HookWatch = field(repr=False)
 
     def __iter__(self) -> Iterator[Operator]:
         return iter(self.operators)
@@ -143,12 +146,9 @@ class Graph:
         return count_edges(self._program())
 
     def _program(self) -> Program:
-        import torch
-
         from gradtrace.capture import record
-        from gradtrace.gradient import RECENT
 
-        return record(self._loss, torch.ones_like(self._loss), self._atlas, RECENT)
+        return record(self._loss, torch.ones_like(self._loss), self._atlas, self._watch)
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """The graph with an edge from each operator to each argument, keyed by position."""
@@ -185,7 +185,7 @@ class Graph:
         return f"Graph({len(self):,} operators, {count:,} edges, {len(self.leaves):,} leaves)"
 
 
-def build(loss: Tensor, atlas: Atlas) -> Graph:
+def build(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
     """The graph behind a loss."""
     order: dict[Node, int] = {}
     arguments = {}
@@ -210,4 +210,4 @@ def build(loss: Tensor, atlas: Atlas) -> Graph:
         for position, (child, slot) in enumerate(out)
     ]
     ends = {o.leaf: o for o in operators if o.leaf is not None}
-    return Graph(operators, edges, ends, loss, atlas)
+    return Graph(operators, edges, ends, loss, atlas, watch)

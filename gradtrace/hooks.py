@@ -14,6 +14,18 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace.autograd import Grads, Node, explain, handed, is_python
 from gradtrace.errors import GradtraceError
 
+_OURS = [0]
+
+
+def ours(count: int) -> None:
+    """So many handles were made by us, and are no hooks on gradients."""
+    _OURS[0] += count
+
+
+def _registered() -> int:
+    """How many hooks there have been so far that are not ours."""
+    return int(RemovableHandle.next_id) - _OURS[0]
+
 
 class HookWatch:
     """Knows which graphs are free of gradient hooks, without asking their nodes.
@@ -29,12 +41,12 @@ class HookWatch:
     def reset(self) -> None:
         """Nodes made from now on are free of hooks until the counter moves."""
         self._sequence = int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._handles = RemovableHandle.next_id
+        self._handles = _registered()
         self._thread = threading.get_ident()
 
     def clear_since(self) -> int:
         """The sequence number from which on nodes are free of hooks."""
-        still = RemovableHandle.next_id == self._handles
+        still = _registered() == self._handles
         return self._sequence if still and threading.get_ident() == self._thread else NEVER
 
     def refresh(self) -> None:
@@ -75,6 +87,7 @@ def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
 def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any]]:
     """The hooks already there, read from the table that a hook of ours is put in and out of."""
     handle = register(lambda *_: None)
+    ours(1)
     try:
         table = handle.hooks_dict_ref()
         return [] if table is None else [h for k, h in table.items() if k != handle.id]

@@ -18,7 +18,8 @@ from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale
 from gradtrace.shapes import Shape
 
 Found: TypeAlias = "list[tuple[Tensor, list[Map]] | None] | None"
-"""For each argument, its cotangent and the maps that lead to it. None: look inside."""
+"""For each argument, its cotangent and the maps that lead to it (none: it is the same). None
+instead of it all: look inside."""
 
 NodeRule: TypeAlias = Callable[[Node, Tensor, Edges], Found]
 
@@ -52,9 +53,7 @@ def affine(node: Node, grad: Tensor, edges: Edges) -> Found:
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     x, w = node._saved_mat1, node._saved_mat2
-    bias: tuple[Tensor, list[Map]] | None = None
-    if edges[0][0] is not None:
-        bias = grad, [Identity(tuple(grad.shape))]
+    bias: tuple[Tensor, list[Map]] | None = None if edges[0][0] is None else (grad, [])
     return [bias, _left(grad, w, edges[1]), _right(grad, x, edges[2])]
 
 

@@ -17,7 +17,7 @@ from gradtrace import api
 from gradtrace.atlas import NOWHERE, Atlas, Gradients, Place
 from gradtrace.errors import GradtraceError
 from gradtrace.graph import Graph
-from gradtrace.hooks import HookWatch
+from gradtrace.hooks import HookWatch, ours
 from gradtrace.passes import backward_runs
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
@@ -68,7 +68,7 @@ def join(name: str, key: str) -> str:
 class watch:
     """Watch a model's forward pass: ``with gt.watch(model) as watch: loss = ...``.
 
-    Inside, module calls are noted, fused attention is composed, cuDNN's RNNs are off and compiled
+    Inside, module calls are noted, fused attention and recurrent layers are composed and compiled
     modules run eagerly, so that every operator can be followed. The model is as before after it.
     Calls on other threads are not noted.
     """
@@ -88,6 +88,7 @@ class watch:
         self._stack: list[tuple[nn.Module, Place]] = []
         self._thread = 0
         self._contexts = contextlib.ExitStack()
+        self._onednn: bool | None = None  # what it was before a recurrent layer
 
     # The forward pass ------------------------------------------------------------------------
 
@@ -106,6 +107,7 @@ class watch:
                     before = module.register_forward_pre_hook(self._enter, prepend=True)
                     after = module.register_forward_hook(self._leave, always_call=True)
                     self._handles += [before, after]
+                    ours(2)
         except BaseException:
             self._close()
             raise
@@ -125,6 +127,7 @@ class watch:
             handle.remove()
         self._handles.clear()
         self._stack.clear()
+        self._fuse_again()
         self.atlas.enter(_now(), NOWHERE)
         self._contexts.close()
 
@@ -139,6 +142,14 @@ class watch:
         place = Place(name, call)
         self._stack.append((module, place))
         self.atlas.enter(_now(), place)
+        if isinstance(module, nn.LSTM) and self._onednn is None:
+            self._onednn = torch._C._get_mkldnn_enabled()
+            torch._C._set_mkldnn_enabled(False)  # one node for all time steps would hide them
+
+    def _fuse_again(self) -> None:
+        if self._onednn is not None:
+            torch._C._set_mkldnn_enabled(self._onednn)
+            self._onednn = None
 
     def _name_parameters(self, module: nn.Module) -> None:
         """torch.func.functional_call puts other tensors in the place of parameters."""
@@ -152,6 +163,8 @@ class watch:
             return
         while self._stack.pop()[0] is not module:
             pass  # calls that an exception left open
+        if isinstance(module, nn.LSTM):
+            self._fuse_again()
         self.atlas.enter(_now(), self._stack[-1][1] if self._stack else NOWHERE)
 
     def _noting(self) -> bool:
@@ -161,7 +174,7 @@ class watch:
 
     def graph(self, loss: Tensor) -> Graph:
         """The computation graph behind the loss, with the module of each operator."""
-        return api.graph_of(loss, self.atlas)
+        return api.graph_of(loss, self.atlas, self._hooks)
 
     def backward(self, loss: Tensor, semiring: Semiring = SUM, **options: Any) -> Gradients:
         """``{name: value}`` for every leaf; see ``gradtrace.backward``."""

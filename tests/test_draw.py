@@ -13,6 +13,7 @@ from torch import Tensor
 from gradtrace.atlas import Atlas
 from gradtrace.draw import LIMIT, draw
 from gradtrace.graph import Edge, Graph, Operator, build
+from gradtrace.hooks import HookWatch
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -20,7 +21,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def by_hand(operators: Sequence[Operator], edges: Sequence[Edge]) -> Graph:
     """A graph that torch never saw."""
     leaves = {o.leaf: o for o in operators if o.leaf is not None}
-    return Graph(list(operators), list(edges), leaves, torch.zeros(()), Atlas())
+    return Graph(list(operators), list(edges), leaves, torch.zeros(()), Atlas(), HookWatch())
 
 
 def chain(length: int) -> Graph:
@@ -35,7 +36,7 @@ def two_layers() -> Graph:
     b1, b2 = torch.ones(20, requires_grad=True), torch.ones(15, requires_grad=True)
     hidden = torch.addmm(b1, torch.ones(4, 10), w1).tanh()
     loss = torch.nn.functional.mse_loss(torch.addmm(b2, hidden, w2), torch.ones(4, 15))
-    return build(loss, Atlas.of({"w1": w1, "w2": w2, "b1": b1, "b2": b2}))
+    return build(loss, Atlas.of({"w1": w1, "w2": w2, "b1": b1, "b2": b2}), HookWatch())
 
 
 def texts(element: ElementTree.Element) -> list[str]:
@@ -75,7 +76,7 @@ def braid(kind: str) -> Graph:
     h: Tensor = w
     for _ in range(6):
         h = (h * w).sin() + h if kind == "residual" else torch.stack([h, w]).sum(0) * h
-    return build(h.sum(), Atlas.of({"w": w}))
+    return build(h.sum(), Atlas.of({"w": w}), HookWatch())
 
 
 GRAPHS: dict[str, Callable[[], Graph]] = {
@@ -152,7 +153,7 @@ def test_arguments_have_positions_and_those_without_gradient_say_none() -> None:
 
 def test_a_value_used_twice_by_one_operator_has_both_positions() -> None:
     x = torch.ones(2, requires_grad=True)
-    svg = draw(build((x * x).sum(), Atlas.of({"x": x})))
+    svg = draw(build((x * x).sum(), Atlas.of({"x": x}), HookWatch()))
     assert re.findall(r'class="position"[^>]*>([^<]*)<', svg) == ["0", "0, 1"]
 
 
