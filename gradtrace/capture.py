@@ -142,7 +142,7 @@ class Record:
         block.opened = recorder.opened or type(node).__name__ in COMPOSED
         if not block.opened:
             shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
-            resolve(block, recorder.new, shapes)
+            resolve(block, recorder.new, shapes, next(iter(arrived.values()))[0].device)
         return given
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:

@@ -9,6 +9,7 @@ scale are merged by adding their weights; small formulas become a matrix; what i
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 
@@ -58,17 +59,20 @@ class _Origin:
     suspect: bool = False
 
 
-def resolve(block: Block, new: Callable[[], int], shapes: dict[int, Shape]) -> None:
+def resolve(
+    block: Block, new: Callable[[], int], shapes: dict[int, Shape], device: torch.device
+) -> None:
     """Rewrite a block so that every pair of elements has one weight, or note that it has not.
 
-    ``new`` makes values, ``shapes`` are those of the values that the block takes.
+    ``new`` makes values, ``shapes`` are those of the values that the block takes, on ``device``.
     """
-    origins = _origins(block)
-    suspects = [value for value in block.gives.values() if origins[value].suspect]
-    if not suspects:
-        return
-    with _disable_current_modes():
-        _rewrite(block, suspects, new, shapes)
+    if len(block.steps) == len(block.gives) and all(len(s.terms) == 1 for s in block.steps):
+        return  # one map for each argument
+    with nullcontext() if device.type == "cpu" else device, _disable_current_modes():
+        origins = _origins(block)
+        suspects = [value for value in block.gives.values() if origins[value].suspect]
+        if suspects:
+            _rewrite(block, suspects, new, shapes)
 
 
 def _rewrite(
@@ -137,25 +141,23 @@ def _pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
     """Whether elements that are moved, scaled and added up join no two elements twice."""
     if not all(isinstance(step, MOVES) for step in before) or last.inputs > LISTED:
         return False
-    with _disable_current_modes():
-        source = _source(before, before[0].in_shape).reshape(-1)
-        target = last.targets().reshape(-1)
-        pairs = (source * last.outputs + target)[(source >= 0) & (target >= 0)]
-        different: Tensor = pairs.unique()  # type: ignore[no-untyped-call]
-        return different.numel() == pairs.numel()
+    source = _source(before, before[0].in_shape).reshape(-1)
+    target = last.targets().reshape(-1)
+    pairs = (source * last.outputs + target)[(source >= 0) & (target >= 0)]
+    different: Tensor = pairs.unique()  # type: ignore[no-untyped-call]
+    return different.numel() == pairs.numel()
 
 
 def _lines_differ(before: list[Map], last: Contract) -> bool:
     """Whether no element that was moved and scaled stands twice among those that are added up."""
     if last.inputs > LISTED:
         return False
-    with _disable_current_modes():
-        source = _source(before, before[0].in_shape).reshape(last.in_shape)
-        over = sorted(last.contracted())
-        lines = source.movedim(over, list(range(-len(over), 0))) if over else source.unsqueeze(-1)
-        lines = lines.reshape(-1, prod(last.in_shape[d] for d in over)).sort(-1).values
-        twice = (lines[:, 1:] == lines[:, :-1]) & (lines[:, 1:] >= 0)
-        return not bool(twice.any())
+    source = _source(before, before[0].in_shape).reshape(last.in_shape)
+    over = sorted(last.contracted())
+    lines = source.movedim(over, list(range(-len(over), 0))) if over else source.unsqueeze(-1)
+    lines = lines.reshape(-1, prod(last.in_shape[d] for d in over)).sort(-1).values
+    twice = (lines[:, 1:] == lines[:, :-1]) & (lines[:, 1:] >= 0)
+    return not bool(twice.any())
 
 
 def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, Shape]) -> int:

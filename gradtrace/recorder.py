@@ -203,13 +203,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _verify(self, call: Call, chains: Chains) -> None:
         """A probe tells the derivative only if the operation is linear; see that it is."""
-        total = torch.zeros(shape_of(call.out), dtype=call.out.dtype.to_real())
+        out = call.out
+        total = torch.zeros(shape_of(out), dtype=out.dtype.to_real(), device=out.device)
         for maps, dep in chains:
             x = torch.view_as_real(dep.resolve_conj()) if dep.is_complex() else dep
             for step in maps:
                 x = step.pull(x, SUM)
             total = total + x
-        out = torch.view_as_real(call.out.resolve_conj()) if call.out.is_complex() else call.out
+        out = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
         if not close(total, out):
             raise NotLinear(f"{call.name} is not linear in the gradient it is given")
 
@@ -223,9 +224,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         aliases = {id(a): a for a in self._tensors() if a is not target and _shares(a, storage)}
         if aliases:
             size = storage.nbytes() // target.element_size()
-            numbers = torch.full((size,), -1, dtype=torch.int64)
+            device = target.device
+            numbers = torch.full((size,), -1, dtype=torch.int64, device=device)
             window = numbers.as_strided(target.size(), target.stride(), target.storage_offset())
-            window.copy_(torch.arange(target.numel()).reshape(target.shape))
+            window.copy_(torch.arange(target.numel(), device=device).reshape(target.shape))
             for alias in aliases.values():
                 self._overwrite(alias, numbers, target, value)
         if value is None:

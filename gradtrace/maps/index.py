@@ -78,6 +78,7 @@ def gather(source: Tensor, in_shape: Shape) -> Index:
         if not flat.numel():
             return x.new_zeros(out_shape)
         there = source >= 0
-        return torch.where(there, flat[source.clamp(min=0)], torch.zeros((), dtype=x.dtype))
+        nothing = torch.zeros((), dtype=x.dtype, device=x.device)
+        return torch.where(there, flat[source.clamp(min=0)], nothing)
 
     return Index(move, in_shape, out_shape, fills=bool((source < 0).any()))
