@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -118,7 +119,8 @@ def backward_of(
     if semiring is SUM:
         found = gradient(loss, seed, atlas, watch, schedule)
     else:
-        found = engine.run(record(loss, seed, atlas, watch, schedule), semiring)
+        values = engine.run(record(loss, seed, atlas, watch, schedule), semiring)
+        found = list(values.items())
     RECENT.refresh()
     named = _named(found, atlas, loss)
     if leaves is not None:
@@ -145,17 +147,22 @@ def program_of(
     return recorded
 
 
-def _named(found: dict[Tensor, Tensor], atlas: Atlas, loss: Tensor) -> Gradients:
+def _named(found: Sequence[tuple[Tensor, Tensor]], atlas: Atlas, loss: Tensor) -> Gradients:
     """Leaves by name, in the order of the atlas; complex ones are refused."""
-    leaves: Iterable[Tensor] = found
-    if not all(atlas.names_of(leaf) for leaf in found):
-        leaves = _leaves(loss)  # those without a gradient count too, as they do in the graph
-    labels = atlas.label(leaves)
-    _refuse_complex({labels[leaf]: leaf for leaf in found})
-    return Gradients(
-        {name: found[leaf] for leaf, name in labels.items() if leaf in found},
-        {other: name for leaf, name in labels.items() for other in atlas.names_of(leaf)[1:]},
-    )
+    grads = {id(leaf): grad for leaf, grad in found}
+    named = [(key, leaf, names) for key, (leaf, names) in atlas.leaves.items() if key in grads]
+    if len({names[0] for _, _, names in named}) == len(found):
+        labels = {key: names[0] for key, _, names in named}
+    else:  # those without a gradient are counted too, as they are in the graph
+        labels = {id(leaf): name for leaf, name in atlas.label(_leaves(loss)).items()}
+    for leaf, _ in found:
+        if leaf.is_complex():
+            raise Unsupported(
+                f"leaf {labels[id(leaf)]} is complex; a path needs real numbers. Use its real and "
+                "imaginary parts as leaves: torch.view_as_complex(parts)"
+            )
+    aliases = {other: labels[key] for key, _, names in named for other in names[1:]}
+    return Gradients({name: grads[key] for key, name in labels.items() if key in grads}, aliases)
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -168,15 +175,6 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
     walk(loss, visit)
     return found
-
-
-def _refuse_complex(leaves: Mapping[str, Tensor]) -> None:
-    for name, leaf in leaves.items():
-        if leaf.is_complex():
-            raise Unsupported(
-                f"leaf {name} is complex; a path needs real numbers. Use its real and imaginary "
-                "parts as leaves: torch.view_as_complex(parts)"
-            )
 
 
 def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None:
@@ -202,7 +200,9 @@ SEMIRING = ("name", "zero", "one", "lift", "plus", "times", "reduce", "scatter",
 def _refuse_nonfinite(
     loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, named: Gradients
 ) -> None:
-    bad = [name for name, grad in named.items() if not _finite(grad)]
+    if _sums_are_finite(named.values()):
+        return
+    bad = [name for name, grad in named.items() if not bool(torch.isfinite(grad).all())]
     if bad:
         where = first_nonfinite(loss, seed, atlas, watch)
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
@@ -212,6 +212,21 @@ def _refuse_nonfinite(
         )
 
 
-def _finite(grad: Tensor) -> bool:
-    """One sum tells, unless it overflows itself."""
-    return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())
+def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
+    """Whether all gradients are finite, for sure; sums tell cheaply, unless they overflow.
+
+    Small gradients of one shape are added up together: a call for each would cost more than it.
+    """
+    kinds: dict[tuple[object, ...], list[Tensor]] = {}
+    sums = []
+    for grad in grads:
+        if grad.numel() < SMALL:
+            kinds.setdefault((grad.dtype, grad.device, grad.shape), []).append(grad)
+        else:
+            sums.append(grad.sum())
+    for some in kinds.values():
+        sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
+    return all(math.isfinite(float(x)) for x in sums)
+
+
+SMALL = 1 << 12

@@ -70,19 +70,16 @@ class Atlas:
         """One name for each leaf: named ones in the order of the atlas, then leaf0, leaf1, ... in
         the order given. Tensors that take turns as one parameter become w, w@1, ...
         """
-        given = list(leaves)
-        order = {key: n for n, key in enumerate(self.leaves)}
-        named = sorted((t for t in given if id(t) in order), key=lambda t: order[id(t)])
-        found: dict[Tensor, str] = {}
-        taken: set[str] = set()
-        for leaf in named:
-            name = self.names_of(leaf)[0]
-            tries = (name, *(f"{name}@{n}" for n in range(1, len(given))))
-            found[leaf] = next(name for name in tries if name not in taken)
-            taken.add(found[leaf])
-        free = (name for n in count() if (name := f"leaf{n}") not in taken)
-        found.update((leaf, next(free)) for leaf in given if id(leaf) not in order)
-        return found
+        given = {id(leaf): leaf for leaf in leaves}
+        found: dict[str, Tensor] = {}
+        for key, (leaf, names) in self.leaves.items():
+            if key in given:
+                found[_unused(names[0], found)] = leaf
+        unnamed = [leaf for key, leaf in given.items() if key not in self.leaves]
+        numbers = count()
+        for leaf in unnamed:
+            found[next(name for n in numbers if (name := f"leaf{n}") not in found)] = leaf
+        return {leaf: name for name, leaf in found.items()}
 
     def enter(self, sequence: int, place: Place) -> None:
         """From this sequence number on, nodes belong to ``place``."""
@@ -111,6 +108,12 @@ class Atlas:
     def describe(self, node: Node) -> str:
         """``AddmmBackward0 (in encoder.mix)``."""
         return name_of(node) + self.where(node)
+
+
+def _unused(name: str, taken: Mapping[str, object]) -> str:
+    if name not in taken:
+        return name
+    return next(other for n in count(1) if (other := f"{name}@{n}") not in taken)
 
 
 def placed(error: GradtraceError, where: str) -> GradtraceError:

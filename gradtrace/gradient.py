@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradtrace import autograd, hooks
 from gradtrace.atlas import Atlas
-from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Facts, Grads, Node, learn
+from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, learn
 from gradtrace.errors import NotScalar, Unsupported
 from gradtrace.hooks import HookWatch
 from gradtrace.passes import one_pass
@@ -54,7 +54,7 @@ class Walk:
         self.clear_since = watch.clear_since()
         start = [None] * autograd.slot_of(loss) + [seed]
         self.adjoints: dict[Node, list[Tensor | None]] = {autograd.root_of(loss): start}
-        self.leaves: dict[Tensor, Tensor] = {}
+        self.leaves: list[tuple[Tensor, Tensor]] = []
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Call the node on what has reached it, and hand the results to its arguments."""
@@ -66,47 +66,51 @@ class Walk:
             variable = node.variable
             if variable._backward_hooks:
                 grads = hooks.run_leaf_hooks(variable, grads)
-            self.leaves[variable] = grads[0]  # type: ignore[assignment]
+            self.leaves.append((variable, grads[0]))  # type: ignore[arg-type]
             return
         facts = FACTS.get(kind) or learn(kind)
         if facts.many:
             grads += [None] * (len(node._input_metadata) - len(grads))
+        asked, adjoints, position = facts.asked, self.adjoints, -1
         try:
-            self._hand_on(node, edges, facts, self._call(node, grads, facts))
+            if facts.python or node._sequence_nr() < self.clear_since:
+                outs = self._careful(node, grads)
+            else:
+                outs = node(*grads)
+                if type(outs) is not tuple:
+                    outs = (outs,)
+            for (child, slot), out in zip(edges, outs):
+                position += 1
+                if child is None or out is None:
+                    continue
+                if asked is None or position in asked:
+                    leaf = type(child) is ACCUMULATE  # whose variable says the same, and faster
+                    out = autograd.conform(
+                        out, child.variable if leaf else child._input_metadata[slot]
+                    )
+                waiting = adjoints.get(child)
+                if waiting is None:
+                    adjoints[child] = [None] * slot + [out] if slot else [out]
+                    continue
+                if slot >= len(waiting):
+                    waiting += [None] * (slot + 1 - len(waiting))
+                there = waiting[slot]
+                waiting[slot] = out if there is None else there + out
         except Exception as error:
             raise self.atlas.place(error, node) from error
 
-    def _call(self, node: Node, grads: list[Tensor | None], facts: Facts) -> Grads:
-        if node._sequence_nr() < self.clear_since:
-            ready = hooks.before(node, grads)
-            return hooks.after(node, autograd.call_ready(node, ready), ready)
-        outs = autograd.call(node, grads) if facts.python else node(*grads)
-        return outs if type(outs) is tuple else (outs,)
-
-    def _hand_on(self, node: Node, edges: Edges, facts: Facts, outs: Grads) -> None:
-        asked = facts.asked
-        adjoints = self.adjoints
-        position = -1
-        for (child, slot), out in zip(edges, outs):
-            position += 1
-            if child is None or out is None:
-                continue
-            if asked is None or position in asked:
-                out = autograd.conform(out, child._input_metadata[slot])
-            waiting = adjoints.get(child)
-            if waiting is None:
-                adjoints[child] = [None] * slot + [out] if slot else [out]
-                continue
-            if slot >= len(waiting):
-                waiting += [None] * (slot + 1 - len(waiting))
-            there = waiting[slot]
-            waiting[slot] = out if there is None else there + out
+    def _careful(self, node: Node, grads: Grads) -> Grads:
+        """Call a Python function, or a node that hooks may stand on."""
+        if node._sequence_nr() >= self.clear_since:
+            return autograd.call(node, grads)
+        ready = hooks.before(node, grads)
+        return hooks.after(node, autograd.call_ready(node, ready), ready)
 
 
 def gradient(
     loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, order: str = "kahn"
-) -> dict[Tensor, Tensor]:
-    """The gradient of every leaf, by leaf tensor, as ``torch.autograd.grad`` gives it."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Every leaf with its gradient, as ``torch.autograd.grad`` gives it."""
     state = Walk(loss, seed, atlas, watch)
     with one_pass():
         walk(loss, state.visit, order)

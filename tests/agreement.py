@@ -16,7 +16,7 @@ from gradtrace.gradient import RECENT, gradient
 
 def fast(loss: Tensor) -> dict[Tensor, Tensor]:
     """Every leaf's gradient by calling the nodes."""
-    return gradient(loss, torch.ones_like(loss), Atlas(), RECENT)
+    return dict(gradient(loss, torch.ones_like(loss), Atlas(), RECENT))
 
 
 def recorded(loss: Tensor) -> dict[Tensor, Tensor]:
