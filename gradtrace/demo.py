@@ -49,6 +49,7 @@ def demo(path: str | Path) -> dict[str, Any]:
         "versions": versions(),
         "report": str(path),
     }
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(page(found, graph), encoding="utf-8")
     return found
 

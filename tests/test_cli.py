@@ -325,9 +325,16 @@ def test_demo_counts_scalars(tmp_path: Path) -> None:
     assert found["scalar_edges"] == hidden + 5 * 4 + output + 5 * 2
 
 
-def test_demo_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    line = refused(run("demo", "--out", tmp_path / "none" / "report.html"))
-    assert "No such file or directory" in line
+def test_demo_makes_the_folder_it_writes_to(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder" / "report.html"
+    assert run("demo", "--out", out).exit_code == 0
+    assert out.stat().st_size > 1_000
+
+
+def test_demo_into_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    line = refused(run("demo", "--out", tmp_path / "file" / "report.html"))
+    assert "file" in line
 
 
 def test_names_are_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
