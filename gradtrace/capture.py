@@ -217,10 +217,10 @@ class Record:
                 known[step.out] = value_of(step, known, SUM)
             most = max((float(x.abs().amax()) for x in known.values() if x.numel()), default=0.0)
             for x in wanted:
-                value = values.get(id(x))
-                if x is None or (value is None and not _nonzero(x)):
+                here = known.get(values.get(id(x), -1))
+                if x is None or (here is None and not _nonzero(x)):
                     continue
-                if value is None or not close(known[value], as_real(x), 1e-4 * most):
+                if here is None or not close(here, as_real(x), 1e-4 * most):
                     raise NotLinear("it is not linear in the gradient it is given")
 
     def _call(

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradtrace import autograd, linear
 from gradtrace.errors import NotLinear
 from gradtrace.linear import Call, Chains, shape_of
-from gradtrace.maps import Identity, Scale, gather
+from gradtrace.maps import Identity, gather
 from gradtrace.program import Step, Term
 from gradtrace.semirings import SUM
 
@@ -130,10 +130,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(deps) > 1:
             deps = list({id(a): a for a in deps}.values())
         found = _WAYS.get(func) or way(func)
-        if found.kind == "opened" and not found.mutates:
+        if found.kind == "opened":
             self.opened |= found.rule in FUSED
             with self:
-                return found.rule(*args, **kwargs)
+                result = found.rule(*args, **kwargs)
+            if not found.mutates:
+                return result
+            value = values.get(id(result))
+            func(*args, **kwargs)
+            self._write(args[0], value)
+            return args[0]
         out = func(*args, **kwargs)
         self.alive.append(out)
         call = Call(func, args, kwargs, deps, out, self.limit)
@@ -245,12 +251,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         terms = []
         old = self.values.get(id(alias))
         shape = shape_of(alias)
-        kept = (~written).to(alias.dtype.to_real())
+        spared = ~written
         if alias.is_complex():
             source = torch.stack([2 * source, 2 * source + 1], -1).clamp(min=-1)
-            kept = kept.unsqueeze(-1)
-        if old is not None and bool(kept.any()):
-            terms.append(Term(Scale(kept, shape), old))
+            spared = spared.unsqueeze(-1)
+        if old is not None and bool(spared.any()):
+            terms.append(Term(linear.kept(spared, shape), old))
         if value is not None:
             terms.append(Term(gather(source, shape_of(target)), value))
         if not terms:

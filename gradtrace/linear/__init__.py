@@ -7,7 +7,7 @@ the call is part of. ``RULES`` is the table; what it lacks is opened with a deco
 """
 
 from gradtrace.linear.call import Call, Chains, Undecided, shape_of, spread
-from gradtrace.linear.elementwise import probe
+from gradtrace.linear.elementwise import kept, probe
 from gradtrace.linear.general import dense
 from gradtrace.linear.movement import view
 from gradtrace.linear.opened import OPENED
@@ -20,6 +20,7 @@ __all__ = [
     "Chains",
     "Undecided",
     "dense",
+    "kept",
     "probe",
     "shape_of",
     "spread",

@@ -68,6 +68,11 @@ class Call:
         """Whether this argument is one that depends on the cotangent."""
         return any(x is dep for dep in self.deps)
 
+    def one_of(self, *factors: object) -> None:
+        """Refuse a product of which several factors depend on the cotangent."""
+        if sum(self.depends(factor) for factor in factors) > 1:
+            raise NotLinear(f"{self.name} multiplies values that depend on the gradient")
+
     def only(self, allowed: object) -> Tensor:
         """The one dependent argument, which must be ``allowed``."""
         dep = self.dep

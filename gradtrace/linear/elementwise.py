@@ -13,12 +13,12 @@ from gradtrace.linear.call import (
     Chain,
     Chains,
     as_shape,
-    pairwise,
     real,
     shape_of,
     spread,
 )
 from gradtrace.maps import Contract, Identity, Index, Map, Scale
+from gradtrace.shapes import Shape
 
 
 def same(call: Call) -> Chains:
@@ -104,13 +104,14 @@ def add(call: Call) -> Chains:
 def mul(call: Call) -> Chains:
     """``dep · other``."""
     a, b = call.args[0], call.args[1]
-    dep = call.dep
-    return [weigh(dep, call.out, b if dep is a else a)]
+    call.one_of(a, b)
+    return [weigh(call.dep, call.out, b if call.dep is a else a)]
 
 
 def div(call: Call) -> Chains:
     """``dep / other``."""
     dep = call.only(call.args[0])
+    call.one_of(*call.args[:2])
     if call.kwargs.get("rounding_mode") or len(call.args) > 2:
         raise NotLinear("a division that rounds is not linear")
     by = call.args[1]
@@ -123,16 +124,19 @@ def negative(call: Call) -> Chains:
     return [weigh(call.dep, call.out, -1)]
 
 
-def _masked(dep: Tensor, out: Tensor, mask: Tensor) -> Chain:
-    """``dep`` where the mask is true, and nothing (not 0 times what is there) elsewhere."""
-    shape = tuple(out.shape)
+def kept(mask: Tensor, shape: Shape) -> Index:
+    """What is there where the mask is true, and nothing (not 0 times it) elsewhere."""
 
     def move(x: Tensor) -> Tensor:
-        return torch.where(mask, x.expand(shape), torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
-    same_shape = True if dep.shape == out.shape else None
-    moved = pairwise(move) if dep.is_complex() else move
-    return [Index(moved, shape_of(dep), real(shape, dep), fills=True, injective=same_shape)], dep
+    return Index(move, shape, shape, fills=True, injective=True)
+
+
+def _masked(dep: Tensor, out: Tensor, mask: Tensor) -> Chain:
+    """``dep``, broadcast, where the mask is true."""
+    mask = mask.unsqueeze(-1) if out.is_complex() and mask.dim() else mask
+    return [*spread(dep, tuple(out.shape)), kept(mask, real(out.shape, dep))], dep
 
 
 def where(call: Call) -> Chains:
@@ -146,6 +150,13 @@ def masked_fill(call: Call) -> Chains:
     """``dep`` where the mask is false."""
     dep = call.only(call.args[0])
     return [_masked(dep, call.out, ~call.args[1])]
+
+
+def triangle(call: Call) -> Chains:
+    """``tril`` and ``triu``: a part, and nothing elsewhere."""
+    dep = call.dep
+    mask = call.func(torch.ones(dep.shape, dtype=torch.bool, device=dep.device), *call.args[1:])
+    return [_masked(dep, call.out, mask)]
 
 
 def threshold(call: Call) -> Chains:

@@ -50,19 +50,6 @@ def move(call: Call) -> Any:
     return _move(call, fills=True)
 
 
-def triangle(call: Call) -> Chains:
-    """``tril`` and ``triu``: a part, and nothing elsewhere."""
-    dep = call.dep
-    mask = call.func(torch.ones(dep.shape, dtype=torch.bool, device=dep.device), *call.args[1:])
-    shape = tuple(dep.shape)
-
-    def part(x: Tensor) -> Tensor:
-        return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
-
-    moved = pairwise(part) if dep.is_complex() else part
-    return [([Index(moved, shape_of(dep), real(shape, dep), fills=True, injective=True)], dep)]
-
-
 def _move(call: Call, fills: bool, injective: bool | None = None) -> Any:
     many = isinstance(call.out, (list, tuple))
     if not many and not fills and len(call.args) == 1 and not call.dep.is_complex():

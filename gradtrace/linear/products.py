@@ -53,6 +53,7 @@ def product(left: str, right: str) -> Rule:
 
     def rule(call: Call) -> Chains:
         x, y = call.args[0], call.args[1]
+        call.one_of(x, y)
         dep = call.dep
         if dep is x:
             return [_product(dep, call.out, y, f"{a},{b}->{o}")]

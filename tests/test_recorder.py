@@ -1,0 +1,270 @@
+"""Formulas as they are written down: in-place writes, aliases, constants, fused operators.
+
+Each case is the backward formula of a function; the program must follow it operation by operation
+(no matrices) and give what it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from agreement import WAYS, assert_agree
+from torch import Tensor
+
+import gradtrace
+from gradtrace.errors import NotLinear
+from gradtrace.maps import Dense
+
+Formula = Callable[[Tensor], Tensor]
+FORMULAS: dict[str, Formula] = {}
+
+
+def formula(f: Formula) -> Formula:
+    FORMULAS[f.__name__] = f
+    return f
+
+
+def follow(f: Formula, x: Tensor) -> Tensor:
+    """A loss whose gradient by x is ``f`` of fixed weights."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return f(grads[0])
+
+    weights = torch.linspace(0.5, 3.0, x.numel(), dtype=x.dtype).reshape(x.shape)
+    return (Function.apply(x) * weights).sum()
+
+
+@formula
+def add_with_alpha(g: Tensor) -> Tensor:
+    return torch.add(g, g * 2, alpha=3)
+
+
+@formula
+def subtract_with_alpha(g: Tensor) -> Tensor:
+    return torch.sub(g, g * 3, alpha=0.5)
+
+
+@formula
+def fill_by_slices(g: Tensor) -> Tensor:
+    out = torch.zeros_like(g)
+    out[:2] = g[:2]
+    out[2:].copy_(g[2:] * 3)
+    return out
+
+
+@formula
+def scale_a_view(g: Tensor) -> Tensor:
+    out = g.clone()
+    out[:, 1:3].mul_(5)
+    return out
+
+
+@formula
+def read_a_view_made_before_the_write(g: Tensor) -> Tensor:
+    out = g.clone()
+    view = out.t()
+    out.mul_(2)
+    return view.t() + g
+
+
+@formula
+def write_through_the_base_of_a_view(g: Tensor) -> Tensor:
+    base = torch.zeros(12, dtype=g.dtype)
+    view = base.view(3, 4)
+    base[::2] = g.reshape(-1)[::2]
+    base[1:4] += g.reshape(-1)[5:8]
+    return view * 2
+
+
+@formula
+def erase_a_part(g: Tensor) -> Tensor:
+    out = g.clone()
+    out[0].zero_()
+    out[1].fill_(0)
+    return out
+
+
+@formula
+def overwrite_what_was_written(g: Tensor) -> Tensor:
+    out = g * 2
+    out[1:] = g[:2]
+    out[2] = g[0] + g[1]
+    return out
+
+
+@formula
+def put_and_accumulate(g: Tensor) -> Tensor:
+    out = torch.zeros_like(g)
+    rows = torch.tensor([0, 2, 2])
+    out.index_put_((rows,), g, accumulate=True)
+    out.index_add_(0, rows, g, alpha=2)
+    out.scatter_add_(1, torch.tensor([[0, 1, 1, 3]] * 3), g)
+    return out.masked_fill_(torch.eye(3, 4, dtype=torch.bool), 0)
+
+
+@formula
+def a_weight_that_is_changed_afterwards(g: Tensor) -> Tensor:
+    weight = torch.linspace(1, 2, 12, dtype=g.dtype).reshape(3, 4)
+    out = g * weight
+    weight.mul_(100)
+    return out
+
+
+@formula
+def strided_memory(g: Tensor) -> Tensor:
+    turned = g.t()
+    out = torch.zeros_like(g)
+    out[:2, :2] = turned.as_strided((2, 2), (1, 4))
+    return out
+
+
+@formula
+def another_dtype(g: Tensor) -> Tensor:
+    out = torch.zeros(3, 4, dtype=torch.float32)
+    out.copy_(g)
+    return out.to(g.dtype)
+
+
+@formula
+def complex_numbers(g: Tensor) -> Tensor:
+    z = torch.complex(g, 2 * g) * (1 + 2j)
+    w = z.conj() * torch.tensor([1 - 1j, 2j, 3, 1], dtype=torch.complex128)
+    return torch.view_as_real(w)[..., 0] + w.imag + (z / 2j).real
+
+
+@formula
+def complex_in_place(g: Tensor) -> Tensor:
+    z = torch.zeros(3, 4, dtype=torch.complex128)
+    z[:2] = torch.complex(g, -g)[1:]
+    z[1:].mul_(1j)
+    return z.imag + z.real
+
+
+@formula
+def unbound_and_stacked(g: Tensor) -> Tensor:
+    a, b, c = g.unbind(0)
+    left, right = torch.stack([c, a + b, b]).split([1, 3], 1)
+    return torch.cat([right, left], 1).flip(0).roll(1, 1)
+
+
+@formula
+def parts_and_paddings(g: Tensor) -> Tensor:
+    return F.pad(g.tril()[:, 1:], (0, 1)) + g.cumsum(0).triu(1) + g.repeat(2, 1)[1:4]
+
+
+MERGED = {"complex_numbers", "complex_in_place", "put_and_accumulate", "parts_and_paddings"}
+"""Formulas in which an element reaches another along several routes: these become a matrix."""
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formula(name: str) -> None:
+    x = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
+    loss = follow(FORMULAS[name], x)
+    wanted = torch.autograd.grad(loss, [x], retain_graph=True)
+    assert wanted[0].any()
+    for way in WAYS.values():
+        assert_agree(way(loss), [x], wanted)
+    program = gradtrace.program(loss)
+    block = next(b for b in program.blocks if b.operator == "FunctionBackward")
+    maps = [term.map for step in block.steps for term in step.terms]
+    assert any(isinstance(m, Dense) for m in maps) == (name in MERGED)
+    assert not block.note
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda g: g + 1,
+        lambda g: g * g,
+        lambda g: g.clamp(max=1.0),
+        lambda g: g / g.norm(),
+        lambda g: torch.where(g > 1, g, 1.0),
+        lambda g: g.masked_fill(g > 1, 2.0),
+        lambda g: g.sort(0).values,
+        torch.ones_like,
+    ],
+    ids=["plus", "square", "clamp", "norm", "where", "fill", "sort", "constant"],
+)
+def test_formulas_that_are_not_linear_are_refused(f: Formula) -> None:
+    x = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
+    loss = follow(f, x)
+    with pytest.raises(NotLinear, match="FunctionBackward"):
+        gradtrace.program(loss)
+    assert_agree(WAYS["fast"](loss), [x], torch.autograd.grad(loss, [x], retain_graph=True))
+
+
+def test_infinities_that_a_mask_hides_stay_hidden() -> None:
+    x = torch.tensor([0.0, 4.0, -1.0], dtype=torch.float64, requires_grad=True)
+    for hide in (F.relu, lambda y: y.masked_fill(y <= 0, 0), lambda y: torch.where(y > 0, y, 0)):
+        loss = torch.where(x > 0, hide(x).sqrt(), 0).sum()
+        wanted = torch.autograd.grad(loss, [x], retain_graph=True)
+        assert_agree(WAYS["recorded"](loss), [x], wanted)
+
+
+def test_operations_in_place_that_have_to_be_opened() -> None:
+    x = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def f(g: Tensor) -> Tensor:
+        out = g.clone()
+        half = out[1:]
+        half.addcmul_(g[1:], torch.full((2, 4), 3.0, dtype=g.dtype), value=2)
+        out.lerp_(g, 0.25)
+        return out
+
+    loss = follow(f, x)
+    wanted = torch.autograd.grad(loss, [x], retain_graph=True)
+    assert_agree(WAYS["recorded"](loss), [x], wanted)
+
+
+@pytest.mark.parametrize("padding", [0, 1, (2, 1)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_windows_with_padding(padding: Any, stride: int) -> None:
+    x = torch.rand(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
+    columns = F.unfold(x, 3, padding=padding, stride=stride)
+    weights = torch.rand(columns.shape, dtype=torch.float64)
+    loss = (columns * weights).sum()
+    loss = loss + (F.fold(columns, (5, 6), 3, padding=padding, stride=stride) ** 2).sum()
+    wanted = torch.autograd.grad(loss, [x], retain_graph=True)
+    assert_agree(WAYS["recorded"](loss), [x], wanted)
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "masked", "swallowed", "grouped"])
+def test_fused_attention(kind: str) -> None:
+    torch.manual_seed(0)
+    heads = 2 if kind == "grouped" else 4
+    q = torch.randn(2, 4, 5, 8, requires_grad=True)
+    k, v = (torch.randn(2, heads, 5, 8, requires_grad=True) for _ in range(2))
+    mask = None
+    if kind == "masked":
+        mask = torch.randn(5, 5)
+    if kind == "swallowed":  # a whole row at the lowest number: its scores are rounded away
+        mask = torch.zeros(5, 5)
+        mask[2] = torch.finfo(torch.float32).min
+    options = {"enable_gqa": True} if kind == "grouped" else {}
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=kind == "causal", **options
+    )
+    loss = (out * torch.randn(out.shape)).sum()
+    leaves = [q, k, v]
+    kinds = {operator.name for operator in gradtrace.graph(loss)}
+    assert any("Flash" in name for name in kinds), "the fused kernel was not used"
+    wanted = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert_agree(WAYS["recorded"](loss), leaves, wanted)
+
+
+def test_edges_of_a_formula_written_in_parts() -> None:
+    x = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
+    graph = gradtrace.graph(follow(FORMULAS["fill_by_slices"], x))
+    assert graph.scalar_edges == 3 * 12  # the sum, the product, the function
+    graph = gradtrace.graph(follow(FORMULAS["erase_a_part"], x))
+    assert graph.scalar_edges == 12 + 12 + 4
