@@ -7,6 +7,8 @@ import gc
 import os
 import platform
 import resource
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -123,10 +125,10 @@ def _resident() -> float:
 
 
 def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.lower().startswith("model name"):
+    if shutil.which("lscpu"):
+        told = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+        for line in told.splitlines():
+            if line.startswith("Model name:"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or "processor unknown"
 
