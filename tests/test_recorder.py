@@ -238,6 +238,33 @@ def test_windows_with_padding(padding: Any, stride: int) -> None:
     assert_agree(WAYS["recorded"](loss), [x], wanted)
 
 
+PLANES: dict[str, Callable[[Tensor], Tensor]] = {
+    "average": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "average, uneven": lambda x: F.avg_pool2d(x, (2, 3), (2, 1), (1, 1), ceil_mode=True),
+    "average, padding not counted": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "average by 5": lambda x: F.avg_pool2d(x, 2, divisor_override=5),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (4, 5)),
+    "adaptive, larger": lambda x: F.adaptive_avg_pool2d(x, (9, 13)),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+    "bilinear, smaller": lambda x: F.interpolate(x, (3, 4), mode="bilinear", align_corners=True),
+    "bicubic": lambda x: F.interpolate(x, (9, 9), mode="bicubic"),
+    "volume": lambda x: F.avg_pool3d(x.unsqueeze(2).expand(-1, -1, 4, -1, -1), 2),
+    "adaptive volume": lambda x: F.adaptive_avg_pool3d(x.unsqueeze(2) * x.new_ones(4, 1, 1), 3),
+}
+
+
+@pytest.mark.parametrize("name", PLANES)
+@pytest.mark.parametrize("small", [0, 1 << 20], ids=["taps", "matrix"])
+def test_planes(name: str, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large planes are followed by their taps, small ones as a matrix; both are right."""
+    monkeypatch.setattr("gradtrace.linear.resampling.SMALL", small)
+    x = torch.rand(2, 3, 7, 8, dtype=torch.float64, requires_grad=True)
+    out = PLANES[name](x)
+    loss = (out * torch.rand(out.shape, dtype=torch.float64)).sum()
+    wanted = torch.autograd.grad(loss, [x], retain_graph=True)
+    assert_agree(WAYS["recorded"](loss), [x], wanted)
+
+
 @pytest.mark.parametrize("kind", ["plain", "causal", "masked", "swallowed", "grouped"])
 def test_fused_attention(kind: str) -> None:
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,23 +39,43 @@ def nearest(forward: Any) -> Rule:
     return rule
 
 
-def plane(spatial: int, forward: Any = None, period: int = 0) -> Rule:
-    """Back through linear maps that treat every plane alike.
+Sampling: TypeAlias = "Callable[[Call], tuple[Callable[[Tensor], Tensor], int]]"
+"""The resampling of planes itself, and how wide the window is that a point takes its taps from."""
 
-    ``forward(x, output_size, ...)`` is the interpolation itself and ``period`` the width of its
-    footprint, where there are such.
-    """
+
+def interpolated(forward: Any, period: int) -> Sampling:
+    """``forward(x, output_size, ...)`` takes each point from ``period`` neighbours a dimension."""
+    return lambda call: (lambda x: forward(x, call.args[1], *call.args[3:]), period)
+
+
+def averaged(forward: Any) -> Sampling:
+    """``forward(x, kernel, ...)`` takes each point from a window of the kernel's size."""
+    return lambda call: (lambda x: forward(x, *call.args[2:]), max(call.args[2]))
+
+
+def adapted(forward: Any, spatial: int) -> Sampling:
+    """``forward(x, output_size)`` takes each point from a window of about input over output."""
+
+    def sampling(call: Call) -> tuple[Callable[[Tensor], Tensor], int]:
+        box, size = call.args[0].shape[-spatial:], call.out.shape[-spatial:]
+        return lambda x: forward(x, list(box)), max(-(-n // m) + 1 for n, m in zip(size, box))
+
+    return sampling
+
+
+def plane(spatial: int, sampling: Sampling | None = None) -> Rule:
+    """Back through linear maps that treat every plane alike."""
 
     def rule(call: Call) -> Chains:
         g, out = call.only(call.args[0]), call.out
         box, size = tuple(g.shape[-spatial:]), tuple(out.shape[-spatial:])
         p, q = prod(box), prod(size)
         planes = prod(g.shape[:-spatial])
-        if forward is not None and p * q > SMALL:
-            output_size, _, *rest = call.args[1:]
-            maps = _tapped(
-                lambda x: forward(x, output_size, *rest).reshape(1, p), size, period, (planes, p), g
-            )
+        maps: list[Map]
+        if sampling is not None and p * q > SMALL:
+            forward, period = sampling(call)
+            shape = (planes, p)
+            maps = _tapped(lambda x: forward(x).reshape(1, p), size, period, shape, g)
         elif p * q > call.limit:
             raise TooLarge(too_large(call, p, q))
         else:
