@@ -8,11 +8,25 @@
 {'weight': tensor([[2., 2., 2.]]), 'bias': tensor([2.])}
 """
 
-from gradtrace import errors, semirings
-from gradtrace.api import backward, graph, program
+from gradtrace import errors, semirings, testing
+from gradtrace.api import backward, enumerate_paths, graph, program, trace
 from gradtrace.check import check
+from gradtrace.labels import label
 from gradtrace.semirings import SUM
 from gradtrace.watching import watch
 
-__all__ = ["SUM", "backward", "check", "errors", "graph", "program", "semirings", "watch"]
+__all__ = [
+    "SUM",
+    "backward",
+    "check",
+    "enumerate_paths",
+    "errors",
+    "graph",
+    "label",
+    "program",
+    "semirings",
+    "testing",
+    "trace",
+    "watch",
+]
 __version__ = "0.1.0"

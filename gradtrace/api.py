@@ -15,9 +15,11 @@ from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, 
 from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
 from gradtrace.graph import Graph, build
 from gradtrace.hooks import HookWatch
+from gradtrace.paths import Paths
 from gradtrace.program import Program
 from gradtrace.schedules import walk
 from gradtrace.semirings import SUM, Semiring
+from gradtrace.trace import Trace
 
 
 def graph(loss: Tensor, *, names: Mapping[str, Tensor] | None = None) -> Graph:
@@ -94,6 +96,63 @@ def program(
     )
 
 
+def trace(
+    loss: Tensor,
+    *,
+    rule: str = "greedy",
+    granularity: str = "scalar",
+    names: Mapping[str, Tensor] | None = None,
+    nonfinite: str = "raise",
+    dense_limit: int = DENSE_LIMIT,
+) -> Trace:
+    """Trace the gradient of a loss back to its parameters: which way did most of it come?
+
+    ``rule="greedy"`` (Equation 1.7 of the chapter) follows at every element the largest
+    ``|weight · gradient|``; ``"viterbi"`` finds the path of greatest ``|product|``. With
+    ``granularity="operator"`` whole tensors are followed in place of their elements: at every tensor
+    that is used several times, the user that handed back the most gradient. A vector of losses is
+    traced as so many separate pairs of input and target.
+
+    >>> import torch, gradtrace
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> found = gradtrace.trace(x.tanh() + x * 0.5, names={"x": x})
+    >>> found.path("x").operators
+    ['MulBackward0', 'AddBackward0']
+    """
+    return trace_of(
+        loss,
+        Atlas.of(names),
+        RECENT,
+        {},
+        rule=rule,
+        granularity=granularity,
+        nonfinite=nonfinite,
+        dense_limit=dense_limit,
+    )
+
+
+def enumerate_paths(
+    loss: Tensor,
+    *,
+    names: Mapping[str, Tensor] | None = None,
+    limit: int = 10_000,
+    zeros: bool = False,
+) -> Paths:
+    """All paths of a small graph from every leaf element to the loss, with their weights.
+
+    The sum of the weights of an element's paths is its gradient: back-propagation without its
+    shortcut, to look at. Paths of weight 0 are left out unless ``zeros``. More than ``limit`` paths
+    are refused; there are exponentially many.
+
+    >>> import torch, gradtrace
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> paths = gradtrace.enumerate_paths(x * x, names={"x": x})
+    >>> [path.weight for path in paths], paths.total()
+    ([3.0, 3.0], 6.0)
+    """
+    return trace_of(loss, Atlas.of(names), RECENT, {}).enumerate(limit, zeros)
+
+
 def graph_of(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
     """``graph`` with an atlas."""
     return build(loss, atlas, watch)
@@ -120,7 +179,7 @@ def backward_of(
         found = gradient(loss, seed, atlas, watch, schedule)
     else:
         values = engine.run(record(loss, seed, atlas, watch, schedule), semiring)
-        found = list(values.items())
+        found = [(leaf, x[0] if len(x) == 1 else x) for leaf, x in values.items()]
     RECENT.refresh()
     named = _named(found, atlas, loss)
     if leaves is not None:
@@ -128,6 +187,48 @@ def backward_of(
     if semiring is SUM and nonfinite == "raise":
         _refuse_nonfinite(loss, seed, atlas, watch, named)
     return named
+
+
+def trace_of(
+    loss: Tensor,
+    atlas: Atlas,
+    watch: HookWatch,
+    modules: Mapping[str, str],
+    *,
+    rule: str = "greedy",
+    granularity: str = "scalar",
+    nonfinite: str = "raise",
+    dense_limit: int = DENSE_LIMIT,
+) -> Trace:
+    """``trace`` with an atlas, and the classes of a model's modules."""
+    _check(SUM, None, nonfinite)
+    _one_of("rule", rule, ("greedy", "viterbi"))
+    _one_of("granularity", granularity, ("scalar", "operator"))
+    autograd.root_of(loss)
+    if loss.dim() > 1:
+        raise NotScalar(
+            f"the loss has shape {tuple(loss.shape)}; trace one loss, or a vector with a loss for "
+            "each sample, such as losses.flatten(1).mean(1)"
+        )
+    if not loss.numel():
+        raise NotScalar("the loss is an empty vector; there is nothing to trace")
+    seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
+    recorded = record(loss, seed, atlas, watch, "kahn", dense_limit)
+    RECENT.refresh()
+    named = _named([(leaf.tensor, leaf.gradient) for leaf in recorded.leaves], atlas, loss)
+    if nonfinite == "raise":
+        _refuse_nonfinite(loss, seed, atlas, watch, named)
+    labels = {id(grad): name for name, grad in named.items()}
+    names = {leaf.value: labels[id(leaf.gradient)] for leaf in recorded.leaves}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for other, name in named.aliases.items():
+        aliases[name] = (*aliases.get(name, ()), other)
+    return Trace(recorded, named, rule, granularity, loss.numel(), modules, names, aliases)
+
+
+def _one_of(word: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UnknownName(f"{word} is {' or '.join(map(repr, allowed))}, not {value!r}")
 
 
 def program_of(
@@ -179,11 +280,10 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None:
     """Refuse arguments that would fail deep inside."""
-    missing = [word for word in SEMIRING if not hasattr(semiring, word)]
-    if missing:
+    if not isinstance(semiring, Semiring):
         raise GradtraceError(
-            f"{semiring!r} is no semiring: it lacks {', '.join(missing)}; pass one of "
-            "gradtrace.semirings, or an object with the members of gradtrace.semirings.Semiring"
+            f"{semiring!r} is no semiring; pass one of gradtrace.semirings, such as "
+            "gradtrace.semirings.MAX, or a subclass of gradtrace.semirings.Semiring"
         )
     if cotangent is not None and not isinstance(cotangent, Tensor):
         raise NotScalar(
@@ -191,10 +291,6 @@ def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None
         )
     if nonfinite not in ("raise", "allow"):
         raise UnknownName(f"nonfinite is 'raise' or 'allow', not {nonfinite!r}")
-
-
-SEMIRING = ("name", "zero", "one", "lift", "plus", "times", "reduce", "scatter", "scan", "contract")
-"""What a semiring must have."""
 
 
 def _refuse_nonfinite(

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradtrace import autograd, hooks
 from gradtrace.atlas import NOWHERE, Atlas, placed
 from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, learn
-from gradtrace.engine import value_of
+from gradtrace.engine import gradient_of
 from gradtrace.errors import GradtraceError, NotLinear, TooLarge
 from gradtrace.hooks import HookWatch
+from gradtrace.labels import labels_of
 from gradtrace.linear import shape_of
 from gradtrace.maps import Dense, Identity, Map
 from gradtrace.nodes import NODES, UNDONE, summed
@@ -27,7 +28,6 @@ from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term
 from gradtrace.reconverge import resolve
 from gradtrace.recorder import Recorder, close
 from gradtrace.schedules import walk
-from gradtrace.semirings import SUM
 
 DENSE_LIMIT = 1 << 24
 """The most entries that an operator without a structured rule may have as a matrix."""
@@ -66,6 +66,7 @@ class Record:
             autograd.name_of(node),
             self.atlas.place_of(node),
             {slot: value for slot, (_, value) in arrived.items()},
+            label=labels_of(node),
         )
         try:
             given = self._known(node, edges, arrived, block)
@@ -159,12 +160,12 @@ class Record:
                         "the gradient was replaced by one that has nothing to do with it"
                     )
                 self._see_linear(block.steps, [tensor], [changed])
-                value = self.recorder.values[id(changed)]
+                tensor, value = changed, self.recorder.values[id(changed)]
             except GradtraceError as error:
                 raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
             block.gives[0] = value
             self.blocks.append(block)
-        self.leaves.append(Leaf(leaf, value))
+        self.leaves.append(Leaf(leaf, value, tensor))
 
     def _merge(
         self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int
@@ -214,7 +215,7 @@ class Record:
         with _disable_current_modes():
             known = {values[id(x)]: as_real(x) for x in given if id(x) in values and x is not None}
             for step in steps:
-                known[step.out] = value_of(step, known, SUM)
+                known[step.out] = gradient_of(step, known)
             most = max((float(x.abs().amax()) for x in known.values() if x.numel()), default=0.0)
             for x in wanted:
                 here = known.get(values.get(id(x), -1))

@@ -2,34 +2,73 @@
 
 from __future__ import annotations
 
+from math import frexp, isfinite
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from gradtrace.program import Program, Step
-from gradtrace.semirings import Semiring
+from gradtrace.semirings import Semiring, Value
+
+FAR = 24
+"""A value whose largest entry is beyond 2 to this power, either way, is scaled back to 1."""
 
 
-def run(program: Program, semiring: Semiring) -> dict[Tensor, Tensor]:
+class Held(NamedTuple):
+    """A value, and the power of two that it is to be multiplied with: deep graphs leave the range
+    of floats, and powers of two are exact.
+    """
+
+    value: Value
+    exponent: int
+
+
+def run(program: Program, semiring: Semiring) -> dict[Tensor, Value]:
     """The value of every leaf: ``⊕`` over all paths of ``⊗`` of the lifted derivatives along each.
 
     Values are dropped after their last use, so memory is as for a backward pass.
     """
-    last = {term.value: n for n, step in enumerate(program.steps()) for term in step.terms}
+    last = program.last_uses()
     keep = {leaf.value for leaf in program.leaves}
-    values = {program.root: program.seed}
     with torch.no_grad():
+        values = {program.root: Held(semiring.weigh(program.seed), 0)}
         for n, step in enumerate(program.steps()):
-            values[step.out] = value_of(step, values, semiring)
+            values[step.out] = balanced(value_of(step, values, semiring), semiring)
             for term in step.terms:
                 if last[term.value] == n and term.value not in keep:
                     values.pop(term.value, None)
-    return {leaf.tensor: values[leaf.value] for leaf in program.leaves}
+        found = {leaf.tensor: values[leaf.value] for leaf in program.leaves}
+        return {leaf: semiring.finish(*held) for leaf, held in found.items()}
 
 
-def value_of(step: Step, values: dict[int, Tensor], semiring: Semiring) -> Tensor:
+def value_of(step: Step, values: dict[int, Held], semiring: Semiring) -> Held:
     """``⊕`` over the terms of one step."""
     (map_, value), *rest = step.terms
-    out = map_.pull(values[value], semiring)
+    out, exponent = map_.pull(values[value].value, semiring), values[value].exponent
     for map_, value in rest:
-        out = semiring.plus(out, map_.pull(values[value], semiring))
+        other, power = map_.pull(values[value].value, semiring), values[value].exponent
+        if power < exponent:
+            other = semiring.scale(other, power - exponent)
+        elif power > exponent:
+            out, exponent = semiring.scale(out, exponent - power), power
+        out = semiring.plus(out, other)
+    return Held(semiring.settle(out, step.dtype), exponent)
+
+
+def balanced(held: Held, semiring: Semiring) -> Held:
+    """The same value with its largest entry near 1, if it was far from it."""
+    size = semiring.size(held.value)
+    power = frexp(size)[1]
+    if abs(power) <= FAR or not size or not isfinite(size):
+        return held
+    return Held(semiring.scale(held.value, -power), held.exponent + power)
+
+
+def gradient_of(step: Step, values: dict[int, Tensor]) -> Tensor:
+    """One step of the gradient itself."""
+    (map_, value), *rest = step.terms
+    out = map_.apply(values[value])
+    for map_, value in rest:
+        out = out + map_.apply(values[value])
     return out.to(step.dtype)

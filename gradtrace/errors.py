@@ -44,3 +44,7 @@ class TooLarge(GradtraceError):
 
 class TooDeep(GradtraceError):
     """The recursive schedule met a graph deeper than the interpreter's stack."""
+
+
+class OutOfRange(GradtraceError):
+    """A value is too large or too small for a float."""

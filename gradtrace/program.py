@@ -54,14 +54,16 @@ class Block:
     merges: list[Step] = field(default_factory=list)
     opened: bool = False
     note: str = ""
+    label: tuple[int, tuple[str | None, ...]] | None = None
 
 
 @dataclass
 class Leaf:
-    """A leaf, and the value that is its gradient."""
+    """A leaf, the value that is its gradient, and the gradient as autograd's formulas gave it."""
 
     tensor: Tensor
     value: int
+    gradient: Tensor
 
 
 @dataclass
@@ -82,6 +84,10 @@ class Program:
         for block in self.blocks:
             yield from block.steps
             yield from block.merges
+
+    def last_uses(self) -> dict[int, int]:
+        """For each value the number of the last step that takes it."""
+        return {term.value: n for n, step in enumerate(self.steps()) for term in step.terms}
 
     def notes(self) -> list[str]:
         """What is not exact for semirings other than SUM, one line an operator."""

@@ -29,7 +29,6 @@ from gradtrace.maps import (
     gather,
 )
 from gradtrace.program import Block, Step, Term
-from gradtrace.semirings import SUM
 from gradtrace.shapes import Shape
 
 SMALL = 1 << 20
@@ -231,7 +230,7 @@ def _source(chain: list[Map], shape: Shape) -> Tensor:
 def _weight(chain: list[Map], shape: Shape, dtype: torch.dtype) -> Tensor:
     ones = torch.ones(shape, dtype=dtype)
     for step in chain:
-        ones = step.pull(ones, SUM)
+        ones = step.apply(ones)
     return ones
 
 
@@ -259,7 +258,7 @@ def _matrix(
 def _run(block: Block, values: dict[int, Tensor], wanted: int) -> Tensor:
     """A block's value in SUM for these cotangents; absent ones count as zero."""
     for step in block.steps:
-        parts = [t.map.pull(values[t.value], SUM) for t in step.terms if t.value in values]
+        parts = [t.map.apply(values[t.value]) for t in step.terms if t.value in values]
         if parts:
             values[step.out] = torch.stack([part.to(step.dtype) for part in parts]).sum(0)
     return values[wanted]

@@ -20,7 +20,6 @@ from gradtrace.errors import NotLinear
 from gradtrace.linear import Call, Chains, shape_of
 from gradtrace.maps import Identity, gather
 from gradtrace.program import Step, Term
-from gradtrace.semirings import SUM
 
 aten = torch.ops.aten
 
@@ -214,7 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for maps, dep in chains:
             x = torch.view_as_real(dep.resolve_conj()) if dep.is_complex() else dep
             for step in maps:
-                x = step.pull(x, SUM)
+                x = step.apply(x)
             total = total + x
         out = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
         if not close(total, out):

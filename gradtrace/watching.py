@@ -21,6 +21,7 @@ from gradtrace.hooks import HookWatch, ours
 from gradtrace.passes import backward_runs
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
+from gradtrace.trace import Trace
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -179,6 +180,11 @@ class watch:
     def backward(self, loss: Tensor, semiring: Semiring = SUM, **options: Any) -> Gradients:
         """``{name: value}`` for every leaf; see ``gradtrace.backward``."""
         return api.backward_of(loss, semiring, self.atlas, self._hooks, **options)
+
+    def trace(self, loss: Tensor, **options: Any) -> Trace:
+        """The paths of the loss's gradient; see ``gradtrace.trace``."""
+        modules = {name: type(module).__name__ for name, module in named_modules(self.model)}
+        return api.trace_of(loss, self.atlas, self._hooks, modules, **options)
 
     def program(self, loss: Tensor, **options: Any) -> Program:
         """The backward program of the loss; see ``gradtrace.program``."""

@@ -80,7 +80,7 @@ def _numbers(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """Some movements exist for floats only; float64 holds element numbers as well."""
 
     def moved(x: Tensor) -> Any:
-        if x.dtype is not torch.int64:
+        if x.is_floating_point():
             return f(x)
         try:
             return f(x)

@@ -3,40 +3,76 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradtrace.semirings import Semiring
+from gradtrace.kernels import argmax
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
 
 Count: TypeAlias = "int | Tensor"
 """How many routes end at each element: one number for all of them, or one for each."""
 
+LIMIT = 1 << 20
+"""The most entries of a Jacobian that are written out at a time."""
+
+
+class Rows(NamedTuple):
+    """Some rows of a Jacobian: where each entry comes from, in rising order, and its weight.
+
+    Both are (rows, width), the weight perhaps only broadcast to it; a source of -1 is no entry.
+    """
+
+    source: Tensor
+    weight: Tensor
+
+
+class Best(NamedTuple):
+    """For each output element ``maxⱼ |J[i, j]·in[j]|`` and the lowest j that attains it.
+
+    The source is -1 where the value is 0: a contribution of 0 is none.
+    """
+
+    value: Tensor
+    source: Tensor
+
 
 class Map(ABC):
     """``out[i] = ⊕ⱼ lift(J[i, j]) ⊗ in[j]`` for a Jacobian J that is never written out.
 
+    ``rows`` says what J is, row by row; what it is in any semiring, ``pull``, and which entry is
+    largest, ``best``, follow from it, and are overridden where the structure gives it for less.
+
     ``single_source``: every output element comes from at most one input element.
     ``single_target``: every input element goes to at most one output element.
+    ``moves``: elements are only moved, not weighed; ``stays``: only weighed, not moved.
     """
 
     __slots__ = ("in_shape", "out_shape")
     single_source = False
     single_target = False
+    moves = False
+    stays = False
 
     in_shape: Shape
     out_shape: Shape
 
     @abstractmethod
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
-        """The value that reaches each output element."""
+    def apply(self, x: Tensor) -> Tensor:
+        """``J·x``: the pull in SUM, in the dtype of x."""
 
     @abstractmethod
     def dense(self) -> Tensor:
         """J itself, of shape (outputs, inputs): the meaning of the map."""
+
+    @abstractmethod
+    def rows(self, at: Tensor) -> Rows:
+        """The rows of J for these output elements."""
 
     @abstractmethod
     def routes(self, count: Count) -> Count:
@@ -44,9 +80,70 @@ class Map(ABC):
         structure).
         """
 
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        """The value that reaches each output element."""
+        return self.generic(x, semiring)
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        """The largest contribution to each output element, or to those ``at``."""
+        return self.largest(x, at)
+
+    @abstractmethod
+    def reach(self, x: Tensor) -> Tensor:
+        """The largest of the whole numbers x that an output element can come from, by structure,
+        or more; 0 where it comes from none.
+        """
+
     def tensors(self) -> tuple[str, ...]:
         """The names of the fields that hold weights."""
         return ()
+
+    # The one definition --------------------------------------------------------------------------
+
+    def generic(self, x: Value, semiring: Semiring) -> Value:
+        """``pull`` by rows, some at a time."""
+        found = []
+        flat = each(x, lambda part: part.reshape(-1))
+        for at in self._some(x[0].device, None):
+            source, weight = self.rows(at)
+            taken = tuple(taken_at(part, source, zero) for part, zero in zip(flat, semiring.zero))
+            found.append(semiring.fold(semiring.times(semiring.weigh(weight), taken), 1))
+        if not found:
+            return semiring.zeros(self.out_shape, x)
+        return tuple(torch.cat(parts).reshape(self.out_shape) for parts in zip(*found))
+
+    def largest(self, x: Tensor, at: Tensor | None = None) -> Best:
+        """``best`` by rows, some at a time."""
+        values, sources = [], []
+        flat = wide(x).reshape(-1)
+        for some in self._some(x.device, at):
+            source, weight = self.rows(some)
+            size = (wide(weight) * taken_at(flat, source, 0.0)).abs()
+            value, place = argmax(size, 1)
+            chosen = source.gather(1, place.clamp(min=0).unsqueeze(1)).squeeze(1) if source.shape[1] else place
+            values.append(value)
+            sources.append(torch.where(value == 0, -1, chosen))
+        shape = self.out_shape if at is None else tuple(at.shape)
+        if not values:
+            nowhere = torch.full(shape, -1, device=x.device)
+            return Best(flat.new_zeros(shape), nowhere)
+        return Best(torch.cat(values).reshape(shape), torch.cat(sources).reshape(shape))
+
+    def _some(self, device: torch.device, at: Tensor | None) -> Iterator[Tensor]:
+        """Output elements, as many at a time as their rows fit."""
+        step = max(1, LIMIT // max(1, self.width))
+        if at is not None:
+            yield from at.reshape(-1).split(step) if at.numel() else ()
+            return
+        for first in range(0, self.outputs, step):
+            yield torch.arange(first, min(first + step, self.outputs), device=device)
+
+    @property
+    def width(self) -> int:
+        """The most entries that a row can have."""
+        return 1 if self.single_source else self.inputs
+
+    # Sizes ---------------------------------------------------------------------------------------
 
     @property
     def inputs(self) -> int:
@@ -63,8 +160,50 @@ class Map(ABC):
         return f"{type(self).__name__}({arrow})"
 
 
+def taken_at(flat: Tensor, source: Tensor, zero: float) -> Tensor:
+    """The elements at these places; ``zero`` for -1."""
+    if not flat.numel():
+        return flat.new_full(tuple(source.shape), zero)
+    return torch.where(source >= 0, flat[source.clamp(min=0)], zero)
+
+
+def chosen(value: Tensor, source: Tensor, at: Tensor | None) -> Best:
+    """A ``Best`` of all elements, or of those ``at``."""
+    source = torch.where(value == 0, -1, source)
+    if at is None:
+        return Best(value, source)
+    return Best(value.reshape(-1)[at], source.reshape(-1)[at])
+
+
 def per_element(count: Count, shape: Shape) -> Tensor:
     """A count written out for each element."""
     if isinstance(count, Tensor):
         return count
     return torch.full(shape, count, dtype=torch.float64)
+
+
+def offsets(sizes: Shape, strides: Shape, device: torch.device) -> Tensor:
+    """What each multi-index below ``sizes`` adds to an element's number, in row-major order."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for size, stride in zip(sizes, strides):
+        total = total.unsqueeze(-1) + torch.arange(size, device=device) * stride
+    return total.reshape(-1)
+
+
+def strides_of(shape: Shape) -> Shape:
+    """What a step along each dimension adds to an element's number."""
+    found: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= size
+    return tuple(reversed(found))
+
+
+def numbers_in(at: Tensor, shape: Shape) -> list[Tensor]:
+    """The multi-index of each element, one tensor a dimension."""
+    found: list[Tensor] = []
+    for size in reversed(shape):
+        found.append(at % size)
+        at = at // size
+    return found[::-1]

@@ -8,8 +8,10 @@ from string import ascii_letters
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Count, Map
-from gradtrace.semirings import Semiring
+from gradtrace.einsum import Plan, plan
+from gradtrace.kernels import winner
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets
+from gradtrace.semirings import Semiring, Value
 from gradtrace.shapes import Shape
 
 
@@ -50,8 +52,54 @@ class Contract(Map):
         x, _, out = self.letters()
         return {d for d, letter in enumerate(out) if letter not in x}
 
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.einsum(self.spec, x, self.weight.to(x.dtype))
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
         return semiring.contract(self.spec, x, self.weight)
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None:
+            return self.largest(x, at)
+        how = self.plan()
+        value, place = winner(how.left(x), how.right(self.weight))
+        value, place = how.back(value), how.back(place)
+        base, over, _ = self._places(torch.arange(self.outputs, device=x.device))
+        source = base.reshape(self.out_shape)
+        return chosen(value, source + over[place] if len(over) else place, None)
+
+    def rows(self, at: Tensor) -> Rows:
+        how = self.plan()
+        base, over, numbers = self._places(at)
+        right = how.right(self.weight)  # (b, k, n)
+        batch, column = (_number(at, numbers, how, c) for c in (how.batch, how.columns))
+        return Rows(base.unsqueeze(1) + over, right[batch, :, column])
+
+    def _places(self, at: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Where the line of each output element begins in the input, and the steps along it."""
+        how = self.plan()
+        numbers = dict(zip(how.out, numbers_in(at, self.out_shape)))
+        steps = how.strides(how.x)
+        base = torch.zeros_like(at)
+        for letter in how.batch + how.rows:
+            base = base + numbers[letter] * steps[letter]
+        sizes = tuple(how.sizes[c] for c in how.inner)
+        return base, offsets(sizes, tuple(steps[c] for c in how.inner), at.device), numbers
+
+    def plan(self) -> Plan:
+        """The contraction as a batched matrix product."""
+        return plan(self.spec, self.in_shape, tuple(self.weight.shape))
+
+    @property
+    def width(self) -> int:
+        how = self.plan()
+        return how.size(how.inner)
+
+    def reach(self, x: Tensor) -> Tensor:
+        how = self.plan()
+        left = how.left(x)  # (b, m, k)
+        most = left.amax(2) if left.shape[2] and left.numel() else left.new_zeros(left.shape[:2])
+        return how.back(most.unsqueeze(2).expand(*most.shape, how.size(how.columns)))
 
     def dense(self) -> Tensor:
         x, w, out = self.letters()
@@ -70,3 +118,11 @@ class Contract(Map):
 
     def tensors(self) -> tuple[str, ...]:
         return ("weight",)
+
+
+def _number(at: Tensor, numbers: dict[str, Tensor], how: Plan, letters: str) -> Tensor:
+    """The number of each element's combination of letters."""
+    total = torch.zeros_like(at)
+    for letter in letters:
+        total = total * how.sizes[letter] + numbers[letter]
+    return total

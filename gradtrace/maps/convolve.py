@@ -8,9 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.errors import Unsupported
-from gradtrace.maps.base import Count, Map
-from gradtrace.semirings import Semiring
+from gradtrace.maps.base import Count, Map, Rows, numbers_in
+from gradtrace.semirings import Semiring, Value
 from gradtrace.shapes import Shape
 
 aten = torch.ops.aten
@@ -52,7 +51,11 @@ class Convolve(Map):
         self.in_shape = in_shape
         self.out_shape = out_shape
 
-    def _apply(self, g: Tensor, other: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        return self._weighed(x, self.other.to(x.dtype))
+
+    def _weighed(self, g: Tensor, other: Tensor) -> Tensor:
+        """The map with other weights, in SUM."""
         w = self.windows
         shape = g.new_zeros(()).expand(self.out_shape)
         x, kernel = (other, shape) if self.to_kernel else (shape, other)
@@ -61,10 +64,85 @@ class Convolve(Map):
         found = aten.convolution_backward(g, x, kernel, None, *geometry, mask)
         return found[1] if self.to_kernel else found[0]  # type: ignore[no-any-return]
 
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
-        if semiring.name != "SUM":
-            raise Unsupported(f"{semiring.name} is not defined on convolutions yet")
-        return self._apply(x, self.other.to(x.dtype))
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        pieces = semiring.linear(self.other)
+        if pieces is None or not all(part.is_floating_point() for part in x):
+            return self.generic(x, semiring)
+        out: dict[int, Tensor] = {}
+        for i, o, weight in pieces:
+            part = self._weighed(x[i], weight.to(x[i].dtype))
+            out[o] = out[o] + part if o in out else part
+        return tuple(out[o] for o in sorted(out))
+
+    def rows(self, at: Tensor) -> Rows:
+        first, second, *place = (n.unsqueeze(1) for n in numbers_in(at, self.out_shape))
+        if self.to_kernel:
+            return self._rows_of_kernel(first, second, place)
+        return self._rows_of_input(first, second, place)
+
+    def _rows_of_input(self, n: Tensor, channel: Tensor, place: list[Tensor]) -> Rows:
+        """From (n, channel, place) of the input to all outputs whose window holds it."""
+        kernel, how = self.other.shape, self.windows
+        groups = how.groups
+        outs = kernel[1] if how.transposed else kernel[0] // groups
+        ins = kernel[0] // groups if how.transposed else kernel[1]
+        taps = tuple(kernel[2:])
+        number = torch.arange(outs * prod(taps), device=n.device)
+        out, *tap = numbers_in(number, (outs, *taps))
+        group = channel // ins
+        target, there = [], torch.ones((), dtype=torch.bool, device=n.device)
+        for d, size in enumerate(self.in_shape[2:]):
+            if how.transposed:
+                here = place[d] * how.stride[d] + tap[d] * how.dilation[d] - how.padding[d]
+            else:
+                tap[d] = taps[d] - 1 - tap[d]  # so that outputs come in rising order
+                reach = place[d] + how.padding[d] - tap[d] * how.dilation[d]
+                here = reach.div(how.stride[d], rounding_mode="floor")
+                there = there & (here * how.stride[d] == reach)
+            there = there & (here >= 0) & (here < size)
+            target.append(here)
+        made = group * outs + out
+        source = _flat([n, made, *target], self.in_shape)
+        if how.transposed:
+            weight = self.other[(channel, out, *tap)]
+        else:
+            weight = self.other[(made, channel % ins, *tap)]
+        return Rows(torch.where(there, source, -1), weight)
+
+    def _rows_of_kernel(self, first: Tensor, second: Tensor, tap: list[Tensor]) -> Rows:
+        """From (first, second, tap) of the kernel to all outputs it takes part in."""
+        how, x, y = self.windows, self.other.shape, self.in_shape
+        narrow, broad = (x, y) if how.transposed else (y, x)
+        number = torch.arange(x[0] * prod(narrow[2:]), device=first.device)
+        n, *q = numbers_in(number, (x[0], *narrow[2:]))
+        there, p = torch.ones((), dtype=torch.bool, device=first.device), []
+        for d, size in enumerate(broad[2:]):
+            here = q[d] * how.stride[d] + tap[d] * how.dilation[d] - how.padding[d]
+            there = there & (here >= 0) & (here < size)
+            p.append(here.clamp(0, size - 1))
+        per = self.out_shape[0] // how.groups
+        partner = first // per * self.out_shape[1] + second  # on the other side, within its group
+        if how.transposed:
+            source, weight = _flat([n, partner, *p], y), self.other[(n, first, *q)]
+        else:
+            source, weight = _flat([n, first, *q], y), self.other[(n, partner, *p)]
+        return Rows(torch.where(there, source, -1), weight)
+
+    @property
+    def width(self) -> int:
+        x, y, w = self._geometry()
+        if self.to_kernel:
+            return x[0] * prod(x[2:] if self.windows.transposed else y[2:])
+        outs = w[1] if self.windows.transposed else w[0] // self.windows.groups
+        return outs * prod(w[2:])
+
+    def reach(self, x: Tensor) -> Tensor:
+        if not x.numel():
+            return x.new_zeros(self.out_shape)
+        if self.to_kernel:
+            return x.amax().expand(self.out_shape)
+        most = x.flatten(1).amax(1)
+        return most.reshape(-1, *[1] * (len(self.out_shape) - 1)).expand(self.out_shape)
 
     def dense(self) -> Tensor:
         if self.windows.transposed:
@@ -125,11 +203,19 @@ class Convolve(Map):
     def routes(self, count: Count) -> Count:
         ones = torch.ones(self.other.shape, dtype=torch.float64)
         if isinstance(count, Tensor):
-            return self._apply(count, ones)
-        return self._apply(torch.full(self.in_shape, count, dtype=torch.float64), ones)
+            return self._weighed(count, ones)
+        return self._weighed(torch.full(self.in_shape, count, dtype=torch.float64), ones)
 
     def tensors(self) -> tuple[str, ...]:
         return ("other",)
+
+
+def _flat(index: list[Tensor], shape: Shape) -> Tensor:
+    """The number of the element with this multi-index."""
+    total = index[0]
+    for number, size in zip(index[1:], shape[1:]):
+        total = total * size + number
+    return total
 
 
 def _each(sizes: Shape) -> list[Shape]:

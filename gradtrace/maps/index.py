@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Count, Map, per_element
-from gradtrace.semirings import Semiring
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, per_element
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
 
 
@@ -22,7 +23,7 @@ class Index(Map):
     """
 
     __slots__ = ("fills", "injective", "move")
-    single_source = True
+    single_source = moves = True
 
     def __init__(
         self,
@@ -53,11 +54,29 @@ class Index(Map):
             self.injective = taken.numel() == different.numel()
         return self.injective
 
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
-        if not self.fills or semiring.zero == 0:
-            return self.move(x)
-        there = self.source(x.device) >= 0
-        return torch.where(there, self.move(x), semiring.zero)
+    def apply(self, x: Tensor) -> Tensor:
+        return self.move(x)
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        if not self.fills or not any(semiring.zero):
+            return each(x, self._move)
+        there = self.source(x[0].device) >= 0
+        return tuple(
+            torch.where(there, self._move(part), zero) for part, zero in zip(x, semiring.zero)
+        )
+
+    def _move(self, x: Tensor) -> Tensor:
+        return self.move(x) if x.dtype is not torch.bool else self.move(x.byte()) != 0
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        return chosen(wide(self.move(x)).abs(), self.source(x.device), at)
+
+    def rows(self, at: Tensor) -> Rows:
+        source = self.source(at.device).reshape(-1)[at]
+        return Rows(source.unsqueeze(1), torch.ones((), device=at.device))
+
+    def reach(self, x: Tensor) -> Tensor:
+        return self.move(x)
 
     def dense(self) -> Tensor:
         source = self.source().reshape(-1, 1)

@@ -8,9 +8,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.errors import Unsupported
-from gradtrace.maps.base import Count, Map
-from gradtrace.semirings import Semiring
+from gradtrace.kernels import argmax
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
+from gradtrace.maps.hull import Cloud
+from gradtrace.semirings import MAX, Semiring, Value
+from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
 
 
@@ -33,16 +35,120 @@ class Normaliser(Map):
         self.diagonal = diagonal
         self.left = tuple(u for u, _ in pairs)
         self.right = tuple(v for _, v in pairs)
-        self.dims = tuple(d % len(shape) for d in dims) if shape else ()
+        self.dims = tuple(sorted(d % len(shape) for d in dims)) if shape else ()
         self.in_shape = self.out_shape = shape
 
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
-        if semiring.name != "SUM":
-            raise Unsupported(f"{semiring.name} is not defined on normalisers yet")
+    def apply(self, x: Tensor) -> Tensor:
         out = self.diagonal * x
         for u, v in zip(self.left, self.right):
-            out = out + u * semiring.reduce(v * x, self.dims)
+            total = (v * x).sum(self.dims, keepdim=True) if self.dims else v * x
+            out = out + u * total
         return out
+
+    # Along lines ---------------------------------------------------------------------------------
+
+    def _lines(self, x: Tensor) -> Tensor:
+        """A tensor that broadcasts to the shape, as (lines, elements of a line)."""
+        x = x.expand(self.in_shape)
+        if not self.dims:
+            return x.reshape(-1, 1)
+        kept = [d for d in range(x.dim()) if d not in self.dims]
+        return x.permute(*kept, *self.dims).reshape(-1, self.width)
+
+    def _back(self, lines: Tensor) -> Tensor:
+        kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
+        order = [*kept, *self.dims]
+        lines = lines.reshape([self.in_shape[d] for d in order])
+        return lines.permute([order.index(d) for d in range(len(order))])
+
+    def _own(self) -> Tensor:
+        """``J[i, i]``."""
+        total = wide(self.diagonal)
+        for u, v in zip(self.left, self.right):
+            total = total + wide(u) * wide(v)
+        return total.expand(self.in_shape)
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        if len(self.left) != 1 or not self.inputs:
+            if semiring == MAX:
+                return (self.best(x[0]).value,)
+            return self.generic(x, semiring)
+        # All but the own element: what lies before it ⊕ what lies after it.
+        u, v = semiring.weigh(self.left[0]), semiring.weigh(self.right[0])
+        own = semiring.times(semiring.weigh(self._own()), x)
+        seen = each(semiring.times(v, x), self._lines)
+        before = _shifted(semiring.scan(seen, 1), semiring)
+        turned = semiring.scan(each(seen, lambda part: part.flip(1)), 1)
+        after = each(_shifted(turned, semiring), lambda part: part.flip(1))
+        others = each(semiring.plus(before, after), self._back)
+        return semiring.plus(own, semiring.times(u, others))
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if not self.inputs:
+            return self.largest(x, at)
+        x = wide(x)
+        own = self._lines((self._own() * x).abs())
+        others, place = self._others(x)
+        number = torch.arange(self.width, device=x.device)
+        # The own element wins ties against later ones only; NaN wins against numbers.
+        first = (own > others) | ((own == others) & (number < place)) | (place < 0)
+        first |= own.isnan() & ~(others.isnan() & (place < number))
+        value = torch.where(first, own, others)
+        chosen_place = torch.where(first, number, place)
+        base, over = self._places(torch.arange(self.inputs, device=x.device))
+        source = base.reshape(self.in_shape) + over[self._back(chosen_place)]
+        return chosen(self._back(value), source, at)
+
+    def _others(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For each element of each line the largest contribution of another, and its place."""
+        if len(self.left) == 1:
+            return self._others_of_one(x)
+        lines = [self._lines(wide(part)) for part in (*self.left, *self.right)]
+        rank = len(self.left)
+        return Cloud(lines[:rank], lines[rank:], self._lines(x)).others()
+
+    def _others_of_one(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rank one: the largest of a line, or the second largest where that is the own one."""
+        u = self._lines(wide(self.left[0])).abs()
+        size = self._lines((wide(self.right[0]) * x).abs())
+        most, first = argmax(size, 1)
+        rest = size.scatter(1, first.unsqueeze(1), -1.0)
+        second_most, second = argmax(rest, 1)
+        number = torch.arange(self.width, device=x.device)
+        is_first = number == first.unsqueeze(1)
+        value = torch.where(is_first, second_most.unsqueeze(1), most.unsqueeze(1))
+        place = torch.where(is_first, second.unsqueeze(1), first.unsqueeze(1))
+        there = value != -1  # a line of one element has no other
+        return torch.where(there, u * value, 0.0), torch.where(there, place, -1)
+
+    # Rows ----------------------------------------------------------------------------------------
+
+    def rows(self, at: Tensor) -> Rows:
+        base, over = self._places(at)
+        source = base.unsqueeze(1) + over
+        weight = torch.zeros((), device=at.device)
+        for u, v in zip(self.left, self.right):
+            weight = weight + _at(u, at.unsqueeze(1), self.in_shape) * _at(v, source, self.in_shape)
+        own = source == at.unsqueeze(1)
+        diagonal = _at(self.diagonal, at.unsqueeze(1), self.in_shape)
+        return Rows(source, torch.where(own, weight + diagonal, weight).expand(source.shape))
+
+    def _places(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the line of each element begins, and the steps along it."""
+        steps = strides_of(self.in_shape)
+        base = torch.zeros_like(at)
+        for d, number in enumerate(numbers_in(at, self.in_shape)):
+            if d not in self.dims:
+                base = base + number * steps[d]
+        sizes = tuple(self.in_shape[d] for d in self.dims)
+        return base, offsets(sizes, tuple(steps[d] for d in self.dims), at.device)
+
+    @property
+    def width(self) -> int:
+        return prod(self.in_shape[d] for d in self.dims)
+
+    def reach(self, x: Tensor) -> Tensor:
+        return x.amax(self.dims, keepdim=True).expand(x.shape) if x.numel() and self.dims else x
 
     def dense(self) -> Tensor:
         shape, n = self.in_shape, self.inputs
@@ -60,3 +166,17 @@ class Normaliser(Map):
             total = count.sum(self.dims, keepdim=True) if self.dims else count
             return total.expand(self.out_shape)
         return count * prod(self.in_shape[d] for d in self.dims)
+
+
+def _at(x: Tensor, number: Tensor, shape: Shape) -> Tensor:
+    """Elements by number of a tensor that broadcasts to a shape."""
+    x = wide(x).expand(shape)
+    return x[tuple(numbers_in(number, shape))] if shape else x.expand(number.shape)
+
+
+def _shifted(lines: Value, semiring: Semiring) -> Value:
+    """A prefix ⊕ without the element itself."""
+    return tuple(
+        torch.cat([part.new_full((len(part), 1), zero), part[:, :-1]], 1)
+        for part, zero in zip(lines, semiring.zero)
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Count, Map
-from gradtrace.semirings import Semiring
+from gradtrace.kernels import argmax
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
 
 
@@ -28,8 +31,43 @@ class Reduce(Map):
         """Whether the dimensions summed over are of size 1 anyway."""
         return all(self.in_shape[d] <= 1 for d in self.dims)
 
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
-        return semiring.reduce(x, self.dims).reshape(self.out_shape)
+    def apply(self, x: Tensor) -> Tensor:
+        return (x.sum(self.dims) if self.dims else x).reshape(self.out_shape)
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        return each(semiring.reduce(x, self.dims), lambda part: part.reshape(self.out_shape))
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
+        lines = wide(x).abs().permute([*kept, *sorted(self.dims)])
+        base, over = self._places(torch.arange(self.outputs, device=x.device))
+        value, place = argmax(lines.reshape(self.outputs, self.width), 1)
+        source = base + over[place.clamp(min=0)] if self.width else place
+        return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), at)
+
+    def rows(self, at: Tensor) -> Rows:
+        base, over = self._places(at)
+        return Rows(base.unsqueeze(1) + over, torch.ones((), device=at.device))
+
+    def _places(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the line of each output element begins, and the steps along it."""
+        steps = strides_of(self.in_shape)
+        kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
+        base = torch.zeros_like(at)
+        for d, number in zip(kept, numbers_in(at, tuple(self.in_shape[d] for d in kept))):
+            base = base + number * steps[d]
+        over = sorted(self.dims)
+        sizes = tuple(self.in_shape[d] for d in over)
+        return base, offsets(sizes, tuple(steps[d] for d in over), at.device)
+
+    @property
+    def width(self) -> int:
+        return prod(self.in_shape[d] for d in self.dims)
+
+    def reach(self, x: Tensor) -> Tensor:
+        if not x.numel():
+            return x.new_zeros(self.out_shape)
+        return (x.amax(self.dims) if self.dims else x).reshape(self.out_shape)
 
     def _kept(self) -> Shape:
         return tuple(1 if d in self.dims else n for d, n in enumerate(self.in_shape))

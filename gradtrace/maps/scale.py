@@ -7,8 +7,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Count, Map
-from gradtrace.semirings import Semiring
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
 
 
@@ -16,13 +17,26 @@ class Identity(Map):
     """``out[i] = in[i]``, in a shape of as many elements in the same order."""
 
     __slots__ = ()
-    single_source = single_target = True
+    single_source = single_target = moves = True
 
     def __init__(self, in_shape: Shape, out_shape: Shape | None = None) -> None:
         self.in_shape = in_shape
         self.out_shape = in_shape if out_shape is None else out_shape
 
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
+        return x.reshape(self.out_shape)
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        return each(x, self.apply)
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        numbers = torch.arange(self.inputs, device=x.device).reshape(self.out_shape)
+        return chosen(wide(x).abs().reshape(self.out_shape), numbers, at)
+
+    def rows(self, at: Tensor) -> Rows:
+        return Rows(at.unsqueeze(1), torch.ones((), device=at.device))
+
+    def reach(self, x: Tensor) -> Tensor:
         return x.reshape(self.out_shape)
 
     def dense(self) -> Tensor:
@@ -36,7 +50,7 @@ class Scale(Map):
     """``out[i] = w[i] · in[i]``; ``weight`` is a number, or a tensor that broadcasts."""
 
     __slots__ = ("weight",)
-    single_source = single_target = True
+    single_source = single_target = stays = True
 
     def __init__(self, weight: Tensor | float, shape: Shape) -> None:
         self.weight = weight
@@ -45,10 +59,31 @@ class Scale(Map):
     def _weight(self, like: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
             return self.weight
-        return torch.tensor(self.weight, dtype=torch.float64, device=like.device).to(like.dtype)
+        number = torch.tensor(self.weight, dtype=torch.float64, device=like.device)
+        return number.to(like.dtype) if like.is_floating_point() else number
 
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
-        return semiring.times(semiring.lift(self._weight(x)), x)
+    def apply(self, x: Tensor) -> Tensor:
+        return self._weight(x) * x
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        return semiring.times(semiring.weigh(self._weight(x[0])), x)
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        x = wide(x)
+        value = (wide(self._weight(x)) * x).abs()
+        return chosen(value, torch.arange(self.inputs, device=x.device).reshape(self.out_shape), at)
+
+    def rows(self, at: Tensor) -> Rows:
+        if not isinstance(self.weight, Tensor):
+            number = torch.tensor(self.weight, dtype=torch.float64, device=at.device)
+            return Rows(at.unsqueeze(1), number)
+        weight = self.weight.expand(self.in_shape)
+        if not self.in_shape:
+            return Rows(at.unsqueeze(1), weight.expand(len(at)).unsqueeze(1))
+        return Rows(at.unsqueeze(1), weight[tuple(numbers_in(at, self.in_shape))].unsqueeze(1))
+
+    def reach(self, x: Tensor) -> Tensor:
+        return x
 
     def dense(self) -> Tensor:
         weight = self._weight(torch.ones((), dtype=torch.float64))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Count, Map, per_element
-from gradtrace.semirings import SUM, Semiring
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, per_element
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
 
 
@@ -25,13 +26,52 @@ class Scatter(Map):
         """For each input element, the number of the output element it goes to; -1 for none."""
         return self.target
 
-    def pull(self, x: Tensor, semiring: Semiring) -> Tensor:
-        flat = semiring.scatter(x.reshape(-1), self.target.reshape(-1), self.outputs)
-        return flat.reshape(self.out_shape)
+    def apply(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(self.outputs + 1)  # the last place takes what goes nowhere
+        place = self.target.reshape(-1).remainder(self.outputs + 1)
+        return out.index_add(0, place, x.reshape(-1))[:-1].reshape(self.out_shape)
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        flat = each(x, lambda part: part.reshape(-1))
+        found = semiring.scatter(flat, self.target.reshape(-1), self.outputs)
+        return each(found, lambda part: part.reshape(self.out_shape))
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        size = wide(x).abs().reshape(-1)
+        place = self.target.reshape(-1).remainder(self.outputs + 1)
+        value = size.new_zeros(self.outputs + 1).scatter_reduce(0, place, size, "amax")
+        number = torch.arange(self.inputs, device=x.device)
+        wins = (size == value[place]) | size.isnan()
+        none = torch.full((self.outputs + 1,), self.inputs, device=x.device)
+        source = none.scatter_reduce(0, place, torch.where(wins, number, self.inputs), "amin")
+        shape = self.out_shape
+        return chosen(value[:-1].reshape(shape), source[:-1].reshape(shape), at)
+
+    def rows(self, at: Tensor) -> Rows:
+        target = self.target.reshape(-1).to(at.device)
+        order = target.argsort(stable=True)
+        ranked = target[order]
+        first = torch.searchsorted(ranked, at)
+        count = torch.searchsorted(ranked, at, right=True) - first
+        number = torch.arange(int(count.max()) if len(at) else 0, device=at.device)
+        place = first.unsqueeze(1) + number
+        there = number < count.unsqueeze(1)
+        source = order[torch.where(there, place, 0)] if len(order) else torch.zeros_like(place)
+        return Rows(torch.where(there, source, -1), torch.ones((), device=at.device))
+
+    @property
+    def width(self) -> int:
+        kept = self.target[self.target >= 0]
+        return int(torch.bincount(kept.reshape(-1)).max()) if kept.numel() else 1
+
+    def reach(self, x: Tensor) -> Tensor:
+        place = self.target.reshape(-1).remainder(self.outputs + 1)
+        out = x.new_zeros(self.outputs + 1).scatter_reduce(0, place, x.reshape(-1), "amax")
+        return out[:-1].reshape(self.out_shape)
 
     def dense(self) -> Tensor:
         rows = torch.arange(self.outputs).reshape(-1, 1)
         return (rows == self.target.reshape(1, -1)).float()
 
     def routes(self, count: Count) -> Count:
-        return self.pull(per_element(count, self.in_shape), SUM)
+        return self.apply(per_element(count, self.in_shape))

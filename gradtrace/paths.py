@@ -1,0 +1,298 @@
+"""Paths from a parameter element to the loss, as values to look at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import fsum, log, nan, prod
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from gradtrace.following import Hop, Kept
+from gradtrace.shapes import Shape
+from gradtrace.tables import Column, Table
+
+
+@dataclass(frozen=True)
+class PathStep:
+    """A vertex of the scalar graph that a path visits: one element of an operator's output.
+
+    ``derivative`` is that of the next operator's element by this one (at the loss, what the loss
+    itself is weighed with). ``share`` is the part of the gradient here that came this way:
+    ``derivative · gradient of the next / gradient``; nan where the gradient is 0.
+    """
+
+    operator: str
+    module: str
+    call: int
+    shape: Shape
+    index: Shape
+    derivative: float
+    gradient: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Path:
+    """A path, from a leaf element (first step) to the loss (last).
+
+    ``weight`` is the product of all derivatives along it, signed; ``gradient`` that of the leaf
+    element, to which all its paths add up.
+    """
+
+    name: str
+    index: Shape
+    steps: tuple[PathStep, ...]
+    gradient: float
+    pair: int = 0
+
+    @property
+    def weight(self) -> float:
+        """The signed product of the derivatives."""
+        return prod(step.derivative for step in self.steps)
+
+    @property
+    def log_weight(self) -> float:
+        """The natural logarithm of \\|weight\\|, which no path is too long for."""
+        return fsum(log(abs(step.derivative)) for step in self.steps)
+
+    @property
+    def share(self) -> float:
+        """The part of the leaf element's gradient that this path alone carries."""
+        return self.weight / self.gradient if self.gradient else nan
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules from parameter to loss, each once in a row."""
+        found: list[str] = []
+        for step in self.steps[1:]:
+            if step.module and (not found or found[-1] != step.module):
+                found.append(step.module)
+        return found
+
+    @property
+    def operators(self) -> list[str]:
+        """The operators from parameter to loss."""
+        return [step.operator for step in self.steps[1:]]
+
+    def table(self) -> Table:
+        """The steps as a table."""
+        columns = (
+            Column("operator"),
+            Column("module"),
+            Column("shape"),
+            Column("element"),
+            Column("derivative", "number"),
+            Column("gradient", "number"),
+            Column("share", "share"),
+        )
+        rows = tuple(
+            (
+                step.operator,
+                step.module + (f" (call {step.call})" if step.call else ""),
+                _shape(step.shape),
+                str(list(step.index)),
+                step.derivative,
+                step.gradient,
+                step.share,
+            )
+            for step in self.steps
+        )
+        title = f"{self.name}{list(self.index)}: weight {self.weight:.4g}, gradient {self.gradient:.4g}"
+        return Table(title, columns, rows)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_pandas(self) -> Any:
+        """The steps as a pandas.DataFrame."""
+        return self.table().to_pandas()
+
+    def __repr__(self) -> str:
+        way = " -> ".join(self.modules) or f"{len(self.steps)} steps"
+        return f"Path({self.name}{list(self.index)}: {way}, weight={self.weight:.4g})"
+
+
+def _shape(sizes: Shape) -> str:
+    return "×".join(map(str, sizes)) if sizes else "scalar"
+
+
+def _way(path: Path) -> str:
+    return " → ".join(path.modules or path.operators)
+
+
+@dataclass(frozen=True)
+class Paths(Sequence[Path]):
+    """Several paths, in order."""
+
+    items: tuple[Path, ...]
+    title: str = "Paths"
+
+    @overload
+    def __getitem__(self, at: int) -> Path: ...
+    @overload
+    def __getitem__(self, at: slice) -> Paths: ...
+    def __getitem__(self, at: int | slice) -> Path | Paths:
+        return Paths(self.items[at], self.title) if isinstance(at, slice) else self.items[at]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def of(self, name: str, index: Sequence[int] | int | None = None) -> Paths:
+        """Those from a leaf, or from one element of it."""
+        wanted = (index,) if isinstance(index, int) else None if index is None else tuple(index)
+        return Paths(
+            tuple(p for p in self.items if p.name == name and wanted in (None, p.index)), self.title
+        )
+
+    def total(self) -> float:
+        """The sum of their weights: for all the paths of an element, its gradient."""
+        return fsum(path.weight for path in self.items)
+
+    @cached_property
+    def modules(self) -> dict[str, float]:
+        """For each module the share of these paths that go through it."""
+        seen = Counter(module for path in self.items for module in set(path.modules))
+        return {module: n / len(self.items) for module, n in seen.most_common()}
+
+    def table(self) -> Table:
+        """One row a path."""
+        columns = (
+            Column("leaf"),
+            Column("element"),
+            Column("weight", "number"),
+            Column("gradient", "number"),
+            Column("steps", "count"),
+            Column("way"),
+        )
+        rows = tuple(
+            (p.name, str(list(p.index)), p.weight, p.gradient, len(p), _way(p)) for p in self.items
+        )
+        return Table(self.title, columns, rows)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __repr__(self) -> str:
+        return f"Paths({len(self.items):,} paths)"
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_pandas(self) -> Any:
+        """One row a path, as a pandas.DataFrame."""
+        return self.table().to_pandas()
+
+
+# From hops to paths --------------------------------------------------------------------------------
+
+
+@dataclass
+class Builder:
+    """Makes paths of what was followed: only operators' outputs are steps to a reader."""
+
+    kept: Kept
+    names: dict[int, str]  # by leaf value
+    shapes: dict[int, Shape]
+    pair: int = 0
+    places: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kept: Kept, names: dict[int, str], pair: int = 0) -> Builder:
+        """For the leaves of a program."""
+        program = kept.program
+        shapes = {step.out: step.shape for step in program.steps()}
+        shapes[program.root] = tuple(kept.seed.shape)
+        places = {
+            value: (block.operator, *block.place) for value, (block, _) in kept.takers.items()
+        }
+        return cls(kept, names, shapes, pair, places)
+
+    def path(self, value: int, element: int, hops: list[Hop]) -> Path:
+        """The path of hops from a leaf's value."""
+        stops: list[tuple[int, int, float]] = []  # value, element, derivative to the next stop
+        at, place, weight = value, element, 1.0
+        for hop in hops:
+            weight *= hop.weight
+            if hop.value in self.places:
+                stops.append((at, place, weight))
+                at, place, weight = hop.value, hop.element, 1.0
+        seed = float(self.kept.seed.reshape(-1)[place])
+        stops.append((at, place, seed))
+        gradients = [self._gradient(v, e) for v, e, _ in stops]
+        steps = []
+        for n, (v, e, derivative) in enumerate(stops):
+            operator, module, call = self.places.get(v, ("leaf", "", 0)) if n else ("leaf", "", 0)
+            onward = gradients[n + 1] * derivative if n + 1 < len(stops) else derivative
+            share = onward / gradients[n] if gradients[n] else nan
+            shape = self.shapes[v]
+            index = unravel(e, shape)
+            steps.append(
+                PathStep(operator, module, call, shape, index, derivative, gradients[n], share)
+            )
+        return Path(
+            self.names[value], unravel(element, self.shapes[value]), tuple(steps), gradients[0], self.pair
+        )
+
+    def _gradient(self, value: int, element: int) -> float:
+        return float(self.kept.gradients[value].reshape(-1)[element])
+
+    def followed(self, value: int, elements: Tensor, rule: str) -> Iterator[Path | None]:
+        """The path of each element by a rule; None where there is none."""
+        trails: list[list[Hop]] = [[] for _ in range(len(elements))]
+        for hops in self.kept.follow(value, elements, rule):
+            for path, element, weight in zip(
+                hops.paths.tolist(), hops.element.tolist(), hops.weight.tolist()
+            ):
+                trails[path].append(Hop(hops.value, element, weight))
+        for element, trail in zip(elements.tolist(), trails):
+            whole = bool(trail) and trail[-1].value == self.kept.program.root
+            yield self.path(value, element, trail) if whole else None
+
+
+def unravel(element: int, shape: Shape) -> Shape:
+    """The multi-index of an element's number."""
+    found = []
+    for size in reversed(shape):
+        found.append(element % size)
+        element //= size
+    return tuple(reversed(found))
+
+
+def ravel(index: Sequence[int], shape: Shape) -> int:
+    """The number of the element with this multi-index."""
+    number = 0
+    for i, size in zip(index, shape):
+        number = number * size + i
+    return number
+
+
+def sampled(sizes: dict[str, int], sample: int, seed: int) -> dict[str, Tensor]:
+    """Elements of several tensors, drawn without repetition, each as likely; in order of tensor."""
+    total = sum(sizes.values())
+    generator = torch.Generator().manual_seed(seed)
+    if sample >= total:
+        drawn = torch.arange(total)
+    elif total <= 1 << 24:
+        drawn = torch.randperm(total, generator=generator)[:sample].sort().values
+    else:
+        drawn = torch.empty(0, dtype=torch.int64)
+        while len(drawn) < sample:  # few of many: draw again what came twice
+            more = torch.randint(total, (2 * sample,), generator=generator)
+            drawn = torch.cat([drawn, more]).unique()  # type: ignore[no-untyped-call]
+        drawn = drawn[torch.randperm(len(drawn), generator=generator)[:sample]].sort().values
+    found, first = {}, 0
+    for name, size in sizes.items():
+        found[name] = drawn[(drawn >= first) & (drawn < first + size)] - first
+        first += size
+    return found

@@ -1,0 +1,257 @@
+"""A table as a value: plain text in a terminal, HTML in a notebook, raw values for programs.
+
+>>> columns = (Column("module"), Column("paths", "count"), Column("share", "share"))
+>>> print(Table("Influence", columns, (("encoder", 12345, 0.75), ("解码器", 67, None))))
+Influence
+module    paths  share
+───────  ──────  ─────
+encoder  12,345  75.0%
+解码器       67      –
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+from html import escape
+from importlib import import_module
+from math import floor, isfinite, log10, nan
+from typing import Any, Literal
+
+from gradtrace.errors import GradtraceError
+
+ROWS, WIDTH, TOLD = 40, 60, 400
+"""The most rows shown; the most columns that a text takes in a cell, and in a tooltip."""
+
+MANY = 10**18
+"""Counts from here on are rounded: of paths there are soon more than a line has digits for."""
+
+LONG = 14_000
+"""Integers of so many bits, 4,200 digits, are about the longest that Python writes in decimal."""
+
+RULE = "border-bottom:1px solid rgba(128,128,128,.35)"
+CELL = "padding:.2em .8em;background:transparent"
+IGNORE = "tex2jax_ignore mathjax_ignore"  # in a notebook, a $ in a name would start a formula
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a column holds: text, counts, shares of 1, or other numbers; perhaps with a unit."""
+
+    name: str
+    kind: Literal["text", "count", "share", "number"] = "text"
+    unit: str = ""
+
+    @property
+    def header(self) -> str:
+        """The name and the unit: ``time (ms)``."""
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+    @property
+    def side(self) -> str:
+        """Where its values line up."""
+        return "left" if self.kind == "text" else "right"
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """Rows under columns, a title above and notes below. Values are kept as they are."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[object, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [column.name for column in self.columns]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two columns have one name: {names}")
+        wrong = next((row for row in self.rows if len(row) != len(names)), None)
+        if wrong is not None:
+            raise ValueError(f"a row has {len(wrong)} values for {len(names)} columns: {wrong!r}")
+
+    def text(self, limit: int | None = ROWS, width: int = WIDTH) -> str:
+        """Aligned lines: at most ``limit`` rows (None: all of them), no text wider than ``width``.
+
+        >>> print(Table("", (Column("step", "count"),), ((8,), (9,), (10,))).text(limit=1))
+        step
+        ────
+           8
+        … and 2 more rows
+        """
+        whole = [[column.header for column in self.columns], *self._cells(limit)]
+        shown = [[_brief(text, width) for text in cells] for cells in whole]
+        widths = [max(map(_breadth, cells)) for cells in zip(*shown)]
+        shown.insert(1, ["─" * size for size in widths])
+        sides = [column.side for column in self.columns]
+        lines = ["  ".join(map(_aligned, cells, widths, sides)).rstrip() for cells in shown]
+        title = [self.title] if self.title else []
+        return "\n".join([*map(_visible, title), *lines, *map(_visible, self._words(limit))])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """An element for notebooks, in the colours of the page; what is cut is in tooltips."""
+        titles = [self.title] if self.title else []
+        captions = [f"<caption>{_escaped(title, TOLD)}</caption>" for title in titles]
+        sides = [column.side for column in self.columns]
+        head = [_tag("th", column.side, column.header) for column in self.columns]
+        body = [[_tag("td", *cell) for cell in zip(sides, row)] for row in self._cells(ROWS)]
+        rows = [f"<tr>{''.join(cells)}</tr>" for cells in (head, *body)]
+        words = [f"<div>{_escaped(word, TOLD)}</div>" for word in self._words(ROWS)]
+        table = ['<table style="border-collapse:collapse">', *captions, *rows, "</table>"]
+        return "\n".join([f'<div class="{IGNORE}">', *table, *words, "</div>"])
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows by column name, ready for JSON, which knows no NaN.
+
+        Numbers that are not finite are strings, and so are integers of over 4,200 digits (in
+        hexadecimal), which Python's JSON does not take.
+
+        >>> Table("", (Column("a"), Column("b", "share")), (("x", 0.123456),)).to_dicts()
+        [{'a': 'x', 'b': 0.123456}]
+        """
+        names = [column.name for column in self.columns]
+        return [dict(zip(names, map(_plain, row))) for row in self.rows]
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` of the values; None is NaN among shares and other numbers."""
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise GradtraceError("to_pandas() needs pandas: pip install pandas") from error
+        frame = pandas.DataFrame(index=range(len(self.rows)))
+        for at, column in enumerate(self.columns):
+            gap = nan if column.kind in ("share", "number") else None
+            values = [gap if row[at] is None else _scalar(row[at]) for row in self.rows]
+            # Left to itself, pandas rounds counts to floats where one of them is None.
+            dtype = object if any(value is None for value in values) else None
+            frame[column.name] = pandas.Series(values, dtype=dtype)
+        return frame
+
+    def _cells(self, limit: int | None) -> list[list[str]]:
+        kinds = [column.kind for column in self.columns]
+        rows = self.rows if limit is None else self.rows[: max(limit, 0)]
+        return [list(map(_cell, kinds, row)) for row in rows]
+
+    def _words(self, limit: int | None) -> list[str]:
+        """What is said below: how many rows are left out, and the notes."""
+        more = 0 if limit is None else len(self.rows) - max(limit, 0)
+        left = [f"… and {more:,} more {'row' if more == 1 else 'rows'}"] if more > 0 else []
+        return [*([] if self.rows else ["no rows"]), *left, *self.notes]
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+def _cell(kind: str, value: object) -> str:
+    """A value as text.
+
+    >>> _cell("count", 1234567), _cell("share", 0.1234), _cell("number", 3.14159), _cell("text", 1)
+    ('1,234,567', '12.3%', '3.142', '1')
+    """
+    value = _scalar(value)
+    if value is None:
+        return "–"
+    if isinstance(value, int) and abs(value) >= (2**LONG if kind == "text" else MANY):
+        return _rounded(value)
+    if kind == "text" or not isinstance(value, (int, float)):
+        return str(value)
+    if kind == "count" and abs(value) < MANY and value == int(value):
+        return f"{int(value):,}"
+    return f"{value:.1%}" if kind == "share" and isfinite(value) else f"{value:.4g}"
+
+
+def _rounded(value: int) -> str:
+    """Four digits of an integer that may be past any float.
+
+    >>> _rounded(-(2**20000))
+    '-3.98e+6020'
+    """
+    digits = log10(abs(value))
+    power = floor(digits)
+    lead = f"{10 ** (digits - power):.4g}"
+    lead, power = ("1", power + 1) if lead == "10" else (lead, power)
+    return f"{'-' if value < 0 else ''}{lead}e+{power}"
+
+
+def _scalar(value: Any) -> object:
+    """The number in a tensor or an array without dimensions; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def _plain(value: object) -> object:
+    value = _scalar(value)
+    if isinstance(value, int):
+        return value if value.bit_length() < LONG else hex(value)
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    return None if value is None else str(value)
+
+
+# Text --------------------------------------------------------------------------------------------
+
+
+def _visible(text: str) -> str:
+    r"""Controls, marks of direction and lone surrogates as escapes: they would mislead the reader.
+
+    >>> print(_visible("a\u202eb"))
+    a\u202eb
+    """
+    hidden = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
+    return "".join(
+        char.encode("unicode_escape").decode() if unicodedata.category(char) in hidden else char
+        for char in text
+    )
+
+
+def _brief(text: str, width: int) -> str:
+    """Cut in the middle to so many columns of a terminal, and no more characters than that.
+
+    >>> _brief("encoder.layers.11.weight", 12)
+    'encod…weight'
+    """
+    width = max(width, 1)
+    few = text if len(text) <= 2 * width else text[:width] + text[-width:]  # long names cost little
+    few = _visible(few)
+    if sum(max(_room(char), 1) for char in few) <= width:
+        return few
+    end = _start(few[::-1], width // 2)[::-1]
+    return f"{_start(few, (width - 1) // 2)}…{end}"
+
+
+def _start(text: str, width: int) -> str:
+    """As much as fits; an accent by itself, which takes no room, counts as a character."""
+    for at, char in enumerate(text):
+        width -= max(_room(char), 1)
+        if width < 0:
+            return text[:at]
+    return text
+
+
+def _room(char: str) -> int:
+    if unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def _breadth(text: str) -> int:
+    return sum(map(_room, text))
+
+
+def _aligned(text: str, width: int, side: str) -> str:
+    gap = " " * (width - _breadth(text))
+    return text + gap if side == "left" else gap + text
+
+
+def _escaped(text: str, width: int) -> str:
+    return escape(_brief(text, width), quote=True)
+
+
+def _tag(tag: str, side: str, text: str) -> str:
+    shown, told = _escaped(text, WIDTH), _escaped(text, TOLD)
+    more = f' title="{told}"' if told != shown else ""
+    return f'<{tag} style="text-align:{side};{CELL};{RULE}"{more}>{shown}</{tag}>'

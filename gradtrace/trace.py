@@ -1,0 +1,240 @@
+"""A trace: what gradient tracing found of one loss, or of a vector of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from gradtrace.atlas import Gradients, unknown
+from gradtrace.components import Components, Survey
+from gradtrace.errors import GradtraceError, TooLarge, UnknownName
+from gradtrace.following import Kept
+from gradtrace.influence import Influence, Tally, checked_weight, possible
+from gradtrace.maps import Map
+from gradtrace.paths import Builder, Path, Paths, ravel, sampled
+from gradtrace.program import Program
+from gradtrace.tracing import Found, Marks, Pairs, Tracer
+
+
+@dataclass
+class Trace:
+    """The paths behind a loss.
+
+    ``gradients`` are those of autograd, by name; ``rule`` is ``"greedy"`` or ``"viterbi"``;
+    ``pairs`` is the number of losses. Paths and influence are found when asked for, from the
+    weights and activations of the forward pass: ask before these are changed in place, as an
+    optimiser does.
+    """
+
+    program: Program = field(repr=False)
+    gradients: Gradients = field(repr=False)
+    rule: str
+    granularity: str
+    pairs: int
+    modules: Mapping[str, str] = field(repr=False)
+    names: dict[int, str] = field(repr=False)  # by leaf value
+    aliases: dict[str, tuple[str, ...]] = field(repr=False)
+    _versions: list[tuple[Tensor, int]] = field(init=False, repr=False)
+    _kept: dict[int, Kept] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._versions = [(t, t._version) for t in weights_of(self.program)]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not exact, one line an operator."""
+        return tuple(dict.fromkeys(self.program.notes()))
+
+    def _unchanged(self) -> None:
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise GradtraceError(
+                "weights or activations were changed in place since the trace was made (by an "
+                "optimiser step?), so its paths can no longer be followed; ask for paths and "
+                "influence before the step"
+            )
+
+    # Paths -----------------------------------------------------------------------------------------
+
+    def path(self, name: str, index: int | Sequence[int] = (), *, pair: int = 0) -> Path:
+        """The path that carried the most gradient to one element of a leaf.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> path = gt.trace((x * x).sum(), names={"x": x}).path("x", 1)
+        >>> path.weight, path.gradient, path.operators
+        (4.0, 8.0, ['MulBackward0', 'SumBackward0'])
+        """
+        value, element = self._element(name, index)
+        builder = self._builder(pair)
+        (path,) = builder.followed(value, torch.tensor([element], device=self._device), self.rule)
+        if path is None:
+            raise GradtraceError(
+                f"{name}{list(_indices(index))} has no path: every contribution to its gradient "
+                "is 0"
+            )
+        return path
+
+    @overload
+    def paths(
+        self, name: str, index: int | Sequence[int] | None = None, *, k: int = 5, pair: int = 0
+    ) -> Paths: ...
+    @overload
+    def paths(self, *, sample: int, seed: int = 0, pair: int = 0) -> Paths: ...
+    def paths(
+        self,
+        name: str | None = None,
+        index: int | Sequence[int] | None = None,
+        *,
+        k: int = 5,
+        sample: int | None = None,
+        seed: int = 0,
+        pair: int = 0,
+    ) -> Paths:
+        """The k paths of greatest \\|weight\\| from an element, or from any of a leaf; or, with
+        ``sample``, the paths by the trace's rule of that many parameter elements drawn at random
+        (of those drawn, the ones that have a path).
+        """
+        builder = self._builder(pair)
+        if sample is not None:
+            return Paths(tuple(self._sampled(builder, sample, seed)), f"Paths ({self.rule})")
+        if name is None:
+            raise GradtraceError("say which paths: paths(name), paths(name, index), paths(sample=n)")
+        if index is None:
+            value = self._leaf(name)
+            elements = torch.arange(self._shape(name).numel(), device=self._device)
+        else:
+            value, element = self._element(name, index)
+            elements = torch.tensor([element], device=self._device)
+        found = builder.kept.best(value, elements, k)
+        return Paths(
+            tuple(builder.path(value, int(elements[place]), hops) for place, hops in found),
+            f"Largest paths of {name}",
+        )
+
+    def enumerate(self, limit: int = 10_000, zeros: bool = False) -> Paths:
+        """All paths from every leaf element to the loss; see ``gradtrace.enumerate_paths``."""
+        builder = self._builder(0)
+        found: list[Path] = []
+        for name, value in self._values.items():
+            for element in range(self._shape(name).numel()):
+                for hops in builder.kept.every(value, element, zeros):
+                    if len(found) == limit:
+                        raise TooLarge(
+                            f"there are more than {limit:,} paths; raise limit, or take a smaller "
+                            "graph. gradtrace.backward(loss, gradtrace.semirings.COUNT) tells how "
+                            "many there are"
+                        )
+                    found.append(builder.path(value, element, hops))
+        return Paths(tuple(found), "All paths")
+
+    def _sampled(self, builder: Builder, sample: int, seed: int) -> Iterator[Path]:
+        sizes = {name: self._shape(name).numel() for name in self.gradients}
+        for name, elements in sampled(sizes, sample, seed).items():
+            if len(elements):
+                on = elements.to(self._device)
+                for path in builder.followed(self._leaf(name), on, self.rule):
+                    if path is not None:
+                        yield path
+
+    def _builder(self, pair: int) -> Builder:
+        self._unchanged()
+        if not 0 <= pair < self.pairs:
+            raise UnknownName(f"pair {pair} is none of the {self.pairs} losses of this trace")
+        if pair not in self._kept:
+            seed = self.program.seed
+            if self.pairs > 1:
+                seed = torch.zeros_like(seed).index_fill(0, torch.tensor(pair, device=seed.device), 1)
+            self._kept = {pair: Kept(self.program, seed)}  # the values of one pair at a time
+        return Builder.of(self._kept[pair], self.names, pair)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.program.seed.device
+
+    @cached_property
+    def _values(self) -> dict[str, int]:
+        return {name: value for value, name in self.names.items()}
+
+    def _leaf(self, name: str) -> int:
+        name = self.gradients.aliases.get(name, name)
+        if name not in self._values:
+            raise UnknownName(unknown("leaf", name, self._values))
+        return self._values[name]
+
+    def _shape(self, name: str) -> torch.Size:
+        return self.gradients[name].shape
+
+    def _element(self, name: str, index: int | Sequence[int]) -> tuple[int, int]:
+        value, shape = self._leaf(name), tuple(self._shape(name))
+        numbers = _indices(index)
+        if len(numbers) != len(shape):
+            raise UnknownName(
+                f"{name} has {len(shape)} dimensions ({list(shape)}), so an element of it has "
+                f"{len(shape)} numbers, not {list(numbers)}"
+            )
+        if not all(-size <= i < size for i, size in zip(numbers, shape)):
+            raise UnknownName(f"{name}{list(numbers)} is outside its shape {list(shape)}")
+        return value, ravel([i % size for i, size in zip(numbers, shape)], shape)
+
+    # Influence -------------------------------------------------------------------------------------
+
+    def influence(self, components: Components = None, weight: str = "count") -> Influence:
+        """Through which components the paths of all parameter elements run, as a table.
+
+        ``components`` is None (every module, with all inside it), ``"classes"``, ``"operators"``,
+        ``"labels"`` (``gradtrace.label``), ``"arguments"`` (which argument of a sum or a
+        concatenation), a list of module names or patterns, or ``{group: names}``. A name is a
+        module's, or begins with ``class:``, ``operator:``, ``label:`` or ``argument:``.
+        """
+        self._unchanged()
+        by = checked_weight(weight)
+        others = {name: self.aliases.get(name, ()) for name in self._values}
+        chosen = Survey(self.program, self.modules, others).choose(components)
+        could = possible(self.program, chosen.marks)
+        tally = Tally(chosen.components, could, self.names, self.pairs)
+        with torch.no_grad():
+            for found, gradient in self._found(chosen.marks):
+                tally.add(found, gradient)
+        return tally.result(self.rule, by, self.notes)
+
+    def _found(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
+        """The leaves after a pass, each with its gradient."""
+        seed = self.program.seed
+        tracer = Tracer(self.program, self.rule, marks)
+        if self.pairs == 1:
+            for found in tracer.run(seed):
+                yield found, self.gradients[self.names[found.leaf.value]]
+            return
+        pairs = Pairs.follow(self.program, self.pairs)
+        if self.rule == "greedy":
+            for found in tracer.run_pairs(seed, pairs):
+                yield found, found.state.value
+            return
+        plain = Tracer(self.program, "gradient").run_pairs(seed, pairs)
+        for found, gradient in zip(tracer.run_pairs(seed, pairs), plain):
+            yield found, gradient.state.value
+
+
+def _indices(index: int | Sequence[int]) -> tuple[int, ...]:
+    return (index,) if isinstance(index, int) else tuple(int(i) for i in index)
+
+
+def weights_of(program: Program) -> Iterator[Tensor]:
+    """The tensors that maps refer to."""
+    seen: set[int] = set()
+    for step in program.steps():
+        for map_, _ in step.terms:
+            for tensor in _tensors(map_):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor
+
+
+def _tensors(map_: Map) -> Iterator[Tensor]:
+    for name in map_.tensors():
+        yield getattr(map_, name)
