@@ -18,7 +18,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 
 from gradtrace import labels
 from gradtrace.errors import GradtraceError, UnknownName
@@ -147,11 +149,11 @@ class ablate:
         self._undo.close()
         self._open = False
 
-    def _hook(self, module: nn.Module, note: Callable[..., None]) -> None:
-        self._undo.callback(module.register_forward_pre_hook(note).remove)
+    def _hook(self, module: nn.Module, note: Callable[[], None]) -> None:
+        self._undo.callback(module.register_forward_pre_hook(Hook(note)).remove)
         ours(1)
 
-    def _note(self, *_: object) -> None:
+    def _note(self) -> None:
         self._ran = True
 
     def _complain(self) -> None:
@@ -313,6 +315,24 @@ class StandIn:
             attributes["forward"] = self.own
 
 
+class Hook:
+    """Notes that a module is called; copies of the module, and files, get one that does not."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        self.note = note
+
+    def __call__(self, *_: object) -> None:
+        """The module is about to run."""
+        self.note()
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing() -> None:
+    pass
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -348,7 +368,7 @@ class Rule:
             if not self.stand.rules:
                 self.stand.leave()
 
-    def note(self, *_: object) -> None:
+    def note(self) -> None:
         """It was called."""
         self.called = True
 
@@ -464,6 +484,20 @@ HOWS: dict[str, Callable[[Rule, Forward, Any, Any], Any]] = {
 }
 
 
+class Hollow(TorchFunctionMode):
+    """Copies of tensors get shape, dtype and device, and no data."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``clone`` is how a parameter is copied."""
+        if func is Tensor.__deepcopy__ or func is Tensor.clone:
+            return self.mode.from_tensor(args[0].detach(), static_shapes=True)
+        return func(*args, **(kwargs or {}))
+
+
 def outline(rule: Rule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[Any, Any]]]:
     """What a module would return, as tensors that have no data: nothing is computed or drawn.
 
@@ -471,8 +505,7 @@ def outline(rule: Rule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[An
     neither sees a change. The second result tells what of these is handed on:
     ``{id(copy): (copy, original)}``.
     """
-    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {
         id(hooks): OrderedDict()  # hooks belong to others, and may hold anything
         for part in rule.module.modules()
@@ -480,10 +513,11 @@ def outline(rule: Rule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[An
         if "hooks" in key and isinstance(hooks, dict)
     }
     try:
-        with torch.no_grad(), _OPENED, FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            with FakeCopyMode(mode):
+        with torch.no_grad(), _OPENED:
+            with Hollow(mode):
                 twin, args, kwargs = copy.deepcopy((rule.module, args, kwargs), memo)
-            out = twin.forward(*args, **kwargs)
+            with mode:
+                out = twin.forward(*args, **kwargs)
     except Exception as error:
         raise GradtraceError(
             f"module {rule.name!r} cannot be removed: what it returns cannot be told without "

@@ -109,9 +109,9 @@ def trace(
 
     ``rule="greedy"`` (Equation 1.7 of the chapter) follows at every element the largest
     ``|weight · gradient|``; ``"viterbi"`` finds the path of greatest ``|product|``. With
-    ``granularity="operator"`` whole tensors are followed in place of their elements: at every tensor
-    that is used several times, the user that handed back the most gradient. A vector of losses is
-    traced as so many separate pairs of input and target.
+    ``granularity="operator"`` whole tensors are followed in place of their elements: from every
+    tensor to the user of it that handed back the most gradient. A vector of losses is traced as so
+    many separate pairs of input and target.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
@@ -179,7 +179,7 @@ def backward_of(
         found = gradient(loss, seed, atlas, watch, schedule)
     else:
         values = engine.run(record(loss, seed, atlas, watch, schedule), semiring)
-        found = [(leaf, x[0] if len(x) == 1 else x) for leaf, x in values.items()]
+        found = list(values.items())
     RECENT.refresh()
     named = _named(found, atlas, loss)
     if leaves is not None:
@@ -213,7 +213,8 @@ def trace_of(
     if not loss.numel():
         raise NotScalar("the loss is an empty vector; there is nothing to trace")
     seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
-    recorded = record(loss, seed, atlas, watch, "kahn", dense_limit)
+    opaque = granularity == "operator"
+    recorded = record(loss, seed, atlas, watch, "kahn", dense_limit, opaque)
     RECENT.refresh()
     named = _named([(leaf.tensor, leaf.gradient) for leaf in recorded.leaves], atlas, loss)
     if nonfinite == "raise":

@@ -21,7 +21,7 @@ from gradtrace.errors import GradtraceError, NotLinear, TooLarge
 from gradtrace.hooks import HookWatch
 from gradtrace.labels import labels_of
 from gradtrace.linear import shape_of
-from gradtrace.maps import Dense, Identity, Map
+from gradtrace.maps import Dense, Identity, Map, Opaque
 from gradtrace.nodes import NODES, UNDONE, summed
 from gradtrace.passes import one_pass, recomputed_once
 from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term
@@ -41,9 +41,16 @@ class Record:
     """One pass over the nodes that leaves a program behind; ``Walk`` with a pen."""
 
     def __init__(
-        self, loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, limit: int
+        self,
+        loss: Tensor,
+        seed: Tensor,
+        atlas: Atlas,
+        watch: HookWatch,
+        limit: int,
+        opaque: bool = False,
     ) -> None:
         self.atlas = atlas
+        self.opaque = opaque
         self.clear_since = watch.clear_since()
         self.recorder = Recorder(limit)
         self.seed = seed
@@ -256,6 +263,8 @@ class Record:
 
         with _disable_current_modes():
             outs = list(call(grads))
+            if self.opaque and entries(grads, outs) > recorder.limit:
+                return self._closed(call, grads, outs, block, str(reason))
             found = matrices(call, grads, outs, recorder.limit, reason)
         for out, terms in zip(outs, found):
             if out is None:
@@ -273,6 +282,75 @@ class Record:
         return outs
 
 
+    def _closed(
+        self,
+        f: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+        grads: Sequence[Tensor | None],
+        outs: Sequence[Tensor | None],
+        block: Block,
+        reason: str,
+    ) -> Sequence[Tensor | None]:
+        """A formula that is too large to be written out, as a function of each cotangent."""
+        recorder = self.recorder
+        _see_additive(f, grads, outs, reason)
+        for k, out in enumerate(outs):
+            if out is None:
+                continue
+            recorder.alive.append(out)
+            terms = tuple(
+                Term(
+                    Opaque(_one(f, grads, slot, k), shape_of(grad), shape_of(out), reason),
+                    recorder.values[id(grad)],
+                )
+                for slot, grad in enumerate(grads)
+                if grad is not None and id(grad) in recorder.values
+            )
+            value = recorder.new()
+            block.steps.append(Step(value, terms, shape_of(out), real_dtype(out)))
+            recorder.values[id(out)] = value
+        return outs
+
+
+def _one(
+    f: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+    grads: Sequence[Tensor | None],
+    slot: int,
+    k: int,
+) -> Callable[[Tensor], Tensor]:
+    """The k-th result as a function of one cotangent, the others zero."""
+    like = [None if g is None else (g.shape, g.dtype, g.device) for g in grads]
+
+    def function(x: Tensor) -> Tensor:
+        given: list[Tensor | None] = [
+            None if a is None else torch.zeros(a[0], dtype=a[1], device=a[2]) for a in like
+        ]
+        at = like[slot]
+        assert at is not None
+        given[slot] = torch.view_as_complex(x.contiguous()) if at[1].is_complex else x.to(at[1])
+        out = f(given)[k]
+        assert out is not None
+        return as_real(out)
+
+    return function
+
+
+def _see_additive(
+    f: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+    grads: Sequence[Tensor | None],
+    outs: Sequence[Tensor | None],
+    reason: str,
+) -> None:
+    """``f(g + r) = f(g) + f(r)`` for a random r, or the formula is not linear."""
+    noise = [None if g is None else torch.randn_like(g) for g in grads]
+    both = [None if g is None or r is None else g + r for g, r in zip(grads, noise)]
+    for out, alone, together in zip(outs, f(noise), f(both)):
+        if out is None or alone is None or together is None:
+            continue
+        size = float(alone.abs().amax()) if alone.numel() else 0.0
+        if not close(as_real(out + alone), as_real(together), 1e-3 * size):
+            raise NotLinear(reason)
+
+
 def matrices(
     f: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
     grads: Sequence[Tensor | None],
@@ -282,9 +360,7 @@ def matrices(
 ) -> list[list[tuple[int, Tensor]]]:
     """For each result, the matrices that lead to it from each cotangent, by unit cotangents."""
     found: list[list[tuple[int, Tensor]]] = [[] for _ in outs]
-    rows = sum(shape_size(o) for o in outs if o is not None)
-    columns = sum(shape_size(g) for g in grads if g is not None)
-    if rows * columns > limit:
+    if entries(grads, outs) > limit:
         raise reason
     totals = [None if o is None else torch.zeros_like(_flatten(o)) for o in outs]
     for slot, grad in enumerate(grads):
@@ -309,6 +385,12 @@ def matrices(
         if out is not None and total is not None and not close(total, _flatten(out)):
             raise reason
     return found
+
+
+def entries(grads: Sequence[Tensor | None], outs: Sequence[Tensor | None]) -> int:
+    """How many entries the matrix from all cotangents to all results has."""
+    rows = sum(shape_size(o) for o in outs if o is not None)
+    return rows * sum(shape_size(g) for g in grads if g is not None)
 
 
 def real_dtype(x: Tensor) -> torch.dtype:
@@ -342,9 +424,14 @@ def record(
     watch: HookWatch,
     order: str = "kahn",
     limit: int = DENSE_LIMIT,
+    opaque: bool = False,
 ) -> Program:
-    """The backward program of a loss."""
-    pen = Record(loss, seed, atlas, watch, limit)
+    """The backward program of a loss.
+
+    An operator of more than ``limit`` entries and no known structure is refused, or with ``opaque``
+    kept as a function.
+    """
+    pen = Record(loss, seed, atlas, watch, limit, opaque)
     with one_pass():
         walk(loss, pen.visit, order)
     return Program(seed, pen.first, pen.blocks, pen.leaves)

@@ -45,6 +45,44 @@ class Chosen:
     marks: Marks
 
 
+@dataclass
+class Routes:
+    """Which operator an argument's value goes on to: who made the argument."""
+
+    takers: dict[int, Block]
+    onward: dict[int, int]
+    leaves: set[int]
+
+    @classmethod
+    def of(cls, program: Program) -> Routes:
+        """Those of a program."""
+        takers = {value: block for block in program.blocks for value in block.takes.values()}
+        onward = {
+            term.value: step.out
+            for block in program.blocks
+            for step in block.merges
+            for term in step.terms
+        }
+        return cls(takers, onward, {leaf.value for leaf in program.leaves})
+
+    def source(self, value: int) -> str:
+        """The nearest module that the argument came from, or else the operator."""
+        first = ""
+        for _ in range(100):  # operators outside any module: look behind them
+            while value in self.onward:
+                value = self.onward[value]
+            block = self.takers.get(value)
+            if block is None:
+                return first or "leaf"
+            if block.place.module:
+                return block.place.module
+            first = first or block.operator
+            if not block.gives:
+                return first
+            value = next(iter(block.gives.values()))
+        return first
+
+
 class Survey:
     """The things in a program that paths can pass through.
 
@@ -126,25 +164,16 @@ class Survey:
 
     def arguments(self) -> Region:
         """The arguments of sums and concatenations: which branch a path came by."""
-        takers = {v: block for block in self.program.blocks for v in block.takes.values()}
-        onward = {
-            term.value: step.out
-            for block in self.program.blocks
-            for step in block.merges
-            for term in step.terms
-        }
+        routes = Routes.of(self.program)
         region, seen = Region(), dict[str, int]()
         for number, block in enumerate(self.program.blocks):
             if block.operator not in SUMS or len(block.gives) < 2:
                 continue
-            where = f"{block.place.module or 'top'}.{block.operator.removesuffix('Backward0').lower()}"
+            kind = block.operator.removesuffix("Backward0").lower()
+            where = f"{block.place.module}.{kind}".removeprefix(".")
             which = seen[where] = seen.get(where, -1) + 1
             for position, value in sorted(block.gives.items()):
-                while value in onward:
-                    value = onward[value]
-                maker = takers.get(value)
-                source = (maker.place.module or maker.operator) if maker else "leaf"
-                name = f"{where}{which if which else ''}[{position}] from {source}"
+                name = f"{where}{which or ''}[{position}] from {routes.source(value)}"
                 region.bits[name] = self.marks.position[number, position] = self._atom()
         return region
 
@@ -153,8 +182,10 @@ class Survey:
     def choose(self, components: Components) -> Chosen:
         """The components that were asked for."""
         if components is None:
-            components = "modules" if any(b.place.module for b in self.program.blocks) else (
-                "labels" if any(b.label for b in self.program.blocks) else "operators"
+            components = (
+                "modules"
+                if any(b.place.module for b in self.program.blocks)
+                else ("labels" if any(b.label for b in self.program.blocks) else "operators")
             )
         if isinstance(components, str):
             region = self._region(components)
@@ -173,15 +204,17 @@ class Survey:
         )
         if kind not in makers:
             raise UnknownName(
-                f"components={kind!r} is none of {', '.join(KINDS)}; to choose modules by name pass "
-                f"a list: components=[{kind!r}]"
+                f"components={kind!r} is none of {', '.join(KINDS)}; to choose modules by name "
+                f"pass a list: components=[{kind!r}]"
             )
         region = makers[kind]()
         if not region.bits:
             raise UnknownName(_EMPTY[kind])
         return region
 
-    def _group(self, name: str, parts: str | Sequence[str], regions: dict[str, Region]) -> Component:
+    def _group(
+        self, name: str, parts: str | Sequence[str], regions: dict[str, Region]
+    ) -> Component:
         bits, owns = 0, frozenset[str]()
         for part in [parts] if isinstance(parts, str) else parts:
             if not isinstance(part, str):
@@ -200,7 +233,11 @@ class Survey:
                 owns |= self._owned(lambda leaf, at=pattern: within(leaf, at))  # it was not called
                 continue
             if not hits:
-                raise UnknownName(unknown(kind.rstrip("es") if kind == "classes" else kind[:-1], pattern, region.bits))
+                raise UnknownName(
+                    unknown(
+                        kind.rstrip("es") if kind == "classes" else kind[:-1], pattern, region.bits
+                    )
+                )
             bits |= union(region.bits[n] for n in hits)
             owns |= frozenset().union(*(region.owns.get(n, frozenset()) for n in hits))
         return Component(name, bits, owns)
@@ -217,8 +254,8 @@ _EMPTY = {
     "modules": "no operator was made inside a module; run the forward pass under gradtrace.watch",
     "classes": "no operator was made inside a module; run the forward pass under gradtrace.watch",
     "operators": "there is no operator",
-    "labels": "no tensor behind this loss was labelled; call gradtrace.label(tensor, dim, names) in "
-    "the forward pass",
+    "labels": "no tensor behind this loss was labelled; call gradtrace.label(tensor, dim, names) "
+    "in the forward pass",
     "arguments": "no sum or concatenation joins two branches that need a gradient",
 }
 

@@ -15,9 +15,9 @@ from gradtrace.shapes import Shape
 class Plan:
     """``out[b, m, n] = ⊕ₖ x[b, m, k] ⊗ w[b, k, n]`` for a spec such as ``"mk,kn->mn"``.
 
-    Letters: b are in all three, m are the input's and the result's, n the weight's and the result's,
-    k those of the input that the result lacks, in the order of the input, so that a larger k is a
-    later element. Letters of the weight alone are summed: two elements have one weight.
+    Letters: b are in all three, m are the input's and the result's, n the weight's and the
+    result's, k those of the input that the result lacks, in the order of the input, so that a larger
+    k is a later element. Letters of the weight alone are summed: two elements have one weight.
     """
 
     x: str
@@ -27,18 +27,22 @@ class Plan:
 
     @property
     def batch(self) -> str:
+        """In all three."""
         return "".join(c for c in self.out if c in self.x and c in self.w)
 
     @property
     def rows(self) -> str:
+        """Of the input and the result."""
         return "".join(c for c in self.out if c in self.x and c not in self.w)
 
     @property
     def columns(self) -> str:
+        """Of the weight and the result."""
         return "".join(c for c in self.out if c not in self.x)
 
     @property
     def inner(self) -> str:
+        """Of the input, not of the result: what the sum runs over."""
         return "".join(c for c in self.x if c not in self.out)
 
     def size(self, letters: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import frexp, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,11 @@ class Held(NamedTuple):
     exponent: int
 
 
-def run(program: Program, semiring: Semiring) -> dict[Tensor, Value]:
+def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     """The value of every leaf: ``⊕`` over all paths of ``⊗`` of the lifted derivatives along each.
 
-    Values are dropped after their last use, so memory is as for a backward pass.
+    A tensor, or a tuple for semirings whose values have several parts. Values are dropped after
+    their last use, so memory is as for a backward pass.
     """
     last = program.last_uses()
     keep = {leaf.value for leaf in program.leaves}
@@ -39,7 +40,8 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Value]:
                 if last[term.value] == n and term.value not in keep:
                     values.pop(term.value, None)
         found = {leaf.tensor: values[leaf.value] for leaf in program.leaves}
-        return {leaf: semiring.finish(*held) for leaf, held in found.items()}
+        done = {leaf: semiring.finish(*held) for leaf, held in found.items()}
+    return {leaf: x[0] if len(x) == 1 else x for leaf, x in done.items()}
 
 
 def value_of(step: Step, values: dict[int, Held], semiring: Semiring) -> Held:

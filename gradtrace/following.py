@@ -6,7 +6,7 @@ arrived at a step's output moves on to the element of its input that contributes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -59,7 +59,7 @@ class Kept:
 
     @cached_property
     def largest(self) -> dict[int, Held]:
-        """MAX at every value: the largest \\|product\\| from there to the root."""
+        """MAX at every value: the largest |product| from there to the root."""
         with torch.no_grad():
             values = {self.program.root: Held(MAX.weigh(self.seed), 0)}
             for step in self.program.steps():
@@ -91,9 +91,17 @@ class Kept:
 
     # Following the largest contributions -------------------------------------------------------
 
-    def follow(self, value: int, elements: Tensor, rule: str) -> list[Hops]:
-        """From elements of a value to the root, by a rule. A path without hops does not exist."""
-        waiting = {value: [(torch.arange(len(elements), device=elements.device), elements)]}
+    def follow(self, starts: Mapping[int, Tensor], rule: str) -> list[Hops]:
+        """From elements of values to the root, by a rule. A path without hops does not exist.
+
+        Paths are numbered in the order of ``starts``.
+        """
+        waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        first = 0
+        for value, elements in starts.items():
+            numbers = torch.arange(first, first + len(elements), device=elements.device)
+            waiting[value] = [(numbers, elements)]
+            first += len(elements)
         found: list[Hops] = []
         with torch.no_grad():
             for out, terms in reversed(self.makers.items()):
@@ -156,7 +164,7 @@ class Kept:
     # The best paths, in falling order ----------------------------------------------------------
 
     def best(self, value: int, elements: Tensor, limit: int) -> Iterator[tuple[int, list[Hop]]]:
-        """Paths of greatest \\|weight\\| from any of these elements, each with the element's place.
+        """Paths of greatest |weight| from any of these elements, each with the element's place.
 
         A search that always goes on where the product so far, times the largest product from there
         to the root, is greatest; so paths come out in order, at most ``limit`` of them.

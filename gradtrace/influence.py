@@ -87,7 +87,7 @@ class Influence:
 
     Of the parameter elements outside a component that could pass through it (``eligible``: some
     route through it exists, and the element has a path), ``through`` is how many do, and ``share``
-    the ratio; ``weighted`` counts every element with its \\|gradient\\|. ``unreached`` are those that
+    the ratio; ``weighted`` counts every element with its |gradient|. ``unreached`` are those that
     could but have no path, as nothing but zeros came to them; ``own`` are the component's own
     parameters, which are left out. Counts are sums over pairs, so tables add up: ``a.merge(b)``.
     """
@@ -255,7 +255,7 @@ def _order(first: tuple[Row, ...], second: tuple[Row, ...]) -> Any:
     return lambda name: name
 
 
-# Counting ------------------------------------------------------------------------------------------
+# Counting -----------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum, log, nan, prod
@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from gradtrace.coarse import Link
 from gradtrace.following import Hop, Kept
 from gradtrace.shapes import Shape
 from gradtrace.tables import Column, Table
@@ -41,7 +42,9 @@ class Path:
     """A path, from a leaf element (first step) to the loss (last).
 
     ``weight`` is the product of all derivatives along it, signed; ``gradient`` that of the leaf
-    element, to which all its paths add up.
+    element, to which all its paths add up. At operator granularity steps are whole tensors:
+    ``index`` is empty, ``gradient`` is ``Σ |gradient|``, derivative and weight are nan, and
+    ``share`` is the part, of what all users of a tensor handed back, that came this way.
     """
 
     name: str
@@ -57,7 +60,7 @@ class Path:
 
     @property
     def log_weight(self) -> float:
-        """The natural logarithm of \\|weight\\|, which no path is too long for."""
+        """The natural logarithm of |weight|, which no path is too long for."""
         return fsum(log(abs(step.derivative)) for step in self.steps)
 
     @property
@@ -102,7 +105,9 @@ class Path:
             )
             for step in self.steps
         )
-        title = f"{self.name}{list(self.index)}: weight {self.weight:.4g}, gradient {self.gradient:.4g}"
+        title = (
+            f"{self.name}{list(self.index)}: weight {self.weight:.4g}, gradient {self.gradient:.4g}"
+        )
         return Table(title, columns, rows)
 
     def __str__(self) -> str:
@@ -194,7 +199,7 @@ class Paths(Sequence[Path]):
         return self.table().to_pandas()
 
 
-# From hops to paths --------------------------------------------------------------------------------
+# From hops to paths -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -241,21 +246,36 @@ class Builder:
                 PathStep(operator, module, call, shape, index, derivative, gradients[n], share)
             )
         return Path(
-            self.names[value], unravel(element, self.shapes[value]), tuple(steps), gradients[0], self.pair
+            self.names[value],
+            unravel(element, self.shapes[value]),
+            tuple(steps),
+            gradients[0],
+            self.pair,
         )
+
+    def coarse(self, value: int, links: list[Link]) -> Path:
+        """The path of a whole leaf: sizes in place of gradients, no elements, no derivatives."""
+        stops = [value, *(link.take for link in links)]
+        steps = []
+        for n, at in enumerate(stops):
+            operator, module, call = self.places[at] if n else ("leaf", "", 0)
+            share = links[n].size / links[n].total if n < len(links) else 1.0
+            size = float(self.kept.gradients[at].abs().sum(dtype=torch.float64))
+            steps.append(PathStep(operator, module, call, self.shapes[at], (), nan, size, share))
+        return Path(self.names[value], (), tuple(steps), steps[0].gradient, self.pair)
 
     def _gradient(self, value: int, element: int) -> float:
         return float(self.kept.gradients[value].reshape(-1)[element])
 
-    def followed(self, value: int, elements: Tensor, rule: str) -> Iterator[Path | None]:
+    def followed(self, starts: Mapping[int, Tensor], rule: str) -> Iterator[Path | None]:
         """The path of each element by a rule; None where there is none."""
-        trails: list[list[Hop]] = [[] for _ in range(len(elements))]
-        for hops in self.kept.follow(value, elements, rule):
-            for path, element, weight in zip(
-                hops.paths.tolist(), hops.element.tolist(), hops.weight.tolist()
-            ):
+        trails: list[list[Hop]] = [[] for elements in starts.values() for _ in elements]
+        for hops in self.kept.follow(starts, rule):
+            onward = zip(hops.paths.tolist(), hops.element.tolist(), hops.weight.tolist())
+            for path, element, weight in onward:
                 trails[path].append(Hop(hops.value, element, weight))
-        for element, trail in zip(elements.tolist(), trails):
+        pairs = ((value, e) for value, elements in starts.items() for e in elements.tolist())
+        for (value, element), trail in zip(pairs, trails):
             whole = bool(trail) and trail[-1].value == self.kept.program.root
             yield self.path(value, element, trail) if whole else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.atlas import Gradients, unknown
+from gradtrace.coarse import Coarse
 from gradtrace.components import Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.following import Kept
@@ -18,7 +20,7 @@ from gradtrace.influence import Influence, Tally, checked_weight, possible
 from gradtrace.maps import Map
 from gradtrace.paths import Builder, Path, Paths, ravel, sampled
 from gradtrace.program import Program
-from gradtrace.tracing import Found, Marks, Pairs, Tracer
+from gradtrace.tracing import Found, Marks, Pairs, State, Tracer, mark
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Trace:
     names: dict[int, str] = field(repr=False)  # by leaf value
     aliases: dict[str, tuple[str, ...]] = field(repr=False)
     _versions: list[tuple[Tensor, int]] = field(init=False, repr=False)
+    asked: dict[str, Influence] = field(default_factory=dict, repr=False)
     _kept: dict[int, Kept] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +61,7 @@ class Trace:
                 "influence before the step"
             )
 
-    # Paths -----------------------------------------------------------------------------------------
+    # Paths ----------------------------------------------------------------------------------------
 
     def path(self, name: str, index: int | Sequence[int] = (), *, pair: int = 0) -> Path:
         """The path that carried the most gradient to one element of a leaf.
@@ -69,9 +72,12 @@ class Trace:
         >>> path.weight, path.gradient, path.operators
         (4.0, 8.0, ['MulBackward0', 'SumBackward0'])
         """
-        value, element = self._element(name, index)
         builder = self._builder(pair)
-        (path,) = builder.followed(value, torch.tensor([element], device=self._device), self.rule)
+        if self.granularity == "operator":
+            return self._coarse(name, index, builder)
+        value, element = self._element(name, index)
+        start = {value: torch.tensor([element], device=self._device)}
+        (path,) = builder.followed(start, self.rule)
         if path is None:
             raise GradtraceError(
                 f"{name}{list(_indices(index))} has no path: every contribution to its gradient "
@@ -95,15 +101,22 @@ class Trace:
         seed: int = 0,
         pair: int = 0,
     ) -> Paths:
-        """The k paths of greatest \\|weight\\| from an element, or from any of a leaf; or, with
+        """The k paths of greatest |weight| from an element, or from any of a leaf; or, with
         ``sample``, the paths by the trace's rule of that many parameter elements drawn at random
         (of those drawn, the ones that have a path).
         """
         builder = self._builder(pair)
+        if self.granularity == "operator":
+            raise GradtraceError(
+                "at operator granularity a leaf has one path: trace.path(name); for the paths of "
+                "elements trace with granularity='scalar'"
+            )
         if sample is not None:
             return Paths(tuple(self._sampled(builder, sample, seed)), f"Paths ({self.rule})")
         if name is None:
-            raise GradtraceError("say which paths: paths(name), paths(name, index), paths(sample=n)")
+            raise GradtraceError(
+                "say which paths: paths(name), paths(name, index), paths(sample=n)"
+            )
         if index is None:
             value = self._leaf(name)
             elements = torch.arange(self._shape(name).numel(), device=self._device)
@@ -115,6 +128,17 @@ class Trace:
             tuple(builder.path(value, int(elements[place]), hops) for place, hops in found),
             f"Largest paths of {name}",
         )
+
+    def _coarse(self, name: str, index: int | Sequence[int], builder: Builder) -> Path:
+        value = self._leaf(name)
+        if _indices(index):
+            raise GradtraceError(
+                f"at operator granularity {name} is followed as a whole: trace.path({name!r})"
+            )
+        chain = Coarse(self.program, self.rule, builder.kept.seed).chain(value)
+        if not chain.links:
+            raise GradtraceError(f"{name} has no path: its gradient is 0 everywhere")
+        return builder.coarse(value, chain.links)
 
     def enumerate(self, limit: int = 10_000, zeros: bool = False) -> Paths:
         """All paths from every leaf element to the loss; see ``gradtrace.enumerate_paths``."""
@@ -134,12 +158,11 @@ class Trace:
 
     def _sampled(self, builder: Builder, sample: int, seed: int) -> Iterator[Path]:
         sizes = {name: self._shape(name).numel() for name in self.gradients}
-        for name, elements in sampled(sizes, sample, seed).items():
-            if len(elements):
-                on = elements.to(self._device)
-                for path in builder.followed(self._leaf(name), on, self.rule):
-                    if path is not None:
-                        yield path
+        drawn = sampled(sizes, sample, seed)
+        starts = {self._leaf(name): e.to(self._device) for name, e in drawn.items() if len(e)}
+        for path in builder.followed(starts, self.rule):
+            if path is not None:
+                yield path
 
     def _builder(self, pair: int) -> Builder:
         self._unchanged()
@@ -148,7 +171,9 @@ class Trace:
         if pair not in self._kept:
             seed = self.program.seed
             if self.pairs > 1:
-                seed = torch.zeros_like(seed).index_fill(0, torch.tensor(pair, device=seed.device), 1)
+                seed = torch.zeros_like(seed).index_fill(
+                    0, torch.tensor(pair, device=seed.device), 1
+                )
             self._kept = {pair: Kept(self.program, seed)}  # the values of one pair at a time
         return Builder.of(self._kept[pair], self.names, pair)
 
@@ -181,7 +206,7 @@ class Trace:
             raise UnknownName(f"{name}{list(numbers)} is outside its shape {list(shape)}")
         return value, ravel([i % size for i, size in zip(numbers, shape)], shape)
 
-    # Influence -------------------------------------------------------------------------------------
+    # Influence ------------------------------------------------------------------------------------
 
     def influence(self, components: Components = None, weight: str = "count") -> Influence:
         """Through which components the paths of all parameter elements run, as a table.
@@ -200,11 +225,34 @@ class Trace:
         with torch.no_grad():
             for found, gradient in self._found(chosen.marks):
                 tally.add(found, gradient)
-        return tally.result(self.rule, by, self.notes)
+        table = tally.result(self.rule, by, self.notes)
+        if isinstance(components, str):
+            self.asked[components] = table
+        return table
+
+    def flow(self) -> 'Flow':
+        """Gradient magnitude along depth, per module, and in plain words whether it vanishes,
+        explodes or dies.
+        """
+        self._unchanged()
+        from gradtrace.flow import flow_of
+        return flow_of(self.program, self.names, self.modules)
+
+    # To keep -----------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, sample: int = 1000, seed: int = 0) -> None:
+        """Write gradients, influence (of modules, and of the kinds asked for so far), flow and the
+        paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
+        """
+        from gradtrace import saving
+        saving.save(self, path, sample, seed)
 
     def _found(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
         """The leaves after a pass, each with its gradient."""
         seed = self.program.seed
+        if self.granularity == "operator":
+            yield from self._coarsely(marks)
+            return
         tracer = Tracer(self.program, self.rule, marks)
         if self.pairs == 1:
             for found in tracer.run(seed):
@@ -218,6 +266,28 @@ class Trace:
         plain = Tracer(self.program, "gradient").run_pairs(seed, pairs)
         for found, gradient in zip(tracer.run_pairs(seed, pairs), plain):
             yield found, gradient.state.value
+
+
+    def _coarsely(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
+        """``_found`` with whole tensors: all elements of a leaf have the marks of its path."""
+        if marks.slices:
+            raise GradtraceError(
+                "a path of whole tensors runs through all slices of a labelled one; measure labels "
+                "with granularity='scalar'"
+            )
+        for pair in range(self.pairs):
+            kept = self._builder(pair).kept
+            coarse = Coarse(self.program, self.rule, kept.seed)
+            for leaf in self.program.leaves:
+                chain = coarse.chain(leaf.value)
+                bits = 1 if chain.links else 0
+                for link in chain.links:
+                    bits |= marks.block.get(link.block, 0)
+                    bits |= marks.position.get((link.block, link.position), 0)
+                words = mark((torch.zeros_like(chain.reached).int(),) * marks.words, bits)
+                words = tuple(torch.where(chain.reached, word, 0) for word in words)
+                gradient = kept.gradients[leaf.value]
+                yield Found(leaf, State(gradient, 0, words), pair), gradient
 
 
 def _indices(index: int | Sequence[int]) -> tuple[int, ...]:

@@ -4,17 +4,17 @@ Beside the value of every cotangent element goes a *mark*: the set of components
 the root has visited. A step's output takes the mark of the element it points to. So no pointers are
 kept, and memory is as for a backward pass. Two rules say where an element points to:
 
-- ``greedy``: values are the gradients. At a step, the term with the largest \\|contribution\\|; inside
-  its map, the element with the largest \\|weight · gradient\\|.
-- ``viterbi``: values are MAX, so that the pointers are those of the path of greatest \\|product\\|.
+- ``greedy``: values are the gradients. At a step, the term with the largest |contribution|; inside
+  its map, the element with the largest |weight · gradient|.
+- ``viterbi``: values are MAX, so that the pointers are those of the path of greatest |product|.
 
-A contribution of exactly 0 is none; ties go to the first term, then to the lowest element. What only
-moves elements does not choose: an element that was reached stays reached.
+A contribution of exactly 0 is none; ties go to the first term, then to the lowest element. What
+only moves elements does not choose: an element that was reached stays reached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradtrace.engine import Held, balanced
 from gradtrace.maps import Map
-from gradtrace.program import Block, Leaf, Program, Step, Term
+from gradtrace.program import Leaf, Program, Step, Term
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted, wide
 
@@ -67,6 +67,7 @@ class Greedy:
     """Equation 1.7 of the chapter: values are gradients."""
 
     def part(self, map_: Map, state: State, alone: bool) -> Part:
+        """The summed contribution, and the mark of the largest single one."""
         x, words = state.value, state.words
         total = map_.apply(x)
         if map_.moves:
@@ -82,6 +83,7 @@ class Greedy:
         return Part(total, value, marks_at(words, source))
 
     def join(self, step: Step, parts: list[tuple[Part, int]]) -> State:
+        """The sum, and the mark of the largest."""
         total, size, words = parts[0][0]
         for part, _ in parts[1:]:
             total = total + part.value
@@ -91,9 +93,10 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Viterbi:
-    """Values are the largest \\|product\\| over the paths."""
+    """Values are the largest |product| over the paths."""
 
     def part(self, map_: Map, state: State, alone: bool) -> Part:
+        """The largest contribution, and its mark."""
         x, words = state.value, state.words
         if map_.moves:
             return Part(map_.apply(x), map_.apply(x), tuple(map_.apply(word) for word in words))
@@ -103,6 +106,7 @@ class Viterbi:
         return Part(value, value, marks_at(words, source))
 
     def join(self, step: Step, parts: list[tuple[Part, int]]) -> State:
+        """The largest part, and its mark."""
         exponent = max(power for _, power in parts)
         size: Tensor | None = None
         words: Words = ()
@@ -119,10 +123,12 @@ class Gradient:
     """Nothing but the gradient."""
 
     def part(self, map_: Map, state: State, alone: bool) -> Part:
+        """The summed contribution."""
         total = map_.apply(state.value)
         return Part(total, total, ())
 
     def join(self, step: Step, parts: list[tuple[Part, int]]) -> State:
+        """The sum."""
         total = parts[0][0].value
         for part, _ in parts[1:]:
             total = total + part.value
@@ -273,22 +279,20 @@ class Tracer:
         n = -1
         for number, block in enumerate(self.program.blocks):
             for value in block.takes.values():
-                self._mark(states, value, lambda words: self.marks.enter(number, words))
+                if value in states:
+                    words = self.marks.enter(number, states[value].words)
+                    states[value] = states[value]._replace(words=words)
             for step in block.steps:
                 n += 1
                 self._step(step, n, states, values, keep, last)
             for position, value in block.gives.items():
                 bits = self.marks.position.get((number, position), 0)
-                self._mark(states, value, lambda words: mark(words, bits))
+                if bits and value in states:
+                    words = mark(states[value].words, bits)
+                    states[value] = states[value]._replace(words=words)
             for step in block.merges:
                 n += 1
                 self._step(step, n, states, values, keep, last)
-
-    def _mark(
-        self, states: dict[int, State], value: int, marked: Callable[[Words], Words]
-    ) -> None:
-        if value in states:
-            states[value] = states[value]._replace(words=marked(states[value].words))
 
     def _step(
         self,

@@ -8,6 +8,7 @@ here knows of maps, programs or semirings, and nothing of gradtrace is imported.
 
 from __future__ import annotations
 
+import builtins
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ class Place(NamedTuple):
 
     node: int
     slot: int
-    index: int
+    element: int  # flat
 
 
 class Edge(NamedTuple):
@@ -67,7 +68,7 @@ class Hop(NamedTuple):
     operator: str | Node | None = None  # the consumer, or its name ("MulBackward0")
     position: int | None = None
     slot: int | None = None
-    index: int | None = None  # flat, in that slot
+    element: int | None = None  # flat, of that slot
 
 
 class Consumer(NamedTuple):
@@ -115,11 +116,12 @@ class Weights(list[float]):
         mass, spread = self.entropy_sums()
         return spread / mass + math.log(mass) if mass else 0.0
 
-    def top(self, k: int) -> list[float]:
-        """The k largest |weights|, largest first; fewer if there are fewer paths."""
-        return heapq.nlargest(k, map(abs, self))
+    def top(self, k: int, signed: builtins.bool = False) -> list[float]:
+        """The k largest |weights|, largest first, zeros where there are fewer; or with signs."""
+        best = heapq.nlargest(k, self, key=abs) + [0.0] * max(0, k - len(self))
+        return best if signed else [abs(weight) for weight in best]
 
-    def bool(self) -> bool:
+    def bool(self) -> builtins.bool:
         """Whether there is a path."""
         return len(self) > 0
 
@@ -242,7 +244,7 @@ class ScalarGraph:
     def matching(self, name: str, index: Position, hops: Sequence[Hop]) -> list[Path]:
         """The paths whose edges are as claimed, one edge for each hop."""
         at = self.vertex(name, index)
-        found = [] if at is None else [((), at, 1.0)]
+        found: list[tuple[tuple[Edge, ...], int, float]] = [] if at is None else [((), at, 1.0)]
         for hop in hops:
             found = [
                 ((*edges, edge), edge.above, weight * edge.weight)
@@ -258,7 +260,11 @@ class ScalarGraph:
             same = self.operator(edge.consumer) == wanted
         else:
             same = wanted is None or self.nodes[edge.consumer] is wanted
-        pairs = ((hop.position, edge.position), (hop.slot, above.slot), (hop.index, above.index))
+        pairs = (
+            (hop.position, edge.position),
+            (hop.slot, above.slot),
+            (hop.element, above.element),
+        )
         return same and all(claim is None or claim == fact for claim, fact in pairs)
 
     def is_path(self, edges: Sequence[Edge], name: str, index: Position) -> bool:
@@ -276,7 +282,7 @@ class ScalarGraph:
         return "\n".join(
             f"{edge.weight:+.6g} by argument {edge.position} of #{edge.consumer} "
             f"{self.operator(edge.consumer)}, its output {self.places[edge.above].slot}"
-            f"[{self.places[edge.above].index}]"
+            f"[{self.places[edge.above].element}]"
             for edge in edges
         )
 
@@ -415,7 +421,8 @@ def sharp(graph: ScalarGraph, loss: Tensor, leaves: dict[str, Tensor]) -> bool:
 
     ``x̂ᵢ·x̂ⱼ + 1`` of a norm may be 0, or 1e-17 by another formula, and then the *number* of paths
     is not defined, though all else is. Two signs: a weight far smaller than its neighbours, and a
-    weight that comes or goes when cotangents are 1/3 in place of 1.
+    weight that comes or goes when cotangents are 1/3 in place of 1. A zero that only an altogether
+    different formula would blur is not seen: think of norms and softmax of tied whole numbers.
     """
     other = ScalarGraph.of(loss, leaves, unit=1 / 3)
     faintest = min(graph.faintest, other.faintest)
@@ -428,7 +435,7 @@ def sharp(graph: ScalarGraph, loss: Tensor, leaves: dict[str, Tensor]) -> bool:
 class _Arrow(NamedTuple):
     """An edge that still waits for the vertex it starts from."""
 
-    index: int
+    element: int
     above: int
     weight: float
     consumer: int
@@ -477,9 +484,10 @@ class _Builder:
         graph.places += [Place(number, slot, index) for index in range(size)]
         graph.up += [[] for _ in range(size)]
         graph.counts += [0] * size
-        for index, above, weight, consumer, position in arrows:
-            graph.up[first + index].append(Edge(first + index, above, weight, consumer, position))
-            graph.counts[first + index] += graph.counts[above]
+        for element, above, weight, consumer, position in arrows:
+            at = first + element
+            graph.up[at].append(Edge(at, above, weight, consumer, position))
+            graph.counts[at] += graph.counts[above]
         self.edges += len(arrows)
         if self.most_edges is not None and self.edges > self.most_edges:
             raise TooManyPaths(f"more than {self.most_edges:,} edges")

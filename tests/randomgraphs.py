@@ -524,7 +524,7 @@ def cat(draft: Draft, x: Tensor) -> Tensor:
 @operator
 def split(draft: Draft, x: Tensor) -> list[Tensor]:
     d = draft.dim(x, 2)
-    parts = x.split(draft.rng.randint(1, x.shape[d] - 1), d)
+    parts = torch.split(x, draft.rng.randint(1, x.shape[d] - 1), d)
     return draft.rng.sample(parts, draft.rng.randint(1, len(parts)))
 
 
@@ -796,13 +796,14 @@ class Product(torch.autograd.Function):
 
 @operator
 def function_pair(draft: Draft, x: Tensor) -> list[Tensor]:
-    pair = Rotate.apply(x, draft.rng.uniform(0.2, 1.2), draft.operand(x.shape))
+    angle = draft.rng.uniform(0.2, 1.2)
+    pair = Rotate.apply(x, angle, draft.operand(x.shape))  # type: ignore[no-untyped-call]
     return draft.rng.sample(pair, draft.rng.randint(1, 2))
 
 
 @operator
 def function(draft: Draft, x: Tensor) -> Tensor:
-    made: Tensor = Product.apply(x, draft.operand(x.shape))
+    made: Tensor = Product.apply(x, draft.operand(x.shape))  # type: ignore[no-untyped-call]
     return made
 
 

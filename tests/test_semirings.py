@@ -1,7 +1,7 @@
 """The laws of every semiring, and its fast methods against folds of ⊕ and ⊗.
 
-Values are sums of products of lifted whole numbers in float64, so that laws are tested for equality;
-only ENTROPY, which takes logarithms, is compared to rounding.
+Values are sums of products of lifted whole numbers in float64, so that laws are tested for
+equality; only ENTROPY, which takes logarithms, is compared to rounding.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import gradtrace
 from gradtrace import semirings
+from gradtrace.engine import run
 from gradtrace.errors import GradtraceError, OutOfRange
 from gradtrace.semirings import (
     ABS,
@@ -87,7 +88,7 @@ class LogMin(Semiring):
 
 @dataclass(frozen=True)
 class Longest(Semiring):
-    """(max, +) of lengths, the example of ``Semiring``: a derivative that is not 0 is of length 0."""
+    """(max, +) of lengths: a derivative that is not 0 is of length 0."""
 
     name: str = "LONGEST"
     zero: tuple[float, ...] = (-INF,)
@@ -194,7 +195,9 @@ def assert_same(semiring: Semiring, a: Value, b: Value) -> None:
 
 
 def largest(*some: Value) -> Tensor:
-    return torch.cat([part.abs().double().reshape(-1) for x in some for part in x] + [torch.zeros(1)]).max()
+    return torch.cat(
+        [part.abs().double().reshape(-1) for x in some for part in x] + [torch.zeros(1)]
+    ).max()
 
 
 # Laws --------------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ def test_extremes_keep_both_ends() -> None:
     assert turned == (torch.tensor(15.0), torch.tensor(-6.0))
 
 
-# What follows from plus and times: the class' own, the base class', and by hand --------------------
+# What follows from plus and times: as the class has it, as the base class has it, and by hand ------
 
 
 def each_way(semiring: Semiring, name: str, *arguments: Any) -> Value:
@@ -326,7 +329,9 @@ def test_reduce(semiring: Semiring, data: st.DataObject, dims: set[int], negativ
 @every
 @pytest.mark.parametrize("shape", [(2, 0), (0, 2), (0, 0)])
 @pytest.mark.parametrize("dims", [[0], [1], [0, 1], []])
-def test_reduce_of_nothing_is_zero(semiring: Semiring, shape: tuple[int, int], dims: list[int]) -> None:
+def test_reduce_of_nothing_is_zero(
+    semiring: Semiring, shape: tuple[int, int], dims: list[int]
+) -> None:
     kept = [1 if d in dims else n for d, n in enumerate(shape)]
     found = each_way(semiring, "reduce", some_value(semiring, *shape), dims)
     assert_same(semiring, found, zero(semiring, kept))
@@ -409,7 +414,9 @@ def contracted(semiring: Semiring, spec: str, x: Value, w: Tensor) -> Value:
 @given(st.data())
 def test_contract(semiring: Semiring, spec: str, data: st.DataObject) -> None:
     x, w = (data.draw(f(semiring, *s)) for f, s in zip((values, derivatives), SPECS[spec]))
-    assert_same(semiring, each_way(semiring, "contract", spec, x, w), contracted(semiring, spec, x, w))
+    assert_same(
+        semiring, each_way(semiring, "contract", spec, x, w), contracted(semiring, spec, x, w)
+    )
 
 
 @every
@@ -417,12 +424,16 @@ def test_contract(semiring: Semiring, spec: str, data: st.DataObject) -> None:
 def test_contract_of_nothing(semiring: Semiring, case: str) -> None:
     spec, x_shape, w_shape = EMPTY[case]
     x, w = some_value(semiring, *x_shape), torch.ones(w_shape, dtype=torch.float64)
-    assert_same(semiring, each_way(semiring, "contract", spec, x, w), contracted(semiring, spec, x, w))
+    assert_same(
+        semiring, each_way(semiring, "contract", spec, x, w), contracted(semiring, spec, x, w)
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 5, 12, 40])
 @every
-def test_contract_in_chunks(semiring: Semiring, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contract_in_chunks(
+    semiring: Semiring, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = some_value(semiring, 2, 3, 4)
     w = derivatives_of(semiring, 2, 4, 5)
     wanted = Semiring.contract(semiring, "bmk,bkn->bmn", x, w)
@@ -616,14 +627,11 @@ def test_nan_wins(semiring: Semiring, place: int) -> None:
 @pytest.mark.parametrize("semiring", [MAX, TopK(1), TopK(3), ABS], ids=title)
 def test_infinity_is_largest(semiring: Semiring) -> None:
     x = semiring.lift(torch.tensor([1.0, -INF, 3.0]))
-    two = torch.full((3,), -2.0)
     for found in (
         semiring.fold(x, 0),
         semiring.plus(at(x, 1), at(x, 2)),
-        semiring.times(at(x, 1), at(x, 2)),
         at(semiring.scatter(x, torch.tensor([0, 0, 0]), 1), 0),
         at(semiring.scan(x, 0), 2),
-        semiring.contract("k,k->", x, two),
     ):
         assert float(found[0]) == INF
 
@@ -631,6 +639,22 @@ def test_infinity_is_largest(semiring: Semiring) -> None:
 def test_infinities_of_either_sign() -> None:
     x = EXTREMES.lift(torch.tensor([1.0, -INF, 3.0]))
     assert EXTREMES.fold(x, 0) == (torch.tensor(3.0), torch.tensor(-INF))
+
+
+ABSENT = "an absent path is 0, and 0 times an infinite one NaN, which wins"
+INFINITE = [
+    pytest.param(s, id=title(s), marks=pytest.mark.xfail(bad, reason=ABSENT, strict=True))
+    for s, bad in ((SUM, False), (ABS, False), (MAX, False), (TopK(1), False))
+    + ((TopK(3), True), (EXTREMES, True))
+]
+
+
+@pytest.mark.parametrize("semiring", INFINITE)
+def test_infinity_times_a_number_is_infinite(semiring: Semiring) -> None:
+    for weight in (torch.tensor(2.0), torch.tensor(-2.0)):
+        found = semiring.times(semiring.lift(torch.tensor(-INF)), semiring.lift(weight))
+        wanted = semiring.lift(weight * -INF)
+        assert [float(part) for part in found] == [float(part) for part in wanted]
 
 
 # Precision ---------------------------------------------------------------------------------------
@@ -749,7 +773,9 @@ def test_finish_takes_double_precision_where_single_ends(semiring: Semiring) -> 
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-DENORMAL = "shifted into float32's denormals, digits are lost without notice (_lost sees only zeros)"
+DENORMAL = (
+    "shifted into float32's denormals, digits are lost without notice (_lost sees only zeros)"
+)
 
 
 @pytest.mark.xfail(reason=DENORMAL, strict=True)
@@ -759,13 +785,23 @@ def test_finish_keeps_all_digits() -> None:
     assert torch.equal(found.double() * 2.0**140, x.double())
 
 
+SPREAD = "finish takes a spread that comes out as 0 for one that underflowed, and raises OutOfRange"
+
+
+@pytest.mark.xfail(reason=SPREAD, strict=True)
 def test_finish_of_entropy_is_right_where_it_is_zero() -> None:
-    """(1, 0), one path of weight 1, held as a half."""
-    half = torch.tensor([0.5, 0.25], dtype=torch.float64)
-    held = half, half * math.log(2.0)
-    mass, spread = ENTROPY.finish(held, 1)
-    assert mass.tolist() == [1.0, 0.5]
-    torch.testing.assert_close(spread, torch.tensor([0.0, -0.5 * math.log(0.5) - 0.0]).double() * 0)
+    """One path of weight 1, held as a half: (1, 0) is no value that got lost."""
+    half = torch.tensor([0.5], dtype=torch.float64)
+    mass, spread = ENTROPY.finish(ENTROPY.lift(half), 1)
+    assert (float(mass), float(spread)) == (1.0, 0.0)
+
+
+@pytest.mark.xfail(reason=SPREAD, strict=True)
+def test_a_path_of_weight_one_that_was_small_on_the_way() -> None:
+    x, loss = repeated([2.0**-12, 2.0**-12, 2.0**12, 2.0**12], torch.float64)
+    mass, spread = gradtrace.backward(loss, ENTROPY, names={"x": x})["x"]
+    assert float(mass) == 1.0
+    assert float(spread) == pytest.approx(0.0, abs=1e-12)
 
 
 LOGS = [Abs(log=True), Max(log=True), Count(log=True), TopK(2, log=True)]
@@ -823,12 +859,14 @@ def test_infinite_values_stay_infinite() -> None:
 # Counting ----------------------------------------------------------------------------------------
 
 
-def doubled(times: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def doubled(times: int) -> tuple[Tensor, Tensor]:
     """A leaf with 2 to this power paths to the loss."""
-    x = torch.tensor(1.0, dtype=dtype, requires_grad=True)
+    x = torch.tensor(1.0, requires_grad=True)
     y: Tensor = x
-    for _ in range(times):
+    for _ in range(times % 8):
         y = (y + y) * 0.5
+    for _ in range(times // 8):
+        y = y.expand(256).mean()
     return x, y
 
 
@@ -871,8 +909,8 @@ WHOLE = "taken_at fills with a float, which turns whole numbers into float32"
 def test_exact_counts_through_a_convolution() -> None:
     x = torch.ones(1, 1, 3, requires_grad=True)
     y: Tensor = x
-    for _ in range(40):
-        y = y + y
+    for _ in range(5):
+        y = y.expand(256, 1, 1, 3).sum(0)
     loss = torch.conv1d(y, torch.ones(1, 1, 3), padding=1).sum() + x.sum()
     found = gradtrace.backward(loss, Count(exact=True), names={"x": x})["x"]
     assert found.dtype is torch.int64
@@ -884,17 +922,20 @@ def test_exact_counts_through_a_convolution() -> None:
 DEEP = 10_000
 
 
-@pytest.fixture(scope="module")
-def chain() -> tuple[Tensor, Tensor]:
-    x = torch.tensor(1.0, requires_grad=True)
+def repeated(factors: Iterable[float], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A leaf and what becomes of it, times each of these in turn."""
+    x = torch.tensor(1.0, dtype=dtype, requires_grad=True)
     y: Tensor = x
-    for _ in range(DEEP):
-        y = y * 0.5
+    for factor in factors:
+        y = y * factor
     return x, y
 
 
-Found = tuple[float, ...]
-DEPTHS: dict[str, tuple[Semiring, Found]] = {
+def parts_of(found: Any) -> Value:
+    return found if isinstance(found, tuple) else (found,)
+
+
+DEPTHS: dict[str, tuple[Semiring, tuple[float, ...]]] = {
     "MAX": (Max(log=True), (-DEEP,)),
     "ABS": (Abs(log=True), (-DEEP,)),
     "TopK": (TopK(2, log=True), (-DEEP, -INF)),
@@ -906,47 +947,37 @@ DEPTHS: dict[str, tuple[Semiring, Found]] = {
 }
 
 
-@pytest.mark.parametrize("name", DEPTHS)
-def test_a_chain_of_ten_thousand(name: str, chain: tuple[Tensor, Tensor]) -> None:
-    semiring, wanted = DEPTHS[name]
-    found = gradtrace.backward(chain[1], semiring, names={"x": chain[0]})["x"]
-    parts = found if isinstance(found, tuple) else (found,)
-    assert tuple(float(part) for part in parts) == wanted
+def test_a_chain_of_ten_thousand() -> None:
+    x, loss = repeated([0.5] * DEEP)
+    program = gradtrace.program(loss, names={"x": x})
+    for name, (semiring, wanted) in DEPTHS.items():
+        found = parts_of(run(program, semiring)[x])
+        assert tuple(float(part) for part in found) == wanted, name
+    for semiring in (ABS, MAX):
+        with pytest.raises(OutOfRange, match="log=True"):
+            run(program, semiring)
 
 
-@pytest.mark.parametrize("semiring", [ABS, MAX, TopK(2)], ids=title)
-def test_a_chain_beyond_every_float_is_refused(
-    semiring: Semiring, chain: tuple[Tensor, Tensor]
-) -> None:
-    with pytest.raises(OutOfRange, match="log=True"):
-        gradtrace.backward(chain[1], semiring, names={"x": chain[0]})
+def test_backward_of_a_chain_of_ten_thousand() -> None:
+    x, loss = repeated([0.5] * DEEP)
+    assert float(gradtrace.backward(loss, Max(log=True), names={"x": x})["x"]) == -DEEP
 
 
-def test_a_chain_that_grows() -> None:
-    x = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    y: Tensor = x
-    for n in range(4000):
-        y = y * (3.0 if n % 2 else -4.0)
-    names = {"x": x}
-    wanted = 2000 * (math.log2(3.0) + 2.0)
-    for semiring in (Max(log=True), Abs(log=True)):
-        found = gradtrace.backward(y, semiring, names=names)["x"]
-        assert float(found) == pytest.approx(wanted, rel=1e-9)
+@pytest.mark.parametrize("semiring", [Max(log=True), Abs(log=True)], ids=title)
+def test_a_chain_that_grows(semiring: Semiring) -> None:
+    x, loss = repeated([-(3.0**9), 2.0**10] * 200, torch.float64)
+    found = gradtrace.backward(loss, semiring, names={"x": x})["x"]
+    assert float(found) == pytest.approx(200 * (9 * math.log2(3.0) + 10), rel=1e-9)
 
 
 def test_a_chain_out_and_back() -> None:
     """2⁻²⁰⁰⁰ on the way, 1 at the end: no float64 holds what lies between."""
-    x = torch.tensor(1.0, requires_grad=True)
-    y = x
-    for factor in (0.5, 2.0):
-        for _ in range(2000):
-            y = y * factor
+    x, loss = repeated([2.0**-10] * 200 + [2.0**10] * 200)
     for semiring in (MAX, ABS, ENTROPY, TopK(2), EXTREMES):
-        found = gradtrace.backward(y, semiring, names={"x": x})["x"]
-        first = found[0] if isinstance(found, tuple) else found
-        assert float(first) == 1.0
-    mass_and_spread = gradtrace.backward(y, ENTROPY, names={"x": x})["x"]
-    assert float(ENTROPY.entropy(mass_and_spread)) == pytest.approx(0.0, abs=1e-3)
+        found = parts_of(gradtrace.backward(loss, semiring, names={"x": x})["x"])
+        assert float(found[0]) == 1.0
+        if semiring == ENTROPY:
+            assert float(ENTROPY.entropy(found)) == pytest.approx(0.0, abs=1e-3)
 
 
 def layers(depth: int, kind: str) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -971,25 +1002,25 @@ def layers(depth: int, kind: str) -> tuple[Tensor, Tensor, list[Tensor]]:
 def test_a_thousand_layers(kind: str) -> None:
     """Logarithms against (max, +) and whole numbers, layer by layer in Python's own arithmetic."""
     x, loss, matrices = layers(1000, kind)
-    names = {"x": x}
-    largest = torch.zeros(20, dtype=torch.float64)
+    most = torch.zeros(20, dtype=torch.float64)
     count = [1] * 20
     for matrix in reversed(matrices):
-        largest = (matrix.abs().log2() + largest.unsqueeze(1)).amax(0)
+        most = (matrix.abs().log2() + most.unsqueeze(1)).amax(0)
         there = (matrix != 0).tolist()
         count = [sum(c for c, row in zip(count, there) if row[j]) for j in range(20)]
-    found = gradtrace.backward(loss, Max(log=True), names=names)["x"]
-    torch.testing.assert_close(found, largest, rtol=0, atol=1e-3)
+    program = gradtrace.program(loss, names={"x": x})
+    found = run(program, Max(log=True))[x]
+    torch.testing.assert_close(found, most, rtol=0, atol=1e-3)
     assert float(found.max()) < -1500
-    first, second = gradtrace.backward(loss, TopK(2, log=True), names=names)["x"]
-    torch.testing.assert_close(first, largest, rtol=0, atol=1e-3)
+    first, second = run(program, TopK(2, log=True))[x]
+    torch.testing.assert_close(first, most, rtol=0, atol=1e-3)
     assert bool((second <= first).all())
     assert bool((second > first - 20).all())
-    found = gradtrace.backward(loss, Count(log=True), names=names)["x"]
+    found = run(program, Count(log=True))[x]
     wanted = torch.tensor([math.log2(c) for c in count], dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-    with pytest.raises(OutOfRange):
-        gradtrace.backward(loss, COUNT, names=names)
+    with pytest.raises(OutOfRange, match=r"Count\(log=True\)"):
+        run(program, COUNT)
 
 
 PER_TENSOR = (
@@ -1001,9 +1032,9 @@ PER_TENSOR = (
 @pytest.mark.parametrize("depth", [300, 5000])
 def test_elements_that_decay_at_different_rates(depth: int) -> None:
     x = torch.ones(2, requires_grad=True)
-    rates = torch.tensor([1.0, 0.5])
-    y = x
-    for _ in range(depth):
+    rates = torch.tensor([1.0, 2.0**-10])
+    y: Tensor = x
+    for _ in range(depth // 10):
         y = y * rates
     found = gradtrace.backward(y.sum(), Max(log=True), names={"x": x})["x"]
     assert found.tolist() == [0.0, -float(depth)]

@@ -49,5 +49,5 @@ def too_large(call: Call, rows: int, columns: int) -> str:
     """The message for a matrix that would not fit."""
     return (
         f"{call.name} has no structured rule, and as a matrix it has {rows:,} x {columns:,} "
-        "entries; raise dense_limit, or make the tensor smaller"
+        "entries; raise dense_limit, or trace with granularity='operator'"
     )

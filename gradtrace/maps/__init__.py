@@ -9,6 +9,7 @@ from gradtrace.maps.convolve import Convolve, Windows
 from gradtrace.maps.dense import Dense
 from gradtrace.maps.index import Index, gather
 from gradtrace.maps.normaliser import Normaliser
+from gradtrace.maps.opaque import Opaque
 from gradtrace.maps.reduce import Reduce
 from gradtrace.maps.scale import Identity, Scale
 from gradtrace.maps.scan import Scan
@@ -22,6 +23,7 @@ __all__ = [
     "Index",
     "Map",
     "Normaliser",
+    "Opaque",
     "Reduce",
     "Scale",
     "Scan",

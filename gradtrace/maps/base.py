@@ -120,7 +120,11 @@ class Map(ABC):
             source, weight = self.rows(some)
             size = (wide(weight) * taken_at(flat, source, 0.0)).abs()
             value, place = argmax(size, 1)
-            chosen = source.gather(1, place.clamp(min=0).unsqueeze(1)).squeeze(1) if source.shape[1] else place
+            chosen = (
+                source.gather(1, place.clamp(min=0).unsqueeze(1)).squeeze(1)
+                if source.shape[1]
+                else place
+            )
             values.append(value)
             sources.append(torch.where(value == 0, -1, chosen))
         shape = self.out_shape if at is None else tuple(at.shape)

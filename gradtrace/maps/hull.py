@@ -26,8 +26,8 @@ class Cloud:
     """``c[i, j] = |Σᵣ left[r][i]·right[r][j]|·|x[j]|`` along every line; for each i, which j ≠ i is
     largest?
 
-    Of rank two that is the point ``(right[0][j]·x[j], right[1][j]·x[j])`` that lies furthest, either
-    way, in the direction ``(left[0][i], left[1][i])``: a corner of the convex hull of all points
+    Of rank two that is the point ``(right[0][j]·x[j], right[1][j]·x[j])`` that lies furthest,
+    either way, in the direction ``(left[0][i], left[1][i])``: a corner of the convex hull of all points
     and their mirror images. Points well inside a polygon of outermost points are no corners, so
     few are left to compare; an i that is itself one of these few is compared with all. All tensors
     are (lines, n).
@@ -98,7 +98,10 @@ class Cloud:
         """Which points may be corners of the hull: those not well inside a polygon of points."""
         a, b = self.right[0] * self.x, self.right[1] * self.x
         wide_, high = a.abs().amax(1, keepdim=True), b.abs().amax(1, keepdim=True)
-        a, b = _over(a, wide_), _over(b, high)  # hulls turn with their points: bring both to one size
+        a, b = (
+            _over(a, wide_),
+            _over(b, high),
+        )  # hulls turn with their points: bring both to one size
         p, q = [], []
         for d in range(DIRECTIONS):
             angle = pi * d / DIRECTIONS

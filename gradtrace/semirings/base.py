@@ -123,19 +123,19 @@ class Semiring(ABC):
             return self.zeros(shape, x)
         while n > 1:
             half = n // 2
-            first = each(x, lambda part: part.narrow(dim, 0, half))
-            second = each(x, lambda part: part.narrow(dim, half, half))
+            first = tuple(part.narrow(dim, 0, half) for part in x)
+            second = tuple(part.narrow(dim, half, half) for part in x)
             both = self.plus(first, second)
             if n % 2:
-                last = each(x, lambda part: part.narrow(dim, n - 1, 1))
+                last = tuple(part.narrow(dim, n - 1, 1) for part in x)
                 both = tuple(torch.cat(pair, dim) for pair in zip(both, last))
             x, n = both, n - half
-        return each(x, lambda part: part.select(dim, 0))
+        return tuple(part.select(dim, 0) for part in x)
 
     def reduce(self, x: Value, dims: Sequence[int]) -> Value:
         """``⊕`` over dimensions, which are kept with size 1."""
         for d in dims:
-            x = each(self.fold(x, d), lambda part: part.unsqueeze(d))
+            x = tuple(part.unsqueeze(d) for part in self.fold(x, d))
         return x
 
     def scatter(self, x: Value, target: Tensor, size: int) -> Value:
@@ -143,14 +143,14 @@ class Semiring(ABC):
         order = target.argsort(stable=True)
         order = order[target[order] >= 0]
         target = target[order]
-        x = each(x, lambda part: part[order])
+        x = tuple(part[order] for part in x)
         count = torch.bincount(target, minlength=size)
         starts = count.cumsum(0) - count
         rank = torch.arange(len(target), device=target.device) - starts[target]
         step, most = 1, int(count.max()) if size else 0
         while step < most:  # x[j] ⊕= x[j + step] within the elements of one target
             at = ((rank % (2 * step) == 0) & (rank + step < count[target])).nonzero().reshape(-1)
-            both = self.plus(each(x, lambda p: p[at]), each(x, lambda p: p[at + step]))
+            both = self.plus(tuple(p[at] for p in x), tuple(p[at + step] for p in x))
             x = tuple(part.index_copy(0, at, new) for part, new in zip(x, both))
             step *= 2
         out = self.zeros([size], x)
@@ -162,8 +162,8 @@ class Semiring(ABC):
         """Prefix ``⊕`` along a dimension; log n rounds."""
         n, step = x[0].shape[dim], 1
         while step < n:
-            before = each(x, lambda part: part.narrow(dim, 0, n - step))
-            here = each(x, lambda part: part.narrow(dim, step, n - step))
+            before = tuple(part.narrow(dim, 0, n - step) for part in x)
+            here = tuple(part.narrow(dim, step, n - step) for part in x)
             both = self.plus(before, here)
             x = tuple(
                 torch.cat([part.narrow(dim, 0, step), new], dim) for part, new in zip(x, both)
@@ -183,11 +183,13 @@ class Semiring(ABC):
         out = []
         for i in range(0, m, lines):
             row = []
-            some = each(left, lambda part: part[:, i : i + lines, :, None])
+            some = tuple(part[:, i : i + lines, :, None] for part in left)
             for j in range(0, n, columns):
-                w = each(right, lambda part: part[:, None, :, j : j + columns])
+                w = tuple(part[:, None, :, j : j + columns] for part in right)
                 row.append(self.fold(self.times(some, w), 2))
-            out.append(tuple(torch.cat(parts, 2) for parts in zip(*row)) if len(row) != 1 else row[0])
+            out.append(
+                tuple(torch.cat(parts, 2) for parts in zip(*row)) if len(row) != 1 else row[0]
+            )
         if not m or not n:
             return each(self.zeros([b, m, n], x), how.back)
         return tuple(how.back(torch.cat(parts, 1)) for parts in zip(*out))

@@ -1,4 +1,4 @@
-"""Semirings whose ⊕ chooses: the largest path, the extremes, the k largest, whether there is one."""
+"""Semirings whose ⊕ chooses: the largest path, the extremes, the k largest, any at all."""
 
 from __future__ import annotations
 

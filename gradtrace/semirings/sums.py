@@ -155,7 +155,7 @@ class Entropy(Additive):
     """``(Σ |w|, −Σ |w|·log |w|)`` over the paths; 0·log 0 = 0.
 
     ``ENTROPY.entropy(value)`` is the entropy, in nats, of the distribution that gives each path a
-    probability proportional to \\|weight\\|: 0 if one path carries all, log n if n carry as much.
+    probability proportional to |weight|: 0 if one path carries all, log n if n carry as much.
 
     >>> value = ENTROPY.plus(ENTROPY.lift(torch.tensor(0.5)), ENTROPY.lift(torch.tensor(-0.5)))
     >>> ENTROPY.entropy(value)

@@ -1,0 +1,171 @@
+"""Traces in files: what can be looked at without the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradtrace import files
+from gradtrace.atlas import Gradients, unknown
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.flow import Flow
+from gradtrace.influence import Influence, checked_weight
+from gradtrace.paths import Path, Paths, PathStep, unravel
+
+if TYPE_CHECKING:
+    from gradtrace.trace import Trace
+
+KIND = "trace"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A trace as it was saved: gradients, influence, flow, and paths of a sample of elements."""
+
+    gradients: Gradients = field(repr=False)
+    rule: str
+    granularity: str
+    pairs: int
+    modules: Mapping[str, str] = field(repr=False)
+    notes: tuple[str, ...] = field(repr=False)
+    _tables: Mapping[str, Influence] = field(repr=False)
+    _flow: Flow = field(repr=False)
+    _paths: Paths = field(repr=False)
+
+    def influence(self, components: str | None = None, weight: str = "count") -> Influence:
+        """A table that was saved: that of modules, or of another kind that had been asked for."""
+        kind = components or ""
+        if not isinstance(kind, str) or kind not in self._tables:
+            have = ", ".join(repr(name) if name else "the default" for name in self._tables)
+            raise UnknownName(
+                f"the file has no influence of components={components!r}, only of {have}; others "
+                "need the model: trace again and ask before saving"
+            )
+        return self._tables[kind].by(checked_weight(weight))
+
+    def flow(self) -> Flow:
+        """Gradient magnitude along depth."""
+        return self._flow
+
+    def paths(self, name: str | None = None) -> Paths:
+        """The paths that were saved, or those of one leaf."""
+        return self._paths if name is None else self._paths.of(name)
+
+    def path(self, name: str, index: int | Sequence[int] = ()) -> Path:
+        """The path of an element, if it is among those that were saved."""
+        if name not in self.gradients:
+            raise UnknownName(unknown("leaf", name, self.gradients))
+        found = self._paths.of(name, index)
+        if not found:
+            raise GradtraceError(
+                f"the path of {name}{index} is not among the {len(self._paths):,} that were saved; "
+                "save with a larger sample, or trace again"
+            )
+        return found[0]
+
+
+def save(trace: Trace, path: str | os.PathLike[str], sample: int, seed: int) -> None:
+    """Write a trace to a file."""
+    tables = {"": trace.influence(), **trace.asked}
+    coarse = trace.granularity == "operator"
+    paths = [] if coarse else list(trace.paths(sample=sample, seed=seed))
+    kinds, arrays = _packed(paths)
+    meta = {
+        "rule": trace.rule,
+        "granularity": trace.granularity,
+        "pairs": trace.pairs,
+        "modules": dict(trace.modules),
+        "aliases": dict(trace.gradients.aliases),
+        "leaves": list(trace.gradients),
+        "notes": list(trace.notes),
+        "tables": {kind: table.to_dict() for kind, table in tables.items()},
+        "flow": trace.flow().to_dict(),
+        "kinds": kinds,
+    }
+    grads = {f"gradient {n}": grad for n, grad in enumerate(trace.gradients.values())}
+    files.write(path, KIND, meta, {**grads, **arrays})
+
+
+def load(path: str | os.PathLike[str]) -> Saved:
+    """Read a trace that ``trace.save`` wrote; neither the model nor its code is needed.
+
+    Files hold numbers and text, nothing that runs; one that is damaged, of a newer version or not
+    a trace is refused with ``gradtrace.files.BadFile``.
+    """
+    contents = files.read(path, KIND)
+    meta, tensors = contents.meta, contents.tensors
+    try:
+        grads = {name: tensors[f"gradient {n}"] for n, name in enumerate(meta["leaves"])}
+        return Saved(
+            Gradients(grads, meta["aliases"]),
+            str(meta["rule"]),
+            str(meta["granularity"]),
+            int(meta["pairs"]),
+            dict(meta["modules"]),
+            tuple(meta["notes"]),
+            {kind: Influence.from_dict(table) for kind, table in meta["tables"].items()},
+            Flow.from_dict(meta["flow"]),
+            Paths(tuple(_unpacked(meta["kinds"], grads, tensors)), f"Paths ({meta['rule']})"),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
+        raise files.BadFile(
+            f"{path} is damaged: its contents do not fit together ({error}); save the trace again"
+        ) from error
+
+
+# Paths as arrays -----------------------------------------------------------------------------------
+
+
+def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Kinds of steps, and arrays with a row for each step of each path."""
+    kinds: dict[tuple[Any, ...], int] = {}
+    rows: list[tuple[int, int]] = []
+    numbers: list[tuple[float, float, float]] = []
+    for path in paths:
+        for n, step in enumerate(path.steps):
+            leaf = path.name if n == 0 else ""
+            key = (step.operator, step.module, step.call, step.shape, leaf)
+            rows.append((kinds.setdefault(key, len(kinds)), _number(step.index, step.shape)))
+            numbers.append((step.derivative, step.gradient, step.share))
+    names = ("operator", "module", "call", "shape", "leaf")
+    return [dict(zip(names, key)) for key in kinds], {
+        "lengths": torch.tensor([len(path) for path in paths], dtype=torch.int64),
+        "pairs": torch.tensor([path.pair for path in paths], dtype=torch.int64),
+        "steps": torch.tensor(rows, dtype=torch.int64).reshape(-1, 2),
+        "numbers": torch.tensor(numbers, dtype=torch.float64).reshape(-1, 3),
+    }
+
+
+def _unpacked(
+    kinds: Sequence[Mapping[str, Any]], grads: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> Iterator[Path]:
+    rows, numbers = tensors["steps"].tolist(), tensors["numbers"].tolist()
+    if len(rows) != len(numbers) or sum(lengths := tensors["lengths"].tolist()) != len(rows):
+        raise ValueError("paths of other lengths than their steps")
+    first = 0
+    for length, pair in zip(lengths, tensors["pairs"].tolist()):
+        steps = []
+        for (kind, element), values in zip(
+            rows[first : first + length], numbers[first : first + length]
+        ):
+            what = kinds[kind]
+            shape = tuple(int(n) for n in what["shape"])
+            place = str(what["operator"]), str(what["module"]), int(what["call"])
+            steps.append(PathStep(*place, shape, unravel(element, shape), *values))
+        name = str(kinds[rows[first][0]]["leaf"])
+        if name not in grads:
+            raise KeyError(name)
+        yield Path(name, steps[0].index, tuple(steps), steps[0].gradient, pair)
+        first += length
+
+
+def _number(index: Sequence[int], shape: Sequence[int]) -> int:
+    number = 0
+    for i, size in zip(index, shape):
+        number = number * size + i
+    return number
