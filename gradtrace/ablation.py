@@ -438,8 +438,7 @@ def _mean(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
 
 
 def _remove(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
-    inputs: list[Tensor] = []
-    mapped((args, kwargs), lambda v: inputs.append(v) if floats(v) else None)
+    inputs = floating((args, kwargs))
     if not inputs:
         raise GradtraceError(
             f"module {rule.name!r} is given no floating tensor that could take the place of its "
@@ -616,7 +615,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return value._replace(data=change(value.data))
     if isinstance(value, (tuple, list)):
         items = [mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if isinstance(value, dict):
         found = copy.copy(value)
         for key in value:
@@ -628,6 +627,19 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
             object.__setattr__(twin, field.name, mapped(getattr(value, field.name), change))
         return twin
     return change(value)
+
+
+def floating(value: Any) -> list[Tensor]:
+    """The floating tensors in such a nest, in order."""
+    found: list[Tensor] = []
+
+    def collect(item: Any) -> Any:
+        if floats(item):
+            found.append(item)
+        return item
+
+    mapped(value, collect)
+    return found
 
 
 def averaged(tensor: Tensor, dim: int) -> tuple[Tensor, int]:

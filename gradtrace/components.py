@@ -233,11 +233,8 @@ class Survey:
                 owns |= self._owned(lambda leaf, at=pattern: within(leaf, at))  # it was not called
                 continue
             if not hits:
-                raise UnknownName(
-                    unknown(
-                        kind.rstrip("es") if kind == "classes" else kind[:-1], pattern, region.bits
-                    )
-                )
+                word = prefix if prefix in _PREFIX and rest else "module"
+                raise UnknownName(unknown(word, pattern, region.bits))
             bits |= union(region.bits[n] for n in hits)
             owns |= frozenset().union(*(region.owns.get(n, frozenset()) for n in hits))
         return Component(name, bits, owns)

@@ -671,3 +671,549 @@ def test_residual_chain_arguments(rule: str) -> None:
     (row,) = picked
     # w_5 comes to no skip, and w_4[3] goes by branch 4 and branch 5; all others, by a skip or more
     assert (int(row.count.t), int(row.count.e)) == (23, 24)
+
+
+# One operator, and a fork behind it ------------------------------------------------------------------
+
+Index = tuple[int, ...]
+Entries = dict[Index, list[tuple[Index, float]]]  # leaf element: output elements, with derivatives
+
+
+def numbers(phase: float, *shape: int) -> dict[Index, float]:
+    """A number for each element, no two alike."""
+    return {
+        index: math.sin(phase + 1.9 * n) for n, index in enumerate(product(*map(range, shape)))
+    }
+
+
+def filled(values: Mapping[Index, float], *shape: int) -> Tensor:
+    return real([values[index] for index in product(*map(range, shape))]).reshape(shape)
+
+
+class Operator:
+    """An operator with known derivatives, and ``L = (Σ a·y + Σ b·y) + Σ c·y`` of its output y.
+
+    From ``y_j`` three paths lead on, of weights ``a_j``, ``b_j`` and ``c_j``, so the gradient there
+    is their sum ``g_j``. A leaf element with derivatives ``J_j`` has the paths ``J_j·a_j``,
+    ``J_j·b_j``, ``J_j·c_j``; viterbi takes the largest of all, greedy the j of largest
+    ``|J_j·g_j|`` and then the largest of a, b, c.
+    """
+
+    name: str
+    out: Index
+
+    def leaves(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def apply(self, leaves: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def entries(self) -> dict[str, Entries]:
+        raise NotImplementedError
+
+    def fork(self) -> tuple[dict[Index, float], ...]:
+        """a, b and c: all 0 at the first element; at the last they cancel out."""
+        sides = tuple(numbers(phase, *self.out) for phase in (0.3, 0.8, 2.9))
+        first, last = list(sides[0])[0], list(sides[0])[-1]
+        for side, value in zip(sides, (0.5, 0.25, -0.75)):
+            side[first], side[last] = 0.0, value
+        return sides
+
+    def loss(self) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = {name: leaf.requires_grad_() for name, leaf in self.leaves().items()}
+        y = self.apply(leaves)
+        assert tuple(y.shape) == self.out
+        a, b, c = (filled(side, *self.out) for side in self.fork())
+        return (a * y).sum() + (b * y).sum() + (c * y).sum(), leaves
+
+    def weights(self, name: str) -> Weights:
+        return {
+            index: [w * side[j] for j, w in row for side in self.fork()]
+            for index, row in self.entries()[name].items()
+        }
+
+    def chosen(self, rule: str, row: list[tuple[Index, float]]) -> tuple[Index, float, int] | None:
+        """(j, J_j, which of a, b, c) by a rule."""
+        sides = self.fork()
+        whole = [(j, w, n) for j, w in row for n in range(3)]
+        if rule == "greedy" and row:
+            best = largest(row, lambda at: at[1] * sum(side[at[0]] for side in sides))
+            whole = [at for at in whole if at[:2] == best]
+        found: tuple[Index, float, int] | None = None
+        if whole:
+            found = largest(whole, lambda at: at[1] * sides[at[2]][at[0]])
+        return found
+
+    def way(self, index: Index, found: tuple[Index, float, int]) -> Way:
+        j, w, n = found
+        return [
+            ("leaf", index, w),
+            (self.name, j, self.fork()[n][j]),
+            ("MulBackward0", j, 1.0),
+            ("SumBackward0", (), 1.0),
+            *[("AddBackward0", (), 1.0)] * (1 if n == 2 else 2),
+        ]
+
+
+class Conv1d(Operator):
+    """``y[n,o,q] = Σ_ik W[o,i,k]·x[n,i,p]`` with ``p = 2q + 2k − 2``: stride 2, dilation 2, padding
+    2, three taps. So ``∂y[n,o,q]/∂W[o,i,k] = x[n,i,p]`` and ``∂y[n,o,q]/∂x[n,i,p] = W[o,i,k]``
+    where ``0 ≤ p < 7``; p is even, and no path leads to the odd places of x.
+    """
+
+    name = "ConvolutionBackward0"
+    out = (2, 3, 4)
+    x, w = numbers(0.1, 2, 2, 7), numbers(0.5, 3, 2, 3)
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {"x": filled(self.x, 2, 2, 7), "w": filled(self.w, 3, 2, 3)}
+
+    def apply(self, leaves: dict[str, Tensor]) -> Tensor:
+        return F.conv1d(leaves["x"], leaves["w"], stride=2, padding=2, dilation=2)
+
+    def entries(self) -> dict[str, Entries]:
+        to_x: Entries = {index: [] for index in self.x}
+        to_w: Entries = {index: [] for index in self.w}
+        for n, o, q in product(range(2), range(3), range(4)):
+            for i, k in product(range(2), range(3)):
+                p = 2 * q + 2 * k - 2
+                if 0 <= p < 7:
+                    to_w[o, i, k].append(((n, o, q), self.x[n, i, p]))
+                    to_x[n, i, p].append(((n, o, q), self.w[o, i, k]))
+        assert all(bool(row) == (index[2] % 2 == 0) for index, row in to_x.items())
+        return {"x": to_x, "w": to_w}
+
+
+class Conv2d(Operator):
+    """``y[n,o,q,r] = Σ_kl W[o,0,k,l]·x[n,g,p,s]``, two groups of one channel in and two out:
+    ``g = o // 2``, ``p = 2q + k − 1``, ``s = r + 2l − 2``: stride (2, 1), padding (1, 2), dilation
+    (1, 2), taps (2, 3).
+    """
+
+    name = "ConvolutionBackward0"
+    out = (2, 4, 3, 4)
+    x, w = numbers(0.7, 2, 2, 5, 4), numbers(0.2, 4, 1, 2, 3)
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {"x": filled(self.x, 2, 2, 5, 4), "w": filled(self.w, 4, 1, 2, 3)}
+
+    def apply(self, leaves: dict[str, Tensor]) -> Tensor:
+        x, w = leaves["x"], leaves["w"]
+        return F.conv2d(x, w, stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=2)
+
+    def entries(self) -> dict[str, Entries]:
+        to_x: Entries = {index: [] for index in self.x}
+        to_w: Entries = {index: [] for index in self.w}
+        for n, o, q, r in product(*map(range, self.out)):
+            for k, l in product(range(2), range(3)):
+                g, p, s = o // 2, 2 * q + k - 1, r + 2 * l - 2
+                if 0 <= p < 5 and 0 <= s < 4:
+                    to_w[o, 0, k, l].append(((n, o, q, r), self.x[n, g, p, s]))
+                    to_x[n, g, p, s].append(((n, o, q, r), self.w[o, 0, k, l]))
+        return {"x": to_x, "w": to_w}
+
+
+class Softmax(Operator):
+    """``y_j = exp x_j / Σ exp x``: ``∂y_j/∂x_i = y_j·(δ_ij − y_i)``, along rows of five."""
+
+    name = "SoftmaxBackward0"
+    out = (2, 5)
+    x = numbers(0.4, 2, 5)
+
+    def y(self) -> dict[Index, float]:
+        powers = {index: math.exp(2 * v) for index, v in self.x.items()}
+        return {(r, j): p / sum(powers[r, k] for k in range(5)) for (r, j), p in powers.items()}
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {"x": 2 * filled(self.x, 2, 5)}
+
+    def apply(self, leaves: dict[str, Tensor]) -> Tensor:
+        return leaves["x"].softmax(1)
+
+    def slope(self, r: int, i: int, j: int) -> float:
+        y = self.y()
+        return y[r, j] * ((i == j) - y[r, i])
+
+    def entries(self) -> dict[str, Entries]:
+        return {
+            "x": {
+                (r, i): [((r, j), self.slope(r, i, j)) for j in range(5)]
+                for r in range(2)
+                for i in range(5)
+            }
+        }
+
+
+class LogSoftmax(Softmax):
+    """``y_j = x_j − log Σ exp x``: ``∂y_j/∂x_i = δ_ij − p_i`` with p the softmax."""
+
+    name = "LogSoftmaxBackward0"
+
+    def apply(self, leaves: dict[str, Tensor]) -> Tensor:
+        return leaves["x"].log_softmax(1)
+
+    def slope(self, r: int, i: int, j: int) -> float:
+        return (i == j) - self.y()[r, i]
+
+
+class LayerNorm(Operator):
+    """``y_j = γ_j·x̂_j + β_j``, ``x̂ = (x − μ)·s``, ``s = 1/√(σ² + ε)``, over rows of n = 6.
+
+    ``∂x̂_j/∂x_i = s·(δ_ij − 1/n − x̂_i·x̂_j/n)``, so
+
+        ``∂y_j/∂x_i = γ_j · s/n · (n·δ_ij − 1 − x̂_i·x̂_j)``,  ``∂y_j/∂γ_j = x̂_j``,  ``∂y_j/∂β_j = 1``
+
+    with a path for each of the two rows from γ and β.
+    """
+
+    name = "NativeLayerNormBackward0"
+    out = (2, 6)
+    n, eps = 6, 1e-3
+    x, gain, bias = numbers(0.6, 2, 6), numbers(0.9, 6), numbers(1.1, 6)
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {"x": filled(self.x, 2, 6), "gain": filled(self.gain, 6), "bias": filled(self.bias, 6)}
+
+    def apply(self, leaves: dict[str, Tensor]) -> Tensor:
+        return F.layer_norm(leaves["x"], (6,), leaves["gain"], leaves["bias"], self.eps)
+
+    def unit(self) -> tuple[dict[Index, float], list[float]]:
+        """x̂, and s of each row."""
+        found, scales = {}, []
+        for r in range(2):
+            row = [self.x[r, j] for j in range(6)]
+            mean = math.fsum(row) / 6
+            scales.append(1 / math.sqrt(math.fsum((v - mean) ** 2 for v in row) / 6 + self.eps))
+            found.update({(r, j): (v - mean) * scales[r] for j, v in enumerate(row)})
+        return found, scales
+
+    def entries(self) -> dict[str, Entries]:
+        hat, s = self.unit()
+
+        def slope(r: int, i: int, j: int) -> float:
+            return self.gain[j,] * s[r] / 6 * (6 * (i == j) - 1 - hat[r, i] * hat[r, j])
+
+        return {
+            "x": {(r, i): [((r, j), slope(r, i, j)) for j in range(6)] for r, i in self.x},
+            "gain": {(j,): [((r, j), hat[r, j]) for r in range(2)] for j in range(6)},
+            "bias": {(j,): [((r, j), 1.0) for r in range(2)] for j in range(6)},
+        }
+
+
+class WideLayerNorm(LayerNorm):
+    """The same over rows of 200, where the largest is found on a convex hull of points."""
+
+    out = (1, 200)
+    x, gain, bias = numbers(0.6, 1, 200), numbers(0.9, 200), numbers(1.1, 200)
+
+    def leaves(self) -> dict[str, Tensor]:
+        sides = {"x": (self.x, (1, 200)), "gain": (self.gain, (200,)), "bias": (self.bias, (200,))}
+        return {name: filled(values, *shape) for name, (values, shape) in sides.items()}
+
+    def apply(self, leaves: dict[str, Tensor]) -> Tensor:
+        return F.layer_norm(leaves["x"], (200,), leaves["gain"], leaves["bias"], self.eps)
+
+    def entries(self) -> dict[str, Entries]:
+        row = [self.x[0, j] for j in range(200)]
+        mean = math.fsum(row) / 200
+        s = 1 / math.sqrt(math.fsum((v - mean) ** 2 for v in row) / 200 + self.eps)
+        hat = [(v - mean) * s for v in row]
+        return {
+            "x": {
+                (0, i): [
+                    (
+                        (0, j),
+                        self.gain[j,] * s / 200 * (200 * (i == j) - 1 - hat[i] * hat[j]),
+                    )
+                    for j in range(200)
+                ]
+                for i in range(0, 200, 7)
+            }
+        }
+
+
+OPERATORS: list[Operator] = [Conv1d(), Conv2d(), Softmax(), LogSoftmax(), LayerNorm()]
+
+
+def called(operator: Operator) -> str:
+    return type(operator).__name__
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=called)
+def test_operator_semirings(operator: Operator) -> None:
+    loss, leaves = operator.loss()
+    for name in leaves:
+        back = lambda semiring: gt.backward(loss, semiring, names=leaves)  # noqa: E731
+        assert_semirings(back, name, operator.weights(name))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("operator", [*OPERATORS, WideLayerNorm()], ids=called)
+def test_operator_paths(operator: Operator, rule: str) -> None:
+    loss, leaves = operator.loss()
+    trace = gt.trace(loss, rule=rule, names=leaves)
+    for name, rows in operator.entries().items():
+        for index, row in rows.items():
+            found = operator.chosen(rule, row)
+            if found is None:
+                with pytest.raises(GradtraceError, match="has no path"):
+                    trace.path(name, index)
+            else:
+                assert_way(trace.path(name, index), operator.way(index, found))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("operator", OPERATORS, ids=called)
+def test_operator_influence(operator: Operator, rule: str) -> None:
+    """Which side of the fork: the arguments of both sums, counted from what was chosen."""
+    loss, leaves = operator.loss()
+    table = gt.trace(loss, rule=rule, names=leaves).influence("arguments")
+    rows = [row for rows in operator.entries().values() for row in rows.values()]
+    found = [at for row in rows if (at := operator.chosen(rule, row))]
+    a, b, c = ([n for *_, n in found].count(side) for side in range(3))
+    missing = len(rows) - len(found)
+    assert [(int(row.count.t), int(row.count.e), row.unreached) for row in table] == [
+        (through, len(found), missing) for through in (a + b, c, a, b)
+    ]
+
+
+def test_the_fork_tells_the_rules_apart() -> None:
+    for operator in OPERATORS:
+        rows = [row for rows in operator.entries().values() for row in rows.values()]
+        assert any(operator.chosen("greedy", row) != operator.chosen("viterbi", row) for row in rows)
+
+
+def test_odd_places_of_the_convolution_have_no_path() -> None:
+    loss, leaves = Conv1d().loss()
+    for semiring in (COUNT, MAX, ABS, SUM):
+        assert not gt.backward(loss, semiring, names=leaves)["x"][..., 1::2].any()
+    trace = gt.trace(loss, names=leaves)
+    with pytest.raises(GradtraceError, match=r"x\[0, 1, 3\] has no path"):
+        trace.path("x", (0, 1, 3))
+
+
+# Cross entropy -----------------------------------------------------------------------------------------
+
+
+class CrossEntropy:
+    """``L = Σ_b v[t_b]·(−log p_b[t_b]) / Σ_b v[t_b]`` with class weights v; one sample is ignored.
+
+    ``∂L/∂z_bj = v[t_b]/Σv · (p_bj − δ(j, t_b))``: a logit reaches the loss by the target's
+    log-probability only, a single path. ``z = h·Wᵀ``, so W[j,k] has a path for each sample that is
+    not ignored, ``h_bk·∂L/∂z_bj``, and ``h[b,k]`` one for each class, ``W_jk·∂L/∂z_bj``. What comes
+    to ``z_bj`` is one path, so both rules agree.
+    """
+
+    h = numbers(0.2, 4, 3)
+    w = numbers(0.5, 5, 3)
+    v = (1.0, 0.5, 2.0, 1.5, 0.25)
+    t = (2, -100, 0, 3)
+
+    def slopes(self) -> dict[Index, float]:
+        """∂L/∂z."""
+        total = sum(self.v[t] for t in self.t if t >= 0)
+        found = {}
+        for b, t in enumerate(self.t):
+            z = [sum(self.h[b, k] * self.w[j, k] for k in range(3)) for j in range(5)]
+            powers = [math.exp(value) for value in z]
+            for j in range(5):
+                p = powers[j] / sum(powers)
+                found[b, j] = self.v[t] / total * (p - (j == t)) if t >= 0 else 0.0
+        return found
+
+    def loss(self) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = {"h": filled(self.h, 4, 3), "w": filled(self.w, 5, 3)}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        logits = gt.label(F.linear(leaves["h"], leaves["w"]), 0, "sample")
+        loss = F.cross_entropy(logits, torch.tensor(self.t), real(self.v))
+        return loss, leaves
+
+
+def test_cross_entropy_semirings() -> None:
+    hand = CrossEntropy()
+    loss, leaves = hand.loss()
+    slopes = hand.slopes()
+    back = lambda semiring: gt.backward(loss, semiring, names=leaves)  # noqa: E731
+    w = {(j, k): [hand.h[b, k] * slopes[b, j] for b in range(4)] for j, k in hand.w}
+    assert_semirings(back, "w", w)
+    assert set(back(COUNT)["w"].flatten().tolist()) == {3.0}
+    h = {(b, k): [hand.w[j, k] * slopes[b, j] for j in range(5)] for b, k in hand.h}
+    assert_semirings(back, "h", h)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_cross_entropy_paths(rule: str) -> None:
+    hand = CrossEntropy()
+    loss, leaves = hand.loss()
+    slopes = hand.slopes()
+    trace = gt.trace(loss, rule=rule, names=leaves)
+    total = sum(hand.v[t] for t in hand.t if t >= 0)
+    carriers = []
+
+    def end(b: int, j: int) -> Way:
+        target = hand.t[b]
+        slope = -hand.v[target] / total
+        return [
+            ("LabelBackward", (b, j), slopes[b, j] / slope),
+            ("LogSoftmaxBackward0", (b, target), slope),
+            ("NllLossBackward0", (), 1.0),
+        ]
+
+    for j, k in hand.w:
+        b = largest(range(4), lambda b, j=j, k=k: hand.h[b, k] * slopes[b, j])
+        way: Way = [("leaf", (j, k), 1.0), ("TBackward0", (k, j), hand.h[b, k])]
+        assert_way(trace.path("w", (j, k)), [*way, ("MmBackward0", (b, j), 1.0), *end(b, j)])
+        carriers.append(b)
+    for b, k in hand.h:
+        j = largest(range(5), lambda j, b=b, k=k: hand.w[j, k] * slopes[b, j])
+        if j is None:
+            with pytest.raises(GradtraceError, match="has no path"):
+                trace.path("h", (b, k))
+            continue
+        way = [("leaf", (b, k), hand.w[j, k]), ("MmBackward0", (b, j), 1.0)]
+        assert_way(trace.path("h", (b, k)), [*way, *end(b, j)])
+        carriers.append(b)
+    table = trace.influence("labels")
+    for b in range(4):
+        row = table[f"sample {b}"]
+        assert (int(row.count.t), int(row.count.e)) == (carriers.count(b), 15 + 9)
+        assert row.unreached == 3
+
+
+# Vocabularies: the same in O(n) ------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of any tensor that is made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operations += 1
+        for each in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(each, Tensor):
+                held = each.untyped_storage().nbytes() // each.element_size()
+                self.elements = max(self.elements, each.numel(), held)
+        return out
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Largest:
+    """A mode that also sees what runs where other modes are switched off."""
+    mode = Largest()
+
+    @contextmanager
+    def all_but_ours() -> Iterator[None]:
+        with _disable_current_modes(), mode:
+            yield
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("gradtrace") and hasattr(module, "_disable_current_modes"):
+            monkeypatch.setattr(module, "_disable_current_modes", all_but_ours)
+    return mode
+
+
+def test_sizes_sees_a_square(sizes: Largest) -> None:
+    x = torch.ones(300, requires_grad=True)
+    with sizes:
+        y = (x[:, None] * x).sum()
+        assert sizes.elements == 300 * 300
+        sizes.elements = 0
+        gt.trace(y, names={"x": x}).influence("operators")
+        assert sizes.elements >= 300 * 300
+
+
+
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_softmax_over_50_000_classes(rule: str, sizes: Largest) -> None:
+    """``L = Σ_j c_j·y_j``, y a softmax: the path from ``x_i`` by ``y_j`` weighs
+    ``c_j·y_j·(δ_ij − y_i)``.
+
+    Off the diagonal that is ``y_i`` times ``|c_j·y_j|``, largest for the j that is largest whatever
+    i is, call it m. On the diagonal it is ``y_i·(1 − y_i)·|c_i|``. So the path of i goes by m if
+    ``|c_m|·y_m > (1 − y_i)·|c_i|``, else by i itself. Here x is 0 but for ``x_7 = log n``, so
+    ``y_7 = n/(2n − 1)``, about a half, and all others are ``1/(2n − 1)``; ``c_7 = 1`` and the
+    others are 0.9 (own path) or 0.1 (by way of 7), a third of them 0 (by way of 7 too). From 7
+    itself: ``y_7·(1 − y_7)`` by itself, ``y_7·0.9/(2n − 1)`` by another.
+    """
+    n = 50_000
+    x = torch.zeros(n)
+    x[7] = math.log(n)
+    x.requires_grad_()
+    c = torch.tensor([0.9, 0.1, 0.0]).repeat(n // 3 + 1)[:n]
+    c[7] = 1.0
+    with sizes:
+        y = gt.label(x.softmax(0), 0, ["seven" if j == 7 else "others" for j in range(n)])
+        loss = (y * c).sum()
+        trace = gt.trace(loss, rule=rule, names={"x": x})
+        table = trace.influence("labels")
+        paths = {i: trace.path("x", i) for i in (0, 1, 2, 6, 7, 8, 49_998, 49_999)}
+        most = gt.backward(loss, MAX, names={"x": x})["x"]
+        count = gt.backward(loss, COUNT, names={"x": x})["x"]
+    assert sizes.operations and sizes.elements <= 20 * n
+    large, small = n / (2 * n - 1), 1 / (2 * n - 1)
+    for i, path in paths.items():
+        here = large if i == 7 else small
+        j, weight = 7, -here * large
+        if i == 7:
+            weight = large * (1 - large)
+        elif i % 3 == 0:
+            j, weight = i, 0.9 * here * (1 - here)
+        assert path.operators[:2] == ["SoftmaxBackward0", "LabelBackward"]
+        assert path.steps[1].index == (j,)
+        assert path.weight == pytest.approx(weight, rel=1e-3)
+        assert float(most[i]) == pytest.approx(abs(weight), rel=1e-3)
+    own = sum(i % 3 == 0 for i in range(n))
+    assert {row.name: int(row.count.t) for row in table} == {"others": own, "seven": n - own}
+    assert {int(row.count.e) for row in table} == {n}
+    # every class whose c is not 0 is a path; class 7 (7 % 3 = 1) was one of them anyway
+    assert set(count.tolist()) == {float(sum(i % 3 < 2 for i in range(n)))}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_cross_entropy_over_50_257_words(rule: str, sizes: Largest) -> None:
+    """``L = −Σ_b log p_b[t_b] / B``, logits ``z_bj = Σ_k h_bk·E_jk``.
+
+    The only path from ``z_bj`` weighs ``(p_bj − δ(j, t_b))/B`` and goes by the target's
+    log-probability. With ``E = 0`` every ``p = 1/n``, so ``E[j,k]`` has a path for each b,
+    ``h_bk·(1/n − δ(j, t_b))/B``: a target's word goes by its own token, any other by the token of
+    largest ``|h_bk|``, of equals the first.
+    """
+    n = 50_257
+    words = torch.zeros(n, 2, requires_grad=True)
+    h = torch.tensor([[1.0, 3.0], [-2.0, 0.5], [2.0, -0.25]])
+    target = [50_256, 11, 40_000]
+    with sizes:
+        logits = gt.label(h @ words.T, 0, "token")
+        loss = F.cross_entropy(logits, torch.tensor(target))
+        trace = gt.trace(loss, rule=rule, names={"words": words})
+        table = trace.influence("labels")
+        asked = [(j, k) for j in (0, 11, 12, 39_999, 40_000, 50_256) for k in (0, 1)]
+        paths = {index: trace.path("words", index) for index in asked}
+        most = gt.backward(loss, MAX, names={"words": words})["words"]
+    assert sizes.operations and sizes.elements <= 20 * n
+    for (j, k), path in paths.items():
+        b = target.index(j) if j in target else (1, 0)[k]
+        weight = float(h[b, k]) * (1 / n - (j in target)) / 3
+        assert path.weight == pytest.approx(weight, rel=1e-5)
+        assert float(most[j, k]) == pytest.approx(abs(weight), rel=1e-5)
+        places = [(s.operator, s.index) for s in path.steps[2:]]
+        assert places == [
+            ("MmBackward0", (b, j)),
+            ("LabelBackward", (b, j)),
+            ("LogSoftmaxBackward0", (b, target[b])),
+            ("NllLossBackward0", ()),
+        ]
+    # all but the three targets: column 0 by token 1 (|−2|, before token 2's 2), column 1 by token 0
+    assert {row.name: int(row.count.t) for row in table} == {
+        "token 0": n - 3 + 2,
+        "token 1": n - 3 + 2,
+        "token 2": 2,
+    }

@@ -1,0 +1,359 @@
+"""Influence: marks in the streaming pass against paths followed one by one, and tables by hand."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import permutations
+from math import isnan, nan
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace.components import Component, within
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.influence import Influence, Moments, Row, distinct
+from gradtrace.trace import Trace
+from gradtrace.tracing import BITS, mark
+
+RULES = pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+
+
+class Residual(nn.Module):
+    """Blocks ``x + f(x)``, and parallel branches that are averaged."""
+
+    def __init__(self, width: int = 5, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.left = nn.Linear(width, width)
+        self.right = nn.Linear(width, width)
+        self.out = nn.Linear(width, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        x = (torch.tanh(self.left(x)) + torch.tanh(self.right(x))) / 2
+        return self.out(x.mean(1))
+
+
+def residual(seed: int = 0, reduction: str = "mean") -> tuple[nn.Module, gt.watch, Tensor]:
+    torch.manual_seed(seed)
+    model = Residual().double()
+    tokens, targets = torch.randint(0, 7, (3, 4)), torch.randint(0, 4, (3,))
+    with gt.watch(model) as watch:
+        loss = F.cross_entropy(model(tokens), targets, reduction=reduction)
+    return model, watch, loss
+
+
+# What the columns mean ---------------------------------------------------------------------------
+
+
+def counted(trace: Trace, name: str) -> tuple[int, float]:
+    """Paths through a module, and their gradient, by following every path."""
+    through, weight = 0, 0.0
+    for path in trace.paths(sample=10**9):
+        if not within(path.name, name) and any(within(m, name) for m in path.modules):
+            through += 1
+            weight += abs(path.gradient)
+    return through, weight
+
+
+@RULES
+@pytest.mark.parametrize("seed", range(3))
+def test_marks_are_the_paths_followed_one_by_one(rule: str, seed: int) -> None:
+    _, watch, loss = residual(seed)
+    trace = watch.trace(loss, rule=rule)
+    table = trace.influence()
+    assert {"left", "right", "blocks", "blocks.0", "embed", "out"} <= {row.name for row in table}
+    for row in table:
+        through, weight = counted(trace, row.name)
+        assert int(row.count.t) == through, row.name
+        assert float(row.gradient.t) == pytest.approx(weight)
+
+
+@RULES
+def test_shares_of_branches_that_partition_all_paths_add_up_to_one(rule: str) -> None:
+    _, watch, loss = residual()
+    table = watch.trace(loss, rule=rule).influence({"left": "left", "right": "right"})
+    below = {"embed.weight", "blocks.0.weight"}
+    assert below <= set(watch.backward(loss))
+    for weight in ("count", "gradient"):
+        shares = table.by(weight).shares
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-12)
+    assert table["left"].count.e == table["right"].count.e  # undiluted by each other's weights
+
+
+def test_eligible_leaves_out_own_parameters_and_those_with_no_way_through() -> None:
+    model, watch, loss = residual()
+    table = watch.trace(loss).influence()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    grads = watch.backward(loss)
+    reached = {name: int((grad != 0).sum()) for name, grad in grads.items()}
+    before_left = [n for n in sizes if n.startswith(("embed", "blocks"))]
+    assert int(table["left"].count.e) == sum(reached[n] for n in before_left)
+    assert table["left"].own == sizes["left.weight"] + sizes["left.bias"]
+    assert table["left"].unreached == sum(sizes[n] - reached[n] for n in before_left) > 0
+    assert table["embed"].count.e == 0
+    assert isnan(table.shares["embed"])
+    assert table.shares["out"] == 1.0
+    assert table["blocks"].own == sum(sizes[n] for n in sizes if n.startswith("blocks"))
+
+
+def test_a_module_called_many_times_counts_once_a_path() -> None:
+    torch.manual_seed(0)
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.cell = nn.RNNCell(3, 3)
+            self.out = nn.Linear(3, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            h = torch.zeros(1, 3, dtype=torch.float64)
+            for t in range(len(tokens)):
+                h = self.cell(self.embed(tokens[t : t + 1]), h)
+            return self.out(h)
+
+    model = Cell().double()
+    with gt.watch(model) as watch:
+        loss = F.cross_entropy(model(torch.randint(0, 5, (200,))), torch.tensor([1]))
+    trace = watch.trace(loss)
+    table = trace.influence()
+    assert table.shares["cell"] == 1.0
+    assert int(table["cell"].count.t) == int((trace.gradients["embed.weight"] != 0).sum()) == 15
+    assert {step.module for step in trace.path("embed.weight", (0, 0)).steps} >= {"cell", "embed"}
+
+
+# Kinds of components -----------------------------------------------------------------------------
+
+
+def test_classes_operators_and_groups() -> None:
+    _, watch, loss = residual()
+    trace = watch.trace(loss)
+    classes = trace.influence("classes")
+    assert {row.name for row in classes} == {"Linear", "Embedding", "ModuleList"}
+    assert classes.shares["Linear"] == 1.0
+    assert classes["Linear"].own + classes["Embedding"].own == sum(
+        grad.numel() for grad in trace.gradients.values()
+    )
+    operators = trace.influence("operators")
+    assert operators.shares["NllLossBackward0"] == 1.0
+    assert 0 < operators.shares["TanhBackward0"] <= 1
+    groups = trace.influence({"both": ["left", "right"], "all blocks": "blocks.*"})
+    assert groups.shares["both"] == 1.0
+    assert groups["both"].own == 60
+    assert groups["all blocks"].count == trace.influence()["blocks"].count
+    mixed = trace.influence({"x": ["class:Embedding", "operator:TanhBackward0"]})
+    assert mixed.shares["x"] == operators.shares["TanhBackward0"] or mixed["x"].own > 0
+
+
+@RULES
+def test_arguments_tell_which_branch_of_a_sum(rule: str) -> None:
+    _, watch, loss = residual()
+    trace = watch.trace(loss, rule=rule)
+    table = trace.influence("arguments")
+    names = [row.name for row in table]
+    assert names[0] == "add[0] from left"
+    assert names[1] == "add[1] from right"
+    left, right = trace.influence(["left", "right"])
+    assert table["add[0] from left"].count.t == left.count.t + left.own
+    assert table["add[1] from right"].count.t == right.count.t + right.own
+
+
+@RULES
+def test_labels_are_the_elements_that_paths_visit(rule: str) -> None:
+    torch.manual_seed(1)
+    w, v = (torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    names = ["a", "b", None, "a", "c", "a"]
+    h = gt.label(torch.randn(3, 4, dtype=torch.float64) @ w, 1, names)
+    loss = (torch.tanh(h) @ v.T).square().sum()
+    trace = gt.trace(loss, rule=rule, names={"w": w, "v": v})
+    table = trace.influence("labels")
+    seen = dict.fromkeys("abc", 0)
+    for path in trace.paths(sample=1000):
+        for step in path.steps:
+            if step.operator == "LabelBackward" and names[step.index[1]]:
+                seen[names[step.index[1]]] += 1
+    assert {row.name: int(row.count.t) for row in table} == seen
+    assert seen == {"a": 12, "b": 4, "c": 4}  # a column of w feeds one slice
+    assert int(table["a"].count.e) == 24
+    assert table["a"].own == 0
+
+
+def test_hundreds_of_components_need_several_words() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3 * BITS))).double()
+    with gt.watch(layers) as watch:
+        loss = layers(torch.ones(1, 2, dtype=torch.float64)).sum()
+    table = watch.trace(loss).influence()
+    assert len(table) == 3 * BITS
+    for n, row in enumerate(table):
+        assert int(row.count.t) == int(row.count.e) == 6 * n, row.name
+
+
+def test_default_without_modules_is_labels_or_operators() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert "MulBackward0" in gt.trace((x * x).sum()).influence().shares
+    labelled = gt.label(x * 2, 0, "slice")
+    assert set(gt.trace(labelled.sum()).influence().shares) == {"slice 0", "slice 1"}
+
+
+def test_tied_weights_belong_to_both_modules() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "out": nn.Linear(3, 5, bias=False)})
+    model["out"].weight = model["embed"].weight
+    with gt.watch(model) as watch:
+        loss = F.cross_entropy(model["out"](model["embed"](torch.tensor([1, 2]))), torch.tensor([2, 0]))
+    table = watch.trace(loss).influence()
+    assert table["embed"].own == table["out"].own == 15
+    assert table["embed"].count.e == table["out"].count.e == 0
+
+
+@pytest.mark.parametrize(
+    ("components", "match"),
+    [
+        ("module", "none of modules, classes"),
+        (["bloks"], "did you mean blocks"),
+        ({"x": "class:Conv9d"}, "no class"),
+        ({"x": "label:head"}, "labelled"),
+        ("labels", "gradtrace.label"),
+        ({"x": [3]}, "made of 3"),
+        ({"x": "operator:Nope"}, "no operator"),
+    ],
+)
+def test_wrong_components(components: object, match: str) -> None:
+    _, watch, loss = residual()
+    with pytest.raises(GradtraceError, match=match):
+        watch.trace(loss).influence(components)  # type: ignore[arg-type]
+
+
+def test_a_module_that_was_not_called_has_no_influence() -> None:
+    model, watch, loss = residual()
+    model.unused = nn.Linear(2, 2)
+    table = watch.trace(loss).influence(["unused", "left"])
+    assert table["unused"].count.e == 0
+
+
+def test_wrong_weight() -> None:
+    _, watch, loss = residual()
+    with pytest.raises(UnknownName, match="'count' or 'gradient'"):
+        watch.trace(loss).influence(weight="norm")
+
+
+def test_weights_changed_in_place_are_noticed() -> None:
+    model, watch, loss = residual()
+    trace = watch.trace(loss)
+    before = trace.influence()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1)
+    with pytest.raises(GradtraceError, match="changed in place"):
+        trace.influence()
+    assert before["left"].count.e > 0
+
+
+# Tables ------------------------------------------------------------------------------------------
+
+
+def parts() -> list[Influence]:
+    found = []
+    for seed in range(3):
+        _, watch, loss = residual(seed, reduction="none")
+        found.append(watch.trace(loss).influence())
+    return found
+
+
+def test_merge_is_associative_and_commutative_to_the_last_bit() -> None:
+    some = parts()
+    results = {a.merge(b).merge(c) for a, b, c in permutations(some)}
+    results |= {a.merge(b.merge(c)) for a, b, c in permutations(some)}
+    results.add(some[0].merge(*some[1:]))
+    assert len(results) == 1
+    (total,) = results
+    assert total.pairs == 9
+    assert total["left"].count.t == sum(part["left"].count.t for part in some)
+
+
+def test_merge_of_other_components_keeps_both() -> None:
+    a = Influence((Row("x", 1, 0, Moments.of(1, 2)),))
+    b = Influence((Row("y", 2, 3, Moments.of(3, 4)),))
+    assert [row.name for row in a.merge(b)] == ["x", "y"]
+    assert a.merge(b) == b.merge(a)
+    with pytest.raises(GradtraceError, match="viterbi"):
+        a.merge(Influence((), rule="viterbi"))
+
+
+def test_standard_error_is_that_of_a_ratio_of_sums() -> None:
+    through, eligible = [1, 4, 2, 5], [10, 10, 8, 12]
+    moments = sum((Moments.of(t, e) for t, e in zip(through, eligible)), Moments())
+    share = 12 / 40
+    assert moments.share == share
+    residuals = [t - share * e for t, e in zip(through, eligible)]
+    wanted = (4 / 3 * sum(r * r for r in residuals)) ** 0.5 / 40
+    assert moments.error(4) == pytest.approx(wanted, rel=1e-12)
+    equal = sum((Moments.of(t, 10) for t in (1, 4, 2, 5)), Moments())
+    spread = torch.tensor([0.1, 0.4, 0.2, 0.5], dtype=torch.float64).std() / 2
+    assert equal.error(4) == pytest.approx(float(spread), rel=1e-12)
+    assert isnan(Moments.of(1, 2).error(1))
+    assert isnan(Moments().error(5))
+
+
+def test_round_trip_through_json() -> None:
+    import json
+
+    table = parts()[0].by("gradient")
+    again = Influence.from_dict(json.loads(json.dumps(table.to_dict())))
+    assert again == table
+    assert again.shares == table.shares
+
+
+def test_the_table_in_text_html_and_pandas() -> None:
+    table = parts()[0]
+    text = str(table)
+    assert "Influence (greedy, 3 pairs)" in text
+    assert "eligible" in text and "± error" in text
+    assert "left" in table._repr_html_()
+    pandas = pytest.importorskip("pandas")
+    frame = table.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame["component"]) == [row.name for row in table]
+    with pytest.raises(UnknownName, match="no component 'nope'"):
+        table["nope"]
+
+
+# Parts -------------------------------------------------------------------------------------------
+
+
+def test_marks_of_many_bits() -> None:
+    words = tuple(torch.zeros(2, dtype=torch.int32) for _ in range(3))
+    bits = 1 | 1 << (BITS - 1) | 1 << BITS | 1 << (3 * BITS - 1)
+    found = mark(words, bits)
+    total = sum(int(word[0]) << (n * BITS) for n, word in enumerate(found))
+    assert total == bits
+    assert all(int(word[0]) >= 0 for word in found)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 100])
+def test_distinct_numbers_combinations(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    keys = [torch.randint(0, 3, (n,), generator=generator) for _ in range(3)]
+    group, members = distinct(keys)
+    rows = list(zip(*(key.tolist() for key in keys)))
+    assert len(members) == len(set(rows))
+    for at, number in enumerate(group.tolist()):
+        assert rows[at] == rows[int(members[number])]
+
+
+def test_fractions_hold_any_float() -> None:
+    tiny, huge = 5e-324, 1.7e308
+    moments = Moments.of(tiny, huge) + Moments.of(huge, tiny)
+    assert moments.t == Fraction(tiny) + Fraction(huge)
+    assert Component("x", 1).owns == frozenset()
+    assert Moments().share is nan or isnan(Moments().share)
+
+

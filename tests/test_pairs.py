@@ -1,0 +1,276 @@
+"""A vector of losses: traced together, the same as every sample traced alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace.errors import NotScalar, UnknownName
+from gradtrace.influence import Influence
+from gradtrace.program import Program
+from gradtrace.tracing import Pairs, Tracer
+
+BATCH = 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.position = nn.Parameter(torch.randn(5, 6))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm = nn.LayerNorm(6)
+        self.mlp = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return self.out(x + F.gelu(self.mlp(x)))
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(1, 3)
+        self.down = nn.Conv2d(3, 2, 2)
+        self.out = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv(x)))
+        return self.out(F.max_pool2d(self.down(x), 2).flatten(1))
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.norm(self.first(x))))
+
+
+def tokens() -> tuple[nn.Module, Tensor, Tensor]:
+    return Attention(), torch.randint(0, 9, (BATCH, 5)), torch.randint(0, 9, (BATCH, 5))
+
+
+def images() -> tuple[nn.Module, Tensor, Tensor]:
+    return Conv(), torch.randn(BATCH, 1, 8, 8).double(), torch.randint(0, 3, (BATCH,))
+
+
+def recurrent() -> tuple[nn.Module, Tensor, Tensor]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, batch_first=True)
+            self.gru = nn.GRU(3, 4, batch_first=True)
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out((self.lstm(x)[0] + self.gru(x)[0])[:, -1])
+
+    return Model(), torch.randn(BATCH, 6, 3).double(), torch.randint(0, 3, (BATCH,))
+
+
+def tied() -> tuple[nn.Module, Tensor, Tensor]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+            self.mix = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x).mean(1)
+            return (h + torch.tanh(self.mix(h))) @ self.embed.weight.T
+
+    return Model(), torch.randint(0, 7, (BATCH, 3)), torch.randint(0, 7, (BATCH,))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
+    "attention": tokens,
+    "images": images,
+    "recurrent": recurrent,
+    "tied": tied,
+}
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    if out.dim() == 3:
+        return F.cross_entropy(out.transpose(1, 2), y, reduction="none").mean(1)
+    return F.cross_entropy(out, y, reduction="none")
+
+
+def watched(model: nn.Module, x: Tensor, y: Tensor) -> tuple[gt.watch, Tensor]:
+    with gt.watch(model) as watch:
+        loss = losses(model, x, y)
+    return watch, loss
+
+
+def assert_same(found: Influence, wanted: Influence) -> None:
+    assert [row.name for row in found] == [row.name for row in wanted]
+    for a, b in zip(found, wanted):
+        assert a.count == b.count, a.name
+        assert (a.own, a.unreached) == (b.own, b.unreached)
+        for mine, theirs in zip(a.gradient.parts(), b.gradient.parts()):
+            assert float(mine) == pytest.approx(float(theirs), rel=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("name", MODELS)
+def test_together_is_each_alone(name: str, rule: str) -> None:
+    torch.manual_seed(3)
+    model, x, y = MODELS[name]()
+    model = model.double()
+    watch, loss = watched(model, x, y)
+    # PyTorch takes other operators for a batch of one in attention and recurrent layers.
+    for components in (None, "operators") if name in ("images", "tied") else (None, "classes"):
+        together = watch.trace(loss, rule=rule).influence(components)
+        alone = []
+        for b in range(BATCH):
+            one, single = watched(model, x[b : b + 1], y[b : b + 1])
+            alone.append(one.trace(single, rule=rule).influence(components))
+        total = alone[0].merge(*alone[1:])
+        assert together.pairs == total.pairs == BATCH
+        assert_same(together, total)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("name", MODELS)
+def test_paths_of_a_pair_are_those_of_the_sample_alone(name: str, rule: str) -> None:
+    torch.manual_seed(4)
+    model, x, y = MODELS[name]()
+    model = model.double()
+    watch, loss = watched(model, x, y)
+    trace = watch.trace(loss, rule=rule)
+    one, single = watched(model, x[2:3], y[2:3])
+    mine, theirs = trace.paths(sample=60, pair=2), one.trace(single, rule=rule).paths(sample=60)
+    assert len(mine) == len(theirs) > 0
+    for a, b in zip(mine, theirs):
+        assert (a.name, a.index, a.modules) == (b.name, b.index, b.modules)
+        assert a.weight == pytest.approx(b.weight, rel=1e-9)
+        assert a.gradient == pytest.approx(b.gradient, rel=1e-9)
+        assert a.pair == 2
+
+
+# Where samples mix -------------------------------------------------------------------------------
+
+
+def one_by_one(watch: gt.watch, loss: Tensor, rule: str) -> Influence:
+    """Every pair by a pass of its own, from the same graph."""
+    found = [watch.trace(loss[b], rule=rule).influence() for b in range(len(loss))]
+    return found[0].merge(*found[1:])
+
+
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+def test_batch_norm_in_training_is_traced_pair_by_pair(rule: str) -> None:
+    torch.manual_seed(5)
+    model = BatchNorm().double()
+    x, y = torch.randn(BATCH, 5).double(), torch.randint(0, 3, (BATCH,))
+    watch, loss = watched(model, x, y)
+    pairs = Pairs.follow(program_of(watch, loss), BATCH)
+    assert "first" in module_of_mixed(program_of(watch, loss), pairs)
+    assert_same(watch.trace(loss, rule=rule).influence(), one_by_one(watch, loss, rule))
+
+
+def program_of(watch: gt.watch, loss: Tensor) -> Program:
+    return watch.program(loss, cotangent=torch.ones_like(loss))
+
+
+def module_of_mixed(program: Program, pairs: Pairs) -> set[str]:
+    """Modules whose cotangents hold several pairs in an element."""
+    mixed = pairs.mixed(program)
+    return {
+        block.place.module
+        for block in program.blocks
+        for value in block.takes.values()
+        if value in mixed
+    }
+
+
+def test_samples_that_do_not_mix_are_traced_together() -> None:
+    for name in MODELS:
+        torch.manual_seed(6)
+        model, x, y = MODELS[name]()
+        model = model.double()
+        watch, loss = watched(model, x, y)
+        program = program_of(watch, loss)
+        pairs = Pairs.follow(program, BATCH)
+        mixed = pairs.mixed(program)
+        taken = [
+            block
+            for block in program.blocks
+            if any(value in mixed for value in block.takes.values())
+        ]
+        # Only what prepares a parameter comes after the contraction that ends in it.
+        assert len(taken) < len(program.blocks) / 2, (name, [b.operator for b in taken])
+
+
+def test_inputs_that_need_a_gradient_belong_to_their_pair() -> None:
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    trace = gt.trace(torch.tanh(x @ w), names={"x": x, "w": w})
+    row = trace.influence(["operator:TanhBackward0"])["operator:TanhBackward0"]
+    assert int(row.count.e) == 3 * 2 + 3 * 2  # w for each pair, and each row of x once
+    assert row.unreached == 0
+
+
+def test_pairs_are_followed_exactly() -> None:
+    """Element by element, by gradients of single losses that are not zero by structure."""
+    torch.manual_seed(7)
+    model, x, y = tokens()
+    model = model.double()
+    watch, loss = watched(model, x, y)
+    program = program_of(watch, loss)
+    pairs = Pairs.follow(program, BATCH)
+    for b in range(BATCH):
+        seed = torch.zeros(BATCH, dtype=torch.float64)
+        seed[b] = 1
+        tracer = Tracer(program, "gradient")
+        states = {program.root: tracer.root(seed)}
+        with torch.no_grad():
+            tracer.passage(states, None, frozenset(pairs.of))
+        for value, numbers in pairs.of.items():
+            foreign = states[value].value[(numbers != b + 1)]
+            assert not foreign.any(), "an element got gradient of another pair"
+
+
+def test_a_loss_of_one_element_is_one_pair() -> None:
+    x = torch.tensor([2.0], requires_grad=True)
+    trace = gt.trace(x * x, names={"x": x})
+    assert trace.pairs == 1
+    assert trace.path("x", 0).weight == 2.0
+
+
+def test_losses_of_more_dimensions_are_refused() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(NotScalar, match=r"\(2, 3\).*vector"):
+        gt.trace(x * 2)
+    with pytest.raises(NotScalar, match="empty"):
+        gt.trace(x[0, :0] * 2)
+
+
+def test_pairs_that_are_not_there() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(UnknownName, match="pair 3"):
+        gt.trace(x * 2).path("leaf0", 0, pair=3)
+
+
+def test_gradients_are_those_of_the_sum() -> None:
+    torch.manual_seed(8)
+    model, x, y = images()
+    model = model.double()
+    watch, loss = watched(model, x, y)
+    trace = watch.trace(loss)
+    wanted = torch.autograd.grad(loss.sum(), list(model.parameters()))
+    for (name, _), grad in zip(model.named_parameters(), wanted):
+        torch.testing.assert_close(trace.gradients[name], grad)
