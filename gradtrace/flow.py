@@ -1,28 +1,29 @@
 """How large the gradient is along the depth of a model, and where it vanishes, explodes or dies.
 
-A backward pass multiplies long sequences of numbers: small ones make the gradient vanish, large ones
-make it explode. One streaming pass measures every cotangent, ``‖g‖ = √Σ g[i]²``, and keeps that
-alone. What one reads off it:
+A backward pass multiplies long sequences of numbers: small ones make the gradient vanish, large
+ones make it explode. One streaming pass measures every cotangent, ``‖g‖ = √Σ g[i]²``, and keeps
+that alone. What one reads off it:
 
 - **Activation side.** An operator that only views one leaf (the transpose of a weight, a slice of a
-  fused one, a cast) lies beside the way that gradient takes through the activations, and so does
-  what a hook does to a leaf; every other operator lies on it, reparametrised weights included.
-  Without an input that requires grad, the activation side ends where the last parameter is used.
+  fused one, a cast) lies beside the way that gradient takes through the activations; so do a hook
+  on a leaf and what ``torch.nn.utils.parametrize`` makes of leaves. Every other operator lies on
+  it. Without an input that requires grad, it ends where the last parameter is used.
 - **Depth** of an operator on the activation side: the most operators between it and the loss, whose
   own is 0.
-- **Profile**: for each depth the operator with the largest norm. Its *top* is the median of the first
-  three depths of the model's body (what follows the loss function), its *end* the median of the last
-  tenth, so that no odd operator decides.
-- **Uses** of a leaf at many depths, as in a recurrent net, are a sequence of their own: below it the
-  profile may be as large as ever, since each step hands to its input what it gets.
+- **Profile**: for each depth the operator with the largest norm. Its *top* is the median of the
+  first three depths of the model's body (what follows the loss function), its *end* the median of
+  the last tenth, so that no odd operator decides.
+- **Uses** of a leaf at many depths, as in a recurrent net, are a sequence of their own: below it
+  the profile may be as large as ever, since each step hands to its input what it gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from math import fsum, hypot, inf, isfinite, isnan, nan, prod, sqrt
+from itertools import takewhile
+from math import hypot, inf, isfinite, isnan, nan, prod, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,6 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn import Parameter
 
-from gradtrace.components import within
 from gradtrace.engine import gradient_of
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.maps import Map
@@ -38,8 +38,8 @@ from gradtrace.program import HOOKS, Block, Program
 from gradtrace.tables import Column, Table
 
 FACTOR = 1000.0
-"""Between top and end, a fall by more is called vanishing and a rise by more exploding. Healthy nets
-of 30 layers, and tiny transformers of 23 architectures, stay within 20."""
+"""A fall by more between top and end is called vanishing, a rise by more exploding. Healthy nets
+of 30 layers and tiny models of 23 architectures stay within 20."""
 
 MOSTLY = 0.95
 """A module is mostly dead if this share of the gradient's entries at its output is 0, and the
@@ -52,8 +52,11 @@ FEW = 3
 """The depths that the top is the median of, and the least that a fall or a rise is read off."""
 
 FAINT = 2.0**10
-"""What becomes 0 within this factor of the smallest float did so by underflow: it vanished. What was
-larger met a slope or a weight of 0: it is dead."""
+"""What becomes 0 within this factor of the smallest float did so by underflow: it vanished. What
+was larger met a slope or a weight of 0: it is dead."""
+
+NEAR = 1.05
+"""A change by less is neither a fall nor a rise."""
 
 SHOWN = 3
 """The most modules that a sentence names."""
@@ -65,7 +68,7 @@ SHOWN = 3
 class Level(NamedTuple):
     """The operator of a depth at whose output the gradient's norm is largest.
 
-    ``largest`` is the largest \\|entry\\|, ``zeros`` the share of entries that are exactly 0.
+    ``largest`` is ``max |g[i]|``, ``zeros`` the share of entries that are exactly 0.
     """
 
     depth: int
@@ -92,12 +95,11 @@ class Row:
     """The gradient at one module, counting the operators that no module inside it made.
 
     ``norm`` is the largest at its output: of the cotangents that reach its operators from outside
-    the call. ``first`` and ``last`` are the same of its first and its last call alone. ``handed`` is
-    the largest that its operators give to those of other modules or calls, or to an input (None:
-    nothing lies below), ``own`` that of the gradients of its parameters, ``‖·‖`` of all together
-    (None: it has none). ``depth`` is the least of its operators', ``zeros`` the share of exact zeros
-    at its output, ``verdict`` one of "", "dead", "mostly dead", "vanishing", "exploding" and "not
-    finite".
+    the call. ``first`` and ``last`` are the same of its first and its last call alone. ``handed``
+    is the largest that its operators give to those of other modules or calls, or to an input (None:
+    nothing lies below), ``own`` that of all its parameters' gradients together (None: it has none).
+    ``depth`` is the least of its operators', ``zeros`` the share of exact zeros at its output,
+    ``verdict`` one of "", "dead", "mostly dead", "vanishing", "exploding" and "not finite".
     """
 
     module: str
@@ -120,8 +122,8 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Flow:
-    """The gradient along depth: ``profile`` from the loss on, ``rows`` a module each, nearest to the
-    loss first, ``findings`` what there is to say, in sentences.
+    """The gradient along depth: ``profile`` from the loss on, ``rows`` a module each, nearest to
+    the loss first, ``findings`` what there is to say, in sentences.
     """
 
     profile: tuple[Level, ...]
@@ -164,7 +166,7 @@ class Flow:
         )
         rows = tuple(
             (
-                row.module or "(top)",
+                _name(row),
                 row.kind,
                 *([row.calls] if many else []),
                 row.depth,
@@ -244,27 +246,27 @@ def flow_of(
     ``seed`` weighs the elements of the loss in place of the program's own.
 
     >>> import torch, gradtrace
-    >>> x = torch.ones(4, requires_grad=True)
-    >>> y = x
+    >>> y = x = torch.ones(4, requires_grad=True)
     >>> for _ in range(30):
     ...     y = (0.5 * y).tanh()
     >>> program = gradtrace.program(y.sum())
     >>> names = {leaf.value: f"leaf{i}" for i, leaf in enumerate(program.leaves)}
     >>> flow = flow_of(program, names, {})
     >>> print(flow.verdict)
-    Vanishing: the gradient falls from 1 at MulBackward0 to 4.7e-09 at MulBackward0 (a factor of ...
+    Vanishing: the gradient falls from 2 at depth 1 (TanhBackward0) to 7.3e-09 at depth 57 ...
     >>> [round(level.norm, 3) for level in flow.profile[:4]]
     [1.0, 2.0, 2.0, 1.0]
     """
-    seed = program.seed if seed is None else seed
+    seed = program.seed if seed is None else seed.to(program.seed)
     if seed.shape != program.seed.shape:
         raise NotScalar(
             f"the seed has shape {tuple(seed.shape)} and the loss {tuple(program.seed.shape)}; "
             "pass a weight for each element of the loss"
         )
-    wiring = Wiring(program)
-    flow = Measured(wiring, measure(program, seed), names, classes)
-    return Flow(flow.profile, flow.rows, tuple(flow.findings()))
+    wiring, size = Wiring(program), measure(program, seed)
+    flow = Measured(wiring, size, losses_of(wiring, size))
+    modules = Modules(flow, names, classes)
+    return Flow(flow.profile, modules.rows, tuple(Report(flow, modules).findings()))
 
 
 # The pass ----------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ class Size(NamedTuple):
 
 
 def measure(program: Program, seed: Tensor) -> dict[int, Size]:
-    """The sizes of all cotangents that operators take and give; each is dropped after its last use."""
+    """The sizes of all cotangents that operators take and give, each dropped after its last use."""
     last, wanted = program.last_uses(), _wanted(program)
     values, found = {program.root: seed}, dict[int, Tensor]()
     shapes = {program.root: (seed.numel(), seed.dtype)}
@@ -362,17 +364,15 @@ class Wiring:
         return found
 
     def _aside(self) -> dict[int, int]:
-        """The operators that only view one leaf, and the leaf's value. The loss is never aside."""
+        """The operators beside the activations, with (one of) the leaves below; never the loss."""
         leaves = {leaf.value for leaf in self.program.leaves}
         found: dict[int, int] = {}
         for number in range(len(self.blocks) - 1, 0, -1):
             block = self.blocks[number]
-            if len(block.gives) == 1 and (block.operator == HOOKS or views(block)):
-                (value,) = block.gives.values()
-                whole = self.wholes.get(value, value)
-                leaf = whole if whole in leaves else found.get(self.takers.get(whole, -1))
-                if leaf is not None:
-                    found[number] = leaf
+            wholes = [self.wholes.get(value, value) for value in block.gives.values()]
+            below = [w if w in leaves else found.get(self.takers.get(w, -1)) for w in wholes]
+            if below and below[0] is not None and None not in below and prepares(block):
+                found[number] = below[0]
         return found
 
     def _edges(self) -> Iterator[Handed]:
@@ -395,12 +395,11 @@ class Wiring:
                 found[edge.taker] = max(found.get(edge.taker, 0), found[edge.giver] + 1)
         return found
 
-    def enters(self, edge: Handed) -> bool:
-        """Whether an edge leads into another call of a module."""
-        return (
-            edge.taker is not None
-            and self.blocks[edge.taker].place != self.blocks[edge.giver].place
-        )
+    def enters(self, edge: Handed) -> int | None:
+        """The operator that an edge leads to, if that is in another call or another module."""
+        if edge.taker is None or self.blocks[edge.taker].place == self.blocks[edge.giver].place:
+            return None
+        return edge.taker
 
 
 def maps_of(block: Block) -> Iterator[Map]:
@@ -408,17 +407,21 @@ def maps_of(block: Block) -> Iterator[Map]:
     return (term.map for step in block.steps for term in step.terms)
 
 
+def prepares(block: Block) -> bool:
+    """Whether an operator above leaves only makes ready what others use."""
+    parametrised = "parametrizations" in block.place.module.split(".")
+    return block.operator == HOOKS or parametrised or (len(block.gives) == 1 and views(block))
+
+
 def views(block: Block) -> bool:
-    """Whether an operator only moves elements, all of them (what it did not take is filled up)."""
+    """Whether an operator only moves elements, all that it is given; a mask drops some."""
     return all(m.moves and not (m.inputs == m.outputs and _fills(m)) for m in maps_of(block))
 
 
 def elementwise(block: Block) -> bool:
     """Whether an operator weighs or drops every element by itself, as activation functions do."""
     single = len(block.takes) == 1 == len(block.gives)
-    return single and all(
-        m.inputs == m.outputs and (m.stays or m.moves) for m in maps_of(block)
-    )
+    return single and all(m.inputs == m.outputs and (m.stays or m.moves) for m in maps_of(block))
 
 
 def _fills(map_: Map) -> bool:
@@ -466,25 +469,11 @@ def _of(many: Sequence[Lost]) -> Lost:
     return next((each for each in many if each.faint), many[0])
 
 
-# What it says of modules -------------------------------------------------------------------------
-
-
-@dataclass
-class Gathered:
-    """What reaches and leaves the operators of one module."""
-
-    depth: int
-    reached: dict[int, dict[int, None]] = field(default_factory=dict)  # call: values, in order
-    handed: list[float] = field(default_factory=list)
-    dropped: float = 0.0  # the share of entries that the operator above made 0, at most
-
-    def values(self) -> list[int]:
-        """All that reaches it."""
-        return [value for call in self.reached.values() for value in call]
+# Along depth -------------------------------------------------------------------------------------
 
 
 class Change(NamedTuple):
-    """From where to where the gradient falls or rises; ``uses`` of one leaf, if it is over these."""
+    """From where to where the gradient falls or rises; ``uses`` of a leaf, if it is over these."""
 
     first: Level
     last: Level
@@ -498,28 +487,11 @@ class Change(NamedTuple):
 
 @dataclass
 class Measured:
-    """A program and the sizes of its cotangents: the levels, the rows, the sentences."""
+    """A program with the sizes of its cotangents, and where those that are 0 became so."""
 
     wiring: Wiring
     size: dict[int, Size]
-    names: Mapping[int, str]
-    classes: Mapping[str, str]
-
-    @cached_property
-    def lost(self) -> dict[int, Lost]:
-        """Where values that are 0 became so."""
-        return losses_of(self.wiring, self.size)
-
-    def _value(self, number: int) -> int:
-        """The largest cotangent at an operator's output; one that is not a number counts most."""
-        takes = self.wiring.blocks[number].takes.values()
-        return max(takes, key=lambda value: _rank(self.size[value].norm))
-
-    def level(self, number: int) -> Level:
-        """An operator as a level."""
-        block, size = self.wiring.blocks[number], self.size[self._value(number)]
-        place = (self.wiring.depth[number], size.norm, block.operator, block.place.module)
-        return Level(*place, size.entries, size.largest, _share(size.entries, size.nonzero))
+    lost: dict[int, Lost]
 
     @cached_property
     def _peaks(self) -> list[int]:
@@ -527,12 +499,23 @@ class Measured:
         found: dict[int, int] = {}
         for number, depth in self.wiring.depth.items():
             best = found.setdefault(depth, number)
-            if _rank(self._norm(number)) > _rank(self._norm(best)):
+            if _rank(self._at(number).norm) > _rank(self._at(best).norm):
                 found[depth] = number
         return [found[depth] for depth in sorted(found)]
 
-    def _norm(self, number: int) -> float:
-        return self.size[self._value(number)].norm
+    def _value(self, number: int) -> int:
+        """The largest cotangent at an operator's output."""
+        takes = self.wiring.blocks[number].takes.values()
+        return max(takes, key=lambda value: _rank(self.size[value].norm))
+
+    def _at(self, number: int) -> Size:
+        return self.size[self._value(number)]
+
+    def level(self, number: int) -> Level:
+        """An operator as a level."""
+        block, size = self.wiring.blocks[number], self._at(number)
+        place = (self.wiring.depth[number], size.norm, block.operator, block.place.module)
+        return Level(*place, size.entries, size.largest, _share(size.entries, size.nonzero))
 
     @cached_property
     def profile(self) -> tuple[Level, ...]:
@@ -541,30 +524,29 @@ class Measured:
 
     @cached_property
     def body(self) -> tuple[Level, ...]:
-        """The profile without the loss function, as far as the gradient is not cut off.
+        """The profile without the loss function and without depths where all is dead.
 
-        The loss function is what comes first and is in no module; where no modules are known, what
-        comes first and is a single number: means over a batch would look like a fall.
+        The loss function is what comes first and is in no module; if that is the greater part of
+        the profile, what comes first and is a single number. It is no part of the model, and its
+        mean over a batch would look like a fall.
         """
-        tests: tuple[Callable[[Level], bool], ...] = (
-            lambda level: not level.module,
-            lambda level: level.entries == 1,
-        )
-        heads = (next((n for n, at in enumerate(self.profile) if not t(at)), inf) for t in tests)
-        head = next((int(n) for n in heads if 2 * n <= len(self.profile)), 0)
-        ends = (n for n, number in enumerate(self._peaks) if n > head and self._cut(number))
-        return self.profile[head : next(ends, None)]
+        outside = _leading(not level.module for level in self.profile)
+        single = _leading(level.entries == 1 for level in self.profile)
+        head = next((n for n in (outside, single) if 2 * n <= len(self.profile)), 0)
+        return tuple(self.level(number) for number in self._peaks[head:] if self._lives(number))
 
-    def _cut(self, number: int) -> bool:
+    def _lives(self, number: int) -> bool:
+        """Whether gradient comes to an operator, or would if floats were finer."""
         value = self._value(number)
-        return not self.size[value].largest and not self._faint(value)
+        return self.size[value].nonzero > 0 or self.faint(value)
 
-    def _faint(self, value: int) -> bool:
+    def faint(self, value: int) -> bool:
+        """Whether a value is 0 by underflow."""
         return value in self.lost and self.lost[value].faint
 
     @cached_property
     def along(self) -> Change | None:
-        """From the top to the end."""
+        """From the top to the end; None if there is too little between."""
         if len(self.body) < FEW:
             return None
         few = FEW if len(self.body) >= 2 * FEW else 1
@@ -576,132 +558,25 @@ class Measured:
         """From the nearest uses of a leaf to the farthest, where there are many."""
         uses: dict[int, dict[int, Level]] = {}
         for edge in self.wiring.edges:
-            if edge.leaf is not None:
-                at = self.level(edge.giver)
-                of = uses.setdefault(edge.leaf, {})
+            if edge.leaf is not None and self._lives(edge.giver):
+                at, of = self.level(edge.giver), uses.setdefault(edge.leaf, {})
                 of[at.depth] = max(of.get(at.depth, at), at, key=lambda level: _rank(level.norm))
-        found = []
-        for of in uses.values():
-            levels = [of[depth] for depth in sorted(of)]
-            if len(levels) >= REPEATS:
-                ends = _median(levels[:FEW]), _median(levels[-FEW:])
-                found.append(Change(*ends, uses=len(levels)))
-        return found
+        sequences = ([of[depth] for depth in sorted(of)] for of in uses.values())
+        return [
+            Change(_median(levels[:FEW]), _median(levels[-FEW:]), len(levels))
+            for levels in sequences
+            if len(levels) >= REPEATS
+        ]
 
-    # Rows ----------------------------------------------------------------------------------------
 
-    @cached_property
-    def gathered(self) -> dict[str, Gathered]:
-        """By module, nearest to the loss first."""
-        found: dict[str, Gathered] = {}
-        order = sorted(self.wiring.depth.items(), key=lambda item: item[1])
-        for number, depth in order:
-            found.setdefault(self.wiring.blocks[number].place.module, Gathered(depth))
-        if self.wiring.blocks:
-            self._reach(found, 0, self.wiring.program.root)
-        for edge in self.wiring.edges:
-            enters = self.wiring.enters(edge)
-            if edge.taker is not None and enters:
-                self._reach(found, edge.taker, edge.whole)
-                into = found[self.wiring.blocks[edge.taker].place.module]
-                into.dropped = max(into.dropped, self._dropped(edge))
-            if enters or (edge.leaf is not None and edge.leaf in self._inputs):
-                out = found[self.wiring.blocks[edge.giver].place.module]
-                out.handed.append(self.size[edge.value].norm)
-        return found
-
-    def _reach(self, found: dict[str, Gathered], number: int, value: int) -> None:
-        module, call = self.wiring.blocks[number].place
-        found[module].reached.setdefault(call, {})[value] = None
-
-    def _dropped(self, edge: Handed) -> float:
-        """The share of entries that an elementwise operator made 0."""
-        block = self.wiring.blocks[edge.giver]
-        if not elementwise(block):
-            return 0.0
-        (take,) = block.takes.values()
-        return _share(self.size[take].nonzero, self.size[edge.value].nonzero)
-
-    @cached_property
-    def _inputs(self) -> set[int]:
-        """Leaves that are no parameters. Where no model is known, all leaves may be."""
-        return {
-            leaf.value
-            for leaf in self.wiring.program.leaves
-            if self.classes
-            and not isinstance(leaf.tensor, Parameter)
-            and "." not in self.names.get(leaf.value, "")
-        }
-
-    @cached_property
-    def _own(self) -> dict[str, list[float]]:
-        """The norms of leaves' gradients, by the innermost module with a row that holds them."""
-        found: dict[str, list[float]] = {}
-        for leaf in self.wiring.program.leaves:
-            name = self.names.get(leaf.value, "")
-            owners = [module for module in self.gathered if within(name, module)]
-            if owners and leaf.value not in self._inputs:
-                found.setdefault(max(owners, key=len), []).append(self.size[leaf.value].norm)
-        return found
-
-    @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """One for each module."""
-        return tuple(self._row(module, found) for module, found in self.gathered.items())
-
-    def _row(self, module: str, found: Gathered) -> Row:
-        calls = [_most(self.size[v].norm for v in found.reached[n]) for n in sorted(found.reached)]
-        reached = [self.size[value] for value in found.values()]
-        entries, nonzero = (sum(size[k] for size in reached) for k in (3, 2))
-        own = self._own.get(module)
-        return Row(
-            module,
-            self.classes.get(module, ""),
-            len({number for number in self._calls(module)}),
-            found.depth,
-            _most(calls),
-            calls[0],
-            calls[-1],
-            _most(found.handed) if found.handed else None,
-            _share(entries, nonzero),
-            hypot(*own) if own else None,
-            self._word(module, found),
-        )
-
-    def _calls(self, module: str) -> Iterator[int]:
-        places = (self.wiring.blocks[number].place for number in self.wiring.depth)
-        return (place.call for place in places if place.module == module)
-
-    def _word(self, module: str, found: Gathered) -> str:
-        reached = [self.size[value] for value in found.values()]
-        if not all(isfinite(size.norm) for size in reached):
-            return "not finite"
-        if self._stopped(module, found):
-            return "vanishing" if any(map(self._faint, found.values())) else "dead"
-        entries, nonzero = (sum(size[k] for size in reached) for k in (3, 2))
-        if min(found.dropped, _share(entries, nonzero)) >= MOSTLY:
-            return "mostly dead"
-        return self._far(module, found)
-
-    def _stopped(self, module: str, found: Gathered) -> bool:
-        """Whether nothing reaches a module, or nothing comes out of it."""
-        reached = [self.size[value] for value in found.values() if self.size[value].entries]
-        out = [*found.handed, *self._own.get(module, ())]
-        return bool(reached) and (
-            not any(size.nonzero for size in reached) or (bool(out) and not any(out))
-        )
-
-    def _far(self, module: str, found: Gathered) -> str:
-        """Whether a module lies far below the top, or far above it."""
-        ...
+def _leading(tests: Iterable[bool]) -> int:
+    """How many are true before the first that is not."""
+    return sum(1 for _ in takewhile(bool, tests))
 
 
 def _rank(norm: float) -> float:
+    """What is not a number counts most."""
     return inf if isnan(norm) else norm
-
-
-def _most(norms: Iterable[float]) -> float:
-    return max(norms, key=_rank)
 
 
 def _share(all_: int, others: int) -> float:
@@ -711,3 +586,337 @@ def _share(all_: int, others: int) -> float:
 
 def _median(levels: Sequence[Level]) -> Level:
     return sorted(levels, key=lambda level: _rank(level.norm))[len(levels) // 2]
+
+
+# Module by module --------------------------------------------------------------------------------
+
+
+@dataclass
+class Gathered:
+    """The cotangents that reach and leave the operators of one module."""
+
+    depth: int
+    calls: set[int] = field(default_factory=set)
+    reached: dict[int, dict[int, None]] = field(default_factory=dict)  # call: values, in order
+    handed: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    dropped: float = 0.0  # the share of entries that an operator above made 0, at most
+
+    @property
+    def values(self) -> list[int]:
+        """All that reach it."""
+        return [value for call in self.reached.values() for value in call]
+
+    @property
+    def out(self) -> list[int]:
+        """All that leave it."""
+        return self.handed + self.own
+
+
+@dataclass
+class Modules:
+    """What a measured program says of each module."""
+
+    flow: Measured
+    names: Mapping[int, str]
+    classes: Mapping[str, str]
+
+    @cached_property
+    def gathered(self) -> dict[str, Gathered]:
+        """By module, nearest to the loss first."""
+        wiring, found = self.flow.wiring, dict[str, Gathered]()
+        for number, depth in sorted(wiring.depth.items(), key=lambda item: item[1]):
+            module, call = wiring.blocks[number].place
+            found.setdefault(module, Gathered(depth)).calls.add(call)
+        if wiring.blocks:
+            self._enter(found, 0, wiring.program.root)
+        for edge in wiring.edges:
+            taker = wiring.enters(edge)
+            if taker is not None:
+                into = self._enter(found, taker, edge.whole)
+                into.dropped = max(into.dropped, self._dropped(edge))
+            if taker is not None or edge.leaf in self._inputs:
+                found[wiring.blocks[edge.giver].place.module].handed.append(edge.value)
+        for leaf in wiring.program.leaves:
+            owner = next(filter(found.__contains__, self._owners(leaf.value)), None)
+            if owner is not None and leaf.value not in self._inputs:
+                found[owner].own.append(leaf.value)
+        return found
+
+    def _enter(self, found: dict[str, Gathered], number: int, value: int) -> Gathered:
+        module, call = self.flow.wiring.blocks[number].place
+        found[module].reached.setdefault(call, {})[value] = None
+        return found[module]
+
+    def _dropped(self, edge: Handed) -> float:
+        """The share of entries that an elementwise operator made 0."""
+        block = self.flow.wiring.blocks[edge.giver]
+        if not elementwise(block):
+            return 0.0
+        (take,) = block.takes.values()
+        return _share(self.flow.size[take].nonzero, self.flow.size[edge.value].nonzero)
+
+    @cached_property
+    def _inputs(self) -> set[int | None]:
+        """Leaves that are no parameters; without a model, none is known to be an input."""
+        return {
+            leaf.value
+            for leaf in self.flow.wiring.program.leaves
+            if self.classes
+            and not isinstance(leaf.tensor, Parameter)
+            and "." not in self.names.get(leaf.value, "")
+        }
+
+    def _owners(self, leaf: int) -> Iterator[str]:
+        """The modules that hold a leaf, innermost first."""
+        name = self.names.get(leaf, "")
+        while name:
+            name = name.rpartition(".")[0]
+            yield name
+
+    # Rows ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One for each module."""
+        return tuple(self._row(module, found) for module, found in self.gathered.items())
+
+    def _row(self, module: str, found: Gathered) -> Row:
+        calls = [self._most(found.reached[call]) for call in sorted(found.reached)]
+        return Row(
+            module,
+            self.classes.get(module, ""),
+            len(found.calls),
+            found.depth,
+            self._most(found.values),
+            calls[0],
+            calls[-1],
+            self._most(found.handed) if found.handed else None,
+            self._zeros(found),
+            hypot(*(self.flow.size[value].norm for value in found.own)) if found.own else None,
+            self._word(module, found),
+        )
+
+    def _most(self, values: Iterable[int]) -> float:
+        return max((self.flow.size[value].norm for value in values), key=_rank)
+
+    def _zeros(self, found: Gathered) -> float:
+        reached = [self.flow.size[value] for value in found.values]
+        return _share(sum(size.entries for size in reached), sum(size.nonzero for size in reached))
+
+    def _word(self, module: str, found: Gathered) -> str:
+        if not isfinite(self._most(found.values)):
+            return "not finite"
+        if self._all_zero(found.values) or self._all_zero(found.out):
+            return "vanishing" if any(map(self.flow.faint, found.values + found.out)) else "dead"
+        if min(found.dropped, self._zeros(found)) >= MOSTLY:
+            return "mostly dead"
+        return self._far(module, found)
+
+    def _all_zero(self, values: Iterable[int]) -> bool:
+        """Whether there are entries, and all are 0."""
+        entries = [self.flow.size[value] for value in values if self.flow.size[value].entries]
+        return bool(entries) and not any(size.nonzero for size in entries)
+
+    def _far(self, module: str, found: Gathered) -> str:
+        """Whether the gradient at a module is far below the top or above it, at its nearest call or
+        after many uses.
+        """
+        ratios = [change.ratio for change in self.flow.repeated if change.first.module == module]
+        if self.flow.along:
+            top, wiring = self.flow.along.first.norm, self.flow.wiring
+            start = self.flow.body[0].depth
+            body = [v for v in found.values if wiring.depth[wiring.takers[v]] >= start]
+            ratios += [self._most(body) / top] if body and top else []
+        if any(ratio < 1 / FACTOR for ratio in ratios):
+            return "vanishing"
+        return "exploding" if any(ratio > FACTOR for ratio in ratios) else ""
+
+
+# In words ----------------------------------------------------------------------------------------
+
+KEEP = (
+    "Skip connections, normalisation, gated cells or another initialisation (He for ReLU, Xavier "
+    "for tanh) keep it up."
+)
+TAME = (
+    "Clip it (torch.nn.utils.clip_grad_norm_), take smaller steps, or remove the cause: "
+    "normalisation or a smaller initialisation (He for ReLU, Xavier for tanh)."
+)
+REVIVE = "A smaller learning rate, another initialisation or a leaky slope bring it back."
+
+
+@dataclass
+class Report:
+    """What there is to say, in sentences."""
+
+    flow: Measured
+    modules: Modules
+
+    def findings(self) -> Iterator[str]:
+        """One finding, or several, the dead parts first."""
+        alone = self._nonfinite() or self._nothing()
+        if alone:
+            yield alone
+            return
+        dead = [text for text in (self._dead(), self._mostly()) if text]
+        yield from dead
+        changes = [change for change in (self.flow.along, *self.flow.repeated) if change]
+        fall = next((change for change in changes if change.ratio < 1 / FACTOR), None)
+        rise = next((change for change in changes if change.ratio > FACTOR), None)
+        if fall:
+            yield f"Vanishing: {self._told(fall)}{self._rest(fall)}. {KEEP}"
+        if rise:
+            yield f"Exploding: {self._told(rise)}. {TAME}"
+        if not (fall or rise):
+            yield from self._healthy(bool(dead))
+
+    # Numbers -------------------------------------------------------------------------------------
+
+    def _told(self, change: Change, subject: str = "the gradient") -> str:
+        """From where to where, and how fast."""
+        first, last, ratio = change.first, change.last, change.ratio
+        if not last.norm and not change.uses:
+            last = next(level for level in self.flow.body if not level.norm)
+        verb = "goes" if 1 / NEAR < ratio < NEAR else "rises" if ratio > 1 else "falls"
+        uses = f"through {change.uses:,} uses of the same weights " if change.uses else ""
+        start = f"{uses}{subject} {verb} from {first.norm:.2g} at"
+        if not last.norm:
+            return f"{start} {first.where} to exactly 0 at depth {last.depth:,} ({last.where})"
+        here, there = first.where, last.where
+        if here == there:
+            here, there = (f"depth {at.depth:,} ({at.where})" for at in (first, last))
+        factor, over = max(ratio, 1 / ratio), last.depth - first.depth
+        return (
+            f"{start} {here} to {last.norm:.2g} at {there} (a factor of {factor:.2g} over {over:,} "
+            f"operators, about {factor ** (1 / over):.3g} an operator)"
+        )
+
+    def _rest(self, fall: Change) -> str:
+        """What is below a fall and has its gradient from elsewhere."""
+        deepest = self.flow.profile[-1]
+        if deepest.norm < fall.first.norm / FACTOR:
+            return ""
+        return f"; deeper down, {deepest.where} gets {deepest.norm:.2g} by other ways"
+
+    def _healthy(self, dead: bool) -> Iterator[str]:
+        change, deep = self.flow.along, len(self.flow.profile)
+        if change:
+            start = "Elsewhere the" if dead else "The"
+            yield f"{start} gradient neither vanishes nor explodes: {self._told(change, 'it')}."
+        elif not dead:
+            yield f"The graph is {_count(deep, 'operator')} deep, too few to vanish or explode."
+        silent = sum(not level.largest for level in self.flow.profile)
+        if silent and not dead:
+            yield f"At {silent:,} of {deep:,} depths it is exactly 0."
+        for word, much in (("vanishing", "less"), ("exploding", "more")):
+            far = [_name(row) for row in self.modules.rows if row.verdict == word]
+            if far:
+                gets = "gets" if len(far) == 1 else "get"
+                yield f"Apart from that, {_listed(far)} {gets} over {FACTOR:,.0f} times {much}."
+
+    # What is 0, or no number ---------------------------------------------------------------------
+
+    def _nonfinite(self) -> str:
+        """Where NaN or infinity first appears."""
+        size, blocks = self.flow.size, self.flow.wiring.blocks
+        bad = {value for value, found in size.items() if not isfinite(found.norm)}
+        if not bad:
+            return ""
+        makers = (
+            (number, value)
+            for number, block in enumerate(blocks)
+            if bad.isdisjoint(block.takes.values())
+            for value in block.gives.values()
+            if value in bad
+        )
+        root = self.flow.wiring.program.root
+        number, value = next(makers, (None, min(bad)))
+        kind = "NaN" if isnan(size[value].norm) else "infinity"
+        if root in bad:
+            return f"The gradient is not finite: the loss itself is weighed with {kind}."
+        where = (
+            "a sum of gradients" if number is None else f"what {self._operator(number)} hands on"
+        )
+        return (
+            f"The gradient is not finite: {kind} first appears in {where}. Look at the values that "
+            "go into it (a division by 0, a logarithm or root of 0, an overflow?)."
+        )
+
+    def _nothing(self) -> str:
+        """Why no leaf gets any gradient."""
+        size, program = self.flow.size, self.flow.wiring.program
+        if any(size[leaf.value].nonzero for leaf in program.leaves):
+            return ""
+        if not size[program.root].nonzero:
+            return "No gradient flows: the loss itself is weighed with 0."
+        places = [self.flow.lost[v.value] for v in program.leaves if v.value in self.flow.lost]
+        why = self._why(min(places)) if places else "Nothing but zeros reaches them."
+        return f"No gradient flows: that of every leaf is exactly 0. {why}"
+
+    def _dead(self) -> str:
+        rows = [row for row in self.modules.rows if row.verdict == "dead"]
+        silent = [_name(row) for row in rows if not row.norm]
+        if not rows:
+            return ""
+        found = self.modules.gathered
+        places = [
+            self.flow.lost[value]
+            for row in rows
+            for value in (found[row.module].out if row.norm else found[row.module].values)
+            if value in self.flow.lost
+        ]
+        why = self._why(min(places)) if places else "What reaches them adds up to 0."
+        if silent:
+            gets = "gets" if len(silent) == 1 else "get"
+            return f"Dead: {_listed(silent)} {gets} no gradient at all. {why}"
+        return f"Dead: {_listed([_name(row) for row in rows])} hands no gradient on. {why}"
+
+    def _why(self, lost: Lost) -> str:
+        """What an operator did that hands on nothing but zeros."""
+        block = self.flow.wiring.blocks[lost.block]
+        where = self._operator(lost.block)
+        reached = sum(self.flow.size[value].nonzero for value in block.takes.values())
+        if lost.faint:
+            return f"It falls below the smallest float at {where}. {KEEP}"
+        if elementwise(block) and not block.operator.startswith(("Mul", "Div")):
+            return (
+                f"{where} has slope 0 at all {_count(reached, 'entry')} that the gradient comes to "
+                f"(a dead ReLU, a saturated unit, a closed gate?). {REVIVE}"
+            )
+        if all(m.moves for m in maps_of(block)):
+            return f"{where} cuts it off: the loss does not use that part."
+        return f"{where} multiplies it with zeros (weights or factors that start at 0?)."
+
+    def _mostly(self) -> str:
+        rows = [row for row in self.modules.rows if row.verdict == "mostly dead"]
+        if not rows:
+            return ""
+        worst = max(rows, key=lambda row: row.zeros)
+        return (
+            f"Mostly dead: at the output of {_listed([_name(row) for row in rows])} up to "
+            f"{worst.zeros:.1%} of the gradient is exactly 0 (ReLUs that seldom open?). {REVIVE}"
+        )
+
+    def _operator(self, number: int) -> str:
+        block = self.flow.wiring.blocks[number]
+        module = block.place.module
+        return f"{block.operator} (in '{module}')" if module else block.operator
+
+
+def _name(row: Row) -> str:
+    return row.module or "(top)"
+
+
+def _count(n: int, word: str) -> str:
+    """``1 operator``, ``2 operators``, ``3 entries``."""
+    many = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
+    return f"{n:,} {word if n == 1 else many}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``'a', 'b' and 2 more``."""
+    shown = [f"'{name}'" for name in names[:SHOWN]]
+    if len(names) > SHOWN:
+        return f"{', '.join(shown)} and {len(names) - SHOWN:,} more"
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))

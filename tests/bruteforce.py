@@ -21,6 +21,8 @@ from torch import Tensor
 Node: TypeAlias = Any  # an autograd node
 Position: TypeAlias = "int | Sequence[int]"  # of an element: flat, or by dimension
 
+Taken: TypeAlias = tuple[int, int]  # an element of an output: its slot and flat index
+
 LIMIT = 20_000
 """The most paths of one element that are listed unless the caller says otherwise."""
 
@@ -503,64 +505,85 @@ class _Builder:
         """Leave an arrow for each derivative of a node that is not 0."""
         node, graph = self.graph.nodes[number], self.graph
         taken = [
-            (slot, index)
+            (slot, element)
             for slot, first in slots.items()
-            for index in range(shape_of(node, slot).numel())
-            if graph.counts[first + index]  # else it is on no path
+            for element in range(shape_of(node, slot).numel())
+            if graph.counts[first + element]  # else it is on no path
         ]
         if not taken:
             return
-        found, blur = derivatives(node, taken, self.unit)
-        graph.blur = max(graph.blur, blur)
+        found = derivatives(node, taken, self.unit)
         for position, rows in found.items():
             largest = float(rows.abs().amax()) if rows.numel() else 0.0
             if not math.isfinite(largest):
                 raise NotFinite(f"a derivative of {graph.operator(number)} is not finite")
             arrows = [
-                _Arrow(index, slots[slot] + above, weight, number, position)
+                _Arrow(element, slots[slot] + above, weight, number, position)
                 for (slot, above), row in zip(taken, rows.tolist())
-                for index, weight in enumerate(row)
+                for element, weight in enumerate(row)
                 if abs(weight) > self.zero * largest
             ]
             if arrows:
                 self.waiting.setdefault(node.next_functions[position], []).extend(arrows)
-                faint = min(abs(arrow.weight) for arrow in arrows) / largest
-                graph.faintest = min(graph.faintest, faint)
+            graph.faintest = min(graph.faintest, _faint(rows))
+        graph.blur = max(graph.blur, blur_of(node, taken, found))
 
 
-def derivatives(
-    node: Node, taken: Sequence[tuple[int, int]], unit: float = 1.0
-) -> tuple[dict[int, Tensor], float]:
-    """For each argument ``J`` transposed, a row for each output element taken; and their blur.
-
-    Called once more on some numbers or other for all elements at once, the node must give the
-    sum of the rows times these numbers, but for rounding: how far off it is, is the blur.
-    """
+def derivatives(node: Node, taken: Sequence[Taken], unit: float = 1.0) -> dict[int, Tensor]:
+    """For each argument ``J`` transposed: a row for each element of an output that is taken."""
     shapes = {slot: shape_of(node, slot) for slot, _ in taken}
     units = {
         slot: torch.eye(shape.numel(), dtype=dtype_of(node, slot)).mul_(unit)
         for slot, shape in shapes.items()
     }
     single = {slot: units[slot].reshape(-1, *shapes[slot]).unbind(0) for slot in shapes}
-    numbers = torch.arange(1.0, len(taken) + 1, dtype=torch.float64).cos_()
-    mixed = {slot: [0.0] * len(units[slot]) for slot in shapes}
-    for (slot, index), number in zip(taken, numbers.tolist()):
-        mixed[slot][index] = number
-    all_of_them = {
-        slot: units[slot].new_tensor(row).reshape(shapes[slot]) for slot, row in mixed.items()
+    outs = [call(node, shapes, {slot: single[slot][element]}) for slot, element in taken]
+    return {
+        position: conformed([out[position] for out in outs], shape_of(child, slot)) / unit
+        for position, (child, slot) in enumerate(node.next_functions)
+        if child is not None and any(out[position] is not None for out in outs)
     }
-    outs = [call(node, shapes, {slot: single[slot][index]}) for slot, index in taken]
-    outs.append(call(node, shapes, all_of_them))
-    found, blur = {}, 0.0
-    for position, (child, slot) in enumerate(node.next_functions):
-        if child is None or all(out[position] is None for out in outs):
-            continue
-        results = conformed([out[position] for out in outs], shape_of(child, slot))
-        found[position] = rows = results[:-1] / unit
-        off = (results[-1] - numbers @ rows).abs()
+
+
+def blur_of(node: Node, taken: Sequence[Taken], found: dict[int, Tensor]) -> float:
+    """How much rounding changes a derivative, relative to it.
+
+    Called on some numbers or other for all elements at once, a node must give the rows times these
+    numbers. Where it does, and no entry is so small that an error in it would not show, there is
+    no more to ask. Else unit cotangents of 1/3 tell what rounding does to each entry.
+    """
+    shapes = {slot: shape_of(node, slot) for slot, _ in taken}
+    numbers = torch.arange(1.0, len(taken) + 1, dtype=torch.float64).cos_()
+    mixed = {slot: [0.0] * shape.numel() for slot, shape in shapes.items()}
+    for (slot, element), number in zip(taken, numbers.tolist()):
+        mixed[slot][element] = number
+    dtype = dtype_of(node, taken[0][0])
+    grads = {slot: torch.tensor(mixed[slot], dtype=dtype).reshape(shapes[slot]) for slot in shapes}
+    outs = call(node, shapes, grads)
+    blur = 0.0
+    for position, rows in found.items():
+        child, slot = node.next_functions[position]
+        off = (conformed([outs[position]], shape_of(child, slot)) - numbers @ rows).abs()
         if bool(off.any()):
-            blur = max(blur, float((off / (numbers.abs() @ rows.abs())).nan_to_num(0).amax()))
-    return found, blur
+            blur = max(blur, _largest(off / (numbers.abs() @ rows.abs())))
+    faint = min((_faint(rows) for rows in found.values()), default=math.inf)
+    if blur <= 64 * torch.finfo(dtype).eps and faint > 1e-4:
+        return blur
+    again = derivatives(node, taken, 1 / 3)
+    return max(
+        _largest((rows - again[position]).abs() / rows.abs()) for position, rows in found.items()
+    )
+
+
+def _largest(ratios: Tensor) -> float:
+    return float(ratios.nan_to_num(0.0, math.inf).amax()) if ratios.numel() else 0.0
+
+
+def _faint(rows: Tensor) -> float:
+    """The smallest size of an entry that is not 0, relative to the largest."""
+    sizes = rows.abs()
+    there = sizes[sizes > 0]
+    return float(there.amin() / there.amax()) if there.numel() else math.inf
 
 
 def conformed(grads: Sequence[Tensor | None], shape: torch.Size) -> Tensor:

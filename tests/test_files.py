@@ -84,6 +84,7 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: torch.tensor([1.0]).expand(3, 2),
     "part of another": lambda: torch.arange(100.0)[40:43],
     "negative view": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "negative view of one": lambda: torch.tensor([1 + 2j]).conj().imag,
     "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "parameter": lambda: nn.Parameter(torch.ones(2)),
     "with a graph": lambda: nn.Linear(2, 2)(torch.ones(1, 2)) * 2,

@@ -622,12 +622,12 @@ def folded(matrix: Tensor, x: Value, semiring: Semiring) -> Value:
 
 
 def agree(semiring: Semiring, found: Value, wanted: Value, shape: Shape, exact: bool) -> None:
-    assert len(found) == len(wanted)
+    assert len(found) == len(wanted), semiring
     for a, b in zip(found, wanted):
-        assert tuple(a.shape) == shape
-        assert a.dtype is b.dtype
+        assert tuple(a.shape) == shape, semiring
+        assert a.dtype is b.dtype, semiring
         if exact and semiring not in LOGARITHMS:
-            assert torch.equal(a.reshape(-1), b)
+            assert torch.equal(a.reshape(-1), b), semiring
         else:
             close(a.reshape(-1), b)
 
@@ -651,14 +651,16 @@ def by_rows(m: Map) -> bool:
     return isinstance(m, Convolve) or (isinstance(m, Normaliser) and len(m.left) != 1)
 
 
-@pytest.mark.parametrize("semiring", EVERY, ids=title)
-def test_pull_is_a_fold_over_the_matrix(build: Callable[[Make], Map], semiring: Semiring) -> None:
-    make, numbers = maker(), whole(seed=5)
-    if semiring == Count(exact=True) and by_rows(build(make)):
-        return  # see test_whole_numbers_stay_whole
-    check_semiring(build(make), semiring, make)
-    m = build(numbers)
-    check_semiring(m, semiring, numbers, exact=not isinstance(m, Scale) or _powers_of_two(m))
+def test_pull_is_a_fold_over_the_matrix(build: Callable[[Make], Map]) -> None:
+    """In every semiring, for weights of all kinds and for whole numbers, which are exact."""
+    for semiring in EVERY:
+        make, numbers = maker(), whole(seed=5)
+        m = build(make)
+        if semiring == Count(exact=True) and by_rows(m):
+            continue  # see test_whole_numbers_stay_whole
+        check_semiring(m, semiring, make)
+        m = build(numbers)
+        check_semiring(m, semiring, numbers, exact=not isinstance(m, Scale) or _powers_of_two(m))
 
 
 def _powers_of_two(m: Scale) -> bool:
@@ -720,34 +722,27 @@ def check_best(m: Map, x: Tensor, matrix: Tensor | None = None) -> None:
     """``best`` and ``largest``, of all and of some, against comparing one by one; to the bit."""
     matrix = REFERENCE[type(m)](m) if matrix is None else matrix
     value, source = brute(matrix, x)
-    for given_x in (x, apart(x)):
-        for ask in (m.best, m.largest):
-            found = ask(given_x)
-            assert tuple(found.value.shape) == tuple(found.source.shape) == m.out_shape
-            same(found.value.reshape(-1), value)
-            assert found.source.reshape(-1).tolist() == source.tolist()
-            assert found.source.dtype is torch.int64
-            for at in places(m):
-                some = ask(given_x, at)
-                assert some.value.shape == some.source.shape == at.shape
-                same(some.value, value[at])
-                assert torch.equal(some.source, source[at])
-
-
-def same(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a.double(), b, rtol=0, atol=0, equal_nan=True)
+    for ask, given_x in product((m.best, m.largest), (x, apart(x))):
+        found = ask(given_x)
+        assert tuple(found.value.shape) == tuple(found.source.shape) == m.out_shape
+        assert torch.equal(found.value.reshape(-1).double(), value)
+        assert torch.equal(found.source.reshape(-1), source)
+    for ask, at in product((m.best, m.largest), places(m)):
+        some = ask(x, at)
+        assert some.value.shape == some.source.shape == at.shape
+        assert torch.equal(some.value.double(), value[at])
+        assert torch.equal(some.source, source[at])
 
 
 def test_the_largest_of_whole_numbers(build: Callable[[Make], Map]) -> None:
     """Ties go to the lowest source; where all is 0 there is none."""
-    for seed in range(4):
+    for seed in range(2):
         make = whole(seed)
         m = build(make)
         if isinstance(m, Scale) and not _powers_of_two(m):
             continue
         check_best(m, make(*m.in_shape))
-        check_best(m, torch.ones(m.in_shape, dtype=torch.float64))
-        check_best(m, torch.zeros(m.in_shape, dtype=torch.float64))
+        check_best(m, torch.full(m.in_shape, float(seed), dtype=torch.float64))
 
 
 def test_the_largest_of_any_numbers(build: Callable[[Make], Map]) -> None:
@@ -948,7 +943,7 @@ anything = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(anything, seeds)
 def test_random_instances(m: Map, seed: int) -> None:
     check_meaning(m)
@@ -976,7 +971,7 @@ def rounded(m: Map) -> Map:
     return m
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(anything, seeds)
 def test_the_largest_of_random_instances(m: Map, seed: int) -> None:
     m = rounded(m)

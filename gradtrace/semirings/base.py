@@ -22,9 +22,12 @@ LIMIT = 1 << 20
 """The most products that are written out at a time."""
 
 
+NARROW = frozenset({torch.float16, torch.bfloat16, torch.bool})
+
+
 def wide(x: Tensor) -> Tensor:
-    """The tensor in float32, if it is of half precision."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    """The tensor in float32, if it is of half precision (or a mask)."""
+    return x.float() if x.dtype in NARROW else x
 
 
 class Semiring(ABC):
