@@ -9,20 +9,26 @@
 """
 
 from gradtrace import errors, semirings, testing
+from gradtrace.ablation import ablate
 from gradtrace.api import backward, enumerate_paths, graph, program, trace
 from gradtrace.check import check
+from gradtrace.dataset import influence
 from gradtrace.labels import label
+from gradtrace.saving import load
 from gradtrace.semirings import SUM
 from gradtrace.watching import watch
 
 __all__ = [
     "SUM",
+    "ablate",
     "backward",
     "check",
     "enumerate_paths",
     "errors",
     "graph",
+    "influence",
     "label",
+    "load",
     "program",
     "semirings",
     "testing",

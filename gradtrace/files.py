@@ -129,7 +129,11 @@ def _about(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
     """Where a path leads; what goes wrong there becomes a BadFile that names the file."""
     called = repr(os.fspath(path))
     try:
-        yield Path(path).expanduser().resolve()
+        at = Path(path).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BadFile(f"{called} leads nowhere ({error}): give another path") from error
+    try:
+        yield at
     except BadFile as error:
         raise BadFile(f"{called} {error}") from error.__cause__
     except Exception as error:  # of hostile files, libraries complain in many ways

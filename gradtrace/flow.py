@@ -263,7 +263,8 @@ def flow_of(
             f"the seed has shape {tuple(seed.shape)} and the loss {tuple(program.seed.shape)}; "
             "pass a weight for each element of the loss"
         )
-    wiring, size = Wiring(program), measure(program, seed)
+    size = measure(program, seed)
+    wiring = Wiring(program, size)
     flow = Measured(wiring, size, losses_of(wiring, size))
     modules = Modules(flow, names, classes)
     return Flow(flow.profile, modules.rows, tuple(Report(flow, modules).findings()))
@@ -345,8 +346,9 @@ class Handed(NamedTuple):
 class Wiring:
     """Operators by number, the edges between them, which are on the activation side, how deep."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, size: Mapping[int, Size]) -> None:
         self.program = program
+        self.size = size
         self.blocks = program.blocks
         self.takers = {v: n for n, block in enumerate(self.blocks) for v in block.takes.values()}
         self.wholes = self._wholes()
@@ -371,9 +373,26 @@ class Wiring:
             block = self.blocks[number]
             wholes = [self.wholes.get(value, value) for value in block.gives.values()]
             below = [w if w in leaves else found.get(self.takers.get(w, -1)) for w in wholes]
-            if below and below[0] is not None and None not in below and prepares(block):
+            if below and below[0] is not None and None not in below and self._prepares(block):
                 found[number] = below[0]
         return found
+
+    def _prepares(self, block: Block) -> bool:
+        """Whether an operator above leaves only makes ready what others use."""
+        parametrised = "parametrizations" in block.place.module.split(".")
+        return (
+            block.operator == HOOKS
+            or parametrised
+            or (len(block.gives) == 1 and self._views(block))
+        )
+
+    def _views(self, block: Block) -> bool:
+        """Whether an operator only moves elements, all of them and each once."""
+        taken, given = (
+            sum(self.size[value].nonzero for value in values.values())
+            for values in (block.takes, block.gives)
+        )
+        return taken == given and all(m.moves for m in maps_of(block))
 
     def _edges(self) -> Iterator[Handed]:
         for number, block in enumerate(self.blocks):
@@ -407,25 +426,10 @@ def maps_of(block: Block) -> Iterator[Map]:
     return (term.map for step in block.steps for term in step.terms)
 
 
-def prepares(block: Block) -> bool:
-    """Whether an operator above leaves only makes ready what others use."""
-    parametrised = "parametrizations" in block.place.module.split(".")
-    return block.operator == HOOKS or parametrised or (len(block.gives) == 1 and views(block))
-
-
-def views(block: Block) -> bool:
-    """Whether an operator only moves elements, all that it is given; a mask drops some."""
-    return all(m.moves and not (m.inputs == m.outputs and _fills(m)) for m in maps_of(block))
-
-
 def elementwise(block: Block) -> bool:
     """Whether an operator weighs or drops every element by itself, as activation functions do."""
     single = len(block.takes) == 1 == len(block.gives)
     return single and all(m.inputs == m.outputs and (m.stays or m.moves) for m in maps_of(block))
-
-
-def _fills(map_: Map) -> bool:
-    return bool(getattr(map_, "fills", False))
 
 
 # What became 0 -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ scale are merged by adding their weights; small formulas become a matrix; what i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ def resolve(
         suspects = [value for value in block.gives.values() if origins[value].suspect]
         if suspects:
             _rewrite(block, suspects, new, shapes)
+        _join_sums(block, new)
 
 
 def _rewrite(
@@ -262,6 +264,65 @@ def _run(block: Block, values: dict[int, Tensor], wanted: int) -> Tensor:
         if parts:
             values[step.out] = torch.stack([part.to(step.dtype) for part in parts]).sum(0)
     return values[wanted]
+
+
+def _join_sums(block: Block, new: Callable[[], int]) -> None:
+    """Sums of sums become one: an operator chooses among all that it adds up, not group by group.
+
+    (``repeat`` backwards sums over the repetitions of one dimension after the other.)
+    """
+    made = {step.out: step for step in block.steps}
+    uses = Counter(term.value for step in block.steps for term in step.terms)
+    uses.update(block.gives.values())
+    for n, step in reversed(list(enumerate(block.steps))):
+        chain, at = _summing(step, made, uses)
+        if sum(not link.single_source for link in chain) < 2 or chain[0].inputs > LISTED:
+            continue
+        target, weight = _sent(chain, step.dtype)
+        between = new()
+        scale = Step(
+            between, (Term(Scale(weight, chain[0].in_shape), at),), chain[0].in_shape, step.dtype
+        )
+        total = Term(Scatter(target, step.shape), between)
+        block.steps[n : n + 1] = [scale, Step(step.out, (total,), step.shape, step.dtype)]
+        _drop_unused(block)
+        return _join_sums(block, new)
+
+
+def _summing(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[list[Map], int]:
+    """The maps up to a step through which every element goes to one place, and where they begin."""
+    chain: list[Map] = []
+    at = step.out
+    while at in made and len(made[at].terms) == 1 and (not chain or uses[at] == 1):
+        map_, before = made[at].terms[0]
+        if not map_.single_target or not isinstance(map_, (*MOVES, Reduce, Scatter)):
+            break
+        chain.insert(0, map_)
+        at = before
+    return chain, at
+
+
+def _sent(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Where each element of the first map's input goes, and what it is multiplied with."""
+    shape = chain[0].in_shape
+    target = torch.arange(prod(shape))
+    weight = torch.ones(prod(shape), dtype=dtype)
+    for link in chain:
+        if isinstance(link, Scale):
+            here = torch.as_tensor(link.weight).expand(link.in_shape).reshape(-1)
+            weight = torch.where(target >= 0, weight * here[target.clamp(min=0)].to(dtype), weight)
+            continue
+        if isinstance(link, Index):
+            source = link.source().reshape(-1)
+            onward = torch.full((link.inputs,), -1)
+            there = source >= 0
+            onward[source[there]] = torch.arange(link.outputs)[there]
+        elif isinstance(link, (Reduce, Scatter)):
+            onward = link.targets().reshape(-1)
+        else:
+            continue
+        target = torch.where(target >= 0, onward[target.clamp(min=0)], -1)
+    return target.reshape(shape), weight.reshape(shape)
 
 
 def _drop_unused(block: Block) -> None:

@@ -11,10 +11,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from gradtrace import saving
 from gradtrace.atlas import Gradients, unknown
 from gradtrace.coarse import Coarse
 from gradtrace.components import Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
+from gradtrace.flow import Flow, flow_of
 from gradtrace.following import Kept
 from gradtrace.influence import Influence, Tally, checked_weight, possible
 from gradtrace.maps import Map
@@ -230,12 +232,11 @@ class Trace:
             self.asked[components] = table
         return table
 
-    def flow(self) -> 'Flow':
+    def flow(self) -> Flow:
         """Gradient magnitude along depth, per module, and in plain words whether it vanishes,
         explodes or dies.
         """
         self._unchanged()
-        from gradtrace.flow import flow_of
         return flow_of(self.program, self.names, self.modules)
 
     # To keep -----------------------------------------------------------------------------------
@@ -244,7 +245,6 @@ class Trace:
         """Write gradients, influence (of modules, and of the kinds asked for so far), flow and the
         paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
         """
-        from gradtrace import saving
         saving.save(self, path, sample, seed)
 
     def _found(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:

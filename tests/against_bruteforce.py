@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from bruteforce import Hop, ScalarGraph, Weights, sharp
 from randomgraphs import Sample
@@ -19,10 +21,14 @@ K = 4
 
 def check(sample: Sample, paths: int = 6) -> None:
     """Raise AssertionError where anything differs; ``paths`` elements of each leaf are followed."""
-    trace = gt.trace(sample.loss, names=sample.leaves)
-    check_semirings(trace.program, trace, sample.graph, sample)
-    for rule in ("greedy", "viterbi"):
-        check_paths(gt.trace(sample.loss, names=sample.leaves, rule=rule), sample, paths)
+    greedy = gt.trace(sample.loss, names=sample.leaves)
+    check_semirings(greedy.program, greedy, sample.graph, sample)
+    check_paths(greedy, sample, paths)
+    viterbi = dataclasses.replace(greedy, rule="viterbi")
+    check_paths(viterbi, sample, paths)
+    names = [name for name in viterbi.gradients if sample.leaves[name].numel()]
+    if names:
+        check_best(viterbi, names[sample.seed % len(names)], sample.graph)
 
 
 def check_semirings(program: Program, trace: Trace, graph: ScalarGraph, sample: Sample) -> None:
@@ -31,7 +37,7 @@ def check_semirings(program: Program, trace: Trace, graph: ScalarGraph, sample: 
         semiring.name: engine.run(program, semiring)
         for semiring in (S.SUM, S.ABS, S.MAX, S.EXTREMES, S.ENTROPY, S.TopK(K), S.COUNT, S.BOOL)
     }
-    exact = sharp(graph, sample.loss, sample.leaves)
+    exact = sharp(graph, sample.loss, sample.leaves) and not hazy(sample)
     for name, leaf in tensors.items():
         mass = graph.table(name, Weights.abs)
 
@@ -51,6 +57,11 @@ def check_semirings(program: Program, trace: Trace, graph: ScalarGraph, sample: 
             same("BOOL", Weights.bool)
 
 
+def hazy(sample: Sample) -> bool:
+    """Whether derivatives may be 0 by one formula and rounding by another: norms of equal numbers."""
+    return "whole" in sample.traits and any("norm" in op or "soft" in op for op in sample.ops)
+
+
 def close(found: Tensor, wanted: Tensor, mass: Tensor, what: str) -> None:
     """Equal up to rounding, which is relative to the mass of all paths."""
     assert found.shape == wanted.shape, what
@@ -68,8 +79,6 @@ def check_paths(trace: Trace, sample: Sample, most: int) -> None:
         for element in range(size)[:most]:
             path = found.get((name, _unravel(element, shape)))
             check_path(trace, path, name, element, graph)
-        if size:
-            check_best(trace, name, graph)
 
 
 def _unravel(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,7 +97,9 @@ def _ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 def hops_of(path: Path) -> list[Hop]:
-    return [Hop(step.operator, None, None, _ravel(step.index, step.shape)) for step in path.steps[1:]]
+    return [
+        Hop(step.operator, None, None, _ravel(step.index, step.shape)) for step in path.steps[1:]
+    ]
 
 
 def check_path(
@@ -97,7 +108,11 @@ def check_path(
     """The path is one of the graph, has the weight it says, and is what the rule asks for."""
     fault = graph.greedy_fault if trace.rule == "greedy" else graph.viterbi_fault
     if path is None:
-        assert fault(None, name, element) is None, f"{name}[{element}]: {fault(None, name, element)}"
+        if trace.rule == "greedy" and lost(trace, name, element, graph):
+            return
+        assert fault(None, name, element) is None, (
+            f"{name}[{element}]: {fault(None, name, element)}"
+        )
         return
     same = graph.matching(name, element, hops_of(path))
     assert same, f"{name}[{element}] has no such path:\n{path}"
@@ -105,6 +120,16 @@ def check_path(
     assert near, f"{path.weight} is the weight of none of {[p.weight for p in same]}"
     faults = [fault(p.edges, name, element) for p in near]
     assert None in faults, f"{trace.rule} path of {name}[{element}]: {faults}\n{path}"
+
+
+def lost(trace: Trace, name: str, element: int, graph: ScalarGraph) -> bool:
+    """Whether autograd's own formulas round this gradient to 0: a softmax that is all but 1 and 0
+    subtracts two numbers that are equal but for what is small beside the rest of the graph.
+    """
+    vertex = graph.vertex(name, element)
+    zero = float(trace.gradients[name].reshape(-1)[element]) == 0
+    largest = max(graph.mass(at) for at in range(len(graph.places)))
+    return zero and vertex is not None and graph.mass(vertex) < 1e-12 * largest
 
 
 def check_best(trace: Trace, name: str, graph: ScalarGraph) -> None:

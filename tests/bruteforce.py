@@ -512,7 +512,8 @@ class _Builder:
         ]
         if not taken:
             return
-        found = derivatives(node, taken, self.unit)
+        found, faint = derivatives(node, taken, self.unit), math.inf
+        moved = True  # all derivatives are 0, 1 or -1, where there is nothing to round
         for position, rows in found.items():
             largest = float(rows.abs().amax()) if rows.numel() else 0.0
             if not math.isfinite(largest):
@@ -525,8 +526,11 @@ class _Builder:
             ]
             if arrows:
                 self.waiting.setdefault(node.next_functions[position], []).extend(arrows)
-            graph.faintest = min(graph.faintest, _faint(rows))
-        graph.blur = max(graph.blur, blur_of(node, taken, found))
+                faint = min(faint, min(abs(arrow.weight) for arrow in arrows) / largest)
+            moved = moved and faint == largest == 1
+        graph.faintest = min(graph.faintest, faint)
+        if not moved:
+            graph.blur = max(graph.blur, blur_of(node, taken, found, faint))
 
 
 def derivatives(node: Node, taken: Sequence[Taken], unit: float = 1.0) -> dict[int, Tensor]:
@@ -545,12 +549,12 @@ def derivatives(node: Node, taken: Sequence[Taken], unit: float = 1.0) -> dict[i
     }
 
 
-def blur_of(node: Node, taken: Sequence[Taken], found: dict[int, Tensor]) -> float:
+def blur_of(node: Node, taken: Sequence[Taken], found: dict[int, Tensor], faint: float) -> float:
     """How much rounding changes a derivative, relative to it.
 
     Called on some numbers or other for all elements at once, a node must give the rows times these
-    numbers. Where it does, and no entry is so small that an error in it would not show, there is
-    no more to ask. Else unit cotangents of 1/3 tell what rounding does to each entry.
+    numbers. Where it does, and no entry is so ``faint`` that an error in it would not show, there
+    is no more to ask. Else unit cotangents of 1/3 also tell what rounding does to each entry.
     """
     shapes = {slot: shape_of(node, slot) for slot, _ in taken}
     numbers = torch.arange(1.0, len(taken) + 1, dtype=torch.float64).cos_()
@@ -566,24 +570,15 @@ def blur_of(node: Node, taken: Sequence[Taken], found: dict[int, Tensor]) -> flo
         off = (conformed([outs[position]], shape_of(child, slot)) - numbers @ rows).abs()
         if bool(off.any()):
             blur = max(blur, _largest(off / (numbers.abs() @ rows.abs())))
-    faint = min((_faint(rows) for rows in found.values()), default=math.inf)
     if blur <= 64 * torch.finfo(dtype).eps and faint > 1e-4:
         return blur
     again = derivatives(node, taken, 1 / 3)
-    return max(
-        _largest((rows - again[position]).abs() / rows.abs()) for position, rows in found.items()
-    )
+    each = [_largest((rows - again[at]).abs() / rows.abs()) for at, rows in found.items()]
+    return max(blur, *each)
 
 
 def _largest(ratios: Tensor) -> float:
     return float(ratios.nan_to_num(0.0, math.inf).amax()) if ratios.numel() else 0.0
-
-
-def _faint(rows: Tensor) -> float:
-    """The smallest size of an entry that is not 0, relative to the largest."""
-    sizes = rows.abs()
-    there = sizes[sizes > 0]
-    return float(there.amin() / there.amax()) if there.numel() else math.inf
 
 
 def conformed(grads: Sequence[Tensor | None], shape: torch.Size) -> Tensor:

@@ -30,7 +30,7 @@ EDGES = 4_000
 HUGE = 1e6
 """A larger path mass than this at an element of a leaf, and rounding would be all one tests."""
 
-BLUR = 1e5
+BLUR = 1e4
 """Derivatives that rounding changes by more than so many units of the last place are mostly noise:
 those of a softmax that is all but 1 and 0, or of a norm over two elements."""
 

@@ -1144,6 +1144,18 @@ def test_short_lines_and_other_ranks_take_no_hull() -> None:
     assert not found
 
 
+FLAT = "where right·x underflows but left·right·x does not, the hull sees nothing but zeros"
+
+
+@pytest.mark.xfail(reason=FLAT, strict=True)
+def test_points_too_small_for_a_hull() -> None:
+    n = 100
+    one, small = torch.ones(n, dtype=torch.float64), 1e-200
+    v = torch.linspace(2, 1, n, dtype=torch.float64) * small
+    m = Normaliser(one * 0, [(one / small, v), (one / small, v.flip(0))], [0], (n,))
+    check_long(m, torch.linspace(3, 1, n, dtype=torch.float64) * small, exact=False)
+
+
 # Memory ------------------------------------------------------------------------------------------
 
 

@@ -84,6 +84,7 @@ def test_a_table_as_text() -> None:
         ("count", 2**64, "1.845e+19"),
         ("count", 10**5000, "1e+5000"),
         ("count", 10**5000 - 1, "1e+5000"),
+        ("count", 99_999 * 10**15, "1e+20"),
         ("count", -(7**9999), "-1.366e+8450"),
         ("count", 1234.0, "1,234"),
         ("count", 12.5, "12.5"),
@@ -153,6 +154,7 @@ def test_long_text_is_cut_in_the_middle() -> None:
     assert cell.startswith("encoder.x") and "…" in cell and cell.endswith("x.weight")
     assert one("text", "x" * 60) == "x" * 60
     assert one("text", "x" * 61) == "x" * 29 + "…" + "x" * 30
+    assert len(one("text", "e" + "\u0301" * 5000)) == 60, "marks that take no room are counted"
     assert one("text", "層" * 31) == "層" * 14 + "…" + "層" * 15
     narrow = Table("", (Column("module"),), (("encoder.weight",),)).text(width=8)
     assert narrow.split("\n")[0::2] == ["module", "enc…ight"]
@@ -269,6 +271,8 @@ def test_html_shows_few_rows_and_tells_cut_text() -> None:
     assert "… and 60 more rows" in page.words
     assert [value for key, value in page.attributes if key == "title"] == [name] * 40
     assert all(len(cell) == 60 for cell in page.cells[1:])
+    page = Page(Table("", (Column("a"),), (("x" * 10_000,),))._repr_html_())
+    assert [len(value or "") for key, value in page.attributes if key == "title"] == [400]
 
 
 @given(st.text(st.characters(), max_size=200))

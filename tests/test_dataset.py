@@ -1,0 +1,209 @@
+"""``gt.influence`` over a data set: batches, pairs, interruptions, resuming, errors."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradtrace as gt
+from gradtrace import dataset
+from gradtrace.errors import GradtraceError
+from gradtrace.influence import Influence
+
+Batch = tuple[Tensor, Tensor]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 4)
+            self.left = nn.Linear(4, 4)
+            self.right = nn.Linear(4, 4)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return self.out(torch.tanh(self.left(x)) + torch.tanh(self.right(x)))
+
+    return Model().double()
+
+
+def losses(net: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1], reduction="none")
+
+
+def batches(n: int = 5, size: int = 3) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(size, 3, generator=generator, dtype=torch.float64),
+            torch.randint(0, 2, (size,), generator=generator),
+        )
+        for _ in range(n)
+    ]
+
+
+def direct(net: nn.Module, some: list[Batch], **options: Any) -> Influence:
+    found = []
+    for batch in some:
+        with gt.watch(net) as watch:
+            loss = losses(net, batch)
+        found.append(watch.trace(loss).influence(**options))
+    return found[0].merge(*found[1:])
+
+
+def test_it_is_the_merge_of_the_batches() -> None:
+    net = model()
+    table = gt.influence(net, losses, batches())
+    assert table == direct(net, batches())
+    assert table.pairs == 15
+    assert not table.interrupted
+    assert set(table.shares) == {"first", "left", "right", "out"}
+    assert sum(table.shares[name] for name in ("left", "right")) == pytest.approx(1)
+    assert 0 < table.by("gradient").errors["left"] < 0.2
+
+
+def test_it_does_not_depend_on_how_samples_are_batched() -> None:
+    net = model()
+    xs, ys = (torch.cat(parts) for parts in zip(*batches()))
+    tables = [
+        gt.influence(net, losses, DataLoader(TensorDataset(xs, ys), batch_size=size))
+        for size in (1, 4, 15)
+    ]
+    for table in tables[1:]:
+        assert [row.count for row in table] == [row.count for row in tables[0]]
+        assert table.pairs == 15
+
+
+def test_the_options_of_a_trace_are_passed_on() -> None:
+    net = model()
+    table = gt.influence(
+        net, losses, batches(2), components=["left", "right"], weight="gradient", rule="viterbi"
+    )
+    assert (table.weight, table.rule) == ("gradient", "viterbi")
+    assert set(table.shares) == {"left", "right"}
+    coarse = gt.influence(net, losses, batches(2), granularity="operator")
+    assert coarse == gt.influence(net, losses, batches(2), granularity="operator")
+    assert coarse != gt.influence(net, losses, batches(2))
+
+
+def test_nothing_is_left_behind() -> None:
+    net = model().eval()
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    gt.influence(net, losses, batches(2))
+    assert not net.training
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+
+
+# Interrupted, resumed ----------------------------------------------------------------------------
+
+
+class Stops:
+    """Batches, and Ctrl-C before one of them."""
+
+    def __init__(self, some: list[Batch], at: int) -> None:
+        self.some, self.at = some, at
+
+    def __iter__(self) -> Iterator[Batch]:
+        for n, batch in enumerate(self.some):
+            if n == self.at:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+
+def test_ctrl_c_keeps_what_was_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    net = model()
+    table = gt.influence(net, losses, Stops(batches(), 3))
+    assert table.interrupted
+    assert table.pairs == 9
+    assert [row.count for row in table] == [row.count for row in direct(net, batches()[:3])]
+    assert "9 pairs counted" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_anything_was_counted_is_an_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        gt.influence(model(), losses, Stops(batches(), 0))
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, at: int) -> None:
+    net, file = model(), tmp_path / "run.gradtrace"
+    first = gt.influence(net, losses, Stops(batches(), at), checkpoint=file)
+    assert first.interrupted
+    seen: list[int] = []
+
+    def counting(net: nn.Module, batch: Batch) -> Tensor:
+        seen.append(1)
+        return losses(net, batch)
+
+    table = gt.influence(net, counting, batches(), checkpoint=file)
+    assert len(seen) == 5 - at
+    assert table == direct(net, batches())
+    again = gt.influence(net, counting, batches(), checkpoint=file)
+    assert again == table
+    assert len(seen) == 5 - at
+
+
+def test_an_error_in_a_batch_names_it_and_loses_nothing(tmp_path: Path) -> None:
+    net, file = model(), tmp_path / "run.gradtrace"
+    some = batches()
+    some[3][0][0, 0] = float("nan")
+    with pytest.raises(gt.errors.NonFinite, match="batch 3"):
+        gt.influence(net, losses, some, checkpoint=file)
+    table = gt.influence(net, losses, batches(), checkpoint=file)
+    assert table == direct(net, batches())
+
+
+def test_another_question_does_not_go_on_in_the_same_file(tmp_path: Path) -> None:
+    net, file = model(), tmp_path / "run.gradtrace"
+    gt.influence(net, losses, batches(1), checkpoint=file)
+    with pytest.raises(GradtraceError, match="another rule"):
+        gt.influence(net, losses, batches(1), checkpoint=file, rule="viterbi")
+    with pytest.raises(GradtraceError, match="another components"):
+        gt.influence(net, losses, batches(1), checkpoint=file, components=["left"])
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+def test_an_empty_loader() -> None:
+    with pytest.raises(GradtraceError, match="no batch"):
+        gt.influence(model(), losses, [])
+
+
+def test_a_loss_that_is_no_tensor() -> None:
+    with pytest.raises(GradtraceError, match="batch 0: loss_fn returned a float"):
+        gt.influence(model(), lambda net, batch: 1.0, batches(1))  # type: ignore[arg-type, return-value]
+
+
+def test_a_loss_without_a_graph() -> None:
+    def detached(net: nn.Module, batch: Batch) -> Tensor:
+        return losses(net, batch).detach()
+
+    with pytest.raises(gt.errors.NoGraph, match="batch 0"):
+        gt.influence(model(), detached, batches(1))
+
+
+def test_the_progress_bar_is_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    gt.influence(model(), losses, batches(2), progress=True)
+    shown = capsys.readouterr()
+    assert "2/2" in shown.err
+    assert not shown.out
+    gt.influence(model(), losses, iter(batches(2)), progress=True)
+    assert "tracing" in capsys.readouterr().err
+    gt.influence(model(), losses, batches(2))
+    assert not capsys.readouterr().err
+    assert dataset.bar is not None
