@@ -216,11 +216,11 @@ def trace_of(
     opaque = granularity == "operator"
     recorded = record(loss, seed, atlas, watch, "kahn", dense_limit, opaque)
     RECENT.refresh()
-    named = _named([(leaf.tensor, leaf.gradient) for leaf in recorded.leaves], atlas, loss)
+    found = [(leaf.tensor, leaf.gradient) for leaf in recorded.leaves]
+    named, labels = _named(found, atlas, loss), _labels(found, atlas, loss)
     if nonfinite == "raise":
         _refuse_nonfinite(loss, seed, atlas, watch, named)
-    labels = {id(grad): name for name, grad in named.items()}
-    names = {leaf.value: labels[id(leaf.gradient)] for leaf in recorded.leaves}
+    names = {leaf.value: labels[id(leaf.tensor)] for leaf in recorded.leaves}
     aliases: dict[str, tuple[str, ...]] = {}
     for other, name in named.aliases.items():
         aliases[name] = (*aliases.get(name, ()), other)
@@ -252,19 +252,26 @@ def program_of(
 def _named(found: Sequence[tuple[Tensor, Tensor]], atlas: Atlas, loss: Tensor) -> Gradients:
     """Leaves by name, in the order of the atlas; complex ones are refused."""
     grads = {id(leaf): grad for leaf, grad in found}
-    named = [(key, leaf, names) for key, (leaf, names) in atlas.leaves.items() if key in grads]
-    if len({names[0] for _, _, names in named}) == len(found):
-        labels = {key: names[0] for key, _, names in named}
-    else:  # those without a gradient are counted too, as they are in the graph
-        labels = {id(leaf): name for leaf, name in atlas.label(_leaves(loss)).items()}
+    labels = _labels(found, atlas, loss)
     for leaf, _ in found:
         if leaf.is_complex():
             raise Unsupported(
                 f"leaf {labels[id(leaf)]} is complex; a path needs real numbers. Use its real and "
                 "imaginary parts as leaves: torch.view_as_complex(parts)"
             )
-    aliases = {other: labels[key] for key, _, names in named for other in names[1:]}
+    named = [(key, names) for key, (_, names) in atlas.leaves.items() if key in grads]
+    aliases = {other: labels[key] for key, names in named for other in names[1:]}
     return Gradients({name: grads[key] for key, name in labels.items() if key in grads}, aliases)
+
+
+def _labels(found: Sequence[tuple[Tensor, Tensor]], atlas: Atlas, loss: Tensor) -> dict[int, str]:
+    """The name of each leaf that has a gradient, by the leaf's id, in the order of the atlas."""
+    there = {id(leaf) for leaf, _ in found}
+    named = [(key, names[0]) for key, (_, names) in atlas.leaves.items() if key in there]
+    if len({name for _, name in named}) == len(found):
+        return dict(named)
+    # Those without a gradient are counted too, as they are in the graph.
+    return {id(leaf): name for leaf, name in atlas.label(_leaves(loss)).items()}
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:

@@ -167,7 +167,8 @@ class Record:
                         "the gradient was replaced by one that has nothing to do with it"
                     )
                 self._see_linear(block.steps, [tensor], [changed])
-                tensor, value = changed, self.recorder.values[id(changed)]
+                value = self.recorder.values[id(changed)]
+                tensor = tensor if changed is None else changed
             except GradtraceError as error:
                 raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
             block.gives[0] = value
@@ -280,7 +281,6 @@ class Record:
                 block.steps.append(Step(value, tuple(dense), shape_of(out), real_dtype(out)))
                 recorder.values[id(out)] = value
         return outs
-
 
     def _closed(
         self,

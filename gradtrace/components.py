@@ -128,11 +128,14 @@ class Survey:
         for name in order:
             inside = (bit for other, bit in direct.bits.items() if within(other, name))
             region.bits[name] = union(inside)
-            region.owns[name] = self._owned(lambda leaf, name=name: within(leaf, name))
+            region.owns[name] = self._owned(name)
         return region
 
-    def _owned(self, test: Callable[[str], bool]) -> frozenset[str]:
-        return frozenset(n for n, all_ in self.leaves.items() if any(test(leaf) for leaf in all_))
+    def _owned(self, module: str) -> frozenset[str]:
+        """The leaves that lie in a module by any of their names."""
+        return frozenset(
+            name for name, every in self.leaves.items() if any(within(n, module) for n in every)
+        )
 
     def by_class(self) -> Region:
         """All modules of a class, each with all inside it."""
@@ -230,7 +233,7 @@ class Survey:
             region = regions[kind]
             hits = [n for n in region.bits if n == pattern or fnmatchcase(n, pattern)]
             if not hits and kind == "modules" and pattern in self.classes:
-                owns |= self._owned(lambda leaf, at=pattern: within(leaf, at))  # it was not called
+                owns |= self._owned(pattern)  # it was not called
                 continue
             if not hits:
                 word = prefix if prefix in _PREFIX and rest else "module"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,9 @@ def influence(
     except KeyboardInterrupt:
         if total is None:
             raise
-        print(f"gradtrace: stopped in batch {number}; {total.pairs:,} pairs counted", file=sys.stderr)
+        print(
+            f"gradtrace: stopped in batch {number}; {total.pairs:,} pairs counted", file=sys.stderr
+        )
         return replace(total, interrupted=True)
     if total is None:
         raise GradtraceError("the loader gave no batch, so there is nothing to measure")
@@ -95,7 +97,7 @@ def _traced(
 
 def _batches(loader: Iterable[Any], done: int, progress: bool | None) -> Iterator[tuple[int, Any]]:
     """The batches that are not counted yet, with their numbers."""
-    size = len(loader) if hasattr(loader, "__len__") else None
+    size = len(loader) if isinstance(loader, Sized) else None
     with bar(size, done, progress) as step:
         for number, batch in enumerate(loader):
             if number >= done:
@@ -110,7 +112,13 @@ def bar(size: int | None, done: int, wanted: bool | None) -> Iterator[Callable[[
         yield lambda: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

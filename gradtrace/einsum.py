@@ -15,9 +15,9 @@ from gradtrace.shapes import Shape
 class Plan:
     """``out[b, m, n] = ⊕ₖ x[b, m, k] ⊗ w[b, k, n]`` for a spec such as ``"mk,kn->mn"``.
 
-    Letters: b are in all three, m are the input's and the result's, n the weight's and the
-    result's, k those of the input that the result lacks, in the order of the input, so that a larger
-    k is a later element. Letters of the weight alone are summed: two elements have one weight.
+    Letters: b are in all three, m the input's and the result's, n the weight's and the result's, k
+    those of the input that the result lacks, in the order of the input, so that a larger k is a
+    later element. Letters of the weight alone are summed.
     """
 
     x: str
@@ -57,9 +57,8 @@ class Plan:
 
     def right(self, w: Tensor) -> Tensor:
         """The weight as (b, k, n)."""
-        alone = [d for d, c in enumerate(self.w) if c not in self.x and c not in self.out]
-        kept = [c for c in self.w if c in self.x or c in self.out]
-        w = w.sum(alone) if alone else w
+        spec, w = together(f"{self.x},{self.w}->{self.out}", w)
+        kept = list(spec.split(",")[1].split("->")[0])
         groups = (self.batch, self.inner, self.columns)
         for c in self.inner:
             if c not in kept:  # the same weight for all of them
@@ -92,3 +91,14 @@ def _plan(spec: str, x: Shape, w: Shape) -> Plan:
 def plan(spec: str, x: Shape, w: Shape) -> Plan:
     """How an einsum of these shapes is a batched matrix product."""
     return _plan(spec, tuple(x), tuple(w))
+
+
+def together(spec: str, weight: Tensor) -> tuple[str, Tensor]:
+    """The same einsum, letters of the weight alone summed: two elements have one weight."""
+    x, rest = spec.split(",")
+    w, out = rest.split("->")
+    alone = [d for d, c in enumerate(w) if c not in x and c not in out]
+    if not alone:
+        return spec, weight
+    kept = "".join(c for c in w if c in x or c in out)
+    return f"{x},{kept}->{out}", weight.sum(alone)

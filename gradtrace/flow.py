@@ -4,10 +4,11 @@ A backward pass multiplies long sequences of numbers: small ones make the gradie
 ones make it explode. One streaming pass measures every cotangent, ``‖g‖ = √Σ g[i]²``, and keeps
 that alone. What one reads off it:
 
-- **Activation side.** An operator that only views one leaf (the transpose of a weight, a slice of a
-  fused one, a cast) lies beside the way that gradient takes through the activations; so do a hook
-  on a leaf and what ``torch.nn.utils.parametrize`` makes of leaves. Every other operator lies on
-  it. Without an input that requires grad, it ends where the last parameter is used.
+- **Activation side.** An operator above leaves that only moves their elements, each once (the
+  transpose of a weight, a slice of a fused one, a concatenation, a cast), lies beside the way that
+  gradient takes through the activations; so do a hook on a leaf and what
+  ``torch.nn.utils.parametrize`` makes of leaves. Every other operator lies on it. Without an input
+  that requires grad, it ends where the last parameter is used.
 - **Depth** of an operator on the activation side: the most operators between it and the loss, whose
   own is 0.
 - **Profile**: for each depth the operator with the largest norm. Its *top* is the median of the
@@ -380,11 +381,7 @@ class Wiring:
     def _prepares(self, block: Block) -> bool:
         """Whether an operator above leaves only makes ready what others use."""
         parametrised = "parametrizations" in block.place.module.split(".")
-        return (
-            block.operator == HOOKS
-            or parametrised
-            or (len(block.gives) == 1 and self._views(block))
-        )
+        return block.operator == HOOKS or parametrised or self._views(block)
 
     def _views(self, block: Block) -> bool:
         """Whether an operator only moves elements, all of them and each once."""

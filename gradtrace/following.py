@@ -247,7 +247,8 @@ def entries(map_: Map, at: Tensor, source: Tensor) -> Tensor:
     """``J[at, source]``, pair by pair, in float64."""
     found = []
     step = max(1, (1 << 20) // max(1, map_.width))
-    for some, wanted in zip(at.split(step), source.split(step)):
+    for n in range(0, len(at), step):
+        some, wanted = at[n : n + step], source[n : n + step]
         rows = map_.rows(some)
         weight = rows.weight.expand(rows.source.shape)
         place = (rows.source == wanted.unsqueeze(1)).int().argmax(1, keepdim=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradtrace.components import Component
 from gradtrace.errors import GradtraceError, UnknownName
@@ -285,7 +286,7 @@ class Tally:
         for n, component in enumerate(self.components):
             if first and name in component.owns:
                 self.own[n] += size
-        groups = Groups.of(found, gradient)
+        groups = Groups.of(found, gradient, self.pairs)
         could = self.could[found.leaf.value]
         for n, component in enumerate(self.components):
             if name in component.owns or not could & component.bits:
@@ -314,18 +315,23 @@ class Groups:
     pair: Tensor
     words: Words
     sums: Tensor  # (groups, 2): how many elements, and the sum of |gradient|
-    total: int  # elements that belong to a pair, with a path or without
+    total: int  # elements, with a path or without
 
     @classmethod
-    def of(cls, found: Found, gradient: Tensor) -> Groups:
-        """Group a leaf's elements."""
+    def of(cls, found: Found, gradient: Tensor, pairs: int) -> Groups:
+        """Group a leaf's elements.
+
+        A parameter is there for every pair, even if no two of them meet in an element of it (an
+        embedding whose rows are each used once); an input is there once, each part for its pair.
+        """
         words = tuple(word.reshape(-1) for word in found.state.words)
         size = gradient.reshape(-1).abs().double()
         total = len(size)
         keys = list(words)
         if isinstance(found.pair, Tensor):
             pair = found.pair.reshape(-1)
-            total = int((pair > 0).sum())
+            shared = isinstance(found.leaf.tensor, Parameter) or bool((pair == 0).any())
+            total = total * pairs if shared else total
             keys.append(pair - 1)
         there = (words[0] & 1).bool()
         if isinstance(found.pair, Tensor):
@@ -341,12 +347,12 @@ class Groups:
             1,
         ).cpu()
         rows = [key[members].cpu() for key in keys]
-        pairs = (
+        numbers = (
             rows[-1].long()
             if isinstance(found.pair, Tensor)
             else torch.full((len(members),), found.pair)
         )
-        return cls(pairs, tuple(rows[: len(words)]), sums, total)
+        return cls(numbers, tuple(rows[: len(words)]), sums, total)
 
     @property
     def reached(self) -> int:
@@ -374,7 +380,7 @@ def distinct(keys: list[Tensor]) -> tuple[Tensor, Tensor]:
             continue
         _, numbers = key.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         both = group * (int(numbers.max()) + 1) + numbers
-        _, group = both.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        _, group = both.unique(return_inverse=True)
     members = torch.full((int(group.max()) + 1,), n, device=device)
     return group, members.scatter_reduce(0, group, torch.arange(n, device=device), "amin")
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import fsum, log, nan, prod
+from math import fsum, inf, log, nan, prod
 from typing import Any, overload
 
 import torch
@@ -61,7 +61,7 @@ class Path:
     @property
     def log_weight(self) -> float:
         """The natural logarithm of |weight|, which no path is too long for."""
-        return fsum(log(abs(step.derivative)) for step in self.steps)
+        return fsum(log(abs(s.derivative)) if s.derivative else -inf for s in self.steps)
 
     @property
     def share(self) -> float:

@@ -26,6 +26,7 @@ from gradtrace.maps import (
     Map,
     Reduce,
     Scale,
+    Scan,
     Scatter,
     gather,
 )
@@ -74,6 +75,7 @@ def resolve(
         if suspects:
             _rewrite(block, suspects, new, shapes)
         _join_sums(block, new)
+        _turn_scans(block)
 
 
 def _rewrite(
@@ -287,6 +289,34 @@ def _join_sums(block: Block, new: Callable[[], int]) -> None:
         block.steps[n : n + 1] = [scale, Step(step.out, (total,), step.shape, step.dtype)]
         _drop_unused(block)
         return _join_sums(block, new)
+
+
+def _turn_scans(block: Block) -> None:
+    """Elements turned round, summed up and turned round again are a sum from the other end.
+
+    (``cumsum`` backwards. The first of equals is to be the lowest element, not the last.)
+    """
+    made = {step.out: step for step in block.steps}
+    for n, step in enumerate(block.steps):
+        last = step.terms[0]
+        middle = made.get(last.value)
+        if len(step.terms) > 1 or middle is None or len(middle.terms) > 1:
+            continue
+        scan, first = middle.terms[0].map, made.get(middle.terms[0].value)
+        if not isinstance(scan, Scan) or first is None or len(first.terms) > 1:
+            continue
+        if _flips(first.terms[0].map, scan) and _flips(last.map, scan):
+            turned = Scan(scan.dim, scan.in_shape, not scan.reverse)
+            block.steps[n] = step._replace(terms=(Term(turned, first.terms[0].value),))
+    _drop_unused(block)
+
+
+def _flips(step: Map, scan: Scan) -> bool:
+    """Whether a map turns the elements round along the dimension of a scan."""
+    if not isinstance(step, Index) or not (step.in_shape == step.out_shape == scan.in_shape):
+        return False
+    own = torch.arange(step.inputs).reshape(step.in_shape)
+    return torch.equal(step.source(), own.flip(scan.dim))
 
 
 def _summing(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[list[Map], int]:

@@ -112,7 +112,14 @@ def load(path: str | os.PathLike[str]) -> Saved:
             Flow.from_dict(meta["flow"]),
             Paths(tuple(_unpacked(meta["kinds"], grads, tensors)), f"Paths ({meta['rule']})"),
         )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        ZeroDivisionError,
+    ) as error:
         raise files.BadFile(
             f"{path} is damaged: its contents do not fit together ({error}); save the trace again"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,9 @@ class Trace:
         self, name: str, index: int | Sequence[int] | None = None, *, k: int = 5, pair: int = 0
     ) -> Paths: ...
     @overload
-    def paths(self, *, sample: int, seed: int = 0, pair: int = 0) -> Paths: ...
+    def paths(
+        self, name: str | None = None, *, sample: int, seed: int = 0, pair: int = 0
+    ) -> Paths: ...
     def paths(
         self,
         name: str | None = None,
@@ -104,8 +107,8 @@ class Trace:
         pair: int = 0,
     ) -> Paths:
         """The k paths of greatest |weight| from an element, or from any of a leaf; or, with
-        ``sample``, the paths by the trace's rule of that many parameter elements drawn at random
-        (of those drawn, the ones that have a path).
+        ``sample``, the paths by the trace's rule of that many elements drawn at random, of a leaf or
+        of all (of those drawn, the ones that have a path).
         """
         builder = self._builder(pair)
         if self.granularity == "operator":
@@ -114,7 +117,9 @@ class Trace:
                 "elements trace with granularity='scalar'"
             )
         if sample is not None:
-            return Paths(tuple(self._sampled(builder, sample, seed)), f"Paths ({self.rule})")
+            names = list(self.gradients) if name is None else [self._known(name)]
+            found = self._sampled(builder, names, _positive("sample", sample), seed)
+            return Paths(tuple(found), f"Paths ({self.rule})")
         if name is None:
             raise GradtraceError(
                 "say which paths: paths(name), paths(name, index), paths(sample=n)"
@@ -125,9 +130,9 @@ class Trace:
         else:
             value, element = self._element(name, index)
             elements = torch.tensor([element], device=self._device)
-        found = builder.kept.best(value, elements, k)
+        best = builder.kept.best(value, elements, _positive("k", k))
         return Paths(
-            tuple(builder.path(value, int(elements[place]), hops) for place, hops in found),
+            tuple(builder.path(value, int(elements[place]), hops) for place, hops in best),
             f"Largest paths of {name}",
         )
 
@@ -158,8 +163,10 @@ class Trace:
                     found.append(builder.path(value, element, hops))
         return Paths(tuple(found), "All paths")
 
-    def _sampled(self, builder: Builder, sample: int, seed: int) -> Iterator[Path]:
-        sizes = {name: self._shape(name).numel() for name in self.gradients}
+    def _sampled(
+        self, builder: Builder, names: list[str], sample: int, seed: int
+    ) -> Iterator[Path]:
+        sizes = {name: self._shape(name).numel() for name in names}
         drawn = sampled(sizes, sample, seed)
         starts = {self._leaf(name): e.to(self._device) for name, e in drawn.items() if len(e)}
         for path in builder.followed(starts, self.rule):
@@ -187,11 +194,15 @@ class Trace:
     def _values(self) -> dict[str, int]:
         return {name: value for value, name in self.names.items()}
 
-    def _leaf(self, name: str) -> int:
-        name = self.gradients.aliases.get(name, name)
-        if name not in self._values:
+    def _known(self, name: str) -> str:
+        """The first of a leaf's names."""
+        first = self.gradients.aliases.get(name, name)
+        if first not in self._values:
             raise UnknownName(unknown("leaf", name, self._values))
-        return self._values[name]
+        return first
+
+    def _leaf(self, name: str) -> int:
+        return self._values[self._known(name)]
 
     def _shape(self, name: str) -> torch.Size:
         return self.gradients[name].shape
@@ -267,7 +278,6 @@ class Trace:
         for found, gradient in zip(tracer.run_pairs(seed, pairs), plain):
             yield found, gradient.state.value
 
-
     def _coarsely(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
         """``_found`` with whole tensors: all elements of a leaf have the marks of its path."""
         if marks.slices:
@@ -290,8 +300,22 @@ class Trace:
                 yield Found(leaf, State(gradient, 0, words), pair), gradient
 
 
+def _positive(word: str, number: int) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise GradtraceError(f"{word} is a number of paths from 1 on, not {number!r}")
+    return number
+
+
 def _indices(index: int | Sequence[int]) -> tuple[int, ...]:
-    return (index,) if isinstance(index, int) else tuple(int(i) for i in index)
+    """An index as whole numbers; those of NumPy and tensors of one element count as such."""
+    try:
+        return (operator.index(index),)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        pass
+    try:
+        return tuple(operator.index(i) for i in index)  # type: ignore[union-attr]
+    except TypeError:
+        raise UnknownName(f"an element is named by whole numbers, not by {index!r}") from None
 
 
 def weights_of(program: Program) -> Iterator[Tensor]:

@@ -574,7 +574,7 @@ def blur_of(node: Node, taken: Sequence[Taken], found: dict[int, Tensor], faint:
         return blur
     again = derivatives(node, taken, 1 / 3)
     each = [_largest((rows - again[at]).abs() / rows.abs()) for at, rows in found.items()]
-    return max(blur, *each)
+    return max([blur, *each])
 
 
 def _largest(ratios: Tensor) -> float:

@@ -134,6 +134,12 @@ def leaves_of(tensor: Tensor) -> set[Any]:
     return found
 
 
+def test_nothing_of_a_broken_module_is_left() -> None:
+    module = Returns(lambda x: x / 0)
+    with ablate(nn.ModuleDict({"part": module}), "part"):
+        assert module(torch.tensor([0.0, 1.0])).tolist() == [0.0, 0.0]
+
+
 def test_the_module_runs_without_making_a_graph() -> None:
     seen = []
 
@@ -933,6 +939,23 @@ def test_fused_encoders_do_not_pass_over_parts(part: str, masked: bool, grad: bo
     assert torch.equal(run(), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_what_holds_a_fused_encoder_is_removed() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.encoder(x, src_key_padding_mask=mask)
+
+    model = nn.ModuleDict({"holds": Holds()}).eval()
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad(), ablate(model, "holds", how="remove"):
+        assert torch.equal(model["holds"](x, mask), x)
+
+
 def test_what_is_beside_a_fused_layer_leaves_it_fused() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -1072,6 +1095,25 @@ def test_compiled_modules(warm: bool) -> None:
         assert torch.allclose(model(x), ablated)
     assert torch.allclose(model(x), wanted)
     assert torch._dynamo.eval_frame._stance.stance == "default"  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_compiled_for_an_ablation() -> None:
+    model, x = Heads(), torch.randn(5, 3)
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    fast: Any = torch.compile(model, backend=backend)
+    wanted = fast(x)
+    before = len(compiled)
+    with ablate(fast, "label:a", "proj"):
+        assert not fast(x).any()
+    assert before == len(compiled) > 0
+    assert torch.equal(fast(x), wanted) and len(compiled) == before
 
 
 def test_checkpoints_recomputed_inside() -> None:

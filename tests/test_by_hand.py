@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import pytest
@@ -109,7 +109,8 @@ class TanhNet(nn.Module):
 
 
 class Tanh232:
-    """``L = Σ_bk (y_bk − t_bk)²``, ``y = V·h + c``, ``h = tanh(a)``, ``a = U·x + d``, two samples b.
+    """``L = Σ_bk (y_bk − t_bk)²``, ``y = V·h + c``, ``h = tanh(a)``, ``a = U·x + d``,
+    for two samples b.
 
     With ``e_bk = 2·(y_bk − t_bk)`` and ``s_bj = 1 − h_bj²`` the paths are
 
@@ -287,7 +288,7 @@ def test_tanh_network_influence(tanh_net: Any, rule: str) -> None:
     assert table.shares == table.by("gradient").shares == {"hidden": 1, "squash": 1, "out": 1}
 
 
-# Recurrent networks, unrolled ----------------------------------------------------------------------
+# Recurrent networks, unrolled --------------------------------------------------------------------
 
 
 def scalar_rnn(w: float, u: float, first: float, xs: Sequence[float]) -> Any:
@@ -304,7 +305,9 @@ def scalar_rnn(w: float, u: float, first: float, xs: Sequence[float]) -> Any:
     return h, leaves
 
 
-def scalar_rnn_paths(w: float, u: float, first: float, xs: Sequence[float]) -> dict[str, list[float]]:
+def scalar_rnn_paths(
+    w: float, u: float, first: float, xs: Sequence[float]
+) -> dict[str, list[float]]:
     """With ``s_t = 1 − h_t²`` and T steps, back from ``h_T`` to step t the product is
 
         ``P_t = s_t · Π_{r=t+1..T} w·s_r``,
@@ -358,7 +361,7 @@ def test_scalar_rnn_carrier(name: str, rule: str) -> None:
     trace = gt.trace(loss, rule=rule, names=leaves)
     for leaf, step in zip("wu", wanted):
         weights = scalar_rnn_paths(*arguments)[leaf]
-        assert largest(range(5), lambda t: weights[t]) == step, weights
+        assert largest(range(5), lambda t, some=weights: some[t]) == step, weights
         path = trace.path(leaf)
         assert path.weight == near(weights[step])
         assert [s.index for s in path.steps if s.operator == "LabelBackward"] == [(step,)]
@@ -398,9 +401,7 @@ class PairRnn:
         self.h = [list(self.first)]
         for x in self.xs:
             row = [
-                math.tanh(
-                    sum(self.W[i][j] * self.h[-1][j] + self.U[i][j] * x[j] for j in range(2))
-                )
+                math.tanh(sum(self.W[i][j] * self.h[-1][j] + self.U[i][j] * x[j] for j in range(2)))
                 for i in range(2)
             ]
             self.h.append(row)
@@ -416,7 +417,7 @@ class PairRnn:
     def weight(self, j: int, t: int, units: Sequence[int]) -> float:
         """Of the path that uses W at step t and visits these units from there on."""
         total = self.h[t - 1][j] * self.s[t][units[0]] * self.c[units[-1]]
-        for r, (before, unit) in enumerate(zip(units, units[1:]), t + 1):
+        for r, (before, unit) in enumerate(pairwise(units), t + 1):
             total *= self.W[unit][before] * self.s[r][unit]
         return total
 
@@ -486,14 +487,12 @@ def test_pair_rnn_rules_differ() -> None:
     left of it there is small, and greedy does not go back where the single path is large.
     """
     hand = PairRnn()
-    both = [
-        [hand.chosen(rule, i, j) for i in range(2) for j in range(2)] for rule in RULES
-    ]
+    both = [[hand.chosen(rule, i, j) for i in range(2) for j in range(2)] for rule in RULES]
     assert [step for step, _ in both[0]] == [3, 3, 1, 3]
     assert [step for step, _ in both[1]] == [2, 3, 1, 1]
 
 
-# A residual chain ----------------------------------------------------------------------------------
+# A residual chain --------------------------------------------------------------------------------
 
 
 class Branch(nn.Module):
@@ -524,22 +523,22 @@ class Chain:
     The derivative through branch l is ``f_l = w_l·(1 − tanh² x_l)``, through the skip it is 1. So a
     path from ``x_0`` is a set S of layers whose branch it takes and weighs ``c·Π_{l∈S} f_l``: 2⁶
     paths, which add up to ``c·Π (1 + f_l)`` and have ``ABS = |c|·Π (1 + |f_l|)`` and
-    ``MAX = |c|·Π max(1, |f_l|)``. From ``w_l`` it is ``tanh x_l`` and a set of later layers: 2^(5−l).
-    Both rules take branch l where ``|f_l| > 1``, since skip and branch share what comes after.
+    ``MAX = |c|·Π max(1, |f_l|)``. From ``w_l`` it is ``tanh x_l`` and a set of later layers:
+    2^(5−l). Both rules take branch l where ``|f_l| > 1``: skip and branch share what comes after.
     """
 
     layers = 6
 
-    def __init__(self, x: Sequence[float], w: Sequence[Sequence[float]], c: Sequence[float]) -> None:
+    def __init__(
+        self, x: Sequence[float], w: Sequence[Sequence[float]], c: Sequence[float]
+    ) -> None:
         self.x0, self.w, self.c = x, w, c
         self.size = len(x)
         xs = [list(x)]
         for row in w:
             xs.append([a + b * math.tanh(a) for a, b in zip(xs[-1], row)])
         self.tanh = [[math.tanh(a) for a in row] for row in xs]
-        self.f = [
-            [b * (1 - t * t) for b, t in zip(row, self.tanh[n])] for n, row in enumerate(w)
-        ]
+        self.f = [[b * (1 - t * t) for b, t in zip(row, self.tanh[n])] for n, row in enumerate(w)]
 
     def weights(self, e: int, start: int) -> list[float]:
         """Of all paths from ``x_start[e]``."""
@@ -617,7 +616,8 @@ def test_residual_chain_largest_is_all_skip(rule: str) -> None:
     trace = watch.trace(loss, rule=rule)
     path = trace.path("x", 0)
     adds: Way = [("AddBackward0", (0,), 1.0)] * 6
-    assert_way(path, [("leaf", (0,), 1.0), *adds, ("MulBackward0", (0,), 1.0), ("SumBackward0", (), 1)])
+    end: Way = [("MulBackward0", (0,), 1.0), ("SumBackward0", (), 1.0)]
+    assert_way(path, [("leaf", (0,), 1.0), *adds, *end])
     assert path.modules == [str(n) for n in range(6)]
     shares = [1 / (1 + CALM.f[n][0]) for n in range(6)]  # what the skip brings of all at x_n
     assert [step.share for step in path.steps] == near([*shares, 1, 1, 1])
@@ -633,7 +633,9 @@ def test_residual_chain_largest_is_all_skip(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_residual_chain_influence_of_branches(rule: str) -> None:
     """Of branch n: x and ``w_0 .. w_{n−1}``, four elements each, could; an element e does if
-    ``|f_n[e]| > 1``. By gradient, it counts as ``|∂L/∂x_0[e]| + Σ_m |tanh x_m[e] · ∂L/∂x_{m+1}[e]|``.
+    ``|f_n[e]| > 1``. By gradient, it counts as
+
+        ``|∂L/∂x_0[e]| + Σ_m |tanh x_m[e] · ∂L/∂x_{m+1}[e]|``.
     """
     watch, loss = MIXED.torch()
     table = watch.trace(loss, rule=rule).influence()
@@ -657,7 +659,7 @@ def test_residual_chain_influence_of_branches(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_residual_chain_arguments(rule: str) -> None:
-    """Which argument of sum n: 0 is the skip, 1 the branch. The branch is what ``w_n`` comes by too."""
+    """Which argument of sum n: 0 is the skip, 1 the branch, by which ``w_n`` comes too."""
     watch, loss = MIXED.torch()
     table = watch.trace(loss, rule=rule).influence("arguments")
     assert len(table) == 12
@@ -673,7 +675,7 @@ def test_residual_chain_arguments(rule: str) -> None:
     assert (int(row.count.t), int(row.count.e)) == (23, 24)
 
 
-# One operator, and a fork behind it ------------------------------------------------------------------
+# One operator, and a fork behind it --------------------------------------------------------------
 
 Index = tuple[int, ...]
 Entries = dict[Index, list[tuple[Index, float]]]  # leaf element: output elements, with derivatives
@@ -681,9 +683,7 @@ Entries = dict[Index, list[tuple[Index, float]]]  # leaf element: output element
 
 def numbers(phase: float, *shape: int) -> dict[Index, float]:
     """A number for each element, no two alike."""
-    return {
-        index: math.sin(phase + 1.9 * n) for n, index in enumerate(product(*map(range, shape)))
-    }
+    return {index: math.sin(phase + 1.9 * n) for n, index in enumerate(product(*map(range, shape)))}
 
 
 def filled(values: Mapping[Index, float], *shape: int) -> Tensor:
@@ -714,7 +714,7 @@ class Operator:
     def fork(self) -> tuple[dict[Index, float], ...]:
         """a, b and c: all 0 at the first element; at the last they cancel out."""
         sides = tuple(numbers(phase, *self.out) for phase in (0.3, 0.8, 2.9))
-        first, last = list(sides[0])[0], list(sides[0])[-1]
+        first, last = min(sides[0]), max(sides[0])
         for side, value in zip(sides, (0.5, 0.25, -0.75)):
             side[first], side[last] = 0.0, value
         return sides
@@ -785,8 +785,8 @@ class Conv1d(Operator):
 
 
 class Conv2d(Operator):
-    """``y[n,o,q,r] = Σ_kl W[o,0,k,l]·x[n,g,p,s]``, two groups of one channel in and two out:
-    ``g = o // 2``, ``p = 2q + k − 1``, ``s = r + 2l − 2``: stride (2, 1), padding (1, 2), dilation
+    """``y[n,o,q,r] = Σ_km W[o,0,k,m]·x[n,g,p,s]``, two groups of one channel in and two out:
+    ``g = o // 2``, ``p = 2q + k − 1``, ``s = r + 2m − 2``: stride (2, 1), padding (1, 2), dilation
     (1, 2), taps (2, 3).
     """
 
@@ -805,11 +805,11 @@ class Conv2d(Operator):
         to_x: Entries = {index: [] for index in self.x}
         to_w: Entries = {index: [] for index in self.w}
         for n, o, q, r in product(*map(range, self.out)):
-            for k, l in product(range(2), range(3)):
-                g, p, s = o // 2, 2 * q + k - 1, r + 2 * l - 2
+            for k, m in product(range(2), range(3)):
+                g, p, s = o // 2, 2 * q + k - 1, r + 2 * m - 2
                 if 0 <= p < 5 and 0 <= s < 4:
-                    to_w[o, 0, k, l].append(((n, o, q, r), self.x[n, g, p, s]))
-                    to_x[n, g, p, s].append(((n, o, q, r), self.w[o, 0, k, l]))
+                    to_w[o, 0, k, m].append(((n, o, q, r), self.x[n, g, p, s]))
+                    to_x[n, g, p, s].append(((n, o, q, r), self.w[o, 0, k, m]))
         return {"x": to_x, "w": to_w}
 
 
@@ -872,7 +872,11 @@ class LayerNorm(Operator):
     x, gain, bias = numbers(0.6, 2, 6), numbers(0.9, 6), numbers(1.1, 6)
 
     def leaves(self) -> dict[str, Tensor]:
-        return {"x": filled(self.x, 2, 6), "gain": filled(self.gain, 6), "bias": filled(self.bias, 6)}
+        return {
+            "x": filled(self.x, 2, 6),
+            "gain": filled(self.gain, 6),
+            "bias": filled(self.bias, 6),
+        }
 
     def apply(self, leaves: dict[str, Tensor]) -> Tensor:
         return F.layer_norm(leaves["x"], (6,), leaves["gain"], leaves["bias"], self.eps)
@@ -980,7 +984,9 @@ def test_operator_influence(operator: Operator, rule: str) -> None:
 def test_the_fork_tells_the_rules_apart() -> None:
     for operator in OPERATORS:
         rows = [row for rows in operator.entries().values() for row in rows.values()]
-        assert any(operator.chosen("greedy", row) != operator.chosen("viterbi", row) for row in rows)
+        assert any(
+            operator.chosen("greedy", row) != operator.chosen("viterbi", row) for row in rows
+        )
 
 
 def test_odd_places_of_the_convolution_have_no_path() -> None:
@@ -992,7 +998,7 @@ def test_odd_places_of_the_convolution_have_no_path() -> None:
         trace.path("x", (0, 1, 3))
 
 
-# Cross entropy -----------------------------------------------------------------------------------------
+# Cross entropy -----------------------------------------------------------------------------------
 
 
 class CrossEntropy:
@@ -1081,7 +1087,7 @@ def test_cross_entropy_paths(rule: str) -> None:
         assert row.unreached == 3
 
 
-# Vocabularies: the same in O(n) ------------------------------------------------------------------------
+# Vocabularies: the same in O(n) ------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
@@ -1130,9 +1136,6 @@ def test_sizes_sees_a_square(sizes: Largest) -> None:
         sizes.elements = 0
         gt.trace(y, names={"x": x}).influence("operators")
         assert sizes.elements >= 300 * 300
-
-
-
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -16,7 +16,7 @@ import gradtrace
 from gradtrace import flow as module
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.flow import Flow, Wiring, flow_of, measure, sizes
-from gradtrace.program import Program
+from gradtrace.program import Program, Step
 
 WIDTH = 32
 Loss = Callable[[nn.Module], Tensor]
@@ -225,6 +225,13 @@ def test_a_mean_over_many_is_no_fall() -> None:
     assert "neither" in found.verdict
 
 
+def test_the_loss_function_is_not_said_to_explode() -> None:
+    """At the mean the norm is 1, at the model's output 1 / 2000."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1))
+    found = flow(model, lambda m: m(torch.randn(4_000_000, 1)).mean())
+    assert found[""].norm == 1.0 and words(found) == {}
+
+
 def test_a_loss_that_is_nearly_0_is_no_fall() -> None:
     model = deep(nn.Tanh, nn.init.xavier_normal_, 4)
     x, _ = batch()
@@ -244,6 +251,7 @@ def test_a_vector_of_losses_and_a_seed() -> None:
     assert found.profile[0].zeros == pytest.approx(2 / 3)
     assert found.rows[0].own == pytest.approx(math.hypot(2 * 2 * 3, 2 * 2 * 4))
     assert flow_of(program, names, {}).profile[0].norm == pytest.approx(math.sqrt(3))
+    assert flow_of(program, names, {}, torch.tensor([0, 2, 0])) == found  # integers will do
     with pytest.raises(NotScalar, match="a weight for each element"):
         flow_of(program, names, {}, torch.ones(2))
 
@@ -601,6 +609,32 @@ def test_all_of_it_below_the_smallest_float() -> None:
     assert "It falls below the smallest float at MulBackward0" in plain(y.sum()).verdict
 
 
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_the_module_that_underflows_is_vanishing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), *(Times(1e-5) for _ in range(12)), nn.Linear(3, 3))
+    found = flow(model, lambda m: m(torch.ones(2, 3)).sum())
+    lost = next(row for row in found if row.handed == 0)
+    assert lost.norm > 0 and lost.kind == "Times"
+    assert lost.verdict == "vanishing" and "dead" not in words(found).values()
+
+
+def test_a_weight_of_0_is_death_even_if_the_gradient_is_small() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh())
+    nn.init.zeros_(model[1].weight)
+    found = flow(model, lambda m: 1e-20 * m(torch.ones(2, 3)).sum())
+    assert found["0"].verdict == "dead"
+
+
 # What is no number -------------------------------------------------------------------------------
 
 
@@ -640,6 +674,38 @@ def test_a_sum_that_overflows() -> None:
     assert "infinity first appears in a sum of gradients" in found.verdict
 
 
+@pytest.mark.parametrize("first", [1.0, float("nan")])
+def test_what_is_no_number_counts_most(first: float) -> None:
+    """Wherever it stands among others."""
+    x = torch.ones(2, requires_grad=True)
+    y = x.tanh()
+    factors = (first, 1.0) if math.isnan(first) else (first, float("nan"))
+    left, right = (y.sin() * factor for factor in factors)
+    found = plain(left.sum() + right.sum())
+    assert [math.isnan(level.norm) for level in found.profile] == [False] * 3 + [True] * 2
+
+
+class Fan(nn.Module):
+    """One module, whose two outputs go different ways."""
+
+    def __init__(self, factors: tuple[float, float]) -> None:
+        super().__init__()
+        self.part, self.factors = nn.Linear(3, 3), factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = (factor * self.part(x) for factor in self.factors)
+        return left + right
+
+
+@pytest.mark.parametrize("factors", [(2.0, math.nan), (math.nan, 2.0)])
+def test_a_row_with_a_call_that_is_no_number(factors: tuple[float, float]) -> None:
+    found = flow(Fan(factors), lambda m: m(torch.ones(2, 3)).sum())
+    assert math.isnan(found["part"].norm) and found["part"].verdict == "not finite"
+    assert [math.isnan(n) for n in (found["part"].first, found["part"].last)] == [
+        math.isnan(factor) for factor in factors
+    ]
+
+
 # The activation side -----------------------------------------------------------------------------
 
 
@@ -662,11 +728,12 @@ def test_weights_lie_beside() -> None:
         lambda w: w.clone().T.contiguous(),
         lambda w: w[:3],
         lambda w: w[:, 1:],
+        lambda w: torch.cat([w[:, :1], torch.ones(3, 2, requires_grad=True)], 1),
         lambda w: w.unbind(0)[0].unsqueeze(1),
         lambda w: w.double().float(),
         lambda w: w.reshape(-1).reshape(3, 3),
     ],
-    ids=["transposed", "copied", "all of it", "a slice", "a row", "cast", "reshaped"],
+    ids=["transposed", "copied", "all of it", "a slice", "joined", "a row", "cast", "reshaped"],
 )
 def test_views_of_a_leaf_lie_beside(prepared: Callable[[Tensor], Tensor]) -> None:
     w = torch.randn(3, 3, requires_grad=True)
@@ -684,7 +751,7 @@ def test_what_is_more_than_a_view_does_not(made: Callable[[Tensor], Tensor]) -> 
 
 
 def test_parametrised_weights_lie_beside() -> None:
-    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3, bias=False))
     model = nn.Sequential(layer, nn.Tanh())
     found = flow(model, lambda m: m(torch.randn(4, 3)).sum())
     assert [row.module for row in found] == ["", "1", "0"]
@@ -705,6 +772,24 @@ def test_depth_is_the_longest_way() -> None:
     y = x.tanh()
     found = plain((y + y.sin().cos()).sum())
     assert [level.operator[:3] for level in found.profile] == ["Sum", "Add", "Cos", "Sin", "Tan"]
+
+
+@pytest.mark.parametrize("factors", [(2.0, 5.0), (5.0, 2.0)])
+def test_the_largest_of_a_depth(factors: tuple[float, float]) -> None:
+    y = torch.ones(2, requires_grad=True).tanh()
+    left, right = (factor * y.sin() for factor in factors)
+    found = plain((left + right).sum())
+    assert found.profile[3].norm == pytest.approx(5 * math.sqrt(2))
+    rows = flow(Fan(factors), lambda m: m(torch.ones(2, 3)).sum())
+    assert rows["part"].norm == pytest.approx(5 * math.sqrt(6))
+
+
+def test_parameters_of_the_model_itself() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    found = flow(model, lambda m: m(x).tanh().sum())
+    grads = torch.autograd.grad(model(x).tanh().sum(), list(model.parameters()))
+    assert found[""].own == pytest.approx(math.hypot(*(float(g.norm()) for g in grads)), rel=1e-5)
+    assert found[""].handed is None
 
 
 def test_an_input_is_what_lies_below() -> None:
@@ -752,26 +837,41 @@ def test_sizes_of_nothing_and_of_no_numbers() -> None:
         assert sizes(torch.tensor([1.0, math.inf], dtype=dtype)).tolist()[:2] == [math.inf] * 2
 
 
+def most_held(program: Program, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most cotangents that are there at a time."""
+    most, before = 0, module.gradient_of
+
+    def counted(step: Step, values: dict[int, Tensor]) -> Tensor:
+        nonlocal most
+        most = max(most, len(values))
+        return before(step, values)
+
+    monkeypatch.setattr(module, "gradient_of", counted)
+    measure(program, program.seed)
+    return most
+
+
 def test_cotangents_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     y = x = torch.ones(3, requires_grad=True)
     w = torch.ones(3, requires_grad=True)
     for _ in range(200):
         y = torch.tanh(y * w)
-    program, most, before = gradtrace.program(y.sum()), 0, module.gradient_of
-
-    def counted(step: object, values: dict[int, Tensor]) -> Tensor:
-        nonlocal most
-        most = max(most, len(values))
-        return before(step, values)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "gradient_of", counted)
+    program = gradtrace.program(y.sum())
+    assert most_held(program, monkeypatch) <= 5
     size = measure(program, program.seed)
-    assert most <= 5
     assert set(size) >= {value for block in program.blocks for value in block.takes.values()}
     grads = torch.autograd.grad(y.sum(), [x, w])
     known = {leaf.tensor: size[leaf.value].norm for leaf in program.leaves}
     for leaf, grad in zip((x, w), grads):
         assert known[leaf] == pytest.approx(float(grad.norm()), rel=1e-5)
+
+
+def test_gradients_of_leaves_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    y = torch.ones(3)
+    for _ in range(100):
+        y = torch.tanh(y * torch.ones(3, requires_grad=True))
+    program = gradtrace.program(y.sum())
+    assert most_held(program, monkeypatch) <= 3
 
 
 def test_a_long_chain() -> None:

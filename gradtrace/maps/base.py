@@ -137,7 +137,8 @@ class Map(ABC):
         """Output elements, as many at a time as their rows fit."""
         step = max(1, LIMIT // max(1, self.width))
         if at is not None:
-            yield from at.reshape(-1).split(step) if at.numel() else ()
+            at = at.reshape(-1)
+            yield from (at[n : n + step] for n in range(0, len(at), step))
             return
         for first in range(0, self.outputs, step):
             yield torch.arange(first, min(first + step, self.outputs), device=device)
@@ -168,7 +169,8 @@ def taken_at(flat: Tensor, source: Tensor, zero: float) -> Tensor:
     """The elements at these places; ``zero`` for -1."""
     if not flat.numel():
         return flat.new_full(tuple(source.shape), zero)
-    return torch.where(source >= 0, flat[source.clamp(min=0)], zero)
+    nothing = torch.full((), zero, dtype=flat.dtype, device=flat.device)
+    return torch.where(source >= 0, flat[source.clamp(min=0)], nothing)
 
 
 def chosen(value: Tensor, source: Tensor, at: Tensor | None) -> Best:

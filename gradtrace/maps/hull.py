@@ -54,10 +54,11 @@ class Cloud:
         few = torch.where(few == n, few[:, :1].clamp(max=n - 1), few)
         value, place = self._compared(torch.arange(lines, device=self.x.device), few)
         line, at = corner.nonzero().unbind(1)
-        for some in torch.arange(len(line), device=self.x.device).split(max(1, LIMIT // n)):
-            whole = self._pairs(line[some], at[some])
-            whole.scatter_(1, at[some].unsqueeze(1), -1.0)
-            value[line[some], at[some]], place[line[some], at[some]] = argmax(whole, 1)
+        step = max(1, LIMIT // n)
+        for first in range(0, len(line), step):
+            row, i = line[first : first + step], at[first : first + step]
+            whole = self._pairs(row, i).scatter_(1, i.unsqueeze(1), -1.0)
+            value[row, i], place[row, i] = argmax(whole, 1)
         return value, place
 
     def _pairs(self, line: Tensor, i: Tensor) -> Tensor:
@@ -71,7 +72,9 @@ class Cloud:
         """The largest among a few j of each line, for every i; wrong where i is one of them."""
         n, width = self.x.shape[1], few.shape[1]
         values, places = [], []
-        for some in lines.split(max(1, LIMIT // (n * width))):
+        step = max(1, LIMIT // (n * width))
+        for first in range(0, len(lines), step):
+            some = lines[first : first + step]
             chosen = few[some]
             weight = torch.zeros((), dtype=self.x.dtype, device=self.x.device)
             for u, v in zip(self.left, self.right):
@@ -86,7 +89,9 @@ class Cloud:
         """Every element with every other, some lines at a time."""
         lines, n = self.x.shape
         found = []
-        for some in torch.arange(lines * n, device=self.x.device).split(max(1, LIMIT // n)):
+        step = max(1, LIMIT // n)
+        for first in range(0, lines * n, step):
+            some = torch.arange(first, min(first + step, lines * n), device=self.x.device)
             line, i = some // n, some % n
             size = self._pairs(line, i)
             size.scatter_(1, i.unsqueeze(1), -1.0)

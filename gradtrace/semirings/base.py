@@ -97,15 +97,23 @@ class Semiring(ABC):
         if not exponent:
             return x
         result = self.scale(x, exponent)
-        if _lost(x, result):
+        if _lost(self.sized(x), self.sized(result)):
             x = tuple(part.double() for part in x)
             result = self.scale(x, exponent)
-        if _lost(x, result):
+        if _lost(self.sized(x), self.sized(result)):
             raise OutOfRange(
                 f"a value of {self.name} is about 2 to the power {exponent}, outside the range of "
-                f"float64; ask for logarithms: gradtrace.semirings.{type(self).__name__}(log=True)"
+                f"float64; ask for logarithms: gradtrace.semirings.{self.logs()}"
             )
         return result
+
+    def sized(self, x: Value) -> Value:
+        """The parts of a value that grow with the weights of paths, and so may leave the range."""
+        return x
+
+    def logs(self) -> str:
+        """The semiring to ask for where values leave the range of floats."""
+        return "Abs(log=True)"
 
     def linear(self, weight: Tensor) -> list[Piece] | None:
         """What ``x ⊗ lift(weight)`` is in plain sums and products, if ⊕ is a sum of each part."""
@@ -215,8 +223,12 @@ def shifted(x: Tensor, shift: int) -> Tensor:
 
 
 def _lost(before: Value, after: Value) -> bool:
-    """Whether a number became zero or infinite."""
+    """Whether a number became infinite, zero, or (in float32) so small that it has few digits."""
     return any(
-        bool(((b != 0) & b.isfinite() & ((a == 0) | ~a.isfinite())).any())
+        bool(((b != 0) & b.isfinite() & (~a.isfinite() | _faint(a))).any())
         for b, a in zip(before, after)
     )
+
+
+def _faint(x: Tensor) -> Tensor:
+    return x == 0 if x.dtype is torch.float64 else x.abs() < torch.finfo(x.dtype).tiny

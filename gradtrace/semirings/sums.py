@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradtrace.einsum import together
 from gradtrace.errors import OutOfRange
 from gradtrace.semirings.base import Piece, Semiring, Value, each, shifted, wide
 
@@ -32,6 +33,7 @@ class Additive(Semiring):
         return each(x, lambda part: part.cumsum(dim))
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
+        spec, weight = together(spec, weight)
         pieces = self.linear(weight)
         assert pieces is not None
         out: dict[int, Tensor] = {}
@@ -149,6 +151,9 @@ class Count(Additive):
             return x[:1]
         return logarithm(x, exponent) if self.log else super().finish(x, exponent)
 
+    def logs(self) -> str:
+        return "Count(log=True)"
+
 
 @dataclass(frozen=True)
 class Entropy(Additive):
@@ -180,6 +185,9 @@ class Entropy(Additive):
     def scale(self, x: Value, shift: int) -> Value:
         mass, spread = shifted(x[0], shift), shifted(x[1], shift)
         return mass, spread - mass * (shift * 0.6931471805599453)
+
+    def sized(self, x: Value) -> Value:
+        return x[:1]
 
     def entropy(self, value: Value) -> Tensor:
         """``log Z + R / Z`` of a value (Z, R); 0 where there is no path."""
