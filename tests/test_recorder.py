@@ -295,3 +295,10 @@ def test_edges_of_a_formula_written_in_parts() -> None:
     assert graph.scalar_edges == 3 * 12  # the sum, the product, the function
     graph = gradtrace.graph(follow(FORMULAS["erase_a_part"], x))
     assert graph.scalar_edges == 12 + 12 + 4
+
+
+def test_division_by_whole_numbers_keeps_all_digits() -> None:
+    """``amax`` shares its gradient among equal maxima: g / 3, in float64."""
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    found = engine.run(gradtrace.program(x.amax()), gradtrace.SUM)[x]
+    assert torch.equal(found, torch.full((3,), 1 / 3, dtype=torch.float64))

@@ -133,7 +133,6 @@ def title(semiring: Semiring) -> str:
 
 
 every = pytest.mark.parametrize("semiring", EVERY, ids=title)
-built_in = pytest.mark.parametrize("semiring", BUILT_IN, ids=title)
 
 
 # Values ------------------------------------------------------------------------------------------
@@ -709,7 +708,8 @@ def test_scaling_is_exact_and_goes_back(semiring: Semiring, shift: int) -> None:
     there = semiring.scale(x, shift)
     for part, moved in list(zip(x, there))[: 1 if semiring == ENTROPY else None]:
         assert torch.equal(moved, part * 2.0**shift)
-    assert_same(semiring, semiring.scale(there, -shift), x) if abs(shift) < 100 else None
+    if semiring != ENTROPY or abs(shift) < 100:
+        assert_same(semiring, semiring.scale(there, -shift), x)
 
 
 @scaled

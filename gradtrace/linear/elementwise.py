@@ -115,6 +115,8 @@ def div(call: Call) -> Chains:
     if call.kwargs.get("rounding_mode") or len(call.args) > 2:
         raise NotLinear("a division that rounds is not linear")
     by = call.args[1]
+    if isinstance(by, Tensor) and not (by.is_floating_point() or by.is_complex()):
+        by = by.to(call.out.dtype.to_real())  # a count of equal maxima, of whole numbers
     weight = by.reciprocal() if isinstance(by, Tensor) else (1 / by if by else float("nan"))
     return [weigh(dep, call.out, weight)]
 
