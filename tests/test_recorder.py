@@ -16,6 +16,7 @@ from agreement import WAYS, assert_agree
 from torch import Tensor
 
 import gradtrace
+from gradtrace import engine
 from gradtrace.errors import NotLinear
 from gradtrace.maps import Dense
 
