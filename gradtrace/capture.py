@@ -131,7 +131,9 @@ class Record:
         """Any node: its formula is run, and what it does is written down."""
         recorder = self.recorder
         outs = self._formula(node, arrived, block)
+        # What is handed on is nothing else's: a value of its own, even if nothing is done to it.
         taken = set(block.takes.values())
+        taken.update(term.value for step in block.steps for term in step.terms)
         given = []
         asked = (FACTS.get(type(node)) or learn(type(node))).asked
         for position, ((child, slot), out) in enumerate(zip(edges, outs)):
@@ -195,6 +197,8 @@ class Record:
         recorder = self.recorder
         recorder.begin(block.steps)
         for slot, (tensor, value) in arrived.items():
+            if any(tensor is other for other in grads):  # a + b hands one tensor to both
+                tensor = tensor.clone()
             grads[slot] = tensor
             recorder.track(tensor, value)
         hooked = node._sequence_nr() < self.clear_since

@@ -19,6 +19,9 @@ from gradtrace.trace import Trace
 
 K = 4
 
+NOISE = 1e-10
+"""What is smaller beside the largest path mass of a graph is, or may be, rounding of 0."""
+
 
 def check(sample: Sample, paths: int = 6) -> None:
     """Raise AssertionError where anything differs; ``paths`` elements of each leaf are followed."""
@@ -62,7 +65,7 @@ def faintest(weights: Weights) -> float:
 
 
 def spread(weights: Weights) -> float:
-    return sum(abs(w) * (1 + abs(log(abs(w)))) for w in weights)
+    return sum(abs(w) * (1 + abs(log(abs(w)))) for w in weights if w)
 
 
 STATISTICS: dict[str, tuple[Statistic, Statistic]] = {
@@ -137,7 +140,8 @@ def check_path(
         return
     same = graph.matching(name, element, hops_of(path))
     assert same, f"{name}[{element}] has no such path:\n{path}"
-    near = [p for p in same if abs(p.weight - path.weight) <= 1e-9 * abs(p.weight) + 1e-300]
+    slack = NOISE * largest_mass(graph)
+    near = [p for p in same if abs(p.weight - path.weight) <= 1e-9 * abs(p.weight) + slack]
     assert near, f"{path.weight} is the weight of none of {[p.weight for p in same]}"
     faults = [fault(p.edges, name, element) for p in near]
     assert None in faults, f"{trace.rule} path of {name}[{element}]: {faults}\n{path}"
@@ -148,7 +152,7 @@ def lost(name: str, element: int, graph: ScalarGraph) -> bool:
     that are equal but for what is nothing beside the rest of the graph.
     """
     vertex = graph.vertex(name, element)
-    return vertex is not None and graph.mass(vertex) < 1e-12 * largest_mass(graph)
+    return vertex is not None and graph.mass(vertex) < NOISE * largest_mass(graph)
 
 
 def largest_mass(graph: ScalarGraph) -> float:
@@ -157,9 +161,11 @@ def largest_mass(graph: ScalarGraph) -> float:
 
 def check_best(trace: Trace, name: str, graph: ScalarGraph) -> None:
     """The k best paths of the first element."""
-    wanted = [w for w in graph.weights(name, 0).top(K) if w]
+    least = NOISE * largest_mass(graph)
+    wanted = [w for w in graph.weights(name, 0).top(K) if w > least]
     index = _unravel(0, graph.shapes[name])
     found = [abs(path.weight) for path in trace.paths(name, index, k=K)]
+    found = [weight for weight in found if weight > least]
     assert len(found) == len(wanted), (found, wanted)
     for a, b in zip(found, wanted):
         assert abs(a - b) <= 1e-9 * b, (found, wanted)

@@ -303,3 +303,35 @@ def test_division_by_whole_numbers_keeps_all_digits() -> None:
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     found = engine.run(gradtrace.program(x.amax()), gradtrace.SUM)[x]
     assert torch.equal(found, torch.full((3,), 1 / 3, dtype=torch.float64))
+
+
+def test_one_tensor_handed_to_two_outputs_of_a_function_is_two_values() -> None:
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            return 2 * x, 3 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return 2 * grads[0] + 3 * grads[1]
+
+    x = torch.tensor([1.0], requires_grad=True)
+    one, two = Pair.apply(x)
+    program = gradtrace.program((one + two).sum())  # the sum hands one tensor to both
+    assert float(engine.run(program, gradtrace.semirings.COUNT)[x]) == 2
+    assert float(engine.run(program, gradtrace.semirings.MAX)[x]) == 3
+
+
+def test_what_is_handed_on_is_a_value_of_its_own() -> None:
+    """``y[0] *= w`` hands the slice's gradient to the product, and puts the result back into y."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    w = torch.tensor(3.0, requires_grad=True)
+    y = x.clone()
+    y[0] = y[0].detach() * w
+    for block in gradtrace.program(y.sum()).blocks:
+        inside = {term.value for step in block.steps for term in step.terms}
+        assert not inside & set(block.gives.values()), block.operator
+    z = x.clone()
+    z.select(0, 0).add_(w)
+    path = gradtrace.trace(z.sum(), names={"x": x, "w": w}).path("x", 0)
+    assert path.operators == ["CloneBackward0", "CopySlices", "SumBackward0"]
