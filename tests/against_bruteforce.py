@@ -132,7 +132,7 @@ def check_path(
     """The path is one of the graph, has the weight it says, and is what the rule asks for."""
     fault = graph.greedy_fault if trace.rule == "greedy" else graph.viterbi_fault
     if path is None:
-        if lost(name, element, graph):
+        if lost(trace.rule, name, element, graph):
             return
         assert fault(None, name, element) is None, (
             f"{name}[{element}]: {fault(None, name, element)}"
@@ -147,12 +147,15 @@ def check_path(
     assert None in faults, f"{trace.rule} path of {name}[{element}]: {faults}\n{path}"
 
 
-def lost(name: str, element: int, graph: ScalarGraph) -> bool:
+def lost(rule: str, name: str, element: int, graph: ScalarGraph) -> bool:
     """Whether all that comes here is rounding: a softmax that is all but 1 and 0 subtracts numbers
     that are equal but for what is nothing beside the rest of the graph.
     """
-    vertex = graph.vertex(name, element)
-    return vertex is not None and graph.mass(vertex) < NOISE * largest_mass(graph)
+    vertex, least = graph.vertex(name, element), NOISE * largest_mass(graph)
+    if vertex is None or graph.mass(vertex) < least:
+        return True
+    handed = [abs(use.contribution) for use in graph.consumers(vertex)]
+    return rule == "greedy" and max(handed, default=0.0) < least
 
 
 def largest_mass(graph: ScalarGraph) -> float:
