@@ -1,7 +1,8 @@
-"""SUM equals autograd on real architectures, in training mode with dropout."""
+"""SUM equals autograd on real architectures, in training mode with dropout; both rules trace."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -11,6 +12,10 @@ from architectures import ARCHITECTURES
 
 import gradtrace
 from gradtrace import engine
+from gradtrace.paths import Paths
+from gradtrace.program import HOOKS
+from gradtrace.trace import Trace
+from gradtrace.tracing import BITS, Marks, Tracer
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -39,3 +44,44 @@ def test_all_parameters_agree(name: str, watched: bool) -> None:
     if watched:
         assert all(block.place.module for block in program.blocks if "Addmm" in block.operator)
         assert not program.notes()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_both_rules_trace(name: str) -> None:
+    """The table is printed, and its marks are those of the paths, followed one by one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, loss_of = ARCHITECTURES[name]()
+        torch.manual_seed(0)
+        with gradtrace.watch(model) as watch:
+            loss = loss_of(model)
+        greedy = watch.trace(loss)
+        for trace in (greedy, dataclasses.replace(greedy, rule="viterbi")):
+            table = trace.influence()
+            assert str(table).count("\n") >= min(len(table), 40)
+            assert all(0 <= row.count.t <= row.count.e for row in table)
+            assert any(row.count.t for row in table)
+            paths = trace.paths(sample=40)
+            assert len(paths) > 10
+            agree(trace, paths)
+
+
+def agree(trace: Trace, paths: Paths) -> None:
+    """Every sampled path against the mark that the streaming pass gave its element."""
+    blocks = trace.program.blocks
+    modules = sorted({block.place.module for block in blocks} - {""})
+    numbers = {module: n + 1 for n, module in enumerate(modules)}
+    entered = {
+        n: 1 << numbers[block.place.module]
+        for n, block in enumerate(blocks)
+        if block.place.module and block.operator != HOOKS
+    }
+    marks = Marks(len(modules) + 1, entered, {}, {})
+    with torch.no_grad():
+        tracer = Tracer(trace.program, trace.rule, marks)
+        states = {trace.names[f.leaf.value]: f.state for f in tracer.run(trace.program.seed)}
+    for path in paths:
+        words = [int(word[path.index]) for word in states[path.name].words]
+        bits = sum(word << (n * BITS) for n, word in enumerate(words))
+        assert bits & 1
+        assert {m for m, n in numbers.items() if bits >> n & 1} == set(path.modules), path

@@ -374,6 +374,18 @@ def test_retained_gradients_are_left_alone() -> None:
     assert a.grad is None
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_hook_on_a_leaf_is_a_step(rule: str) -> None:
+    x = leaf([1.0, 2.0])
+    x.register_hook(lambda grad: 3 * grad)
+    trace = gt.trace((x * x).sum(), rule=rule, names={"x": x})
+    path = trace.path("x", 1)
+    claims(path)
+    assert path.operators == ["hooks", "MulBackward0", "SumBackward0"]
+    assert [step.derivative for step in path.steps] == [3.0, 2.0, 1.0, 1.0]
+    assert path.gradient == 12.0
+
+
 # Asking ------------------------------------------------------------------------------------------
 
 
@@ -1033,8 +1045,9 @@ def test_influence_of_joined_branches_counts_paths(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_influence_in_single_precision_counts_paths(rule: str) -> None:
-    torch.set_default_dtype(torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_influence_in_low_precision_counts_paths(dtype: torch.dtype, rule: str) -> None:
+    torch.set_default_dtype(dtype)
     for name in ("residual", "attention", "batch norm"):
         made = Made.of(name)
         trace = made.watch.trace(made.loss, rule=rule)
