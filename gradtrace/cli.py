@@ -116,7 +116,10 @@ def demo(
     for name, value in demonstration.facts(found):
         console.print(f"  {name:18} {value}")
     console.print(_table(demonstration.table(found), right=range(2, 5)))
-    console.print(f"The graph is drawn in {out}", soft_wrap=True)
+    console.print("Two branches on one embedding; of its paths, there run through")
+    for name, share in found["influence"].items():
+        console.print(f"  {name:18} {share:.1%}")
+    console.print(f"The graph, a path and all tables are in {out}", soft_wrap=True)
 
 
 # gradtrace check ---------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""A first look: the graph and the gradient of a two-layer tanh network, in one HTML file."""
+"""A first look, in one HTML file: the graph and the gradient of a two-layer tanh network, and the
+paths and the influence of branches that compete.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,9 @@ from torch import Tensor, nn
 
 import gradtrace
 from gradtrace.graph import Graph
+from gradtrace.influence import Influence
+from gradtrace.paths import Path as GradientPath
+from gradtrace.trace import Trace
 
 SEED = 0
 
@@ -29,6 +34,33 @@ def network() -> tuple[nn.Sequential, Tensor, Tensor]:
         return nn.Sequential(layers), torch.randn(5, 3), torch.randn(5, 2)
 
 
+class Branches(nn.Module):
+    """Two branches and a way past them, all on one embedding, added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6)
+        self.left = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.right = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+        self.output = nn.Linear(6, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores of four classes for each sample."""
+        x = self.embed(words).mean(1)
+        return self.output(x + self.left(x) + self.right(x))
+
+
+def traced() -> Trace:
+    """The branches, traced on sixteen samples, each a pair of its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)
+        model, words = Branches(), torch.randint(0, 12, (16, 3))
+        classes = torch.randint(0, 4, (16,))
+    with gradtrace.watch(model) as watch:
+        loss = F.cross_entropy(model(words), classes, reduction="none")
+    return watch.trace(loss)
+
+
 def demo(path: str | Path) -> dict[str, Any]:
     """Trace the network, compare its gradient with PyTorch's, write the report; say what was found.
 
@@ -39,6 +71,9 @@ def demo(path: str | Path) -> dict[str, Any]:
     with gradtrace.watch(model) as watch:
         loss = F.mse_loss(model(x), y)
     graph = watch.graph(loss)
+    trace = traced()
+    branches = trace.influence(["left", "right", "output"])
+    best = trace.paths("embed.weight", k=1)[0]
     found = {
         "loss": float(loss.detach()),
         "operators": len(graph),
@@ -46,11 +81,14 @@ def demo(path: str | Path) -> dict[str, Any]:
         "scalar_vertices": graph.scalar_vertices,
         "scalar_edges": graph.scalar_edges,
         "gradients": compare(model, loss, watch.backward(loss)),
+        "influence": branches.shares,
+        "path": {"weight": best.weight, "gradient": best.gradient, "modules": best.modules},
+        "flow": trace.flow().verdict,
         "versions": versions(),
         "report": str(path),
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(page(found, graph), encoding="utf-8")
+    Path(path).write_text(page(found, graph, branches, best), encoding="utf-8")
     return found
 
 
@@ -145,6 +183,13 @@ graph.</p>
 <div class="wide" tabindex="0">$table</div>
 <h2>The graph</h2>
 <div class="wide graph" tabindex="0">$svg</div>
+<h2>Which way it came</h2>
+<p>A second network: a tanh branch, a ReLU branch and a way past both, on one embedding. Of the
+embedding's entries that get any gradient, this share get most of it through each branch:</p>
+<div class="wide" tabindex="0">$influence</div>
+<p>The largest path of the embedding in the first sample, from the parameter to the loss:</p>
+<div class="wide" tabindex="0">$path</div>
+<p>$flow</p>
 <h2>How to go on</h2>
 <p>Do the same with a model of your own: run its forward pass inside <code>watch</code> and ask.</p>
 <div class="wide" tabindex="0"><pre>$code</pre></div>
@@ -158,11 +203,14 @@ CODE = """import gradtrace as gt
 with gt.watch(model) as watch:
     loss = loss_function(model(x), y)
 
-watch.graph(loss)      # operators, edges, sizes; .draw("graph.svg")
-watch.backward(loss)   # {name: gradient}; .grad stays as it is"""
+trace = watch.trace(loss)           # paths and influence
+trace.influence()                   # which modules the paths run through
+trace.path("layer.weight", (0, 0))  # one of them; .paths(sample=1000) for many
+watch.graph(loss)                   # operators, edges, sizes; .draw("graph.svg")
+watch.backward(loss)                # {name: gradient}; .grad stays as it is"""
 
 
-def page(found: dict[str, Any], graph: Graph) -> str:
+def page(found: dict[str, Any], graph: Graph, branches: Influence, best: GradientPath) -> str:
     """One file that needs no other: picture, numbers, what to do next."""
     head, *rows = table(found)
     body = "".join(_row("td", cells) for cells in rows)
@@ -173,6 +221,9 @@ def page(found: dict[str, Any], graph: Graph) -> str:
         ),
         table=f"<table>{_row('th', head)}{body}</table>",
         svg=graph.draw(),
+        influence=branches._repr_html_(),
+        path=best._repr_html_(),
+        flow=escape(found["flow"]),
         code=escape(CODE),
         versions=escape(", ".join(f"{name} {value}" for name, value in found["versions"].items())),
     )

@@ -296,6 +296,9 @@ def test_demo(tmp_path: Path, as_json: bool) -> None:
         return
     data = json.loads(result.stdout)
     assert data["report"] == str(out)
+    shares = data["influence"]
+    assert 0 < shares["left"] < 1 and 0 < shares["right"] < 1 and shares["output"] == 1
+    assert data["path"]["modules"][0] == "embed" and data["path"]["modules"][-1] == "output"
     assert data["operators"] - data["edges"] == 1  # a tree: nothing is used twice
 
 
