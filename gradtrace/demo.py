@@ -47,7 +47,8 @@ class Branches(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         """Scores of four classes for each sample."""
         x = self.embed(words).mean(1)
-        return self.output(x + self.left(x) + self.right(x))
+        scores: Tensor = self.output(x + self.left(x) + self.right(x))
+        return scores
 
 
 def traced() -> Trace:

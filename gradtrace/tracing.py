@@ -229,6 +229,7 @@ class Tracer:
         self.absolute = rule == "viterbi"
         self.marks = marks
         merges = [step for block in program.blocks for step in block.merges]
+        self.places: dict[int, tuple[int, Tensor]] = {}
         self.partial = {step.out for step in merges} & {step.terms[0].value for step in merges}
 
     def run(self, seed: Tensor) -> Iterator[Found]:
@@ -249,16 +250,25 @@ class Tracer:
         for leaf in self.program.leaves:
             if leaf.value in pairs.apart:
                 yield Found(leaf, states[leaf.value], pairs.of[leaf.value])
-        kept = {value: states[value] for value in pairs.of}
         mixed = pairs.mixed(self.program)
+        along = pairs.summed(self.program, mixed)
+        kept = {value: states[value] for value in along}
         for pair in range(len(seed)):
-            here = {
-                value: _only(state, pairs.of[value] == pair + 1) for value, state in kept.items()
-            }
+            here = {}
+            self.places = {}
+            for value, state in kept.items():
+                there = pairs.of[value] == pair + 1
+                dim = along[value]
+                if dim is not None:  # only where the pair is: the rest is summed over anyway
+                    index = _lines(there, dim)
+                    self.places[value] = (dim, index)
+                    state, there = _narrowed(state, dim, index), there.index_select(dim, index)
+                here[value] = _only(state, there)
             self.passage(here, mixed, frozenset())
             for leaf in self.program.leaves:
                 if leaf.value not in pairs.apart:
                     yield Found(leaf, here[leaf.value], pair)
+        self.places = {}
 
     def root(self, seed: Tensor) -> State:
         """The state of the loss."""
@@ -315,7 +325,11 @@ class Tracer:
         state = states[term.value]
         if term.value in self.partial and state.size is not None:  # a sum that goes on
             return Part(state.value, state.size, state.words), state.exponent
-        return self.rule.part(term.map, state, len(step.terms) == 1), state.exponent
+        map_: Map | None = term.map
+        if term.value in self.places:
+            map_ = term.map.narrow(*self.places[term.value])
+        assert map_ is not None
+        return self.rule.part(map_, state, len(step.terms) == 1), state.exponent
 
 
 def _only(state: State, there: Tensor) -> State:
@@ -323,6 +337,18 @@ def _only(state: State, there: Tensor) -> State:
     value = torch.where(there, state.value, torch.zeros((), dtype=state.value.dtype))
     size = None if state.size is None else torch.where(there, state.size, 0)
     return State(value, state.exponent, _where(there, state.words), size)
+
+
+def _lines(there: Tensor, dim: int) -> Tensor:
+    """The places along a dimension where there is anything."""
+    others = [d for d in range(there.dim()) if d != dim]
+    return (there.any(tuple(others)) if others else there).nonzero().reshape(-1)
+
+
+def _narrowed(state: State, dim: int, index: Tensor) -> State:
+    """A state at some places along a dimension."""
+    words = tuple(word.index_select(dim, index) for word in state.words)
+    return State(state.value.index_select(dim, index), state.exponent, words)
 
 
 # Pairs -------------------------------------------------------------------------------------------
@@ -367,6 +393,25 @@ class Pairs:
                 if last[term.value] == n:
                     spans.pop(term.value, None)
         return cls(apart, of)
+
+    def summed(self, program: Program, mixed: set[int]) -> dict[int, int | None]:
+        """For each value that is taken where pairs meet, the dimension along which every taker sums
+        and a pair has the fewest places; None if there is no such dimension.
+        """
+        takers: dict[int, list[Map]] = {}
+        for step in program.steps():
+            if step.out in mixed:
+                for term in step.terms:
+                    if term.value in self.apart:
+                        takers.setdefault(term.value, []).append(term.map)
+        found: dict[int, int | None] = {}
+        for value, maps in takers.items():
+            first = self.of[value] == 1
+            some = {d: _lines(first, d) for d in range(first.dim())}
+            fit = [d for d in some if all(m.narrow(d, some[d]) is not None for m in maps)]
+            share = {d: len(some[d]) / max(1, first.shape[d]) for d in fit}
+            found[value] = min(share, key=share.__getitem__, default=None)
+        return found
 
     def mixed(self, program: Program) -> set[int]:
         """The values that are found for each pair in turn."""

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from test_maps import TABLE, maker
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.influence import Influence
+from gradtrace.maps import Contract, Reduce, Scatter
 from gradtrace.program import Program
 from gradtrace.tracing import Pairs, Tracer
 
@@ -274,3 +276,47 @@ def test_gradients_are_those_of_the_sum() -> None:
     wanted = torch.autograd.grad(loss.sum(), list(model.parameters()))
     for (name, _), grad in zip(model.named_parameters(), wanted):
         torch.testing.assert_close(trace.gradients[name], grad)
+
+
+# Only where the pair is --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_narrowed_map_is_the_map_of_what_is_there(name: str) -> None:
+    """``narrow`` leaves out places along a dimension; with zeros there the whole map gives as much."""
+    make = maker()
+    m = TABLE[name](make)
+    for dim, size in enumerate(m.in_shape):
+        for some in ([], [0], list(range(0, size, 2)), list(range(size))):
+            index = torch.tensor([i for i in some if i < size], dtype=torch.int64)
+            narrow = m.narrow(dim, index)
+            if narrow is None:
+                continue
+            x = make(*m.in_shape)
+            there = torch.zeros(size, dtype=torch.bool).index_fill(0, index, True)
+            masked = x * there.reshape([size if d == dim else 1 for d in range(x.dim())])
+            few = x.index_select(dim, index)
+            assert narrow.in_shape == tuple(few.shape)
+            assert narrow.out_shape == m.out_shape
+            torch.testing.assert_close(narrow.apply(few), m.apply(masked))
+            torch.testing.assert_close(narrow.best(few).value, m.best(masked).value)
+
+
+def test_maps_that_sum_can_be_narrowed() -> None:
+    w = torch.ones(3, 4, dtype=torch.float64)
+    index = torch.tensor([1])
+    assert Contract("km,kn->mn", w, (3, 2), (2, 4)).narrow(0, index) is not None
+    assert Contract("km,kn->mn", w, (3, 2), (2, 4)).narrow(1, index) is None
+    assert Reduce([0], (3, 2), (2,)).narrow(0, index) is not None
+    assert Reduce([0], (3, 2), (2,)).narrow(1, index) is None
+    assert Scatter(torch.zeros(3, 2, dtype=torch.int64), (4,)).narrow(1, index) is not None
+
+
+def test_only_the_rows_of_a_pair_are_contracted() -> None:
+    torch.manual_seed(9)
+    model, x, y = tokens()
+    watch, loss = watched(model, x, y)
+    program = program_of(watch, loss)
+    pairs = Pairs.follow(program, BATCH)
+    along = pairs.summed(program, pairs.mixed(program))
+    assert sum(dim is None for dim in along.values()) < len(along) / 4

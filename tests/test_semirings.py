@@ -939,6 +939,31 @@ def test_a_chain_out_and_back() -> None:
             assert float(ENTROPY.entropy(found)) == pytest.approx(0.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("power", [-40, 40])
+@pytest.mark.parametrize("short_first", [False, True])
+def test_a_long_way_and_a_short_one_meet(power: int, short_first: bool) -> None:
+    """Two values of unequal exponents are added up."""
+    x = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    long = -(x * 2.0 ** (power // 2)) * 2.0 ** (power // 2)
+    loss = 3 * x + long if short_first else long + 3 * x
+    weights = sorted([3.0, 2.0**power], reverse=True)
+    wanted: list[tuple[Semiring, tuple[float, ...]]] = [
+        (MAX, (weights[0],)),
+        (ABS, (3.0 + 2.0**power,)),
+        (TopK(2), tuple(weights)),
+        (EXTREMES, (3.0, -(2.0**power))),
+        (COUNT, (2.0,)),
+        (Max(log=True), (math.log2(weights[0]),)),
+    ]
+    for semiring, numbers in wanted:
+        found = parts_of(gradtrace.backward(loss, semiring, names={"x": x})["x"])
+        assert tuple(float(part) for part in found) == numbers
+    value = gradtrace.backward(loss, ENTROPY, names={"x": x})["x"]
+    both = ENTROPY.fold(ENTROPY.lift(torch.tensor(weights, dtype=torch.float64)), 0)
+    for a, b in zip(value, both):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
 def layers(depth: int, kind: str) -> tuple[Tensor, Tensor, list[Tensor]]:
     """20 units a layer, weights small; the derivatives of each layer, in float64."""
     generator = torch.Generator().manual_seed(0)

@@ -94,6 +94,12 @@ class Map(ABC):
         or more; 0 where it comes from none.
         """
 
+    def narrow(self, dim: int, index: Tensor) -> Map | None:
+        """The map of the input elements at these places along a dimension that it sums over, all
+        others being 0; None if it does not sum over it, or cannot tell.
+        """
+        return None
+
     def tensors(self) -> tuple[str, ...]:
         """The names of the fields that hold weights."""
         return ()
@@ -186,6 +192,11 @@ def per_element(count: Count, shape: Shape) -> Tensor:
     if isinstance(count, Tensor):
         return count
     return torch.full(shape, count, dtype=torch.float64)
+
+
+def resized(shape: Shape, dim: int, size: int) -> Shape:
+    """A shape with another size along a dimension."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def offsets(sizes: Shape, strides: Shape, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradtrace.einsum import Plan, plan
 from gradtrace.kernels import winner
-from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
 from gradtrace.semirings import Semiring, Value
 from gradtrace.shapes import Shape
 
@@ -94,6 +94,14 @@ class Contract(Map):
     def width(self) -> int:
         how = self.plan()
         return how.size(how.inner)
+
+    def narrow(self, dim: int, index: Tensor) -> Map | None:
+        x, w, out = self.letters()
+        if x[dim] in out:
+            return None
+        at = w.find(x[dim])
+        weight = self.weight if at < 0 else self.weight.index_select(at, index)
+        return Contract(self.spec, weight, resized(self.in_shape, dim, len(index)), self.out_shape)
 
     def reach(self, x: Tensor) -> Tensor:
         how = self.plan()

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Count, Map, Rows, numbers_in
+from gradtrace.maps.base import Count, Map, Rows, numbers_in, resized
 from gradtrace.semirings import Semiring, Value
 from gradtrace.shapes import Shape
 
@@ -135,6 +135,13 @@ class Convolve(Map):
             return x[0] * prod(x[2:] if self.windows.transposed else y[2:])
         outs = w[1] if self.windows.transposed else w[0] // self.windows.groups
         return outs * prod(w[2:])
+
+    def narrow(self, dim: int, index: Tensor) -> Map | None:
+        if dim or not self.to_kernel:
+            return None
+        other = self.other.index_select(0, index)
+        shape = resized(self.in_shape, 0, len(index))
+        return Convolve(other, self.windows, True, shape, self.out_shape)
 
     def reach(self, x: Tensor) -> Tensor:
         if not x.numel():

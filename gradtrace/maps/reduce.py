@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import argmax
-from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
+from gradtrace.maps.base import (
+    Best,
+    Count,
+    Map,
+    Rows,
+    chosen,
+    numbers_in,
+    offsets,
+    resized,
+    strides_of,
+)
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -68,6 +78,11 @@ class Reduce(Map):
         if not x.numel():
             return x.new_zeros(self.out_shape)
         return (x.amax(self.dims) if self.dims else x).reshape(self.out_shape)
+
+    def narrow(self, dim: int, index: Tensor) -> Map | None:
+        if dim not in self.dims:
+            return None
+        return Reduce(self.dims, resized(self.in_shape, dim, len(index)), self.out_shape)
 
     def _kept(self) -> Shape:
         return tuple(1 if d in self.dims else n for d, n in enumerate(self.in_shape))

@@ -64,6 +64,9 @@ class Scatter(Map):
         kept = self.target[self.target >= 0]
         return int(torch.bincount(kept.reshape(-1)).max()) if kept.numel() else 1
 
+    def narrow(self, dim: int, index: Tensor) -> Map | None:
+        return Scatter(self.target.index_select(dim, index), self.out_shape)
+
     def reach(self, x: Tensor) -> Tensor:
         place = self.target.reshape(-1).remainder(self.outputs + 1)
         out = x.new_zeros(self.outputs + 1).scatter_reduce(0, place, x.reshape(-1), "amax")
