@@ -126,7 +126,7 @@ def bar(size: int | None, done: int, wanted: bool | None) -> Iterator[Callable[[
         yield lambda: progress.advance(task)
 
 
-# What is kept between runs -------------------------------------------------------------------------
+# What is kept between runs ------------------------------------------------------------------------
 
 
 def _spelt(components: Components) -> object:

@@ -125,7 +125,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         ) from error
 
 
-# Paths as arrays -----------------------------------------------------------------------------------
+# Paths as arrays ----------------------------------------------------------------------------------
 
 
 def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

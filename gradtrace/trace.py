@@ -107,8 +107,8 @@ class Trace:
         pair: int = 0,
     ) -> Paths:
         """The k paths of greatest |weight| from an element, or from any of a leaf; or, with
-        ``sample``, the paths by the trace's rule of that many elements drawn at random, of a leaf or
-        of all (of those drawn, the ones that have a path).
+        ``sample``, the paths by the trace's rule of that many elements drawn at random, of a leaf
+        or of all (of those drawn, the ones that have a path).
         """
         builder = self._builder(pair)
         if self.granularity == "operator":

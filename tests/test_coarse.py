@@ -49,7 +49,7 @@ def test_ties_go_to_the_first_user() -> None:
 
 
 def test_greedy_and_viterbi_differ() -> None:
-    """z hands 2 + 2 back to y by greedy, 2 by viterbi; the sine beside it 3·cos 0 = 3."""
+    """Here z hands 2 + 2 back to y by greedy, 2 by viterbi; the sine beside it 3·cos 0 = 3."""
     x = leaf(0.0)
     y = x * 1.0
     z = y.tanh()
@@ -60,7 +60,7 @@ def test_greedy_and_viterbi_differ() -> None:
 
 def test_an_operator_with_several_outputs_is_entered_by_the_larger() -> None:
     x = leaf(3.0, 1.0, 2.0)
-    values, indices = x.sort()
+    values, _ = x.sort()
     low, high = values.split([1, 2])
     loss = low.sum() * 10 + high.sum()
     path = gt.trace(loss, granularity="operator", names={"x": x}).path("x")

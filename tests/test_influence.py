@@ -208,7 +208,8 @@ def test_tied_weights_belong_to_both_modules() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "out": nn.Linear(3, 5, bias=False)})
     model["out"].weight = model["embed"].weight
     with gt.watch(model) as watch:
-        loss = F.cross_entropy(model["out"](model["embed"](torch.tensor([1, 2]))), torch.tensor([2, 0]))
+        scores = model["out"](model["embed"](torch.tensor([1, 2])))
+        loss = F.cross_entropy(scores, torch.tensor([2, 0]))
     table = watch.trace(loss).influence()
     assert table["embed"].own == table["out"].own == 15
     assert table["embed"].count.e == table["out"].count.e == 0
@@ -355,5 +356,3 @@ def test_fractions_hold_any_float() -> None:
     assert moments.t == Fraction(tiny) + Fraction(huge)
     assert Component("x", 1).owns == frozenset()
     assert Moments().share is nan or isnan(Moments().share)
-
-

@@ -27,9 +27,9 @@ class Cloud:
     largest?
 
     Of rank two that is the point ``(right[0][j]·x[j], right[1][j]·x[j])`` that lies furthest,
-    either way, in the direction ``(left[0][i], left[1][i])``: a corner of the convex hull of all points
-    and their mirror images. Points well inside a polygon of outermost points are no corners, so
-    few are left to compare; an i that is itself one of these few is compared with all. All tensors
+    either way, in the direction ``(left[0][i], left[1][i])``: a corner of the convex hull of all
+    points and their mirror images. Points well inside a polygon of outermost points are no corners,
+    so few are left to compare; an i that is itself one of these few is compared with all. Tensors
     are (lines, n).
     """
 

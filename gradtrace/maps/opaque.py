@@ -1,4 +1,4 @@
-"""A function of which only the sum is known: too large to be written out, and of no known structure."""
+"""A linear function too large to be written out, and of no known structure."""
 
 from __future__ import annotations
 

@@ -62,8 +62,10 @@ class Semiring(ABC):
 
     @abstractmethod
     def lift(self, weight: Tensor) -> Value:
-        """The value of a derivative; ``lift(a·b) = lift(a) ⊗ lift(b)``, ``lift(1) = one`` and
-        ``lift(0) = zero``.
+        """The value of a derivative.
+
+        Products stay products, ``lift(a·b) = lift(a) ⊗ lift(b)``; ``lift(1)`` is one, ``lift(0)``
+        zero.
         """
 
     @abstractmethod
