@@ -365,7 +365,7 @@ def test_wrong_options() -> None:
 
 @pytest.mark.parametrize("thing", ["MAX", None, torch.ones(1), gt.semirings], ids=repr)
 def test_wrong_semirings(thing: Any) -> None:
-    with pytest.raises(GradtraceError, match=r"is no semiring: it lacks .*gradtrace\.semirings"):
+    with pytest.raises(GradtraceError, match=r"is no semiring; pass one of gradtrace\.semirings"):
         gt.backward(leaf(2).sum(), thing)
 
 

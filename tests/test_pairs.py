@@ -283,7 +283,7 @@ def test_gradients_are_those_of_the_sum() -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_narrowed_map_is_the_map_of_what_is_there(name: str) -> None:
-    """``narrow`` leaves out places along a dimension; the whole map, with zeros there, is as much."""
+    """``narrow`` leaves out places along a dimension: as if all others were 0."""
     make = maker()
     m = TABLE[name](make)
     for dim, size in enumerate(m.in_shape):
