@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import gradtrace
-from gradtrace import flow as module
 from gradtrace.errors import NotScalar, UnknownName
-from gradtrace.flow import Flow, Wiring, flow_of, measure, sizes
+from gradtrace.flow import Flow, flow_of, sizing
+from gradtrace.flow.sizing import Wiring, measure, sizes
 from gradtrace.program import Program, Step
 
 WIDTH = 32
@@ -839,14 +839,14 @@ def test_sizes_of_nothing_and_of_no_numbers() -> None:
 
 def most_held(program: Program, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most cotangents that are there at a time."""
-    most, before = 0, module.gradient_of
+    most, before = 0, sizing.gradient_of
 
     def counted(step: Step, values: dict[int, Tensor]) -> Tensor:
         nonlocal most
         most = max(most, len(values))
         return before(step, values)
 
-    monkeypatch.setattr(module, "gradient_of", counted)
+    monkeypatch.setattr(sizing, "gradient_of", counted)
     measure(program, program.seed)
     return most
 

@@ -1298,6 +1298,14 @@ def test_softmax_ties_go_to_the_lowest(rule: str) -> None:
     trace = gt.trace((x.softmax(0) * c).sum(), rule=rule, names={"x": x})
     # y = 1/4: own 3/16 where c is not 0, others 1/16; x[0] has no own: the lowest other, 1
     assert [trace.path("x", n).steps[1].index for n in range(4)] == [(1,), (1,), (2,), (3,)]
+    # of two classes, y = 1/2: own and other are 1/4, so both go by the first
+    x = leaf([0.0, 0.0])
+    for c in (torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])):
+        trace = gt.trace((x.softmax(0) * c).sum(), rule=rule, names={"x": x})
+        assert [trace.path("x", n).steps[1].index for n in range(2)] == [(0,), (0,)]
+        y = gt.label(x.softmax(0), 0, "class")
+        table = gt.trace((y * c).sum(), rule=rule, names={"x": x}).influence("labels")
+        assert [int(row.count.t) for row in table] == [2, 0]
 
 
 def test_a_contribution_of_zero_is_none() -> None:

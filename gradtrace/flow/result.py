@@ -1,0 +1,209 @@
+"""What a flow is: levels along depth, a row for each module, findings in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite, sqrt
+from typing import Any, NamedTuple
+
+from gradtrace.errors import UnknownName
+from gradtrace.tables import Column, Table
+
+FACTOR = 1000.0
+"""A fall by more between top and end is called vanishing, a rise by more exploding. Healthy nets
+of 30 layers and tiny models of 23 architectures stay within 20."""
+
+MOSTLY = 0.95
+"""A module is mostly dead if this share of the gradient's entries at its output is 0, and the
+operator above it (a ReLU) made this share of them so. Of a healthy ReLU it is about a half."""
+
+REPEATS = 8
+"""From so many depths on at which a leaf is used, its uses are looked at as a sequence."""
+
+FEW = 3
+"""The depths that the top is the median of, and the least that a fall or a rise is read off."""
+
+FAINT = 2.0**10
+"""What becomes 0 within this factor of the smallest float did so by underflow: it vanished. What
+was larger met a slope or a weight of 0: it is dead."""
+
+NEAR = 1.05
+"""A change by less is neither a fall nor a rise."""
+
+SHOWN = 3
+"""The most modules that a sentence names."""
+
+
+class Level(NamedTuple):
+    """The operator of a depth at whose output the gradient's norm is largest.
+
+    ``largest`` is ``max |g[i]|``, ``zeros`` the share of entries that are exactly 0.
+    """
+
+    depth: int
+    norm: float
+    operator: str
+    module: str
+    entries: int
+    largest: float
+    zeros: float
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square: ``norm / √entries``."""
+        return self.norm / sqrt(self.entries) if self.entries else 0.0
+
+    @property
+    def where(self) -> str:
+        """The module's name in quotes; outside any, the operator's."""
+        return f"'{self.module}'" if self.module else self.operator
+
+
+@dataclass(frozen=True)
+class Row:
+    """The gradient at one module, counting the operators that no module inside it made.
+
+    ``norm`` is the largest at its output: of the cotangents that reach its operators from outside
+    the call. ``first`` and ``last`` are the same of its first and its last call alone. ``handed``
+    is the largest that its operators give to those of other modules or calls, or to an input (None:
+    nothing lies below), ``own`` that of all its parameters' gradients together (None: it has none).
+    ``depth`` is the least of its operators', ``zeros`` the share of exact zeros at its output,
+    ``verdict`` one of "", "dead", "mostly dead", "vanishing", "exploding" and "not finite".
+    """
+
+    module: str
+    kind: str
+    calls: int
+    depth: int
+    norm: float
+    first: float
+    last: float
+    handed: float | None
+    zeros: float
+    own: float | None
+    verdict: str = ""
+
+    @property
+    def gain(self) -> float | None:
+        """``handed / norm``; None if nothing came or nothing lies below."""
+        return self.handed / self.norm if self.handed is not None and self.norm else None
+
+
+@dataclass(frozen=True, repr=False)
+class Flow:
+    """The gradient along depth: ``profile`` from the loss on, ``rows`` a module each, nearest to
+    the loss first, ``findings`` what there is to say, in sentences.
+    """
+
+    profile: tuple[Level, ...]
+    rows: tuple[Row, ...]
+    findings: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        """Whether the gradient vanishes, explodes or dies, where, and what one can do."""
+        return " ".join(self.findings)
+
+    def __getitem__(self, module: str) -> Row:
+        for row in self.rows:
+            if row.module == module:
+                return row
+        known = ", ".join(repr(row.module) for row in self.rows[:8])
+        raise UnknownName(f"no module {module!r} made operators of this loss; there are {known}")
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def table(self) -> Table:
+        """One row a module; the verdict below it."""
+        many = any(row.calls > 1 for row in self.rows)
+        columns = (
+            Column("module"),
+            Column("class"),
+            *([Column("calls", "count")] if many else []),
+            Column("depth", "count"),
+            Column("norm", "number"),
+            *([Column("first call", "number"), Column("last call", "number")] if many else []),
+            Column("handed on", "number"),
+            Column("gain", "number"),
+            Column("zeros", "share"),
+            Column("parameters", "number"),
+            Column("verdict"),
+        )
+        rows = tuple(
+            (
+                name_of(row),
+                row.kind,
+                *([row.calls] if many else []),
+                row.depth,
+                row.norm,
+                *([row.first, row.last] if many else []),
+                row.handed,
+                row.gain,
+                row.zeros,
+                row.own,
+                row.verdict,
+            )
+            for row in self.rows
+        )
+        deep = f"{len(self.profile):,} operators deep"
+        return Table(f"Gradient flow ({deep})", columns, rows, self.findings)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __repr__(self) -> str:
+        return f"Flow({len(self.rows)} modules, {len(self.profile):,} deep: {self.verdict})"
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_pandas(self) -> Any:
+        """One row a module, as a pandas.DataFrame."""
+        return self.table().to_pandas()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON has it; numbers that are not finite as strings."""
+        return {
+            "profile": [_plain(level._asdict()) for level in self.profile],
+            "rows": [_plain(asdict(row)) for row in self.rows],
+            "findings": list(self.findings),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Flow:
+        """What ``to_dict`` gave."""
+        return cls(
+            tuple(Level(**_parsed(level)) for level in data["profile"]),
+            tuple(Row(**_parsed(row)) for row in data["rows"]),
+            tuple(map(str, data["findings"])),
+        )
+
+
+WORDS = ("operator", "module", "kind", "verdict")
+COUNTS = ("depth", "entries", "calls")
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: str(value) if isinstance(value, float) and not isfinite(value) else value
+        for key, value in fields.items()
+    }
+
+
+def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    def parsed(key: str, value: Any) -> Any:
+        if value is None:
+            return None
+        return str(value) if key in WORDS else int(value) if key in COUNTS else float(value)
+
+    return {key: parsed(key, value) for key, value in fields.items()}
+
+
+def name_of(row: Row) -> str:
+    """What a module is called; outside any, ``(top)``."""
+    return row.module or "(top)"

@@ -1,0 +1,212 @@
+"""The pass: how large every cotangent is, who hands what to whom, and where it becomes 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from gradtrace.engine import gradient_of
+from gradtrace.flow.result import FAINT
+from gradtrace.maps import Map
+from gradtrace.program import HOOKS, Block, Program
+
+
+class Size(NamedTuple):
+    """What is kept of a cotangent."""
+
+    norm: float
+    largest: float
+    nonzero: int
+    entries: int
+    dtype: torch.dtype
+
+
+def measure(program: Program, seed: Tensor) -> dict[int, Size]:
+    """The sizes of all cotangents that operators take and give, each dropped after its last use."""
+    last, wanted = program.last_uses(), _wanted(program)
+    values, found = {program.root: seed}, dict[int, Tensor]()
+    shapes = {program.root: (seed.numel(), seed.dtype)}
+    with torch.no_grad():
+        found[program.root] = sizes(seed)
+        for n, step in enumerate(program.steps()):
+            values[step.out] = gradient_of(step, values)
+            if step.out in wanted:
+                found[step.out] = sizes(values[step.out])
+                shapes[step.out] = (prod(step.shape), step.dtype)
+            for value in (step.out, *(term.value for term in step.terms)):
+                if last.get(value, -1) <= n:
+                    values.pop(value, None)
+    numbers = (each.tolist() for each in _together(list(found.values())))
+    return {value: Size(a, b, int(c), *shapes[value]) for value, (a, b, c) in zip(found, numbers)}
+
+
+def _wanted(program: Program) -> set[int]:
+    wanted = {leaf.value for leaf in program.leaves}
+    for block in program.blocks:
+        wanted.update(block.takes.values(), block.gives.values())
+    return wanted
+
+
+def _together(many: list[Tensor]) -> Iterable[Tensor]:
+    """Moved to the processor in one go: to wait for each would cost more than to compute it."""
+    devices = {each.device for each in many}
+    return torch.stack(many).cpu() if len(devices) == 1 else (each.cpu() for each in many)
+
+
+def sizes(x: Tensor) -> Tensor:
+    """``‖x‖``, ``max |x[i]|`` and how many entries are not 0; in float64, where squares of all
+    smaller floats fit. Those of float64 do not, so there ``‖x‖ = m ‖x/m‖`` with m the largest.
+    """
+    if not x.numel():
+        return torch.zeros(3, dtype=torch.float64, device=x.device)
+    largest = vector_norm(x, inf).double()
+    if x.dtype is torch.float64:
+        unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+        norm = vector_norm(x / unit) * unit
+    else:
+        norm = vector_norm(x, dtype=torch.float64)
+    return torch.stack([norm, largest, x.count_nonzero().double()])
+
+
+# Who hands what to whom --------------------------------------------------------------------------
+
+
+class Handed(NamedTuple):
+    """A cotangent that an operator gives: to an operator of the activation side, or to a leaf."""
+
+    giver: int
+    value: int
+    whole: int  # the value it is part of, if others give to the same argument
+    taker: int | None
+    leaf: int | None
+
+
+class Wiring:
+    """Operators by number, the edges between them, which are on the activation side, how deep."""
+
+    def __init__(self, program: Program, size: Mapping[int, Size]) -> None:
+        self.program = program
+        self.size = size
+        self.blocks = program.blocks
+        self.takers = {v: n for n, block in enumerate(self.blocks) for v in block.takes.values()}
+        self.wholes = self._wholes()
+        self.aside = self._aside()
+        self.edges = list(self._edges())
+        self.depth = self._depth()
+
+    def _wholes(self) -> dict[int, int]:
+        """The sum that a value ends up in, if it is added to others."""
+        found: dict[int, int] = {}
+        for block in reversed(self.blocks):
+            for step in reversed(block.merges):
+                for term in step.terms:
+                    found[term.value] = found.get(step.out, step.out)
+        return found
+
+    def _aside(self) -> dict[int, int]:
+        """The operators beside the activations, with (one of) the leaves below; never the loss."""
+        leaves = {leaf.value for leaf in self.program.leaves}
+        found: dict[int, int] = {}
+        for number in range(len(self.blocks) - 1, 0, -1):
+            block = self.blocks[number]
+            wholes = [self.wholes.get(value, value) for value in block.gives.values()]
+            below = [w if w in leaves else found.get(self.takers.get(w, -1)) for w in wholes]
+            if below and below[0] is not None and None not in below and self._prepares(block):
+                found[number] = below[0]
+        return found
+
+    def _prepares(self, block: Block) -> bool:
+        """Whether an operator above leaves only makes ready what others use."""
+        parametrised = "parametrizations" in block.place.module.split(".")
+        return block.operator == HOOKS or parametrised or self._views(block)
+
+    def _views(self, block: Block) -> bool:
+        """Whether an operator only moves elements, all of them and each once."""
+        taken, given = (
+            sum(self.size[value].nonzero for value in values.values())
+            for values in (block.takes, block.gives)
+        )
+        return taken == given and all(m.moves for m in maps_of(block))
+
+    def _edges(self) -> Iterator[Handed]:
+        for number, block in enumerate(self.blocks):
+            if number in self.aside:
+                continue
+            for value in block.gives.values():
+                whole = self.wholes.get(value, value)
+                taker = self.takers.get(whole)
+                if taker is None or taker in self.aside:
+                    leaf = whole if taker is None else self.aside[taker]
+                    yield Handed(number, value, whole, None, leaf)
+                else:
+                    yield Handed(number, value, whole, taker, None)
+
+    def _depth(self) -> dict[int, int]:
+        found = {0: 0} if self.blocks else {}
+        for edge in self.edges:  # givers come before takers
+            if edge.taker is not None:
+                found[edge.taker] = max(found.get(edge.taker, 0), found[edge.giver] + 1)
+        return found
+
+    def enters(self, edge: Handed) -> int | None:
+        """The operator that an edge leads to, if that is in another call or another module."""
+        if edge.taker is None or self.blocks[edge.taker].place == self.blocks[edge.giver].place:
+            return None
+        return edge.taker
+
+
+def maps_of(block: Block) -> Iterator[Map]:
+    """The maps of an operator's formula."""
+    return (term.map for step in block.steps for term in step.terms)
+
+
+def elementwise(block: Block) -> bool:
+    """Whether an operator weighs or drops every element by itself, as activation functions do."""
+    single = len(block.takes) == 1 == len(block.gives)
+    return single and all(m.inputs == m.outputs and (m.stays or m.moves) for m in maps_of(block))
+
+
+# What became 0 -----------------------------------------------------------------------------------
+
+
+class Lost(NamedTuple):
+    """Where a gradient of exactly 0 was still different from 0; ``faint``: and very small."""
+
+    block: int
+    faint: bool
+
+
+def losses_of(wiring: Wiring, size: Mapping[int, Size]) -> dict[int, Lost]:
+    """For every value that is 0, where it became so."""
+    lost: dict[int, Lost] = {}
+    for number, block in enumerate(wiring.blocks):
+        takes = block.takes.values()
+        before = [lost[value] for value in takes if value in lost]
+        alive = [size[value] for value in takes if size[value].largest]
+        for value in block.gives.values():
+            if size[value].entries and not size[value].nonzero:
+                here = Lost(number, underflows(block, alive, size[value]))
+                lost[value] = here if alive or not before else _of(before)
+        for step in block.merges:
+            if all(term.value in lost for term in step.terms):
+                lost[step.out] = _of([lost[term.value] for term in step.terms])
+    return lost
+
+
+def underflows(block: Block, takes: Sequence[Size], give: Size) -> bool:
+    """Whether what an operator gives is 0 since it is too small for a float."""
+    if not takes or (
+        all(m.moves for m in maps_of(block)) and all(take.dtype is give.dtype for take in takes)
+    ):
+        return False
+    kind = torch.finfo(give.dtype)
+    return max(take.largest for take in takes) <= FAINT * kind.smallest_normal * kind.eps
+
+
+def _of(many: Sequence[Lost]) -> Lost:
+    return next((each for each in many if each.faint), many[0])

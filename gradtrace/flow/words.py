@@ -1,0 +1,197 @@
+"""What was found, in plain sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite, isnan
+
+from gradtrace.flow.depth import Change, Measured, Modules
+from gradtrace.flow.result import FACTOR, NEAR, SHOWN, name_of
+from gradtrace.flow.sizing import (
+    Lost,
+    elementwise,
+    maps_of,
+)
+
+KEEP = (
+    "Skip connections, normalisation, gated cells or another initialisation (He for ReLU, Xavier "
+    "for tanh) keep it up."
+)
+TAME = (
+    "Clip it (torch.nn.utils.clip_grad_norm_), take smaller steps, or remove the cause: "
+    "normalisation or a smaller initialisation (He for ReLU, Xavier for tanh)."
+)
+REVIVE = "A smaller learning rate, another initialisation or a leaky slope bring it back."
+
+
+@dataclass
+class Report:
+    """What there is to say, in sentences."""
+
+    flow: Measured
+    modules: Modules
+
+    def findings(self) -> Iterator[str]:
+        """One finding, or several, the dead parts first."""
+        alone = self._nonfinite() or self._nothing()
+        if alone:
+            yield alone
+            return
+        dead = [text for text in (self._dead(), self._mostly()) if text]
+        yield from dead
+        changes = [change for change in (self.flow.along, *self.flow.repeated) if change]
+        fall = next((change for change in changes if change.ratio < 1 / FACTOR), None)
+        rise = next((change for change in changes if change.ratio > FACTOR), None)
+        if fall:
+            yield f"Vanishing: {self._told(fall)}{self._rest(fall)}. {KEEP}"
+        if rise:
+            yield f"Exploding: {self._told(rise)}. {TAME}"
+        if not (fall or rise):
+            yield from self._healthy(bool(dead))
+
+    # Numbers -------------------------------------------------------------------------------------
+
+    def _told(self, change: Change, subject: str = "the gradient") -> str:
+        """From where to where, and how fast."""
+        first, last, ratio = change.first, change.last, change.ratio
+        if not last.norm and not change.uses:
+            last = next(level for level in self.flow.body if not level.norm)
+        verb = "goes" if 1 / NEAR < ratio < NEAR else "rises" if ratio > 1 else "falls"
+        uses = f"through {change.uses:,} uses of the same weights " if change.uses else ""
+        start = f"{uses}{subject} {verb} from {first.norm:.2g} at"
+        if not last.norm:
+            return f"{start} {first.where} to exactly 0 at depth {last.depth:,} ({last.where})"
+        here, there = first.where, last.where
+        if here == there:
+            here, there = (f"depth {at.depth:,} ({at.where})" for at in (first, last))
+        factor, over = max(ratio, 1 / ratio), last.depth - first.depth
+        return (
+            f"{start} {here} to {last.norm:.2g} at {there} (a factor of {factor:.2g} over {over:,} "
+            f"operators, about {factor ** (1 / over):.3g} an operator)"
+        )
+
+    def _rest(self, fall: Change) -> str:
+        """What is below a fall and has its gradient from elsewhere."""
+        deepest = self.flow.profile[-1]
+        if deepest.norm < fall.first.norm / FACTOR:
+            return ""
+        return f"; deeper down, {deepest.where} gets {deepest.norm:.2g} by other ways"
+
+    def _healthy(self, dead: bool) -> Iterator[str]:
+        change, deep = self.flow.along, len(self.flow.profile)
+        if change:
+            start = "Elsewhere the" if dead else "The"
+            yield f"{start} gradient neither vanishes nor explodes: {self._told(change, 'it')}."
+        elif not dead:
+            yield f"The graph is {_count(deep, 'operator')} deep, too few to vanish or explode."
+        silent = sum(not level.largest for level in self.flow.profile)
+        if silent and not dead:
+            yield f"At {silent:,} of {deep:,} depths it is exactly 0."
+        for word, much in (("vanishing", "less"), ("exploding", "more")):
+            far = [name_of(row) for row in self.modules.rows if row.verdict == word]
+            if far:
+                gets = "gets" if len(far) == 1 else "get"
+                yield f"Apart from that, {_listed(far)} {gets} over {FACTOR:,.0f} times {much}."
+
+    # What is 0, or no number ---------------------------------------------------------------------
+
+    def _nonfinite(self) -> str:
+        """Where NaN or infinity first appears."""
+        size, blocks = self.flow.size, self.flow.wiring.blocks
+        bad = {value for value, found in size.items() if not isfinite(found.norm)}
+        if not bad:
+            return ""
+        makers = (
+            (number, value)
+            for number, block in enumerate(blocks)
+            if bad.isdisjoint(block.takes.values())
+            for value in block.gives.values()
+            if value in bad
+        )
+        root = self.flow.wiring.program.root
+        number, value = next(makers, (None, min(bad)))
+        kind = "NaN" if isnan(size[value].norm) else "infinity"
+        if root in bad:
+            return f"The gradient is not finite: the loss itself is weighed with {kind}."
+        where = (
+            "a sum of gradients" if number is None else f"what {self._operator(number)} hands on"
+        )
+        return (
+            f"The gradient is not finite: {kind} first appears in {where}. Look at the values that "
+            "go into it (a division by 0, a logarithm or root of 0, an overflow?)."
+        )
+
+    def _nothing(self) -> str:
+        """Why no leaf gets any gradient."""
+        size, program = self.flow.size, self.flow.wiring.program
+        if any(size[leaf.value].nonzero for leaf in program.leaves):
+            return ""
+        if not size[program.root].nonzero:
+            return "No gradient flows: the loss itself is weighed with 0."
+        places = [self.flow.lost[v.value] for v in program.leaves if v.value in self.flow.lost]
+        why = self._why(min(places)) if places else "Nothing but zeros reaches them."
+        return f"No gradient flows: that of every leaf is exactly 0. {why}"
+
+    def _dead(self) -> str:
+        rows = [row for row in self.modules.rows if row.verdict == "dead"]
+        silent = [name_of(row) for row in rows if not row.norm]
+        if not rows:
+            return ""
+        found = self.modules.gathered
+        places = [
+            self.flow.lost[value]
+            for row in rows
+            for value in (found[row.module].out if row.norm else found[row.module].values)
+            if value in self.flow.lost
+        ]
+        why = self._why(min(places)) if places else "What reaches them adds up to 0."
+        if silent:
+            gets = "gets" if len(silent) == 1 else "get"
+            return f"Dead: {_listed(silent)} {gets} no gradient at all. {why}"
+        return f"Dead: {_listed([name_of(row) for row in rows])} hands no gradient on. {why}"
+
+    def _why(self, lost: Lost) -> str:
+        """What an operator did that hands on nothing but zeros."""
+        block = self.flow.wiring.blocks[lost.block]
+        where = self._operator(lost.block)
+        reached = sum(self.flow.size[value].nonzero for value in block.takes.values())
+        if lost.faint:
+            return f"It falls below the smallest float at {where}. {KEEP}"
+        if elementwise(block) and not block.operator.startswith(("Mul", "Div")):
+            return (
+                f"{where} has slope 0 at all {_count(reached, 'entry')} that the gradient comes to "
+                f"(a dead ReLU, a saturated unit, a closed gate?). {REVIVE}"
+            )
+        if all(m.moves for m in maps_of(block)):
+            return f"{where} cuts it off: the loss does not use that part."
+        return f"{where} multiplies it with zeros (weights or factors that start at 0?)."
+
+    def _mostly(self) -> str:
+        rows = [row for row in self.modules.rows if row.verdict == "mostly dead"]
+        if not rows:
+            return ""
+        worst = max(rows, key=lambda row: row.zeros)
+        return (
+            f"Mostly dead: at the output of {_listed([name_of(row) for row in rows])} up to "
+            f"{worst.zeros:.1%} of the gradient is exactly 0 (ReLUs that seldom open?). {REVIVE}"
+        )
+
+    def _operator(self, number: int) -> str:
+        block = self.flow.wiring.blocks[number]
+        module = block.place.module
+        return f"{block.operator} (in '{module}')" if module else block.operator
+
+
+def _count(n: int, word: str) -> str:
+    """``1 operator``, ``2 operators``, ``3 entries``."""
+    many = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
+    return f"{n:,} {word if n == 1 else many}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``'a', 'b' and 2 more``."""
+    shown = [f"'{name}'" for name in names[:SHOWN]]
+    if len(names) > SHOWN:
+        return f"{', '.join(shown)} and {len(names) - SHOWN:,} more"
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
