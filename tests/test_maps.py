@@ -750,16 +750,9 @@ def test_the_largest_of_any_numbers(build: Callable[[Make], Map]) -> None:
         assert found.source.reshape(-1).tolist() == source.tolist()
 
 
-REVERSE = "from the right, the first NaN that is met is passed over"
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_largest_with_nan_and_infinity(
-    build: Callable[[Make], Map], bad: float, request: pytest.FixtureRequest
-) -> None:
+def test_the_largest_with_nan_and_infinity(build: Callable[[Make], Map], bad: float) -> None:
     m = build(maker())
-    if isinstance(m, Scan) and m.reverse and m.inputs and math.isnan(bad):
-        request.applymarker(pytest.mark.xfail(reason=REVERSE, strict=True))
     matrix, base = REFERENCE[type(m)](m), maker(seed=1)(*m.in_shape)
     for places_of_bad in ([0], [-1], [0, -1], [m.inputs // 2]) if m.inputs else ():
         x = base.clone()
@@ -773,10 +766,6 @@ def test_the_largest_with_nan_and_infinity(
             assert found.source.reshape(-1).tolist() == source.tolist()
 
 
-PADDING = "a weight at a source of -1 is multiplied with 0: infinity or NaN in it makes NaN"
-
-
-@pytest.mark.xfail(reason=PADDING, strict=True)
 def test_an_infinite_weight_counts_only_where_it_is() -> None:
     kernel = torch.tensor([[[math.inf, 1.0, 1.0]]], dtype=torch.float64)
     m = Convolve(kernel, windows((1,), (1,), (1,)), False, (1, 1, 3), (1, 1, 3))
@@ -1142,10 +1131,6 @@ def test_short_lines_and_other_ranks_take_no_hull() -> None:
     assert not found
 
 
-FLAT = "where right·x underflows but left·right·x does not, the hull sees nothing but zeros"
-
-
-@pytest.mark.xfail(reason=FLAT, strict=True)
 def test_points_too_small_for_a_hull() -> None:
     n = 100
     one, small = torch.ones(n, dtype=torch.float64), 1e-200
@@ -1222,10 +1207,6 @@ def one_gradient_a_sample(samples: int, pixels: int) -> tuple[Normaliser, Tensor
     return Normaliser(one, [(-one / n, one), (-hat / n, hat)], [0], (n,)), g
 
 
-POOLED = "points on an edge of the hull count as corners, and all of them are compared at once"
-
-
-@pytest.mark.xfail(reason=POOLED, strict=True)
 def test_a_norm_before_average_pooling_takes_little_memory() -> None:
     m, x = one_gradient_a_sample(8, 800)
     with Largest() as seen:

@@ -111,7 +111,7 @@ class Map(ABC):
         found = []
         flat = each(x, lambda part: part.reshape(-1))
         for at in self._some(x[0].device, None):
-            source, weight = self.rows(at)
+            source, weight = _solid(self.rows(at))
             taken = tuple(taken_at(part, source, zero) for part, zero in zip(flat, semiring.zero))
             found.append(semiring.fold(semiring.times(semiring.weigh(weight), taken), 1))
         if not found:
@@ -123,7 +123,7 @@ class Map(ABC):
         values, sources = [], []
         flat = wide(x).reshape(-1)
         for some in self._some(x.device, at):
-            source, weight = self.rows(some)
+            source, weight = _solid(self.rows(some))
             size = (wide(weight) * taken_at(flat, source, 0.0)).abs()
             value, place = argmax(size, 1)
             chosen = (
@@ -169,6 +169,16 @@ class Map(ABC):
     def __repr__(self) -> str:
         arrow = f"{list(self.in_shape)} -> {list(self.out_shape)}"
         return f"{type(self).__name__}({arrow})"
+
+
+def _solid(rows: Rows) -> Rows:
+    """Rows whose weight is 0 where there is no entry: 0 times infinity would be NaN."""
+    if not rows.weight.dim():
+        return rows
+    weight = rows.weight.expand(rows.source.shape)
+    return Rows(
+        rows.source, torch.where(rows.source >= 0, weight, torch.zeros_like(weight[:1, :1]))
+    )
 
 
 def taken_at(flat: Tensor, source: Tensor, zero: float) -> Tensor:

@@ -72,17 +72,22 @@ class Cloud:
         """The largest among a few j of each line, for every i; wrong where i is one of them."""
         n, width = self.x.shape[1], few.shape[1]
         values, places = [], []
-        step = max(1, LIMIT // (n * width))
+        step, part = max(1, LIMIT // (n * width)), max(1, LIMIT // width)
         for first in range(0, len(lines), step):
             some = lines[first : first + step]
             chosen = few[some]
-            weight = torch.zeros((), dtype=self.x.dtype, device=self.x.device)
-            for u, v in zip(self.left, self.right):
-                weight = weight + u[some].unsqueeze(2) * v[some].gather(1, chosen).unsqueeze(1)
-            size = (weight * self.x[some].gather(1, chosen).unsqueeze(1)).abs()
-            value, at = argmax(size, 2)
-            values.append(value)
-            places.append(chosen.gather(1, at))
+            theirs = [v[some].gather(1, chosen).unsqueeze(1) for v in self.right]
+            x = self.x[some].gather(1, chosen).unsqueeze(1)
+            for i in range(0, n, part):
+                weight = torch.zeros((), dtype=self.x.dtype, device=self.x.device)
+                for u, v in zip(self.left, theirs):
+                    weight = weight + u[some, i : i + part].unsqueeze(2) * v
+                value, at = argmax((weight * x).abs(), 2)
+                values.append(value)
+                places.append(chosen.gather(1, at))
+        shape = self.x.shape
+        if part < n:  # the pieces of a line, line after line
+            return torch.cat(values, 1).reshape(shape), torch.cat(places, 1).reshape(shape)
         return torch.cat(values), torch.cat(places)
 
     def _all(self) -> tuple[Tensor, Tensor]:
@@ -108,23 +113,28 @@ class Cloud:
             _over(b, high),
         )  # hulls turn with their points: bring both to one size
         p, q = [], []
+        corner = torch.zeros_like(a, dtype=torch.bool)
         for d in range(DIRECTIONS):
             angle = pi * d / DIRECTIONS
             along = a * cos(angle) + b * sin(angle)
             at = along.abs().argmax(1, keepdim=True)
+            corner.scatter_(1, at, True)
             sign = along.gather(1, at).sign()
             p.append(a.gather(1, at) * sign)
             q.append(b.gather(1, at) * sign)
         p, q = [*p, -p[0]], [*q, -q[0]]  # half a turn on, the mirror image
-        outside = torch.zeros_like(a, dtype=torch.bool)
-        slack = 64 * torch.finfo(a.dtype).eps
+        slack = 4 * torch.finfo(a.dtype).eps
         for d in range(DIRECTIONS):
             normal = q[d + 1] - q[d], p[d] - p[d + 1]  # of the edge, outwards
             edge = normal[0] * p[d] + normal[1] * q[d]
             size = normal[0].abs() + normal[1].abs()
-            here = (normal[0] * a + normal[1] * b).abs()
-            outside |= ~((size == 0) | (here < edge - slack * size))  # NaN stays
-        return outside
+            above = (normal[0] * a + normal[1] * b).abs() - edge
+            corner |= ~((size == 0) | (above <= slack * size))  # NaN stays
+            # Of points on the edge itself, its ends are there; of equals, the first is wanted.
+            on = above.abs() <= slack * size
+            first = on.int().argmax(1, keepdim=True)
+            corner.scatter_(1, first, corner.gather(1, first) | on.gather(1, first))
+        return corner
 
 
 def _over(x: Tensor, size: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Scan(Map):
         # The lowest of equals: the first met from the left, the last met from the right.
         larger = size >= before if self.reverse else size > before
         # NaN is largest of all, and stays.
-        larger |= size.isnan() & (before.isnan() if self.reverse else ~before.isnan())
+        larger |= size.isnan() if self.reverse else size.isnan() & ~before.isnan()
         larger &= ~(before.isnan() & ~size.isnan())
         met = torch.where(larger | (number == 0), number, 0).cummax(self.dim).values
         place = self._turn(n - 1 - met if self.reverse else met)

@@ -40,18 +40,18 @@ class Semiring(ABC):
     >>> from dataclasses import dataclass
     >>> import torch, gradtrace as gt
     >>> @dataclass(frozen=True)
-    ... class Longest(gt.semirings.Semiring):
-    ...     "How many operators the longest path has that carries gradient."
-    ...     name: str = "LONGEST"
-    ...     zero: tuple[float, ...] = (float("-inf"),)
-    ...     one: tuple[float, ...] = (0.0,)
+    ... class Votes(gt.semirings.Semiring):
+    ...     "How many paths have a positive weight, and how many a negative one."
+    ...     name: str = "VOTES"
+    ...     zero: tuple[float, ...] = (0.0, 0.0)
+    ...     one: tuple[float, ...] = (1.0, 0.0)
     ...     def lift(self, weight):
-    ...         return (torch.where(weight == 0, float("-inf"), 0.0).to(weight.dtype),)
+    ...         return (weight > 0).double(), (weight < 0).double()
     ...     def plus(self, a, b):
-    ...         return (torch.maximum(a[0], b[0]),)
+    ...         return a[0] + b[0], a[1] + b[1]
     ...     def times(self, a, b):
-    ...         return (a[0] + b[0],)
-    >>> gt.testing.check_semiring(Longest())
+    ...         return a[0] * b[0] + a[1] * b[1], a[0] * b[1] + a[1] * b[0]
+    >>> gt.testing.check_semiring(Votes())
     """
 
     name: str

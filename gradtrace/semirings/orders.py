@@ -116,9 +116,9 @@ class Extremes(Scaled):
         return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
 
     def times(self, a: Value, b: Value) -> Value:
-        most = torch.maximum(a[0] * b[0], a[1] * b[1])
-        least = torch.minimum(a[0] * b[1], a[1] * b[0])
-        return most + 0.0, least + 0.0  # no negative zeros
+        most = torch.maximum(present(a[0], b[0]), present(a[1], b[1]))
+        least = torch.minimum(present(a[0], b[1]), present(a[1], b[0]))
+        return most, least
 
     def fold(self, x: Value, dim: int) -> Value:
         return (x[0].amax(dim), x[1].amin(dim)) if x[0].shape[dim] else super().fold(x, dim)
@@ -158,7 +158,8 @@ class TopK(Scaled):
     def times(self, a: Value, b: Value) -> Value:
         # The i-th of one with the j-th of the other has (i + 1)(j + 1) - 1 at least as large.
         pairs = [(i, j) for i in range(self.k) for j in range(self.k // (i + 1))]
-        return self._top([self.product(a[i], b[j]) for i, j in pairs])
+        product = self.product if self.log else present
+        return self._top([product(a[i], b[j]) for i, j in pairs])
 
     def fold(self, x: Value, dim: int) -> Value:
         if not x[0].shape[dim]:
@@ -210,6 +211,11 @@ class Bool(Semiring):
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
         spec, weight = together(spec, weight)
         return (torch.einsum(spec, x[0].float(), (weight != 0).float()) > 0,)
+
+
+def present(a: Tensor, b: Tensor) -> Tensor:
+    """The product, 0 where a path is absent, though the other be infinite; no negative zeros."""
+    return torch.where((a == 0) | (b == 0), 0.0, a * b).to(torch.promote_types(a.dtype, b.dtype))
 
 
 MAX = Max()

@@ -142,7 +142,7 @@ class Count(Additive):
 
     def finish(self, x: Value, exponent: int) -> Value:
         if self.exact:
-            if bool((x[1] >= 2.0**63).any()):
+            if bool(((x[1] >= 2.0**63) | (x[0] < 0)).any()):
                 most = float(x[1].max())
                 raise OutOfRange(
                     f"there are about {most:.3g} paths, more than a 64-bit number holds; use COUNT "
