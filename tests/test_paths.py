@@ -1352,6 +1352,63 @@ def test_cancellation_at_the_leaf_itself_leaves_a_path() -> None:
         assert (int(row.count.t), int(row.count.e), row.unreached) == (1, 1, 0)
 
 
+def test_cancellation_behind_views() -> None:
+    """``L = 3h − 3h``. What only moves elements chooses nothing, so a view of x goes the way of h;
+    but where two views of x meet, each brings 0, and x has no path.
+    """
+    x = leaf([1.0, 2.0])
+    for h, there in ((x.reshape(1, 2).flip(1), 2), (x.reshape(2) + x.flip(0), 0)):
+        trace = gt.trace((h * 3 + h * -3).sum(), names={"x": x})
+        (row,) = trace.influence(["operator:SumBackward0"])
+        assert (int(row.count.t), row.unreached) == (there, 2 - there)
+        assert len(trace.paths(sample=9)) == there
+        if not there:
+            with pytest.raises(GradtraceError, match="has no path"):
+                trace.path("x", 0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("factor", "other"), [(0.5, 1e-5), (2.0, 1e5)])
+def test_deep_and_shallow_branches_are_compared_in_full(
+    rule: str, factor: float, other: float
+) -> None:
+    """Sixty factors against one: values that are kept with a power of two apart."""
+    x = leaf([1.0, 1.0])
+    loss = (repeated(x, factor, 60) + x * other).sum()
+    trace = gt.trace(loss, rule=rule, names={"x": x})
+    deep = factor**60 > other
+    assert [len(trace.path("x", n)) for n in range(2)] == [63 if deep else 4] * 2
+    assert [int(row.count.t) for row in trace.influence("arguments")] == [2 * deep, 2 * (not deep)]
+    best = trace.paths("x", 1, k=2)
+    assert [path.weight for path in best] == near(sorted([factor**60, other], reverse=True))
+
+
+def test_an_operator_of_two_outputs_goes_by_what_each_brings() -> None:
+    """Eigenvalues and eigenvectors both hand back gradient: greedy takes the output that brings
+    more in all, then in it the element that brings most; streaming and following alike.
+    """
+    torch.manual_seed(3)
+    a = torch.randn(4, 4, requires_grad=True)
+    values, vectors = torch.linalg.eigh(a + a.T)
+    node = values.grad_fn
+    values = gt.label(values, 0, ["values"] * 4)
+    vectors = gt.label(vectors, 1, ["vectors"] * 4)
+    c, d = torch.randn(4), torch.randn(4, 4)
+    loss = (values * c).sum() + (vectors * d).sum() * 0.4
+    trace = gt.trace(loss, names={"a": a})
+    by_values, by_vectors = node(c, torch.zeros(4, 4)), node(torch.zeros(4), 0.4 * d)
+    chosen = {"values": 0, "vectors": 0}
+    for path in trace.paths("a", sample=16):
+        (step,) = [s for s in path.steps if s.operator == "LinalgEighBackward0"]
+        (sum_,) = [s for s in path.steps if s.operator == "AddBackward0" and s.shape == (4, 4)]
+        more = by_values[sum_.index].abs() > by_vectors[sum_.index].abs()
+        assert len(step.shape) == (1 if more else 2)
+        chosen["values" if more else "vectors"] += 1
+    assert sum(chosen.values()) == 16 and all(chosen.values())
+    table = trace.influence("labels")
+    assert {row.name: int(row.count.t) for row in table} == chosen
+
+
 def test_greedy_weighs_with_the_gradient() -> None:
     """To the larger product of weight and gradient, not to the larger weight or gradient alone."""
     x = leaf([1.0])
