@@ -12,7 +12,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from gradtrace import saving
+from gradtrace import engine, saving
 from gradtrace.atlas import Gradients, unknown
 from gradtrace.coarse import Coarse
 from gradtrace.components import Components, Survey
@@ -23,6 +23,7 @@ from gradtrace.influence import Influence, Tally, checked_weight, possible
 from gradtrace.maps import Map
 from gradtrace.paths import Builder, Path, Paths, ravel, sampled
 from gradtrace.program import Program
+from gradtrace.semirings import Count
 from gradtrace.tracing import Found, Marks, Pairs, State, Tracer, mark
 
 
@@ -150,16 +151,19 @@ class Trace:
     def enumerate(self, limit: int = 10_000, zeros: bool = False) -> Paths:
         """All paths from every leaf element to the loss; see ``gradtrace.enumerate_paths``."""
         builder = self._builder(0)
+        few = TooLarge(
+            f"there are more than {limit:,} paths; raise limit, or take a smaller graph. "
+            "gradtrace.backward(loss, gradtrace.semirings.COUNT) tells how many there are"
+        )
+        counts = engine.run(self.program, Count(log=True)).values()  # before any is listed
+        if sum(2.0 ** min(float(n), 999.0) for c in counts for n in c.reshape(-1)) > limit:
+            raise few
         found: list[Path] = []
         for name, value in self._values.items():
             for element in range(self._shape(name).numel()):
                 for hops in builder.kept.every(value, element, zeros):
                     if len(found) == limit:
-                        raise TooLarge(
-                            f"there are more than {limit:,} paths; raise limit, or take a smaller "
-                            "graph. gradtrace.backward(loss, gradtrace.semirings.COUNT) tells how "
-                            "many there are"
-                        )
+                        raise few
                     found.append(builder.path(value, element, hops))
         return Paths(tuple(found), "All paths")
 

@@ -120,7 +120,12 @@ class Stops:
     def __iter__(self) -> Iterator[Batch]:
         for n, batch in enumerate(self.some):
             if n == self.at:
-                signal.raise_signal(signal.SIGINT)
+                # Jobs in the background are started with Ctrl-C ignored.
+                before = signal.signal(signal.SIGINT, signal.default_int_handler)
+                try:
+                    signal.raise_signal(signal.SIGINT)
+                finally:
+                    signal.signal(signal.SIGINT, before)
             yield batch
 
 

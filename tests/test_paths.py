@@ -1580,3 +1580,12 @@ def test_as_pandas() -> None:
     frame = paths.to_pandas()
     assert list(frame["weight"]) == [p.weight for p in paths]
     assert list(frame["steps"]) == [len(p) for p in paths]
+
+
+def test_too_many_paths_are_refused_before_any_is_listed() -> None:
+    x = leaf(0.5)
+    y = x
+    for _ in range(70):
+        y = y + y.sin()
+    with pytest.raises(TooLarge, match="more than 10,000 paths"):
+        gt.enumerate_paths(y, names={"x": x})
