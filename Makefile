@@ -28,11 +28,13 @@ $(VENV)/.torch:
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+SOURCES = pyproject.toml CMakeLists.txt $(wildcard gradtrace/kernels/cpu/*)
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/.developed: $(VENV)/.torch pyproject.toml
+$(VENV)/.developed: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@ $(VENV)/.installed
 

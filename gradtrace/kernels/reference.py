@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Operand(NamedTuple):
+    """A batch of matrices that are not written out: ``x[i, r, k] = data[batch[i] + rows[r] +
+    inner[k]]`` (``data`` is flat); windows of a convolution are such.
+    """
+
+    data: Tensor
+    batch: Tensor
+    rows: Tensor
+    inner: Tensor
+
 
 LIMIT = 1 << 20
 """The most products that are written out at a time."""

@@ -1,0 +1,2 @@
+// Elementwise, index and reduction steps: value and mark in one pass over memory.
+#include "threads.h"

@@ -1,0 +1,89 @@
+#include "threads.h"
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+namespace gradtrace {
+namespace {
+
+// GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are the ones that wait
+// for work anyway, and a second runtime would fight with them over the cores.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+Parallel parallel = nullptr;
+
+struct Work {
+  int64_t tasks;
+  const std::function<void(int64_t)>& body;
+  std::atomic<int64_t> next{0};
+  std::mutex lock;
+  std::exception_ptr error;
+
+  void run() noexcept {
+    for (;;) {
+      const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+      if (task >= tasks) return;
+      try {
+        body(task);
+      } catch (...) {
+        const std::lock_guard<std::mutex> guard(lock);
+        if (!error) error = std::current_exception();
+        next.store(tasks);
+        return;
+      }
+    }
+  }
+};
+
+void start(void* work) { static_cast<Work*>(work)->run(); }
+
+void spawn(Work& work, int threads) {
+  std::vector<std::thread> others;
+  try {
+    for (int n = 1; n < threads; n++) others.emplace_back([&work] { work.run(); });
+  } catch (...) {
+    // fewer threads then: the work gets done all the same
+  }
+  work.run();
+  for (auto& other : others) other.join();
+}
+
+}  // namespace
+
+void each(int64_t tasks, int threads, const std::function<void(int64_t)>& body) {
+  if (threads <= 1 || tasks <= 1) {
+    for (int64_t task = 0; task < tasks; task++) body(task);
+    return;
+  }
+  Work work{tasks, body};
+  const int count = static_cast<int>(tasks < threads ? tasks : threads);
+  if (parallel) {
+    parallel(start, &work, static_cast<unsigned>(count), 0);
+  } else {
+    spawn(work, count);
+  }
+  if (work.error) std::rethrow_exception(work.error);
+}
+
+int guarded(const std::function<void()>& body) noexcept {
+  try {
+    body();
+    return DONE;
+  } catch (const std::bad_alloc&) {
+    return OUT_OF_MEMORY;
+  } catch (...) {
+    return FAILED;
+  }
+}
+
+}  // namespace gradtrace
+
+// The shape of this interface; the Python side refuses a library that answers otherwise.
+GRADTRACE_API int gradtrace_abi() { return 1; }
+
+GRADTRACE_API void gradtrace_use(void (*runtime)(void (*)(void*), void*, unsigned, unsigned)) {
+  gradtrace::parallel = runtime;
+}
