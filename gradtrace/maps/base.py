@@ -94,6 +94,12 @@ class Map(ABC):
         or more; 0 where it comes from none.
         """
 
+    def loud(self, x: Tensor) -> Tensor | None:
+        """Which output elements may get a contribution other than 0, as cheaply as can be told;
+        None if that takes a look at each.
+        """
+        return None
+
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         """The map of the input elements at these places along a dimension that it sums over, all
         others being 0; None if it does not sum over it, or cannot tell.

@@ -95,6 +95,12 @@ class Contract(Map):
         how = self.plan()
         return how.size(how.inner)
 
+    def loud(self, x: Tensor) -> Tensor | None:
+        how = self.plan()
+        rows = (how.left(x) != 0).any(2)
+        columns = (how.right(self.weight) != 0).any(1)
+        return how.back(rows.unsqueeze(2) & columns.unsqueeze(1))
+
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         x, w, out = self.letters()
         if x[dim] in out:

@@ -33,6 +33,9 @@ class Identity(Map):
         numbers = torch.arange(self.inputs, device=x.device).reshape(self.out_shape)
         return chosen(wide(x).abs().reshape(self.out_shape), numbers, at)
 
+    def loud(self, x: Tensor) -> Tensor | None:
+        return (x != 0).reshape(self.out_shape)
+
     def rows(self, at: Tensor) -> Rows:
         return Rows(at.unsqueeze(1), torch.ones((), device=at.device))
 

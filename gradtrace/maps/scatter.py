@@ -64,6 +64,9 @@ class Scatter(Map):
         kept = self.target[self.target >= 0]
         return int(torch.bincount(kept.reshape(-1)).max()) if kept.numel() else 1
 
+    def loud(self, x: Tensor) -> Tensor | None:
+        return self.reach((x != 0).int()) != 0
+
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         return Scatter(self.target.index_select(dim, index), self.out_shape)
 
