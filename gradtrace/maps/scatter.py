@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradtrace.kernels import steps
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, per_element
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
@@ -46,6 +47,11 @@ class Scatter(Map):
         source = none.scatter_reduce(0, place, torch.where(wins, number, self.inputs), "amin")
         shape = self.out_shape
         return chosen(value[:-1].reshape(shape), source[:-1].reshape(shape), at)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        target = self.target.reshape(-1)
+        largest, handed = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
+        return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
 
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)
