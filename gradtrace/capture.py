@@ -37,10 +37,6 @@ COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 elementary operations when these may have to be derived again."""
 
 
-VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"})
-"""Nodes that often stand between a parameter and its use."""
-
-
 class Store:
     """Gradients that are worth keeping, in a number of bytes; those of one memory count once.
 
@@ -118,7 +114,7 @@ class Record:
         for position, out in given:
             child, slot = edges[position]
             value = block.gives[position]
-            if self.store.budget and not self._ends(child):
+            if self.store.budget and not autograd.ends(child):
                 self.store.add(value, out, _costly(block))
             waiting = self.adjoints.setdefault(child, {})
             there = waiting.get(slot)
@@ -217,23 +213,14 @@ class Record:
     ) -> tuple[Tensor, int]:
         """A value that is used twice: its cotangent is the sum of both."""
         total = there[0] + out
+        for tensor, number in (there, (out, value)):
+            self.store.add(number, tensor, False)  # each is compared with the others
         shape = shape_of(out)
         result = self.recorder.new()
         terms = (Term(Identity(shape), there[1]), Term(Identity(shape), value))
         block.merges.append(Step(result, terms, shape, real_dtype(out)))
         self.store.add(result, total, False)
         return total, result
-
-    @staticmethod
-    def _ends(child: Node | None) -> bool:
-        """Whether what is handed to this node becomes the gradient of a leaf, which is kept as
-        such, or a part of it.
-        """
-        if child is None or type(child) is ACCUMULATE:
-            return True
-        if type(child).__name__ not in VIEWS:
-            return False
-        return type(child.next_functions[0][0]) is ACCUMULATE
 
     def _formula(
         self, node: Node, arrived: dict[int, tuple[Tensor, int]], block: Block

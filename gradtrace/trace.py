@@ -12,7 +12,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from gradtrace import engine, saving
+from gradtrace import engine, memory, saving
 from gradtrace.atlas import Gradients, unknown
 from gradtrace.coarse import Coarse
 from gradtrace.components import Components, Survey
@@ -236,6 +236,12 @@ class Trace:
         """
         self._unchanged()
         by = checked_weight(weight)
+        memory.see(
+            memory.streaming(self.program),
+            self._device,
+            "measuring influence",
+            "trace fewer samples at a time, or whole tensors: granularity='operator'",
+        )
         others = {name: self.aliases.get(name, ()) for name in self._values}
         chosen = Survey(self.program, self.modules, others).choose(components)
         could = possible(self.program, chosen.marks)
