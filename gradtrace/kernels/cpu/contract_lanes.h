@@ -46,17 +46,16 @@ INLINE void store(T* to, typename Lanes<T>::V x) {
 }
 
 template <class T>
-INLINE typename Lanes<T>::V all(T x) {
-  typename Lanes<T>::V out;
-  for (int w = 0; w < Lanes<T>::W; w++) out[w] = x;
-  return out;
+INLINE typename Lanes<T>::I all_int(int64_t x) {
+  return typename Lanes<T>::I{} + static_cast<typename Lanes<T>::Int>(x);
 }
 
+// Through whole numbers: 0 + x is x for those alone, and compiles to a broadcast.
 template <class T>
-INLINE typename Lanes<T>::I all_int(int64_t x) {
-  typename Lanes<T>::I out;
-  for (int w = 0; w < Lanes<T>::W; w++) out[w] = static_cast<typename Lanes<T>::Int>(x);
-  return out;
+INLINE typename Lanes<T>::V all(T x) {
+  typename Lanes<T>::Int bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return (typename Lanes<T>::V)all_int<T>(bits);
 }
 
 template <class T>
@@ -73,7 +72,12 @@ INLINE D size(D x) {
 INLINE float size(float x) { return __builtin_fabsf(x); }
 INLINE double size(double x) { return __builtin_fabs(x); }
 
-// The larger of two that are not NaN; of any, where it may be either.
+// Numbers that are not negative have the order of their bits, and comparing those is one
+// instruction; of floats, a compiler that minds NaN makes many.
+INLINE Lanes<float>::I bits(F x) { return (Lanes<float>::I)x; }
+INLINE Lanes<double>::I bits(D x) { return (Lanes<double>::I)x; }
+
+// The larger and the smaller of two that are not negative nor NaN.
 INLINE F larger(F x, F y) {
 #if defined(GRADTRACE_AVX512)
   return (F)_mm512_max_ps((__m512)x, (__m512)y);
@@ -82,7 +86,7 @@ INLINE F larger(F x, F y) {
 #elif defined(GRADTRACE_NEON)
   return (F)vmaxq_f32((float32x4_t)x, (float32x4_t)y);
 #else
-  return x > y ? x : y;
+  return bits(x) > bits(y) ? x : y;
 #endif
 }
 INLINE D larger(D x, D y) {
@@ -93,8 +97,12 @@ INLINE D larger(D x, D y) {
 #elif defined(GRADTRACE_NEON)
   return (D)vmaxq_f64((float64x2_t)x, (float64x2_t)y);
 #else
-  return x > y ? x : y;
+  return bits(x) > bits(y) ? x : y;
 #endif
+}
+template <class V>
+INLINE V smaller(V x, V y) {
+  return bits(x) < bits(y) ? x : y;
 }
 
 // The larger of two, NaN if one is NaN.
@@ -107,7 +115,7 @@ INLINE V larger_or_nan(V x, V y) {
 template <bool FINITE, class V>
 INLINE auto beats(V m, V v) {
   if constexpr (FINITE) {
-    return m > v;
+    return bits(m) > bits(v);
   } else {
     return ~(m <= v) & (v == v);
   }

@@ -233,7 +233,7 @@ INLINE float tiniest(float) { return 0x1p-149f; }
 INLINE double tiniest(double) { return 0x1p-1074; }
 
 // The least, over the columns, of what their maxima are at least; columns of zeros do not count.
-template <class T>
+template <class T, bool FINITE>
 static T lower_bound(const T* a, const uint16_t* seeds, const T* value, const Panel<T>& panel) {
   using V = typename Lanes<T>::V;
   constexpr int W = Lanes<T>::W;
@@ -244,7 +244,11 @@ static T lower_bound(const T* a, const uint16_t* seeds, const T* value, const Pa
     const T *floor = panel.floor + start, *known = value + start;
     UNROLL for (int j = 0; j < STRIP; j++) {
       const V here = load(floor + j * W), there = load(known + j * W);
-      least_of[j] = there > here ? there : here;  // NaN stays out
+      if constexpr (FINITE) {
+        least_of[j] = larger(there, here);
+      } else {
+        least_of[j] = there > here ? there : here;  // NaN stays out
+      }
     }
     const T* strip = panel.strips + start * panel.inner;
     for (int64_t s = 0; seeds && s < SEEDS; s++) {
@@ -252,10 +256,14 @@ static T lower_bound(const T* a, const uint16_t* seeds, const T* value, const Pa
       const T x = a[seeds[s]];
       UNROLL for (int j = 0; j < STRIP; j++) {
         const V product = load(b + j * W) * x;
-        least_of[j] = product > least_of[j] ? product : least_of[j];
+        if constexpr (FINITE) {
+          least_of[j] = larger(product, least_of[j]);
+        } else {
+          least_of[j] = product > least_of[j] ? product : least_of[j];
+        }
       }
     }
-    UNROLL for (int j = 0; j < STRIP; j++) low = least_of[j] < low ? least_of[j] : low;
+    UNROLL for (int j = 0; j < STRIP; j++) low = smaller(least_of[j], low);
   }
   T out = low[0];
   for (int w = 1; w < W; w++) out = low[w] < out ? low[w] : out;
@@ -435,7 +443,9 @@ static void run(const Panel<T>& panel, Rows<T>& rows) {
     }
     const T* a = rows.a + r * rows.stride;
     const uint16_t* seeds = rows.seeds ? rows.seeds + r * SEEDS : nullptr;
-    const T bound = lower_bound(a, seeds, rows.value + r * WHOLE, panel);
+    const T* known = rows.value + r * WHOLE;
+    const T bound = finite ? lower_bound<T, true>(a, seeds, known, panel)
+                           : lower_bound<T, false>(a, seeds, known, panel);
     const int64_t count = survivors(a, panel, bound, list);
     if (r % RUN < TRIED) seen += count;
     rows.survived += count;
