@@ -88,6 +88,17 @@ class Map(ABC):
         """The largest contribution to each output element, or to those ``at``."""
         return self.largest(x, at)
 
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        """``J[at, source]``, pair by pair, in float64; there is such an entry."""
+        found = [at.new_empty(0, dtype=torch.float64)]
+        step = max(1, LIMIT // max(1, self.width))
+        for n in range(0, len(at), step):
+            rows = self.rows(at[n : n + step])
+            weight = rows.weight.expand(rows.source.shape)
+            place = (rows.source == source[n : n + step].unsqueeze(1)).int().argmax(1, True)
+            found.append(weight.gather(1, place).squeeze(1).double())
+        return torch.cat(found)
+
     @abstractmethod
     def reach(self, x: Tensor) -> Tensor:
         """The largest of the whole numbers x that an output element can come from, by structure,
@@ -195,6 +206,11 @@ def chosen(value: Tensor, source: Tensor, at: Tensor | None) -> Best:
     if at is None:
         return Best(value, source)
     return Best(value.reshape(-1)[at], source.reshape(-1)[at])
+
+
+def ones_at(at: Tensor) -> Tensor:
+    """The weights of elements that are only moved or summed."""
+    return torch.ones((), dtype=torch.float64, device=at.device).expand(at.shape)
 
 
 def per_element(count: Count, shape: Shape) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Best, Count, Map, Rows, chosen, per_element
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at, per_element, taken_at
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -37,6 +37,8 @@ class Scatter(Map):
         return each(found, lambda part: part.reshape(self.out_shape))
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None and at.numel() < self.outputs:
+            return self._best_at(x, at)
         size = wide(x).abs().reshape(-1)
         place = self.target.reshape(-1).remainder(self.outputs + 1)
         value = size.new_zeros(self.outputs + 1).scatter_reduce(0, place, size, "amax")
@@ -46,6 +48,16 @@ class Scatter(Map):
         source = none.scatter_reduce(0, place, torch.where(wins, number, self.inputs), "amin")
         shape = self.out_shape
         return chosen(value[:-1].reshape(shape), source[:-1].reshape(shape), at)
+
+    def _best_at(self, x: Tensor, at: Tensor) -> Best:
+        """``best`` of few elements: what is sent to others is left out."""
+        few, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        target = self.target.reshape(-1)
+        place = torch.searchsorted(few, target).clamp(max=max(0, len(few) - 1))
+        mine = (few[place] == target).nonzero().reshape(-1) if len(few) else target[:0]
+        small = Scatter(place[mine], (len(few),)).best(x.reshape(-1)[mine])
+        source = taken_at(mine, small.source, -1)
+        return Best(small.value[back], source[back])
 
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)
@@ -58,6 +70,9 @@ class Scatter(Map):
         there = number < count.unsqueeze(1)
         source = order[torch.where(there, place, 0)] if len(order) else torch.zeros_like(place)
         return Rows(torch.where(there, source, -1), torch.ones((), device=at.device))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
 
     @property
     def width(self) -> int:
