@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from gradtrace.engine import Held, balanced, gradient_of, value_of
-from gradtrace.maps import Map
+from gradtrace.maps import Identity, Index, Map, Scale
+from gradtrace.maps.base import Best
+from gradtrace.maps.places import picked
 from gradtrace.program import Block, Program, Term
+from gradtrace.sampling import Forest, Growth, Hops
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted, wide
 
@@ -32,13 +35,35 @@ class Hop(NamedTuple):
     weight: float
 
 
-class Hops(NamedTuple):
-    """The same for many paths at once; ``paths`` says which."""
+class Gradients(dict[int, Tensor]):
+    """The gradient at every value: as recording kept it, else computed when it is asked for."""
 
-    paths: Tensor
-    value: int
-    element: Tensor
-    weight: Tensor
+    def __init__(self, program: Program, seed: Tensor) -> None:
+        super().__init__(kept_by(program) if seed is program.seed else {})
+        self[program.root] = seed
+        self.steps = {step.out: step for step in program.steps()}
+
+    def __missing__(self, value: int) -> Tensor:
+        stack = [value]
+        with torch.no_grad():
+            while stack:
+                step = self.steps[stack[-1]]
+                before = [term.value for term in step.terms if term.value not in self]
+                if before:
+                    stack += before
+                else:
+                    stack.pop()
+                    if step.out not in self:
+                        self[step.out] = gradient_of(step, self)
+        return self[value]
+
+
+def kept_by(program: Program) -> dict[int, Tensor]:
+    """The gradients that are known since recording: of leaves, and of what was kept."""
+    leaves = {leaf.value: leaf.gradient for leaf in program.leaves}
+    real = {value: grad for value, grad in leaves.items() if not grad.is_complex()}
+    kept: dict[int, Tensor] = getattr(program, "kept", {})
+    return {**real, **kept}
 
 
 @dataclass
@@ -49,13 +74,9 @@ class Kept:
     seed: Tensor
 
     @cached_property
-    def gradients(self) -> dict[int, Tensor]:
+    def gradients(self) -> Gradients:
         """The gradient at every value."""
-        values = {self.program.root: self.seed}
-        with torch.no_grad():
-            for step in self.program.steps():
-                values[step.out] = gradient_of(step, values)
-        return values
+        return Gradients(self.program, self.seed)
 
     @cached_property
     def largest(self) -> dict[int, Held]:
@@ -91,75 +112,72 @@ class Kept:
 
     # Following the largest contributions -------------------------------------------------------
 
-    def follow(self, starts: Mapping[int, Tensor], rule: str) -> list[Hops]:
-        """From elements of values to the root, by a rule. A path without hops does not exist.
+    def follow(self, starts: Mapping[int, Tensor], rule: str) -> Forest:
+        """From elements of values towards the root, by a rule, in one sweep over the program.
 
         Paths are numbered in the order of ``starts``.
         """
-        waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        first = 0
-        for value, elements in starts.items():
-            numbers = torch.arange(first, first + len(elements), device=elements.device)
-            waiting[value] = [(numbers, elements)]
-            first += len(elements)
-        found: list[Hops] = []
+        growth = Growth(starts)
         with torch.no_grad():
             for out, terms in reversed(self.makers.items()):
-                if out in waiting:
-                    here = waiting.pop(out)
-                    paths = torch.cat([numbers for numbers, _ in here])
-                    at = torch.cat([element for _, element in here])
-                    for hops in self._onward(terms, paths, at, rule):
-                        found.append(hops)
-                        waiting.setdefault(hops.value, []).append((hops.paths, hops.element))
-        return found
+                if growth.arrived(out):
+                    at = growth.stage(out, terms[0].map.outputs)
+                    if out in self.takers or out in starts:
+                        growth.gradient(picked(self.gradients[out], terms[0].map.out_shape, at))
+                    for hops in self._onward(terms, at, rule):
+                        growth.send(hops)
+            root = self.program.root
+            if growth.arrived(root):
+                at = growth.stage(root, self.seed.numel())
+                growth.gradient(self.seed.reshape(-1)[at])
+            return growth.forest(root)
 
-    def _onward(
-        self, terms: tuple[Term, ...], paths: Tensor, at: Tensor, rule: str
-    ) -> Iterator[Hops]:
-        which = torch.zeros_like(at)
-        if len(terms) > 1:
-            which = torch.stack(self._sizes(terms, at, rule)).max(0).indices
-        for k, term in enumerate(terms):
-            mine = (which == k).nonzero().reshape(-1)
+    def _onward(self, terms: tuple[Term, ...], at: Tensor, rule: str) -> Iterator[Hops]:
+        if len(terms) == 1:
+            yield from self._alone(terms[0], at, rule)
+            return
+        offers = [term.map.best(self._value(term.value, rule), at) for term in terms]
+        sizes = self._sizes(terms, offers, at, rule)
+        which = torch.stack(sizes).max(0).indices
+        for k, (term, offer) in enumerate(zip(terms, offers)):
+            mine = ((which == k) & (offer.source >= 0)).nonzero().reshape(-1)
             if len(mine):
-                yield from self._inside(term, paths[mine], at[mine], rule, alone=len(terms) == 1)
+                yield _hops(term, at[mine], offer.source[mine], mine)
 
-    def _inside(
-        self, term: Term, paths: Tensor, at: Tensor, rule: str, alone: bool
-    ) -> Iterator[Hops]:
+    def _alone(self, term: Term, at: Tensor, rule: str) -> Iterator[Hops]:
+        """The hops of a step of one term."""
+        if isinstance(term.map, Identity):
+            yield Hops(term.value, at, None, None, True)
+            return
         if term.map.moves:
             source = term.map.rows(at).source[:, 0]
-            if not alone:
-                size = self._value(term.value, rule).reshape(-1)[source.clamp(min=0)]
-                source = torch.where(size == 0, -1, source)
         else:
             source = term.map.best(self._value(term.value, rule), at).source
+        if not len(source) or int(source.min()) >= 0:
+            yield _hops(term, at, source, None)
+            return
         there = (source >= 0).nonzero().reshape(-1)
         if len(there):
-            weight = entries(term.map, at[there], source[there])
-            yield Hops(paths[there], term.value, source[there], weight)
+            yield _hops(term, at[there], source[there], there)
 
     def _value(self, value: int, rule: str) -> Tensor:
         return self.gradients[value] if rule == "greedy" else self.largest[value].value[0]
 
-    def _sizes(self, terms: tuple[Term, ...], at: Tensor, rule: str) -> list[Tensor]:
+    def _sizes(
+        self, terms: tuple[Term, ...], offers: list[Best], at: Tensor, rule: str
+    ) -> list[Tensor]:
         """How much each term counts for in the choice among them."""
         if rule == "greedy":
-            return [self._total(term.map, self.gradients[term.value], at) for term in terms]
-        held = [self.largest[term.value] for term in terms]
-        top = max(each.exponent for each in held)
-        return [
-            shifted(term.map.best(each.value[0], at).value, each.exponent - top)
-            for term, each in zip(terms, held)
-        ]
+            return [self._total(term, offer.value, at) for term, offer in zip(terms, offers)]
+        powers = [self.largest[term.value].exponent for term in terms]
+        return [shifted(offer.value, p - max(powers)) for offer, p in zip(offers, powers)]
 
-    @staticmethod
-    def _total(map_: Map, x: Tensor, at: Tensor) -> Tensor:
-        if map_.moves or map_.stays:
-            return map_.best(x, at).value
-        total = wide(map_.apply(x)).abs().reshape(-1)[at]
-        return torch.where(map_.best(x, at).value == 0, 0, total)
+    def _total(self, term: Term, largest: Tensor, at: Tensor) -> Tensor:
+        """What a term brings in all, if it brings anything."""
+        if term.map.moves or term.map.stays:
+            return largest
+        total = wide(term.map.apply(self.gradients[term.value])).abs().reshape(-1)[at]
+        return torch.where(largest == 0, 0, total)
 
     # The best paths, in falling order ----------------------------------------------------------
 
@@ -227,6 +245,17 @@ class Kept:
             stack += reversed(onward)
 
 
+def _hops(term: Term, at: Tensor, source: Tensor, mine: Tensor | None) -> Hops:
+    """Hops within one term, from some (None: all) of the elements of a stage."""
+    weight = None if term.map.moves else term.map.entry(at, source)
+    return Hops(term.value, source, weight, mine, _apart(term.map))
+
+
+def _apart(map_: Map) -> bool:
+    """Whether different elements are known to come from different ones."""
+    return isinstance(map_, (Identity, Scale)) or (isinstance(map_, Index) and bool(map_.injective))
+
+
 class _Trail(NamedTuple):
     """A path from an element on, as far as it is known; ``size`` is log₂ of its product."""
 
@@ -241,16 +270,3 @@ class _Trail(NamedTuple):
             found.append(at.hop)
             at = at.before
         return found[::-1]
-
-
-def entries(map_: Map, at: Tensor, source: Tensor) -> Tensor:
-    """``J[at, source]``, pair by pair, in float64."""
-    found = []
-    step = max(1, (1 << 20) // max(1, map_.width))
-    for n in range(0, len(at), step):
-        some, wanted = at[n : n + step], source[n : n + step]
-        rows = map_.rows(some)
-        weight = rows.weight.expand(rows.source.shape)
-        place = (rows.source == wanted.unsqueeze(1)).int().argmax(1, keepdim=True)
-        found.append(weight.gather(1, place).squeeze(1).double())
-    return torch.cat(found)

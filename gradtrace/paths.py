@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum, inf, log, nan, prod
 from typing import Any, overload
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradtrace.coarse import Link
 from gradtrace.following import Hop, Kept
+from gradtrace.sampling import Forest
 from gradtrace.shapes import Shape
 from gradtrace.tables import Column, Table
 
@@ -140,7 +141,7 @@ def _way(path: Path) -> str:
 class Paths(Sequence[Path]):
     """Several paths, in order."""
 
-    items: tuple[Path, ...]
+    items: Sequence[Path]
     title: str = "Paths"
 
     @overload
@@ -148,7 +149,8 @@ class Paths(Sequence[Path]):
     @overload
     def __getitem__(self, at: slice) -> Paths: ...
     def __getitem__(self, at: int | slice) -> Path | Paths:
-        return Paths(self.items[at], self.title) if isinstance(at, slice) else self.items[at]
+        found = self.items[at]
+        return found if isinstance(found, Path) else Paths(found, self.title)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -156,9 +158,10 @@ class Paths(Sequence[Path]):
     def of(self, name: str, index: Sequence[int] | int | None = None) -> Paths:
         """Those from a leaf, or from one element of it."""
         wanted = (index,) if isinstance(index, int) else None if index is None else tuple(index)
-        return Paths(
-            tuple(p for p in self.items if p.name == name and wanted in (None, p.index)), self.title
-        )
+        if isinstance(self.items, Woven):
+            return Paths(self.items.of(name, wanted), self.title)
+        found = tuple(p for p in self.items if p.name == name and wanted in (None, p.index))
+        return Paths(found, self.title)
 
     def total(self) -> float:
         """The sum of their weights: for all the paths of an element, its gradient."""
@@ -202,15 +205,102 @@ class Paths(Sequence[Path]):
 # From hops to paths -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Legend:
+    """What values are to a reader: a leaf, or the output of an operator."""
+
+    names: dict[int, str]  # by leaf value
+    shapes: dict[int, Shape]
+    places: dict[int, tuple[str, str, int]]  # operator, module, call; of operators' outputs only
+    seed: Tensor
+    pair: int
+
+    def step(
+        self, value: int, element: int, derivative: float, gradient: float, onward: float | None
+    ) -> PathStep:
+        """A stop, given the gradient of the next one (None: this is the last)."""
+        operator, module, call = self.places.get(value, ("leaf", "", 0))
+        share = derivative if onward is None else onward * derivative
+        share = share / gradient if gradient else nan
+        shape = self.shapes[value]
+        index = unravel(element, shape)
+        return PathStep(operator, module, call, shape, index, derivative, gradient, share)
+
+    def path(self, value: int, steps: Iterable[PathStep]) -> Path:
+        """The path of a leaf."""
+        first, *rest = steps
+        first = replace(first, operator="leaf", module="", call=0)
+        name = self.names[value]
+        return Path(name, first.index, (first, *rest), first.gradient, self.pair)
+
+
+class Woven(Sequence[Path]):
+    """Paths of a forest, made when they are asked for; those that meet share their steps."""
+
+    def __init__(self, legend: Legend, forest: Forest, starts: Sequence[int]) -> None:
+        self.legend = legend
+        self.forest = forest
+        self.starts = starts  # nodes
+        self.known: dict[int, tuple[PathStep, int]] = {}  # by node, with the node of the next
+
+    @overload
+    def __getitem__(self, at: int) -> Path: ...
+    @overload
+    def __getitem__(self, at: slice) -> Woven: ...
+    def __getitem__(self, at: int | slice) -> Path | Woven:
+        if isinstance(at, slice):
+            return self._some(self.starts[at])
+        node = self.starts[at]
+        return self.legend.path(self.forest.value(node), self._steps(node))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def of(self, name: str, index: Shape | None) -> Woven:
+        """Those from a leaf, or from one element of it."""
+        legend, forest = self.legend, self.forest
+        values = {value for value, known in legend.names.items() if known == name}
+        mine = [node for node in self.starts if forest.value(node) in values]
+        if index is not None and mine:
+            shape = legend.shapes[forest.value(mine[0])]
+            mine = [node for node in mine if unravel(forest.place(node), shape) == index]
+        return self._some(mine)
+
+    def _some(self, starts: Sequence[int]) -> Woven:
+        return Woven(self.legend, self.forest, starts)
+
+    def _steps(self, node: int) -> Iterator[PathStep]:
+        while node >= 0:
+            if node not in self.known:
+                self.known[node] = self._step(node)
+            step, node = self.known[node]
+            yield step
+
+    def _step(self, node: int) -> tuple[PathStep, int]:
+        """The stop at a node, and the node of the next stop (-1: there is none)."""
+        here, *between = self.forest.until(node, self.legend.places)
+        element, gradient = here.element, here.gradient
+        last = between[-1] if between else here
+        if not between or last.value not in self.legend.places:
+            derivative = float(self.legend.seed.reshape(-1)[last.element])
+            return self.legend.step(here.value, element, derivative, gradient, None), -1
+        derivative = prod((stop.weight for stop in (here, *between[:-1])), start=1.0)
+        step = self.legend.step(here.value, element, derivative, gradient, last.gradient)
+        return step, last.node
+
+
 @dataclass
 class Builder:
     """Makes paths of what was followed: only operators' outputs are steps to a reader."""
 
     kept: Kept
-    names: dict[int, str]  # by leaf value
-    shapes: dict[int, Shape]
-    pair: int = 0
-    places: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    legend: Legend
 
     @classmethod
     def of(cls, kept: Kept, names: dict[int, str], pair: int = 0) -> Builder:
@@ -221,7 +311,7 @@ class Builder:
         places = {
             value: (block.operator, *block.place) for value, (block, _) in kept.takers.items()
         }
-        return cls(kept, names, shapes, pair, places)
+        return cls(kept, Legend(names, shapes, places, kept.seed, pair))
 
     def path(self, value: int, element: int, hops: list[Hop]) -> Path:
         """The path of hops from a leaf's value."""
@@ -229,55 +319,42 @@ class Builder:
         at, place, weight = value, element, 1.0
         for hop in hops:
             weight *= hop.weight
-            if hop.value in self.places:
+            if hop.value in self.legend.places:
                 stops.append((at, place, weight))
                 at, place, weight = hop.value, hop.element, 1.0
-        seed = float(self.kept.seed.reshape(-1)[place])
-        stops.append((at, place, seed))
+        stops.append((at, place, float(self.kept.seed.reshape(-1)[place])))
         gradients = [self._gradient(v, e) for v, e, _ in stops]
-        steps = []
-        for n, (v, e, derivative) in enumerate(stops):
-            operator, module, call = self.places.get(v, ("leaf", "", 0)) if n else ("leaf", "", 0)
-            onward = gradients[n + 1] * derivative if n + 1 < len(stops) else derivative
-            share = onward / gradients[n] if gradients[n] else nan
-            shape = self.shapes[v]
-            index = unravel(e, shape)
-            steps.append(
-                PathStep(operator, module, call, shape, index, derivative, gradients[n], share)
-            )
-        return Path(
-            self.names[value],
-            unravel(element, self.shapes[value]),
-            tuple(steps),
-            gradients[0],
-            self.pair,
-        )
+        steps = [
+            self.legend.step(*stop, gradient, onward)
+            for stop, gradient, onward in zip(stops, gradients, [*gradients[1:], None])
+        ]
+        return self.legend.path(value, steps)
 
     def coarse(self, value: int, links: list[Link]) -> Path:
         """The path of a whole leaf: sizes in place of gradients, no elements, no derivatives."""
-        stops = [value, *(link.take for link in links)]
+        legend, stops = self.legend, [value, *(link.take for link in links)]
         steps = []
         for n, at in enumerate(stops):
-            operator, module, call = self.places[at] if n else ("leaf", "", 0)
+            operator, module, call = legend.places[at] if n else ("leaf", "", 0)
             share = links[n].size / links[n].total if n < len(links) else 1.0
             size = float(self.kept.gradients[at].abs().sum(dtype=torch.float64))
-            steps.append(PathStep(operator, module, call, self.shapes[at], (), nan, size, share))
-        return Path(self.names[value], (), tuple(steps), steps[0].gradient, self.pair)
+            steps.append(PathStep(operator, module, call, legend.shapes[at], (), nan, size, share))
+        return Path(legend.names[value], (), tuple(steps), steps[0].gradient, legend.pair)
 
     def _gradient(self, value: int, element: int) -> float:
         return float(self.kept.gradients[value].reshape(-1)[element])
 
     def followed(self, starts: Mapping[int, Tensor], rule: str) -> Iterator[Path | None]:
         """The path of each element by a rule; None where there is none."""
-        trails: list[list[Hop]] = [[] for elements in starts.values() for _ in elements]
-        for hops in self.kept.follow(starts, rule):
-            onward = zip(hops.paths.tolist(), hops.element.tolist(), hops.weight.tolist())
-            for path, element, weight in onward:
-                trails[path].append(Hop(hops.value, element, weight))
-        pairs = ((value, e) for value, elements in starts.items() for e in elements.tolist())
-        for (value, element), trail in zip(pairs, trails):
-            whole = bool(trail) and trail[-1].value == self.kept.program.root
-            yield self.path(value, element, trail) if whole else None
+        forest = self.kept.follow(starts, rule)
+        woven = Woven(self.legend, forest, forest.starts.tolist())
+        for n, whole in enumerate(forest.whole.tolist()):
+            yield woven[n] if whole else None
+
+    def woven(self, starts: Mapping[int, Tensor], rule: str) -> Woven:
+        """The paths of elements by a rule, without those that have none."""
+        forest = self.kept.follow(starts, rule)
+        return Woven(self.legend, forest, forest.starts[forest.whole].tolist())
 
 
 def unravel(element: int, shape: Shape) -> Shape:

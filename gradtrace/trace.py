@@ -22,7 +22,7 @@ from gradtrace.following import Kept
 from gradtrace.influence import Influence, Tally, checked_weight, possible
 from gradtrace.maps import Map
 from gradtrace.marks import Marks, Palette
-from gradtrace.paths import Builder, Path, Paths, ravel, sampled
+from gradtrace.paths import Builder, Path, Paths, Woven, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.tracing import Found, Pairs, State, Tracer
@@ -121,7 +121,7 @@ class Trace:
         if sample is not None:
             names = list(self.gradients) if name is None else [self._known(name)]
             found = self._sampled(builder, names, _positive("sample", sample), seed)
-            return Paths(tuple(found), f"Paths ({self.rule})")
+            return Paths(found, f"Paths ({self.rule})")
         if name is None:
             raise GradtraceError(
                 "say which paths: paths(name), paths(name, index), paths(sample=n)"
@@ -168,15 +168,11 @@ class Trace:
                     found.append(builder.path(value, element, hops))
         return Paths(tuple(found), "All paths")
 
-    def _sampled(
-        self, builder: Builder, names: list[str], sample: int, seed: int
-    ) -> Iterator[Path]:
+    def _sampled(self, builder: Builder, names: list[str], sample: int, seed: int) -> Woven:
         sizes = {name: self._shape(name).numel() for name in names}
         drawn = sampled(sizes, sample, seed)
         starts = {self._leaf(name): e.to(self._device) for name, e in drawn.items() if len(e)}
-        for path in builder.followed(starts, self.rule):
-            if path is not None:
-                yield path
+        return builder.woven(starts, self.rule)
 
     def _builder(self, pair: int) -> Builder:
         self._unchanged()

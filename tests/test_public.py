@@ -28,7 +28,7 @@ LAYERS: tuple[set[str], ...] = (
     {"maps", "atlas", "hooks", "passes", "testing"},
     {"linear", "program", "nodes", "schedules"},
     {"recorder", "reconverge", "engine", "sizes", "gradient", "memory"},
-    {"capture", "graph", "tracing", "following", "coarse", "flow"},
+    {"capture", "graph", "tracing", "following", "coarse", "flow", "sampling"},
     {"components", "paths"},
     {"influence"},
     {"saving"},

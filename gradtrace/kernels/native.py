@@ -17,7 +17,7 @@ import torch
 ABI = 1
 """What the library must answer, so that one of another version is not called."""
 
-FILE = "_gradtrace_cpu.so"
+FILE = "lib/gradtrace_cpu.so"  # in a folder of its own: it is no Python module
 _log = logging.getLogger("gradtrace")
 
 

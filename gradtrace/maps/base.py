@@ -95,6 +95,17 @@ class Map(ABC):
         largest, source = self.best(x)
         return largest if value else None, marks_at(marks, source)
 
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        """``J[at, source]``, pair by pair, in float64; there is such an entry."""
+        found = [at.new_empty(0, dtype=torch.float64)]
+        step = max(1, LIMIT // max(1, self.width))
+        for n in range(0, len(at), step):
+            rows = self.rows(at[n : n + step])
+            weight = rows.weight.expand(rows.source.shape)
+            place = (rows.source == source[n : n + step].unsqueeze(1)).int().argmax(1, True)
+            found.append(weight.gather(1, place).squeeze(1).double())
+        return torch.cat(found)
+
     @abstractmethod
     def reach(self, x: Tensor) -> Tensor:
         """The largest of the whole numbers x that an output element can come from, by structure,
@@ -215,6 +226,11 @@ def marks_at(marks: Tensor, source: Tensor) -> Tensor:
     if not marks.numel():
         return marks.new_zeros(source.shape)
     return torch.where(source >= 0, marks.reshape(-1)[source.clamp(min=0)], 0)
+
+
+def ones_at(at: Tensor) -> Tensor:
+    """The weights of elements that are only moved or summed."""
+    return torch.ones((), dtype=torch.float64, device=at.device).expand(at.shape)
 
 
 def per_element(count: Count, shape: Shape) -> Tensor:

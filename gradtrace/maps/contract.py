@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from string import ascii_letters
 
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from gradtrace.einsum import Plan, plan
 from gradtrace.kernels import contraction, winner
+from gradtrace.kernels.rows import Lines, flat, products
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
+from gradtrace.maps.places import located
 from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import wide
 from gradtrace.shapes import Shape
 
 
@@ -59,14 +63,31 @@ class Contract(Map):
         return semiring.contract(self.spec, x, self.weight)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if at is not None:
-            return self.largest(x, at)
+        if at is not None and 2 * at.numel() < self.outputs:
+            return self._best_at(x, at)
         how = self.plan()
         value, place = winner(how.left(x), how.right(self.weight))
         value, place = how.back(value), how.back(place)
         base, over, _ = self._places(torch.arange(self.outputs, device=x.device))
         source = base.reshape(self.out_shape)
-        return chosen(value, source + over[place] if len(over) else place, None)
+        return chosen(value, source + over[place] if len(over) else place, at)
+
+    def _best_at(self, x: Tensor, at: Tensor) -> Best:
+        """``best`` along the lines of single elements."""
+        how = self.plan()
+        left, right = wide(how.left(x)), wide(how.right(self.weight))
+        places = _lines(self.spec, self.in_shape, tuple(self.weight.shape))
+        number = at.reshape(-1)
+        batch, row, column, base = (located(number, self.out_shape, s) for s in places)
+        (b, m, k), (c, step, n) = left.stride(), right.stride()
+        value, place = products(
+            Lines(flat(left), batch * b + row * m, k),
+            Lines(flat(right), batch * c + column * n, step),
+            left.shape[2],
+        )
+        _, over, _ = self._places(number[:1])
+        source = base + over[place] if len(over) else place
+        return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         how = self.plan()
@@ -81,6 +102,13 @@ class Contract(Map):
         right = how.right(self.weight)  # (b, k, n)
         batch, column = (_number(at, numbers, how, c) for c in (how.batch, how.columns))
         return Rows(base.unsqueeze(1) + over, right[batch, :, column])
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        how = self.plan()
+        numbers = dict(zip(how.out, numbers_in(at, self.out_shape)))
+        inner = dict(zip(how.x, numbers_in(source, self.in_shape)))
+        batch, column = (_number(at, numbers, how, c) for c in (how.batch, how.columns))
+        return how.right(self.weight)[batch, _number(at, inner, how, how.inner), column].double()
 
     def _places(self, at: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Where the line of each output element begins in the input, and the steps along it."""
@@ -139,6 +167,19 @@ class Contract(Map):
 
     def tensors(self) -> tuple[str, ...]:
         return ("weight",)
+
+
+@lru_cache(maxsize=4096)
+def _lines(spec: str, x: Shape, w: Shape) -> tuple[Shape, Shape, Shape, Shape]:
+    """What each dimension of the output adds to the batch, the row, the column and the place in the
+    input where the line of an element begins.
+    """
+    how = plan(spec, x, w)
+    steps = how.strides(how.x)
+    batch, row, column = (how.strides(c) for c in (how.batch, how.rows, how.columns))
+    base = {c: steps[c] for c in how.batch + how.rows}
+    found = [tuple(s.get(c, 0) for c in how.out) for s in (batch, row, column, base)]
+    return found[0], found[1], found[2], found[3]
 
 
 def _number(at: Tensor, numbers: dict[str, Tensor], how: Plan, letters: str) -> Tensor:

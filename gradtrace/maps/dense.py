@@ -55,6 +55,9 @@ class Dense(Map):
         number = torch.arange(self.inputs, device=at.device)
         return Rows(torch.where(weight != 0, number, -1), weight)
 
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return self.matrix[at, source].double()
+
     def dense(self) -> Tensor:
         return self.matrix
 

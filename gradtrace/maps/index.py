@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Best, Count, Map, Rows, chosen, per_element
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at, per_element, taken_at
+from gradtrace.maps.places import located
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -44,6 +45,15 @@ class Index(Map):
         numbers = torch.arange(1, self.inputs + 1, device=device).reshape(self.in_shape)
         return self.move(numbers).reshape(self.out_shape) - 1
 
+    def sources(self, at: Tensor) -> Tensor:
+        """``src`` at these output elements only. A view's follows from its strides."""
+        if not self.fills and self.inputs:
+            numbers = torch.empty(self.in_shape, dtype=torch.uint8, device=at.device)
+            moved = self.move(numbers)
+            if moved.data_ptr() and moved.untyped_storage().data_ptr() == numbers.data_ptr():
+                return located(at, moved.shape, moved.stride()) + int(moved.storage_offset())
+        return self.source(at.device).reshape(-1)[at]
+
     @property
     def single_target(self) -> bool:  # type: ignore[override]
         """Whether no element is taken twice."""
@@ -69,15 +79,20 @@ class Index(Map):
         return self.move(x) if x.dtype is not torch.bool else self.move(x.byte()) != 0
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        return chosen(wide(self.move(x)).abs(), self.source(x.device), at)
+        if at is not None:
+            source = self.sources(at)
+            return chosen(taken_at(wide(x).reshape(-1), source, 0.0).abs(), source, None)
+        return chosen(wide(self.move(x)).abs(), self.source(x.device), None)
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         size = wide(self.move(x)).abs()
         return size if value else None, torch.where(size != 0, self.move(marks), 0)
 
     def rows(self, at: Tensor) -> Rows:
-        source = self.source(at.device).reshape(-1)[at]
-        return Rows(source.unsqueeze(1), torch.ones((), device=at.device))
+        return Rows(self.sources(at).unsqueeze(1), torch.ones((), device=at.device))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
 
     def reach(self, x: Tensor) -> Tensor:
         return self.move(x)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import argmax
+from gradtrace.kernels.rows import others
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
 from gradtrace.maps.hull import Cloud
+from gradtrace.maps.places import located, picked
 from gradtrace.semirings import MAX, Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -86,18 +88,47 @@ class Normaliser(Map):
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
         if not self.inputs:
             return self.largest(x, at)
+        if at is not None and 2 * at.numel() < self.inputs and self.width > 1:
+            return self._best_at(x, at)
         x = wide(x)
         own = self._lines((self._own() * x).abs())
-        others, place = self._others(x)
         number = torch.arange(self.width, device=x.device)
-        # The own element wins ties against later ones only; NaN wins against numbers.
-        first = (own > others) | ((own == others) & (number < place)) | (place < 0)
-        first |= own.isnan() & ~(others.isnan() & (place < number))
-        value = torch.where(first, own, others)
-        chosen_place = torch.where(first, number, place)
+        value, chosen_place = _larger(own, number, *self._others(x))
         base, over = self._places(torch.arange(self.inputs, device=x.device))
         source = base.reshape(self.in_shape) + over[self._back(chosen_place)]
         return chosen(self._back(value), source, at)
+
+    def _best_at(self, x: Tensor, at: Tensor) -> Best:
+        """``best`` of few elements: only lines that they lie on are looked at."""
+        number = at.reshape(-1)
+        base, over = self._places(number)
+        place = torch.searchsorted(over, number - base)
+        line, few = self._line(number)
+        left = torch.stack([_at(u, number, self.in_shape) for u in self.left])
+        if len(left) == 1:
+            size = _some(self._lines((wide(self.right[0]) * wide(x)).abs()), few)
+            value, other = _two_largest(size, line, place)
+            value = left[0].abs() * value
+        else:
+            right = [_some(self._lines(wide(v)), few) for v in self.right]
+            here = _some(self._lines(wide(x)), few)
+            value, other = others(left, torch.stack(right), here, line, place)
+        own = _at(self.diagonal, number, self.in_shape)
+        for u, v in zip(left, self.right):
+            own = own + u * _at(v, number, self.in_shape)
+        own = (own * _at(x, number, self.in_shape)).abs()
+        value, winner = _larger(own, place, value, other)
+        return chosen(value.reshape(at.shape), (base + over[winner]).reshape(at.shape), None)
+
+    def _line(self, at: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The line that each element lies on, among these few (None: among all)."""
+        kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
+        steps = dict(zip(kept, strides_of(tuple(self.in_shape[d] for d in kept))))
+        line = located(at, self.in_shape, [steps.get(d, 0) for d in range(len(self.in_shape))])
+        if len(at) * self.width >= self.inputs:
+            return line, None
+        few, line = line.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        return line, few
 
     def _others(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """For each element of each line the largest contribution of another, and its place."""
@@ -132,6 +163,13 @@ class Normaliser(Map):
         own = source == at.unsqueeze(1)
         diagonal = _at(self.diagonal, at.unsqueeze(1), self.in_shape)
         return Rows(source, torch.where(own, weight + diagonal, weight).expand(source.shape))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        weight = torch.zeros((), device=at.device)
+        for u, v in zip(self.left, self.right):
+            weight = weight + _at(u, at, self.in_shape) * _at(v, source, self.in_shape)
+        own = weight + _at(self.diagonal, at, self.in_shape)
+        return torch.where(source == at, own, weight).double()
 
     def _places(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Where the line of each element begins, and the steps along it."""
@@ -170,8 +208,28 @@ class Normaliser(Map):
 
 def _at(x: Tensor, number: Tensor, shape: Shape) -> Tensor:
     """Elements by number of a tensor that broadcasts to a shape."""
-    x = wide(x).expand(shape)
-    return x[tuple(numbers_in(number, shape))] if shape else x.expand(number.shape)
+    return wide(picked(x, shape, number))
+
+
+def _some(lines: Tensor, few: Tensor | None) -> Tensor:
+    return lines if few is None else lines.index_select(0, few)
+
+
+def _larger(own: Tensor, number: Tensor, others: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """The larger of an element's own contribution and that of another, and its place."""
+    # The own element wins ties against later ones only; NaN wins against numbers.
+    first = (own > others) | ((own == others) & (number < place)) | (place < 0)
+    first |= own.isnan() & ~(others.isnan() & (place < number))
+    return torch.where(first, own, others), torch.where(first, number, place)
+
+
+def _two_largest(size: Tensor, line: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+    """For elements of lines the largest of the others, and its place; size is overwritten."""
+    most, first = argmax(size, 1)
+    second_most, second = argmax(size.scatter_(1, first.unsqueeze(1), -1.0), 1)
+    is_first = skip == first[line]
+    value = torch.where(is_first, second_most[line], most[line])
+    return value, torch.where(is_first, second[line], first[line])
 
 
 def _shifted(lines: Value, semiring: Semiring) -> Value:

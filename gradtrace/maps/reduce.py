@@ -17,6 +17,7 @@ from gradtrace.maps.base import (
     chosen,
     numbers_in,
     offsets,
+    ones_at,
     resized,
     strides_of,
 )
@@ -48,12 +49,14 @@ class Reduce(Map):
         return each(semiring.reduce(x, self.dims), lambda part: part.reshape(self.out_shape))
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None:
+            return self.largest(x, at)
         kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
         lines = wide(x).abs().permute([*kept, *sorted(self.dims)])
         base, over = self._places(torch.arange(self.outputs, device=x.device))
         value, place = argmax(lines.reshape(self.outputs, self.width), 1)
         source = base + over[place.clamp(min=0)] if self.width else place
-        return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), at)
+        return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         largest, handed = steps.reduce(x, marks, self.dims)
@@ -62,6 +65,9 @@ class Reduce(Map):
     def rows(self, at: Tensor) -> Rows:
         base, over = self._places(at)
         return Rows(base.unsqueeze(1) + over, torch.ones((), device=at.device))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
 
     def _places(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Where the line of each output element begins, and the steps along it."""

@@ -7,7 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at
+from gradtrace.maps.places import picked
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -30,8 +31,13 @@ class Identity(Map):
         return each(x, self.apply)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None:
+            return chosen(wide(picked(x, self.in_shape, at)).abs(), at, None)
         numbers = torch.arange(self.inputs, device=x.device).reshape(self.out_shape)
-        return chosen(wide(x).abs().reshape(self.out_shape), numbers, at)
+        return chosen(wide(x).abs().reshape(self.out_shape), numbers, None)
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
 
     def loud(self, x: Tensor) -> Tensor | None:
         return (x != 0).reshape(self.out_shape)
@@ -77,9 +83,18 @@ class Scale(Map):
         return semiring.times(semiring.weigh(self._weight(x[0])), x)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        x = wide(x)
-        value = (wide(self._weight(x)) * x).abs()
-        return chosen(value, torch.arange(self.inputs, device=x.device).reshape(self.out_shape), at)
+        weight = wide(self._weight(wide(x)))
+        if at is not None:
+            here = wide(picked(x, self.in_shape, at))
+            return chosen((picked(weight, self.in_shape, at) * here).abs(), at, None)
+        value = (weight * wide(x)).abs()
+        numbers = torch.arange(self.inputs, device=x.device).reshape(self.out_shape)
+        return chosen(value, numbers, None)
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        if not isinstance(self.weight, Tensor):
+            return self.weight * ones_at(at)
+        return picked(self.weight, self.in_shape, at).double()
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         x = wide(x)
@@ -90,10 +105,7 @@ class Scale(Map):
         if not isinstance(self.weight, Tensor):
             number = torch.tensor(self.weight, dtype=torch.float64, device=at.device)
             return Rows(at.unsqueeze(1), number)
-        weight = self.weight.expand(self.in_shape)
-        if not self.in_shape:
-            return Rows(at.unsqueeze(1), weight.expand(len(at)).unsqueeze(1))
-        return Rows(at.unsqueeze(1), weight[tuple(numbers_in(at, self.in_shape))].unsqueeze(1))
+        return Rows(at.unsqueeze(1), picked(self.weight, self.in_shape, at).unsqueeze(1))
 
     def reach(self, x: Tensor) -> Tensor:
         return x

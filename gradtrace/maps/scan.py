@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Best, Count, Map, Rows, chosen, per_element, strides_of
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at, per_element, strides_of
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -58,6 +58,9 @@ class Scan(Map):
         there = number >= here if self.reverse else number <= here
         source = at.unsqueeze(1) + (number - here) * step
         return Rows(torch.where(there, source, -1), torch.ones((), device=at.device))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
 
     @property
     def width(self) -> int:

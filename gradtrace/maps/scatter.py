@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import steps
-from gradtrace.maps.base import Best, Count, Map, Rows, chosen, per_element
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at, per_element, taken_at
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -38,6 +38,8 @@ class Scatter(Map):
         return each(found, lambda part: part.reshape(self.out_shape))
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None and at.numel() < self.outputs:
+            return self._best_at(x, at)
         size = wide(x).abs().reshape(-1)
         place = self.target.reshape(-1).remainder(self.outputs + 1)
         value = size.new_zeros(self.outputs + 1).scatter_reduce(0, place, size, "amax")
@@ -53,6 +55,16 @@ class Scatter(Map):
         largest, handed = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
         return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
 
+    def _best_at(self, x: Tensor, at: Tensor) -> Best:
+        """``best`` of few elements: what is sent to others is left out."""
+        few, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        target = self.target.reshape(-1)
+        place = torch.searchsorted(few, target).clamp(max=max(0, len(few) - 1))
+        mine = (few[place] == target).nonzero().reshape(-1) if len(few) else target[:0]
+        small = Scatter(place[mine], (len(few),)).best(x.reshape(-1)[mine])
+        source = taken_at(mine, small.source, -1)
+        return Best(small.value[back], source[back])
+
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)
         order = target.argsort(stable=True)
@@ -64,6 +76,9 @@ class Scatter(Map):
         there = number < count.unsqueeze(1)
         source = order[torch.where(there, place, 0)] if len(order) else torch.zeros_like(place)
         return Rows(torch.where(there, source, -1), torch.ones((), device=at.device))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
 
     @property
     def width(self) -> int:

@@ -1,0 +1,232 @@
+// The largest product along single lines: what a few sampled elements ask of a large contraction.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t CHUNK = 256;   // how much of a line is looked at before the next one
+constexpr int64_t LINES = 64;    // how many lines are copied side by side
+constexpr int64_t LANES = 16;
+constexpr int64_t WORK = 1 << 18;  // products a task has at least
+
+template <typename T>
+struct Bits;
+template <>
+struct Bits<float> {
+  using type = uint32_t;
+  static constexpr type infinity = 0x7f800000u;
+};
+template <>
+struct Bits<double> {
+  using type = uint64_t;
+  static constexpr type infinity = 0x7ff0000000000000ull;
+};
+
+// |x| as a whole number: of the same order, and NaN is above all.
+template <typename T>
+inline typename Bits<T>::type size_of(T x) {
+  typename Bits<T>::type bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits & (~typename Bits<T>::type{0} >> 1);
+}
+
+// The largest |product(k)| over first <= k < last, as bits.
+template <typename T, typename Product>
+inline typename Bits<T>::type largest(int64_t first, int64_t last, const Product& product) {
+  using B = typename Bits<T>::type;
+  B lanes[LANES] = {};
+  int64_t k = first;
+  for (; k + LANES <= last; k += LANES)
+    for (int64_t n = 0; n < LANES; n++) {
+      const B bits = size_of(product(k + n));
+      lanes[n] = bits > lanes[n] ? bits : lanes[n];
+    }
+  B most = *std::max_element(lanes, lanes + LANES);
+  for (; k < last; k++) most = std::max(most, size_of(product(k)));
+  return most;
+}
+
+// The running winner of one line; the first of equals, and the first NaN of all.
+template <typename T>
+struct Winner {
+  typename Bits<T>::type most = 0;
+  int64_t place = 0;
+
+  template <typename Product>
+  void look(int64_t first, int64_t last, const Product& product) {
+    constexpr auto top = Bits<T>::infinity;
+    if (most > top) return;
+    const auto here = largest<T>(first, last, product);
+    if (here <= most) return;
+    most = here;
+    place = first;
+    if (here > top) {
+      while (size_of(product(place)) <= top) place++;
+    } else {
+      while (size_of(product(place)) != here) place++;
+    }
+  }
+
+  void tell(T* value, int64_t* where) const {
+    std::memcpy(value, &most, sizeof most);
+    *where = place;
+  }
+};
+
+// A matrix of lines that are not side by side: line n begins at data + n's offset.
+template <typename T>
+struct Lines {
+  const T* data;
+  const int64_t* offset;
+  int64_t step;
+
+  void copy(int64_t n, int64_t first, int64_t last, T* to) const {
+    const T* from = data + offset[n];
+    for (int64_t k = first; k < last; k++) to[k - first] = from[k * step];
+  }
+};
+
+template <typename T>
+class Products {
+ public:
+  Products(Lines<T> a, Lines<T> b, int64_t length, T* value, int64_t* place)
+      : a_(a), b_(b), length_(length), value_(value), place_(place) {}
+
+  // Entries order[first..last), sorted by b's line.
+  void run(const int64_t* order, int64_t first, int64_t last) const {
+    if (b_.step == 1) {
+      for (int64_t n = first; n < last; n++) alone(order[n]);
+      return;
+    }
+    std::vector<T> packed(LINES * CHUNK);
+    for (int64_t from = first; from < last;) {
+      std::vector<int64_t> starts;  // where each of some different lines of b begins in order
+      int64_t to = from;
+      for (; to < last; to++) {
+        const bool fresh = to == from || b_.offset[order[to]] != b_.offset[order[to - 1]];
+        if (fresh && static_cast<int64_t>(starts.size()) == LINES) break;
+        if (fresh) starts.push_back(to);
+      }
+      starts.push_back(to);
+      together(order, starts, packed.data());
+      from = to;
+    }
+  }
+
+ private:
+  void alone(int64_t n) const {
+    const T* b = b_.data + b_.offset[n];
+    Winner<T> winner;
+    T own[CHUNK];
+    for (int64_t k = 0; k < length_; k += CHUNK) {
+      const int64_t end = std::min(length_, k + CHUNK);
+      const T* a = line(n, k, end, own);
+      winner.look(k, end, [=](int64_t i) { return a[i - k] * b[i]; });
+    }
+    winner.tell(value_ + n, place_ + n);
+  }
+
+  void together(const int64_t* order, const std::vector<int64_t>& starts, T* packed) const {
+    const int64_t lines = static_cast<int64_t>(starts.size()) - 1;
+    const int64_t first = starts[0];
+    std::vector<Winner<T>> winners(starts[lines] - first);
+    T own[CHUNK];
+    for (int64_t k = 0; k < length_; k += CHUNK) {
+      const int64_t end = std::min(length_, k + CHUNK);
+      for (int64_t i = k; i < end; i++)
+        for (int64_t l = 0; l < lines; l++)
+          packed[l * CHUNK + i - k] = b_.data[b_.offset[order[starts[l]]] + i * b_.step];
+      for (int64_t l = 0; l < lines; l++) {
+        const T* b = packed + l * CHUNK;
+        for (int64_t n = starts[l]; n < starts[l + 1]; n++) {
+          const T* a = line(order[n], k, end, own);
+          winners[n - first].look(k, end, [=](int64_t i) { return a[i - k] * b[i - k]; });
+        }
+      }
+    }
+    for (int64_t n = first; n < starts[lines]; n++)
+      winners[n - first].tell(value_ + order[n], place_ + order[n]);
+  }
+
+  // A part of a's line, copied if its elements are apart.
+  const T* line(int64_t n, int64_t first, int64_t last, T* own) const {
+    if (a_.step == 1) return a_.data + a_.offset[n] + first;
+    a_.copy(n, first, last, own);
+    return own;
+  }
+
+  Lines<T> a_, b_;
+  int64_t length_;
+  T* value_;
+  int64_t* place_;
+};
+
+template <typename T>
+void products(Lines<T> a, Lines<T> b, int64_t count, int64_t length, T* value, int64_t* place,
+              int threads) {
+  std::vector<int64_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  if (b.step != 1)
+    std::sort(order.begin(), order.end(),
+              [&](int64_t i, int64_t j) { return b.offset[i] < b.offset[j]; });
+  const int64_t each = std::max<int64_t>(1, WORK / std::max<int64_t>(1, length));
+  const int64_t most = 8 * std::max(1, threads);  // tasks, so that copied lines serve many entries
+  const int64_t share = std::max(each, (count + most - 1) / most);
+  const Products<T> all(a, b, length, value, place);
+  gradtrace::each((count + share - 1) / share, threads, [&](int64_t task) {
+    all.run(order.data(), task * share, std::min(count, (task + 1) * share));
+  });
+}
+
+// value[n] = max over k != skip[n] of |(sum over r of left[r][n] * right[r][line, k]) * x[line, k]|.
+template <typename T, int RANK>
+void others(const T* left, const T* right, const T* x, const int64_t* line, const int64_t* skip,
+            int64_t count, int64_t lines, int64_t width, T* value, int64_t* place, int threads) {
+  const int64_t share = std::max<int64_t>(1, WORK / std::max<int64_t>(1, width));
+  gradtrace::each((count + share - 1) / share, threads, [&](int64_t task) {
+    for (int64_t n = task * share; n < std::min(count, (task + 1) * share); n++) {
+      T u[RANK];
+      const T* v[RANK];
+      for (int r = 0; r < RANK; r++) {
+        u[r] = left[r * count + n];
+        v[r] = right + (r * lines + line[n]) * width;
+      }
+      const T* in = x + line[n] * width;
+      const auto product = [&](int64_t k) {
+        T weight = u[0] * v[0][k];
+        for (int r = 1; r < RANK; r++) weight = weight + u[r] * v[r][k];
+        return weight * in[k];
+      };
+      Winner<T> winner;
+      winner.look(0, skip[n], product);
+      winner.look(skip[n] + 1, width, product);
+      winner.tell(value + n, place + n);
+    }
+  });
+}
+
+}  // namespace
+
+#define GRADTRACE_ROWS(T, SUFFIX)                                                                 \
+  GRADTRACE_API int gradtrace_products_##SUFFIX(                                                  \
+      const T* a, const int64_t* a_offset, int64_t a_step, const T* b, const int64_t* b_offset,   \
+      int64_t b_step, int64_t count, int64_t length, T* value, int64_t* place, int threads) {     \
+    return gradtrace::guarded([&] {                                                               \
+      products<T>({a, a_offset, a_step}, {b, b_offset, b_step}, count, length, value, place,      \
+                  threads);                                                                       \
+    });                                                                                           \
+  }                                                                                               \
+  GRADTRACE_API int gradtrace_others_##SUFFIX(                                                    \
+      const T* left, const T* right, const T* x, const int64_t* line, const int64_t* skip,        \
+      int64_t count, int64_t lines, int64_t width, T* value, int64_t* place, int threads) {       \
+    return gradtrace::guarded([&] {                                                               \
+      others<T, 2>(left, right, x, line, skip, count, lines, width, value, place, threads);       \
+    });                                                                                           \
+  }
+
+GRADTRACE_ROWS(float, float)
+GRADTRACE_ROWS(double, double)

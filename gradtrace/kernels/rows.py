@@ -1,0 +1,134 @@
+"""The largest product along single lines: for few elements of a large contraction."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels.native import checked, library
+from gradtrace.kernels.reference import argmax
+
+LIMIT = 1 << 20
+"""The most products that are written out at a time."""
+
+KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int}
+ARGUMENTS = {"products": "ppnppnnnppt", "others": "pppppnnnppt"}
+"""What the kernels take: pointers, numbers, and how many threads."""
+
+SUFFIX = {torch.float32: "float", torch.float64: "double"}
+
+
+class Lines(NamedTuple):
+    """Lines of a tensor: element k of line n is ``data[offset[n] + k·step]``, ``data`` flat."""
+
+    data: Tensor
+    offset: Tensor
+    step: int
+
+    def take(self, some: slice, length: int) -> Tensor:
+        """Some of the lines, written out."""
+        number = torch.arange(length, device=self.offset.device) * self.step
+        return self.data[self.offset[some].unsqueeze(1) + number]
+
+
+def flat(x: Tensor) -> Tensor:
+    """The memory from a tensor's first element to its last."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
+    return x.as_strided((extent if x.numel() else 0,), (1,))
+
+
+def products(a: Lines, b: Lines, length: int) -> tuple[Tensor, Tensor]:
+    """``maxₖ |a[n, k]·b[n, k]|`` along every line and the lowest such k; no k means nothing where
+    the value is 0.
+    """
+    call = _native("products", a.data, b.data)
+    if call is None or not length:
+        return _products(a, b, length)
+    value, place = _results(a.offset, a.data.dtype)
+    checked(
+        call(
+            _at(a.data), _at(a.offset), a.step, _at(b.data), _at(b.offset), b.step, len(a.offset),
+            length, _at(value), _at(place), torch.get_num_threads(),
+        )
+    )  # fmt: skip
+    return value, place
+
+
+def _products(a: Lines, b: Lines, length: int) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(a.data.dtype, b.data.dtype)
+    value, place = _results(a.offset, dtype)
+    step = max(1, LIMIT // max(1, length))
+    for first in range(0, len(value), step):
+        some = slice(first, first + step)
+        size = (a.take(some, length) * b.take(some, length)).abs()
+        value[some], place[some] = argmax(size, 1)
+    return value, place
+
+
+def others(
+    left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
+) -> tuple[Tensor, Tensor]:
+    """For ``w[n, k] = Σᵣ left[r, n]·right[r, line[n], k]`` the largest ``|w[n, k]·x[line[n], k]|``
+    over ``k ≠ skip[n]`` and the lowest such k; lines have at least two elements.
+    """
+    call = _native("others", left, right, x) if len(left) == 2 else None
+    if call is None:
+        return _others(left, right, x, line, skip)
+    left, right, x = left.contiguous(), right.contiguous(), x.contiguous()
+    line, skip = line.contiguous(), skip.contiguous()
+    value, place = _results(line, x.dtype)
+    checked(
+        call(
+            _at(left), _at(right), _at(x), _at(line), _at(skip), len(line), *x.shape, _at(value),
+            _at(place), torch.get_num_threads(),
+        )
+    )  # fmt: skip
+    return value, place
+
+
+def _others(
+    left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
+) -> tuple[Tensor, Tensor]:
+    value, place = _results(line, x.dtype)
+    step = max(1, LIMIT // x.shape[1])
+    for first in range(0, len(line), step):
+        some = slice(first, first + step)
+        weight = left[0, some].unsqueeze(1) * right[0, line[some]]
+        for u, v in zip(left[1:], right[1:]):
+            weight = weight + u[some].unsqueeze(1) * v[line[some]]
+        size = (weight * x[line[some]]).abs().scatter(1, skip[some].unsqueeze(1), -1.0)
+        value[some], place[some] = argmax(size, 1)
+    return value, place
+
+
+def _results(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    value = torch.empty(len(like), dtype=dtype, device=like.device)
+    return value, torch.empty(len(like), dtype=torch.int64, device=like.device)
+
+
+def _native(name: str, *tensors: Tensor) -> Callable[..., int] | None:
+    """The compiled kernel, if there is one for these tensors."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) > 1 or any(x.device.type != "cpu" for x in tensors):
+        return None
+    suffix = SUFFIX.get(dtypes.pop())
+    return None if suffix is None else _function(f"gradtrace_{name}_{suffix}", name)
+
+
+@cache
+def _function(symbol: str, name: str) -> Callable[..., int] | None:
+    found = library()
+    if found is None:
+        return None
+    call: Callable[..., int] = getattr(found, symbol)
+    call.argtypes = [KINDS[letter] for letter in ARGUMENTS[name]]  # type: ignore[attr-defined]
+    return call
+
+
+def _at(x: Tensor) -> int:
+    return x.data_ptr()

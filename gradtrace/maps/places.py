@@ -1,0 +1,60 @@
+"""Elements by number: where single ones lie in memory, so that no tensor is written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gradtrace.shapes import Shape
+
+
+@lru_cache(maxsize=4096)
+def _legs(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ...]:
+    """``(step, size, stride)``, last first: element n lies at ``Σ (n // step % size)·stride``.
+
+    Dimensions that follow one another in memory are one.
+    """
+    found: list[tuple[int, int, int]] = []
+    step = 1
+    for size, stride in zip(reversed(sizes), reversed(strides)):
+        if size == 1:
+            continue
+        if found and stride == found[-1][1] * found[-1][2]:
+            first, before, small = found.pop()
+            found.append((first, before * size, small))
+        else:
+            found.append((step, size, stride))
+        step *= size
+    return tuple(found)
+
+
+def located(at: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """``Σ index·stride`` of each element, by number in row-major order of ``sizes``."""
+    legs = _legs(tuple(sizes), tuple(strides))
+    total: Tensor | None = None
+    for n, (step, size, stride) in enumerate(legs):
+        if not stride:
+            continue
+        number = at // step if step > 1 else at
+        number = number % size if n + 1 < len(legs) else number
+        number = number * stride if stride != 1 else number
+        total = number if total is None else total + number
+    return torch.zeros_like(at) if total is None else total
+
+
+def picked(x: Tensor, shape: Shape, at: Tensor) -> Tensor:
+    """Elements by number of a tensor that broadcasts to a shape."""
+    if not at.numel():
+        return x.new_empty(at.shape)
+    if not x.dim():
+        return x.expand(at.shape)
+    if x.shape == shape and x.is_contiguous():
+        return x.reshape(-1).index_select(0, at.reshape(-1)).reshape(at.shape)
+    x = x.resolve_neg().expand(shape)
+    place = located(at, shape, x.stride())
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, x.stride()))
+    flat = x.as_strided((extent,), (1,))
+    return flat.index_select(0, place.reshape(-1)).reshape(at.shape)
