@@ -107,7 +107,8 @@ class Product {
       if (!kernels.pack_rows(call.a, here.batch, here.row + row, count, call.inner, stride, a)) {
         finite = false;
       }
-      kernels.find_seeds(a, count, stride, std::min(chunk, stride), here.seeds + row * SEEDS);
+      const int64_t inner = std::min(chunk, call.inner);
+      kernels.find_seeds(a, count, stride, inner, here.seeds + row * SEEDS);
     });
     here.finite = finite;
   }

@@ -84,7 +84,8 @@ static bool pack_rows(const View& x, int64_t batch, int64_t row, int64_t rows, i
   return all_finite(out, rows * stride);
 }
 
-// Places of large numbers in each row: the largest of every SEEDS-th.
+// Places of large numbers in each row: the largest of every SEEDS-th. Rows are 0 from `inner` on, up
+// to a multiple of SEEDS.
 template <class T>
 static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inner, uint16_t* out) {
   using V = typename Lanes<T>::V;
@@ -99,7 +100,7 @@ static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inn
       for (int j = 0; j < PARTS; j++) take<true>(load(rows + r * stride + k + j * W), best[j], at[j], now);
     }
     for (int j = 0; j < SEEDS; j++) {
-      out[r * SEEDS + j] = static_cast<uint16_t>(at[j / W][j % W] + j);
+      out[r * SEEDS + j] = static_cast<uint16_t>(least(at[j / W][j % W] + j, inner - 1));
     }
   }
 }
