@@ -6,13 +6,17 @@ here in plain torch, its definition, and calls the compiled one where that can s
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradtrace.kernels import native
+from gradtrace.kernels.native import checked
 from gradtrace.kernels.reference import argmax
 
 LANES = 4
@@ -24,12 +28,49 @@ CHUNK = 1 << 16
 CHUNKS = 64
 """The most chunks that a tally has."""
 
+ALONE = 1 << 15
+"""Elements up to which one thread does it sooner than several."""
+
 
 class Carried(NamedTuple):
     """The largest |contribution| to each element, and the mark of where it came from."""
 
     value: Tensor
     marks: Tensor
+
+
+# The compiled ones -------------------------------------------------------------------------------
+
+
+@cache
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, told what its functions take."""
+    at, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    mark = ctypes.c_int32
+    library.gradtrace_merge.argtypes = [flag, number, at, at, at, at, mark, mark, flag]
+    library.gradtrace_tally.argtypes = [flag, number, at, at, number, number, at, at, flag]
+    library.gradtrace_magnitude.argtypes = [flag, number, at, number, at, at, flag]
+    library.gradtrace_reduce.argtypes = [flag, at, at, at, at, at, flag]
+    library.gradtrace_scatter.argtypes = [flag, number, at, at, at, number, at, at]
+    return library
+
+
+def _serving(value: Tensor, *others: Tensor) -> ctypes.CDLL | None:
+    """The library, if it can serve: numbers it knows, on the CPU."""
+    library = native.library()
+    if library is None or value.dtype not in (torch.float32, torch.float64):
+        return None
+    if value.is_cuda or any(x.device != value.device for x in others) or value.device.type != "cpu":
+        return None
+    return _typed(library)
+
+
+def _is_wide(x: Tensor) -> bool:
+    return x.dtype is torch.float64
+
+
+def _threads(n: int) -> int:
+    return 1 if n <= ALONE else torch.get_num_threads()
 
 
 # Choosing among terms ----------------------------------------------------------------------------
@@ -41,7 +82,16 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
 
     What is 0 never wins, nor where ``other``, a mark or one for each element, is 0.
     """
-    _merge(size, marks, value, other, shift)
+    library = _serving(size)
+    if library is None:
+        return _merge(size, marks, value, other, shift)
+    if isinstance(other, int) and not other:
+        return
+    value = value.to(size.dtype).expand(size.shape).contiguous()
+    beside, constant = (None, other) if isinstance(other, int) else (other.contiguous(), 0)
+    n, there = size.numel(), 0 if beside is None else beside.data_ptr()
+    where = (size.data_ptr(), marks.data_ptr(), value.data_ptr(), there)
+    checked(library.gradtrace_merge(_is_wide(size), n, *where, constant, shift, _threads(n)))
 
 
 def _merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int) -> None:
@@ -63,7 +113,16 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     then chunk after chunk.
     """
     marks, gradient = _together(marks, gradient)
-    return _tally(marks, gradient, count)
+    library = _serving(gradient, marks)
+    if library is None:
+        return _tally(marks, gradient, count)
+    counts = torch.zeros(count, dtype=torch.int64)
+    sums = torch.zeros(count, dtype=torch.float64)
+    n = gradient.numel()
+    where = (marks.data_ptr(), gradient.data_ptr(), count, _chunks(n, count)[0])
+    found = (counts.data_ptr(), sums.data_ptr())
+    checked(library.gradtrace_tally(_is_wide(gradient), n, *where, *found, _threads(n)))
+    return counts, sums
 
 
 def _tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -73,17 +132,27 @@ def _tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]
     weights = gradient.abs().double()
     sums = torch.bincount(key, weights, minlength=chunks * LANES * count)
     counts = torch.bincount(marks, minlength=count)
-    return counts, _added(sums.reshape(chunks, LANES, count))
+    return counts, _added(sums.double().reshape(chunks, LANES, count))
 
 
 def magnitude(gradient: Tensor) -> tuple[int, float]:
     """How many elements are not 0, and the sum of their sizes, in the order of ``tally``."""
     (flat,) = _together(gradient)
+    library = _serving(flat)
+    if library is None:
+        return _magnitude(flat)
+    count, total, n = ctypes.c_int64(0), ctypes.c_double(0.0), flat.numel()
+    where = (flat.data_ptr(), _chunks(n, 1)[0], ctypes.byref(count), ctypes.byref(total))
+    checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
+    return count.value, total.value
+
+
+def _magnitude(flat: Tensor) -> tuple[int, float]:
     length, chunks = _chunks(flat.numel(), 1)
     place = torch.arange(flat.numel(), device=flat.device)
     key = place // length * LANES + place % length % LANES
     sums = torch.bincount(key, flat.abs().double(), minlength=chunks * LANES)
-    return int(flat.count_nonzero()), float(_added(sums.reshape(chunks, LANES, 1)))
+    return int(flat.count_nonzero()), float(_added(sums.double().reshape(chunks, LANES, 1)))
 
 
 def _chunks(n: int, count: int) -> tuple[int, int]:
@@ -112,7 +181,7 @@ def _together(*tensors: Tensor) -> list[Tensor]:
     turned = [x.permute(order) for x in tensors]
     if all(x.is_contiguous() for x in turned):
         tensors = tuple(turned)
-    return [_wide(x).reshape(-1) for x in tensors]
+    return [_wide(x).reshape(-1).contiguous() for x in tensors]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -124,7 +193,57 @@ def _wide(x: Tensor) -> Tensor:
 
 def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     """The largest |x| over dimensions, which are gone then, and the mark of the first of equals."""
-    return _reduce(x, marks, dims)
+    x = _wide(x)
+    library = _serving(x, marks)
+    if library is None or not x.numel() or prod(x.shape[d] for d in dims) >= 1 << 31:
+        return _reduce(x, marks, dims)
+    x, marks, levels = _leveled(x, marks, dims)
+    shape = [x.shape[d] for d in range(x.dim()) if d not in dims]
+    value, out = x.new_empty(shape), marks.new_empty(shape)
+    how = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
+    where = (x.data_ptr(), marks.data_ptr(), how, value.data_ptr(), out.data_ptr())
+    checked(library.gradtrace_reduce(_is_wide(x), *where, _threads(x.numel())))
+    return Carried(value, out)
+
+
+Level = tuple[int, int, int]
+"""A size, and what a step along it adds to the place of a value and of a mark."""
+
+
+def _leveled(x: Tensor, marks: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, list[Level]]:
+    """Tensors, copied if need be, whose dimensions are four levels: reduced, kept, reduced, kept,
+    each of a size that may be 1.
+    """
+    levels = _levels(x, marks, dims)
+    if levels is None:
+        kept = [d for d in range(x.dim()) if d not in dims]
+        order = [*kept, *sorted(dims)]
+        back = [order.index(d) for d in range(x.dim())]
+        x, marks = (t.permute(order).contiguous().permute(back) for t in (x, marks))
+        n, width = prod(x.shape[d] for d in kept), prod(x.shape[d] for d in dims)
+        levels = [(1, 0, 0), (n, width, width), (width, 1, 1), (1, 0, 0)]
+    return x, marks, levels
+
+
+def _levels(x: Tensor, marks: Tensor, dims: Sequence[int]) -> list[Level] | None:
+    """The four levels of tensors as they lie, or None if they have more."""
+    found: list[Level] = [(1, 0, 0)] * 4
+    level = -1
+    for d in range(x.dim()):
+        size, step, along = x.shape[d], x.stride(d), marks.stride(d)
+        if size == 1:
+            continue
+        reduced = d in dims
+        if level >= 0 and (level % 2 == 0) == reduced:
+            before = found[level]
+            if before[1:] == (size * step, size * along):
+                found[level] = (before[0] * size, step, along)
+                continue
+        level += 1 if (level % 2 == 1) == reduced else 2
+        if level > 3:
+            return None
+        found[level] = (size, step, along)
+    return found
 
 
 def _reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
@@ -147,7 +266,16 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     """``max |x[j]|`` over ``target[j] = i`` (-1: goes nowhere) for each i below ``size``, and the
     mark of the first of equals. Flat.
     """
-    return _scatter(x, marks, target, size)
+    x = _wide(x)
+    library = _serving(x, marks, target)
+    if library is None:
+        return _scatter(x, marks, target, size)
+    x, marks, target = x.contiguous(), marks.contiguous(), target.long().contiguous()
+    value, out = x.new_zeros(size), marks.new_zeros(size)
+    where = (x.data_ptr(), marks.data_ptr(), target.data_ptr(), size)
+    found = (value.data_ptr(), out.data_ptr())
+    checked(library.gradtrace_scatter(_is_wide(x), len(x), *where, *found))
+    return Carried(value, out)
 
 
 def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:

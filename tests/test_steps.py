@@ -1,0 +1,268 @@
+"""Steps between contractions: the compiled ones against plain torch, both against plain loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from test_carry import odd, same
+from test_maps import Make, apart, maker, whole
+from torch import Tensor
+
+from gradtrace.kernels import native, steps
+
+NAN = math.nan
+TYPES = (torch.float32, torch.float64)
+MAKERS: dict[str, Callable[..., Make]] = {"generic": maker, "ties": whole, "odd": odd}
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="without compiled kernels")
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """So many threads, whatever the size."""
+    monkeypatch.setattr(steps, "ALONE", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def plainly(f: Callable[..., Any], *arguments: Any) -> Any:
+    """A step in plain torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        return f(*arguments)
+
+
+def numbers(kind: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return MAKERS[kind](seed, dtype)(*shape)
+
+
+def marks_like(x: Tensor, most: int = 5, seed: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, most, x.shape, generator=generator).int()
+
+
+def larger(a: float, b: float) -> bool:
+    """Whether a is larger than b; NaN is largest of all, and no larger than itself."""
+    return a > b or (math.isnan(a) and not math.isnan(b))
+
+
+# Choosing among terms ----------------------------------------------------------------------------
+
+
+def merged(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int) -> None:
+    """``merge``, element by element."""
+    for at in product(*map(range, size.shape)):
+        mark = int(other[at]) if isinstance(other, Tensor) else other
+        if mark and larger(abs(float(value[at])), float(size[at])):
+            size[at] = value[at].abs()
+            marks[at] = mark + shift
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (37,), (5, 7)])
+def test_merge(kind: str, dtype: torch.dtype, shape: tuple[int, ...], threads: int) -> None:
+    size = numbers(kind, dtype, *shape).abs()
+    marks = marks_like(size, seed=1)
+    value = numbers(kind, dtype, *shape, seed=1)
+    for other, shift in product((marks_like(size), 4, 0), (0, 3)):
+        for given in (value, apart(value), value.half(), value.double()):
+            beside = apart(other) if isinstance(other, Tensor) else other
+            found, plain, loop = ((size.clone(), marks.clone()) for _ in range(3))
+            steps.merge(*found, given, beside, shift)
+            plainly(steps.merge, *plain, given, other, shift)
+            merged(*loop, given.to(dtype), other, shift)
+            for got in (found, plain):
+                same(got[0], loop[0])
+                assert torch.equal(got[1], loop[1])
+
+
+def test_merge_of_many(threads: int) -> None:
+    for kind, dtype in product(MAKERS, TYPES):
+        size = numbers(kind, dtype, 200_001).abs()
+        marks, value = marks_like(size, seed=1), numbers(kind, dtype, 200_001, seed=5)
+        found, plain = ((size.clone(), marks.clone()) for _ in range(2))
+        steps.merge(*found, value, marks_like(size), 2)
+        plainly(steps.merge, *plain, value, marks_like(size), 2)
+        same(found[0], plain[0])
+        assert torch.equal(found[1], plain[1])
+
+
+def test_what_is_0_never_wins() -> None:
+    size, marks = torch.zeros(2), torch.zeros(2, dtype=torch.int32)
+    steps.merge(size, marks, torch.tensor([0.0, -0.0]), 7)
+    assert marks.tolist() == [0, 0]
+    steps.merge(size, marks, torch.tensor([NAN, 1.0]), torch.tensor([0, 2], dtype=torch.int32))
+    assert (size.tolist(), marks.tolist()) == ([0.0, 1.0], [0, 2])
+
+
+# Counting ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["generic", "ties"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (9, 11), (2, 3, 5)])
+def test_tally(kind: str, shape: tuple[int, ...], threads: int) -> None:
+    gradient = numbers(kind, torch.float64, *shape)
+    marks = marks_like(gradient)
+    for turn in (torch.clone, apart, turned):
+        for measured in (steps.tally, lambda *given: plainly(steps.tally, *given)):
+            counts, sums = measured(turn(marks), turn(gradient), 6)
+            assert (counts.dtype, sums.dtype) == (torch.int64, torch.float64)
+            for mark in range(6):
+                there = marks == mark
+                assert int(counts[mark]) == int(there.sum())
+                expected = float(gradient[there].abs().sum())
+                assert float(sums[mark]) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("runs", [1, 2, 5, 1000])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.bfloat16], ids=str)
+def test_sums_are_in_one_order(runs: int, dtype: torch.dtype, threads: int) -> None:
+    """To the bit, in long runs of one mark and in short ones, over several chunks."""
+    for n, count in ((200_001, 7), (200_002, 7), (100_003, 200_000)):
+        gradient = numbers("generic", torch.float64, n).to(dtype) * 1.7
+        marks = marks_like(torch.zeros(-(-n // runs)), count).repeat_interleave(runs)[:n]
+        found, plain = (
+            steps.tally(marks, gradient, count),
+            plainly(steps.tally, marks, gradient, count),
+        )
+        assert torch.equal(found[0], plain[0])
+        assert torch.equal(found[1], plain[1])
+        assert steps.magnitude(gradient) == plainly(steps.magnitude, gradient)
+
+
+def test_nan_is_counted_and_spoils_only_its_own_sum() -> None:
+    gradient = torch.tensor([1.0, NAN, -2.0, 0.0, math.inf])
+    marks = torch.tensor([1, 2, 1, 0, 3], dtype=torch.int32)
+    for measured in (steps.tally, lambda *given: plainly(steps.tally, *given)):
+        counts, sums = measured(marks, gradient, 4)
+        assert counts.tolist() == [1, 2, 1, 1]
+        assert str(sums.tolist()) == "[0.0, 3.0, nan, inf]"
+    for size in (steps.magnitude, lambda *given: plainly(steps.magnitude, *given)):
+        assert str(size(gradient)) == "(4, nan)"
+
+
+def test_magnitude_of_nothing() -> None:
+    assert steps.magnitude(torch.zeros(0)) == plainly(steps.magnitude, torch.zeros(0)) == (0, 0.0)
+    assert steps.magnitude(torch.zeros(3, 2).t()) == (0, 0.0)
+
+
+def test_a_mark_beyond_the_table_is_refused() -> None:
+    for mark in (3, -1):
+        with pytest.raises(RuntimeError):
+            steps.tally(torch.tensor([mark], dtype=torch.int32), torch.ones(1), 3)
+
+
+def turned(x: Tensor) -> Tensor:
+    """The same, with the last dimension outermost in memory."""
+    back = list(reversed(range(x.dim())))
+    return x.permute(back).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+# Choosing along lines ----------------------------------------------------------------------------
+
+
+SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((7,), (0,)),
+    ((3, 5), (0,)),
+    ((3, 5), (1,)),
+    ((3, 5), (0, 1)),
+    ((3, 5), ()),
+    ((2, 3, 4), (1,)),
+    ((2, 3, 4), (0, 2)),
+    ((2, 3, 2, 3), (0, 2)),
+    ((2, 3, 2, 3), (1, 3)),
+    ((2, 3, 2, 3, 2), (0, 2, 4)),
+    ((2, 1, 3), (1,)),
+    ((), ()),
+    ((0, 3), (0,)),
+    ((3, 0), (0,)),
+    ((600, 3), (0,)),
+    ((3, 600), (1,)),
+    ((2, 3, 1100), (0, 2)),
+    ((2, 1100), (0,)),
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("shape, dims", SHAPES, ids=str)
+def test_reduce(
+    shape: tuple[int, ...], dims: tuple[int, ...], kind: str, dtype: torch.dtype, threads: int
+) -> None:
+    x = numbers(kind, dtype, *shape)
+    marks = torch.arange(1, x.numel() + 1, dtype=torch.int32).reshape(shape)
+    plain = plainly(steps.reduce, x, marks, dims)
+    for turn in (torch.clone, apart, turned):
+        for beside in (turn(marks), marks):
+            found = steps.reduce(turn(x), beside, dims)
+            same(found.value, plain.value)
+            assert torch.equal(found.marks, plain.marks)
+    check_reduced(x, marks, dims, plain)
+
+
+def check_reduced(x: Tensor, marks: Tensor, dims: tuple[int, ...], got: steps.Carried) -> None:
+    """Line by line."""
+    kept = [d for d in range(x.dim()) if d not in dims]
+    for at in product(*(range(x.shape[d]) for d in kept)):
+        place: list[Any] = [slice(None)] * x.dim()
+        for d, n in zip(kept, at):
+            place[d] = n
+        most, mark = 0.0, 0
+        line = x[tuple(place)].reshape(-1).tolist()
+        for size, here in zip(line, marks[tuple(place)].reshape(-1).tolist()):
+            if larger(abs(size), most):
+                most, mark = abs(size), here
+        same(got.value[at], torch.tensor(most, dtype=x.dtype))
+        assert int(got.marks[at]) == mark
+
+
+MANY: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((70_001,), (0,)),
+    ((3, 50_000), (1,)),
+    ((50_000, 3), (0,)),
+    ((900, 700), (0,)),
+    ((900, 700), (1,)),
+    ((40_000, 2), (1,)),
+]
+
+
+@pytest.mark.parametrize("shape, dims", MANY, ids=str)
+def test_reduce_of_many(shape: tuple[int, ...], dims: tuple[int, ...], threads: int) -> None:
+    for kind, dtype in product(MAKERS, TYPES):
+        x = numbers(kind, dtype, *shape)
+        marks = torch.arange(1, x.numel() + 1, dtype=torch.int32).reshape(shape)
+        found, plain = steps.reduce(x, marks, dims), plainly(steps.reduce, x, marks, dims)
+        same(found.value, plain.value)
+        assert torch.equal(found.marks, plain.marks)
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("n, size", [(0, 3), (1, 1), (20, 7), (500, 20), (9, 0)])
+def test_scatter(n: int, size: int, kind: str, dtype: torch.dtype) -> None:
+    x = numbers(kind, dtype, n)
+    generator = torch.Generator().manual_seed(n)
+    target = torch.randint(-1, max(size, 1), (n,), generator=generator)
+    target = target if size else target.clamp(max=-1)
+    marks = torch.arange(1, n + 1, dtype=torch.int32)
+    found, plain = (
+        steps.scatter(x, marks, target, size),
+        plainly(steps.scatter, x, marks, target, size),
+    )
+    same(found.value, plain.value)
+    assert torch.equal(found.marks, plain.marks)
+    for i in range(size):
+        most, mark = 0.0, 0
+        for j in range(n):
+            if int(target[j]) == i and larger(abs(float(x[j])), most):
+                most, mark = abs(float(x[j])), j + 1
+        same(found.value[i].double(), torch.tensor(most, dtype=torch.float64))
+        assert int(found.marks[i]) == mark
