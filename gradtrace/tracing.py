@@ -235,6 +235,8 @@ def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 though something came to them; None if there is none."""
     if bool(value.all()):
         return None
+    if not any(bool(part.x.any()) for part in parts):
+        return None  # nothing came at all
     zero = value == 0
     loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
     for part in parts:
