@@ -49,7 +49,7 @@ def _table(section: dict[str, Any]) -> list[str]:
         ["---" if not column.form else "---:" for column in columns],
         *([_cell(row, columns, k) for k in range(len(columns))] for row in section["rows"]),
     ]
-    return ["| " + " | ".join(row) + " |" for row in rows]
+    return ["| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in rows]
 
 
 def _cell(row: list[Any], columns: list[Column], k: int) -> str:

@@ -105,10 +105,16 @@ def repeated(setting: Setting) -> Section:
     )
     for name, make in GRAPHS.items():
         loss, leaf = make(size)
-        seen = [machine.resident()]
-        for _ in range(passes):
+        seen = [_settled()]
+        for done in range(1, passes + 1):
             gradtrace.backward(loss, names={"x": leaf})
-            gc.collect()
-            seen.append(machine.resident())
+            if done in (1, passes):
+                seen.append(_settled())
         section.add(name, seen[0], seen[1], seen[-1], passes)
     return section
+
+
+def _settled() -> float:
+    """Resident memory without garbage."""
+    gc.collect()
+    return machine.resident()

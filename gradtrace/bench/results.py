@@ -23,34 +23,39 @@ class Column:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a figure, drawn as a line, as points, or as the line not to be crossed."""
+    """Points of a figure; a ``limit`` is what others should stay below."""
 
     label: str
     x: list[float]
     y: list[float]
-    kind: str = "line"
+    limit: bool = False
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Curves over one pair of logarithmic axes; ``x`` and ``y`` are what stands at these."""
+    """Curves over one pair of axes, at which ``x`` and ``y`` stand. Points are ``joined`` by lines,
+    and axes are logarithmic (``log``), or not.
+    """
 
     name: str
     title: str
     x: str
     y: str
     curves: list[Curve]
+    joined: bool = True
+    log: bool = True
 
 
 @dataclass
 class Section:
-    """A table under a title; ``notes`` are sentences below it."""
+    """A table under a title; ``notes`` are sentences below it, ``seconds`` what it took in all."""
 
     title: str
     columns: list[Column]
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
+    seconds: float = 0.0
 
     def add(self, *row: Cell) -> None:
         """Append a row, and show it."""
@@ -81,7 +86,7 @@ class Setting:
 
     def turns(self, own: int) -> int:
         """The rounds asked for, or those that a section has of its own."""
-        return self.rounds or (2 if self.quick else own)
+        return self.rounds or (1 if self.quick else own)
 
     def limit(self, aim: float | None) -> float | None:
         """What is aimed at; nothing where cases are small."""

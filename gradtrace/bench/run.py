@@ -72,8 +72,10 @@ class Run:
         """Run a section; one that fails is left out, and the others go on."""
         torch.manual_seed(0)
         say(name)
+        begun = time.perf_counter()
         try:
-            self.sections[name] = SECTIONS[name](self.setting)
+            found = self.sections[name] = SECTIONS[name](self.setting)
+            found.seconds = round(time.perf_counter() - begun, 1)
         except (GradtraceError, RuntimeError, MemoryError) as error:
             self.failed = True
             self.setting.leave_out(f"{name}: {type(error).__name__}: {error}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gradtrace
 from gradtrace.bench.cases import Problem, branching, deep
 from gradtrace.bench.models import BACKWARD, INFLUENCE, VALUES, influence, plain, values
@@ -15,7 +17,7 @@ LINEAR = 0.99
 """The least R² that is called linear."""
 
 LAYERS = (1, 3, 10, 30, 100, 300, 1000)
-SEEDS = range(30)
+SEEDS = range(20)
 EXPANDED = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -33,7 +35,7 @@ def depth(setting: Setting) -> Section:
             Column("rounds", "d"),
         ],
     )
-    layers = LAYERS[:3] if setting.quick else LAYERS
+    layers = LAYERS[:2] if setting.quick else LAYERS
     ours, theirs = [], []
     for n in layers:
         timed = _timed(deep(n), setting.turns(10))
@@ -52,7 +54,7 @@ def depth(setting: Setting) -> Section:
     section.note(_linear(INFLUENCE, x, ours, 1e3, "µs a layer"))
     section.note(_linear(BACKWARD, x, theirs, 1e3, "µs a layer"))
     section.figures.append(
-        _figure("depth", "Deep 20-unit networks (Figure 1.2)", "layers", (x, ours, theirs), "line")
+        _figure("depth", "Deep 20-unit networks (Figure 1.2)", "layers", (x, ours, theirs))
     )
     return section
 
@@ -73,8 +75,8 @@ def size(setting: Setting) -> Section:
             Column("R²", ".4f"),
         ],
     )
-    small = [(seed, 1) for seed in (SEEDS[:3] if setting.quick else SEEDS)]
-    large = [(100 + n, n) for n in (EXPANDED[:3] if setting.quick else EXPANDED)]
+    small = [(seed, 1) for seed in (SEEDS[:2] if setting.quick else SEEDS)]
+    large = [(100 + n, n) for n in (EXPANDED[:2] if setting.quick else EXPANDED)]
     for name, title, networks in (
         ("size-one", "One expanded layer (Figure 1.3)", small),
         ("size", "Expanded layers after each other", large),
@@ -82,7 +84,8 @@ def size(setting: Setting) -> Section:
         found = [_measured(branching(*network), setting) for network in networks]
         _summary(section, max(n for _, n in networks), found, setting.limit(LIMIT))
         columns = ([x for x, _ in found], *_milliseconds(found))
-        section.figures.append(_figure(name, title, "|V'| + |E'|, scalars", columns, "points"))
+        figure = _figure(name, title, "|V'| + |E'|, scalars", columns)
+        section.figures.append(replace(figure, joined=False, log=networks is large))
     section.note(
         "A layer becomes two layers side by side with probability 0.95, halved at each level, else "
         "10 to 500 tanh units. The chapter has one such layer (first row), so that no network has "
@@ -120,7 +123,7 @@ def _measured(problem: Problem, setting: Setting) -> tuple[float, Timed]:
     """|V'| + |E'| and the times."""
     with gradtrace.watch(problem.model) as watch:
         graph = watch.graph(problem.loss())
-    return float(graph.scalar_vertices + graph.scalar_edges), _timed(problem, setting.turns(10))
+    return float(graph.scalar_vertices + graph.scalar_edges), _timed(problem, setting.turns(5))
 
 
 def _timed(problem: Problem, rounds: int) -> Timed:
@@ -140,7 +143,7 @@ def _linear(name: str, x: list[float], y: list[float], scale: float, unit: str) 
 
 
 def _figure(
-    name: str, title: str, x: str, columns: tuple[list[float], list[float], list[float]], kind: str
+    name: str, title: str, x: str, columns: tuple[list[float], list[float], list[float]]
 ) -> Figure:
     """Our times and PyTorch's over x, and the most that ours should be."""
     at, ours, theirs = (list(c) for c in zip(*sorted(zip(*columns))))
@@ -150,8 +153,8 @@ def _figure(
         x,
         "milliseconds",
         [
-            Curve("influence trace", at, ours, kind),
-            Curve("loss.backward()", at, theirs, kind),
-            Curve(f"{LIMIT:.0f} × loss.backward()", at, [LIMIT * t for t in theirs], "limit"),
+            Curve("influence trace", at, ours),
+            Curve("loss.backward()", at, theirs),
+            Curve(f"{LIMIT:.0f} × loss.backward()", at, [LIMIT * t for t in theirs], limit=True),
         ],
     )

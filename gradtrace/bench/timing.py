@@ -13,7 +13,7 @@ Way = Callable[[], Callable[[], object]]
 
 Ways = Mapping[str, Way]
 
-PATIENCE = 60.0
+PATIENCE = 45.0
 """Seconds after which no further round is begun."""
 
 
