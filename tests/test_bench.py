@@ -309,8 +309,10 @@ def linears(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def test_a_seed_gives_the_same_network_and_leaves_random_numbers_alone() -> None:
+    one = cases.branching(3)
+    torch.rand(1)
     before = torch.get_rng_state()
-    one, again, other = (cases.branching(seed) for seed in (3, 3, 4))
+    again, other = cases.branching(3), cases.branching(4)
     assert torch.equal(torch.get_rng_state(), before)
     assert str(one.model) == str(again.model) != str(other.model)
     assert torch.equal(one.loss(), again.loss())
