@@ -214,7 +214,7 @@ def trace_of(
         raise NotScalar("the loss is an empty vector; there is nothing to trace")
     seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
     opaque = granularity == "operator"
-    recorded = record(loss, seed, atlas, watch, "kahn", dense_limit, opaque)
+    recorded = record(loss, seed, atlas, watch, "kahn", dense_limit, opaque, room(atlas))
     RECENT.refresh()
     found = [(leaf.tensor, leaf.gradient) for leaf in recorded.leaves]
     named, labels = _named(found, atlas, loss), _labels(found, atlas, loss)
@@ -225,6 +225,14 @@ def trace_of(
     for other, name in named.aliases.items():
         aliases[name] = (*aliases.get(name, ()), other)
     return Trace(recorded, named, rule, granularity, loss.numel(), modules, names, aliases)
+
+
+def room(atlas: Atlas) -> int:
+    """How many bytes of gradients a trace keeps: as many as its leaves have."""
+    return max(KEPT, sum(leaf.nbytes for leaf, _ in atlas.leaves.values()))
+
+
+KEPT = 1 << 24
 
 
 def _one_of(word: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -71,6 +71,19 @@ def edges_of(node: Node) -> Edges:
     return node.next_functions  # type: ignore[no-any-return]
 
 
+VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"})
+"""Nodes that often stand between a parameter and its use."""
+
+
+def ends(node: Node | None) -> bool:
+    """Whether what is handed to this node becomes the gradient of a leaf, or a part of it."""
+    if node is None or type(node) is ACCUMULATE:
+        return True
+    if type(node).__name__ not in VIEWS:
+        return False
+    return type(node.next_functions[0][0]) is ACCUMULATE
+
+
 def shapes_of(node: Node) -> tuple[Shape, ...]:
     """The shape of each output of the operator, which is the shape of each cotangent it takes."""
     return tuple(tuple(meta.shape) for meta in node._input_metadata)

@@ -21,7 +21,7 @@ from gradtrace.errors import GradtraceError, NotLinear, TooLarge
 from gradtrace.hooks import HookWatch
 from gradtrace.labels import labels_of
 from gradtrace.linear import shape_of
-from gradtrace.maps import Dense, Identity, Map, Opaque
+from gradtrace.maps import Contract, Convolve, Dense, Identity, Map, Opaque
 from gradtrace.nodes import NODES, UNDONE, summed
 from gradtrace.passes import one_pass, recomputed_once
 from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term
@@ -37,6 +37,33 @@ COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 elementary operations when these may have to be derived again."""
 
 
+class Store:
+    """Gradients that are worth keeping, in a number of bytes; those of one memory count once.
+
+    What products and convolutions made is dear, so half of the memory is for these alone.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.left = budget
+        self.values: dict[int, Tensor] = {}
+        self.places: set[int] = set()
+
+    def add(self, value: int, tensor: Tensor, dear: bool) -> None:
+        """Keep a gradient, if there is room."""
+        if not self.left:
+            return
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place not in self.places:
+            left = self.left - storage.nbytes()
+            if left < (0 if dear else self.budget // 2):
+                return
+            self.left = left
+            self.places.add(place)
+        self.values[value] = as_real(tensor)
+
+
 class Record:
     """One pass over the nodes that leaves a program behind; ``Walk`` with a pen."""
 
@@ -48,8 +75,10 @@ class Record:
         watch: HookWatch,
         limit: int,
         opaque: bool = False,
+        keep: int = 0,
     ) -> None:
         self.atlas = atlas
+        self.store = Store(keep)
         self.opaque = opaque
         self.clear_since = watch.clear_since()
         self.recorder = Recorder(limit)
@@ -85,6 +114,8 @@ class Record:
         for position, out in given:
             child, slot = edges[position]
             value = block.gives[position]
+            if self.store.budget and not autograd.ends(child):
+                self.store.add(value, out, _costly(block))
             waiting = self.adjoints.setdefault(child, {})
             there = waiting.get(slot)
             waiting[slot] = (out, value) if there is None else self._merge(block, there, out, value)
@@ -182,10 +213,13 @@ class Record:
     ) -> tuple[Tensor, int]:
         """A value that is used twice: its cotangent is the sum of both."""
         total = there[0] + out
+        for tensor, number in (there, (out, value)):
+            self.store.add(number, tensor, False)  # each is compared with the others
         shape = shape_of(out)
         result = self.recorder.new()
         terms = (Term(Identity(shape), there[1]), Term(Identity(shape), value))
         block.merges.append(Step(result, terms, shape, real_dtype(out)))
+        self.store.add(result, total, False)
         return total, result
 
     def _formula(
@@ -315,6 +349,11 @@ class Record:
         return outs
 
 
+def _costly(block: Block) -> bool:
+    """Whether a block holds a product or a convolution."""
+    return any(isinstance(term.map, Contract | Convolve) for s in block.steps for term in s.terms)
+
+
 def _one(
     f: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
     grads: Sequence[Tensor | None],
@@ -429,13 +468,14 @@ def record(
     order: str = "kahn",
     limit: int = DENSE_LIMIT,
     opaque: bool = False,
+    keep: int = 0,
 ) -> Program:
     """The backward program of a loss.
 
     An operator of more than ``limit`` entries and no known structure is refused, or with ``opaque``
-    kept as a function.
+    kept as a function. ``keep`` is how many bytes of gradients to keep beside it.
     """
-    pen = Record(loss, seed, atlas, watch, limit, opaque)
+    pen = Record(loss, seed, atlas, watch, limit, opaque, keep)
     with one_pass():
         walk(loss, pen.visit, order)
-    return Program(seed, pen.first, pen.blocks, pen.leaves)
+    return Program(seed, pen.first, pen.blocks, pen.leaves, pen.store.values)

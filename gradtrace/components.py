@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from gradtrace.atlas import unknown
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.marks import Marks
 from gradtrace.program import HOOKS, Block, Program
-from gradtrace.tracing import Marks
 
 Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """How components are asked for; see ``choose``."""
@@ -124,18 +125,28 @@ class Survey:
         seen = {above for name in direct.bits for above in ancestors(name)}
         order = [name for name in self.classes if name in seen]
         order += sorted(seen - set(order))
-        region = Region()
-        for name in order:
-            inside = (bit for other, bit in direct.bits.items() if within(other, name))
-            region.bits[name] = union(inside)
-            region.owns[name] = self._owned(name)
+        region = Region(dict.fromkeys(order, 0))
+        for name, bit in direct.bits.items():
+            for above in ancestors(name):
+                region.bits[above] |= bit
+        region.owns = {name: self._owned(name) for name in order}
         return region
 
     def _owned(self, module: str) -> frozenset[str]:
         """The leaves that lie in a module by any of their names."""
-        return frozenset(
-            name for name, every in self.leaves.items() if any(within(n, module) for n in every)
-        )
+        if not module:
+            return frozenset(self.leaves)
+        return frozenset(self.inside.get(module, ()))
+
+    @cached_property
+    def inside(self) -> dict[str, set[str]]:
+        """For each module, and each name of a leaf, the leaves in it."""
+        found: dict[str, set[str]] = {}
+        for name, every in self.leaves.items():
+            for other in every:
+                for above in ancestors(other):
+                    found.setdefault(above, set()).add(name)
+        return found
 
     def by_class(self) -> Region:
         """All modules of a class, each with all inside it."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import nan, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from gradtrace.components import Component
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.kernels import steps as fused
+from gradtrace.marks import Marks
 from gradtrace.program import Program
 from gradtrace.tables import Column, Table
-from gradtrace.tracing import BITS, Found, Marks, Words
+from gradtrace.tracing import Found, cancelled, solid
 
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Floats: TypeAlias = npt.NDArray[np.float64]
 Weight = Literal["count", "gradient"]
 
 
@@ -38,8 +44,23 @@ class Moments:
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
         """Those of one pair."""
-        t, e = Fraction(through), Fraction(eligible)
-        return cls(t, e, t * t, t * e, e * e)
+        return cls.over([through], [eligible])
+
+    @classmethod
+    def over(cls, through: Sequence[float], eligible: Sequence[float]) -> Moments:
+        """Those of many pairs: in whole numbers, times a power of two that suits all of them."""
+        ratios = [x.as_integer_ratio() for x in (*through, *eligible)]
+        power = max((below.bit_length() for _, below in ratios), default=1) - 1
+        whole = [above << (power + 1 - below.bit_length()) for above, below in ratios]
+        t, e = whole[: len(through)], whole[len(through) :]
+        one, two = 1 << power, 1 << 2 * power
+        return cls(
+            Fraction(sum(t), one),
+            Fraction(sum(e), one),
+            Fraction(sum(x * x for x in t), two),
+            Fraction(sum(x * y for x, y in zip(t, e)), two),
+            Fraction(sum(y * y for y in e), two),
+        )
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(a + b for a, b in zip(self.parts(), other.parts())))
@@ -259,6 +280,26 @@ def _order(first: tuple[Row, ...], second: tuple[Row, ...]) -> Any:
 # Counting -----------------------------------------------------------------------------------------
 
 
+class Group(NamedTuple):
+    """The elements of a leaf that have a path, of one pair and mark: how many, Σ |gradient|."""
+
+    pair: int
+    mark: int
+    elements: int
+    size: float
+
+
+@dataclass
+class Counted:
+    """A leaf's elements: those that have a path in groups, and how many there are in all."""
+
+    name: str
+    could: int
+    size: int
+    total: int
+    groups: list[Group]
+
+
 @dataclass
 class Tally:
     """Counts paths as leaves come in. ``could`` says which bits each leaf's value may have."""
@@ -267,122 +308,120 @@ class Tally:
     could: dict[int, int]
     names: dict[int, str]
     pairs: int
-    own: list[int] = field(default_factory=list)
-    unreached: list[int] = field(default_factory=list)
-    through: Tensor = field(default_factory=lambda: torch.empty(0))
-    eligible: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def __post_init__(self) -> None:
-        n = len(self.components)
-        self.own, self.unreached = [0] * n, [0] * n
-        # (component, pair, count or gradient), in float64: counts are exact below 2**53
-        self.through = torch.zeros(n, self.pairs, 2, dtype=torch.float64)
-        self.eligible = torch.zeros_like(self.through)
+    leaves: list[Counted] = field(default_factory=list)
+    sized: set[str] = field(default_factory=set)
 
     def add(self, found: Found, gradient: Tensor) -> None:
         """Count the paths of a leaf."""
-        name, size = self.names[found.leaf.value], gradient.numel()
-        first = isinstance(found.pair, Tensor) or found.pair == 0
-        for n, component in enumerate(self.components):
-            if first and name in component.owns:
-                self.own[n] += size
-        groups = Groups.of(found, gradient, self.pairs)
-        could = self.could[found.leaf.value]
-        for n, component in enumerate(self.components):
-            if name in component.owns or not could & component.bits:
-                continue
-            self.unreached[n] += groups.total - groups.reached
-            self.eligible[n].index_add_(0, groups.pair, groups.sums)
-            through = groups.through(component.bits)
-            self.through[n].index_add_(0, groups.pair[through], groups.sums[through])
+        name, value = self.names[found.leaf.value], found.leaf.value
+        total = gradient.numel()
+        if isinstance(found.pair, Tensor):
+            # A parameter is there for every pair, even if no two of them meet in an element of it
+            # (an embedding whose rows are each used once); an input is there once, each part for
+            # its pair.
+            shared = isinstance(found.leaf.tensor, Parameter) or bool((found.pair == 0).any())
+            total = total * self.pairs if shared else total
+        size = 0 if name in self.sized else gradient.numel()
+        self.sized.add(name)
+        groups = list(groups_of(found, gradient, self.pairs))
+        self.leaves.append(Counted(name, self.could[value], size, total, groups))
 
     def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
         """The table."""
+        owns = self._owned()
+        bits = [component.bits for component in self.components]
+        could = hits([leaf.could for leaf in self.leaves], bits) & ~owns
+        sizes = np.array([leaf.size for leaf in self.leaves], dtype=np.int64)
+        missing = np.array(
+            [leaf.total - sum(g.elements for g in leaf.groups) for leaf in self.leaves],
+            dtype=np.int64,
+        )
+        own, unreached = sizes @ owns, missing @ could
+        eligible, through = self._sums(could, bits)
         rows = []
         for n, component in enumerate(self.components):
-            count, gradient = Moments(), Moments()
-            for t, e in zip(self.through[n].tolist(), self.eligible[n].tolist()):
-                count += Moments.of(t[0], e[0])
-                gradient += Moments.of(t[1], e[1])
-            rows.append(Row(component.name, self.own[n], self.unreached[n], count, gradient))
+            count, gradient = (
+                Moments.over(through[:, n, k].tolist(), eligible[:, n, k].tolist()) for k in (0, 1)
+            )
+            rows.append(Row(component.name, int(own[n]), int(unreached[n]), count, gradient))
         return Influence(tuple(rows), self.pairs, weight, rule, tuple(notes))
 
+    def _owned(self) -> Bools:
+        """Which leaf belongs to which component."""
+        places: dict[str, list[int]] = {}
+        for place, leaf in enumerate(self.leaves):
+            places.setdefault(leaf.name, []).append(place)
+        owns = np.zeros((len(self.leaves), len(self.components)), dtype=bool)
+        for n, component in enumerate(self.components):
+            for name in component.owns:
+                owns[places.get(name, []), n] = True
+        return owns
 
-@dataclass
-class Groups:
-    """The elements of a leaf that have a path, by pair and mark."""
-
-    pair: Tensor
-    words: Words
-    sums: Tensor  # (groups, 2): how many elements, and the sum of |gradient|
-    total: int  # elements, with a path or without
-
-    @classmethod
-    def of(cls, found: Found, gradient: Tensor, pairs: int) -> Groups:
-        """Group a leaf's elements.
-
-        A parameter is there for every pair, even if no two of them meet in an element of it (an
-        embedding whose rows are each used once); an input is there once, each part for its pair.
+    def _sums(self, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
+        """By pair and component, how many elements could pass and how many do, and the same by
+        |gradient|, in float64 and in the order of the leaves: counts are exact below 2**53.
         """
-        words = tuple(word.reshape(-1) for word in found.state.words)
-        size = gradient.reshape(-1).abs().double()
-        total = len(size)
-        keys = list(words)
-        if isinstance(found.pair, Tensor):
-            pair = found.pair.reshape(-1)
-            shared = isinstance(found.leaf.tensor, Parameter) or bool((pair == 0).any())
-            total = total * pairs if shared else total
-            keys.append(pair - 1)
-        there = (words[0] & 1).bool()
-        if isinstance(found.pair, Tensor):
-            there &= keys[-1] >= 0
-        if not bool(there.all()):
-            keys, size = [key[there] for key in keys], size[there]
-        group, members = distinct(keys)
-        sums = torch.stack(
-            [
-                torch.bincount(group, minlength=len(members)).double(),
-                torch.bincount(group, weights=size, minlength=len(members)),
-            ],
-            1,
-        ).cpu()
-        rows = [key[members].cpu() for key in keys]
-        numbers = (
-            rows[-1].long()
-            if isinstance(found.pair, Tensor)
-            else torch.full((len(members),), found.pair)
-        )
-        return cls(numbers, tuple(rows[: len(words)]), sums, total)
-
-    @property
-    def reached(self) -> int:
-        """How many elements have a path."""
-        return int(self.sums[:, 0].sum())
-
-    def through(self, bits: int) -> Tensor:
-        """Which groups have any of these bits."""
-        hit = torch.zeros(len(self.pair), dtype=torch.bool)
-        for n, word in enumerate(self.words):
-            part = bits >> (n * BITS) & ((1 << BITS) - 1)
-            if part:
-                hit |= (word & part) != 0
-        return hit
+        shape = (self.pairs, len(self.components), 2)
+        eligible, through = np.zeros(shape), np.zeros(shape)
+        known: dict[int, int] = {}
+        for leaf in self.leaves:
+            for group in leaf.groups:
+                known.setdefault(group.mark, len(known))
+        passes = hits(list(known), bits)
+        for leaf, can in zip(self.leaves, could):
+            for group in leaf.groups:
+                both = np.array([group.elements, group.size])
+                eligible[group.pair] += can[:, None] * both
+                through[group.pair] += (can & passes[known[group.mark]])[:, None] * both
+        return eligible, through
 
 
-def distinct(keys: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """For each place the number of its combination of keys, and one place for each combination."""
-    n, device = len(keys[0]), keys[0].device
-    group = torch.zeros(n, dtype=torch.int64, device=device)
-    if not n:
-        return group, group
-    for key in keys:
-        if bool((key == key[0]).all()):
-            continue
-        _, numbers = key.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        both = group * (int(numbers.max()) + 1) + numbers
-        _, group = both.unique(return_inverse=True)
-    members = torch.full((int(group.max()) + 1,), n, device=device)
-    return group, members.scatter_reduce(0, group, torch.arange(n, device=device), "amin")
+def groups_of(found: Found, gradient: Tensor, pairs: int) -> Iterator[Group]:
+    """The elements of a leaf that have a path, by pair and mark."""
+    state, pair = found.state, found.pair
+    if state.numbers is None and isinstance(pair, int) and state.value is gradient:
+        count, size = fused.magnitude(gradient)
+        if count < gradient.numel() and state.parts:
+            missed = cancelled(state.parts, gradient)
+            count += 0 if missed is None else int(missed.sum())
+        if count:
+            yield Group(pair, state.palette.marks()[1], count, size)
+        return
+    state = solid(state).written()
+    assert state.numbers is not None
+    marks = state.palette.marks()
+    numbers, many = state.numbers, len(marks) - 1
+    if isinstance(pair, Tensor):
+        there = (pair > 0) & (numbers > 0)
+        numbers = torch.where(there, (pair.int() - 1) * many + numbers, 0)
+    parts = pairs if isinstance(pair, Tensor) else 1
+    counts, sizes = fused.tally(numbers, gradient, parts * many + 1)
+    for n in counts.nonzero().reshape(-1).tolist():
+        if n:
+            which, mark = divmod(n - 1, many)
+            whose = which if isinstance(pair, Tensor) else pair
+            yield Group(whose, marks[mark + 1], int(counts[n]), float(sizes[n]))
+
+
+def hits(marks: list[int], bits: list[int]) -> Bools:
+    """Which marks have any of some bits, as a matrix of marks by sets of bits."""
+    width = -(-max((b.bit_length() for b in (*marks, *bits)), default=1) // 8) or 1
+    table = np.frombuffer(b"".join(m.to_bytes(width, "little") for m in marks), np.uint8)
+    atoms = np.unpackbits(table.reshape(len(marks), width), axis=1, bitorder="little").astype(bool)
+    found = np.zeros((len(marks), len(bits)), dtype=bool)
+    for n, some in enumerate(bits):
+        places = list(_places(some))
+        if places:
+            found[:, n] = atoms[:, places].any(1)
+    return found
+
+
+def _places(bits: int) -> Iterator[int]:
+    """The numbers of the bits that are set."""
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
 
 
 def possible(program: Program, marks: Marks) -> dict[int, int]:

@@ -71,13 +71,14 @@ class Program:
     """A backward pass as data. Run it with ``gradtrace.engine.run``.
 
     It refers to the weights and activations of the forward pass, so it is valid until these are
-    changed in place.
+    changed in place. ``kept`` are gradients of values that recording has computed anyway.
     """
 
     seed: Tensor
     root: int
     blocks: list[Block]
     leaves: list[Leaf]
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
     def steps(self) -> Iterable[Step]:
         """All steps, in an order that can be run."""

@@ -12,7 +12,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from gradtrace import engine, saving
+from gradtrace import engine, memory, saving
 from gradtrace.atlas import Gradients, unknown
 from gradtrace.coarse import Coarse
 from gradtrace.components import Components, Survey
@@ -21,10 +21,11 @@ from gradtrace.flow import Flow, flow_of
 from gradtrace.following import Kept
 from gradtrace.influence import Influence, Tally, checked_weight, possible
 from gradtrace.maps import Map
+from gradtrace.marks import Marks, Palette
 from gradtrace.paths import Builder, Path, Paths, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
-from gradtrace.tracing import Found, Marks, Pairs, State, Tracer, mark
+from gradtrace.tracing import Found, Pairs, State, Tracer
 
 
 @dataclass
@@ -235,6 +236,12 @@ class Trace:
         """
         self._unchanged()
         by = checked_weight(weight)
+        memory.see(
+            memory.streaming(self.program),
+            self._device,
+            "measuring influence",
+            "trace fewer samples at a time, or whole tensors: granularity='operator'",
+        )
         others = {name: self.aliases.get(name, ()) for name in self._values}
         chosen = Survey(self.program, self.modules, others).choose(components)
         could = possible(self.program, chosen.marks)
@@ -271,16 +278,16 @@ class Trace:
         tracer = Tracer(self.program, self.rule, marks)
         if self.pairs == 1:
             for found in tracer.run(seed):
-                yield found, self.gradients[self.names[found.leaf.value]]
+                yield found, found.leaf.gradient
             return
         pairs = Pairs.follow(self.program, self.pairs)
         if self.rule == "greedy":
             for found in tracer.run_pairs(seed, pairs):
-                yield found, found.state.value
+                yield found, found.gradient
             return
         plain = Tracer(self.program, "gradient").run_pairs(seed, pairs)
-        for found, gradient in zip(tracer.run_pairs(seed, pairs), plain):
-            yield found, gradient.state.value
+        for found, other in zip(tracer.run_pairs(seed, pairs), plain):
+            yield found, other.gradient
 
     def _coarsely(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
         """``_found`` with whole tensors: all elements of a leaf have the marks of its path."""
@@ -298,10 +305,9 @@ class Trace:
                 for link in chain.links:
                     bits |= marks.block.get(link.block, 0)
                     bits |= marks.position.get((link.block, link.position), 0)
-                words = mark((torch.zeros_like(chain.reached).int(),) * marks.words, bits)
-                words = tuple(torch.where(chain.reached, word, 0) for word in words)
                 gradient = kept.gradients[leaf.value]
-                yield Found(leaf, State(gradient, 0, words), pair), gradient
+                state = State(gradient, 0, chain.reached.int(), Palette((bits,)))
+                yield Found(leaf, state, pair), gradient
 
 
 def _positive(word: str, number: int) -> int:

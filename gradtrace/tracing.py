@@ -1,8 +1,9 @@
 """Gradient tracing: which contribution was the largest, at every element, in one streaming pass.
 
 Beside the value of every cotangent element goes a *mark*: the set of components that its path to
-the root has visited. A step's output takes the mark of the element it points to. So no pointers are
-kept, and memory is as for a backward pass. Two rules say where an element points to:
+the root has visited (``gradtrace.marks``). A step's output takes the mark of the element it points
+to. So no pointers are kept, and memory is as for a backward pass. Two rules say where an element
+points to:
 
 - ``greedy``: values are the gradients. At a step, the term with the largest |contribution|; inside
   its map, the element with the largest |weight · gradient|.
@@ -10,11 +11,15 @@ kept, and memory is as for a backward pass. Two rules say where an element point
 
 A contribution of exactly 0 is none; ties go to the first term, then to the lowest element. What
 only moves elements does not choose: an element that was reached stays reached.
+
+Where all elements have the same mark it does not matter which of them was the largest, but only
+whether there is any: such a value is *plain*, its elements have a path where they are not 0, and
+nothing is compared. Gradients that recording has kept are not computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,189 +27,318 @@ import torch
 from torch import Tensor
 
 from gradtrace.engine import Held, balanced
-from gradtrace.maps import Map
-from gradtrace.program import Leaf, Program, Step, Term
+from gradtrace.kernels import steps as fused
+from gradtrace.maps import Identity, Map
+from gradtrace.marks import NO_MARKS, Marks, Palette, compact, sliced
+from gradtrace.program import Leaf, Program, Step
 from gradtrace.semirings import MAX
-from gradtrace.semirings.base import shifted, wide
-
-BITS = 31
-"""How many components a word of a mark holds; bit 0 of the first says that there is a path."""
-
-Words = tuple[Tensor, ...]
-
-
-class State(NamedTuple):
-    """What is known of a value's elements: value, power of two, mark, size of the largest
-    contribution where a sum is not complete yet.
-    """
-
-    value: Tensor
-    exponent: int
-    words: Words
-    size: Tensor | None = None
+from gradtrace.semirings.base import NARROW, shifted, wide
 
 
 class Part(NamedTuple):
-    """What one term brings: the value, how large it counts in the choice, whose mark it has."""
+    """A contribution that was not worked out: ``map(x)``, then moved."""
 
-    value: Tensor
-    size: Tensor
-    words: Words
+    map: Map
+    x: Tensor
+    moves: tuple[Map, ...] = ()
+
+    def value(self) -> Tensor:
+        """The summed contribution."""
+        return self._moved(self.map.apply(self.x))
+
+    def loud(self) -> Tensor | None:
+        """Which elements may get anything but 0; None if all of them may."""
+        found = self.map.loud(self.x)
+        return None if found is None else self._moved(found.int()) != 0
+
+    def reached(self, at: Tensor) -> Tensor:
+        """Which of these elements get anything but 0 from some element."""
+        there = torch.ones_like(at, dtype=torch.bool)
+        for move in reversed(self.moves):
+            source = move.rows(at).source[:, 0]
+            there, at = there & (source >= 0), source.clamp(min=0)
+        return there & (self.map.best(self.x, at).value != 0)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        for move in self.moves:
+            x = move.apply(x)
+        return x
+
+
+class State(NamedTuple):
+    """What is known of a value's elements: value, power of two, numbers of marks, palette.
+
+    ``numbers`` is None for a *plain* value: those of its elements that are not 0 have a path, all
+    with the same mark. ``parts`` say what made the value if that is put off (``value`` is None), or
+    if nobody has looked yet whether an element that is 0 has a path all the same, because its
+    contributions cancel; of several parts, one that is not 0 itself counts.
+    """
+
+    value: Tensor | None
+    exponent: int
+    numbers: Tensor | None
+    palette: Palette
+    parts: tuple[Part, ...] = ()
+    size: Tensor | None = None  # of the largest term so far, where a sum goes on
+
+    @property
+    def mark(self) -> int | None:
+        """The one mark of a plain value."""
+        return self.palette.rows[0] | self.palette.extra if self.numbers is None else None
+
+    def marked(self, bits: int) -> State:
+        """More bits in every mark."""
+        return self._replace(palette=self.palette.mark(bits)) if bits else self
+
+    def at(self, index: tuple[int, ...]) -> int:
+        """The mark of one element; 0 if it has no path."""
+        state = solid(self).written()
+        assert state.numbers is not None
+        return self.palette.marks()[int(state.numbers[index])]
+
+    def written(self) -> State:
+        """With a number for each element."""
+        if self.numbers is not None:
+            return self
+        assert self.value is not None
+        return self._replace(numbers=(self.value != 0).int())
+
+
+class Scope(NamedTuple):
+    """What a step may know: gradients that were kept, and values that only leaves are made of."""
+
+    known: Mapping[int, Tensor]
+    tails: frozenset[int] | set[int]
 
 
 class Rule(Protocol):
-    """How a term's part of a step is found, and how parts become a value."""
+    """How a state is found through a map, and how states become one."""
 
-    def part(self, map_: Map, state: State, alone: bool) -> Part:
-        """What a term brings to each output element."""
+    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+        """What a value becomes by a map, if nothing is added to it."""
 
-    def join(self, step: Step, parts: list[tuple[Part, int]]) -> State:
-        """The state of a step, from its parts and their powers of two."""
+    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+        """The state of a sum. Its terms are complete."""
+
+
+# The greedy rule ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Greedy:
     """Equation 1.7 of the chapter: values are gradients."""
 
-    def part(self, map_: Map, state: State, alone: bool) -> Part:
-        """The summed contribution, and the mark of the largest single one."""
-        x, words = state.value, state.words
-        total = map_.apply(x)
+    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+        """The gradient, and the mark of the largest contribution to each element."""
+        known = scope.known.get(step.out)
         if map_.moves:
-            size = wide(total).abs()
-            moved = tuple(map_.apply(word) for word in words)
-            return Part(total, size, moved if alone else _where(size != 0, moved))
-        if map_.stays:
-            size = map_.best(x).value
-            return Part(total, size, _where(size != 0, words))
-        value, source = map_.best(x)
-        if not alone:  # among terms it counts as what it brings in all, if it brings anything
-            value = torch.where(value == 0, value, wide(total).abs())
-        return Part(total, value, marks_at(words, source))
+            return self._moved(map_, state, step, known)
+        state = solid(state)
+        x = state.value
+        assert x is not None
+        choosing = not map_.stays
+        later = choosing and step.out in scope.tails
+        value = known if known is not None or later else map_.apply(x).to(step.dtype)
+        if choosing and len(state.palette.rows) > 1:
+            assert state.numbers is not None
+            numbers = map_.carry(x, state.numbers)[1]
+            parts = (Part(map_, x),) if value is None else ()
+            return State(value, 0, numbers, state.palette, parts)
+        if choosing:
+            found = State(value, 0, None, state.palette, (Part(map_, x),))
+            return found if later else solid(found)
+        assert value is not None
+        return self._stayed(map_, state, value)
 
-    def join(self, step: Step, parts: list[tuple[Part, int]]) -> State:
-        """The sum, and the mark of the largest."""
-        total, size, words = parts[0][0]
-        for part, _ in parts[1:]:
-            total = total + part.value
-            size, words = chosen(size, words, part)
-        return State(total.to(step.dtype), 0, words, size)
+    @staticmethod
+    def _moved(map_: Map, state: State, step: Step, known: Tensor | None) -> State:
+        numbers = state.numbers
+        if numbers is not None:
+            numbers = map_.apply(numbers)
+        if known is None and state.value is not None:
+            known = map_.apply(state.value).to(step.dtype)
+        parts = tuple(part._replace(moves=(*part.moves, map_)) for part in state.parts)
+        return State(known, 0, numbers, state.palette, parts)
+
+    @staticmethod
+    def _stayed(map_: Map, state: State, value: Tensor) -> State:
+        """Elements that are weighed: one that becomes 0 has no path any more."""
+        x, numbers = state.value, state.numbers
+        assert x is not None
+        if x.dtype in NARROW or value.dtype in NARROW:  # 0 by rounding to few digits is not 0
+            there = map_.best(x).value != 0
+            if numbers is None and bool((there == (value != 0)).all()):
+                return State(value, 0, None, state.palette)
+            numbers = there.int() if numbers is None else torch.where(there, numbers, 0)
+        elif numbers is not None and not bool(value.all()):
+            numbers = torch.where(value != 0, numbers, 0)
+        return State(value, 0, numbers, state.palette)
+
+    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+        """The sum, and the mark of the largest term."""
+        known = scope.known.get(step.out)
+        if alike(states):
+            return self._alike(states, step, scope, known)
+        first, *rest = map(solid, states)
+        first = first.written()
+        assert first.value is not None and first.numbers is not None
+        total, palette = first.value, first.palette
+        size, numbers = first.size, first.numbers
+        if size is None:
+            size, numbers = wide(total).abs().contiguous(), _own(numbers)
+        for other in rest:
+            assert other.value is not None
+            if known is None:
+                total = total + other.value
+            theirs = 1 if other.numbers is None else other.numbers
+            fused.merge(size, numbers, wide(other.value), theirs, len(palette.rows))
+            palette = palette.then(other.palette)
+        numbers, palette = compact(numbers, palette)
+        total = total.to(step.dtype) if known is None else known
+        return State(total, 0, numbers, palette, (), size)
+
+    @staticmethod
+    def _alike(states: list[State], step: Step, scope: Scope, known: Tensor | None) -> State:
+        """Terms that all have one and the same mark: only whether one is not 0 matters."""
+        parts: list[Part] = []
+        for state in states:
+            if state.value is None or len(state.parts) > 1:
+                parts += state.parts
+            else:
+                parts.append(Part(Identity(tuple(state.value.shape)), state.value))
+        if known is None and step.out not in scope.tails:
+            total = parts[0].value()
+            for part in parts[1:]:
+                total = total + part.value()
+            known = total.to(step.dtype)
+        found = State(known, 0, None, states[0].palette, tuple(parts))
+        return found if step.out in scope.tails else solid(found)
+
+
+def solid(state: State) -> State:
+    """The state with its value, and with all paths of elements that are 0."""
+    if not state.parts:
+        return state
+    value = state.value
+    if value is None:
+        value = state.parts[0].value()
+        for part in state.parts[1:]:
+            value = value + part.value()
+    if state.numbers is not None:
+        return state._replace(value=value, parts=())
+    missed = cancelled(state.parts, value)
+    numbers = None if missed is None else ((value != 0) | missed).int()
+    return state._replace(value=value, numbers=numbers, parts=())
+
+
+def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
+    """Which elements of a sum are 0 though something came to them; None if there is none."""
+    if bool(value.all()):
+        return None
+    zero = value == 0
+    loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
+    for part in parts:
+        here = part.loud()
+        loud = None if here is None or loud is None else loud | here
+    if loud is not None:
+        zero &= loud.reshape(zero.shape)
+    at = zero.reshape(-1).nonzero().reshape(-1)
+    if not len(at):
+        return None
+    if len(parts) == 1:
+        reached = parts[0].reached(at)
+    else:
+        reached = torch.zeros(len(at), dtype=torch.bool, device=at.device)
+        for part in parts:
+            reached |= part.value().reshape(-1)[at] != 0
+    if not bool(reached.any()):
+        return None
+    found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
+    found[at[reached]] = True
+    return found.reshape(value.shape)
+
+
+# The other rules ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Viterbi:
     """Values are the largest |product| over the paths."""
 
-    def part(self, map_: Map, state: State, alone: bool) -> Part:
+    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
         """The largest contribution, and its mark."""
-        x, words = state.value, state.words
+        x, numbers = state.value, state.numbers
+        assert x is not None
         if map_.moves:
-            return Part(map_.apply(x), map_.apply(x), tuple(map_.apply(word) for word in words))
-        value, source = map_.best(x)
-        if map_.stays:
-            return Part(value, value, _where(value != 0, words))
-        return Part(value, value, marks_at(words, source))
+            moved = None if numbers is None else map_.apply(numbers)
+            return state._replace(value=map_.apply(x), numbers=moved)
+        if numbers is None:
+            value = map_.pull((x,), MAX)[0]
+        elif len(state.palette.rows) == 1 and not map_.stays:
+            value, numbers = map_.pull((x,), MAX)[0], None
+        elif map_.stays:
+            value = map_.pull((x,), MAX)[0]
+            numbers = torch.where(value != 0, numbers, 0)
+        else:
+            found, numbers = map_.carry(x, numbers, value=True)
+            assert found is not None
+            value = found
+        held = balanced(Held((value,), state.exponent), MAX)
+        return State(held.value[0], held.exponent, numbers, state.palette)
 
-    def join(self, step: Step, parts: list[tuple[Part, int]]) -> State:
-        """The largest part, and its mark."""
-        exponent = max(power for _, power in parts)
-        size: Tensor | None = None
-        words: Words = ()
-        for part, power in parts:
-            here = part._replace(size=shifted(part.size, power - exponent))
-            size, words = (here.size, here.words) if size is None else chosen(size, words, here)
-        assert size is not None
-        held = balanced(Held((size,), exponent), MAX)
-        return State(held.value[0], held.exponent, words)
+    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+        """The largest term, and its mark."""
+        exponent = max(state.exponent for state in states)
+        values = []
+        for state in states:
+            assert state.value is not None
+            values.append(shifted(state.value, state.exponent - exponent))
+        if alike(states):
+            size = values[0]
+            for value in values[1:]:
+                size = torch.maximum(size, value)
+            return State(size, exponent, None, states[0].palette)
+        first = states[0].written()
+        assert first.numbers is not None
+        size, numbers, palette = _own(values[0]), _own(first.numbers), first.palette
+        for other, value in zip(states[1:], values[1:]):
+            theirs = 1 if other.numbers is None else other.numbers
+            fused.merge(size, numbers, value, theirs, len(palette.rows))
+            palette = palette.then(other.palette)
+        return State(size, exponent, *compact(numbers, palette))
 
 
 @dataclass(frozen=True)
 class Gradient:
     """Nothing but the gradient."""
 
-    def part(self, map_: Map, state: State, alone: bool) -> Part:
+    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
         """The summed contribution."""
-        total = map_.apply(state.value)
-        return Part(total, total, ())
+        assert state.value is not None
+        return state._replace(value=map_.apply(state.value).to(step.dtype))
 
-    def join(self, step: Step, parts: list[tuple[Part, int]]) -> State:
+    def join(self, states: list[State], step: Step, scope: Scope) -> State:
         """The sum."""
-        total = parts[0][0].value
-        for part, _ in parts[1:]:
-            total = total + part.value
-        return State(total.to(step.dtype), 0, ())
+        total = states[0].value
+        for state in states[1:]:
+            assert total is not None and state.value is not None
+            total = total + state.value
+        assert total is not None
+        return states[0]._replace(value=total.to(step.dtype))
+
+
+def alike(states: list[State]) -> bool:
+    """Whether all are plain, with one and the same mark."""
+    mark = states[0].mark
+    return mark is not None and all(state.mark == mark for state in states)
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy that may be written to."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 RULES: dict[str, Rule] = {"greedy": Greedy(), "viterbi": Viterbi(), "gradient": Gradient()}
-
-
-def chosen(size: Tensor, words: Words, other: Part) -> tuple[Tensor, Words]:
-    """The larger of two parts at every element; the first of equals."""
-    later = (other.size > size) | (other.size.isnan() & ~size.isnan())
-    both = tuple(torch.where(later, theirs, ours) for ours, theirs in zip(words, other.words))
-    return torch.where(later, other.size, size), both
-
-
-def marks_at(words: Words, source: Tensor) -> Words:
-    """The marks of the elements pointed to; none for -1."""
-    there, at = source >= 0, source.clamp(min=0)
-    return tuple(
-        torch.where(there, word.reshape(-1)[at], 0) if word.numel() else torch.zeros_like(at).int()
-        for word in words
-    )
-
-
-def _where(there: Tensor, words: Words) -> Words:
-    return tuple(torch.where(there, word, 0) for word in words)
-
-
-# Marks -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Marks:
-    """Which bits a path gets: ``block`` for visiting a block at all, ``position`` for leaving it to
-    an argument, ``slices`` for the slices of a labelled tensor, along a dimension.
-    """
-
-    bits: int
-    block: dict[int, int]
-    position: dict[tuple[int, int], int]
-    slices: dict[int, tuple[int, list[int]]]
-
-    @property
-    def words(self) -> int:
-        """How many words a mark has."""
-        return -(-self.bits // BITS)
-
-    def enter(self, number: int, words: Words) -> Words:
-        """Marks at the output of a block's operator."""
-        words = mark(words, self.block.get(number, 0))
-        if number in self.slices:
-            dim, names = self.slices[number]
-            shape = [len(names) if d == dim else 1 for d in range(words[0].dim())]
-            for n in range(len(words)):
-                slices = [bits >> (n * BITS) & _WORD for bits in names]
-                along = torch.tensor(slices, dtype=torch.int32, device=words[n].device)
-                words = (*words[:n], words[n] | along.reshape(shape), *words[n + 1 :])
-        return words
-
-
-_WORD = (1 << BITS) - 1
-
-
-def mark(words: Words, bits: int) -> Words:
-    """The marks with more bits."""
-    if not bits:
-        return words
-    return tuple(
-        word | part if (part := bits >> (n * BITS) & _WORD) else word
-        for n, word in enumerate(words)
-    )
-
-
-NO_MARKS = Marks(1, {}, {}, {})
-"""Only whether there is a path."""
 
 
 # The pass ----------------------------------------------------------------------------------------
@@ -219,6 +353,14 @@ class Found(NamedTuple):
     state: State
     pair: int | Tensor
 
+    @property
+    def gradient(self) -> Tensor:
+        """The value, where that is the gradient."""
+        return self.leaf.gradient if self.state.value is None else self.state.value
+
+
+NOTHING = Scope({}, frozenset())
+
 
 class Tracer:
     """Passes over a program by a rule, with marks."""
@@ -229,15 +371,19 @@ class Tracer:
         self.absolute = rule == "viterbi"
         self.marks = marks
         merges = [step for block in program.blocks for step in block.merges]
-        self.places: dict[int, tuple[int, Tensor]] = {}
+        # sums that go on: their terms are compared with those that follow, one by one
         self.partial = {step.out for step in merges} & {step.terms[0].value for step in merges}
+        if self.absolute:
+            self.partial = set()  # the largest of the largest is the largest
+        self.leaves = {leaf.value: leaf for leaf in program.leaves}
+        self.places: dict[int, tuple[int, Tensor]] = {}
 
     def run(self, seed: Tensor) -> Iterator[Found]:
-        """The leaves of one loss."""
+        """The leaves of one loss, each as soon as it is complete."""
+        scope = self._scope() if isinstance(self.rule, Greedy) else NOTHING
         states = {self.program.root: self.root(seed)}
-        self.passage(states, None, frozenset())
-        for leaf in self.program.leaves:
-            yield Found(leaf, states[leaf.value], 0)
+        for leaf in self.passage(states, None, frozenset(), scope):
+            yield Found(leaf, states.pop(leaf.value), 0)
 
     def run_pairs(self, seed: Tensor, pairs: Pairs) -> Iterator[Found]:
         """The leaves of a vector of losses, each apart.
@@ -246,10 +392,8 @@ class Tracer:
         in turn.
         """
         states = {self.program.root: self.root(seed)}
-        self.passage(states, pairs.apart, frozenset(pairs.of))
-        for leaf in self.program.leaves:
-            if leaf.value in pairs.apart:
-                yield Found(leaf, states[leaf.value], pairs.of[leaf.value])
+        for leaf in self.passage(states, pairs.apart, frozenset(pairs.of), NOTHING):
+            yield Found(leaf, states[leaf.value], pairs.of[leaf.value])
         mixed = pairs.mixed(self.program)
         along = pairs.summed(self.program, mixed)
         kept = {value: states[value] for value in along}
@@ -260,86 +404,147 @@ class Tracer:
                 there = pairs.of[value] == pair + 1
                 dim = along[value]
                 if dim is not None:  # only where the pair is: the rest is summed over anyway
-                    index = _lines(there, dim)
+                    index = lines(there, dim)
                     self.places[value] = (dim, index)
                     state, there = _narrowed(state, dim, index), there.index_select(dim, index)
                 here[value] = _only(state, there)
-            self.passage(here, mixed, frozenset())
-            for leaf in self.program.leaves:
-                if leaf.value not in pairs.apart:
-                    yield Found(leaf, here[leaf.value], pair)
+            for leaf in self.passage(here, mixed, frozenset(), NOTHING):
+                yield Found(leaf, here.pop(leaf.value), pair)
         self.places = {}
 
     def root(self, seed: Tensor) -> State:
         """The state of the loss."""
-        first = (seed != 0).int()
-        words = (first, *(torch.zeros_like(first) for _ in range(self.marks.words - 1)))
-        if isinstance(self.rule, Gradient):
-            return State(seed, 0, ())
-        return State(wide(seed).abs() if self.absolute else seed, 0, words)
+        return State(wide(seed).abs() if self.absolute else seed, 0, None, Palette())
+
+    def _scope(self) -> Scope:
+        known = dict(self.program.kept)
+        known.update((leaf.value, leaf.gradient) for leaf in self.program.leaves)
+        return Scope(known, tails(self.program) - self.partial)
 
     def passage(
-        self, states: dict[int, State], values: set[int] | None, keep: frozenset[int]
-    ) -> None:
-        """Compute these values (None: all), and drop those that are used up, but for ``keep``."""
+        self,
+        states: dict[int, State],
+        values: set[int] | None,
+        keep: frozenset[int],
+        scope: Scope,
+    ) -> Iterator[Leaf]:
+        """Compute these values (None: all), and drop those that are used up, but for ``keep``; tell
+        leaves as they come.
+        """
         last: dict[int, int] = {}
         for n, step in enumerate(self.program.steps()):
             if values is None or step.out in values:
                 last.update((term.value, n) for term in step.terms)
+        sums: dict[int, list[State]] = {}
+        if self.program.root in self.leaves and values is None:
+            yield self.leaves[self.program.root]
         n = -1
         for number, block in enumerate(self.program.blocks):
             for value in block.takes.values():
                 if value in states:
-                    words = self.marks.enter(number, states[value].words)
-                    states[value] = states[value]._replace(words=words)
+                    states[value] = self._enter(number, states[value])
             for step in block.steps:
                 n += 1
-                self._step(step, n, states, values, keep, last)
+                if values is None or step.out in values:
+                    states[step.out] = self._step(step, states, scope)
+                    _drop(step, n, states, last, keep)
             for position, value in block.gives.items():
                 bits = self.marks.position.get((number, position), 0)
                 if bits and value in states:
-                    words = mark(states[value].words, bits)
-                    states[value] = states[value]._replace(words=words)
+                    states[value] = states[value].marked(bits)
             for step in block.merges:
                 n += 1
-                self._step(step, n, states, values, keep, last)
+                if values is None or step.out in values:
+                    self._merge(step, states, sums, scope)
+                    _drop(step, n, states, last, keep)
+            for value in (*block.gives.values(), *(step.out for step in block.merges)):
+                if value in self.leaves and value in states:
+                    yield self.leaves[value]
 
-    def _step(
-        self,
-        step: Step,
-        n: int,
-        states: dict[int, State],
-        values: set[int] | None,
-        keep: frozenset[int],
-        last: dict[int, int],
+    def _enter(self, number: int, state: State) -> State:
+        """Marks at the output of a block's operator."""
+        state = state.marked(self.marks.block.get(number, 0))
+        if number not in self.marks.slices:
+            return state
+        state = solid(state).written()
+        assert state.numbers is not None
+        numbers, palette = sliced(state.numbers, state.palette, *self.marks.slices[number])
+        return state._replace(numbers=numbers, palette=palette)
+
+    def _step(self, step: Step, states: dict[int, State], scope: Scope) -> State:
+        if len(step.terms) == 1:
+            map_, value = step.terms[0]
+            return self.rule.through(self._map(map_, value), states[value], step, scope)
+        found = [
+            self._term(self._map(map_, value), states[value], step) for map_, value in step.terms
+        ]
+        return self.rule.join(found, step, scope)._replace(size=None)
+
+    def _term(self, map_: Map, state: State, step: Step) -> State:
+        """What one of several terms brings: an element that is only moved counts if it is not 0."""
+        state = self.rule.through(map_, state, step, NOTHING)
+        if map_.moves and state.numbers is not None and not self.absolute:
+            state = solid(state)
+            assert state.value is not None and state.numbers is not None
+            state = state._replace(numbers=torch.where(state.value != 0, state.numbers, 0))
+        return state
+
+    def _merge(
+        self, step: Step, states: dict[int, State], sums: dict[int, list[State]], scope: Scope
     ) -> None:
-        if values is not None and step.out not in values:
-            return
-        state = self.rule.join(step, [self._part(term, step, states) for term in step.terms])
-        states[step.out] = state if step.out in self.partial else state._replace(size=None)
-        for term in step.terms:
-            if last[term.value] == n and term.value not in keep:
-                states.pop(term.value, None)
+        """A sum over the users of a value, one more of them."""
+        found = []
+        for map_, value in step.terms:
+            if value in sums:
+                found += sums.pop(value)
+            else:
+                found.append(self._term(self._map(map_, value), states[value], step))
+        if step.out not in self.partial:
+            states[step.out] = self.rule.join(found, step, scope)._replace(size=None)
+        elif alike(found):
+            sums[step.out] = found
+        else:
+            sums[step.out] = [self.rule.join(found, step, NOTHING)]
 
-    def _part(self, term: Term, step: Step, states: dict[int, State]) -> tuple[Part, int]:
-        state = states[term.value]
-        if term.value in self.partial and state.size is not None:  # a sum that goes on
-            return Part(state.value, state.size, state.words), state.exponent
-        map_: Map | None = term.map
-        if term.value in self.places:
-            map_ = term.map.narrow(*self.places[term.value])
-        assert map_ is not None
-        return self.rule.part(map_, state, len(step.terms) == 1), state.exponent
+    def _map(self, map_: Map, value: int) -> Map:
+        if value not in self.places:
+            return map_
+        found = map_.narrow(*self.places[value])
+        assert found is not None
+        return found
+
+
+def _drop(
+    step: Step, n: int, states: dict[int, State], last: dict[int, int], keep: frozenset[int]
+) -> None:
+    for term in step.terms:
+        if last[term.value] == n and term.value not in keep:
+            states.pop(term.value, None)
+
+
+def tails(program: Program) -> set[int]:
+    """Values that nothing but a leaf is made of: moved and added up with others, no more."""
+    uses: dict[int, int] = {}
+    for step in program.steps():
+        for term in step.terms:
+            uses[term.value] = uses.get(term.value, 0) + 1
+    found = {leaf.value for leaf in program.leaves}
+    for block in reversed(program.blocks):
+        for step in (*reversed(block.merges), *reversed(block.steps)):
+            if step.out in found:
+                found.update(t.value for t in step.terms if t.map.moves and uses[t.value] == 1)
+    return found
 
 
 def _only(state: State, there: Tensor) -> State:
     """A state without the elements of other pairs."""
+    assert state.value is not None
     value = torch.where(there, state.value, torch.zeros((), dtype=state.value.dtype))
-    size = None if state.size is None else torch.where(there, state.size, 0)
-    return State(value, state.exponent, _where(there, state.words), size)
+    numbers = None if state.numbers is None else torch.where(there, state.numbers, 0)
+    return state._replace(value=value, numbers=numbers)
 
 
-def _lines(there: Tensor, dim: int) -> Tensor:
+def lines(there: Tensor, dim: int) -> Tensor:
     """The places along a dimension where there is anything."""
     others = [d for d in range(there.dim()) if d != dim]
     return (there.any(tuple(others)) if others else there).nonzero().reshape(-1)
@@ -347,8 +552,9 @@ def _lines(there: Tensor, dim: int) -> Tensor:
 
 def _narrowed(state: State, dim: int, index: Tensor) -> State:
     """A state at some places along a dimension."""
-    words = tuple(word.index_select(dim, index) for word in state.words)
-    return State(state.value.index_select(dim, index), state.exponent, words)
+    assert state.value is not None
+    numbers = None if state.numbers is None else state.numbers.index_select(dim, index)
+    return state._replace(value=state.value.index_select(dim, index), numbers=numbers)
 
 
 # Pairs -------------------------------------------------------------------------------------------
@@ -407,7 +613,7 @@ class Pairs:
         found: dict[int, int | None] = {}
         for value, maps in takers.items():
             first = self.of[value] == 1
-            some = {d: _lines(first, d) for d in range(first.dim())}
+            some = {d: lines(first, d) for d in range(first.dim())}
             fit = [d for d in some if all(m.narrow(d, some[d]) is not None for m in maps)]
             share = {d: len(some[d]) / max(1, first.shape[d]) for d in fit}
             found[value] = min(share, key=share.__getitem__, default=None)

@@ -12,10 +12,11 @@ from architectures import ARCHITECTURES
 
 import gradtrace
 from gradtrace import engine
+from gradtrace.marks import Marks
 from gradtrace.paths import Paths
 from gradtrace.program import HOOKS
 from gradtrace.trace import Trace
-from gradtrace.tracing import BITS, Marks, Tracer
+from gradtrace.tracing import Tracer
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -81,7 +82,6 @@ def agree(trace: Trace, paths: Paths) -> None:
         tracer = Tracer(trace.program, trace.rule, marks)
         states = {trace.names[f.leaf.value]: f.state for f in tracer.run(trace.program.seed)}
     for path in paths:
-        words = [int(word[path.index]) for word in states[path.name].words]
-        bits = sum(word << (n * BITS) for n, word in enumerate(words))
+        bits = states[path.name].at(path.index)
         assert bits & 1
         assert {m for m, n in numbers.items() if bits >> n & 1} == set(path.modules), path

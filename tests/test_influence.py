@@ -14,9 +14,8 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.components import Component, within
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.influence import Influence, Moments, Row, distinct
+from gradtrace.influence import Influence, Moments, Row, hits
 from gradtrace.trace import Trace
-from gradtrace.tracing import BITS, mark
 
 RULES = pytest.mark.parametrize("rule", ["greedy", "viterbi"])
 
@@ -185,13 +184,13 @@ def test_labels_are_the_elements_that_paths_visit(rule: str) -> None:
     assert table["a"].own == 0
 
 
-def test_hundreds_of_components_need_several_words() -> None:
+def test_hundreds_of_components() -> None:
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3 * BITS))).double()
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(93))).double()
     with gt.watch(layers) as watch:
         loss = layers(torch.ones(1, 2, dtype=torch.float64)).sum()
     table = watch.trace(loss).influence()
-    assert len(table) == 3 * BITS
+    assert len(table) == 93
     for n, row in enumerate(table):
         assert int(row.count.t) == int(row.count.e) == 6 * n, row.name
 
@@ -330,24 +329,15 @@ def test_the_table_in_text_html_and_pandas() -> None:
 # Parts -------------------------------------------------------------------------------------------
 
 
-def test_marks_of_many_bits() -> None:
-    words = tuple(torch.zeros(2, dtype=torch.int32) for _ in range(3))
-    bits = 1 | 1 << (BITS - 1) | 1 << BITS | 1 << (3 * BITS - 1)
-    found = mark(words, bits)
-    total = sum(int(word[0]) << (n * BITS) for n, word in enumerate(found))
-    assert total == bits
-    assert all(int(word[0]) >= 0 for word in found)
-
-
-@pytest.mark.parametrize("n", [0, 1, 5, 100])
-def test_distinct_numbers_combinations(n: int) -> None:
-    generator = torch.Generator().manual_seed(n)
-    keys = [torch.randint(0, 3, (n,), generator=generator) for _ in range(3)]
-    group, members = distinct(keys)
-    rows = list(zip(*(key.tolist() for key in keys)))
-    assert len(members) == len(set(rows))
-    for at, number in enumerate(group.tolist()):
-        assert rows[at] == rows[int(members[number])]
+def test_which_marks_have_which_bits() -> None:
+    found = hits([0, 1, 6, 1 << 100], [1, 2 | 1 << 100, 0, 12])
+    assert found.tolist() == [
+        [False, False, False, False],
+        [True, False, False, False],
+        [False, True, False, True],
+        [False, True, False, False],
+    ]
+    assert hits([], [1]).shape == (0, 1)
 
 
 def test_fractions_hold_any_float() -> None:

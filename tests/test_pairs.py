@@ -15,7 +15,7 @@ from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.influence import Influence
 from gradtrace.maps import Contract, Reduce, Scatter
 from gradtrace.program import Program
-from gradtrace.tracing import Pairs, Tracer
+from gradtrace.tracing import NOTHING, Pairs, Tracer
 
 BATCH = 4
 
@@ -240,7 +240,7 @@ def test_pairs_are_followed_exactly() -> None:
         tracer = Tracer(program, "gradient")
         states = {program.root: tracer.root(seed)}
         with torch.no_grad():
-            tracer.passage(states, None, frozenset(pairs.of))
+            list(tracer.passage(states, None, frozenset(pairs.of), NOTHING))
         for value, numbers in pairs.of.items():
             foreign = states[value].value[(numbers != b + 1)]
             assert not foreign.any(), "an element got gradient of another pair"

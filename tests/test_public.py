@@ -23,11 +23,11 @@ PUBLIC = {
 
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout"},
-    {"einsum", "kernels", "autograd", "tables", "files"},
+    {"einsum", "kernels", "autograd", "tables", "files", "marks"},
     {"semirings", "labels"},
     {"maps", "atlas", "hooks", "passes", "testing"},
     {"linear", "program", "nodes", "schedules"},
-    {"recorder", "reconverge", "engine", "sizes", "gradient"},
+    {"recorder", "reconverge", "engine", "sizes", "gradient", "memory"},
     {"capture", "graph", "tracing", "following", "coarse", "flow"},
     {"components", "paths"},
     {"influence"},

@@ -42,8 +42,8 @@ def library() -> ctypes.CDLL | None:
                 return found
             reason = f"{place.name} is of another version ({answer}, not {ABI}); install again"
     _log.warning(
-        "gradtrace runs without its compiled kernels, many times slower: %s. To build them, install "
-        "a C++ compiler and then gradtrace again; GRADTRACE_NATIVE=0 silences this line.",
+        "gradtrace runs without its compiled kernels, many times slower: %s. To build them, "
+        "install a C++ compiler and then gradtrace again; GRADTRACE_NATIVE=0 silences this line.",
         reason,
     )
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,20 @@ class Operand(NamedTuple):
     batch: Tensor
     rows: Tensor
     inner: Tensor
+
+
+Matrices: TypeAlias = Tensor | Operand
+"""A batch of matrices; on the right of a contraction, a tensor has k in front of n, and an operand
+n as its rows.
+"""
+
+
+class Contraction(NamedTuple):
+    """What was asked for: each (i, m, n)."""
+
+    value: Tensor | None
+    index: Tensor | None  # type: ignore[assignment]  # not tuple.index
+    marks: Tensor | None
 
 
 LIMIT = 1 << 20
@@ -37,35 +51,77 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return x.new_zeros(shape), torch.full(shape, -1, device=x.device)
 
 
-def largest(a: Tensor, b: Tensor) -> Tensor:
+def largest(a: Matrices, b: Matrices) -> Tensor:
     """``out[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``; 0 where there is no k."""
-    return _contract(a, b, index=False)[0]
+    value = contraction(a, b).value
+    assert value is not None
+    return value
 
 
-def winner(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def winner(a: Matrices, b: Matrices) -> tuple[Tensor, Tensor]:
     """``largest`` and the lowest k that attains it; the k means nothing where the value is 0."""
-    value, index = _contract(a, b, index=True)
+    value, index, _ = contraction(a, b, index=True)
+    assert value is not None
     assert index is not None
     return value, index
 
 
-def _contract(a: Tensor, b: Tensor, index: bool) -> tuple[Tensor, Tensor | None]:
-    a, b = _wide(a).abs(), _wide(b).abs()
-    (i, m, k), n = a.shape, b.shape[-1]
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    value = torch.zeros(i, m, n, dtype=dtype, device=a.device)
-    at = torch.zeros(i, m, n, dtype=torch.int64, device=a.device) if index else None
-    if not k or not value.numel():
-        return value, at
-    columns = max(1, LIMIT // (i * k))
-    lines = max(1, columns // n)
-    for row in range(0, m, lines):
-        some = a[:, row : row + lines, :, None]
+def sizes(x: Matrices) -> tuple[int, int, int]:
+    """How many matrices, rows and k; of a tensor its shape."""
+    if isinstance(x, Operand):
+        return len(x.batch), len(x.rows), len(x.inner)
+    batch, rows, inner = x.shape
+    return batch, rows, inner
+
+
+def kind(a: Matrices, b: Matrices) -> torch.dtype:
+    """The dtype of the products: half precisions are read as single."""
+    parts = (x.data if isinstance(x, Operand) else x for x in (a, b))
+    left, right = (torch.float32 if x.dtype.itemsize == 2 else x.dtype for x in parts)
+    return torch.promote_types(left, right)
+
+
+def _some(x: Matrices, rows: slice) -> Tensor:
+    """Some of the rows, written out: (batch, rows, k)."""
+    if not isinstance(x, Operand):
+        return x[:, rows]
+    return x.data[x.batch[:, None, None] + x.rows[rows, None] + x.inner]
+
+
+def contraction(
+    a: Matrices,
+    b: Matrices,
+    *,
+    value: bool = True,
+    index: bool = False,
+    marks: Matrices | None = None,
+) -> Contraction:
+    """``value[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``, 0 where there is no k; ``index``, the
+    lowest k that attains it, which means nothing where the value is 0; ``marks[i, m, index]``, 0
+    where the value is 0.
+    """
+    (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
+    right = b if isinstance(b, Operand) else b.transpose(1, 2)
+    device = (a.data if isinstance(a, Operand) else a).device
+    sizes_out = torch.zeros(i, m, n, dtype=kind(a, b), device=device)
+    at = torch.zeros(i, m, n, dtype=torch.int64, device=device) if index else None
+    marked = None if marks is None else torch.zeros(i, m, n, dtype=torch.int32, device=device)
+    columns = max(1, LIMIT // max(1, i * k))
+    lines = max(1, columns // max(1, n))
+    for row in range(0, m if i and k else 0, lines):
+        rows = slice(row, row + lines)
+        some = _wide(_some(a, rows)).abs()[:, :, None]
+        words = None if marks is None else _some(marks, rows).int()
         for column in range(0, n, columns):
-            products = some * b[:, None, :, column : column + columns]
-            place = (slice(None), slice(row, row + lines), slice(column, column + columns))
-            if at is None:
-                value[place] = products.amax(2)
-            else:
-                value[place], at[place] = products.max(2)
-    return value, at
+            place = (slice(None), rows, slice(column, column + columns))
+            products = some * _wide(_some(right, place[2])).abs()[:, None]
+            if at is None and marked is None:
+                sizes_out[place] = products.amax(3)
+                continue
+            best, first = products.max(3)
+            sizes_out[place] = best
+            if at is not None:
+                at[place] = first
+            if marked is not None and words is not None:
+                marked[place] = words.gather(2, first).masked_fill(best == 0, 0)
+    return Contraction(sizes_out if value else None, at, marked)

@@ -88,11 +88,24 @@ class Map(ABC):
         """The largest contribution to each output element, or to those ``at``."""
         return self.largest(x, at)
 
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        """For each output element the mark of the input element that ``best`` names, 0 for none;
+        before it, if asked for, the largest |contribution|.
+        """
+        largest, source = self.best(x)
+        return largest if value else None, marks_at(marks, source)
+
     @abstractmethod
     def reach(self, x: Tensor) -> Tensor:
         """The largest of the whole numbers x that an output element can come from, by structure,
         or more; 0 where it comes from none.
         """
+
+    def loud(self, x: Tensor) -> Tensor | None:
+        """Which output elements may get a contribution other than 0, as cheaply as can be told;
+        None if that takes a look at each.
+        """
+        return None
 
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         """The map of the input elements at these places along a dimension that it sums over, all
@@ -195,6 +208,13 @@ def chosen(value: Tensor, source: Tensor, at: Tensor | None) -> Best:
     if at is None:
         return Best(value, source)
     return Best(value.reshape(-1)[at], source.reshape(-1)[at])
+
+
+def marks_at(marks: Tensor, source: Tensor) -> Tensor:
+    """The marks of the elements pointed to; 0 for -1."""
+    if not marks.numel():
+        return marks.new_zeros(source.shape)
+    return torch.where(source >= 0, marks.reshape(-1)[source.clamp(min=0)], 0)
 
 
 def per_element(count: Count, shape: Shape) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.einsum import Plan, plan
-from gradtrace.kernels import winner
+from gradtrace.kernels import contraction, winner
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
 from gradtrace.semirings import Semiring, Value
 from gradtrace.shapes import Shape
@@ -68,6 +68,13 @@ class Contract(Map):
         source = base.reshape(self.out_shape)
         return chosen(value, source + over[place] if len(over) else place, None)
 
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        how = self.plan()
+        found = contraction(how.left(x), how.right(self.weight), value=value, marks=how.left(marks))
+        assert found.marks is not None
+        largest = None if found.value is None else how.back(found.value)
+        return largest, how.back(found.marks)
+
     def rows(self, at: Tensor) -> Rows:
         how = self.plan()
         base, over, numbers = self._places(at)
@@ -94,6 +101,12 @@ class Contract(Map):
     def width(self) -> int:
         how = self.plan()
         return how.size(how.inner)
+
+    def loud(self, x: Tensor) -> Tensor | None:
+        how = self.plan()
+        rows = (how.left(x) != 0).any(2)
+        columns = (how.right(self.weight) != 0).any(1)
+        return how.back(rows.unsqueeze(2) & columns.unsqueeze(1))
 
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         x, w, out = self.letters()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Count, Map, Rows, numbers_in, resized
-from gradtrace.semirings import Semiring, Value
+from gradtrace.kernels import Contraction, contraction
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, resized
+from gradtrace.maps.windowed import Dimension, Products, to_input, to_kernel, with_margins
+from gradtrace.semirings import MAX, Semiring, Value
 from gradtrace.shapes import Shape
 
 aten = torch.ops.aten
@@ -65,6 +68,8 @@ class Convolve(Map):
         return found[1] if self.to_kernel else found[0]  # type: ignore[no-any-return]
 
     def pull(self, x: Value, semiring: Semiring) -> Value:
+        if semiring == MAX and (how := self._products(x[0])) is not None:
+            return (self._whole(how, [part.value for part in self._each(how, x[0])]),)
         pieces = semiring.linear(self.other)
         if pieces is None or not all(part.is_floating_point() for part in x):
             return self.generic(x, semiring)
@@ -73,6 +78,82 @@ class Convolve(Map):
             part = self._weighed(x[i], weight.to(x[i].dtype))
             out[o] = out[o] + part if o in out else part
         return tuple(out[o] for o in sorted(out))
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        how = self._products(x) if at is None else None
+        if how is None:
+            return self.largest(x, at)
+        found = self._each(how, x, index=True)
+        sources = []
+        for piece, part in zip(how.pieces, found):
+            batch, rows, inner = piece.source.offsets(x.device)
+            assert part.index is not None
+            sources.append(batch[:, None, None] + rows[:, None] + inner[part.index])
+        value = self._whole(how, [part.value for part in found])
+        return chosen(value, self._whole(how, sources, -1), None)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        how = self._products(x)
+        if how is None:
+            return super().carry(x, marks, value)
+        found = self._each(how, x, value=value, marks=marks)
+        largest = self._whole(how, [part.value for part in found]) if value else None
+        return largest, self._whole(how, [part.marks for part in found])
+
+    # As products ---------------------------------------------------------------------------------
+
+    def _products(self, x: Tensor) -> Products | None:
+        """The batched products that the map is; None where there is nothing to multiply, or
+        something infinite with the zeros of a margin.
+        """
+        if not x.numel() or not self.outputs or not self.other.numel():
+            return None
+        w, (_, _, kernel) = self.windows, self._geometry()
+        dims = [Dimension(*d) for d in zip(w.stride, w.padding, w.dilation, kernel[2:])]
+        if self.to_kernel:
+            how = to_kernel(dims, self.in_shape, self.other, w.groups, w.transposed)
+        else:
+            how = self._to_input(dims)
+        inside = x if self.to_kernel and not w.transposed else self.other
+        return how if how.pieces and not (how.beyond and _infinite(inside)) else None
+
+    def _to_input(self, dims: list[Dimension]) -> Products:
+        w = self.windows
+        along = zip(dims, self.out_shape[2:], self.in_shape[2:])
+        if w.transposed:
+            lines = [d.over_p(places, size) for d, places, size in along]
+        else:
+            lines = [d.over_q(places, size) for d, places, size in along]
+        batch, channels, *places = self.out_shape
+        result = (batch, w.groups, channels // w.groups, *places)
+        return to_input(lines, self.in_shape, result, self.other, w.transposed)
+
+    def _each(
+        self,
+        how: Products,
+        x: Tensor,
+        *,
+        value: bool = True,
+        index: bool = False,
+        marks: Tensor | None = None,
+    ) -> list[Contraction]:
+        """The result of each product."""
+        padded = with_margins(x, how.margins)
+        beside = None if marks is None else with_margins(marks, how.margins)
+        return [
+            contraction(
+                piece.left.left(padded),
+                piece.right,
+                value=value,
+                index=index,
+                marks=None if beside is None else piece.left.left(beside),
+            )
+            for piece in how.pieces
+        ]
+
+    def _whole(self, how: Products, parts: Sequence[Tensor | None], nothing: int = 0) -> Tensor:
+        there = [part for part in parts if part is not None]
+        return how.whole(there, nothing).reshape(self.out_shape)
 
     def rows(self, at: Tensor) -> Rows:
         first, second, *place = (n.unsqueeze(1) for n in numbers_in(at, self.out_shape))
@@ -215,6 +296,11 @@ class Convolve(Map):
 
     def tensors(self) -> tuple[str, ...]:
         return ("other",)
+
+
+def _infinite(x: Tensor) -> bool:
+    """Whether an element is infinite or NaN."""
+    return not bool(x.sum().isfinite()) and not bool(x.isfinite().all())
 
 
 def _flat(index: list[Tensor], shape: Shape) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.maps.base import Count, Map, Rows
-from gradtrace.semirings import Semiring, Value
+from gradtrace.kernels import contraction, winner
+from gradtrace.maps.base import Best, Count, Map, Rows, chosen
+from gradtrace.semirings import MAX, Semiring, Value
 from gradtrace.semirings.base import each
 from gradtrace.shapes import Shape
 
@@ -25,8 +26,29 @@ class Dense(Map):
         return (self.matrix.to(x.dtype) @ x.reshape(-1)).reshape(self.out_shape)
 
     def pull(self, x: Value, semiring: Semiring) -> Value:
+        if semiring == MAX:
+            return (self.best(x[0]).value,)
         flat = semiring.contract("j,ij->i", each(x, lambda part: part.reshape(-1)), self.matrix)
         return each(flat, lambda part: part.reshape(self.out_shape))
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None or not self._plain(x):
+            return self.largest(x, at)
+        value, source = winner(x.reshape(1, 1, -1), self.matrix.t().unsqueeze(0))
+        return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        if not self._plain(x):
+            return super().carry(x, marks, value)
+        matrix = self.matrix.t().unsqueeze(0)
+        found = contraction(x.reshape(1, 1, -1), matrix, value=value, marks=marks.reshape(1, 1, -1))
+        assert found.marks is not None
+        largest = None if found.value is None else found.value.reshape(self.out_shape)
+        return largest, found.marks.reshape(self.out_shape)
+
+    def _plain(self, x: Tensor) -> bool:
+        """Whether a product with an entry of 0 is 0: no entry, so no contribution."""
+        return bool(x.isfinite().all())
 
     def rows(self, at: Tensor) -> Rows:
         weight = self.matrix[at]

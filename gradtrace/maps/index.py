@@ -71,6 +71,10 @@ class Index(Map):
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
         return chosen(wide(self.move(x)).abs(), self.source(x.device), at)
 
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        size = wide(self.move(x)).abs()
+        return size if value else None, torch.where(size != 0, self.move(marks), 0)
+
     def rows(self, at: Tensor) -> Rows:
         source = self.source(at.device).reshape(-1)[at]
         return Rows(source.unsqueeze(1), torch.ones((), device=at.device))

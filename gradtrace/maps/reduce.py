@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import argmax
+from gradtrace.kernels import argmax, steps
 from gradtrace.maps.base import (
     Best,
     Count,
@@ -54,6 +54,10 @@ class Reduce(Map):
         value, place = argmax(lines.reshape(self.outputs, self.width), 1)
         source = base + over[place.clamp(min=0)] if self.width else place
         return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), at)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        largest, handed = steps.reduce(x, marks, self.dims)
+        return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
 
     def rows(self, at: Tensor) -> Rows:
         base, over = self._places(at)

@@ -33,6 +33,14 @@ class Identity(Map):
         numbers = torch.arange(self.inputs, device=x.device).reshape(self.out_shape)
         return chosen(wide(x).abs().reshape(self.out_shape), numbers, at)
 
+    def loud(self, x: Tensor) -> Tensor | None:
+        return (x != 0).reshape(self.out_shape)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        size = wide(x).abs().reshape(self.out_shape)
+        handed = torch.where(size != 0, marks.reshape(self.out_shape), 0)
+        return size if value else None, handed
+
     def rows(self, at: Tensor) -> Rows:
         return Rows(at.unsqueeze(1), torch.ones((), device=at.device))
 
@@ -72,6 +80,11 @@ class Scale(Map):
         x = wide(x)
         value = (wide(self._weight(x)) * x).abs()
         return chosen(value, torch.arange(self.inputs, device=x.device).reshape(self.out_shape), at)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        x = wide(x)
+        size = (wide(self._weight(x)) * x).abs()
+        return size if value else None, torch.where(size != 0, marks, 0)
 
     def rows(self, at: Tensor) -> Rows:
         if not isinstance(self.weight, Tensor):

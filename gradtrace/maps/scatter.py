@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradtrace.kernels import steps
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, per_element
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
@@ -47,6 +48,11 @@ class Scatter(Map):
         shape = self.out_shape
         return chosen(value[:-1].reshape(shape), source[:-1].reshape(shape), at)
 
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        target = self.target.reshape(-1)
+        largest, handed = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
+        return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
+
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)
         order = target.argsort(stable=True)
@@ -63,6 +69,9 @@ class Scatter(Map):
     def width(self) -> int:
         kept = self.target[self.target >= 0]
         return int(torch.bincount(kept.reshape(-1)).max()) if kept.numel() else 1
+
+    def loud(self, x: Tensor) -> Tensor | None:
+        return self.reach((x != 0).int()) != 0
 
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         return Scatter(self.target.index_select(dim, index), self.out_shape)

@@ -1,0 +1,178 @@
+"""The contraction in (max, ×), compiled where the library is there; else the reference."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import native, reference
+from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
+
+KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+"""What the library calls them; marks are int32."""
+
+MARKS = 4
+NOTHING = (0,) * 9
+"""The view of a matrix that is not there."""
+
+AT_ONCE = 1_000_000_000
+"""Products a thread computes in one call, a third of a second at worst: Ctrl-C waits that long."""
+
+FEW = 64
+"""Rows below which a call is not split: the other matrix is packed again in each."""
+
+
+class Way(IntEnum):
+    """Whether products are left out that cannot be the largest; the result is the same."""
+
+    BY_MEASURE = 0
+    DENSE = 1
+    PRUNED = 2
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    found = native.library()
+    if found is not None:
+        found.gradtrace_contract.argtypes = [ctypes.c_void_p]
+        found.gradtrace_isa.restype = ctypes.c_char_p
+        found.gradtrace_current_isa.restype = ctypes.c_char_p
+        found.gradtrace_use_isa.argtypes = [ctypes.c_char_p]
+    return found
+
+
+_Call = ctypes.c_int64 * 43
+_RANGE = 35  # where first and last batch and row are
+_SURVIVED, _CONSIDERED = 41, 42
+
+
+def contraction(
+    a: Matrices,
+    b: Matrices,
+    *,
+    value: bool = True,
+    index: bool = False,
+    marks: Matrices | None = None,
+) -> Contraction:
+    """``value[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``, 0 where there is no k; ``index``, the
+    lowest k that attains it, which means nothing where the value is 0; ``marks[i, m, index]``, 0
+    where the value is 0. NaN is largest of all. Rows of an operand ``b`` are its n.
+    """
+    if _library() is None or not (_served(a) and _served(b)):
+        return reference.contraction(a, b, value=value, index=index, marks=marks)
+    return compiled(a, b, value, index, marks, Way.BY_MEASURE)[0]
+
+
+def largest(a: Matrices, b: Matrices) -> Tensor:
+    """``out[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``; 0 where there is no k."""
+    value = contraction(a, b).value
+    assert value is not None
+    return value
+
+
+def winner(a: Matrices, b: Matrices) -> tuple[Tensor, Tensor]:
+    """``largest`` and the lowest k that attains it; the k means nothing where the value is 0."""
+    value, index, _ = contraction(a, b, index=True)
+    assert value is not None
+    assert index is not None
+    return value, index
+
+
+def survivors(a: Matrices, b: Matrices) -> float:
+    """The share of k that the bounds let through, where they are used."""
+    return compiled(a, b, True, False, None, Way.PRUNED)[1]
+
+
+def compiled(
+    a: Matrices, b: Matrices, value: bool, index: bool, marks: Matrices | None, way: Way
+) -> tuple[Contraction, float]:
+    """``contraction`` by the library, in one way, and the share of k that survived."""
+    (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
+    dtype = kind(a, b)
+    make = torch.empty if i and m and k and n else torch.zeros
+    out = Contraction(
+        make((i, m, n), dtype=dtype) if value else None,
+        make((i, m, n), dtype=torch.int64) if index else None,
+        make((i, m, n), dtype=torch.int32) if marks is not None else None,
+    )
+    if make is torch.zeros or all(x is None for x in out):
+        return out, 0.0
+    a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_words(marks))
+    threads = torch.get_num_threads()
+    places = (0 if x is None else x.data_ptr() for x in out)
+    call = _Call(
+        *_view(a, 1, 2), *_view(b, 2, 1), *(NOTHING if words is None else _view(words, 1, 2)),
+        i, m, k, n, KINDS[dtype], *places, 0, i, 0, m, threads, way, 0, 0,
+    )  # fmt: skip
+    _run(call, (i, m, k, n), AT_ONCE * threads)
+    return out, call[_SURVIVED] / max(1, call[_CONSIDERED])
+
+
+def _run(call: ctypes.Array[ctypes.c_int64], shape: tuple[int, int, int, int], limit: int) -> None:
+    """All at once, or in parts of some matrices or some rows."""
+    library = _library()
+    assert library is not None
+    i, m, k, n = shape
+    if i * m * k * n <= limit:
+        native.checked(library.gradtrace_contract(call))
+        return
+    batches = max(1, limit // (m * k * n))
+    lines = m if m * k * n <= limit else max(FEW, limit // (k * n))
+    for batch, row in product(range(0, i, batches), range(0, m, lines)):
+        part: list[ctypes.c_int64 | int]
+        part = [batch, min(i, batch + batches), row, min(m, row + lines)]
+        call[_RANGE : _RANGE + 4] = part
+        native.checked(library.gradtrace_contract(call))
+
+
+def _served(x: Matrices) -> bool:
+    data = x.data if isinstance(x, Operand) else x
+    return data.dtype in KINDS and data.device.type == "cpu"
+
+
+def _words(marks: Matrices) -> Matrices:
+    """Marks as the library reads them."""
+    if isinstance(marks, Operand):
+        return marks._replace(data=marks.data.int())
+    return marks.int()
+
+
+def _flat(x: Matrices) -> Matrices:
+    return Operand(*(part.contiguous() for part in x)) if isinstance(x, Operand) else x
+
+
+def _view(x: Matrices, rows: int, inner: int) -> tuple[int, ...]:
+    """Where the numbers are; a tensor has its rows and its k in these dimensions."""
+    if isinstance(x, Operand):
+        tables = (x.batch.data_ptr(), 0, x.rows.data_ptr(), 0, x.inner.data_ptr(), 0)
+        return x.data.data_ptr(), KINDS.get(x.data.dtype, MARKS), x.data.numel(), *tables
+    step = x.stride()
+    kind = KINDS.get(x.dtype, MARKS)
+    return x.data_ptr(), kind, 0, 0, step[0], 0, step[rows], 0, step[inner]
+
+
+def isas() -> list[str]:
+    """The instruction sets that the library has for this processor, the best last."""
+    library = _library()
+    out: list[str] = []
+    while library is not None and (name := library.gradtrace_isa(len(out))) is not None:
+        out.append(name.decode())
+    return out
+
+
+def isa() -> str:
+    """The instruction set in use: the best, or what ``GRADTRACE_ISA`` names."""
+    library = _library()
+    return "" if library is None else str(library.gradtrace_current_isa().decode())
+
+
+def use_isa(name: str) -> None:
+    """Use one of ``isas`` from now on."""
+    library = _library()
+    if library is None or not library.gradtrace_use_isa(name.encode()):
+        raise ValueError(f"no instruction set {name!r} here; there are {isas()}")

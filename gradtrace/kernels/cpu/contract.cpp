@@ -1,0 +1,202 @@
+// The contraction in (max, ×) as a whole: what is packed when, and which thread does what.
+#include "contract.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+
+#include "threads.h"
+
+namespace gradtrace {
+namespace {
+
+// Memory of one thread that is kept for the next call.
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory); }
+
+  template <class T>
+  T* get(int64_t count) {
+    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 127) / 64 * 64;
+    if (bytes > size) {
+      std::free(memory);
+      size = 0;
+      memory = std::aligned_alloc(64, bytes);
+      if (!memory) throw std::bad_alloc();
+      size = bytes;
+    }
+    return static_cast<T*>(memory);
+  }
+
+ private:
+  void* memory = nullptr;
+  size_t size = 0;
+};
+
+struct Mine {
+  Scratch rows, seeds, strips, top, value, index;
+};
+thread_local Mine mine;
+
+int64_t up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+int64_t parts(int64_t x, int64_t step) { return (x + step - 1) / step; }
+
+// Rows of a that are packed together: 16 MB.
+constexpr int64_t PACKED = 4 << 20;
+
+// Products below which a second thread costs more than it helps.
+constexpr int64_t ALONE = 1 << 17;
+
+template <class T>
+class Product {
+ public:
+  Product(Call& call, const Kernels<T>& kernels)
+      : call(call), kernels(kernels), stride(up(call.inner, LOOK)) {
+    chunk = up(parts(call.inner, parts(call.inner, MOST)), LOOK);
+    block = std::clamp<int64_t>(PACKED / stride, 16, 1024);
+  }
+
+  void run() {
+    const int64_t batches = call.last_batch - call.first_batch;
+    const int64_t rows = call.last_row - call.first_row;
+    const double work = double(batches) * rows * call.inner * call.columns;
+    const int threads = work < ALONE ? 1 : static_cast<int>(call.threads);
+    if (batches >= 2 * threads || threads == 1) {
+      each(batches, threads, [&](int64_t i) { matrix(call.first_batch + i, 1); });
+    } else {
+      for (int64_t i = 0; i < batches; i++) matrix(call.first_batch + i, threads);
+    }
+    call.survived += survived;
+    call.considered += considered;
+  }
+
+ private:
+  struct Block {
+    int64_t batch, row, rows;
+    T* a;
+    uint16_t* seeds;
+    bool finite;
+  };
+
+  void matrix(int64_t batch, int threads) {
+    for (int64_t row = call.first_row; row < call.last_row; row += block) {
+      Block here{batch, row, std::min(block, call.last_row - row), nullptr, nullptr, true};
+      pack(here, threads);
+      const int64_t panels = parts(call.columns, kernels.panel);
+      const int64_t pieces = std::min(parts(4 * threads, panels), parts(here.rows, 64));
+      const int64_t share = parts(here.rows, threads > 1 ? pieces : 1);
+      const int64_t shares = parts(here.rows, share);
+      each(panels * shares, threads, [&](int64_t task) {
+        const int64_t first = task % shares * share;
+        panel(here, task / shares * kernels.panel, first, std::min(share, here.rows - first));
+      });
+    }
+  }
+
+  void pack(Block& here, int threads) {
+    here.a = mine.rows.get<T>(here.rows * stride);
+    here.seeds = mine.seeds.get<uint16_t>(here.rows * SEEDS);
+    constexpr int64_t SOME = 16;
+    std::atomic<bool> finite{true};
+    each(parts(here.rows, SOME), threads, [&](int64_t task) {
+      const int64_t row = task * SOME, count = std::min(SOME, here.rows - row);
+      T* a = here.a + row * stride;
+      if (!kernels.pack_rows(call.a, here.batch, here.row + row, count, call.inner, stride, a)) {
+        finite = false;
+      }
+      kernels.find_seeds(a, count, stride, std::min(chunk, stride), here.seeds + row * SEEDS);
+    });
+    here.finite = finite;
+  }
+
+  // Some rows of the block against one panel.
+  void panel(const Block& here, int64_t column, int64_t row, int64_t rows) {
+    const int64_t wide = kernels.panel, columns = std::min(wide, call.columns - column);
+    Panel<T> panel{};
+    panel.strips = mine.strips.get<T>(chunk * wide);
+    panel.top = mine.top.get<T>(chunk + LOOK + wide);
+    panel.floor = panel.top + up(chunk, LOOK);
+    panel.columns = columns;
+    Rows<T> some{};
+    some.stride = stride;
+    some.rows = rows;
+    some.value = mine.value.get<T>(rows * wide);
+    some.index = call.index || call.marked ? mine.index.get<int32_t>(rows * wide) : nullptr;
+    some.finite = here.finite;
+    some.way = static_cast<Way>(call.way);
+    std::fill(some.value, some.value + rows * wide, T(0));
+    if (some.index) std::fill(some.index, some.index + rows * wide, 0);
+    for (int64_t k = 0; k < call.inner; k += chunk) {
+      panel.inner = std::min(chunk, call.inner - k);
+      kernels.pack_panel(call.b, here.batch, column, k, panel);
+      some.a = here.a + row * stride + k;
+      some.seeds = k ? nullptr : here.seeds + row * SEEDS;
+      some.first = k;
+      kernels.run(panel, some);
+    }
+    survived += some.survived;
+    considered += some.considered;
+    hand_over(some, here, column, here.row + row, columns);
+  }
+
+  void hand_over(const Rows<T>& some, const Block& here, int64_t column, int64_t row,
+                 int64_t columns) const {
+    for (int64_t r = 0; r < some.rows; r++) {
+      const T* value = some.value + r * kernels.panel;
+      const int32_t* index = some.index + (some.index ? r * kernels.panel : 0);
+      const int64_t at = (here.batch * call.rows + row + r) * call.columns + column;
+      if (call.value) std::copy(value, value + columns, static_cast<T*>(call.value) + at);
+      if (call.index) std::copy(index, index + columns, call.index + at);
+      if (!call.marked) continue;
+      const int32_t* marks = static_cast<const int32_t*>(call.marks.data) +
+                             call.marks.batch(here.batch) + call.marks.rows(row + r);
+      for (int64_t n = 0; n < columns; n++) {
+        const int32_t mark = marks[call.marks.inner(index[n])];
+        call.marked[at + n] = value[n] == 0 ? 0 : mark;
+      }
+    }
+  }
+
+  Call& call;
+  const Kernels<T>& kernels;
+  int64_t stride, chunk, block;
+  std::atomic<int64_t> survived{0}, considered{0};
+};
+
+// The least and the greatest position on an axis of that length.
+std::pair<int64_t, int64_t> ends(const Axis& axis, int64_t length) {
+  if (!axis.table) return {0, (length - 1) * axis.step};
+  const auto [low, high] = std::minmax_element(axis.table, axis.table + length);
+  return {*low, *high};
+}
+
+// Tables come from outside: none may point beside the data.
+void check(const View& x, int64_t batches, int64_t rows, int64_t inner) {
+  if (!x.data || !(x.batch.table || x.rows.table || x.inner.table)) return;
+  const auto [b0, b1] = ends(x.batch, batches);
+  const auto [r0, r1] = ends(x.rows, rows);
+  const auto [k0, k1] = ends(x.inner, inner);
+  if (b0 + r0 + k0 < 0 || b1 + r1 + k1 >= x.size) throw std::out_of_range("a table");
+}
+
+void contract(Call& call) {
+  check(call.a, call.batches, call.rows, call.inner);
+  check(call.b, call.batches, call.columns, call.inner);
+  check(call.marks, call.batches, call.rows, call.inner);
+  if (call.kind == FLOAT64) {
+    Product<double>(call, *machine().twice).run();
+  } else {
+    Product<float>(call, *machine().single).run();
+  }
+}
+
+}  // namespace
+}  // namespace gradtrace
+
+// There is at least one batch, row, column and k.
+GRADTRACE_API int gradtrace_contract(gradtrace::Call* call) {
+  return gradtrace::guarded([&] { gradtrace::contract(*call); });
+}

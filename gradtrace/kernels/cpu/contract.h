@@ -1,0 +1,99 @@
+// The contraction in (max, ×): out[m, n] = maxₖ |a[m, k] · b[n, k]|, and which k attains it.
+//
+// Rows of a are packed as |a|; columns of b in panels, |b| by k, with the largest entry `top[k]` of
+// each k. Rounding is monotone, so |a·b| ≤ a · top[k] as rounded, for every column of the panel. What
+// is less than a lower bound of every column's maximum can neither win nor tie and is left out; what
+// survives is multiplied out in rising k. Where most survive the bounds are skipped.
+#pragma once
+#include <cstdint>
+
+namespace gradtrace {
+
+enum Kind : int64_t { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3, INT32 = 4 };
+
+// Positions along one dimension: table[i], or i · step without a table.
+struct Axis {
+  const int64_t* table;
+  int64_t step;
+
+  __attribute__((always_inline)) int64_t operator()(int64_t i) const {
+    return table ? table[i] : i * step;
+  }
+};
+
+// x[i, r, k] = data[batch(i) + rows(r) + inner(k)]
+struct View {
+  const void* data;
+  int64_t kind;
+  int64_t size;  // elements that may be read from data on, if there are tables; else 0
+  Axis batch, rows, inner;
+};
+
+enum Way : int64_t { BY_MEASURE = 0, DENSE = 1, PRUNED = 2 };
+
+// The arguments, all of 8 bytes: Python hands them over as one array. Results are contiguous, of
+// shape (batches, rows, columns); null where they are not wanted.
+struct Call {
+  View a, b, marks;
+  int64_t batches, rows, inner, columns;
+  int64_t kind;  // of the products: FLOAT32 or FLOAT64
+  void* value;
+  int64_t* index;
+  int32_t* marked;
+  int64_t first_batch, last_batch, first_row, last_row;  // the part that is asked for
+  int64_t threads, way;
+  int64_t survived, considered;  // counted up: k that the bounds let through, and all
+};
+
+constexpr int64_t LOOK = 16;   // k that are compared with the bound at a time
+constexpr int64_t MOST = 1536;  // k in a panel: what a cache holds, and a list of 16 bits can name
+constexpr int64_t SEEDS = 16;  // k of a row that give the first lower bound
+
+// A group of columns, packed: strips of `Kernels::strip` columns, each [k][column].
+template <class T>
+struct Panel {
+  T* strips;    // 0 in columns that are not there
+  T* top;       // [k] the largest of the panel; 0 from `inner` to the next multiple of LOOK
+  T* floor;     // [column] infinity where the whole column is 0, else 0
+  int64_t columns, inner;
+  bool finite;
+};
+
+// What is known of some rows against one panel before and after a run of k.
+template <class T>
+struct Rows {
+  const T* a;  // |a|, [row][stride]
+  int64_t stride, rows;
+  const uint16_t* seeds;  // [row][SEEDS], or null if `value` is a lower bound already
+  T* value;               // [row][panel]
+  int32_t* index;         // [row][panel], or null if it is not wanted
+  int64_t first;          // the k of the panel's first
+  bool finite;
+  Way way;
+  int64_t survived, considered;
+};
+
+template <class T>
+struct Kernels {
+  int64_t strip;  // columns in a strip
+  int64_t panel;  // columns in a panel
+  bool (*pack_rows)(const View&, int64_t batch, int64_t row, int64_t rows, int64_t inner,
+                    int64_t stride, T* out);
+  void (*find_seeds)(const T* rows, int64_t count, int64_t stride, int64_t inner, uint16_t* out);
+  void (*pack_panel)(const View&, int64_t batch, int64_t column, int64_t first, Panel<T>&);
+  void (*run)(const Panel<T>&, Rows<T>&);
+};
+
+// One for each instruction set that was compiled.
+struct Machine {
+  const char* name;
+  bool (*runs)();  // on this processor
+  const Kernels<float>* single;
+  const Kernels<double>* twice;
+};
+
+extern const Machine generic_machine, neon_machine, avx2_machine, avx512_machine;
+
+const Machine& machine();  // the one in use
+
+}  // namespace gradtrace

@@ -1,0 +1,17 @@
+// The contraction for x86 with AVX2.
+#include "contract.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+namespace gradtrace {
+namespace avx2 {
+#define GRADTRACE_AVX2
+#include "contract_lanes.h"
+#include "contract_rows.h"
+}  // namespace avx2
+
+static bool runs() { return __builtin_cpu_supports("avx2"); }
+const Machine avx2_machine = {"avx2", runs, &avx2::kernels<float>, &avx2::kernels<double>};
+
+}  // namespace gradtrace
+#endif

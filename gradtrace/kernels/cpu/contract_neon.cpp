@@ -1,0 +1,17 @@
+// The contraction for 64-bit Arm.
+#include "contract.h"
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+namespace gradtrace {
+namespace neon {
+#define GRADTRACE_NEON
+#include "contract_lanes.h"
+#include "contract_rows.h"
+}  // namespace neon
+
+static bool runs() { return true; }
+const Machine neon_machine = {"neon", runs, &neon::kernels<float>, &neon::kernels<double>};
+
+}  // namespace gradtrace
+#endif

@@ -1,0 +1,459 @@
+// The contraction in one instruction set. Included once in each contract_<set>.cpp, inside its
+// namespace. No templates of the standard library: the linker keeps one copy of those, and it could
+// be one that the processor cannot run.
+
+// ---- packing --------------------------------------------------------------------------------------
+
+struct Half {
+  uint16_t bits;
+};
+struct Brain {
+  uint16_t bits;
+};
+
+INLINE float number(float x) { return x; }
+INLINE double number(double x) { return x; }
+INLINE float from_bits(uint32_t bits) {
+  float out;
+  __builtin_memcpy(&out, &bits, sizeof out);
+  return out;
+}
+INLINE float number(Brain x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }
+INLINE float number(Half x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+  if (rest >= 0x7c00u) return from_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+  // The exponent is that of float less 112; multiplication takes denormals along.
+  return from_bits(sign | rest << 13) * 0x1p112f;
+}
+
+INLINE int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+
+// Rows [row, row + rows) as numbers, [row][stride], |·| taken and 0 from `inner` on.
+template <class T, class S>
+static void copy_rows(const View& x, int64_t offset, int64_t row, int64_t rows, int64_t inner,
+                      int64_t stride, T* out) {
+  const S* data = static_cast<const S*>(x.data) + offset;
+  constexpr int64_t TILE = 16;
+  if (!x.inner.table && x.inner.step == 1) {
+    for (int64_t r = 0; r < rows; r++) {
+      const S* from = data + x.rows(row + r);
+      for (int64_t k = 0; k < inner; k++) out[r * stride + k] = size(static_cast<T>(number(from[k])));
+    }
+  } else {
+    for (int64_t r0 = 0; r0 < rows; r0 += TILE) {
+      const int64_t r1 = least(rows, r0 + TILE);
+      for (int64_t k = 0; k < inner; k++) {
+        const S* from = data + x.inner(k);
+        for (int64_t r = r0; r < r1; r++) {
+          out[r * stride + k] = size(static_cast<T>(number(from[x.rows(row + r)])));
+        }
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t k = inner; k < stride; k++) out[r * stride + k] = 0;
+  }
+}
+
+// Whether no number is infinite or NaN.
+template <class T>
+static bool all_finite(const T* x, int64_t count) {
+  using V = typename Lanes<T>::V;
+  V sum = {};
+  int64_t i = 0;
+  for (; i + Lanes<T>::W <= count; i += Lanes<T>::W) {
+    const V here = load(x + i);
+    sum += here - here;  // 0, or NaN for good
+  }
+  T rest = 0;
+  for (; i < count; i++) rest += x[i] - x[i];
+  for (int w = 0; w < Lanes<T>::W; w++) rest += sum[w];
+  return rest == 0;
+}
+
+template <class T>
+static bool pack_rows(const View& x, int64_t batch, int64_t row, int64_t rows, int64_t inner,
+                      int64_t stride, T* out) {
+  const int64_t offset = x.batch(batch);
+  switch (x.kind) {
+    case FLOAT32: copy_rows<T, float>(x, offset, row, rows, inner, stride, out); break;
+    case FLOAT64: copy_rows<T, double>(x, offset, row, rows, inner, stride, out); break;
+    case FLOAT16: copy_rows<T, Half>(x, offset, row, rows, inner, stride, out); break;
+    default: copy_rows<T, Brain>(x, offset, row, rows, inner, stride, out);
+  }
+  return all_finite(out, rows * stride);
+}
+
+// Places of large numbers in each row: the largest of every SEEDS-th.
+template <class T>
+static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inner, uint16_t* out) {
+  using V = typename Lanes<T>::V;
+  using I = typename Lanes<T>::I;
+  constexpr int W = Lanes<T>::W, PARTS = SEEDS / W;
+  for (int64_t r = 0; r < count; r++) {
+    V best[PARTS];
+    I at[PARTS];
+    for (int j = 0; j < PARTS; j++) best[j] = V{}, at[j] = I{};
+    for (int64_t k = 0; k < inner; k += SEEDS) {
+      const I now = all_int<T>(k);
+      for (int j = 0; j < PARTS; j++) take<true>(load(rows + r * stride + k + j * W), best[j], at[j], now);
+    }
+    for (int j = 0; j < SEEDS; j++) {
+      out[r * SEEDS + j] = static_cast<uint16_t>(at[j / W][j % W] + j);
+    }
+  }
+}
+
+// Columns [column, column + panel.columns) for k in [first, first + panel.inner), |·| taken.
+template <class T, class S>
+static void copy_panel(const View& x, int64_t offset, int64_t column, int64_t first,
+                       const Panel<T>& panel) {
+  constexpr int64_t WIDE = STRIP * Lanes<T>::W;
+  const S* data = static_cast<const S*>(x.data) + offset;
+  for (int64_t start = 0; start < panel.columns; start += WIDE) {
+    const int64_t wide = least(WIDE, panel.columns - start);
+    T* out = panel.strips + start * panel.inner;
+    if (!x.rows.table && x.rows.step == 1) {
+      for (int64_t k = 0; k < panel.inner; k++, out += WIDE) {
+        const S* from = data + x.inner(first + k) + column + start;
+        if (wide == WIDE) {
+          for (int64_t n = 0; n < WIDE; n++) out[n] = size(static_cast<T>(number(from[n])));
+        } else {
+          for (int64_t n = 0; n < wide; n++) out[n] = size(static_cast<T>(number(from[n])));
+          for (int64_t n = wide; n < WIDE; n++) out[n] = 0;
+        }
+      }
+      continue;
+    }
+    constexpr int64_t TILE = 16;
+    for (int64_t k0 = 0; k0 < panel.inner; k0 += TILE) {
+      const int64_t k1 = least(panel.inner, k0 + TILE);
+      for (int64_t n = 0; n < WIDE; n++) {
+        if (n >= wide) {
+          for (int64_t k = k0; k < k1; k++) out[k * WIDE + n] = 0;
+          continue;
+        }
+        const S* from = data + x.rows(column + start + n);
+        for (int64_t k = k0; k < k1; k++) {
+          out[k * WIDE + n] = size(static_cast<T>(number(from[x.inner(first + k)])));
+        }
+      }
+    }
+  }
+}
+
+// The largest of each k over the columns, and which columns are 0 throughout.
+template <class T>
+static void measure(Panel<T>& panel) {
+  using V = typename Lanes<T>::V;
+  constexpr int W = Lanes<T>::W;
+  constexpr int64_t WIDE = STRIP * W;
+  bool finite = true;
+  for (int64_t start = 0; start < panel.columns; start += WIDE) {
+    const T* from = panel.strips + start * panel.inner;
+    V high[STRIP];
+    UNROLL for (int j = 0; j < STRIP; j++) high[j] = V{};
+    for (int64_t k = 0; k < panel.inner; k++, from += WIDE) {
+      V most = {};
+      UNROLL for (int j = 0; j < STRIP; j++) {
+        const V here = load(from + j * W);
+        most = larger_or_nan(here, most);
+        high[j] = larger_or_nan(here, high[j]);
+      }
+      T top = start ? panel.top[k] : 0;
+      for (int w = 0; w < W; w++) top = most[w] > top || most[w] != most[w] ? most[w] : top;
+      panel.top[k] = top;
+    }
+    for (int64_t n = 0; n < WIDE; n++) {
+      const T most = high[n / W][n % W];
+      panel.floor[start + n] = most == 0 ? infinity<T>() : 0;
+      finite = finite && most - most == 0;
+    }
+  }
+  for (int64_t k = panel.inner; k % LOOK; k++) panel.top[k] = 0;
+  panel.finite = finite;
+}
+
+template <class T>
+static void pack_panel(const View& x, int64_t batch, int64_t column, int64_t first,
+                       Panel<T>& panel) {
+  const int64_t offset = x.batch(batch);
+  switch (x.kind) {
+    case FLOAT32: copy_panel<T, float>(x, offset, column, first, panel); break;
+    case FLOAT64: copy_panel<T, double>(x, offset, column, first, panel); break;
+    case FLOAT16: copy_panel<T, Half>(x, offset, column, first, panel); break;
+    default: copy_panel<T, Brain>(x, offset, column, first, panel);
+  }
+  measure(panel);
+}
+
+// ---- which k survive ------------------------------------------------------------------------------
+
+// For each byte the places of its bits, and how many there are.
+struct Places {
+  alignas(16) uint16_t at[256][8];
+  uint8_t count[256];
+};
+constexpr Places make_places() {
+  Places out{};
+  for (int byte = 0; byte < 256; byte++) {
+    for (int bit = 0; bit < 8; bit++) {
+      if (byte >> bit & 1) out.at[byte][out.count[byte]++] = static_cast<uint16_t>(bit);
+    }
+  }
+  return out;
+}
+static constexpr Places places = make_places();
+
+typedef uint16_t Eight __attribute__((vector_size(16)));
+typedef uint16_t LooseEight __attribute__((vector_size(16), aligned(2), may_alias));
+
+INLINE int64_t append(unsigned byte, int64_t k, uint16_t* to) {
+  const uint16_t base = static_cast<uint16_t>(k);
+  const Eight start = {base, base, base, base, base, base, base, base};
+  *reinterpret_cast<LooseEight*>(to) = *reinterpret_cast<const Eight*>(places.at[byte]) + start;
+  return places.count[byte];
+}
+
+// Writes the k with a[k] · top[k] not less than the bound, rising; 8 more places are written over.
+template <class T>
+static int64_t survivors(const T* a, const Panel<T>& panel, T bound, uint16_t* list) {
+  const typename Lanes<T>::V least_needed = all<T>(bound);
+  int64_t count = 0;
+  for (int64_t k = 0; k < panel.inner; k += LOOK) {
+    const unsigned bits = not_less(a + k, panel.top + k, least_needed);
+    count += append(bits & 255, k, list + count);
+    count += append(bits >> 8, k + 8, list + count);
+  }
+  return count;
+}
+
+// The smallest positive number: what is less is 0.
+INLINE float tiniest(float) { return 0x1p-149f; }
+INLINE double tiniest(double) { return 0x1p-1074; }
+
+// The least, over the columns, of what their maxima are at least; columns of zeros do not count.
+template <class T, bool FINITE>
+static T lower_bound(const T* a, const uint16_t* seeds, const T* value, const Panel<T>& panel) {
+  using V = typename Lanes<T>::V;
+  constexpr int W = Lanes<T>::W;
+  constexpr int64_t WIDE = STRIP * W;
+  V low = all<T>(infinity<T>());
+  for (int64_t start = 0; start < panel.columns; start += WIDE) {
+    V least_of[STRIP];
+    const T *floor = panel.floor + start, *known = value + start;
+    UNROLL for (int j = 0; j < STRIP; j++) {
+      const V here = load(floor + j * W), there = load(known + j * W);
+      if constexpr (FINITE) {
+        least_of[j] = larger(there, here);
+      } else {
+        least_of[j] = there > here ? there : here;  // NaN stays out
+      }
+    }
+    const T* strip = panel.strips + start * panel.inner;
+    for (int64_t s = 0; seeds && s < SEEDS; s++) {
+      const T* b = strip + seeds[s] * WIDE;
+      const T x = a[seeds[s]];
+      UNROLL for (int j = 0; j < STRIP; j++) {
+        const V product = load(b + j * W) * x;
+        if constexpr (FINITE) {
+          least_of[j] = larger(product, least_of[j]);
+        } else {
+          least_of[j] = product > least_of[j] ? product : least_of[j];
+        }
+      }
+    }
+    UNROLL for (int j = 0; j < STRIP; j++) low = smaller(least_of[j], low);
+  }
+  T out = low[0];
+  for (int w = 1; w < W; w++) out = low[w] < out ? low[w] : out;
+  const T tiny = tiniest(out);
+  return out > tiny ? out : tiny;
+}
+
+// ---- products -------------------------------------------------------------------------------------
+
+// Lists up to this length keep k itself; longer ones the group of GROUP, looked through at the end.
+constexpr int64_t SHORT = 40;
+constexpr int GROUP = 4;
+
+template <class T>
+struct Line {
+  const T* a;
+  const T* strip;  // [k][WIDE]
+  const uint16_t* list;
+  int64_t count;
+  T* value;        // of the strip's columns
+  int32_t* index;  // or null
+  int64_t columns, first;
+};
+
+template <class T, int N, bool FINITE>
+static void keep_place(const Line<T>& line) {
+  using V = typename Lanes<T>::V;
+  using I = typename Lanes<T>::I;
+  constexpr int W = Lanes<T>::W;
+  constexpr int64_t WIDE = STRIP * W;
+  V v[N];
+  I at[N];
+  UNROLL for (int j = 0; j < N; j++) v[j] = load(line.value + j * W), at[j] = all_int<T>(-1);
+  for (int64_t t = 0; t < line.count; t++) {
+    const int64_t k = line.list[t];
+    const T* b = line.strip + k * WIDE;
+    const T x = line.a[k];
+    const I now = all_int<T>(k);
+    UNROLL for (int j = 0; j < N; j++) take<FINITE>(load(b + j * W) * x, v[j], at[j], now);
+  }
+  UNROLL for (int j = 0; j < N; j++) store(line.value + j * W, v[j]);
+  typename Lanes<T>::Int place[N * W];
+  __builtin_memcpy(place, at, sizeof place);
+  for (int64_t n = 0; n < N * W; n++) {
+    const int32_t before = line.index[n], found = static_cast<int32_t>(line.first + place[n]);
+    line.index[n] = place[n] < 0 ? before : found;
+  }
+}
+
+// The largest of GROUP products for each column.
+template <class T, bool FINITE>
+INLINE typename Lanes<T>::V of_group(const T* const* b, const T* x, int64_t at) {
+  using V = typename Lanes<T>::V;
+  const V p = load(b[0] + at) * x[0], q = load(b[1] + at) * x[1];
+  const V r = load(b[2] + at) * x[2], s = load(b[3] + at) * x[3];
+  if constexpr (FINITE) {
+    return larger(larger(p, q), larger(r, s));
+  } else {
+    return larger_or_nan(larger_or_nan(p, q), larger_or_nan(r, s));
+  }
+}
+
+// The first k of the group whose product is the value found (NaN for NaN).
+template <class T, bool FINITE>
+INLINE int64_t first_in_group(const Line<T>& line, const uint16_t* group, T value, int64_t n) {
+  constexpr int64_t WIDE = STRIP * Lanes<T>::W;
+  int64_t k = group[GROUP - 1];
+  UNROLL for (int g = GROUP - 2; g >= 0; g--) {
+    const T product = line.a[group[g]] * line.strip[group[g] * WIDE + n];
+    const bool same = product == value || (!FINITE && product != product && value != value);
+    k = same ? group[g] : k;
+  }
+  return k;
+}
+
+// The list is filled up to a multiple of GROUP.
+template <class T, int N, bool FINITE, bool INDEX>
+static void keep_group(const Line<T>& line) {
+  using V = typename Lanes<T>::V;
+  using I = typename Lanes<T>::I;
+  constexpr int W = Lanes<T>::W;
+  constexpr int64_t WIDE = STRIP * W;
+  V v[N];
+  I at[N];
+  UNROLL for (int j = 0; j < N; j++) v[j] = load(line.value + j * W), at[j] = all_int<T>(-1);
+  for (int64_t t = 0; t < line.count; t += GROUP) {
+    const T* b[GROUP];
+    T x[GROUP];
+    UNROLL for (int g = 0; g < GROUP; g++) {
+      b[g] = line.strip + line.list[t + g] * WIDE;
+      x[g] = line.a[line.list[t + g]];
+    }
+    const I now = all_int<T>(t);
+    UNROLL for (int j = 0; j < N; j++) {
+      const V m = of_group<T, FINITE>(b, x, j * W);
+      if constexpr (INDEX) {
+        take<FINITE>(m, v[j], at[j], now);
+      } else {
+        v[j] = FINITE ? larger(m, v[j]) : larger_or_nan(v[j], m);
+      }
+    }
+  }
+  UNROLL for (int j = 0; j < N; j++) store(line.value + j * W, v[j]);
+  if constexpr (INDEX) {
+    typename Lanes<T>::Int place[N * W];
+    __builtin_memcpy(place, at, sizeof place);
+    for (int64_t n = 0; n < line.columns; n++) {
+      if (place[n] < 0) continue;
+      const int64_t k = first_in_group<T, FINITE>(line, line.list + place[n], line.value[n], n);
+      line.index[n] = static_cast<int32_t>(line.first + k);
+    }
+  }
+}
+
+template <class T, int N, bool FINITE>
+static void products(const Line<T>& line) {
+  if (!line.index) {
+    keep_group<T, N, FINITE, false>(line);
+  } else if (line.count <= SHORT) {
+    keep_place<T, N, FINITE>(line);
+  } else {
+    keep_group<T, N, FINITE, true>(line);
+  }
+}
+
+template <class T, bool FINITE>
+static void products_of(const Line<T>& line) {
+  constexpr int W = Lanes<T>::W;
+  if (line.columns <= W) {
+    products<T, 1, FINITE>(line);
+  } else if (line.columns <= 2 * W) {
+    products<T, 2, FINITE>(line);
+  } else if (STRIP == 4 || line.columns <= 4 * W) {
+    products<T, 4, FINITE>(line);
+  } else {
+    products<T, STRIP, FINITE>(line);
+  }
+}
+
+// One row against the panel's columns, for the k of the list.
+template <class T>
+static void row_of(const Panel<T>& panel, const Rows<T>& rows, int64_t r, uint16_t* list,
+                   int64_t count, bool finite) {
+  constexpr int64_t WIDE = STRIP * Lanes<T>::W, WHOLE = PANEL * WIDE;
+  if (!count) return;
+  for (int64_t t = count; t % GROUP; t++) list[t] = list[count - 1];
+  for (int64_t start = 0; start < panel.columns; start += WIDE) {
+    const Line<T> line{rows.a + r * rows.stride,
+                       panel.strips + start * panel.inner,
+                       list,
+                       count,
+                       rows.value + r * WHOLE + start,
+                       rows.index ? rows.index + r * WHOLE + start : nullptr,
+                       least(WIDE, panel.columns - start),
+                       rows.first};
+    finite ? products_of<T, true>(line) : products_of<T, false>(line);
+  }
+}
+
+// Two rows of every RUN are pruned in any case; if much survives, the others go without bounds.
+constexpr int64_t RUN = 32, TRIED = 2;
+
+template <class T>
+static void run(const Panel<T>& panel, Rows<T>& rows) {
+  constexpr int64_t WHOLE = PANEL * STRIP * Lanes<T>::W;
+  uint16_t list[MOST + LOOK], every[MOST + LOOK];
+  for (int64_t k = 0; k < panel.inner; k++) every[k] = static_cast<uint16_t>(k);
+  const bool finite = rows.finite && panel.finite;
+  int64_t seen = 0;
+  for (int64_t r = 0; r < rows.rows; r++) {
+    if (r % RUN == 0) seen = 0;
+    const bool dense = rows.way == DENSE || (rows.way == BY_MEASURE && r % RUN >= TRIED &&
+                                             seen > TRIED * panel.inner * 3 / 4);
+    if (dense) {
+      row_of(panel, rows, r, every, panel.inner, finite);
+      continue;
+    }
+    const T* a = rows.a + r * rows.stride;
+    const uint16_t* seeds = rows.seeds ? rows.seeds + r * SEEDS : nullptr;
+    const T* known = rows.value + r * WHOLE;
+    const T bound = finite ? lower_bound<T, true>(a, seeds, known, panel)
+                           : lower_bound<T, false>(a, seeds, known, panel);
+    const int64_t count = survivors(a, panel, bound, list);
+    if (r % RUN < TRIED) seen += count;
+    rows.survived += count;
+    rows.considered += panel.inner;
+    row_of(panel, rows, r, list, count, finite);
+  }
+}
+
+template <class T>
+constexpr Kernels<T> kernels = {STRIP * Lanes<T>::W, PANEL * STRIP * Lanes<T>::W, pack_rows<T>,
+                                find_seeds<T>, pack_panel<T>, run<T>};

@@ -1,0 +1,86 @@
+"""Marks: which components the path of an element has visited.
+
+A mark is a set of bits, held in a whole number: bit 0 says that there is a path, each other bit is
+an atom of the components that are asked for. Elements hold only the *number* of their mark, an
+int32; a ``Palette`` says which mark a number stands for. So a mark may have any number of bits, and
+to add a bit to all elements costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MANY = 512
+"""A palette with more entries is looked through for those that are equal, or that nobody uses."""
+
+
+class Palette(NamedTuple):
+    """Number n, from 1 on, stands for the mark ``rows[n - 1] | extra``; 0 for no path."""
+
+    rows: tuple[int, ...] = (1,)
+    extra: int = 0
+
+    def mark(self, bits: int) -> Palette:
+        """The same numbers, with more bits in every mark."""
+        return Palette(self.rows, self.extra | bits) if bits & ~self.extra else self
+
+    def marks(self) -> list[int]:
+        """The mark of each number, from 0 on."""
+        return [0, *(row | self.extra for row in self.rows)]
+
+    def then(self, other: Palette) -> Palette:
+        """Both: the second's numbers follow those of the first."""
+        return Palette((*self.marks()[1:], *other.marks()[1:]))
+
+    def times(self, bits: list[int]) -> Palette:
+        """Every mark with every one of some sets of bits; number n with set i becomes number
+        ``(n - 1)·len(bits) + i + 1``.
+        """
+        return Palette(tuple(row | more for row in self.rows for more in bits), self.extra)
+
+
+def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
+    """The same marks, without palette entries that are equal or that nobody uses."""
+    count = len(palette.rows)
+    if count <= MANY:
+        return numbers, palette
+    used = torch.bincount(numbers.reshape(-1), minlength=count + 1)[1:].nonzero().reshape(-1)
+    places: dict[int, int] = {}
+    remap = torch.zeros(count + 1, dtype=torch.int32)
+    there = used.tolist()
+    remap[used.cpu() + 1] = torch.tensor(
+        [places.setdefault(palette.rows[n] | palette.extra, len(places)) + 1 for n in there],
+        dtype=torch.int32,
+    )
+    found = remap.to(numbers.device)[numbers.reshape(-1)].reshape(numbers.shape)
+    return found, Palette(tuple(places) or (1,))
+
+
+@dataclass
+class Marks:
+    """Which bits a path gets: ``block`` for visiting a block at all, ``position`` for leaving it to
+    an argument, ``slices`` for the slices of a labelled tensor, along a dimension.
+    """
+
+    bits: int
+    block: dict[int, int]
+    position: dict[tuple[int, int], int]
+    slices: dict[int, tuple[int, list[int]]]
+
+
+NO_MARKS = Marks(1, {}, {}, {})
+"""Only whether there is a path."""
+
+
+def sliced(numbers: Tensor, palette: Palette, dim: int, bits: list[int]) -> tuple[Tensor, Palette]:
+    """Marks of a tensor whose slices along a dimension each add bits of their own."""
+    kinds = list(dict.fromkeys(bits))
+    which = torch.tensor([kinds.index(b) for b in bits], dtype=torch.int32, device=numbers.device)
+    shape = [len(bits) if d == dim else 1 for d in range(numbers.dim())]
+    product = (numbers - 1) * len(kinds) + which.reshape(shape) + 1
+    found = torch.where(numbers == 0, 0, product)
+    return compact(found, palette.times(kinds))

@@ -1,0 +1,107 @@
+"""How much memory a pass takes, and how much there is: told before the work begins."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import torch
+
+from gradtrace.errors import TooLarge
+from gradtrace.program import Program, Step
+
+MARK = 4
+"""Bytes of an element's mark."""
+
+
+def streaming(program: Program, value: bool = True) -> int:
+    """The most bytes that a streaming pass holds at a time, beyond the program itself.
+
+    Every value that is waiting to be used counts with its marks, and with its elements unless
+    these were kept (``value=False``: as if all were). A leaf is counted and dropped.
+    """
+    last, leaves = program.last_uses(), {leaf.value for leaf in program.leaves}
+    held: dict[int, int] = {}
+    now = most = 0
+    for n, step in enumerate(program.steps()):
+        known = not value or step.out in program.kept or step.out in leaves
+        size = _bytes(step, known)
+        most = max(most, now + size)
+        if step.out in last:
+            held[step.out] = size
+            now += size
+        for term in step.terms:
+            if last[term.value] == n:
+                now -= held.pop(term.value, 0)
+    return most
+
+
+def whole(program: Program) -> int:
+    """The bytes of the values of all steps that were not kept."""
+    return sum(_bytes(s, False) - MARK * prod(s.shape) for s in program.steps() if _new(s, program))
+
+
+def _new(step: Step, program: Program) -> bool:
+    return step.out not in program.kept
+
+
+def _bytes(step: Step, known: bool) -> int:
+    return prod(step.shape) * (MARK + (0 if known else step.dtype.itemsize))
+
+
+def available(device: torch.device) -> int | None:
+    """How many bytes can still be had on a device; None if nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    told = [free for free in (_free(), _allowed()) if free is not None]
+    return min(told, default=None)
+
+
+def _free() -> int | None:
+    """What the system has left."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def _allowed() -> int | None:
+    """What a container may still take; what only caches files counts as free."""
+    for folder, limit, used, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        (
+            "/sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
+            told = dict(x.split() for x in Path(folder, "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # "max" is no number: no limit
+            continue
+        return max(0, most - now + int(told.get(cached, 0)))
+    return None
+
+
+def see(needed: int, device: torch.device, what: str, remedy: str) -> None:
+    """Refuse work that does not fit."""
+    free = available(device)
+    if free is not None and needed > free:
+        raise TooLarge(f"{what} takes about {spelt(needed)}, and {spelt(free)} are free; {remedy}")
+
+
+def spelt(size: int) -> str:
+    """A number of bytes as people say it.
+
+    >>> spelt(3 << 29), spelt(1000)
+    ('1.5 GiB', '1000 bytes')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.1f} {unit}"
+    return f"{size} bytes"

@@ -1,0 +1,63 @@
+"""Palettes: numbers that stand for marks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradtrace import marks
+from gradtrace.marks import Palette, compact, sliced
+
+
+def read(numbers: torch.Tensor, palette: Palette) -> list[int]:
+    """The mark of each element."""
+    known = palette.marks()
+    return [known[n] for n in numbers.reshape(-1).tolist()]
+
+
+def test_more_bits_for_all_cost_nothing() -> None:
+    palette = Palette((1, 3)).mark(1 << 200).mark(4)
+    assert palette.rows == (1, 3)
+    assert palette.marks() == [0, 1 | 4 | 1 << 200, 3 | 4 | 1 << 200]
+    assert palette.mark(4) is palette
+
+
+def test_one_palette_after_another() -> None:
+    first, second = Palette((1, 3)).mark(8), Palette((1, 5)).mark(16)
+    both = first.then(second)
+    assert both.marks() == [0, 9, 11, 17, 21]
+    assert (
+        both.marks()[2 + 1] == second.marks()[1]
+    )  # numbers of the second follow those of the first
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 2**80))
+def test_compact_changes_no_mark(drawn: list[int], extra: int) -> None:
+    rows = tuple(1 | (n % 4) << 70 for n in range(9))  # some are equal
+    palette = Palette(rows, extra)
+    numbers = torch.tensor(drawn, dtype=torch.int32)
+    before, most = read(numbers, palette), marks.MANY
+    try:
+        marks.MANY = 2
+        found, smaller = compact(numbers, palette)
+    finally:
+        marks.MANY = most
+    assert read(found, smaller) == before
+    assert found.dtype is torch.int32
+    used = {palette.marks()[n] for n in drawn if n}
+    assert len(smaller.rows) == max(1, len(used))
+
+
+def test_small_palettes_are_left_alone() -> None:
+    numbers = torch.tensor([0, 1], dtype=torch.int32)
+    assert compact(numbers, Palette((1, 1))) == (numbers, Palette((1, 1)))
+
+
+def test_slices_add_bits_of_their_own() -> None:
+    palette = Palette((1, 3), 64)
+    numbers = torch.tensor([[1, 2, 0], [2, 1, 1]], dtype=torch.int32)
+    found, wider = sliced(numbers, palette, 1, [4, 8, 4])
+    assert read(found, wider) == [69, 75, 0, 71, 73, 69]
+    found, wider = sliced(numbers, palette, 0, [0, 8])
+    assert read(found, wider) == [65, 67, 0, 75, 73, 73]
