@@ -12,7 +12,7 @@ from gradtrace import kernels
 from gradtrace.bench.results import Column, Section, Setting
 from gradtrace.bench.timing import Way, Ways, interleaved
 from gradtrace.bench.trained import BATCH, LENGTH, products
-from gradtrace.kernels import reference
+from gradtrace.kernels import native, reference
 
 Shape = tuple[int, int, int]
 
@@ -25,23 +25,6 @@ BLOCK = 32
 """Terms at a time in torch-semiring-einsum: its fastest block here."""
 
 MATMUL, MARKS, VALUE, INDEX = "torch.matmul", "value and marks", "value", "value and index"
-
-
-def _plain(a: Tensor, b: Tensor, *, index: bool = False, marks: Tensor | None = None) -> object:
-    """The contraction in plain torch: ``reference``, and the winner's marks."""
-    if marks is None and not index:
-        return reference.largest(a, b)
-    value, at = reference.winner(a, b)
-    return (value, at) if marks is None else (value, marks.gather(2, at))
-
-
-contraction: Callable[..., object] = getattr(kernels, "contraction", _plain)
-
-
-def survivors(a: Tensor, b: Tensor) -> float | None:
-    """The share of products that are computed, where the kernel tells."""
-    module = getattr(kernels, "contract", None)
-    return None if module is None else float(module.survivors(a, b))
 
 
 class Data(NamedTuple):
@@ -76,7 +59,7 @@ def contractions(setting: Setting) -> Section:
             _compared(section, setting, name, (a, b), setting.limit(kind.limit))
     section.note(
         "float32; marks are one word of 32 bits for each element of a. Survivors: the share of "
-        "products that are computed, the others being out of the running by a bound."
+        "terms that the bounds let through, if bounds are used; where most are, they are not."
     )
     return section
 
@@ -156,7 +139,7 @@ def _compared(
         timed.typical(MARKS),
         timed.ratio(VALUE),
         timed.ratio(INDEX),
-        survivors(a[None], b[None]),
+        kernels.survivors(a[None], b[None]) if native.library() else None,
         timed.rounds,
     )
 
@@ -166,16 +149,16 @@ def _ways(a: Tensor, b: Tensor) -> Ways:
     x, y = a[None], b[None]
     return {
         MATMUL: _ready(lambda: torch.matmul(a, b)),
-        MARKS: _ready(lambda: contraction(x, y, marks=marks)),
-        VALUE: _ready(lambda: contraction(x, y)),
-        INDEX: _ready(lambda: contraction(x, y, index=True)),
+        MARKS: _ready(lambda: kernels.contraction(x, y, marks=marks)),
+        VALUE: _ready(lambda: kernels.contraction(x, y)),
+        INDEX: _ready(lambda: kernels.contraction(x, y, index=True)),
     }
 
 
 def _other_ways(a: Tensor, b: Tensor, setting: Setting) -> Ways:
     ways = {
         MATMUL: _ready(lambda: torch.matmul(a, b)),
-        "gradtrace": _ready(lambda: contraction(a[None], b[None], index=True)),
+        "gradtrace": _ready(lambda: kernels.contraction(a[None], b[None], index=True)),
         "torch broadcasting, in chunks": _ready(lambda: reference.winner(a[None], b[None])),
     }
     if setting.has("torch_semiring_einsum", "the comparison with torch-semiring-einsum"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import gradtrace
-from gradtrace.kernels import native
+from gradtrace.kernels import contract
 
 PACKAGES = ("numpy", "transformers", "torch-semiring-einsum", "matplotlib")
 STATUS = Path("/proc/self/status")
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
         "gradtrace": gradtrace.__version__,
-        "compiled kernels": "no" if native.library() is None else "yes",
+        "kernels": contract.isa() or "plain torch",
     }
     for package in PACKAGES:
         try:
