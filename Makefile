@@ -18,7 +18,7 @@ lint: $(VENV)/.developed
 	$(BIN)/mypy
 
 bench: $(VENV)/.developed
-	$(BIN)/python -m benchmarks --out docs/benchmarks.md
+	$(BIN)/gradtrace bench --out docs/benchmarks.md --figures docs/figures
 
 # torch comes first and by version: a plain request for it would fetch gigabytes of CUDA. To keep
 # a torch of your own, set TORCH to its version.

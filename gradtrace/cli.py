@@ -1,4 +1,4 @@
-"""The command line: ``gradtrace demo | check | ops``.
+"""The command line: ``gradtrace demo | check | ops | bench``.
 
 Results go to stdout, progress and errors to stderr. The exit code is 0, or 1 where a check fails,
 or 2 where something is wrong with the question itself.
@@ -324,6 +324,42 @@ def _summary(rule: Callable[..., Any]) -> str:
     maker = rule.__qualname__.partition(".")[0]
     text = inspect.getdoc(rule) or inspect.getdoc(getattr(inspect.getmodule(rule), maker, None))
     return (text or "").partition("\n")[0]
+
+
+# gradtrace bench ---------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run this section only; may be given again.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds, in place of each section's own.", min=1)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small cases, under a minute: to try the tool.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a Markdown page, and beside it the same as JSON.")
+    ] = None,
+    figures: Annotated[Path | None, typer.Option(help="Draw the curves into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time tracing beside PyTorch's own passes; takes up to 20 minutes."""
+    from gradtrace.bench import page
+    from gradtrace.bench.results import Setting
+    from gradtrace.bench.run import SECTIONS, Places, run
+
+    for name in only or ():
+        if name not in SECTIONS:
+            raise GradtraceError(f"there is no section {name!r}{_close(name, SECTIONS)}")
+    found = run(only or SECTIONS, Setting(quick, rounds), Places(out, figures))
+    if as_json:
+        _print_json(found.data())
+    else:
+        print(page.markdown(found.data()))
+    raise typer.Exit(WRONG if found.failed else 0)
 
 
 # Printing ----------------------------------------------------------------------------------------

@@ -1,0 +1,204 @@
+"""The models and graphs that are measured, with random weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Problem(NamedTuple):
+    """A model, and a function that runs it forward to a loss."""
+
+    model: nn.Module
+    loss: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that is traced. ``trace`` is the most an influence trace should take, over
+    ``loss.backward()``; ``sample`` the same for so many sampled paths as ``paths``; ``needs`` the
+    package that it comes from.
+    """
+
+    name: str
+    make: Callable[[], Problem]
+    trace: float | None = None
+    sample: float | None = None
+    paths: int = 0
+    needs: str = ""
+
+
+def _fit(model: nn.Module, x: Tensor, y: Tensor) -> Problem:
+    return Problem(model, lambda: F.mse_loss(model(x), y))
+
+
+# Real sizes --------------------------------------------------------------------------------------
+
+
+def perceptron(sizes: tuple[int, ...], batch: int) -> Problem:
+    """Layers of tanh units, the last without, and cross entropy."""
+    parts: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        parts += [nn.Linear(a, b), nn.Tanh()]
+    model = nn.Sequential(*parts[:-1])
+    x, y = torch.randn(batch, sizes[0]), torch.randint(0, sizes[-1], (batch,))
+    return Problem(model, lambda: F.cross_entropy(model(x), y))
+
+
+class Recurrent(nn.Module):
+    """A language model: embedding, one LSTM layer, output layer."""
+
+    def __init__(self, words: int, units: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, units)
+        self.lstm = nn.LSTM(units, units)
+        self.output = nn.Linear(units, words)
+
+    def forward(self, ids: Tensor) -> Tensor:  # (time, batch) -> (time, batch, words)
+        """Logits of the next word at every step."""
+        found: Tensor = self.output(self.lstm(self.embed(ids))[0])
+        return found
+
+
+def recurrent(words: int, units: int, steps: int, batch: int) -> Problem:
+    """``Recurrent`` on random words, with cross entropy."""
+    model = Recurrent(words, units)
+    ids = torch.randint(0, words, (steps + 1, batch))
+    return Problem(model, lambda: F.cross_entropy(model(ids[:-1]).flatten(0, 1), ids[1:].flatten()))
+
+
+def gpt2(tokens: int, **sizes: int) -> Problem:
+    """A transformer of GPT-2's build, and of its size (12 layers, 768 wide) unless told."""
+    from transformers import GPT2Config, GPT2LMHeadModel, logging
+
+    logging.set_verbosity_error()
+    config = GPT2Config(loss_type="ForCausalLM", **sizes)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.randint(0, config.vocab_size, (1, tokens))
+    return Problem(model, lambda: model(input_ids=ids, labels=ids).loss)
+
+
+def resnet(pixels: int, **sizes: list[int] | int) -> Problem:
+    """A residual convolution network, ResNet-50 unless told otherwise; batch norm as in use."""
+    from transformers import ResNetConfig, ResNetForImageClassification, logging
+
+    logging.set_verbosity_error()
+    model = ResNetForImageClassification(ResNetConfig(num_labels=1000, **sizes)).eval()
+    x, y = torch.randn(1, 3, pixels, pixels), torch.randint(0, 1000, (1,))
+    return Problem(model, lambda: F.cross_entropy(model(pixel_values=x).logits, y))
+
+
+FULL = (
+    Case("784-512-512-10 tanh, batch 32", lambda: perceptron((784, 512, 512, 10), 32), trace=5.0),
+    Case(
+        "GPT-2 size, 128 tokens",
+        lambda: gpt2(128),
+        trace=3.5,
+        sample=1.6,
+        paths=10_000,
+        needs="transformers",
+    ),
+    Case("LSTM 10,000 × 1,000, batch 1", lambda: recurrent(10_000, 1_000, 35, 1), trace=4.0),
+    Case("LSTM 10,000 × 1,000, batch 20", lambda: recurrent(10_000, 1_000, 35, 20), trace=4.0),
+    Case("ResNet-50, 224 pixels", lambda: resnet(224), trace=5.0, needs="transformers"),
+)
+
+SMALL = (
+    Case("20-16-10 tanh, batch 4", lambda: perceptron((20, 16, 10), 4)),
+    Case(
+        "GPT-2 build, 8 tokens",
+        lambda: gpt2(8, vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=8),
+        paths=20,
+        needs="transformers",
+    ),
+    Case("LSTM 30 × 8, batch 2", lambda: recurrent(30, 8, 3, 2)),
+    Case(
+        "ResNet build, 32 pixels",
+        lambda: resnet(32, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
+        needs="transformers",
+    ),
+)
+
+
+# The chapter's networks --------------------------------------------------------------------------
+
+
+def deep(layers: int) -> Problem:
+    """Figure 1.2: 10 in, 20 units a layer, 15 out, tanh, one sample."""
+    parts: list[nn.Module] = []
+    for a, b in pairwise([10, *[20] * layers]):
+        parts += [nn.Linear(a, b), nn.Tanh()]
+    model = nn.Sequential(*parts, nn.Linear(20, 15))
+    return _fit(model, torch.randn(1, 10), torch.randn(1, 15))
+
+
+EXPAND = 0.95
+UNITS = (10, 500)
+ENDS = 10
+
+
+class Diamond(nn.Module):
+    """Two parts side by side on one input; their outputs are concatenated."""
+
+    def __init__(self, left: nn.Module, right: nn.Module) -> None:
+        super().__init__()
+        self.left, self.right = left, right
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[left(x), right(x)]``."""
+        return torch.cat([self.left(x), self.right(x)], dim=-1)
+
+
+def expand(inputs: int, chance: float, draw: random.Random) -> tuple[nn.Module, int]:
+    """A layer of Figure 1.3 and its width: with probability ``chance`` a diamond of two layers,
+    each expanded in turn with half that chance; else one layer of 10 to 500 tanh units.
+    """
+    if draw.random() < chance:
+        left, a = expand(inputs, chance / 2, draw)
+        right, b = expand(inputs, chance / 2, draw)
+        return Diamond(left, right), a + b
+    units = draw.randint(*UNITS)
+    return nn.Sequential(nn.Linear(inputs, units), nn.Tanh()), units
+
+
+def branching(seed: int, layers: int = 1) -> Problem:
+    """Figure 1.3: a randomly expanded layer between 10 inputs and 10 outputs, one sample.
+
+    With more than one, so many expanded layers follow each other: the chapter has one, which cannot
+    become large.
+    """
+    draw = random.Random(seed)
+    parts: list[nn.Module] = []
+    width = ENDS
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for _ in range(layers):
+            part, width = expand(width, EXPAND, draw)
+            parts.append(part)
+        model = nn.Sequential(*parts, nn.Linear(width, ENDS), nn.Tanh())
+        return _fit(model, torch.randn(1, ENDS), torch.randn(1, ENDS))
+
+
+# Large graphs ------------------------------------------------------------------------------------
+
+
+def chain(operators: int) -> tuple[Tensor, Tensor]:
+    """A loss behind one operator after the other, and its leaf."""
+    leaf = torch.ones(4, requires_grad=True)
+    x = leaf
+    for _ in range(operators - 1):
+        x = x.neg()
+    return x.sum(), leaf
+
+
+def branches(operators: int) -> tuple[Tensor, Tensor]:
+    """As many operators side by side, between one leaf and one sum."""
+    leaf = torch.ones(4, requires_grad=True)
+    return torch.stack([leaf.neg() for _ in range(operators - 2)]).sum(), leaf

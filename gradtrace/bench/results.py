@@ -1,0 +1,111 @@
+"""What a section found: a table, remarks, and curves to draw."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+
+Cell = str | float | None
+"""None where there is nothing to say."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: ``form`` is how its numbers are written, ``limits`` the title of the
+    column for which this one holds the most that is aimed at.
+    """
+
+    title: str
+    form: str = ""
+    limits: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a figure; a ``limit`` is what others should stay below."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    limit: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Curves over one pair of axes, at which ``x`` and ``y`` stand. Points are ``joined`` by lines,
+    and axes are logarithmic (``log``), or not.
+    """
+
+    name: str
+    title: str
+    x: str
+    y: str
+    curves: list[Curve]
+    joined: bool = True
+    log: bool = True
+
+
+@dataclass
+class Section:
+    """A table under a title; ``notes`` are sentences below it, ``seconds`` what it took in all."""
+
+    title: str
+    columns: list[Column]
+    rows: list[list[Cell]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, *row: Cell) -> None:
+        """Append a row, and show it."""
+        assert len(row) == len(self.columns)
+        self.rows.append(list(row))
+        say("  " + "  ".join(text(cell, column) for cell, column in zip(row, self.columns)))
+
+    def note(self, sentence: str) -> None:
+        """Append a sentence, and show it."""
+        self.notes.append(sentence)
+        say(f"  {sentence}")
+
+
+def text(cell: Cell, column: Column) -> str:
+    """A cell as it is written."""
+    if cell is None:
+        return ""
+    return cell if isinstance(cell, str) else format(cell, column.form)
+
+
+@dataclass
+class Setting:
+    """How to run: on small cases only, with how many rounds; and what had to be left out."""
+
+    quick: bool = False
+    rounds: int | None = None
+    left_out: list[str] = field(default_factory=list)
+
+    def turns(self, own: int) -> int:
+        """The rounds asked for, or those that a section has of its own."""
+        return self.rounds or (1 if self.quick else own)
+
+    def limit(self, aim: float | None) -> float | None:
+        """What is aimed at; nothing where cases are small."""
+        return None if self.quick else aim
+
+    def has(self, package: str, what: str) -> bool:
+        """Whether a package is installed; if not, says loudly what is left out."""
+        if importlib.util.find_spec(package) is not None:
+            return True
+        self.leave_out(f"{what}: {package} is not installed")
+        return False
+
+    def leave_out(self, line: str) -> None:
+        """Say once what is not in the results, and why."""
+        if line not in self.left_out:
+            self.left_out.append(line)
+            say(f"LEFT OUT: {line}")
+
+
+def say(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)

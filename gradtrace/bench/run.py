@@ -1,0 +1,116 @@
+"""Run sections one by one and save what they find."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradtrace.bench import figures, machine
+from gradtrace.bench.contractions import contractions, others, trained
+from gradtrace.bench.memory import peak_memory
+from gradtrace.bench.models import models
+from gradtrace.bench.page import markdown
+from gradtrace.bench.passes import gradient, large_graphs, repeated
+from gradtrace.bench.results import Section, Setting, say
+from gradtrace.bench.scaling import depth, size
+from gradtrace.errors import GradtraceError
+
+SECTIONS: dict[str, Callable[[Setting], Section]] = {
+    "contraction": contractions,
+    "trained": trained,
+    "others": others,
+    "models": models,
+    "peak": peak_memory,
+    "depth": depth,
+    "size": size,
+    "gradient": gradient,
+    "large": large_graphs,
+    "repeated": repeated,
+}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where results go: a page (and beside it the same as JSON), a folder of pictures."""
+
+    page: Path | None = None
+    pictures: Path | None = None
+
+
+@dataclass
+class Run:
+    """One run: what was found so far, and where it goes."""
+
+    setting: Setting
+    places: Places
+    sections: dict[str, Section] = field(default_factory=dict)
+    failed: bool = False
+    load: float = field(default_factory=machine.load)
+    begun: float = field(default_factory=time.perf_counter)
+
+    def data(self) -> dict[str, Any]:
+        """All numbers, with the machine, versions and load."""
+        return {
+            "machine": machine.machine(),
+            "versions": machine.versions(),
+            "load": {"start": self.load, "end": machine.load()},
+            "date": time.strftime("%Y-%m-%d"),
+            "seconds": round(time.perf_counter() - self.begun, 1),
+            "quick": self.setting.quick,
+            "sections": {name: asdict(section) for name, section in self.sections.items()},
+            "left_out": self.setting.left_out,
+        }
+
+    def do(self, name: str) -> None:
+        """Run a section; one that fails is left out, and the others go on."""
+        torch.manual_seed(0)
+        say(name)
+        begun = time.perf_counter()
+        try:
+            found = self.sections[name] = SECTIONS[name](self.setting)
+            found.seconds = round(time.perf_counter() - begun, 1)
+        except (GradtraceError, RuntimeError, MemoryError) as error:
+            self.failed = True
+            self.setting.leave_out(f"{name}: {type(error).__name__}: {error}")
+
+    def save(self) -> None:
+        """Write what there is so far."""
+        if self.places.page is not None:
+            path = self.places.page
+            path.parent.mkdir(parents=True, exist_ok=True)
+            data = self.data()
+            path.with_suffix(".json").write_text(
+                json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            )
+            path.write_text(markdown(data, self._folder()), encoding="utf-8")
+
+    def draw(self) -> None:
+        """Draw the curves."""
+        if self.places.pictures is not None:
+            figures.draw(list(self.sections.values()), self.places.pictures)
+
+    def _folder(self) -> str | None:
+        """The folder of pictures, as seen from the page."""
+        if self.places.pictures is None or self.places.page is None:
+            return None
+        return Path(os.path.relpath(self.places.pictures, self.places.page.parent)).as_posix()
+
+
+def run(names: Iterable[str], setting: Setting, places: Places) -> Run:
+    """Run sections by name."""
+    if places.pictures is not None and not setting.has("matplotlib", "the figures"):
+        places = Places(places.page)
+    found = Run(setting, places)
+    with torch.random.fork_rng():
+        for name in names:
+            found.do(name)
+            found.save()
+    found.draw()
+    return found

@@ -1,0 +1,99 @@
+"""Interleaved timing: every way once, then every way again, and the best of each."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+Way = Callable[[], Callable[[], object]]
+"""Prepares, which is not timed, and hands over what is."""
+
+Ways = Mapping[str, Way]
+
+PATIENCE = 45.0
+"""Seconds after which no further round is begun."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The times of each way, round by round, in seconds; the first way is what others are
+    compared with.
+    """
+
+    seconds: dict[str, list[float]]
+
+    @property
+    def rounds(self) -> int:
+        """How often each way was run."""
+        return len(self._base)
+
+    @property
+    def _base(self) -> list[float]:
+        return next(iter(self.seconds.values()))
+
+    @property
+    def baseline(self) -> float:
+        """The best time of the first way."""
+        return min(self._base)
+
+    def best(self, way: str) -> float:
+        """The best time of a way."""
+        return min(self.seconds[way])
+
+    def ratio(self, way: str) -> float:
+        """``best(way) / baseline``."""
+        return self.best(way) / self.baseline
+
+    def typical(self, way: str) -> float:
+        """The median over rounds of the way's time over the baseline's in the same round."""
+        return median(a / b for a, b in zip(self.seconds[way], self._base))
+
+
+def interleaved(
+    ways: Ways, rounds: int, *, patience: float = PATIENCE, collect: bool = True
+) -> Timed:
+    """Time each way in turns, ``rounds`` times, or until ``patience`` is at an end.
+
+    Garbage is collected before each, unless ``collect`` is False: that takes longer than what takes
+    a few milliseconds.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    begun = time.perf_counter()
+    for done in range(rounds):
+        if done and time.perf_counter() - begun > patience:
+            break
+        for name, way in ways.items():
+            seconds[name].append(_once(way, collect))
+    return Timed(seconds)
+
+
+def _once(way: Way, collect: bool) -> float:
+    timed = way()
+    if collect:
+        gc.collect()
+    start = time.perf_counter()
+    result = timed()
+    taken = time.perf_counter() - start
+    del result
+    return taken
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The least-squares line through points."""
+
+    slope: float
+    r2: float
+
+
+def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
+    """``R² = 1 - Σ (y - line)² / Σ (y - mean)²``."""
+    n = len(x)
+    mean_x, mean_y = sum(x) / n, sum(y) / n
+    spread = sum((a - mean_x) ** 2 for a in x)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / spread
+    rest = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y))
+    return Fit(slope, 1 - rest / sum((b - mean_y) ** 2 for b in y))

@@ -1,0 +1,405 @@
+"""The benchmarks as a tool: what they write, on small cases, and never how long it takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from gradtrace.bench import cases, machine, memory, trained
+from gradtrace.bench import run as running
+from gradtrace.bench.page import markdown
+from gradtrace.bench.results import Column, Section, Setting
+from gradtrace.bench.timing import Timed, interleaved, linear_fit
+from gradtrace.cli import app
+
+OPTIONAL = ("matplotlib", "transformers", "torch_semiring_einsum")
+
+
+def bench(*args: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, args)])
+
+
+# A whole run -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page, the JSON and the figures of a quick run of everything."""
+    folder = tmp_path_factory.mktemp("bench")
+    result = bench("--quick", "--out", folder / "page.md", "--figures", folder / "figures")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("# Benchmarks")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(written: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((written / "page.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_every_section_is_there(data: dict[str, Any]) -> None:
+    assert list(data["sections"]) == list(running.SECTIONS)
+
+
+def test_what_is_left_out_is_what_is_not_installed(data: dict[str, Any]) -> None:
+    missing = {name for name in OPTIONAL if importlib.util.find_spec(name) is None}
+    named = {line.split(": ")[1].split(" is not")[0] for line in data["left_out"]}
+    assert named == missing
+
+
+def test_rows_fit_their_columns_and_numbers_are_finite(data: dict[str, Any]) -> None:
+    for section in data["sections"].values():
+        assert section["rows"] and section["seconds"] >= 0
+        for row in section["rows"]:
+            assert len(row) == len(section["columns"])
+            for cell, column in zip(row, section["columns"]):
+                assert cell is None or isinstance(cell, str) is not bool(column["form"])
+                if isinstance(cell, (int, float)):
+                    assert math.isfinite(cell) and cell >= 0
+
+
+def test_every_model_is_compared_in_every_way(data: dict[str, Any]) -> None:
+    rows = data["sections"]["models"]["rows"]
+    for case in cases.SMALL:
+        if not case.needs or importlib.util.find_spec(case.needs) is not None:
+            ways = [row[1] for row in rows if row[0] == case.name]
+            assert ways[:4] == [
+                "loss.backward()",
+                "torch.autograd.grad, watched",
+                "influence",
+                "Viterbi values",
+            ]
+            assert len(ways) == (5 if case.paths else 4)
+
+
+def test_the_machine_is_told(data: dict[str, Any]) -> None:
+    assert data["machine"]["cores"] > 0 and data["machine"]["threads"] == torch.get_num_threads()
+    assert data["versions"]["torch"] == torch.__version__
+    assert set(data["load"]) == {"start", "end"}
+    assert data["quick"] is True
+
+
+def test_the_page_is_written_from_the_json(written: Path, data: dict[str, Any]) -> None:
+    figures = "figures" if (written / "figures").exists() else None
+    page = (written / "page.md").read_text(encoding="utf-8")
+    assert page == markdown(data, figures)
+    assert "say nothing about speed" in page and "missed" not in page
+
+
+def test_tables_of_the_page_are_even(written: Path) -> None:
+    """A | inside a cell would be another column."""
+    width = 0
+    for line in (written / "page.md").read_text(encoding="utf-8").splitlines():
+        bars = line.replace("\\|", "").count("|")
+        assert not width or not bars or bars == width, line
+        width = bars if line.startswith("|") else 0
+
+
+def test_figures_are_drawn_and_shown(written: Path, data: dict[str, Any]) -> None:
+    pytest.importorskip("matplotlib")
+    page = (written / "page.md").read_text(encoding="utf-8")
+    figures = [f for section in data["sections"].values() for f in section["figures"]]
+    assert len(figures) >= 4
+    for figure in figures:
+        path = written / "figures" / f"{figure['name']}.svg"
+        drawn = "".join(ElementTree.parse(path).getroot().itertext())
+        for text in (figure["title"], figure["x"], figure["y"]):
+            assert text in drawn
+        assert all(curve["label"] in drawn for curve in figure["curves"])
+        assert f"(figures/{figure['name']}.svg)" in page
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+def test_one_section_as_json() -> None:
+    result = bench("--quick", "--only", "contraction", "--rounds", 3, "--json")
+    found = json.loads(result.stdout)
+    assert list(found["sections"]) == ["contraction"]
+    assert {row[-1] for row in found["sections"]["contraction"]["rows"]} == {3}
+
+
+def test_an_unknown_section_is_refused() -> None:
+    result = bench("--only", "contractoin")
+    assert result.exit_code == 2 and "did you mean contraction" in result.stderr
+
+
+def test_a_section_that_fails_is_told_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(_: Setting) -> Section:
+        raise MemoryError("too large")
+
+    monkeypatch.setitem(running.SECTIONS, "peak", fails)
+    out = tmp_path / "new" / "page.md"
+    result = bench("--quick", "--only", "peak", "--only", "contraction", "--out", out)
+    assert result.exit_code == 1
+    assert "LEFT OUT: peak: MemoryError: too large" in result.stderr
+    assert "- peak: MemoryError: too large" in out.read_text(encoding="utf-8")
+    assert list(json.loads(out.with_suffix(".json").read_text())["sections"]) == ["contraction"]
+
+
+def test_without_optional_packages_the_rest_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in OPTIONAL else real(name)
+    )
+    result = bench(
+        *("--quick", "--only", "others", "--only", "models", "--json"),
+        *("--out", tmp_path / "page.md", "--figures", tmp_path / "figures"),
+    )
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    told = "\n".join(found["left_out"])
+    assert all(f"{name} is not installed" in told for name in OPTIONAL)
+    assert all(f"LEFT OUT: {line}" in result.stderr for line in found["left_out"])
+    names = {row[0] for row in found["sections"]["models"]["rows"]}
+    assert names == {case.name for case in cases.SMALL if not case.needs}
+    assert "](" not in (tmp_path / "page.md").read_text(encoding="utf-8")
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+def test_a_target_says_whether_it_was_met() -> None:
+    section = {
+        "title": "t",
+        "columns": [
+            {"title": "ratio", "form": ".1f", "limits": ""},
+            {"title": "aim", "form": ".1f", "limits": "ratio"},
+        ],
+        "rows": [[1.5, 2.0], [2.5, 2.0], [2.5, None], [None, 2.0]],
+        "notes": [],
+        "figures": [],
+    }
+    page = markdown(
+        {
+            "machine": machine.machine(),
+            "versions": {},
+            "load": {"start": 0.0, "end": 0.0},
+            "date": "",
+            "seconds": 0,
+            "quick": False,
+            "sections": {"s": section},
+            "left_out": [],
+        }
+    )
+    assert "| 1.5 | 2.0 met |" in page
+    assert "| 2.5 | 2.0 **missed** |" in page
+    assert "| 2.5 |  |" in page
+    assert "|  | 2.0 |" in page
+
+
+def test_rows_of_another_width_are_an_error() -> None:
+    with pytest.raises(AssertionError):
+        Section("t", [Column("a"), Column("b")]).add("one")
+
+
+# Timing ------------------------------------------------------------------------------------------
+
+
+def test_ways_take_turns_and_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def way(name: str) -> Callable[[], Callable[[], object]]:
+        def prepare() -> Callable[[], object]:
+            order.append(f"prepare {name}")
+            clock[0] += 100
+            return run
+
+        def run() -> None:
+            order.append(name)
+            clock[0] += len(name)
+
+        return prepare
+
+    timed = interleaved({"a": way("a"), "bb": way("bb")}, 2, patience=1e9)
+    assert order == ["prepare a", "a", "prepare bb", "bb"] * 2
+    assert timed.rounds == 2
+    assert timed.seconds == {"a": [1, 1], "bb": [2, 2]}
+
+
+def test_patience_ends_with_a_whole_round() -> None:
+    ways = {name: lambda: lambda: None for name in "ab"}
+    timed = interleaved(ways, 100, patience=0.0)
+    assert [len(seconds) for seconds in timed.seconds.values()] == [1, 1]
+
+
+def test_ratios() -> None:
+    timed = Timed({"torch": [2.0, 4.0, 1.0], "ours": [6.0, 4.0, 5.0]})
+    assert timed.baseline == 1.0 and timed.best("ours") == 4.0
+    assert timed.ratio("ours") == 4.0  # best over best
+    assert timed.typical("ours") == 3.0  # of 3, 1, 5
+
+
+def test_linear_fit() -> None:
+    line = linear_fit([1, 2, 4], [5, 7, 11])
+    assert (line.slope, line.r2) == pytest.approx((2, 1))
+    # y = x² on -1, 0, 1, 2: the line 1 + x leaves 2, of squares about the mean 1.5 of 9
+    bent = linear_fit([-1, 0, 1, 2], [1, 0, 1, 4])
+    assert (bent.slope, bent.r2) == pytest.approx((1, 1 - 4 / 9))
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+
+MEASURED = """
+import json, torch
+from gradtrace.bench import cases, machine, memory
+
+def rise(size):
+    reset, before = machine.forget_peak(), machine.resident()
+    gone = torch.ones(size << 18)
+    del gone
+    return reset, machine.peak() - before, machine.resident() - before
+
+# A wide layer on one sample: its gradient is all that its backward pass needs.
+wide = cases.Case("wide", lambda: cases.perceptron((4096, 4096, 2), 1))
+print(json.dumps([rise(64), rise(32), memory.measure(wide, "loss.backward()")[1]]))
+"""
+
+
+@pytest.mark.skipif(not machine.REFS.exists(), reason="told by Linux")
+def test_peak_memory_is_that_of_the_time_since_and_of_what_was_freed() -> None:
+    env = {**os.environ, **memory.EXACT}
+    command = [sys.executable, "-c", MEASURED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    large, small, wide = json.loads(done.stdout)
+    if not large[0]:
+        pytest.skip("the system does not allow it")
+    assert large[1:] == [pytest.approx(64, abs=4), pytest.approx(0, abs=4)]
+    assert small[1:] == [pytest.approx(32, abs=4), pytest.approx(0, abs=4)]
+    assert wide == pytest.approx(64, abs=4)  # 4096² floats
+
+
+# The chapter's networks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_deep_networks_have_the_chapters_sizes(layers: int) -> None:
+    model, loss = cases.deep(layers)
+    shapes = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
+    assert shapes == [(10, 20), *[(20, 20)] * (layers - 1), (20, 15)]
+    assert sum(isinstance(m, nn.Tanh) for m in model.modules()) == layers
+    assert loss().shape == ()
+
+
+def linears(model: nn.Module) -> Iterator[nn.Linear]:
+    return (m for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def test_a_seed_gives_the_same_network_and_leaves_random_numbers_alone() -> None:
+    one = cases.branching(3)
+    torch.rand(1)
+    before = torch.get_rng_state()
+    again, other = cases.branching(3), cases.branching(4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert str(one.model) == str(again.model) != str(other.model)
+    assert torch.equal(one.loss(), again.loss())
+    assert not torch.equal(one.loss(), other.loss())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_branching_networks_lead_from_10_to_10(seed: int) -> None:
+    model, loss = cases.branching(seed)
+    *hidden, last = linears(model)
+    assert {layer.in_features for layer in hidden} == {10}  # all side by side, on the input
+    assert last.in_features == sum(layer.out_features for layer in hidden)
+    assert last.out_features == 10
+    assert all(10 <= layer.out_features <= 500 for layer in hidden)
+    assert sum(isinstance(m, nn.Tanh) for m in model.modules()) == len(hidden) + 1
+    loss().backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_expanded_layers_follow_each_other() -> None:
+    model, loss = cases.branching(7, layers=3)
+    assert isinstance(model, nn.Sequential) and len(model) == 5  # three, a last one, its tanh
+    widths = [10]
+    for part in model[:3]:
+        ends = list(linears(part))
+        assert {layer.in_features for layer in ends} == {widths[-1]}
+        widths.append(sum(layer.out_features for layer in ends))
+    assert model[3].in_features == widths[-1]
+    assert loss().shape == ()
+
+
+def test_a_diamond_concatenates_what_both_sides_make_of_one_input() -> None:
+    x = torch.tensor([[1.0, 2.0]])
+    found = cases.Diamond(nn.Tanh(), nn.Identity())(x)
+    assert torch.equal(found, torch.cat([x.tanh(), x], 1))
+
+
+def levels(part: nn.Module, level: int = 0) -> Iterator[tuple[int, bool]]:
+    """The level of every layer, and whether it was expanded."""
+    split = isinstance(part, cases.Diamond)
+    yield level, split
+    if split:
+        yield from levels(part.left, level + 1)
+        yield from levels(part.right, level + 1)
+
+
+def test_the_chance_of_a_diamond_is_halved_at_each_level() -> None:
+    draw = random.Random(0)
+    seen = [x for _ in range(1_000) for x in levels(cases.expand(10, cases.EXPAND, draw)[0])]
+    for level, chance in enumerate((0.95, 0.475, 0.2375, 0.11875)):
+        splits = [split for at, split in seen if at == level]
+        error = math.sqrt(chance * (1 - chance) / len(splits))
+        assert abs(sum(splits) / len(splits) - chance) < 4 * error, (level, len(splits))
+
+
+def test_units_are_uniform() -> None:
+    draw = random.Random(1)
+    units = [cases.expand(10, 0.0, draw)[1] for _ in range(2_000)]
+    assert min(units) >= 10 and max(units) <= 500
+    assert min(units) < 15 and max(units) > 495
+    spread = 491 / math.sqrt(12 * len(units))
+    assert abs(sum(units) / len(units) - 255) < 4 * spread
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+def test_names_of_models_are_unique() -> None:
+    """A new process finds its model by name."""
+    names = [case.name for case in (*cases.FULL, *cases.SMALL)]
+    assert len(names) == len(set(names))
+
+
+def test_the_products_of_a_trained_model_are_its_gradients() -> None:
+    torch.manual_seed(0)
+    model, letters = trained.Reader(16), trained.text()
+    found = trained._factors(model, letters)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and not name.endswith("out_proj"):
+            g, x = found[f"{name}, weight gradient"]
+            assert layer.weight.grad is not None
+            torch.testing.assert_close(g @ x, layer.weight.grad)
+            rows, weight = found[f"{name}, activation gradient"]
+            assert torch.equal(rows, g.T) and torch.equal(weight, layer.weight)
+    assert len(found) == 10
+
+
+def test_training_lowers_the_loss() -> None:
+    found = trained.products(30, 16)
+    assert found.after < found.before - 0.3
