@@ -14,9 +14,11 @@ from torch import Tensor
 
 from gradtrace.coarse import Link
 from gradtrace.following import Hop, Kept
-from gradtrace.sampling import Forest
+from gradtrace.program import Program
+from gradtrace.sampling import Forest, Marked, Slices
 from gradtrace.shapes import Shape
 from gradtrace.tables import Column, Table
+from gradtrace.tracing import Marks
 
 
 @dataclass(frozen=True)
@@ -355,6 +357,22 @@ class Builder:
         """The paths of elements by a rule, without those that have none."""
         forest = self.kept.follow(starts, rule)
         return Woven(self.legend, forest, forest.starts[forest.whole].tolist())
+
+
+def marked(forest: Forest, program: Program, marks: Marks) -> Marked:
+    """The marks of followed paths: those that ``Tracer`` finds at the elements they start from."""
+    bits: dict[int, int] = {}
+    slices: dict[int, Slices] = {}
+    shapes = {step.out: step.shape for step in program.steps()}
+    shapes[program.root] = tuple(program.seed.shape)
+    for number, block in enumerate(program.blocks):
+        for value in block.takes.values():
+            bits[value] = bits.get(value, 0) | marks.block.get(number, 0)
+            if number in marks.slices:
+                slices[value] = Slices(shapes[value], *marks.slices[number])
+        for position, value in block.gives.items():
+            bits[value] = bits.get(value, 0) | marks.position.get((number, position), 0)
+    return forest.marks(bits, slices)
 
 
 def unravel(element: int, shape: Shape) -> Shape:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gradtrace.shapes import Shape
+
+WORD = 62
+"""How many bits of a mark are held in one number."""
 
 
 class Hops(NamedTuple):
@@ -32,6 +38,21 @@ class Stop(NamedTuple):
     element: int
     weight: float
     gradient: float
+
+
+class Slices(NamedTuple):
+    """Bits for the slices of a value of this shape, along a dimension."""
+
+    shape: Shape
+    dim: int
+    bits: Sequence[int]
+
+
+class Marked(NamedTuple):
+    """The different marks that paths gathered, and for each start the number of its own."""
+
+    marks: list[int]
+    number: Tensor
 
 
 @dataclass(frozen=True)
@@ -83,6 +104,29 @@ class Forest:
             if value in values and not first:
                 return
             node, first = onward[node], False
+
+    def marks(self, bits: Mapping[int, int], slices: Mapping[int, Slices]) -> Marked:
+        """What each path gathers: of a node, the bits of its value and of its slice, and all that
+        the node it points to has gathered. Bit 0 is set at the root where the seed is not 0.
+        """
+        words = _words([*bits.values(), *(b for s in slices.values() for b in s.bits)])
+        found = torch.zeros(len(self.onward) + 1, words, dtype=torch.int64)  # the last for "none"
+        last = len(self.onward)
+        for value, first in zip(reversed(self.values), reversed(self.firsts)):
+            here = found[first:last].copy_(found[self.onward[first:last]])
+            if value == self.root:
+                here[:, 0] = (self.gradient[first:last] != 0).long()
+            if bits.get(value):
+                here |= _split([bits[value]], words)
+            if value in slices:
+                shape, dim, named = slices[value]
+                step = prod(shape[dim + 1 :])
+                place = self.element[first:last] // step % shape[dim]
+                here |= _split(named, words)[place]
+            last = first
+        rows, number = found[self.starts].unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
+        different = [sum(word << n * WORD for n, word in enumerate(row)) for row in rows.tolist()]
+        return Marked(different, number)
 
     @cached_property
     def _arrays(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
@@ -178,6 +222,17 @@ class Growth:
             gradient.cpu(),
             torch.cat(starts).cpu() if starts else onward.cpu(),
         )
+
+
+def _words(marks: Sequence[int]) -> int:
+    """How many words the largest mark takes."""
+    return max(1, *(-(-mark.bit_length() // WORD) for mark in marks)) if marks else 1
+
+
+def _split(marks: Sequence[int], words: int) -> Tensor:
+    """Marks as rows of words."""
+    mask = (1 << WORD) - 1
+    return torch.tensor([[mark >> n * WORD & mask for n in range(words)] for mark in marks])
 
 
 def _numbered(element: Tensor, size: int) -> tuple[Tensor, Tensor] | None:

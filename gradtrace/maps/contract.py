@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 from string import ascii_letters
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,19 +75,16 @@ class Contract(Map):
 
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
         """``best`` along the lines of single elements."""
-        how = self.plan()
+        how, number = self.plan(), at.reshape(-1)
         left, right = wide(how.left(x)), wide(how.right(self.weight))
-        places = _lines(self.spec, self.in_shape, tuple(self.weight.shape))
-        number = at.reshape(-1)
-        batch, row, column, base = (located(number, self.out_shape, s) for s in places)
-        (b, m, k), (c, step, n) = left.stride(), right.stride()
+        ways = _ways(self.spec, self.in_shape, tuple(self.weight.shape))
+        batch, row, column, base = (located(number, self.out_shape, way) for way in ways.out)
         value, place = products(
-            Lines(flat(left), batch * b + row * m, k),
-            Lines(flat(right), batch * c + column * n, step),
+            Lines(flat(left), batch * left.stride(0) + row * left.stride(1), left.stride(2)),
+            Lines(flat(right), batch * right.stride(0) + column * right.stride(2), right.stride(1)),
             left.shape[2],
         )
-        _, over, _ = self._places(number[:1])
-        source = base + over[place] if len(over) else place
+        source = base + located(place, *ways.along)
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
@@ -104,11 +102,12 @@ class Contract(Map):
         return Rows(base.unsqueeze(1) + over, right[batch, :, column])
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
-        how = self.plan()
-        numbers = dict(zip(how.out, numbers_in(at, self.out_shape)))
-        inner = dict(zip(how.x, numbers_in(source, self.in_shape)))
-        batch, column = (_number(at, numbers, how, c) for c in (how.batch, how.columns))
-        return how.right(self.weight)[batch, _number(at, inner, how, how.inner), column].double()
+        right = self.plan().right(self.weight)  # (b, k, n)
+        ways = _ways(self.spec, self.in_shape, tuple(self.weight.shape))
+        batch, _, column, _ = (located(at, self.out_shape, way) for way in ways.out)
+        inner = located(source, self.in_shape, ways.inner)
+        b, k, n = right.stride()
+        return flat(right).index_select(0, batch * b + inner * k + column * n).double()
 
     def _places(self, at: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Where the line of each output element begins in the input, and the steps along it."""
@@ -169,17 +168,35 @@ class Contract(Map):
         return ("weight",)
 
 
-@lru_cache(maxsize=4096)
-def _lines(spec: str, x: Shape, w: Shape) -> tuple[Shape, Shape, Shape, Shape]:
-    """What each dimension of the output adds to the batch, the row, the column and the place in the
-    input where the line of an element begins.
+class _Ways(NamedTuple):
+    """Steps: what each dimension of the output adds to the batch, the row, the column and the place
+    in the input where an element's line begins; what each of the input adds to the place on that
+    line; sizes of, and steps along, the line in the input.
     """
+
+    out: tuple[Shape, Shape, Shape, Shape]
+    inner: Shape
+    along: tuple[Shape, Shape]
+
+
+@lru_cache(maxsize=4096)
+def _ways(spec: str, x: Shape, w: Shape) -> _Ways:
     how = plan(spec, x, w)
     steps = how.strides(how.x)
-    batch, row, column = (how.strides(c) for c in (how.batch, how.rows, how.columns))
     base = {c: steps[c] for c in how.batch + how.rows}
-    found = [tuple(s.get(c, 0) for c in how.out) for s in (batch, row, column, base)]
-    return found[0], found[1], found[2], found[3]
+
+    def along(letters: str, by: dict[str, int]) -> Shape:
+        return tuple(by.get(c, 0) for c in letters)
+
+    batch, row, column = (
+        along(how.out, how.strides(c)) for c in (how.batch, how.rows, how.columns)
+    )
+    sizes = tuple(how.sizes[c] for c in how.inner)
+    return _Ways(
+        (batch, row, column, along(how.out, base)),
+        along(how.x, how.strides(how.inner)),
+        (sizes, along(how.inner, steps)),
+    )
 
 
 def _number(at: Tensor, numbers: dict[str, Tensor], how: Plan, letters: str) -> Tensor:

@@ -58,7 +58,7 @@ class Scatter(Map):
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
         """``best`` of few elements: what is sent to others is left out."""
         few, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        target = self.target.reshape(-1)
+        target = self.target.reshape(-1).contiguous()
         place = torch.searchsorted(few, target).clamp(max=max(0, len(few) - 1))
         mine = (few[place] == target).nonzero().reshape(-1) if len(few) else target[:0]
         small = Scatter(place[mine], (len(few),)).best(x.reshape(-1)[mine])

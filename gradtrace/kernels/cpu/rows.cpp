@@ -1,6 +1,7 @@
 // The largest product along single lines: what a few sampled elements ask of a large contraction.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -9,44 +10,86 @@
 namespace {
 
 constexpr int64_t CHUNK = 256;   // how much of a line is looked at before the next one
-constexpr int64_t LINES = 64;    // how many lines are copied side by side
-constexpr int64_t LANES = 16;
+constexpr int64_t LINES = 64;    // how many lines are copied before they are looked at
+constexpr int64_t SIDE = 16;     // how many of them at once: those in one line of the cache
+constexpr int64_t APART = CHUNK + 16;  // so that copies do not fight over one place in the cache
 constexpr int64_t WORK = 1 << 18;  // products a task has at least
 
 template <typename T>
 struct Bits;
 template <>
 struct Bits<float> {
-  using type = uint32_t;
-  static constexpr type infinity = 0x7f800000u;
+  using type = int32_t;
+  typedef float few __attribute__((vector_size(16)));
+  typedef int32_t sizes __attribute__((vector_size(16)));
+  static constexpr type infinity = 0x7f800000;
 };
 template <>
 struct Bits<double> {
-  using type = uint64_t;
-  static constexpr type infinity = 0x7ff0000000000000ull;
+  using type = int64_t;
+  typedef double few __attribute__((vector_size(16)));
+  typedef int64_t sizes __attribute__((vector_size(16)));
+  static constexpr type infinity = 0x7ff0000000000000;
 };
+
+template <typename T>
+using Few = typename Bits<T>::few;
+
+template <typename T>
+inline Few<T> load(const T* from) {
+  Few<T> x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
 
 // |x| as a whole number: of the same order, and NaN is above all.
 template <typename T>
 inline typename Bits<T>::type size_of(T x) {
   typename Bits<T>::type bits;
   std::memcpy(&bits, &x, sizeof bits);
-  return bits & (~typename Bits<T>::type{0} >> 1);
+  return bits & std::numeric_limits<decltype(bits)>::max();
+}
+template <typename T>
+inline typename Bits<T>::sizes sizes_of(Few<T> x) {
+  typename Bits<T>::sizes bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits & std::numeric_limits<typename Bits<T>::type>::max();
 }
 
-// The largest |product(k)| over first <= k < last, as bits.
+// a[k] * b[k]
+template <typename T>
+struct Pair {
+  const T* a;
+  const T* b;
+  T one(int64_t k) const { return a[k] * b[k]; }
+  Few<T> few(int64_t k) const { return load(a + k) * load(b + k); }
+};
+
+// (u * v[k] + s * w[k]) * x[k]
+template <typename T>
+struct Rank {
+  T u, s;
+  const T *v, *w, *x;
+  T one(int64_t k) const { return (u * v[k] + s * w[k]) * x[k]; }
+  Few<T> few(int64_t k) const { return (u * load(v + k) + s * load(w + k)) * load(x + k); }
+};
+
+// The largest |product| over first <= k < last, as bits.
 template <typename T, typename Product>
 inline typename Bits<T>::type largest(int64_t first, int64_t last, const Product& product) {
   using B = typename Bits<T>::type;
-  B lanes[LANES] = {};
+  constexpr int64_t LANES = 16 / sizeof(T);
+  typename Bits<T>::sizes top[4] = {};
   int64_t k = first;
-  for (; k + LANES <= last; k += LANES)
-    for (int64_t n = 0; n < LANES; n++) {
-      const B bits = size_of(product(k + n));
-      lanes[n] = bits > lanes[n] ? bits : lanes[n];
+  for (; k + 4 * LANES <= last; k += 4 * LANES)
+    for (int n = 0; n < 4; n++) {
+      const auto bits = sizes_of<T>(product.few(k + n * LANES));
+      top[n] = bits > top[n] ? bits : top[n];
     }
-  B most = *std::max_element(lanes, lanes + LANES);
-  for (; k < last; k++) most = std::max(most, size_of(product(k)));
+  B most = 0;
+  for (int n = 0; n < 4; n++)
+    for (int64_t lane = 0; lane < LANES; lane++) most = std::max(most, B(top[n][lane]));
+  for (; k < last; k++) most = std::max(most, size_of(product.one(k)));
   return most;
 }
 
@@ -57,18 +100,19 @@ struct Winner {
   int64_t place = 0;
 
   template <typename Product>
-  void look(int64_t first, int64_t last, const Product& product) {
+  void look(int64_t first, int64_t last, int64_t before, const Product& product) {
     constexpr auto top = Bits<T>::infinity;
     if (most > top) return;
     const auto here = largest<T>(first, last, product);
     if (here <= most) return;
     most = here;
-    place = first;
+    int64_t k = first;
     if (here > top) {
-      while (size_of(product(place)) <= top) place++;
+      while (size_of(product.one(k)) <= top) k++;
     } else {
-      while (size_of(product(place)) != here) place++;
+      while (size_of(product.one(k)) != here) k++;
     }
+    place = before + k;
   }
 
   void tell(T* value, int64_t* where) const {
@@ -102,7 +146,7 @@ class Products {
       for (int64_t n = first; n < last; n++) alone(order[n]);
       return;
     }
-    std::vector<T> packed(LINES * CHUNK);
+    std::vector<T> packed(LINES * APART);
     for (int64_t from = first; from < last;) {
       std::vector<int64_t> starts;  // where each of some different lines of b begins in order
       int64_t to = from;
@@ -125,7 +169,7 @@ class Products {
     for (int64_t k = 0; k < length_; k += CHUNK) {
       const int64_t end = std::min(length_, k + CHUNK);
       const T* a = line(n, k, end, own);
-      winner.look(k, end, [=](int64_t i) { return a[i - k] * b[i]; });
+      winner.look(0, end - k, k, Pair<T>{a, b + k});
     }
     winner.tell(value_ + n, place_ + n);
   }
@@ -134,17 +178,22 @@ class Products {
     const int64_t lines = static_cast<int64_t>(starts.size()) - 1;
     const int64_t first = starts[0];
     std::vector<Winner<T>> winners(starts[lines] - first);
+    int64_t begins[LINES];
+    for (int64_t l = 0; l < lines; l++) begins[l] = b_.offset[order[starts[l]]];
     T own[CHUNK];
     for (int64_t k = 0; k < length_; k += CHUNK) {
       const int64_t end = std::min(length_, k + CHUNK);
-      for (int64_t i = k; i < end; i++)
-        for (int64_t l = 0; l < lines; l++)
-          packed[l * CHUNK + i - k] = b_.data[b_.offset[order[starts[l]]] + i * b_.step];
+      for (int64_t l = 0; l < lines; l += SIDE)
+        for (int64_t i = k; i < end; i++) {
+          const T* row = b_.data + i * b_.step;
+          for (int64_t n = l; n < std::min(lines, l + SIDE); n++)
+            packed[n * APART + i - k] = row[begins[n]];
+        }
       for (int64_t l = 0; l < lines; l++) {
-        const T* b = packed + l * CHUNK;
+        const T* b = packed + l * APART;
         for (int64_t n = starts[l]; n < starts[l + 1]; n++) {
           const T* a = line(order[n], k, end, own);
-          winners[n - first].look(k, end, [=](int64_t i) { return a[i - k] * b[i - k]; });
+          winners[n - first].look(0, end - k, k, Pair<T>{a, b});
         }
       }
     }
@@ -182,28 +231,20 @@ void products(Lines<T> a, Lines<T> b, int64_t count, int64_t length, T* value, i
   });
 }
 
-// value[n] = max over k != skip[n] of |(sum over r of left[r][n] * right[r][line, k]) * x[line, k]|.
-template <typename T, int RANK>
+// value[n] = max over k != skip[n] of |(left[0][n] * right[0][line, k] + left[1][n] *
+// right[1][line, k]) * x[line, k]|, line being line[n].
+template <typename T>
 void others(const T* left, const T* right, const T* x, const int64_t* line, const int64_t* skip,
             int64_t count, int64_t lines, int64_t width, T* value, int64_t* place, int threads) {
   const int64_t share = std::max<int64_t>(1, WORK / std::max<int64_t>(1, width));
   gradtrace::each((count + share - 1) / share, threads, [&](int64_t task) {
     for (int64_t n = task * share; n < std::min(count, (task + 1) * share); n++) {
-      T u[RANK];
-      const T* v[RANK];
-      for (int r = 0; r < RANK; r++) {
-        u[r] = left[r * count + n];
-        v[r] = right + (r * lines + line[n]) * width;
-      }
-      const T* in = x + line[n] * width;
-      const auto product = [&](int64_t k) {
-        T weight = u[0] * v[0][k];
-        for (int r = 1; r < RANK; r++) weight = weight + u[r] * v[r][k];
-        return weight * in[k];
-      };
+      const int64_t begin = line[n] * width;
+      const T* v = right + begin;
+      const Rank<T> product{left[n], left[count + n], v, v + lines * width, x + begin};
       Winner<T> winner;
-      winner.look(0, skip[n], product);
-      winner.look(skip[n] + 1, width, product);
+      winner.look(0, skip[n], 0, product);
+      winner.look(skip[n] + 1, width, 0, product);
       winner.tell(value + n, place + n);
     }
   });
@@ -224,7 +265,7 @@ void others(const T* left, const T* right, const T* x, const int64_t* line, cons
       const T* left, const T* right, const T* x, const int64_t* line, const int64_t* skip,        \
       int64_t count, int64_t lines, int64_t width, T* value, int64_t* place, int threads) {       \
     return gradtrace::guarded([&] {                                                               \
-      others<T, 2>(left, right, x, line, skip, count, lines, width, value, place, threads);       \
+      others<T>(left, right, x, line, skip, count, lines, width, value, place, threads);       \
     });                                                                                           \
   }
 
