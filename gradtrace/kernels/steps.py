@@ -228,19 +228,19 @@ def _leveled(x: Tensor, marks: Tensor, dims: Sequence[int]) -> tuple[Tensor, Ten
 def _levels(x: Tensor, marks: Tensor, dims: Sequence[int]) -> list[Level] | None:
     """The four levels of tensors as they lie, or None if they have more."""
     found: list[Level] = [(1, 0, 0)] * 4
-    level = -1
-    for d in range(x.dim()):
+    level = 4
+    for d in reversed(range(x.dim())):
         size, step, along = x.shape[d], x.stride(d), marks.stride(d)
         if size == 1:
             continue
         reduced = d in dims
-        if level >= 0 and (level % 2 == 0) == reduced:
-            before = found[level]
-            if before[1:] == (size * step, size * along):
-                found[level] = (before[0] * size, step, along)
+        if level < 4 and (level % 2 == 0) == reduced:
+            inner, *steps = found[level]
+            if [step, along] == [inner * each for each in steps]:
+                found[level] = (inner * size, steps[0], steps[1])
                 continue
-        level += 1 if (level % 2 == 1) == reduced else 2
-        if level > 3:
+        level -= 1 if (level % 2 == 1) == reduced else 2
+        if level < 0:
             return None
         found[level] = (size, step, along)
     return found

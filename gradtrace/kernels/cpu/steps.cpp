@@ -80,45 +80,43 @@ void merge(int64_t n, T* __restrict size, int32_t* __restrict marks, const T* __
 
 constexpr int LANES = 4;
 
-// The sums of one chunk: sums[mark][lane], counts[mark]. While the mark stays the same, its sums
-// are kept in registers; the order of additions is that of the elements all the same.
+double added(const double* lanes) { return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]); }
+
+// What is known of a mark in one chunk, for each lane.
+struct Entry {
+  double sum[LANES];
+  int64_t count[LANES];
+};
+
+// The table of one chunk. While the mark stays the same, its sums are kept in registers; the order
+// of additions is that of the elements all the same.
 template <typename T>
-void tally(int64_t n, const int32_t* marks, const T* gradient, int64_t count, int64_t* counts,
-           double* sums) {
-  double held[LANES] = {};
-  int32_t mark = 0;
-  int64_t run = 0;
-  const auto flush = [&] {
-    std::memcpy(sums + int64_t{mark} * LANES, held, sizeof held);
-    counts[mark] += run;
-    run = 0;
-  };
-  const auto take = [&](int32_t next) {
-    if (next < 0 || next >= count) throw std::out_of_range("a mark that is not counted");
-    flush();
-    mark = next;
-    std::memcpy(held, sums + int64_t{mark} * LANES, sizeof held);
+void tally(int64_t n, const int32_t* marks, const T* gradient, int64_t count, Entry* table) {
+  const auto one = [&](int64_t i, int lane) {
+    if (marks[i] < 0 || marks[i] >= count) throw std::out_of_range("a mark that is not counted");
+    Entry& entry = table[marks[i]];
+    entry.sum[lane] += std::fabs(double(gradient[i]));
+    entry.count[lane]++;
   };
   int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    const int32_t* here = marks + i;
-    if ((here[0] == mark) & (here[1] == mark) & (here[2] == mark) & (here[3] == mark)) {
-      for (int lane = 0; lane < LANES; lane++) held[lane] += std::fabs(double(gradient[i + lane]));
-      run += LANES;
-      continue;
+  while (i + LANES <= n) {
+    for (int lane = 0; lane < LANES; lane++) one(i + lane, lane);
+    const int32_t mark = marks[i];
+    const auto stays = [&](const int32_t* at) {
+      return (at[0] == mark) & (at[1] == mark) & (at[2] == mark) & (at[3] == mark);
+    };
+    const bool uniform = stays(marks + i);
+    i += LANES;
+    if (!uniform || i + LANES > n || !stays(marks + i)) continue;
+    Entry held = table[mark];
+    const int64_t first = i;
+    for (; i + LANES <= n && stays(marks + i); i += LANES) {
+      for (int lane = 0; lane < LANES; lane++) held.sum[lane] += std::fabs(double(gradient[i + lane]));
     }
-    for (int lane = 0; lane < LANES; lane++) {
-      if (here[lane] != mark) take(here[lane]);
-      held[lane] += std::fabs(double(gradient[i + lane]));
-      run++;
-    }
+    for (int lane = 0; lane < LANES; lane++) held.count[lane] += (i - first) / LANES;
+    table[mark] = held;
   }
-  for (; i < n; i++) {
-    if (marks[i] != mark) take(marks[i]);
-    held[i % LANES] += std::fabs(double(gradient[i]));
-    run++;
-  }
-  flush();
+  for (int lane = 0; i < n; i++, lane++) one(i, lane);
 }
 
 template <typename T>
@@ -137,17 +135,6 @@ void magnitude(int64_t n, const T* gradient, int64_t* count, double* sums) {
   }
   *count = n - zeros;
   std::memcpy(sums, held, sizeof held);
-}
-
-// Lanes by pairs, then chunks in order.
-void add_up(int64_t chunks, int64_t count, const double* sums, double* total) {
-  for (int64_t chunk = 0; chunk < chunks; chunk++) {
-    for (int64_t mark = 0; mark < count; mark++) {
-      const double* lane = sums + (chunk * count + mark) * LANES;
-      const double sum = (lane[0] + lane[1]) + (lane[2] + lane[3]);
-      total[mark] = chunk ? total[mark] + sum : sum;
-    }
-  }
 }
 
 // Choosing along lines --------------------------------------------------------------------------
@@ -303,21 +290,21 @@ GRADTRACE_API int gradtrace_tally(int wide, int64_t n, const int32_t* marks, con
                                   int64_t count, int64_t length, int64_t* counts, double* sums,
                                   int threads) {
   return guarded([&] {
-    if (n && count < 1) throw std::out_of_range("no mark is counted");
     const int64_t chunks = gradtrace::parts(n, length);
-    std::vector<double> lanes(chunks * count * gradtrace::LANES);
-    std::vector<int64_t> number(chunks * count);
+    std::vector<gradtrace::Entry> tables(chunks * count);
     gradtrace::pieces(n, length, threads, [&](int64_t i, int64_t j) {
-      int64_t* c = &number[i / length * count];
-      double* s = &lanes[i / length * count * gradtrace::LANES];
+      gradtrace::Entry* table = tables.data() + i / length * count;
       if (wide) {
-        gradtrace::tally(j - i, marks + i, static_cast<const double*>(gradient) + i, count, c, s);
+        gradtrace::tally(j - i, marks + i, static_cast<const double*>(gradient) + i, count, table);
       } else {
-        gradtrace::tally(j - i, marks + i, static_cast<const float*>(gradient) + i, count, c, s);
+        gradtrace::tally(j - i, marks + i, static_cast<const float*>(gradient) + i, count, table);
       }
     });
-    gradtrace::add_up(chunks, count, lanes.data(), sums);
-    for (int64_t at = 0; at < chunks * count; at++) counts[at % count] += number[at];
+    for (int64_t at = 0; at < chunks * count; at++) {
+      const gradtrace::Entry& entry = tables[at];
+      sums[at % count] += gradtrace::added(entry.sum);
+      for (const int64_t some : entry.count) counts[at % count] += some;
+    }
   });
 }
 
@@ -336,8 +323,10 @@ GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient,
         gradtrace::magnitude(j - i, static_cast<const float*>(gradient) + i, c, s);
       }
     });
-    gradtrace::add_up(chunks, 1, lanes.data(), sum);
-    for (const int64_t some : number) *count += some;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      *sum += gradtrace::added(&lanes[chunk * gradtrace::LANES]);
+      *count += number[chunk];
+    }
   });
 }
 
