@@ -313,18 +313,33 @@ class Tally:
 
     def add(self, found: Found, gradient: Tensor) -> None:
         """Count the paths of a leaf."""
-        name, value = self.names[found.leaf.value], found.leaf.value
-        total = gradient.numel()
+        value, total = found.leaf.value, gradient.numel()
         if isinstance(found.pair, Tensor):
             # A parameter is there for every pair, even if no two of them meet in an element of it
             # (an embedding whose rows are each used once); an input is there once, each part for
             # its pair.
             shared = isinstance(found.leaf.tensor, Parameter) or bool((found.pair == 0).any())
             total = total * self.pairs if shared else total
-        size = 0 if name in self.sized else gradient.numel()
+        self._count(value, gradient.numel(), total, list(groups_of(found, gradient, self.pairs)))
+
+    def add_some(
+        self, value: int, pair: int, marks: list[int], number: Tensor, gradient: Tensor, size: int
+    ) -> None:
+        """Count the paths of some elements of a leaf, which has ``size`` of them: each element's
+        number among the marks, and its gradient.
+        """
+        groups = []
+        for n in number.unique().tolist():  # type: ignore[no-untyped-call]
+            mine = gradient[number == n]
+            if marks[n] & 1:
+                groups.append(Group(pair, marks[n], len(mine), float(mine.abs().double().sum())))
+        self._count(value, size, len(number), groups)
+
+    def _count(self, value: int, size: int, total: int, groups: list[Group]) -> None:
+        name = self.names[value]
+        own = 0 if name in self.sized else size
         self.sized.add(name)
-        groups = list(groups_of(found, gradient, self.pairs))
-        self.leaves.append(Counted(name, self.could[value], size, total, groups))
+        self.leaves.append(Counted(name, self.could[value], own, total, groups))
 
     def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
         """The table."""

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from gradtrace.coarse import Link
 from gradtrace.following import Hop, Kept
+from gradtrace.marks import Marks
 from gradtrace.program import Program
 from gradtrace.sampling import Forest, Marked, Slices
 from gradtrace.shapes import Shape
 from gradtrace.tables import Column, Table
-from gradtrace.tracing import Marks
 
 
 @dataclass(frozen=True)

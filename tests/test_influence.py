@@ -346,3 +346,53 @@ def test_fractions_hold_any_float() -> None:
     assert moments.t == Fraction(tiny) + Fraction(huge)
     assert Component("x", 1).owns == frozenset()
     assert Moments().share is nan or isnan(Moments().share)
+
+
+# A sample of elements -----------------------------------------------------------------------------
+
+
+class Skip(nn.Module):
+    """A layer around which a connection leads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        return self.c(h + self.b(h).tanh())
+
+
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("pairs", [1, 5])
+def test_a_sample_of_all_elements_is_the_whole_table(rule: str, pairs: int) -> None:
+    torch.manual_seed(0)
+    model = Skip()
+    with gt.watch(model) as watch:
+        losses = model(torch.randn(5, 6)).square().sum(1)
+    trace = watch.trace(losses.sum() if pairs == 1 else losses, rule=rule)
+    for row, other in zip(trace.influence(), trace.influence(sample=10**6), strict=True):
+        assert (row.name, row.own, row.unreached) == (other.name, other.own, other.unreached)
+        assert row.count == other.count
+        assert float(row.gradient.t) == pytest.approx(float(other.gradient.t))
+        assert float(row.gradient.e) == pytest.approx(float(other.gradient.e))
+
+
+def test_a_sample_counts_as_many_elements_as_asked_for() -> None:
+    torch.manual_seed(0)
+    model = Skip()
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(5, 6)).square().sum()
+    trace = watch.trace(loss)
+    table = trace.influence(["c"], sample=40)
+    whole = trace.influence(["c"])
+    assert table["c"].count.e + table["c"].unreached < 40 < whole["c"].count.e
+    assert table["c"].own == whole["c"].own == 21
+    assert table.notes[0] == "paths of 40 elements"
+    assert str(table) == str(trace.influence(["c"], sample=40))
+    assert str(table) != str(trace.influence(["c"], sample=40, seed=1))
+    with pytest.raises(GradtraceError, match="from 1 on"):
+        trace.influence(sample=0)
+    coarse = watch.trace(loss, granularity="operator")
+    with pytest.raises(GradtraceError, match="nothing to sample"):
+        coarse.influence(sample=3)
