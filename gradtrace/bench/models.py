@@ -9,7 +9,7 @@ from torch import Tensor
 
 import gradtrace
 from gradtrace.bench.cases import FULL, SMALL, Case, Problem
-from gradtrace.bench.results import Column, Section, Setting
+from gradtrace.bench.results import Column, Section, Setting, say
 from gradtrace.bench.timing import Way, Ways, interleaved
 from gradtrace.semirings import MAX
 
@@ -116,6 +116,7 @@ def models(setting: Setting) -> Section:
 
 
 def _model(case: Case, setting: Setting, section: Section) -> None:
+    say(f"  {case.name} ...")
     timed = interleaved(_ways(case, case.make()), setting.turns(20))
     limits = _limits(case)
     for way in timed.seconds:
