@@ -21,7 +21,7 @@ from gradtrace.maps.places import located, picked
 from gradtrace.paths import marked, sampled
 from gradtrace.sampling import Forest
 from gradtrace.trace import Trace
-from gradtrace.tracing import BITS, Tracer
+from gradtrace.tracing import Tracer, solid
 
 # Single elements of maps -------------------------------------------------------------------------
 
@@ -259,9 +259,11 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
         states = {f.leaf.value: f.state for f in tracer.run(trace.program.seed)}
     theirs = []
     for value, elements in starts.items():
-        words = [word.reshape(-1)[elements].tolist() for word in states[value].words]
-        theirs += [sum(w << n * BITS for n, w in enumerate(row)) for row in zip(*words)]
-    assert mine == theirs
+        state = solid(states[value]).written()
+        assert state.numbers is not None
+        known = state.palette.marks()
+        theirs += [known[n] for n in state.numbers.reshape(-1)[elements].tolist()]
+    assert [mark if mark & 1 else 0 for mark in mine] == theirs
     assert [mark & 1 for mark in mine] == forest.whole.int().tolist()
     return len(found.marks)
 
