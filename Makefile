@@ -4,7 +4,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
@@ -19,6 +19,15 @@ lint: $(VENV)/.developed
 
 bench: $(VENV)/.developed
 	$(BIN)/gradtrace bench --out docs/benchmarks.md --figures docs/figures
+
+# The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself leaks.
+SANITIZED = $(wildcard tests/test_contract.py tests/test_steps.py)
+sanitize: $(VENV)/.developed
+	cmake -S . -B build/sanitize -DGRADTRACE_SANITIZE=ON
+	cmake --build build/sanitize
+	GRADTRACE_NATIVE=$(CURDIR)/build/sanitize/_gradtrace_cpu.so ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest -x -p no:xdist $(SANITIZED)
 
 # torch comes first and by version: a plain request for it would fetch gigabytes of CUDA. To keep
 # a torch of your own, set TORCH to its version.

@@ -36,7 +36,7 @@ class Scratch {
 };
 
 struct Mine {
-  Scratch rows, seeds, strips, top, value, index;
+  Scratch rows, seeds, marks, panel, top, value, index;
 };
 thread_local Mine mine;
 
@@ -57,6 +57,8 @@ class Product {
       : call(call), kernels(kernels), stride(up(call.inner, LOOK)) {
     chunk = up(parts(call.inner, parts(call.inner, MOST)), LOOK);
     block = std::clamp<int64_t>(PACKED / stride, 16, 1024);
+    // With k side by side marks are read where they are.
+    in_place = !call.marks.inner.table && call.marks.inner.step == 1 && !call.marks.rows.table;
   }
 
   void run() {
@@ -78,12 +80,17 @@ class Product {
     int64_t batch, row, rows;
     T* a;
     uint16_t* seeds;
+    const int32_t* marks;
+    int64_t marks_step;
     bool finite;
   };
 
   void matrix(int64_t batch, int threads) {
     for (int64_t row = call.first_row; row < call.last_row; row += block) {
-      Block here{batch, row, std::min(block, call.last_row - row), nullptr, nullptr, true};
+      Block here{};
+      here.batch = batch;
+      here.row = row;
+      here.rows = std::min(block, call.last_row - row);
       pack(here, threads);
       const int64_t panels = parts(call.columns, kernels.panel);
       const int64_t pieces = std::min(parts(4 * threads, panels), parts(here.rows, 64));
@@ -96,74 +103,79 @@ class Product {
     }
   }
 
+  // Few k have fewer that stand out, and less to gain.
+  int64_t seeded() const { return call.inner >= 256 ? SEEDS : SEEDS / 2; }
+
   void pack(Block& here, int threads) {
     here.a = mine.rows.get<T>(here.rows * stride);
     here.seeds = mine.seeds.get<uint16_t>(here.rows * SEEDS);
+    const bool copied = call.marked && !in_place;
+    int32_t* marks = copied ? mine.marks.get<int32_t>(here.rows * call.inner) : nullptr;
     constexpr int64_t SOME = 16;
     std::atomic<bool> finite{true};
     each(parts(here.rows, SOME), threads, [&](int64_t task) {
-      const int64_t row = task * SOME, count = std::min(SOME, here.rows - row);
-      T* a = here.a + row * stride;
-      if (!kernels.pack_rows(call.a, here.batch, here.row + row, count, call.inner, stride, a)) {
-        finite = false;
+      const int64_t first = task * SOME, count = std::min(SOME, here.rows - first);
+      const int64_t row = here.row + first, inner = call.inner;
+      T* a = here.a + first * stride;
+      if (!kernels.pack_rows(call.a, here.batch, row, count, inner, stride, a)) finite = false;
+      kernels.find_seeds(a, count, stride, std::min(chunk, inner), seeded(),
+                         here.seeds + first * SEEDS);
+      if (copied) {
+        kernels.pack_marks(call.marks, here.batch, row, count, inner, marks + first * inner);
       }
-      const int64_t inner = std::min(chunk, call.inner);
-      kernels.find_seeds(a, count, stride, inner, here.seeds + row * SEEDS);
     });
     here.finite = finite;
+    here.marks = marks;
+    here.marks_step = call.inner;
+    if (call.marked && in_place) {
+      here.marks_step = call.marks.rows.step;
+      here.marks = static_cast<const int32_t*>(call.marks.data) + call.marks.batch(here.batch) +
+                   here.row * here.marks_step;
+    }
   }
 
   // Some rows of the block against one panel.
   void panel(const Block& here, int64_t column, int64_t row, int64_t rows) {
-    const int64_t wide = kernels.panel, columns = std::min(wide, call.columns - column);
+    const int64_t wide = kernels.panel;
     Panel<T> panel{};
-    panel.strips = mine.strips.get<T>(chunk * wide);
-    panel.top = mine.top.get<T>(chunk + LOOK + wide);
-    panel.floor = panel.top + up(chunk, LOOK);
-    panel.columns = columns;
+    panel.b = mine.panel.get<T>(chunk * wide);
+    panel.top = mine.top.get<T>(chunk + wide);
+    panel.floor = panel.top + chunk;
+    panel.columns = std::min(wide, call.columns - column);
     Rows<T> some{};
     some.stride = stride;
     some.rows = rows;
-    some.value = mine.value.get<T>(rows * wide);
-    some.index = call.index || call.marked ? mine.index.get<int32_t>(rows * wide) : nullptr;
+    some.seeds = here.seeds + row * SEEDS;
+    some.seeded = seeded();
     some.finite = here.finite;
     some.way = static_cast<Way>(call.way);
-    std::fill(some.value, some.value + rows * wide, T(0));
-    if (some.index) std::fill(some.index, some.index + rows * wide, 0);
+    some.step = chunk < call.inner ? wide : 0;
+    const int64_t kept = chunk < call.inner ? rows * wide : wide;
+    some.value = mine.value.get<T>(kept);
+    some.index = call.index || call.marked ? mine.index.get<int32_t>(kept) : nullptr;
+    const int64_t at = (here.batch * call.rows + here.row + row) * call.columns + column;
+    some.out_value = call.value ? static_cast<T*>(call.value) + at : nullptr;
+    some.out_index = call.index ? call.index + at : nullptr;
+    some.out_marks = call.marked ? call.marked + at : nullptr;
+    some.pitch = call.columns;
+    some.marks = call.marked ? here.marks + row * here.marks_step : nullptr;
+    some.marks_step = here.marks_step;
     for (int64_t k = 0; k < call.inner; k += chunk) {
       panel.inner = std::min(chunk, call.inner - k);
       kernels.pack_panel(call.b, here.batch, column, k, panel);
       some.a = here.a + row * stride + k;
-      some.seeds = k ? nullptr : here.seeds + row * SEEDS;
       some.first = k;
+      some.last = k + chunk >= call.inner;
       kernels.run(panel, some);
     }
     survived += some.survived;
     considered += some.considered;
-    hand_over(some, here, column, here.row + row, columns);
-  }
-
-  void hand_over(const Rows<T>& some, const Block& here, int64_t column, int64_t row,
-                 int64_t columns) const {
-    for (int64_t r = 0; r < some.rows; r++) {
-      const T* value = some.value + r * kernels.panel;
-      const int32_t* index = some.index + (some.index ? r * kernels.panel : 0);
-      const int64_t at = (here.batch * call.rows + row + r) * call.columns + column;
-      if (call.value) std::copy(value, value + columns, static_cast<T*>(call.value) + at);
-      if (call.index) std::copy(index, index + columns, call.index + at);
-      if (!call.marked) continue;
-      const int32_t* marks = static_cast<const int32_t*>(call.marks.data) +
-                             call.marks.batch(here.batch) + call.marks.rows(row + r);
-      for (int64_t n = 0; n < columns; n++) {
-        const int32_t mark = marks[call.marks.inner(index[n])];
-        call.marked[at + n] = value[n] == 0 ? 0 : mark;
-      }
-    }
   }
 
   Call& call;
   const Kernels<T>& kernels;
   int64_t stride, chunk, block;
+  bool in_place;
   std::atomic<int64_t> survived{0}, considered{0};
 };
 

@@ -45,41 +45,51 @@ struct Call {
   int64_t survived, considered;  // counted up: k that the bounds let through, and all
 };
 
-constexpr int64_t LOOK = 16;   // k that are compared with the bound at a time
-constexpr int64_t MOST = 1536;  // k in a panel: what a cache holds, and a list of 16 bits can name
-constexpr int64_t SEEDS = 16;  // k of a row that give the first lower bound
+constexpr int64_t LOOK = 16;    // k that are compared with the bound at a time
+constexpr int64_t MOST = 1024;  // k in a panel: what a cache holds, and 16 bits can name
+constexpr int64_t SEEDS = 32;   // at most so many k of a row give the first lower bound
 
-// A group of columns, packed: strips of `Kernels::strip` columns, each [k][column].
+// A group of columns, packed: [k][Kernels::panel].
 template <class T>
 struct Panel {
-  T* strips;    // 0 in columns that are not there
-  T* top;       // [k] the largest of the panel; 0 from `inner` to the next multiple of LOOK
-  T* floor;     // [column] infinity where the whole column is 0, else 0
+  T* b;      // 0 in columns that are not there
+  T* top;    // [k] the largest of the columns; 0 from `inner` to the next multiple of LOOK
+  T* floor;  // [column] infinity where the whole column is 0, else 0
   int64_t columns, inner;
   bool finite;
 };
 
-// What is known of some rows against one panel before and after a run of k.
+// Some rows against one panel: what is known of them, and where it goes after the last k.
 template <class T>
 struct Rows {
   const T* a;  // |a|, [row][stride]
   int64_t stride, rows;
-  const uint16_t* seeds;  // [row][SEEDS], or null if `value` is a lower bound already
-  T* value;               // [row][panel]
-  int32_t* index;         // [row][panel], or null if it is not wanted
+  const uint16_t* seeds;  // [row][SEEDS]
+  int64_t seeded;         // how many of them there are
   int64_t first;          // the k of the panel's first
-  bool finite;
+  bool last, finite;      // whether these are the last k; whether no a is infinite or NaN
   Way way;
+  T* value;        // [row][panel], known so far
+  int32_t* index;  // likewise, or null if it is not wanted
+  int64_t step;    // from row to row; 0 if all k are here and nothing is to be kept
+  T* out_value;    // [row][pitch], each null if it is not wanted
+  int64_t* out_index;
+  int32_t* out_marks;
+  int64_t pitch;
+  const int32_t* marks;  // [row][marks_step]
+  int64_t marks_step;
   int64_t survived, considered;
 };
 
 template <class T>
 struct Kernels {
-  int64_t strip;  // columns in a strip
   int64_t panel;  // columns in a panel
   bool (*pack_rows)(const View&, int64_t batch, int64_t row, int64_t rows, int64_t inner,
                     int64_t stride, T* out);
-  void (*find_seeds)(const T* rows, int64_t count, int64_t stride, int64_t inner, uint16_t* out);
+  void (*pack_marks)(const View&, int64_t batch, int64_t row, int64_t rows, int64_t inner,
+                     int32_t* out);
+  void (*find_seeds)(const T* rows, int64_t count, int64_t stride, int64_t inner, int64_t seeded,
+                     uint16_t* out);
   void (*pack_panel)(const View&, int64_t batch, int64_t column, int64_t first, Panel<T>&);
   void (*run)(const Panel<T>&, Rows<T>&);
 };

@@ -1,13 +1,13 @@
 // Vectors of one instruction set. Included once in each contract_<set>.cpp, inside its namespace:
 // nothing here has a name that another set could be linked with.
 
-// Bytes of a vector, vectors of a strip (what the registers hold), strips of a panel.
+// Bytes of a vector, and vectors side by side in a panel: what the registers hold.
 #if defined(GRADTRACE_AVX512)
-constexpr int BYTES = 64, STRIP = 4, PANEL = 1;
+constexpr int BYTES = 64, ACROSS = 4;
 #elif defined(GRADTRACE_AVX2)
-constexpr int BYTES = 32, STRIP = 4, PANEL = 2;
+constexpr int BYTES = 32, ACROSS = 4;
 #else
-constexpr int BYTES = 16, STRIP = 8, PANEL = 2;
+constexpr int BYTES = 16, ACROSS = 8;
 #endif
 
 template <class T>
@@ -71,6 +71,7 @@ INLINE D size(D x) {
 }
 INLINE float size(float x) { return __builtin_fabsf(x); }
 INLINE double size(double x) { return __builtin_fabs(x); }
+INLINE int32_t size(int32_t x) { return x; }  // a mark
 
 // Numbers that are not negative have the order of their bits, and comparing those is one
 // instruction; of floats, a compiler that minds NaN makes many.
@@ -103,6 +104,37 @@ INLINE D larger(D x, D y) {
 template <class V>
 INLINE V smaller(V x, V y) {
   return bits(x) < bits(y) ? x : y;
+}
+
+// The larger of two whose sign bits are 0, NaN if one is NaN: its bits are above those of infinity.
+template <class V>
+INLINE V larger_size(V x, V y) {
+#if defined(GRADTRACE_NEON)
+  return larger(x, y);  // which keeps NaN here
+#else
+  return bits(x) > bits(y) ? x : y;
+#endif
+}
+
+// The largest of the lanes, likewise.
+template <class V>
+INLINE auto largest_of(V x) {
+#if defined(GRADTRACE_NEON)
+  if constexpr (sizeof(x[0]) == 4) {
+    return vmaxvq_f32(x);
+  } else {
+    return vmaxvq_f64(x);
+  }
+#else
+  auto all_bits = bits(x);
+  auto most = all_bits[0];
+  for (int w = 1; w < static_cast<int>(sizeof x / sizeof x[0]); w++) {
+    most = all_bits[w] > most ? all_bits[w] : most;
+  }
+  decltype(x[0] + x[0]) out;
+  __builtin_memcpy(&out, &most, sizeof out);
+  return out;
+#endif
 }
 
 // The larger of two, NaN if one is NaN.

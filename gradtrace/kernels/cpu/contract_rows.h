@@ -13,6 +13,7 @@ struct Brain {
 
 INLINE float number(float x) { return x; }
 INLINE double number(double x) { return x; }
+INLINE int32_t number(int32_t x) { return x; }
 INLINE float from_bits(uint32_t bits) {
   float out;
   __builtin_memcpy(&out, &bits, sizeof out);
@@ -84,61 +85,74 @@ static bool pack_rows(const View& x, int64_t batch, int64_t row, int64_t rows, i
   return all_finite(out, rows * stride);
 }
 
-// Places of large numbers in each row: the largest of every SEEDS-th. Rows are 0 from `inner` on, up
-// to a multiple of SEEDS.
-template <class T>
-static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inner, uint16_t* out) {
+// Places of large numbers in each row: the largest of every COUNT-th. Rows are 0 from `inner` on, up
+// to a multiple of LOOK.
+template <class T, int COUNT>
+static void find_some(const T* rows, int64_t count, int64_t stride, int64_t inner, uint16_t* out) {
   using V = typename Lanes<T>::V;
   using I = typename Lanes<T>::I;
-  constexpr int W = Lanes<T>::W, PARTS = SEEDS / W;
-  for (int64_t r = 0; r < count; r++) {
+  constexpr int W = Lanes<T>::W, PARTS = COUNT / W;
+  const int64_t whole = inner / COUNT * COUNT;
+  for (int64_t r = 0; r < count; r++, rows += stride) {
     V best[PARTS];
     I at[PARTS];
     for (int j = 0; j < PARTS; j++) best[j] = V{}, at[j] = I{};
-    for (int64_t k = 0; k < inner; k += SEEDS) {
+    for (int64_t k = 0; k < whole; k += COUNT) {
       const I now = all_int<T>(k);
-      for (int j = 0; j < PARTS; j++) take<true>(load(rows + r * stride + k + j * W), best[j], at[j], now);
+      for (int j = 0; j < PARTS; j++) take<true>(load(rows + k + j * W), best[j], at[j], now);
     }
-    for (int j = 0; j < SEEDS; j++) {
+    for (int j = 0; j < COUNT; j++) {
       out[r * SEEDS + j] = static_cast<uint16_t>(least(at[j / W][j % W] + j, inner - 1));
     }
   }
+}
+
+template <class T>
+static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inner, int64_t seeded,
+                       uint16_t* out) {
+  if (seeded == SEEDS) {
+    find_some<T, SEEDS>(rows, count, stride, inner, out);
+  } else {
+    find_some<T, SEEDS / 2>(rows, count, stride, inner, out);
+  }
+}
+
+static void pack_marks(const View& x, int64_t batch, int64_t row, int64_t rows, int64_t inner,
+                       int32_t* out) {
+  copy_rows<int32_t, int32_t>(x, x.batch(batch), row, rows, inner, inner, out);
 }
 
 // Columns [column, column + panel.columns) for k in [first, first + panel.inner), |·| taken.
 template <class T, class S>
 static void copy_panel(const View& x, int64_t offset, int64_t column, int64_t first,
                        const Panel<T>& panel) {
-  constexpr int64_t WIDE = STRIP * Lanes<T>::W;
+  constexpr int64_t WIDE = ACROSS * Lanes<T>::W;
   const S* data = static_cast<const S*>(x.data) + offset;
-  for (int64_t start = 0; start < panel.columns; start += WIDE) {
-    const int64_t wide = least(WIDE, panel.columns - start);
-    T* out = panel.strips + start * panel.inner;
-    if (!x.rows.table && x.rows.step == 1) {
-      for (int64_t k = 0; k < panel.inner; k++, out += WIDE) {
-        const S* from = data + x.inner(first + k) + column + start;
-        if (wide == WIDE) {
-          for (int64_t n = 0; n < WIDE; n++) out[n] = size(static_cast<T>(number(from[n])));
-        } else {
-          for (int64_t n = 0; n < wide; n++) out[n] = size(static_cast<T>(number(from[n])));
-          for (int64_t n = wide; n < WIDE; n++) out[n] = 0;
-        }
+  const int64_t wide = panel.columns;
+  T* out = panel.b;
+  if (!x.rows.table && x.rows.step == 1) {
+    for (int64_t k = 0; k < panel.inner; k++, out += WIDE) {
+      const S* from = data + x.inner(first + k) + column;
+      if (wide == WIDE) {
+        for (int64_t n = 0; n < WIDE; n++) out[n] = size(static_cast<T>(number(from[n])));
+      } else {
+        for (int64_t n = 0; n < wide; n++) out[n] = size(static_cast<T>(number(from[n])));
+        for (int64_t n = wide; n < WIDE; n++) out[n] = 0;
       }
-      continue;
     }
-    constexpr int64_t TILE = 16;
-    for (int64_t k0 = 0; k0 < panel.inner; k0 += TILE) {
-      const int64_t k1 = least(panel.inner, k0 + TILE);
-      for (int64_t n = 0; n < WIDE; n++) {
-        if (n >= wide) {
-          for (int64_t k = k0; k < k1; k++) out[k * WIDE + n] = 0;
-          continue;
-        }
-        const S* from = data + x.rows(column + start + n);
-        for (int64_t k = k0; k < k1; k++) {
-          out[k * WIDE + n] = size(static_cast<T>(number(from[x.inner(first + k)])));
-        }
+    return;
+  }
+  constexpr int64_t TILE = 16;
+  for (int64_t k0 = 0; k0 < panel.inner; k0 += TILE) {
+    const int64_t k1 = least(panel.inner, k0 + TILE);
+    for (int64_t n = 0; n < wide; n++) {
+      const S* from = data + x.rows(column + n);
+      for (int64_t k = k0; k < k1; k++) {
+        out[k * WIDE + n] = size(static_cast<T>(number(from[x.inner(first + k)])));
       }
+    }
+    for (int64_t n = wide; n < WIDE; n++) {
+      for (int64_t k = k0; k < k1; k++) out[k * WIDE + n] = 0;
     }
   }
 }
@@ -148,31 +162,25 @@ template <class T>
 static void measure(Panel<T>& panel) {
   using V = typename Lanes<T>::V;
   constexpr int W = Lanes<T>::W;
-  constexpr int64_t WIDE = STRIP * W;
-  bool finite = true;
-  for (int64_t start = 0; start < panel.columns; start += WIDE) {
-    const T* from = panel.strips + start * panel.inner;
-    V high[STRIP];
-    UNROLL for (int j = 0; j < STRIP; j++) high[j] = V{};
-    for (int64_t k = 0; k < panel.inner; k++, from += WIDE) {
-      V most = {};
-      UNROLL for (int j = 0; j < STRIP; j++) {
-        const V here = load(from + j * W);
-        most = larger_or_nan(here, most);
-        high[j] = larger_or_nan(here, high[j]);
-      }
-      T top = start ? panel.top[k] : 0;
-      for (int w = 0; w < W; w++) top = most[w] > top || most[w] != most[w] ? most[w] : top;
-      panel.top[k] = top;
+  constexpr int64_t WIDE = ACROSS * W;
+  V high[ACROSS];
+  UNROLL for (int j = 0; j < ACROSS; j++) high[j] = V{};
+  for (int64_t k = 0; k < panel.inner; k++) {
+    V most = {};
+    UNROLL for (int j = 0; j < ACROSS; j++) {
+      const V here = load(panel.b + k * WIDE + j * W);
+      most = larger_size(here, most);
+      high[j] = larger_size(here, high[j]);
     }
-    for (int64_t n = 0; n < WIDE; n++) {
-      const T most = high[n / W][n % W];
-      panel.floor[start + n] = most == 0 ? infinity<T>() : 0;
-      finite = finite && most - most == 0;
-    }
+    panel.top[k] = largest_of(most);
   }
   for (int64_t k = panel.inner; k % LOOK; k++) panel.top[k] = 0;
-  panel.finite = finite;
+  panel.finite = true;
+  for (int64_t n = 0; n < WIDE; n++) {
+    const T most = high[n / W][n % W];
+    panel.floor[n] = most == 0 ? infinity<T>() : 0;
+    panel.finite = panel.finite && most - most == 0;
+  }
 }
 
 template <class T>
@@ -234,40 +242,29 @@ INLINE float tiniest(float) { return 0x1p-149f; }
 INLINE double tiniest(double) { return 0x1p-1074; }
 
 // The least, over the columns, of what their maxima are at least; columns of zeros do not count.
+// Each is at least what is known, and at least the products of the seeds.
 template <class T, bool FINITE>
-static T lower_bound(const T* a, const uint16_t* seeds, const T* value, const Panel<T>& panel) {
+static T lower_bound(const T* a, const uint16_t* seeds, int64_t seeded, const T* known,
+                     const Panel<T>& panel) {
   using V = typename Lanes<T>::V;
   constexpr int W = Lanes<T>::W;
-  constexpr int64_t WIDE = STRIP * W;
-  V low = all<T>(infinity<T>());
-  for (int64_t start = 0; start < panel.columns; start += WIDE) {
-    V least_of[STRIP];
-    const T *floor = panel.floor + start, *known = value + start;
-    UNROLL for (int j = 0; j < STRIP; j++) {
-      const V here = load(floor + j * W), there = load(known + j * W);
-      if constexpr (FINITE) {
-        least_of[j] = larger(there, here);
-      } else {
-        least_of[j] = there > here ? there : here;  // NaN stays out
-      }
+  const auto more = [](V x, V y) {
+    if constexpr (FINITE) {
+      return larger(x, y);
+    } else {
+      return x > y ? x : y;  // not x if it is NaN; y never is
     }
-    const T* strip = panel.strips + start * panel.inner;
-    for (int64_t s = 0; seeds && s < SEEDS; s++) {
-      const T* b = strip + seeds[s] * WIDE;
-      const T x = a[seeds[s]];
-      UNROLL for (int j = 0; j < STRIP; j++) {
-        const V product = load(b + j * W) * x;
-        if constexpr (FINITE) {
-          least_of[j] = larger(product, least_of[j]);
-        } else {
-          least_of[j] = product > least_of[j] ? product : least_of[j];
-        }
-      }
-    }
-    UNROLL for (int j = 0; j < STRIP; j++) low = smaller(least_of[j], low);
+  };
+  V low[ACROSS];
+  UNROLL for (int j = 0; j < ACROSS; j++) low[j] = more(load(known + j * W), load(panel.floor + j * W));
+  for (int64_t s = 0; s < seeded; s++) {
+    const T* b = panel.b + seeds[s] * (ACROSS * W);
+    const T x = a[seeds[s]];
+    UNROLL for (int j = 0; j < ACROSS; j++) low[j] = more(load(b + j * W) * x, low[j]);
   }
-  T out = low[0];
-  for (int w = 1; w < W; w++) out = low[w] < out ? low[w] : out;
+  UNROLL for (int j = 1; j < ACROSS; j++) low[0] = smaller(low[j], low[0]);
+  T out = low[0][0];
+  for (int w = 1; w < W; w++) out = low[0][w] < out ? low[0][w] : out;
   const T tiny = tiniest(out);
   return out > tiny ? out : tiny;
 }
@@ -281,10 +278,10 @@ constexpr int GROUP = 4;
 template <class T>
 struct Line {
   const T* a;
-  const T* strip;  // [k][WIDE]
+  const T* b;  // [k][column]
   const uint16_t* list;
   int64_t count;
-  T* value;        // of the strip's columns
+  T* value;        // [column]
   int32_t* index;  // or null
   int64_t columns, first;
 };
@@ -294,13 +291,13 @@ static void keep_place(const Line<T>& line) {
   using V = typename Lanes<T>::V;
   using I = typename Lanes<T>::I;
   constexpr int W = Lanes<T>::W;
-  constexpr int64_t WIDE = STRIP * W;
+  constexpr int64_t WIDE = ACROSS * W;
   V v[N];
   I at[N];
   UNROLL for (int j = 0; j < N; j++) v[j] = load(line.value + j * W), at[j] = all_int<T>(-1);
   for (int64_t t = 0; t < line.count; t++) {
     const int64_t k = line.list[t];
-    const T* b = line.strip + k * WIDE;
+    const T* b = line.b + k * WIDE;
     const T x = line.a[k];
     const I now = all_int<T>(k);
     UNROLL for (int j = 0; j < N; j++) take<FINITE>(load(b + j * W) * x, v[j], at[j], now);
@@ -330,10 +327,10 @@ INLINE typename Lanes<T>::V of_group(const T* const* b, const T* x, int64_t at) 
 // The first k of the group whose product is the value found (NaN for NaN).
 template <class T, bool FINITE>
 INLINE int64_t first_in_group(const Line<T>& line, const uint16_t* group, T value, int64_t n) {
-  constexpr int64_t WIDE = STRIP * Lanes<T>::W;
+  constexpr int64_t WIDE = ACROSS * Lanes<T>::W;
   int64_t k = group[GROUP - 1];
   UNROLL for (int g = GROUP - 2; g >= 0; g--) {
-    const T product = line.a[group[g]] * line.strip[group[g] * WIDE + n];
+    const T product = line.a[group[g]] * line.b[group[g] * WIDE + n];
     const bool same = product == value || (!FINITE && product != product && value != value);
     k = same ? group[g] : k;
   }
@@ -346,7 +343,7 @@ static void keep_group(const Line<T>& line) {
   using V = typename Lanes<T>::V;
   using I = typename Lanes<T>::I;
   constexpr int W = Lanes<T>::W;
-  constexpr int64_t WIDE = STRIP * W;
+  constexpr int64_t WIDE = ACROSS * W;
   V v[N];
   I at[N];
   UNROLL for (int j = 0; j < N; j++) v[j] = load(line.value + j * W), at[j] = all_int<T>(-1);
@@ -354,7 +351,7 @@ static void keep_group(const Line<T>& line) {
     const T* b[GROUP];
     T x[GROUP];
     UNROLL for (int g = 0; g < GROUP; g++) {
-      b[g] = line.strip + line.list[t + g] * WIDE;
+      b[g] = line.b + line.list[t + g] * WIDE;
       x[g] = line.a[line.list[t + g]];
     }
     const I now = all_int<T>(t);
@@ -397,30 +394,30 @@ static void products_of(const Line<T>& line) {
     products<T, 1, FINITE>(line);
   } else if (line.columns <= 2 * W) {
     products<T, 2, FINITE>(line);
-  } else if (STRIP == 4 || line.columns <= 4 * W) {
+  } else if (ACROSS == 4 || line.columns <= 4 * W) {
     products<T, 4, FINITE>(line);
   } else {
-    products<T, STRIP, FINITE>(line);
+    products<T, ACROSS, FINITE>(line);
   }
 }
 
-// One row against the panel's columns, for the k of the list.
+// What was found for one row goes out.
 template <class T>
-static void row_of(const Panel<T>& panel, const Rows<T>& rows, int64_t r, uint16_t* list,
-                   int64_t count, bool finite) {
-  constexpr int64_t WIDE = STRIP * Lanes<T>::W, WHOLE = PANEL * WIDE;
-  if (!count) return;
-  for (int64_t t = count; t % GROUP; t++) list[t] = list[count - 1];
-  for (int64_t start = 0; start < panel.columns; start += WIDE) {
-    const Line<T> line{rows.a + r * rows.stride,
-                       panel.strips + start * panel.inner,
-                       list,
-                       count,
-                       rows.value + r * WHOLE + start,
-                       rows.index ? rows.index + r * WHOLE + start : nullptr,
-                       least(WIDE, panel.columns - start),
-                       rows.first};
-    finite ? products_of<T, true>(line) : products_of<T, false>(line);
+static void hand_over(const Rows<T>& rows, int64_t r, int64_t columns) {
+  const T* value = rows.value + r * rows.step;
+  if (rows.out_value) __builtin_memcpy(rows.out_value + r * rows.pitch, value, columns * sizeof(T));
+  if (!rows.index) return;
+  const int32_t* index = rows.index + r * rows.step;
+  if (rows.out_index) {
+    for (int64_t n = 0; n < columns; n++) rows.out_index[r * rows.pitch + n] = index[n];
+  }
+  if (rows.out_marks) {
+    const int32_t* marks = rows.marks + r * rows.marks_step;
+    int32_t* out = rows.out_marks + r * rows.pitch;
+    for (int64_t n = 0; n < columns; n++) {
+      const int32_t mark = marks[index[n]];
+      out[n] = value[n] == 0 ? 0 : mark;
+    }
   }
 }
 
@@ -429,32 +426,41 @@ constexpr int64_t RUN = 32, TRIED = 2;
 
 template <class T>
 static void run(const Panel<T>& panel, Rows<T>& rows) {
-  constexpr int64_t WHOLE = PANEL * STRIP * Lanes<T>::W;
+  constexpr int64_t WIDE = ACROSS * Lanes<T>::W;
   uint16_t list[MOST + LOOK], every[MOST + LOOK];
   for (int64_t k = 0; k < panel.inner; k++) every[k] = static_cast<uint16_t>(k);
   const bool finite = rows.finite && panel.finite;
   int64_t seen = 0;
   for (int64_t r = 0; r < rows.rows; r++) {
-    if (r % RUN == 0) seen = 0;
-    const bool dense = rows.way == DENSE || (rows.way == BY_MEASURE && r % RUN >= TRIED &&
-                                             seen > TRIED * panel.inner * 3 / 4);
-    if (dense) {
-      row_of(panel, rows, r, every, panel.inner, finite);
-      continue;
-    }
     const T* a = rows.a + r * rows.stride;
-    const uint16_t* seeds = rows.seeds ? rows.seeds + r * SEEDS : nullptr;
-    const T* known = rows.value + r * WHOLE;
-    const T bound = finite ? lower_bound<T, true>(a, seeds, known, panel)
-                           : lower_bound<T, false>(a, seeds, known, panel);
-    const int64_t count = survivors(a, panel, bound, list);
-    if (r % RUN < TRIED) seen += count;
-    rows.survived += count;
-    rows.considered += panel.inner;
-    row_of(panel, rows, r, list, count, finite);
+    Line<T> line{a, panel.b, every, panel.inner, rows.value + r * rows.step,
+                 rows.index ? rows.index + r * rows.step : nullptr, panel.columns, rows.first};
+    if (!rows.first) {
+      for (int64_t n = 0; n < WIDE; n++) line.value[n] = 0;
+      for (int64_t n = 0; line.index && n < WIDE; n++) line.index[n] = 0;
+    }
+    if (r % RUN == 0) seen = 0;
+    const bool much = r % RUN >= TRIED && seen > TRIED * panel.inner * 3 / 4;
+    if (rows.way == PRUNED || (rows.way == BY_MEASURE && !much)) {
+      const uint16_t* seeds = rows.seeds + r * SEEDS;
+      const int64_t seeded = rows.first ? 0 : rows.seeded;
+      const T bound = finite ? lower_bound<T, true>(a, seeds, seeded, line.value, panel)
+                             : lower_bound<T, false>(a, seeds, seeded, line.value, panel);
+      line.list = list;
+      line.count = survivors(a, panel, bound, list);
+      if (r % RUN < TRIED) seen += line.count;
+      rows.survived += line.count;
+      rows.considered += panel.inner;
+    }
+    if (line.count) {
+      uint16_t* end = (line.list == list ? list : every) + line.count;
+      for (int64_t t = line.count; t % GROUP; t++) *end++ = line.list[line.count - 1];
+      finite ? products_of<T, true>(line) : products_of<T, false>(line);
+    }
+    if (rows.last) hand_over(rows, r, panel.columns);
   }
 }
 
 template <class T>
-constexpr Kernels<T> kernels = {STRIP * Lanes<T>::W, PANEL * STRIP * Lanes<T>::W, pack_rows<T>,
-                                find_seeds<T>, pack_panel<T>, run<T>};
+constexpr Kernels<T> kernels = {ACROSS * Lanes<T>::W, pack_rows<T>,  pack_marks,
+                                find_seeds<T>,        pack_panel<T>, run<T>};
