@@ -129,6 +129,35 @@ def test_the_largest_product_of_lines(
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("step", [1, 6])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+@pytest.mark.parametrize("flat", [False, True])
+def test_lines_of_which_little_can_win(
+    flat: bool, bad: float | None, step: int, dtype: torch.dtype
+) -> None:
+    """Long lines with few large elements, so that most places are ruled out by a bound."""
+    length, count = 2000, 300
+    generator = torch.Generator().manual_seed(step)
+    a = torch.randint(-2, 3, (4, length), generator=generator).to(dtype)
+    peaks = torch.randint(0, length, (4, 40), generator=generator)
+    if not flat:
+        a.scatter_(1, peaks, 64.0)
+    b = torch.randint(-3, 4, (length * step + 7,), generator=generator).to(dtype)
+    if bad is not None:
+        a[1, 77] = a[2, 1900] = bad
+        b[::3001] = bad
+    left = Lines(a.reshape(-1), torch.arange(count) % 4 * length, 1)
+    right = Lines(b, torch.arange(count) % 7, step)
+    every = slice(None)
+    size = (left.take(every, length) * right.take(every, length)).abs()
+    value, place = brute(size)
+    found = rows.products(left, right, length)
+    torch.testing.assert_close(found[0].double(), torch.tensor(value).double(), equal_nan=True)
+    assert found[1].tolist() == place
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rank", [2, 3])
 @pytest.mark.parametrize("width", [2, 33, 600])
 def test_the_largest_of_the_others(width: int, rank: int, dtype: torch.dtype) -> None:

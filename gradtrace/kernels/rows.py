@@ -17,7 +17,7 @@ LIMIT = 1 << 20
 """The most products that are written out at a time."""
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int}
-ARGUMENTS = {"products": "ppnppnnnppt", "others": "pppppnnnppt"}
+ARGUMENTS = {"products": "ppnppnnnnppt", "others": "pppppnnnppt"}
 """What the kernels take: pointers, numbers, and how many threads."""
 
 SUFFIX = {torch.float32: "float", torch.float64: "double"}
@@ -50,12 +50,9 @@ def products(a: Lines, b: Lines, length: int) -> tuple[Tensor, Tensor]:
     if call is None or not length:
         return _products(a, b, length)
     value, place = _results(a.offset, a.data.dtype)
-    checked(
-        call(
-            _at(a.data), _at(a.offset), a.step, _at(b.data), _at(b.offset), b.step, len(a.offset),
-            length, _at(value), _at(place), torch.get_num_threads(),
-        )
-    )  # fmt: skip
+    left, right = (_at(a.data), _at(a.offset), a.step), (_at(b.data), _at(b.offset), b.step)
+    sizes = (len(b.data), len(a.offset), length)
+    checked(call(*left, *right, *sizes, _at(value), _at(place), torch.get_num_threads()))
     return value, place
 
 
@@ -82,12 +79,9 @@ def others(
     left, right, x = left.contiguous(), right.contiguous(), x.contiguous()
     line, skip = line.contiguous(), skip.contiguous()
     value, place = _results(line, x.dtype)
-    checked(
-        call(
-            _at(left), _at(right), _at(x), _at(line), _at(skip), len(line), *x.shape, _at(value),
-            _at(place), torch.get_num_threads(),
-        )
-    )  # fmt: skip
+    given = (_at(part) for part in (left, right, x, line, skip))
+    sizes = (len(line), *x.shape)
+    checked(call(*given, *sizes, _at(value), _at(place), torch.get_num_threads()))
     return value, place
 
 

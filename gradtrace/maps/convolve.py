@@ -209,6 +209,25 @@ class Convolve(Map):
             source, weight = _flat([n, first, *q], y), self.other[(n, partner, *p)]
         return Rows(torch.where(there, source, -1), weight)
 
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        how = self.windows
+        first, second, *here = numbers_in(at, self.out_shape)
+        batch, made, *there = numbers_in(source, self.in_shape)
+        steps = list(zip(here, there, how.stride, how.padding, how.dilation))
+        if self.to_kernel and how.transposed:
+            place = [(q + p - k * d) // s for k, q, s, p, d in steps]
+            return self.other[(batch, first, *place)].double()
+        if self.to_kernel:
+            place = [q * s + k * d - p for k, q, s, p, d in steps]
+            per = self.out_shape[0] // how.groups
+            partner = first // per * self.out_shape[1] + second
+            return self.other[(batch, partner, *place)].double()
+        if how.transposed:
+            place = [(q - i * s + p) // d for i, q, s, p, d in steps]
+            return self.other[(second, made % self.other.shape[1], *place)].double()
+        place = [(i - q * s + p) // d for i, q, s, p, d in steps]
+        return self.other[(made, second % self.other.shape[1], *place)].double()
+
     @property
     def width(self) -> int:
         x, y, w = self._geometry()

@@ -1,8 +1,10 @@
 // The largest product along single lines: what a few sampled elements ask of a large contraction.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "threads.h"
@@ -55,6 +57,14 @@ inline typename Bits<T>::sizes sizes_of(Few<T> x) {
   std::memcpy(&bits, &x, sizeof bits);
   return bits & std::numeric_limits<typename Bits<T>::type>::max();
 }
+
+// a[k]
+template <typename T>
+struct Alone {
+  const T* a;
+  T one(int64_t k) const { return a[k]; }
+  Few<T> few(int64_t k) const { return load(a + k); }
+};
 
 // a[k] * b[k]
 template <typename T>
@@ -214,11 +224,115 @@ class Products {
   int64_t* place_;
 };
 
+// The largest |x| of a stretch of memory, as bits.
 template <typename T>
-void products(Lines<T> a, Lines<T> b, int64_t count, int64_t length, T* value, int64_t* place,
-              int threads) {
+typename Bits<T>::type largest_of(const T* x, int64_t size, int threads) {
+  constexpr int64_t PART = 1 << 16;
+  const int64_t parts = (size + PART - 1) / PART;
+  std::vector<typename Bits<T>::type> most(parts);
+  gradtrace::each(parts, threads, [&](int64_t n) {
+    const T* from = x + n * PART;
+    most[n] = largest<T>(0, std::min(PART, size - n * PART), Alone<T>{from});
+  });
+  return *std::max_element(most.begin(), most.end());
+}
+
+// All entries that share one line of a. Rounding is monotone, so a k with fl(|a[k]| * bound) below
+// what is reached at a few k already can neither win nor tie, if no |b| is above the bound.
+template <typename T>
+class Pruned {
+ public:
+  Pruned(Lines<T> a, Lines<T> b, int64_t length, T bound) : a_(a), b_(b), length_(length) {
+    bound_ = bound;
+  }
+
+  // Whether few enough k were left to look at all of them.
+  bool run(const int64_t* entry, int64_t count, T* value, int64_t* place) const {
+    const T* a = a_.data + a_.offset[entry[0]];
+    const T low = reached(a, entry, count);
+    std::vector<int64_t> left;
+    for (int64_t k = 0; k < length_; k++) {
+      if (std::abs(a[k]) * bound_ < low) continue;
+      if (static_cast<int64_t>(left.size()) == length_ / FEW) return false;
+      left.push_back(k);
+    }
+    for (int64_t n = 0; n < count; n++) {
+      const T* b = b_.data + b_.offset[entry[n]];
+      Winner<T> winner;
+      for (const int64_t k : left) {
+        const T product = a[k] * b[k * b_.step];
+        winner.look(0, 1, k, Alone<T>{&product});
+      }
+      winner.tell(value + entry[n], place + entry[n]);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t SEEDS = 16;  // the largest |a| in each of so many parts of the line
+  static constexpr int64_t FEW = 16;    // looking one by one pays for this part of a line at most
+
+  // What every entry reaches at the seeds, at least.
+  T reached(const T* a, const int64_t* entry, int64_t count) const {
+    std::vector<int64_t> seeds;
+    for (int64_t n = 0; n < SEEDS; n++) {
+      const int64_t first = n * length_ / SEEDS, last = (n + 1) * length_ / SEEDS;
+      Winner<T> winner;
+      winner.look(first, last, 0, Alone<T>{a});
+      seeds.push_back(std::max(first, winner.place));
+    }
+    T low = std::numeric_limits<T>::infinity();
+    for (int64_t n = 0; n < count; n++) {
+      const T* b = b_.data + b_.offset[entry[n]];
+      T most = 0;
+      for (const int64_t k : seeds) most = std::max(most, std::abs(a[k] * b[k * b_.step]));
+      low = std::min(low, most);
+    }
+    return low;
+  }
+
+  Lines<T> a_, b_;
+  int64_t length_;
+  T bound_;
+};
+
+// The entries that pruning does not settle.
+template <typename T>
+std::vector<int64_t> unsettled(Lines<T> a, Lines<T> b, std::vector<int64_t> order, int64_t size,
+                               int64_t length, T* value, int64_t* place, int threads) {
+  const int64_t count = static_cast<int64_t>(order.size());
+  if (a.step != 1 || count * length < 2 * size || length < 1024) return order;
+  const auto bits = largest_of(b.data, size, threads);
+  if (bits >= Bits<T>::infinity) return order;
+  T bound;
+  std::memcpy(&bound, &bits, sizeof bound);
+  std::sort(order.begin(), order.end(),
+            [&](int64_t i, int64_t j) { return a.offset[i] < a.offset[j]; });
+  std::vector<int64_t> starts;
+  for (int64_t n = 0; n < count; n++)
+    if (n == 0 || a.offset[order[n]] != a.offset[order[n - 1]]) starts.push_back(n);
+  const int64_t lines = static_cast<int64_t>(starts.size());
+  starts.push_back(count);
+  std::vector<char> settled(lines);
+  const Pruned<T> pruned(a, b, length, bound);
+  gradtrace::each(lines, threads, [&](int64_t n) {
+    const int64_t first = starts[n];
+    settled[n] = pruned.run(order.data() + first, starts[n + 1] - first, value, place);
+  });
+  std::vector<int64_t> rest;
+  for (int64_t n = 0; n < lines; n++)
+    if (!settled[n])
+      rest.insert(rest.end(), order.begin() + starts[n], order.begin() + starts[n + 1]);
+  return rest;
+}
+
+template <typename T>
+void products(Lines<T> a, Lines<T> b, int64_t b_size, int64_t count, int64_t length, T* value,
+              int64_t* place, int threads) {
   std::vector<int64_t> order(count);
   std::iota(order.begin(), order.end(), 0);
+  order = unsettled(a, b, std::move(order), b_size, length, value, place, threads);
+  count = static_cast<int64_t>(order.size());
   if (b.step != 1)
     std::sort(order.begin(), order.end(),
               [&](int64_t i, int64_t j) { return b.offset[i] < b.offset[j]; });
@@ -255,17 +369,18 @@ void others(const T* left, const T* right, const T* x, const int64_t* line, cons
 #define GRADTRACE_ROWS(T, SUFFIX)                                                                 \
   GRADTRACE_API int gradtrace_products_##SUFFIX(                                                  \
       const T* a, const int64_t* a_offset, int64_t a_step, const T* b, const int64_t* b_offset,   \
-      int64_t b_step, int64_t count, int64_t length, T* value, int64_t* place, int threads) {     \
+      int64_t b_step, int64_t b_size, int64_t count, int64_t length, T* value, int64_t* place,    \
+      int threads) {                                                                              \
     return gradtrace::guarded([&] {                                                               \
-      products<T>({a, a_offset, a_step}, {b, b_offset, b_step}, count, length, value, place,      \
-                  threads);                                                                       \
+      products<T>({a, a_offset, a_step}, {b, b_offset, b_step}, b_size, count, length, value,     \
+                  place, threads);                                                                \
     });                                                                                           \
   }                                                                                               \
   GRADTRACE_API int gradtrace_others_##SUFFIX(                                                    \
       const T* left, const T* right, const T* x, const int64_t* line, const int64_t* skip,        \
       int64_t count, int64_t lines, int64_t width, T* value, int64_t* place, int threads) {       \
     return gradtrace::guarded([&] {                                                               \
-      others<T>(left, right, x, line, skip, count, lines, width, value, place, threads);       \
+      others<T>(left, right, x, line, skip, count, lines, width, value, place, threads);          \
     });                                                                                           \
   }
 
