@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from test_carry import odd, same
-from test_maps import Make, apart, maker, whole
+from test_maps import KINDS, Make, apart, maker, one_gradient_a_sample, whole
+from test_maps import numbers as along_a_line
 from torch import Tensor
 
 from gradtrace.kernels import native, steps
+from gradtrace.kernels.steps import Lines
+from gradtrace.maps import Normaliser
 
 NAN = math.nan
 TYPES = (torch.float32, torch.float64)
@@ -266,3 +269,128 @@ def test_scatter(n: int, size: int, kind: str, dtype: torch.dtype) -> None:
                 most, mark = abs(float(x[j])), j + 1
         same(found.value[i].double(), torch.tensor(most, dtype=torch.float64))
         assert int(found.marks[i]) == mark
+
+
+# Diagonal plus low rank --------------------------------------------------------------------------
+
+
+def every_pair(how: Lines) -> tuple[Tensor, Tensor]:
+    """The largest contribution to each element, of all of its line, and its place."""
+    x, number = how.x, torch.arange(how.x.shape[1])
+    own = number.unsqueeze(1) == number
+    weight = torch.zeros((), dtype=x.dtype)
+    diagonal = how.diagonal
+    for u, v in zip(how.left, how.right):
+        weight = weight + u.unsqueeze(2) * v.unsqueeze(1)
+        diagonal = diagonal + u * v
+    if len(how.left) == 1:  # the product of the others is formed before u comes in
+        others = how.left[0].abs().unsqueeze(2) * (how.right[0] * x).abs().unsqueeze(1)
+    else:
+        others = (weight * x.unsqueeze(1)).abs()
+    size = torch.where(own, (diagonal * x).abs().unsqueeze(2), others)
+    value, place = size.max(2)
+    return value, torch.where(value == 0, -1, place)
+
+
+def check_normalised(how: Lines) -> None:
+    """Place, value and mark, to the bit."""
+    value, place = every_pair(how)
+    found = steps.normalise(how)
+    assert found is not None and found.place is not None
+    same(found.value, value)
+    assert torch.equal(found.place, place)
+    marks = torch.arange(1, value.numel() + 1, dtype=torch.int32).reshape(value.shape)
+    handed = steps.normalise(how, apart(marks))
+    assert handed is not None and handed.marks is not None
+    same(handed.value, value)
+    taken = marks.gather(1, place.clamp(min=0))
+    assert torch.equal(handed.marks, torch.where(place >= 0, taken, 0))
+
+
+def lines_of(kind: str, n: int, dtype: torch.dtype) -> Lines:
+    """Three lines of a kind, two pairs."""
+    some = [along_a_line(kind, n, seed) for seed in range(3)]
+    u0, u1, v0, v1, x = (
+        torch.stack(part).to(dtype) for part in zip(*((*u, *v, x) for u, v, x in some))
+    )
+    return Lines(-u1 - 0.5, (u0, u1), (v0, v1), x)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 65, 127, 300, 768])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lines_of_rank_two(kind: str, n: int, dtype: torch.dtype, threads: int) -> None:
+    how = lines_of(kind, n, dtype)
+    check_normalised(how)
+    check_normalised(
+        Lines(*([apart(u) for u in p] if isinstance(p, tuple) else apart(p) for p in how))
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_lines_of_rank_one(kind: str, dtype: torch.dtype, threads: int) -> None:
+    for n in (1, 2, 17, 127):
+        how = lines_of(kind, n, dtype)
+        check_normalised(Lines(how.diagonal, how.left[1:], how.right[1:], how.x))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("power", [-140, -120, -100, 0, 60, 120])
+def test_lines_of_numbers_that_are_small_or_large(power: int, dtype: torch.dtype) -> None:
+    """Where products lose digits, or leave the range."""
+    scale = 2.0 ** (power * (8 if dtype is torch.float64 else 1))
+    how = lines_of("gaussian", 200, dtype)
+    check_normalised(how._replace(x=how.x * scale))
+    check_normalised(how._replace(left=[u * scale for u in how.left]))
+    check_normalised(how._replace(right=[u * scale for u in how.right]))
+    check_normalised(how._replace(right=[how.right[0], how.right[1] * scale]))
+    check_normalised(
+        how._replace(right=[u * scale for u in how.right], left=[u / scale for u in how.left])
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_with_nan_and_infinity(seed: int, dtype: torch.dtype) -> None:
+    for n in (5, 40):
+        d, x, *parts = (numbers("odd", dtype, 3, n, seed=seed + k) for k in range(6))
+        check_normalised(Lines(d, parts[:2], parts[2:], x))
+        m = Normaliser(d, [(parts[0], parts[2])], [1], (3, n))
+        found, plain = m.best(x), plainly(m.best, x)
+        same(found.value, plain.value)
+        assert torch.equal(found.source, plain.source)
+        spoilt = lines_of("gaussian", n, dtype)
+        for bad in (math.nan, math.inf):
+            for part in (spoilt.x, spoilt.left[1], spoilt.right[0], spoilt.diagonal):
+                kept = part[1, seed % n].clone()
+                part[1, seed % n] = bad
+                check_normalised(spoilt)
+                part[1, seed % n] = kept
+
+
+def test_many_points_on_an_edge() -> None:
+    """Batch norm before average pooling, and equal gradients: every point is on the hull."""
+    m, x = one_gradient_a_sample(8, 100)
+    parts = [part.reshape(1, -1) for part in (m.diagonal, x, *m.left, *m.right)]
+    check_normalised(Lines(parts[0], parts[2:4], parts[4:], parts[1]))
+    single = [part.float() for part in parts]
+    check_normalised(Lines(single[0], single[2:4], single[4:], single[1]))
+
+
+def test_expanded_lines(threads: int) -> None:
+    """As layer norm makes them: a number a line, a number an element."""
+    unit, g = numbers("generic", torch.float32, 40, 100), numbers("ties", torch.float32, 40, 100)
+    gain, scale = numbers("generic", torch.float32, 100), numbers("generic", torch.float32, 40, 1)
+    pairs = (
+        [(-scale / 100).expand(40, 100), -scale * unit / 100],
+        [gain.expand(40, 100), gain * unit],
+    )
+    check_normalised(Lines(scale * gain, *pairs, g))
+
+
+def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
+    part = numbers("generic", torch.float32, 2, 3)
+    assert steps.normalise(Lines(part, [part], [part.double()], part)) is None
+    assert steps.normalise(Lines(part, [part] * 3, [part] * 3, part)) is None
+    assert plainly(steps.normalise, Lines(part, [part], [part], part)) is None

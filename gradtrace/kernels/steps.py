@@ -51,6 +51,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     library.gradtrace_tally.argtypes = [flag, number, at, at, number, number, at, at, flag]
     library.gradtrace_magnitude.argtypes = [flag, number, at, number, at, at, flag]
     library.gradtrace_reduce.argtypes = [flag, at, at, at, at, at, flag]
+    library.gradtrace_normalise.argtypes = [flag, number, number, flag, at, at, at, at, flag]
     library.gradtrace_scatter.argtypes = [flag, number, at, at, at, number, at, at]
     return library
 
@@ -288,3 +289,49 @@ def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     there = (value != 0) & (first < n)
     padded = torch.cat([marks, marks.new_zeros(1)])
     return Carried(value[:-1], torch.where(there, padded[first], 0)[:-1])
+
+
+# Diagonal plus low rank --------------------------------------------------------------------------
+
+
+class Lines(NamedTuple):
+    """``J[i, j] = Σᵣ left[r][i]·right[r][j]``, and ``diagonal[i]`` more for i = j, along every line
+    of x; each is (lines, n), perhaps expanded.
+    """
+
+    diagonal: Tensor
+    left: Sequence[Tensor]
+    right: Sequence[Tensor]
+    x: Tensor
+
+
+class Chosen(NamedTuple):
+    """The largest |J[i, j]·x[j]|, the lowest j that has it (-1 for none), or the mark there."""
+
+    value: Tensor
+    place: Tensor | None
+    marks: Tensor | None
+
+
+def normalise(how: Lines, marks: Tensor | None = None) -> Chosen | None:
+    """The largest contribution to each element of lines, with its place, or, given marks, its mark.
+
+    None where the compiled kernel cannot serve; ``maps.normaliser`` has it in plain torch.
+    """
+    parts = (how.diagonal, how.x, *how.left, *how.right)
+    library = _serving(how.x, *parts)
+    rank, (lines, n) = len(how.left), how.x.shape
+    if library is None or rank not in (1, 2) or not how.x.numel() or n >= 1 << 31:
+        return None
+    if any(part.dtype is not how.x.dtype for part in parts):
+        return None
+    value = how.x.new_empty(lines, n)
+    place = torch.empty(lines, n, dtype=torch.int64) if marks is None else None
+    out = None if marks is None else marks.new_empty(lines, n)
+    given = [*parts, *([] if marks is None else [marks])]
+    numbers = [number for part in given for number in (part.data_ptr(), *part.stride())]
+    where = (ctypes.c_int64 * (3 * len(parts) + 3))(*numbers)
+    found = (0 if each is None else each.data_ptr() for each in (value, place, out))
+    threads = _threads(how.x.numel() * 16)
+    checked(library.gradtrace_normalise(_is_wide(how.x), lines, n, rank, where, *found, threads))
+    return Chosen(value, place, out)

@@ -8,8 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import argmax
+from gradtrace.kernels import argmax, steps
 from gradtrace.kernels.rows import others
+from gradtrace.kernels.steps import Lines
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
 from gradtrace.maps.hull import Cloud
 from gradtrace.maps.places import located, picked
@@ -91,12 +92,31 @@ class Normaliser(Map):
         if at is not None and 2 * at.numel() < self.inputs and self.width > 1:
             return self._best_at(x, at)
         x = wide(x)
+        found = steps.normalise(self._along(x))
+        value, place = self._chosen(x) if found is None else (found.value, found.place)
+        base, over = self._places(torch.arange(self.inputs, device=x.device))
+        assert place is not None
+        source = base.reshape(self.in_shape) + over[self._back(place)]
+        return chosen(self._back(value), source, at)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        if self.inputs:
+            found = steps.normalise(self._along(wide(x)), self._lines(marks))
+            if found is not None and found.marks is not None:
+                return self._back(found.value) if value else None, self._back(found.marks)
+        return super().carry(x, marks, value)
+
+    def _along(self, x: Tensor) -> Lines:
+        """The map line by line."""
+        diagonal, *parts = (self._lines(wide(p)) for p in (self.diagonal, *self.left, *self.right))
+        rank = len(self.left)
+        return Lines(diagonal, parts[:rank], parts[rank:], self._lines(x))
+
+    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest contribution to each element of each line, and its place."""
         own = self._lines((self._own() * x).abs())
         number = torch.arange(self.width, device=x.device)
-        value, chosen_place = _larger(own, number, *self._others(x))
-        base, over = self._places(torch.arange(self.inputs, device=x.device))
-        source = base.reshape(self.in_shape) + over[self._back(chosen_place)]
-        return chosen(self._back(value), source, at)
+        return _larger(own, number, *self._others(x))
 
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
         """``best`` of few elements: only lines that they lie on are looked at."""
@@ -123,8 +143,8 @@ class Normaliser(Map):
     def _line(self, at: Tensor) -> tuple[Tensor, Tensor | None]:
         """The line that each element lies on, among these few (None: among all)."""
         kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
-        steps = dict(zip(kept, strides_of(tuple(self.in_shape[d] for d in kept))))
-        line = located(at, self.in_shape, [steps.get(d, 0) for d in range(len(self.in_shape))])
+        along = dict(zip(kept, strides_of(tuple(self.in_shape[d] for d in kept))))
+        line = located(at, self.in_shape, [along.get(d, 0) for d in range(len(self.in_shape))])
         if len(at) * self.width >= self.inputs:
             return line, None
         few, line = line.unique(return_inverse=True)  # type: ignore[no-untyped-call]

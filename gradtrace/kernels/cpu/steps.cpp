@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -266,6 +267,359 @@ void scatter(int64_t n, const T* x, const int32_t* marks, const int64_t* target,
   }
 }
 
+// Diagonal plus low rank ------------------------------------------------------------------------
+
+// A number for each element of each line: lines are `line` apart, elements `step`.
+template <typename T>
+struct Lines {
+  const T* data;
+  int64_t line, step;
+
+  // One line, side by side; copied if it does not lie so.
+  const T* at(int64_t number, int64_t n, T* copy) const {
+    const T* from = data + number * line;
+    if (step == 1) return from;
+    for (int64_t i = 0; i < n; i++) copy[i] = from[i * step];
+    return copy;
+  }
+};
+
+// Several numbers at a time.
+template <typename T>
+struct Wide;
+
+template <>
+struct Wide<float> {
+  typedef float Numbers __attribute__((vector_size(16)));
+  typedef int32_t Whole __attribute__((vector_size(16)));
+};
+
+template <>
+struct Wide<double> {
+  typedef double Numbers __attribute__((vector_size(16)));
+  typedef int64_t Whole __attribute__((vector_size(16)));
+};
+
+// Of one line of n elements: for each i the largest |J[i, j]·x[j]| and the lowest j that has it,
+// where J[i, j] = Σᵣ u[r][i]·v[r][j], and d[i] more for i = j; of rank one or two. Buffers are kept
+// from line to line.
+template <typename T>
+class Normalised {
+ public:
+  using B = Bits<T>;
+  Normalised(int64_t n, int rank) : n(n), rank(rank), padded((n + STEP - 1) / STEP * STEP) {
+    for (auto& some : copies) some.resize(n);
+    for (auto* some : {&size, &place, &sizes}) some->resize(padded);
+    for (auto* some : {&a, &b}) some->resize(n);
+    points.reserve(n);
+    turn.reserve(n);
+  }
+
+  // Read a line; largest() tells of it then.
+  void read(const Lines<T>* from, int64_t line) {
+    d = from[0].at(line, n, copies[0].data());
+    x = from[1].at(line, n, copies[1].data());
+    for (int r = 0; r < rank; r++) {
+      u[r] = from[2 + r].at(line, n, copies[2 + r].data());
+      v[r] = from[2 + rank + r].at(line, n, copies[4 + r].data());
+    }
+  }
+
+  // Sets size and place of each i; size 0 where there is nothing.
+  void largest() {
+    if (rank == 1) {
+      others_of_one();
+    } else {
+      others_of_two();
+    }
+    own();
+  }
+
+  std::vector<B> size, place;
+
+ private:
+  struct Point {
+    T a, b;
+    B j;
+  };
+  struct Turn {
+    T slope, a, b;  // a direction, a ≥ 0
+    B i;
+  };
+  static constexpr int64_t LANES_OF = 16 / sizeof(T), STEP = 4 * LANES_OF;
+  static constexpr int64_t SHORT = 16;  // lines not worth a hull
+  static constexpr size_t MANY = 64, ENOUGH = 8;
+  // What a rounding error may add to a coordinate at most 1, many times over: see within_polygon.
+  static constexpr T MARGIN = 32 * std::numeric_limits<T>::epsilon();
+  using Numbers = typename Wide<T>::Numbers;
+  using Whole = typename Wide<T>::Whole;
+
+  // The own element wins ties against later ones only.
+  void own() {
+    for (B i = 0; i < static_cast<B>(n); i++) {
+      T weight = d[i];
+      for (int r = 0; r < rank; r++) weight = weight + u[r][i] * v[r][i];
+      const B here = sized(weight * x[i]);
+      const bool wins = (here > size[i]) | ((here == size[i]) & (i < place[i])) | (place[i] < 0);
+      size[i] = wins ? here : size[i];
+      place[i] = wins ? i : place[i];
+    }
+  }
+
+  // Rank one: the largest of the line, or the second largest where that is the own one.
+  void others_of_one() {
+    for (int64_t j = 0; j < n; j++) place[j] = sized(v[0][j] * x[j]);
+    const int64_t first = first_largest(place.data(), n);
+    const B most = place[first];
+    place[first] = -1;
+    const int64_t second = n > 1 ? first_largest(place.data(), n) : -1;
+    const B next = n > 1 ? place[second] : 0;
+    for (int64_t i = 0; i < n; i++) {
+      size[i] = sized(u[0][i] * number<T>(most));
+      place[i] = static_cast<B>(first);
+    }
+    size[first] = n > 1 ? sized(u[0][first] * number<T>(next)) : 0;
+    place[first] = static_cast<B>(second);
+  }
+
+  // Rank two: ±(v0·x, v1·x) are points in the plane, and the largest j for i is the one furthest in
+  // the direction (u0, u1)[i]. Only corners of their hull can be that.
+  void others_of_two() {
+    const bool bounded = n > SHORT && within();
+    points.clear();
+    for (int64_t j = 0; j < n; j++) {
+      if (!bounded || x[j] != 0) points.push_back({a[j], b[j], static_cast<B>(j)});
+    }
+    if (bounded && points.empty()) limit = 0;
+    if (bounded) {
+      within_polygon<4>();
+      within_polygon<16>();
+    }
+    if (bounded && points.size() > MANY) {
+      by_sectors();
+    } else {
+      compare();
+    }
+    for (int64_t i = 0; i < n; i++) {
+      const bool faint = bounded && std::fabs(u[0][i]) * reach[0] + std::fabs(u[1][i]) * reach[1] < limit;
+      if (place[i] == i || faint) alone(i);
+    }
+  }
+
+  // One i with every other j.
+  void alone(int64_t i) {
+    B* all = sizes.data();
+    const T first = u[0][i], second = u[1][i];
+    for (int64_t j = 0; j < n; j++) all[j] = sized((first * v[0][j] + second * v[1][j]) * x[j]);
+    all[i] = -1;
+    const int64_t at = n > 1 ? first_largest(all, n) : -1;
+    size[i] = at < 0 ? 0 : all[at];
+    place[i] = static_cast<B>(at);
+  }
+
+  // Every i with the points left, in rising order; i itself may be among them.
+  void compare() {
+    const Whole none = Whole{} - 1, bits = Whole{} + Kind<T>::SIZE;
+    const Whole nan = Whole{} + Kind<T>::NAN_BITS;
+    for (int64_t i = 0; i < n; i += STEP) {
+      Numbers left[2][4];
+      Whole most[4], at[4];
+      const int64_t rest = std::min(n - i, STEP);
+      for (int r = 0; r < 2; r++) {
+        T some[STEP] = {};
+        std::memcpy(some, u[r] + i, rest * sizeof(T));
+        std::memcpy(left[r], some, sizeof some);
+      }
+      for (int k = 0; k < 4; k++) most[k] = at[k] = none;
+      for (const Point& point : points) {
+        const B j = point.j;
+        const T first = v[0][j], second = v[1][j], scale = x[j];
+        for (int k = 0; k < 4; k++) {
+          const Numbers product = (left[0][k] * first + left[1][k] * second) * scale;
+          Whole here = (Whole)product & bits;
+          here = here < nan ? here : nan;
+          const Whole wins = here > most[k];
+          most[k] = wins ? here : most[k];
+          at[k] = wins ? Whole{} + j : at[k];
+        }
+      }
+      std::memcpy(&size[i], most, sizeof most);
+      std::memcpy(&place[i], at, sizeof at);
+    }
+  }
+
+  // Whether no product leaves the range of numbers, and the points (v0·x, v1·x), brought to a
+  // largest coordinate of 1 each, are exact to a few roundings.
+  bool within() {
+    T most[5] = {};
+    const T* all[5] = {u[0], u[1], v[0], v[1], x};
+    for (int k = 0; k < 5; k++) {
+      B here = 0;
+      for (int64_t i = 0; i < n; i++) here = std::max(here, sized(all[k][i]));
+      most[k] = number<T>(here);
+    }
+    const T bound = (most[0] * most[2] + most[1] * most[3]) * most[4] * 4;
+    if (!(bound <= std::numeric_limits<T>::max())) return false;
+    B wide = 0, high = 0;
+    for (int64_t j = 0; j < n; j++) {
+      a[j] = v[0][j] * x[j];
+      b[j] = v[1][j] * x[j];
+      wide = std::max(wide, sized(a[j]));
+      high = std::max(high, sized(b[j]));
+    }
+    reach[0] = number<T>(wide);
+    reach[1] = number<T>(high);
+    for (int r = 0; r < 2; r++) {
+      const bool nothing = most[2 + r] == 0 || most[4] == 0;
+      if (!nothing && !(reach[r] >= Kind<T>::TINY)) return false;
+      const T scale = nothing ? 1 : 1 / reach[r];
+      if (!(scale <= std::numeric_limits<T>::max())) return false;
+      for (int64_t j = 0; j < n; j++) (r ? b : a)[j] *= scale;
+    }
+    limit = Kind<T>::TINY * std::max<T>(1, most[4]);
+    return true;
+  }
+
+  // Drop points well inside a polygon of points. Computed products differ from exact ones by a few
+  // roundings of |u0|·reach0 + |u1|·reach1, so a point may be dropped if, moved by MARGIN along
+  // either axis, it stays inside: then some corner is larger for every i, even as computed.
+  template <int COUNT>
+  void within_polygon() {
+    if (points.empty()) return;
+    T p[COUNT + 1], q[COUNT + 1];
+    for (int k = 0; k < COUNT; k++) {
+      const double angle = M_PI * k / COUNT;
+      const Point far = furthest(T(std::cos(angle)), T(std::sin(angle)));
+      p[k] = far.a;
+      q[k] = far.b;
+    }
+    p[COUNT] = -p[0];  // half a turn on, the mirror image
+    q[COUNT] = -q[0];
+    T across[COUNT], up[COUNT], edge[COUNT];
+    for (int k = 0; k < COUNT; k++) {
+      across[k] = q[k + 1] - q[k];  // outwards
+      up[k] = p[k] - p[k + 1];
+      const T size = std::fabs(across[k]) + std::fabs(up[k]);
+      // Two directions with one corner have no edge between them.
+      edge[k] = size > 0 ? across[k] * p[k] + up[k] * q[k] - MARGIN * size : 0;
+    }
+    size_t kept = 0;
+    for (const Point& point : points) {
+      bool inside = true;
+      for (int k = 0; k < COUNT; k++) {
+        inside &= std::fabs(across[k] * point.a + up[k] * point.b) <= edge[k];
+      }
+      points[kept] = point;
+      kept += !inside;
+    }
+    points.resize(kept);
+  }
+
+  // The point furthest in a direction, or its mirror image.
+  Point furthest(T across, T up) const {
+    T most = -1;
+    size_t at = 0;
+    for (size_t k = 0; k < points.size(); k++) {
+      const T here = std::fabs(points[k].a * across + points[k].b * up);
+      at = here > most ? k : at;
+      most = here > most ? here : most;
+    }
+    const Point& point = points[at];
+    const T sign = point.a * across + point.b * up < 0 ? T(-1) : T(1);
+    return {sign * point.a, sign * point.b, point.j};
+  }
+
+  // Many points on an edge of the hull: directions in order, and for those between two of them only
+  // the points that no other exceeds at both.
+  void by_sectors() {
+    turn.clear();
+    for (int64_t i = 0; i < n; i++) {
+      T across = u[0][i] * reach[0], up = u[1][i] * reach[1];
+      if (across < 0 || (across == 0 && up < 0)) across = -across, up = -up;
+      size[i] = 0;
+      place[i] = -1;
+      if (across == 0 && up == 0) continue;
+      const T slope = across > 0 ? up / across : std::numeric_limits<T>::infinity();
+      turn.push_back({slope, across, up, static_cast<B>(i)});
+    }
+    std::sort(turn.begin(), turn.end(), [](const Turn& s, const Turn& t) { return s.slope < t.slope; });
+    if (!turn.empty()) sector(0, turn.size(), points);
+  }
+
+  void sector(size_t first, size_t last, const std::vector<Point>& all) {
+    const std::vector<Point> some = last - first > 1 ? contenders(first, last, all) : all;
+    if (some.size() > ENOUGH && last - first > 1) {
+      const size_t middle = first + (last - first) / 2;
+      sector(first, middle, some);
+      sector(middle, last, some);
+      return;
+    }
+    for (size_t k = first; k < last; k++) {
+      const B i = turn[k].i;
+      B most = -1, at = -1;
+      for (const Point& point : some) {
+        const B j = point.j;
+        const B here = sized((u[0][i] * v[0][j] + u[1][i] * v[1][j]) * x[j]);
+        at = here > most ? j : at;
+        most = here > most ? here : most;
+      }
+      size[i] = most;
+      place[i] = at;
+    }
+  }
+
+  // The points that may be largest for a direction of the sector.
+  std::vector<Point> contenders(size_t first, size_t last, const std::vector<Point>& all) const {
+    const Turn &s = turn[first], &t = turn[last - 1];
+    const auto far = [&](const Turn& way, const Point& point) { return way.a * point.a + way.b * point.b; };
+    const T slack_s = MARGIN * (s.a + std::fabs(s.b)), slack_t = MARGIN * (t.a + std::fabs(t.b));
+    T most_s = -1, most_t = -1, with_s = 0, with_t = 0;  // the furthest at each end, and at the other
+    for (const Point& point : all) {
+      const T at_s = far(s, point), at_t = far(t, point);
+      if (std::fabs(at_s) > most_s) most_s = std::fabs(at_s), with_s = at_s < 0 ? -at_t : at_t;
+      if (std::fabs(at_t) > most_t) most_t = std::fabs(at_t), with_t = at_t < 0 ? -at_s : at_s;
+    }
+    std::vector<Point> some;
+    for (const Point& point : all) {
+      const T at_s = std::fabs(far(s, point)) + slack_s, at_t = std::fabs(far(t, point)) + slack_t;
+      const bool below = (at_s <= most_s && at_t <= with_s) || (at_s <= with_t && at_t <= most_t);
+      if (!below) some.push_back(point);
+    }
+    return some;
+  }
+
+  int64_t n;
+  int rank;
+  int64_t padded;
+  const T *d = nullptr, *x = nullptr, *u[2] = {}, *v[2] = {};
+  std::vector<T> copies[6], a, b;
+  T reach[2] = {}, limit = 0;
+  std::vector<B> sizes;
+  std::vector<Point> points;
+  std::vector<Turn> turn;
+};
+
+// Lines of the diagonal, of x, of the left and of the right parts, one after the other.
+template <typename T>
+void normalise(int64_t lines, int64_t n, int rank, const Lines<T>* from, const Lines<int32_t>& marks,
+               T* value, int64_t* place, int32_t* out, int threads) {
+  const int64_t some = std::max<int64_t>(1, std::min<int64_t>((1 << 14) / n, parts(lines, 4 * threads)));
+  pieces(lines, some, threads, [&](int64_t first, int64_t last) {
+    Normalised<T> line(n, rank);
+    for (int64_t k = first; k < last; k++) {
+      line.read(from, k);
+      line.largest();
+      for (int64_t i = 0; i < n; i++) {
+        const int64_t at = line.place[i];
+        const bool there = line.size[i] > 0;
+        if (value) value[k * n + i] = number<T>(line.size[i]);
+        if (place) place[k * n + i] = there ? at : -1;
+        if (out) out[k * n + i] = there ? marks.data[k * marks.line + at * marks.step] : 0;
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace gradtrace
 
@@ -360,5 +714,25 @@ GRADTRACE_API int gradtrace_scatter(int wide, int64_t n, const void* x, const in
       gradtrace::scatter(n, static_cast<const float*>(x), marks, target, size,
                          static_cast<float*>(value), out);
     }
+  });
+}
+
+// from: place, step of lines and of elements of the diagonal, x, the left and the right parts, and
+// the marks. What is not asked for is null.
+GRADTRACE_API int gradtrace_normalise(int wide, int64_t lines, int64_t n, int rank,
+                                      const int64_t* from, void* value, int64_t* place,
+                                      int32_t* out, int threads) {
+  const auto run = [&](auto* values) {
+    using T = std::remove_pointer_t<decltype(values)>;
+    gradtrace::Lines<T> all[6];
+    for (int k = 0; k < 2 + 2 * rank; k++, from += 3) {
+      all[k] = {reinterpret_cast<const T*>(from[0]), from[1], from[2]};
+    }
+    const gradtrace::Lines<int32_t> marks{reinterpret_cast<const int32_t*>(from[0]), from[1],
+                                          from[2]};
+    gradtrace::normalise<T>(lines, n, rank, all, marks, values, place, out, threads);
+  };
+  return guarded([&] {
+    wide ? run(static_cast<double*>(value)) : run(static_cast<float*>(value));
   });
 }
