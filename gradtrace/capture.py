@@ -79,6 +79,7 @@ class Record:
     ) -> None:
         self.atlas = atlas
         self.store = Store(keep)
+        self.sums: set[int] = set()
         self.opaque = opaque
         self.clear_since = watch.clear_since()
         self.recorder = Recorder(limit)
@@ -213,12 +214,14 @@ class Record:
     ) -> tuple[Tensor, int]:
         """A value that is used twice: its cotangent is the sum of both."""
         total = there[0] + out
-        for tensor, number in (there, (out, value)):
-            self.store.add(number, tensor, False)  # each is compared with the others
+        if there[1] not in self.sums:  # each is compared with the others
+            for tensor, number in (there, (out, value)):
+                self.store.add(number, tensor, True)
         shape = shape_of(out)
         result = self.recorder.new()
         terms = (Term(Identity(shape), there[1]), Term(Identity(shape), value))
         block.merges.append(Step(result, terms, shape, real_dtype(out)))
+        self.sums.add(result)
         self.store.add(result, total, False)
         return total, result
 

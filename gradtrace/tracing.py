@@ -477,30 +477,34 @@ class Tracer:
         if len(step.terms) == 1:
             map_, value = step.terms[0]
             return self.rule.through(self._map(map_, value), states[value], step, scope)
-        found = [
-            self._term(self._map(map_, value), states[value], step) for map_, value in step.terms
-        ]
+        found: list[State] = []
+        for map_, value in step.terms:
+            found.append(self._term(self._map(map_, value), states[value], step, not found))
         return self.rule.join(found, step, scope)._replace(size=None)
 
-    def _term(self, map_: Map, state: State, step: Step) -> State:
-        """What one of several terms brings: an element that is only moved counts if it is not 0."""
+    def _term(self, map_: Map, state: State, step: Step, first: bool) -> State:
+        """What one of several terms brings. An element that is only moved counts if it is not 0;
+        of terms that follow, 0 counts for nothing anyway.
+        """
         state = self.rule.through(map_, state, step, NOTHING)
-        if map_.moves and state.numbers is not None and not self.absolute:
+        if first and map_.moves and state.numbers is not None and not self.absolute:
             state = solid(state)
             assert state.value is not None and state.numbers is not None
-            state = state._replace(numbers=torch.where(state.value != 0, state.numbers, 0))
+            if not bool(state.value.all()):
+                state = state._replace(numbers=torch.where(state.value != 0, state.numbers, 0))
         return state
 
     def _merge(
         self, step: Step, states: dict[int, State], sums: dict[int, list[State]], scope: Scope
     ) -> None:
         """A sum over the users of a value, one more of them."""
-        found = []
+        found: list[State] = []
         for map_, value in step.terms:
             if value in sums:
                 found += sums.pop(value)
             else:
-                found.append(self._term(self._map(map_, value), states[value], step))
+                state = states[value]
+                found.append(self._term(self._map(map_, value), state, step, not found))
         if step.out not in self.partial:
             states[step.out] = self.rule.join(found, step, scope)._replace(size=None)
         elif alike(found):
