@@ -178,7 +178,7 @@ def backward_of(
     if semiring is SUM:
         found = gradient(loss, seed, atlas, watch, schedule)
     else:
-        values = engine.run(record(loss, seed, atlas, watch, schedule), semiring)
+        values = engine.run(record(loss, seed, atlas, watch, schedule, bare=True), semiring)
         found = list(values.items())
     RECENT.refresh()
     named = _named(found, atlas, loss)

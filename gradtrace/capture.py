@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtrace import autograd, hooks
+from gradtrace import autograd, hooks, standins
 from gradtrace.atlas import NOWHERE, Atlas, placed
 from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, learn
 from gradtrace.engine import gradient_of
@@ -76,13 +76,16 @@ class Record:
         limit: int,
         opaque: bool = False,
         keep: int = 0,
+        bare: bool = False,
     ) -> None:
         self.atlas = atlas
         self.store = Store(keep)
         self.sums: set[int] = set()
         self.opaque = opaque
         self.clear_since = watch.clear_since()
-        self.recorder = Recorder(limit)
+        self.recorder = Recorder(limit, bare)
+        self.bare = bare
+        self.product = standins.product if bare else torch.matmul
         self.seed = seed
         self.first = self.recorder.new()
         self.adjoints: dict[Node, dict[int, tuple[Tensor, int]]] = {
@@ -130,7 +133,7 @@ class Record:
         if rule is None or node._sequence_nr() < self.clear_since:
             return None
         grad, value = arrived[0]
-        found = None if grad.is_complex() else rule(node, grad, edges)
+        found = None if grad.is_complex() else rule(node, grad, edges, self.product)
         if found is None:
             return None
         undone = UNDONE.get(block.operator)
@@ -213,7 +216,7 @@ class Record:
         self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int
     ) -> tuple[Tensor, int]:
         """A value that is used twice: its cotangent is the sum of both."""
-        total = there[0] + out
+        total = there[0] if self.bare else there[0] + out
         if there[1] not in self.sums:  # each is compared with the others
             for tensor, number in (there, (out, value)):
                 self.store.add(number, tensor, True)
@@ -463,6 +466,23 @@ def _nonzero(x: Tensor) -> bool:
         return bool((x != 0).any())
 
 
+def _unseen(loss: Tensor, clear_since: int) -> bool:
+    """Whether no code but PyTorch's own will see the gradients of a loss: no functions and no hooks
+    of a user.
+    """
+    unseen = True
+
+    def visit(node: Node, _: Edges) -> None:
+        nonlocal unseen
+        if type(node) is ACCUMULATE:
+            unseen &= not node.variable._backward_hooks
+        else:
+            unseen &= not autograd.is_python(node) and node._sequence_nr() >= clear_since
+
+    walk(loss, visit)
+    return unseen
+
+
 def record(
     loss: Tensor,
     seed: Tensor,
@@ -472,12 +492,22 @@ def record(
     limit: int = DENSE_LIMIT,
     opaque: bool = False,
     keep: int = 0,
+    bare: bool = False,
 ) -> Program:
     """The backward program of a loss.
 
     An operator of more than ``limit`` entries and no known structure is refused, or with ``opaque``
-    kept as a function. ``keep`` is how many bytes of gradients to keep beside it.
+    kept as a function. ``keep`` is how many bytes of gradients to keep beside it. A
+    ``bare`` program comes without gradients, where these can be spared; its leaves have none.
     """
+    if bare and _unseen(loss, watch.clear_since()):
+        pen = Record(loss, seed, atlas, watch, limit, opaque, keep, bare)
+        try:
+            with one_pass():
+                walk(loss, pen.visit, order)
+            return Program(seed, pen.first, pen.blocks, pen.leaves)
+        except (GradtraceError, RuntimeError):
+            pass  # with true gradients it may go, or else fail with a true reason
     pen = Record(loss, seed, atlas, watch, limit, opaque, keep)
     with one_pass():
         walk(loss, pen.visit, order)

@@ -21,60 +21,63 @@ Found: TypeAlias = "list[tuple[Tensor, list[Map]] | None] | None"
 """For each argument, its cotangent and the maps that lead to it (none: it is the same). None
 instead of it all: look inside."""
 
-NodeRule: TypeAlias = Callable[[Node, Tensor, Edges], Found]
+Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], Found]
+"""The last argument computes the products of matrices, or what stands in for them."""
 
 
-def turned(node: Node, grad: Tensor, edges: Edges) -> Found:
+def turned(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """A permutation: the node itself is the movement."""
     out = node(grad)
     return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), injective=True)])]
 
 
-def reshaped(node: Node, grad: Tensor, edges: Edges) -> Found:
+def reshaped(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """The same elements in the same order."""
     out = node(grad)
     return [(out, [Identity(tuple(grad.shape), tuple(out.shape))])]
 
 
-def scaled(node: Node, grad: Tensor, edges: Edges) -> Found:
+def scaled(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """Elementwise: what the node makes of ones. It is called once, as checkpoints demand."""
     weight = node(torch.ones_like(grad))
     return [(weight * grad, [Scale(weight, tuple(grad.shape))])]
 
 
-def matrix(node: Node, grad: Tensor, edges: Edges) -> Found:
+def matrix(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``x @ w``, where a node saves an operand only if the other needs a gradient."""
     x, w = node._saved_self, node._saved_mat2
-    return [_left(grad, w, edges[0]), _right(grad, x, edges[1])]
+    return [_left(grad, w, edges[0], product), _right(grad, x, edges[1], product)]
 
 
-def affine(node: Node, grad: Tensor, edges: Edges) -> Found:
+def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``bias + x @ w``."""
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     x, w = node._saved_mat1, node._saved_mat2
     bias: tuple[Tensor, list[Map]] | None = None if edges[0][0] is None else (grad, [])
-    return [bias, _left(grad, w, edges[1]), _right(grad, x, edges[2])]
+    return [bias, _left(grad, w, edges[1], product), _right(grad, x, edges[2], product)]
 
 
 def _left(
-    grad: Tensor, w: Tensor | None, edge: tuple[Node | None, int]
+    grad: Tensor, w: Tensor | None, edge: tuple[Node | None, int], product: Product
 ) -> tuple[Tensor, list[Map]] | None:
     """Back through ``x @ w`` to x: ``g @ wᵀ``, of matrices or batches of them."""
     if edge[0] is None or w is None:
         return None
-    out = grad @ w.mT
+    out = product(grad, w.mT)
     spec = "mn,kn->mk" if grad.dim() == 2 else "bmn,bkn->bmk"
     return out, [Contract(spec, w, tuple(grad.shape), tuple(out.shape))]
 
 
 def _right(
-    grad: Tensor, x: Tensor | None, edge: tuple[Node | None, int]
+    grad: Tensor, x: Tensor | None, edge: tuple[Node | None, int], product: Product
 ) -> tuple[Tensor, list[Map]] | None:
     """Back through ``x @ w`` to w: ``xᵀ @ g``."""
     if edge[0] is None or x is None:
         return None
-    out = x.mT @ grad
+    out = product(x.mT, grad)
     spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
     return out, [Contract(spec, x, tuple(grad.shape), tuple(out.shape))]
 

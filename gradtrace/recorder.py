@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradtrace import autograd, linear
+from gradtrace import autograd, linear, standins
 from gradtrace.errors import NotLinear
 from gradtrace.linear import Call, Chains, shape_of
 from gradtrace.maps import Identity, gather
 from gradtrace.program import Step, Term
 
 aten = torch.ops.aten
+CONVOLUTION = aten.convolution_backward.default
 
 FUSED = frozenset({linear.OPENED["_scaled_dot_product_flash_attention_for_cpu_backward"]})
 """Decompositions of what is several operators for the user."""
@@ -83,9 +84,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in here, and the guard costs as much as the operation
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, bare: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
+        self.bare = bare  # gradients are not wanted
         self.count = 0
         self.values: dict[int, int] = {}  # by identity of a tensor, which ``alive`` keeps
         self.alive: list[Any] = []
@@ -139,7 +141,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func(*args, **kwargs)
             self._write(args[0], value)
             return args[0]
-        out = func(*args, **kwargs)
+        if self.bare and func is CONVOLUTION:
+            out = standins.convolution_backward(*args)
+        else:
+            out = func(*args, **kwargs)
         self.alive.append(out)
         call = Call(func, args, kwargs, deps, out, self.limit)
         if isinstance(out, Tensor):
