@@ -141,7 +141,7 @@ class Kept:
         which = torch.stack(sizes).max(0).indices
         for k, (term, offer) in enumerate(zip(terms, offers)):
             mine = ((which == k) & (offer.source >= 0)).nonzero().reshape(-1)
-            if len(mine):
+            if mine.numel():
                 yield _hops(term, at[mine], offer.source[mine], mine)
 
     def _alone(self, term: Term, at: Tensor, rule: str) -> Iterator[Hops]:
@@ -153,11 +153,11 @@ class Kept:
             source = term.map.rows(at).source[:, 0]
         else:
             source = term.map.best(self._value(term.value, rule), at).source
-        if not len(source) or int(source.min()) >= 0:
+        if not source.numel() or int(source.min()) >= 0:
             yield _hops(term, at, source, None)
             return
         there = (source >= 0).nonzero().reshape(-1)
-        if len(there):
+        if there.numel():
             yield _hops(term, at[there], source[there], there)
 
     def _value(self, value: int, rule: str) -> Tensor:

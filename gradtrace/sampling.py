@@ -14,6 +14,9 @@ from torch import Tensor
 
 from gradtrace.shapes import Shape
 
+SPARSE = 64
+"""Elements that are fewer than their value has by this factor are sorted to find equal ones."""
+
 WORD = 62
 """How many bits of a mark are held in one number."""
 
@@ -148,6 +151,7 @@ class Growth:
     links: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
     begun: dict[int, Tensor] = field(default_factory=dict)
     nodes: int = 0
+    slots: Tensor | None = None  # one for each element of a value; what it held before is no matter
 
     def __post_init__(self) -> None:
         for value, elements in self.starts.items():
@@ -164,15 +168,17 @@ class Growth:
             element, apart = groups[0][1].element, groups[0][1].apart
         else:
             element, apart = torch.cat([hops.element for _, hops in groups]), False
-        number = None if apart else _numbered(element, size)
+        number = None if apart else self._numbered(element, size)
         if number is None:
-            heads = torch.arange(self.nodes, self.nodes + len(element), device=element.device)
+            last = self.nodes + element.numel()
+            heads = torch.arange(self.nodes, last, device=element.device)
         else:
             element, heads = number[0], number[1] + self.nodes
         first = 0
         for tails, hops in groups:
-            mine = heads[first : first + len(hops.element)]
-            first += len(hops.element)
+            count = hops.element.numel()
+            mine = heads[first : first + count] if len(groups) > 1 else heads
+            first += count
             if tails is None:
                 self.begun[value] = mine
             else:
@@ -180,8 +186,25 @@ class Growth:
         self.values.append(value)
         self.firsts.append(self.nodes)
         self.elements.append(element)
-        self.nodes += len(element)
+        self.nodes += element.numel()
         return element
+
+    def _numbered(self, element: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
+        """The different elements, and for each of those given the number of its own among them;
+        None if all are different.
+        """
+        if SPARSE * element.numel() < size:
+            found: tuple[Tensor, Tensor] = element.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+            return found
+        number = torch.arange(element.numel(), device=element.device)
+        if self.slots is None or self.slots.numel() < size:
+            self.slots = torch.empty(size, dtype=torch.int64, device=element.device)
+        self.slots[element] = number
+        same = self.slots[element]  # one of the places that the element is at
+        is_first = same == number
+        if bool(is_first.all()):
+            return None
+        return element[is_first], (is_first.cumsum(0) - 1)[same]
 
     def gradient(self, gradient: Tensor) -> None:
         """Note the gradient of the elements of the last stage."""
@@ -233,17 +256,3 @@ def _split(marks: Sequence[int], words: int) -> Tensor:
     """Marks as rows of words."""
     mask = (1 << WORD) - 1
     return torch.tensor([[mark >> n * WORD & mask for n in range(words)] for mark in marks])
-
-
-def _numbered(element: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
-    """The different elements, and for each of those given the number of its own among them; None
-    if all are different.
-    """
-    number = torch.arange(len(element), device=element.device)
-    slot = torch.empty(size, dtype=torch.int64, device=element.device)
-    slot[element] = number
-    same = slot[element]  # one of the places that the element is at
-    is_first = same == number
-    if bool(is_first.all()):
-        return None
-    return element[is_first], (is_first.cumsum(0) - 1)[same]

@@ -50,7 +50,8 @@ def products(a: Lines, b: Lines, length: int) -> tuple[Tensor, Tensor]:
     if call is None or not length:
         return _products(a, b, length)
     value, place = _results(a.offset, a.data.dtype)
-    left, right = (_at(a.data), _at(a.offset), a.step), (_at(b.data), _at(b.offset), b.step)
+    first, second = a.offset.contiguous(), b.offset.contiguous()
+    left, right = (_at(a.data), _at(first), a.step), (_at(b.data), _at(second), b.step)
     sizes = (len(b.data), len(a.offset), length)
     checked(call(*left, *right, *sizes, _at(value), _at(place), torch.get_num_threads()))
     return value, place

@@ -52,7 +52,9 @@ class Index(Map):
             moved = self.move(numbers)
             if moved.data_ptr() and moved.untyped_storage().data_ptr() == numbers.data_ptr():
                 return located(at, moved.shape, moved.stride()) + int(moved.storage_offset())
-        return self.source(at.device).reshape(-1)[at]
+        dtype = torch.int32 if self.inputs < 1 << 31 else torch.int64
+        numbers = torch.arange(1, self.inputs + 1, dtype=dtype, device=at.device)
+        return self.move(numbers.reshape(self.in_shape)).reshape(-1)[at].long() - 1
 
     @property
     def single_target(self) -> bool:  # type: ignore[override]
