@@ -92,6 +92,10 @@ class Product {
       here.row = row;
       here.rows = std::min(block, call.last_row - row);
       pack(here, threads);
+      if (here.rows <= FEW && at_hand()) {
+        each(parts(call.columns, SPAN), threads, [&](int64_t task) { span(here, task * SPAN); });
+        continue;
+      }
       const int64_t panels = parts(call.columns, kernels.panel);
       const int64_t pieces = std::min(parts(4 * threads, panels), parts(here.rows, 64));
       const int64_t share = parts(here.rows, threads > 1 ? pieces : 1);
@@ -134,23 +138,19 @@ class Product {
     }
   }
 
-  // Some rows of the block against one panel.
-  void panel(const Block& here, int64_t column, int64_t row, int64_t rows) {
-    const int64_t wide = kernels.panel;
-    Panel<T> panel{};
-    panel.b = mine.panel.get<T>(chunk * wide);
-    panel.top = mine.top.get<T>(chunk + wide);
-    panel.floor = panel.top + chunk;
-    panel.columns = std::min(wide, call.columns - column);
+  // Rows of the block from `row` on, with memory for so many columns of one row, or of each.
+  Rows<T> rows_of(const Block& here, int64_t row, int64_t rows, int64_t column, int64_t wide,
+                  bool each_of_them) const {
     Rows<T> some{};
+    some.a = here.a + row * stride;
     some.stride = stride;
     some.rows = rows;
     some.seeds = here.seeds + row * SEEDS;
     some.seeded = seeded();
     some.finite = here.finite;
     some.way = static_cast<Way>(call.way);
-    some.step = chunk < call.inner ? wide : 0;
-    const int64_t kept = chunk < call.inner ? rows * wide : wide;
+    some.step = each_of_them ? wide : 0;
+    const int64_t kept = each_of_them ? rows * wide : wide;
     some.value = mine.value.get<T>(kept);
     some.index = call.index || call.marked ? mine.index.get<int32_t>(kept) : nullptr;
     const int64_t at = (here.batch * call.rows + here.row + row) * call.columns + column;
@@ -160,6 +160,31 @@ class Product {
     some.pitch = call.columns;
     some.marks = call.marked ? here.marks + row * here.marks_step : nullptr;
     some.marks_step = here.marks_step;
+    return some;
+  }
+
+  // Whether columns of b lie side by side, of the type of the products.
+  bool at_hand() const {
+    return !call.b.rows.table && call.b.rows.step == 1 && call.b.kind == call.kind &&
+           call.way == BY_MEASURE;
+  }
+
+  // All rows of the block against some columns, if they are few.
+  void span(const Block& here, int64_t column) {
+    const int64_t columns = std::min(SPAN, call.columns - column);
+    const Rows<T> some = rows_of(here, 0, here.rows, column, SPAN, false);
+    kernels.few(call.b, here.batch, column, columns, call.inner, some);
+  }
+
+  // Some rows of the block against one panel.
+  void panel(const Block& here, int64_t column, int64_t row, int64_t rows) {
+    const int64_t wide = kernels.panel;
+    Panel<T> panel{};
+    panel.b = mine.panel.get<T>(chunk * wide);
+    panel.top = mine.top.get<T>(chunk + wide);
+    panel.floor = panel.top + chunk;
+    panel.columns = std::min(wide, call.columns - column);
+    Rows<T> some = rows_of(here, row, rows, column, wide, chunk < call.inner);
     for (int64_t k = 0; k < call.inner; k += chunk) {
       panel.inner = std::min(chunk, call.inner - k);
       kernels.pack_panel(call.b, here.batch, column, k, panel);

@@ -48,6 +48,8 @@ struct Call {
 constexpr int64_t LOOK = 16;    // k that are compared with the bound at a time
 constexpr int64_t MOST = 1024;  // k in a panel: what a cache holds, and 16 bits can name
 constexpr int64_t SEEDS = 32;   // at most so many k of a row give the first lower bound
+constexpr int64_t FEW = 2;      // rows for which nothing is packed
+constexpr int64_t SPAN = 1024;  // columns that those take at a time
 
 // A group of columns, packed: [k][Kernels::panel].
 template <class T>
@@ -92,6 +94,8 @@ struct Kernels {
                      uint16_t* out);
   void (*pack_panel)(const View&, int64_t batch, int64_t column, int64_t first, Panel<T>&);
   void (*run)(const Panel<T>&, Rows<T>&);
+  void (*few)(const View&, int64_t batch, int64_t column, int64_t columns, int64_t inner,
+              const Rows<T>&);
 };
 
 // One for each instruction set that was compiled.
