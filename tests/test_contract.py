@@ -284,6 +284,21 @@ def test_the_environment_names_an_instruction_set(isa: str) -> None:
     assert used == ("generic" if isa == "generic" else best)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_nan_is_the_same(rows: int, dtype: torch.dtype) -> None:
+    """The first wins, though a later one have larger bits; in any sign."""
+    whole = torch.int64 if dtype is torch.float64 else torch.int32
+    nan = torch.full((60,), NAN, dtype=dtype).view(whole) + torch.arange(60, dtype=whole)
+    a = numbers("random", (1, rows, 120), 0, dtype)
+    a[..., 30:90] = nan.view(dtype)
+    a[..., 60:] = -a[..., 60:]
+    check(a, torch.ones(1, 120, 40, dtype=dtype), words(1, rows, 120))
+    a[..., 30:90] = INF  # times 0
+    b = numbers("zeros", (1, 120, 40), 0, dtype)
+    check(a, b, words(1, rows, 120))
+
+
 def test_what_survives() -> None:
     """Equals all survive; of random numbers the fewer the more there are."""
     ones = torch.ones(1, 40, 300)

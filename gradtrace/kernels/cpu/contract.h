@@ -72,13 +72,13 @@ struct Rows {
   bool last, finite;      // whether these are the last k; whether no a is infinite or NaN
   Way way;
   T* value;        // [row][panel], known so far
-  int32_t* index;  // likewise, or null if it is not wanted
+  int32_t* index;  // likewise, -1 while the value is 0; null if it is not wanted
   int64_t step;    // from row to row; 0 if all k are here and nothing is to be kept
   T* out_value;    // [row][pitch], each null if it is not wanted
   int64_t* out_index;
   int32_t* out_marks;
   int64_t pitch;
-  const int32_t* marks;  // [row][marks_step]
+  const int32_t* marks;  // [row][marks_step], 0 at place -1
   int64_t marks_step;
   int64_t survived, considered;
 };

@@ -117,9 +117,10 @@ static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inn
   }
 }
 
+// A 0 after each row: place -1 of the next, the mark of what has none.
 static void pack_marks(const View& x, int64_t batch, int64_t row, int64_t rows, int64_t inner,
                        int32_t* out) {
-  copy_rows<int32_t, int32_t>(x, x.batch(batch), row, rows, inner, inner, out);
+  copy_rows<int32_t, int32_t>(x, x.batch(batch), row, rows, inner, inner + 1, out);
 }
 
 // Columns [column, column + panel.columns) for k in [first, first + panel.inner), |·| taken.
@@ -423,15 +424,14 @@ static void hand_over(const Rows<T>& rows, int64_t r, int64_t columns) {
   if (!rows.index) return;
   const int32_t* index = rows.index + r * rows.step;
   if (rows.out_index) {
-    for (int64_t n = 0; n < columns; n++) rows.out_index[r * rows.pitch + n] = index[n];
+    for (int64_t n = 0; n < columns; n++) {
+      rows.out_index[r * rows.pitch + n] = index[n] < 0 ? 0 : index[n];
+    }
   }
   if (rows.out_marks) {
     const int32_t* marks = rows.marks + r * rows.marks_step;
     int32_t* out = rows.out_marks + r * rows.pitch;
-    for (int64_t n = 0; n < columns; n++) {
-      const int32_t mark = marks[index[n]];
-      out[n] = value[n] == 0 ? 0 : mark;
-    }
+    for (int64_t n = 0; n < columns; n++) out[n] = marks[index[n]];
   }
 }
 
@@ -451,7 +451,7 @@ static void run(const Panel<T>& panel, Rows<T>& rows) {
                  rows.index ? rows.index + r * rows.step : nullptr, panel.columns, rows.first};
     if (!rows.first) {
       for (int64_t n = 0; n < WIDE; n++) line.value[n] = 0;
-      for (int64_t n = 0; line.index && n < WIDE; n++) line.index[n] = 0;
+      for (int64_t n = 0; line.index && n < WIDE; n++) line.index[n] = -1;
     }
     if (r % RUN == 0) seen = 0;
     const bool much = r % RUN >= TRIED && seen > TRIED * panel.inner * 3 / 4;
@@ -510,7 +510,7 @@ static void few(const View& x, int64_t batch, int64_t column, int64_t columns, i
   T value[FEW][SPAN];
   typename Lanes<T>::Int place[FEW][SPAN];
   __builtin_memset(value, 0, sizeof value);
-  __builtin_memset(place, 0, sizeof place);
+  __builtin_memset(place, -1, sizeof place);
   const T* data = static_cast<const T*>(x.data) + x.batch(batch) + column;
   for (int64_t k = 0; k < inner; k += GO) {
     const T* b[GO];
