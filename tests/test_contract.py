@@ -156,7 +156,8 @@ SHAPES = [
     *[(1, 5, 50, n) for n in (47, 48, 49, 60, 63, 64, 65, 79, 80, 81, 96, 97, 127, 128, 129, 200)],
     *[(i, 4, 20, 6) for i in (2, 3, 4, 5, 9)],
     (2, 40, 70, 70), (3, 17, 33, 65), (5, 66, 18, 33), (1, 130, 90, 40), (1, 40, 600, 40),
-    (1, 1, 2000, 1), (1, 1100, 3, 2), (2, 35, 1600, 9), (1, 100, 1, 100),
+    (1, 1, 2000, 1), (1, 1100, 3, 2), (2, 35, 1600, 9), (1, 100, 1, 100), (1, 1, 5, 1023),
+    (1, 2, 6, 1024), (3, 1, 7, 1025), (1, 2, 4, 2051), (1, 1, 1, 1030), (4, 2, 3, 1),
 ]  # fmt: skip
 
 
@@ -281,6 +282,21 @@ def test_the_environment_names_an_instruction_set(isa: str) -> None:
     told = subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout
     used, best = told.split()
     assert used == ("generic" if isa == "generic" else best)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_nan_is_the_same(rows: int, dtype: torch.dtype) -> None:
+    """The first wins, though a later one have larger bits; in any sign."""
+    whole = torch.int64 if dtype is torch.float64 else torch.int32
+    nan = torch.full((60,), NAN, dtype=dtype).view(whole) + torch.arange(60, dtype=whole)
+    a = numbers("random", (1, rows, 120), 0, dtype)
+    a[..., 30:90] = nan.view(dtype)
+    a[..., 60:] = -a[..., 60:]
+    check(a, torch.ones(1, 120, 40, dtype=dtype), words(1, rows, 120))
+    a[..., 30:90] = INF  # times 0
+    b = numbers("zeros", (1, 120, 40), 0, dtype)
+    check(a, b, words(1, rows, 120))
 
 
 def test_what_survives() -> None:

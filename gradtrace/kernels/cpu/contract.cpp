@@ -47,6 +47,9 @@ int64_t parts(int64_t x, int64_t step) { return (x + step - 1) / step; }
 // Rows of a that are packed together: 16 MB.
 constexpr int64_t PACKED = 4 << 20;
 
+// With fewer k than this, finding out which survive costs more than all the products.
+constexpr int64_t WORTH = 24;
+
 // Products below which a second thread costs more than it helps.
 constexpr int64_t ALONE = 1 << 17;
 
@@ -57,8 +60,7 @@ class Product {
       : call(call), kernels(kernels), stride(up(call.inner, LOOK)) {
     chunk = up(parts(call.inner, parts(call.inner, MOST)), LOOK);
     block = std::clamp<int64_t>(PACKED / stride, 16, 1024);
-    // With k side by side marks are read where they are.
-    in_place = !call.marks.inner.table && call.marks.inner.step == 1 && !call.marks.rows.table;
+    way = call.way == BY_MEASURE && call.inner < WORTH ? DENSE : static_cast<Way>(call.way);
   }
 
   void run() {
@@ -80,8 +82,7 @@ class Product {
     int64_t batch, row, rows;
     T* a;
     uint16_t* seeds;
-    const int32_t* marks;
-    int64_t marks_step;
+    int32_t* marks;
     bool finite;
   };
 
@@ -92,6 +93,10 @@ class Product {
       here.row = row;
       here.rows = std::min(block, call.last_row - row);
       pack(here, threads);
+      if (here.rows <= FEW && at_hand()) {
+        each(parts(call.columns, SPAN), threads, [&](int64_t task) { span(here, task * SPAN); });
+        continue;
+      }
       const int64_t panels = parts(call.columns, kernels.panel);
       const int64_t pieces = std::min(parts(4 * threads, panels), parts(here.rows, 64));
       const int64_t share = parts(here.rows, threads > 1 ? pieces : 1);
@@ -109,8 +114,11 @@ class Product {
   void pack(Block& here, int threads) {
     here.a = mine.rows.get<T>(here.rows * stride);
     here.seeds = mine.seeds.get<uint16_t>(here.rows * SEEDS);
-    const bool copied = call.marked && !in_place;
-    int32_t* marks = copied ? mine.marks.get<int32_t>(here.rows * call.inner) : nullptr;
+    const int64_t marks_step = call.inner + 1;
+    if (call.marked) {
+      here.marks = mine.marks.get<int32_t>(here.rows * marks_step + 1) + 1;
+      here.marks[-1] = 0;
+    }
     constexpr int64_t SOME = 16;
     std::atomic<bool> finite{true};
     each(parts(here.rows, SOME), threads, [&](int64_t task) {
@@ -118,20 +126,54 @@ class Product {
       const int64_t row = here.row + first, inner = call.inner;
       T* a = here.a + first * stride;
       if (!kernels.pack_rows(call.a, here.batch, row, count, inner, stride, a)) finite = false;
-      kernels.find_seeds(a, count, stride, std::min(chunk, inner), seeded(),
-                         here.seeds + first * SEEDS);
-      if (copied) {
-        kernels.pack_marks(call.marks, here.batch, row, count, inner, marks + first * inner);
+      if (way != DENSE) {
+        uint16_t* seeds = here.seeds + first * SEEDS;
+        kernels.find_seeds(a, count, stride, std::min(chunk, inner), seeded(), seeds);
+      }
+      if (call.marked) {
+        int32_t* marks = here.marks + first * marks_step;
+        kernels.pack_marks(call.marks, here.batch, row, count, inner, marks);
       }
     });
     here.finite = finite;
-    here.marks = marks;
-    here.marks_step = call.inner;
-    if (call.marked && in_place) {
-      here.marks_step = call.marks.rows.step;
-      here.marks = static_cast<const int32_t*>(call.marks.data) + call.marks.batch(here.batch) +
-                   here.row * here.marks_step;
-    }
+  }
+
+  // Rows of the block from `row` on, with memory for so many columns of one row, or of each.
+  Rows<T> rows_of(const Block& here, int64_t row, int64_t rows, int64_t column, int64_t wide,
+                  bool each_of_them) const {
+    Rows<T> some{};
+    some.a = here.a + row * stride;
+    some.stride = stride;
+    some.rows = rows;
+    some.seeds = here.seeds + row * SEEDS;
+    some.seeded = seeded();
+    some.finite = here.finite;
+    some.way = way;
+    some.step = each_of_them ? wide : 0;
+    const int64_t kept = each_of_them ? rows * wide : wide;
+    some.value = mine.value.get<T>(kept);
+    some.index = call.index || call.marked ? mine.index.get<int32_t>(kept) : nullptr;
+    const int64_t at = (here.batch * call.rows + here.row + row) * call.columns + column;
+    some.out_value = call.value ? static_cast<T*>(call.value) + at : nullptr;
+    some.out_index = call.index ? call.index + at : nullptr;
+    some.out_marks = call.marked ? call.marked + at : nullptr;
+    some.pitch = call.columns;
+    some.marks_step = call.inner + 1;
+    some.marks = call.marked ? here.marks + row * some.marks_step : nullptr;
+    return some;
+  }
+
+  // Whether columns of b lie side by side, of the type of the products.
+  bool at_hand() const {
+    return !call.b.rows.table && call.b.rows.step == 1 && call.b.kind == call.kind &&
+           call.way == BY_MEASURE;
+  }
+
+  // All rows of the block against some columns, if they are few.
+  void span(const Block& here, int64_t column) {
+    const int64_t columns = std::min(SPAN, call.columns - column);
+    const Rows<T> some = rows_of(here, 0, here.rows, column, SPAN, false);
+    kernels.few(call.b, here.batch, column, columns, call.inner, some);
   }
 
   // Some rows of the block against one panel.
@@ -142,24 +184,7 @@ class Product {
     panel.top = mine.top.get<T>(chunk + wide);
     panel.floor = panel.top + chunk;
     panel.columns = std::min(wide, call.columns - column);
-    Rows<T> some{};
-    some.stride = stride;
-    some.rows = rows;
-    some.seeds = here.seeds + row * SEEDS;
-    some.seeded = seeded();
-    some.finite = here.finite;
-    some.way = static_cast<Way>(call.way);
-    some.step = chunk < call.inner ? wide : 0;
-    const int64_t kept = chunk < call.inner ? rows * wide : wide;
-    some.value = mine.value.get<T>(kept);
-    some.index = call.index || call.marked ? mine.index.get<int32_t>(kept) : nullptr;
-    const int64_t at = (here.batch * call.rows + here.row + row) * call.columns + column;
-    some.out_value = call.value ? static_cast<T*>(call.value) + at : nullptr;
-    some.out_index = call.index ? call.index + at : nullptr;
-    some.out_marks = call.marked ? call.marked + at : nullptr;
-    some.pitch = call.columns;
-    some.marks = call.marked ? here.marks + row * here.marks_step : nullptr;
-    some.marks_step = here.marks_step;
+    Rows<T> some = rows_of(here, row, rows, column, wide, chunk < call.inner);
     for (int64_t k = 0; k < call.inner; k += chunk) {
       panel.inner = std::min(chunk, call.inner - k);
       kernels.pack_panel(call.b, here.batch, column, k, panel);
@@ -175,7 +200,7 @@ class Product {
   Call& call;
   const Kernels<T>& kernels;
   int64_t stride, chunk, block;
-  bool in_place;
+  Way way;
   std::atomic<int64_t> survived{0}, considered{0};
 };
 

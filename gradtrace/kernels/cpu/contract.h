@@ -48,6 +48,8 @@ struct Call {
 constexpr int64_t LOOK = 16;    // k that are compared with the bound at a time
 constexpr int64_t MOST = 1024;  // k in a panel: what a cache holds, and 16 bits can name
 constexpr int64_t SEEDS = 32;   // at most so many k of a row give the first lower bound
+constexpr int64_t FEW = 2;      // rows for which nothing is packed
+constexpr int64_t SPAN = 1024;  // columns that those take at a time
 
 // A group of columns, packed: [k][Kernels::panel].
 template <class T>
@@ -70,13 +72,13 @@ struct Rows {
   bool last, finite;      // whether these are the last k; whether no a is infinite or NaN
   Way way;
   T* value;        // [row][panel], known so far
-  int32_t* index;  // likewise, or null if it is not wanted
+  int32_t* index;  // likewise, -1 while the value is 0; null if it is not wanted
   int64_t step;    // from row to row; 0 if all k are here and nothing is to be kept
   T* out_value;    // [row][pitch], each null if it is not wanted
   int64_t* out_index;
   int32_t* out_marks;
   int64_t pitch;
-  const int32_t* marks;  // [row][marks_step]
+  const int32_t* marks;  // [row][marks_step], 0 at place -1
   int64_t marks_step;
   int64_t survived, considered;
 };
@@ -92,6 +94,8 @@ struct Kernels {
                      uint16_t* out);
   void (*pack_panel)(const View&, int64_t batch, int64_t column, int64_t first, Panel<T>&);
   void (*run)(const Panel<T>&, Rows<T>&);
+  void (*few)(const View&, int64_t batch, int64_t column, int64_t columns, int64_t inner,
+              const Rows<T>&);
 };
 
 // One for each instruction set that was compiled.

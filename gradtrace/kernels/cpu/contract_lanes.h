@@ -27,6 +27,7 @@ struct Lanes {
   typedef T V __attribute__((vector_size(BYTES)));
   typedef Int I __attribute__((vector_size(BYTES)));
   typedef T Loose __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));
+  typedef Int LooseInt __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));
   static constexpr int W = BYTES / static_cast<int>(sizeof(T));
 };
 using F = Lanes<float>::V;
@@ -43,6 +44,16 @@ INLINE typename Lanes<T>::V load(const T* from) {
 template <class T>
 INLINE void store(T* to, typename Lanes<T>::V x) {
   *reinterpret_cast<typename Lanes<T>::Loose*>(to) = x;
+}
+
+template <class T>
+INLINE typename Lanes<T>::I load_int(const typename Lanes<T>::Int* from) {
+  return *reinterpret_cast<const typename Lanes<T>::LooseInt*>(from);
+}
+
+template <class T>
+INLINE void store_int(typename Lanes<T>::Int* to, typename Lanes<T>::I x) {
+  *reinterpret_cast<typename Lanes<T>::LooseInt*>(to) = x;
 }
 
 template <class T>
@@ -143,33 +154,31 @@ INLINE V larger_or_nan(V x, V y) {
   return (x > y) | (x != x) ? x : y;
 }
 
-// Whether m takes the place of v: it is larger, or the first NaN.
-template <bool FINITE, class V>
-INLINE auto beats(V m, V v) {
-  if constexpr (FINITE) {
-    return bits(m) > bits(v);
-  } else {
-    return ~(m <= v) & (v == v);
-  }
-}
+// The bits of the one NaN that stands for all: products have none with lower bits.
+INLINE Lanes<float>::I quiet(F) { return all_int<float>(0x7fc00000); }
+INLINE Lanes<double>::I quiet(D) { return all_int<double>(0x7ff8000000000000); }
 
-// v = max(v, m), and `at` becomes `now` where m is the larger.
+// v = max(v, m), and `at` becomes `now` where m is the larger. A product that may be NaN can have any
+// sign and bits; made one NaN, it is above all others by its bits, and the first stays.
 template <bool FINITE, class V, class I>
 INLINE void take(V m, V& v, I& at, I now) {
-#if defined(GRADTRACE_AVX512)
-  if constexpr (FINITE && sizeof(v[0]) == 4) {
-    const __mmask16 g = _mm512_cmp_ps_mask((__m512)m, (__m512)v, _CMP_GT_OQ);
-    at = (I)_mm512_mask_mov_epi32((__m512i)at, g, (__m512i)now);
-    v = larger(m, v);
-    return;
-  }
-#endif
-  const auto g = beats<FINITE>(m, v);
-  at = g ? now : at;
   if constexpr (FINITE) {
+#if defined(GRADTRACE_AVX512)
+    if constexpr (sizeof(v[0]) == 4) {
+      const __mmask16 g = _mm512_cmp_ps_mask((__m512)m, (__m512)v, _CMP_GT_OQ);
+      at = (I)_mm512_mask_mov_epi32((__m512i)at, g, (__m512i)now);
+      v = larger(m, v);
+      return;
+    }
+#endif
+    at = bits(m) > bits(v) ? now : at;
     v = larger(m, v);
   } else {
-    v = g ? m : v;
+    I most = bits(size(m));
+    most = most > quiet(m) ? quiet(m) : most;
+    const I g = most > bits(v);
+    at = g ? now : at;
+    v = (V)(g ? most : bits(v));
   }
 }
 

@@ -117,9 +117,10 @@ static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inn
   }
 }
 
+// A 0 after each row: place -1 of the next, the mark of what has none.
 static void pack_marks(const View& x, int64_t batch, int64_t row, int64_t rows, int64_t inner,
                        int32_t* out) {
-  copy_rows<int32_t, int32_t>(x, x.batch(batch), row, rows, inner, inner, out);
+  copy_rows<int32_t, int32_t>(x, x.batch(batch), row, rows, inner, inner + 1, out);
 }
 
 // Columns [column, column + panel.columns) for k in [first, first + panel.inner), |·| taken.
@@ -157,15 +158,15 @@ static void copy_panel(const View& x, int64_t offset, int64_t column, int64_t fi
   }
 }
 
-// The largest of each k over the columns, and which columns are 0 throughout.
+// The largest of each k over the columns, from `begin` to `end`; `floor` gets that of each column.
 template <class T>
-static void measure(Panel<T>& panel) {
+static void measure(const Panel<T>& panel, int64_t begin, int64_t end) {
   using V = typename Lanes<T>::V;
   constexpr int W = Lanes<T>::W;
   constexpr int64_t WIDE = ACROSS * W;
   V high[ACROSS];
-  UNROLL for (int j = 0; j < ACROSS; j++) high[j] = V{};
-  for (int64_t k = 0; k < panel.inner; k++) {
+  UNROLL for (int j = 0; j < ACROSS; j++) high[j] = load(panel.floor + j * W);
+  for (int64_t k = begin; k < end; k++) {
     V most = {};
     UNROLL for (int j = 0; j < ACROSS; j++) {
       const V here = load(panel.b + k * WIDE + j * W);
@@ -174,26 +175,40 @@ static void measure(Panel<T>& panel) {
     }
     panel.top[k] = largest_of(most);
   }
-  for (int64_t k = panel.inner; k % LOOK; k++) panel.top[k] = 0;
+  UNROLL for (int j = 0; j < ACROSS; j++) store(panel.floor + j * W, high[j]);
+}
+
+// Whether all is finite, and which columns are 0 throughout.
+template <class T>
+static void conclude(Panel<T>& panel) {
   panel.finite = true;
-  for (int64_t n = 0; n < WIDE; n++) {
-    const T most = high[n / W][n % W];
-    panel.floor[n] = most == 0 ? infinity<T>() : 0;
+  for (int64_t n = 0; n < ACROSS * Lanes<T>::W; n++) {
+    const T most = panel.floor[n];
     panel.finite = panel.finite && most - most == 0;
+    panel.floor[n] = most == 0 ? infinity<T>() : 0;
   }
+  for (int64_t k = panel.inner; k % LOOK; k++) panel.top[k] = 0;
 }
 
 template <class T>
 static void pack_panel(const View& x, int64_t batch, int64_t column, int64_t first,
                        Panel<T>& panel) {
+  constexpr int64_t WIDE = ACROSS * Lanes<T>::W, SOME = 64;  // what the first cache holds
   const int64_t offset = x.batch(batch);
-  switch (x.kind) {
-    case FLOAT32: copy_panel<T, float>(x, offset, column, first, panel); break;
-    case FLOAT64: copy_panel<T, double>(x, offset, column, first, panel); break;
-    case FLOAT16: copy_panel<T, Half>(x, offset, column, first, panel); break;
-    default: copy_panel<T, Brain>(x, offset, column, first, panel);
+  for (int64_t n = 0; n < WIDE; n++) panel.floor[n] = 0;
+  for (int64_t k = 0; k < panel.inner; k += SOME) {
+    Panel<T> some = panel;
+    some.b += k * WIDE;
+    some.inner = least(SOME, panel.inner - k);
+    switch (x.kind) {
+      case FLOAT32: copy_panel<T, float>(x, offset, column, first + k, some); break;
+      case FLOAT64: copy_panel<T, double>(x, offset, column, first + k, some); break;
+      case FLOAT16: copy_panel<T, Half>(x, offset, column, first + k, some); break;
+      default: copy_panel<T, Brain>(x, offset, column, first + k, some);
+    }
+    measure(panel, k, k + some.inner);
   }
-  measure(panel);
+  conclude(panel);
 }
 
 // ---- which k survive ------------------------------------------------------------------------------
@@ -409,15 +424,14 @@ static void hand_over(const Rows<T>& rows, int64_t r, int64_t columns) {
   if (!rows.index) return;
   const int32_t* index = rows.index + r * rows.step;
   if (rows.out_index) {
-    for (int64_t n = 0; n < columns; n++) rows.out_index[r * rows.pitch + n] = index[n];
+    for (int64_t n = 0; n < columns; n++) {
+      rows.out_index[r * rows.pitch + n] = index[n] < 0 ? 0 : index[n];
+    }
   }
   if (rows.out_marks) {
     const int32_t* marks = rows.marks + r * rows.marks_step;
     int32_t* out = rows.out_marks + r * rows.pitch;
-    for (int64_t n = 0; n < columns; n++) {
-      const int32_t mark = marks[index[n]];
-      out[n] = value[n] == 0 ? 0 : mark;
-    }
+    for (int64_t n = 0; n < columns; n++) out[n] = marks[index[n]];
   }
 }
 
@@ -437,7 +451,7 @@ static void run(const Panel<T>& panel, Rows<T>& rows) {
                  rows.index ? rows.index + r * rows.step : nullptr, panel.columns, rows.first};
     if (!rows.first) {
       for (int64_t n = 0; n < WIDE; n++) line.value[n] = 0;
-      for (int64_t n = 0; line.index && n < WIDE; n++) line.index[n] = 0;
+      for (int64_t n = 0; line.index && n < WIDE; n++) line.index[n] = -1;
     }
     if (r % RUN == 0) seen = 0;
     const bool much = r % RUN >= TRIED && seen > TRIED * panel.inner * 3 / 4;
@@ -461,6 +475,67 @@ static void run(const Panel<T>& panel, Rows<T>& rows) {
   }
 }
 
+// ---- few rows -------------------------------------------------------------------------------------
+
+// Several k at once for one row: b[k] as it lies in memory, into the value and place of each column.
+template <class T, int COUNT>
+static void sweep(const T* const* b, const T* x, int64_t k, int64_t columns, T* value,
+                  typename Lanes<T>::Int* place) {
+  using V = typename Lanes<T>::V;
+  using I = typename Lanes<T>::I;
+  constexpr int W = Lanes<T>::W;
+  int64_t n = 0;
+  for (; n + W <= columns; n += W) {
+    V v = load(value + n);
+    I at = load_int<T>(place + n);
+    UNROLL for (int j = 0; j < COUNT; j++) {
+      take<false>(size(load(b[j] + n)) * x[j], v, at, all_int<T>(k + j));
+    }
+    store(value + n, v);
+    store_int<T>(place + n, at);
+  }
+  for (; n < columns; n++) {
+    for (int j = 0; j < COUNT; j++) {
+      const T p = size(b[j][n]) * x[j];
+      if (!(p <= value[n]) && value[n] == value[n]) value[n] = p, place[n] = k + j;
+    }
+  }
+}
+
+// At most FEW rows and SPAN columns, b read once and not packed: its columns are side by side.
 template <class T>
-constexpr Kernels<T> kernels = {ACROSS * Lanes<T>::W, pack_rows<T>,  pack_marks,
-                                find_seeds<T>,        pack_panel<T>, run<T>};
+static void few(const View& x, int64_t batch, int64_t column, int64_t columns, int64_t inner,
+                const Rows<T>& rows) {
+  constexpr int64_t GO = 4;
+  T value[FEW][SPAN];
+  typename Lanes<T>::Int place[FEW][SPAN];
+  __builtin_memset(value, 0, sizeof value);
+  __builtin_memset(place, -1, sizeof place);
+  const T* data = static_cast<const T*>(x.data) + x.batch(batch) + column;
+  for (int64_t k = 0; k < inner; k += GO) {
+    const T* b[GO];
+    const int64_t count = least(GO, inner - k);
+    for (int64_t j = 0; j < count; j++) b[j] = data + x.inner(k + j);
+    for (int64_t r = 0; r < rows.rows; r++) {
+      const T* a = rows.a + r * rows.stride + k;
+      if (count == GO) {
+        sweep<T, GO>(b, a, k, columns, value[r], place[r]);
+        continue;
+      }
+      for (int64_t j = 0; j < count; j++) {
+        sweep<T, 1>(b + j, a + j, k + j, columns, value[r], place[r]);
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows.rows; r++) {
+    __builtin_memcpy(rows.value + r * rows.step, value[r], columns * sizeof(T));
+    for (int64_t n = 0; rows.index && n < columns; n++) {
+      rows.index[r * rows.step + n] = static_cast<int32_t>(place[r][n]);
+    }
+    hand_over(rows, r, columns);
+  }
+}
+
+template <class T>
+constexpr Kernels<T> kernels = {ACROSS * Lanes<T>::W, pack_rows<T>, pack_marks, find_seeds<T>,
+                                pack_panel<T>,        run<T>,       few<T>};
