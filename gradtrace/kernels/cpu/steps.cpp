@@ -309,9 +309,8 @@ class Normalised {
   using B = Bits<T>;
   Normalised(int64_t n, int rank) : n(n), rank(rank), padded((n + STEP - 1) / STEP * STEP) {
     for (auto& some : copies) some.resize(n);
-    for (auto* some : {&size, &place, &sizes}) some->resize(padded);
+    for (auto* some : {&size, &place, &sizes, &few}) some->resize(padded);
     for (auto* some : {&a, &b}) some->resize(n);
-    points.reserve(n);
     turn.reserve(n);
   }
 
@@ -348,7 +347,8 @@ class Normalised {
   };
   static constexpr int64_t LANES_OF = 16 / sizeof(T), STEP = 4 * LANES_OF;
   static constexpr int64_t SHORT = 16;  // lines not worth a hull
-  static constexpr size_t MANY = 64, ENOUGH = 8;
+  static constexpr int64_t MANY = 64;   // points, beyond which directions are sorted
+  static constexpr size_t ENOUGH = 8;
   // What a rounding error may add to a coordinate at most 1, many times over: see within_polygon.
   static constexpr T MARGIN = 32 * std::numeric_limits<T>::epsilon();
   using Numbers = typename Wide<T>::Numbers;
@@ -386,16 +386,19 @@ class Normalised {
   // the direction (u0, u1)[i]. Only corners of their hull can be that.
   void others_of_two() {
     const bool bounded = n > SHORT && within();
-    points.clear();
+    count = 0;
     for (int64_t j = 0; j < n; j++) {
-      if (!bounded || x[j] != 0) points.push_back({a[j], b[j], static_cast<B>(j)});
+      a[count] = a[j];
+      b[count] = b[j];
+      few[count] = static_cast<B>(j);
+      count += !bounded || x[j] != 0;
     }
-    if (bounded && points.empty()) limit = 0;
-    if (bounded) {
+    if (bounded && !count) limit = 0;
+    if (bounded && count) {
       within_polygon<4>();
       within_polygon<16>();
     }
-    if (bounded && points.size() > MANY) {
+    if (bounded && count > MANY) {
       by_sectors();
     } else {
       compare();
@@ -431,8 +434,8 @@ class Normalised {
         std::memcpy(left[r], some, sizeof some);
       }
       for (int k = 0; k < 4; k++) most[k] = at[k] = none;
-      for (const Point& point : points) {
-        const B j = point.j;
+      for (int64_t f = 0; f < count; f++) {
+        const B j = few[f];
         const T first = v[0][j], second = v[1][j], scale = x[j];
         for (int k = 0; k < 4; k++) {
           const Numbers product = (left[0][k] * first + left[1][k] * second) * scale;
@@ -485,48 +488,40 @@ class Normalised {
   // either axis, it stays inside: then some corner is larger for every i, even as computed.
   template <int COUNT>
   void within_polygon() {
-    if (points.empty()) return;
     T p[COUNT + 1], q[COUNT + 1];
     for (int k = 0; k < COUNT; k++) {
       const double angle = M_PI * k / COUNT;
-      const Point far = furthest(T(std::cos(angle)), T(std::sin(angle)));
-      p[k] = far.a;
-      q[k] = far.b;
+      furthest(T(std::cos(angle)), T(std::sin(angle)), p + k, q + k);
     }
     p[COUNT] = -p[0];  // half a turn on, the mirror image
     q[COUNT] = -q[0];
-    T across[COUNT], up[COUNT], edge[COUNT];
+    std::fill(sizes.begin(), sizes.begin() + count, 0);  // 1 where a point is not inside
     for (int k = 0; k < COUNT; k++) {
-      across[k] = q[k + 1] - q[k];  // outwards
-      up[k] = p[k] - p[k + 1];
-      const T size = std::fabs(across[k]) + std::fabs(up[k]);
-      // Two directions with one corner have no edge between them.
-      edge[k] = size > 0 ? across[k] * p[k] + up[k] * q[k] - MARGIN * size : 0;
-    }
-    size_t kept = 0;
-    for (const Point& point : points) {
-      bool inside = true;
-      for (int k = 0; k < COUNT; k++) {
-        inside &= std::fabs(across[k] * point.a + up[k] * point.b) <= edge[k];
+      const T across = q[k + 1] - q[k], up = p[k] - p[k + 1];  // outwards
+      const T size = std::fabs(across) + std::fabs(up);
+      if (!(size > 0)) continue;  // two directions with one corner have no edge between them
+      const T edge = across * p[k] + up * q[k] - MARGIN * size;
+      for (int64_t f = 0; f < count; f++) {
+        sizes[f] = std::fabs(across * a[f] + up * b[f]) <= edge ? sizes[f] : 1;
       }
-      points[kept] = point;
-      kept += !inside;
     }
-    points.resize(kept);
+    int64_t kept = 0;
+    for (int64_t f = 0; f < count; f++) {
+      a[kept] = a[f];
+      b[kept] = b[f];
+      few[kept] = few[f];
+      kept += sizes[f];
+    }
+    count = kept;
   }
 
   // The point furthest in a direction, or its mirror image.
-  Point furthest(T across, T up) const {
-    T most = -1;
-    size_t at = 0;
-    for (size_t k = 0; k < points.size(); k++) {
-      const T here = std::fabs(points[k].a * across + points[k].b * up);
-      at = here > most ? k : at;
-      most = here > most ? here : most;
-    }
-    const Point& point = points[at];
-    const T sign = point.a * across + point.b * up < 0 ? T(-1) : T(1);
-    return {sign * point.a, sign * point.b, point.j};
+  void furthest(T across, T up, T* p, T* q) {
+    for (int64_t f = 0; f < count; f++) sizes[f] = sized(a[f] * across + b[f] * up);
+    const int64_t at = first_largest(sizes.data(), count);
+    const T sign = a[at] * across + b[at] * up < 0 ? T(-1) : T(1);
+    *p = sign * a[at];
+    *q = sign * b[at];
   }
 
   // Many points on an edge of the hull: directions in order, and for those between two of them only
@@ -543,6 +538,8 @@ class Normalised {
       turn.push_back({slope, across, up, static_cast<B>(i)});
     }
     std::sort(turn.begin(), turn.end(), [](const Turn& s, const Turn& t) { return s.slope < t.slope; });
+    std::vector<Point> points;
+    for (int64_t f = 0; f < count; f++) points.push_back({a[f], b[f], few[f]});
     if (!turn.empty()) sector(0, turn.size(), points);
   }
 
@@ -594,8 +591,8 @@ class Normalised {
   const T *d = nullptr, *x = nullptr, *u[2] = {}, *v[2] = {};
   std::vector<T> copies[6], a, b;
   T reach[2] = {}, limit = 0;
-  std::vector<B> sizes;
-  std::vector<Point> points;
+  std::vector<B> sizes, few;  // few: the points left, as (a, b), and which they are
+  int64_t count = 0;
   std::vector<Turn> turn;
 };
 
