@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace.maps import tiled, tiling
 from gradtrace.program import Program, Step
 from gradtrace.semirings import Semiring, Value
 
@@ -46,6 +47,8 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
 
 def value_of(step: Step, values: dict[int, Held], semiring: Semiring) -> Held:
     """``⊕`` over the terms of one step."""
+    if len(step.terms) > 1 and (order := tiling([term.map for term in step.terms])):
+        return _tiled(step, [values[term.value] for term in step.terms], order, semiring)
     (map_, value), *rest = step.terms
     out, exponent = map_.pull(values[value].value, semiring), values[value].exponent
     for map_, value in rest:
@@ -55,6 +58,20 @@ def value_of(step: Step, values: dict[int, Held], semiring: Semiring) -> Held:
         elif power > exponent:
             out, exponent = semiring.scale(out, exponent - power), power
         out = semiring.plus(out, other)
+    return Held(semiring.settle(out, step.dtype), exponent)
+
+
+def _tiled(step: Step, held: list[Held], order: list[int], semiring: Semiring) -> Held:
+    """Terms that lie side by side."""
+    exponent = max(each.exponent for each in held)
+    parts = [
+        each.value
+        if each.exponent == exponent
+        else semiring.scale(each.value, each.exponent - exponent)
+        for each in held
+    ]
+    maps = [term.map for term in step.terms]
+    out = tuple(tiled(maps, part, order) for part in zip(*parts))
     return Held(semiring.settle(out, step.dtype), exponent)
 
 
@@ -69,6 +86,9 @@ def balanced(held: Held, semiring: Semiring) -> Held:
 
 def gradient_of(step: Step, values: dict[int, Tensor]) -> Tensor:
     """One step of the gradient itself."""
+    if len(step.terms) > 1 and (order := tiling([term.map for term in step.terms])):
+        parts = [values[term.value] for term in step.terms]
+        return tiled([term.map for term in step.terms], parts, order).to(step.dtype)
     (map_, value), *rest = step.terms
     out = map_.apply(values[value])
     for map_, value in rest:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
-from gradtrace.maps import Identity, Map
+from gradtrace.maps import Identity, Map, tiled, tiling
 from gradtrace.marks import NO_MARKS, Marks, Palette, compact, sliced
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.semirings import MAX
@@ -477,10 +477,32 @@ class Tracer:
         if len(step.terms) == 1:
             map_, value = step.terms[0]
             return self.rule.through(self._map(map_, value), states[value], step, scope)
-        found: list[State] = []
-        for map_, value in step.terms:
-            found.append(self._term(self._map(map_, value), states[value], step, not found))
-        return self.rule.join(found, step, scope)._replace(size=None)
+        maps = [self._map(map_, value) for map_, value in step.terms]
+        if order := tiling(maps):
+            found = self._tiled(maps, [states[value] for _, value in step.terms], order)
+            known = scope.known.get(step.out)
+            return found if known is None else found._replace(value=known)
+        terms: list[State] = []
+        for map_, (_, value) in zip(maps, step.terms):
+            terms.append(self._term(map_, states[value], step, not terms))
+        return self.rule.join(terms, step, scope)._replace(size=None)
+
+    @staticmethod
+    def _tiled(maps: list[Map], states: list[State], order: list[int]) -> State:
+        """Terms that lie side by side: each element comes from one of them, if it is not 0."""
+        states = [solid(state) for state in states]
+        exponent = max(state.exponent for state in states)
+        value = tiled(maps, [_shifted(state, exponent) for state in states], order)
+        if alike(states):
+            return State(value, exponent, None, states[0].palette)
+        numbers, palette = [], Palette(())
+        for state in states:
+            written = state.written().numbers
+            assert written is not None
+            numbers.append(torch.where(written == 0, 0, written + len(palette.rows)))
+            palette = palette.then(state.palette)
+        both = torch.where(value != 0, tiled(maps, numbers, order), 0)
+        return State(value, exponent, *compact(both, palette))
 
     def _term(self, map_: Map, state: State, step: Step, first: bool) -> State:
         """What one of several terms brings. An element that is only moved counts if it is not 0;
@@ -518,6 +540,11 @@ class Tracer:
         found = map_.narrow(*self.places[value])
         assert found is not None
         return found
+
+
+def _shifted(state: State, exponent: int) -> Tensor:
+    assert state.value is not None
+    return shifted(state.value, state.exponent - exponent)
 
 
 def _drop(

@@ -34,8 +34,11 @@ from gradtrace.maps import (
     Scale,
     Scan,
     Scatter,
+    Slot,
     Windows,
     gather,
+    tiled,
+    tiling,
 )
 from gradtrace.maps.hull import Cloud
 from gradtrace.semirings import COUNT, ENTROPY, MAX, SUM, Count, Max, Semiring, TopK, Value
@@ -196,6 +199,11 @@ TABLE: dict[str, Callable[[Make], Map]] = {
     "Scale number 0-d": lambda make: Scale(1 / 3, ()),
     "Scale empty": lambda make: Scale(make(0, 1), (0, 3)),
     **{f"Index {name}": index(name) for name in MOVES},
+    "Slot": lambda make: Slot(1, 2, (2, 3, 2), (2, 3, 2), (2, 7, 2)),
+    "Slot first": lambda make: Slot(0, 0, (2, 3), (2, 3), (5, 3)),
+    "Slot stacked": lambda make: Slot(1, 1, (2, 1, 3), (2, 3), (2, 4, 3)),
+    "Slot whole": lambda make: Slot(0, 0, (3,), (3,), (3,)),
+    "Slot empty": lambda make: Slot(0, 1, (0, 2), (0, 2), (3, 2)),
     "Index told injective": lambda make: Index(lambda x: x.t(), (2, 3), (3, 2), injective=True),
     "gather": lambda make: gather(torch.tensor([[3, 1], [0, 2]]), (4,)),
     "gather twice": lambda make: gather(torch.tensor([1, 1, 0]), (3,)),
@@ -387,10 +395,23 @@ def of_reduce(m: Reduce) -> Tensor:
     return by_columns(lambda x: x.sum(m.dims) if m.dims else x, m)
 
 
+def of_slot(m: Slot) -> Tensor:
+    """By concatenation with zeros."""
+
+    def put(x: Tensor) -> Tensor:
+        rest = m.out_shape[m.dim] - m.start - m.cut[m.dim]
+        sizes = [(*m.cut[: m.dim], n, *m.cut[m.dim + 1 :]) for n in (m.start, rest)]
+        before, after = (x.new_zeros(size) for size in sizes)
+        return torch.cat([before, x.reshape(m.cut), after], m.dim)
+
+    return by_columns(put, m)
+
+
 REFERENCE: dict[type[Map], Callable[[Any], Tensor]] = {
     Identity: lambda m: by_columns(lambda x: x, m),
     Scale: of_scale,
     Index: lambda m: by_columns(m.move, m),
+    Slot: of_slot,
     Reduce: of_reduce,
     Scatter: of_scatter,
     Contract: of_contract,
@@ -1237,3 +1258,20 @@ def REFERENCE_OF_LINE(m: Normaliser) -> Tensor:
     """The matrix of a normaliser of one line."""
     outer = sum(torch.outer(u, v) for u, v in zip(m.left, m.right))
     return torch.diag(m.diagonal) + outer
+
+
+def test_slots_that_fill_the_output_are_laid_side_by_side() -> None:
+    sizes, starts = (2, 1, 3), (3, 5, 0)
+    maps = [Slot(1, at, (2, n), (2, n), (2, 6)) for at, n in zip(starts, sizes)]
+    parts = [torch.randn(2, n) for n in sizes]
+    order = tiling(maps)
+    assert order == [2, 0, 1]
+    whole = sum(m.apply(x) for m, x in zip(maps, parts))
+    assert torch.equal(tiled(maps, parts, order), whole)
+    assert tiling(maps[:2]) is None  # a gap
+    assert tiling([*maps, maps[0]]) is None  # twice
+    assert tiling([*maps, Identity((2, 6))]) is None
+    assert tiling([maps[0], maps[1], Slot(0, 0, (2, 3), (2, 3), (2, 6))]) is None
+    stacked = [Slot(0, n, (1, 3), (3,), (2, 3)) for n in (1, 0)]
+    found = tiled(stacked, [torch.zeros(3), torch.ones(3)], tiling(stacked) or [])
+    assert torch.equal(found, torch.tensor([[1.0] * 3, [0.0] * 3]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.errors import NotLinear
 from gradtrace.linear.call import Call, Chains, pairwise, real, shape_of
-from gradtrace.maps import Identity, Index, gather
+from gradtrace.maps import Identity, Index, Slot, gather
 
 
 def reshape(call: Call) -> Chains:
@@ -48,6 +48,25 @@ def view(call: Call) -> Any:
 def move(call: Call) -> Any:
     """Operations that take elements from arguments, or put zeros."""
     return _move(call, fills=True)
+
+
+def joined(call: Call) -> Any:
+    """``cat`` and ``stack``: one tensor after the other."""
+    parts, out = list(call.args[0]), call.out
+    dim = call.get(1, "dim", 0) % out.dim()
+    new = call.func._schema.name == "aten::stack"
+    cuts = [(*x.shape[:dim], 1, *x.shape[dim:]) if new else tuple(x.shape) for x in parts]
+    again = len({id(x) for x in parts}) < len(parts)
+    if out.is_complex() or again or any(len(cut) != out.dim() for cut in cuts):
+        return move(call)
+    chains: Chains = []
+    start = 0
+    for part, cut in zip(parts, cuts):
+        if call.depends(part):
+            shapes = tuple(part.shape), tuple(out.shape)
+            chains.append(([Slot(dim, start, cut, *shapes)], part))
+        start += cut[dim]
+    return chains
 
 
 def _move(call: Call, fills: bool, injective: bool | None = None) -> Any:

@@ -7,7 +7,7 @@ from gradtrace.maps.base import Map
 from gradtrace.maps.contract import Contract
 from gradtrace.maps.convolve import Convolve, Windows
 from gradtrace.maps.dense import Dense
-from gradtrace.maps.index import Index, gather
+from gradtrace.maps.index import Index, Slot, gather, tiled, tiling
 from gradtrace.maps.normaliser import Normaliser
 from gradtrace.maps.opaque import Opaque
 from gradtrace.maps.reduce import Reduce
@@ -28,6 +28,9 @@ __all__ = [
     "Scale",
     "Scan",
     "Scatter",
+    "Slot",
     "Windows",
     "gather",
+    "tiled",
+    "tiling",
 ]

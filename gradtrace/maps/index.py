@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -107,6 +108,53 @@ class Index(Map):
         if isinstance(count, Tensor) or self.fills:
             return self.move(per_element(count, self.in_shape)).reshape(self.out_shape)
         return count
+
+
+class Slot(Index):
+    """A stretch of the output along a dimension is the input, in the shape ``cut``; the rest is
+    nothing. Concatenations are sums of such.
+    """
+
+    __slots__ = ("cut", "dim", "start")
+
+    def __init__(self, dim: int, start: int, cut: Shape, in_shape: Shape, out_shape: Shape) -> None:
+        super().__init__(self._put, in_shape, out_shape, fills=True, injective=True)
+        self.dim = dim
+        self.start = start
+        self.cut = cut
+
+    def _put(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(self.out_shape)
+        out.narrow(self.dim, self.start, self.cut[self.dim]).copy_(x.reshape(self.cut))
+        return out
+
+    def sources(self, at: Tensor) -> Tensor:
+        size, inner = self.cut[self.dim], prod(self.cut[self.dim + 1 :])
+        line = at // inner
+        along = line % self.out_shape[self.dim] - self.start
+        source = (line // self.out_shape[self.dim] * size + along) * inner + at % inner
+        return torch.where((along >= 0) & (along < size), source, -1)
+
+
+def tiling(maps: Sequence[Map]) -> list[int] | None:
+    """The order in which the inputs of these maps, one after the other, are the whole output; None
+    if they are not.
+    """
+    slots = [map_ for map_ in maps if isinstance(map_, Slot)]
+    if len(slots) < len(maps) or len({(slot.dim, slot.out_shape) for slot in slots}) != 1:
+        return None
+    order, end = sorted(range(len(slots)), key=lambda n: slots[n].start), 0
+    for n in order:
+        if slots[n].start != end:
+            return None
+        end += slots[n].cut[slots[n].dim]
+    return order if end == slots[0].out_shape[slots[0].dim] else None
+
+
+def tiled(maps: Sequence[Map], parts: Sequence[Tensor], order: list[int]) -> Tensor:
+    """The inputs of slots, one after the other."""
+    slots = [map_ for map_ in maps if isinstance(map_, Slot)]
+    return torch.cat([parts[n].reshape(slots[n].cut) for n in order], slots[0].dim)
 
 
 def gather(source: Tensor, in_shape: Shape) -> Index:
