@@ -328,10 +328,11 @@ class Normalised {
   void largest() {
     if (rank == 1) {
       others_of_one();
+      own<1>();
     } else {
       others_of_two();
+      own<2>();
     }
-    own();
   }
 
   std::vector<B> size, place;
@@ -355,14 +356,18 @@ class Normalised {
   using Whole = typename Wide<T>::Whole;
 
   // The own element wins ties against later ones only.
+  template <int RANK>
   void own() {
-    for (B i = 0; i < static_cast<B>(n); i++) {
-      T weight = d[i];
-      for (int r = 0; r < rank; r++) weight = weight + u[r][i] * v[r][i];
-      const B here = sized(weight * x[i]);
-      const bool wins = (here > size[i]) | ((here == size[i]) & (i < place[i])) | (place[i] < 0);
-      size[i] = wins ? here : size[i];
-      place[i] = wins ? i : place[i];
+    B *__restrict most = size.data(), *__restrict at = place.data();
+    const T *diagonal = d, *value = x, *u0 = u[0], *v0 = v[0], *u1 = u[RANK - 1], *v1 = v[RANK - 1];
+    const B last = static_cast<B>(n);
+    for (B i = 0; i < last; i++) {
+      T weight = diagonal[i] + u0[i] * v0[i];
+      if (RANK == 2) weight = weight + u1[i] * v1[i];
+      const B here = sized(weight * value[i]);
+      const bool wins = (here > most[i]) | ((here == most[i]) & (i < at[i])) | (at[i] < 0);
+      most[i] = wins ? here : most[i];
+      at[i] = wins ? i : at[i];
     }
   }
 
@@ -403,9 +408,15 @@ class Normalised {
     } else {
       compare();
     }
+    const T low = bounded ? limit : 0, wide = reach[0], high = reach[1];
+    const T *u0 = u[0], *u1 = u[1];
+    const B *at = place.data(), last = static_cast<B>(n);
+    B* __restrict again = few.data();
+    for (B i = 0; i < last; i++) {
+      again[i] = (at[i] == i) | (std::fabs(u0[i]) * wide + std::fabs(u1[i]) * high < low);
+    }
     for (int64_t i = 0; i < n; i++) {
-      const bool faint = bounded && std::fabs(u[0][i]) * reach[0] + std::fabs(u[1][i]) * reach[1] < limit;
-      if (place[i] == i || faint) alone(i);
+      if (again[i]) alone(i);
     }
   }
 
