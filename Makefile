@@ -25,7 +25,7 @@ SANITIZED = $(wildcard tests/test_contract.py tests/test_steps.py)
 sanitize: $(VENV)/.developed
 	cmake -S . -B build/sanitize -DGRADTRACE_SANITIZE=ON
 	cmake --build build/sanitize
-	GRADTRACE_NATIVE=$(CURDIR)/build/sanitize/_gradtrace_cpu.so ASAN_OPTIONS=detect_leaks=0 \
+	GRADTRACE_NATIVE=$(CURDIR)/build/sanitize/gradtrace_cpu.so ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest -x -p no:xdist $(SANITIZED)
 
