@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from enum import IntEnum
 from functools import cache
 from itertools import product
@@ -46,9 +47,9 @@ def _library() -> ctypes.CDLL | None:
     return found
 
 
-_Call = ctypes.c_int64 * 43
-_RANGE = 35  # where first and last batch and row are
-_SURVIVED, _CONSIDERED = 41, 42
+_CALL = struct.Struct("43q")
+_RANGE = struct.Struct("4q"), 8 * 35  # first and last batch and row, and where they stand
+_COUNTS = struct.Struct("2q"), 8 * 41  # how many k survived, of how many
 
 
 def contraction(
@@ -103,31 +104,34 @@ def compiled(
     if make is torch.zeros or all(x is None for x in out):
         return out, 0.0
     a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_words(marks))
+    marked = NOTHING if words is None else _view(words, 1, 2)
     threads = torch.get_num_threads()
-    places = (0 if x is None else x.data_ptr() for x in out)
-    call = _Call(
-        *_view(a, 1, 2), *_view(b, 2, 1), *(NOTHING if words is None else _view(words, 1, 2)),
+    places = [0 if x is None else x.data_ptr() for x in out]
+    call = bytearray(_CALL.size)
+    _CALL.pack_into(
+        call, 0, *_view(a, 1, 2), *_view(b, 2, 1), *marked,
         i, m, k, n, KINDS[dtype], *places, 0, i, 0, m, threads, way, 0, 0,
     )  # fmt: skip
     _run(call, (i, m, k, n), AT_ONCE * threads)
-    return out, call[_SURVIVED] / max(1, call[_CONSIDERED])
+    survived, considered = _COUNTS[0].unpack_from(call, _COUNTS[1])
+    return out, survived / max(1, considered)
 
 
-def _run(call: ctypes.Array[ctypes.c_int64], shape: tuple[int, int, int, int], limit: int) -> None:
+def _run(call: bytearray, shape: tuple[int, int, int, int], limit: int) -> None:
     """All at once, or in parts of some matrices or some rows."""
     library = _library()
     assert library is not None
     i, m, k, n = shape
+    place = ctypes.byref(ctypes.c_char.from_buffer(call))
     if i * m * k * n <= limit:
-        native.checked(library.gradtrace_contract(call))
+        native.checked(library.gradtrace_contract(place))
         return
     batches = max(1, limit // (m * k * n))
     lines = m if m * k * n <= limit else max(FEW, limit // (k * n))
     for batch, row in product(range(0, i, batches), range(0, m, lines)):
-        part: list[ctypes.c_int64 | int]
-        part = [batch, min(i, batch + batches), row, min(m, row + lines)]
-        call[_RANGE : _RANGE + 4] = part
-        native.checked(library.gradtrace_contract(call))
+        part = batch, min(i, batch + batches), row, min(m, row + lines)
+        _RANGE[0].pack_into(call, _RANGE[1], *part)
+        native.checked(library.gradtrace_contract(place))
 
 
 def _served(x: Matrices) -> bool:

@@ -76,9 +76,11 @@ def sizes(x: Matrices) -> tuple[int, int, int]:
 
 def kind(a: Matrices, b: Matrices) -> torch.dtype:
     """The dtype of the products: half precisions are read as single."""
-    parts = (x.data if isinstance(x, Operand) else x for x in (a, b))
-    left, right = (torch.float32 if x.dtype.itemsize == 2 else x.dtype for x in parts)
-    return torch.promote_types(left, right)
+    left, right = a.data.dtype, b.data.dtype  # a tensor's data is a tensor
+    if left is right and left.itemsize > 2:
+        return left
+    wide = [torch.float32 if dtype.itemsize == 2 else dtype for dtype in (left, right)]
+    return torch.promote_types(*wide)
 
 
 def _some(x: Matrices, rows: slice) -> Tensor:
