@@ -280,13 +280,12 @@ def _order(first: tuple[Row, ...], second: tuple[Row, ...]) -> Any:
 # Counting -----------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
-    """The elements of a leaf that have a path, of one pair and mark: how many, Σ |gradient|."""
+class Groups(NamedTuple):
+    """The elements of a leaf that have a path, by pair and mark: how many, and Σ |gradient|."""
 
-    pair: int
-    mark: int
-    elements: int
-    size: float
+    pairs: list[int]
+    marks: list[int]
+    sums: Floats  # (groups, 2), in float64: counts are exact below 2**53
 
 
 @dataclass
@@ -297,7 +296,7 @@ class Counted:
     could: int
     size: int
     total: int
-    groups: list[Group]
+    groups: Groups
 
 
 @dataclass
@@ -320,7 +319,7 @@ class Tally:
             # its pair.
             shared = isinstance(found.leaf.tensor, Parameter) or bool((found.pair == 0).any())
             total = total * self.pairs if shared else total
-        self._count(value, gradient.numel(), total, list(groups_of(found, gradient, self.pairs)))
+        self._count(value, gradient.numel(), total, groups_of(found, gradient, self.pairs))
 
     def add_some(
         self, value: int, pair: int, marks: list[int], number: Tensor, gradient: Tensor, size: int
@@ -328,14 +327,13 @@ class Tally:
         """Count the paths of some elements of a leaf, which has ``size`` of them: each element's
         number among the marks, and its gradient.
         """
-        groups = []
-        for n in number.unique().tolist():  # type: ignore[no-untyped-call]
-            mine = gradient[number == n]
-            if marks[n] & 1:
-                groups.append(Group(pair, marks[n], len(mine), float(mine.abs().double().sum())))
+        counts, sizes = fused.tally(number.int(), gradient, len(marks))
+        there = [n for n in counts.nonzero().reshape(-1).tolist() if marks[n] & 1]
+        sums = np.stack([counts.double().numpy(), sizes.numpy()], 1)[there]
+        groups = Groups([pair] * len(there), [marks[n] for n in there], sums)
         self._count(value, size, len(number), groups)
 
-    def _count(self, value: int, size: int, total: int, groups: list[Group]) -> None:
+    def _count(self, value: int, size: int, total: int, groups: Groups) -> None:
         name = self.names[value]
         own = 0 if name in self.sized else size
         self.sized.add(name)
@@ -347,11 +345,9 @@ class Tally:
         bits = [component.bits for component in self.components]
         could = hits([leaf.could for leaf in self.leaves], bits) & ~owns
         sizes = np.array([leaf.size for leaf in self.leaves], dtype=np.int64)
-        missing = np.array(
-            [leaf.total - sum(g.elements for g in leaf.groups) for leaf in self.leaves],
-            dtype=np.int64,
-        )
-        own, unreached = sizes @ owns, missing @ could
+        reached = np.array([int(leaf.groups.sums[:, 0].sum()) for leaf in self.leaves])
+        totals = np.array([leaf.total for leaf in self.leaves], dtype=np.int64)
+        own, unreached = sizes @ owns, (totals - reached) @ could
         eligible, through = self._sums(could, bits)
         rows = []
         for n, component in enumerate(self.components):
@@ -374,24 +370,24 @@ class Tally:
 
     def _sums(self, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
         """By pair and component, how many elements could pass and how many do, and the same by
-        |gradient|, in float64 and in the order of the leaves: counts are exact below 2**53.
+        |gradient|, in the order of the leaves.
         """
         shape = (self.pairs, len(self.components), 2)
         eligible, through = np.zeros(shape), np.zeros(shape)
-        known: dict[int, int] = {}
-        for leaf in self.leaves:
-            for group in leaf.groups:
-                known.setdefault(group.mark, len(known))
+        known = {mark: n for n, mark in enumerate({m for x in self.leaves for m in x.groups.marks})}
         passes = hits(list(known), bits)
         for leaf, can in zip(self.leaves, could):
-            for group in leaf.groups:
-                both = np.array([group.elements, group.size])
-                eligible[group.pair] += can[:, None] * both
-                through[group.pair] += (can & passes[known[group.mark]])[:, None] * both
+            pairs, marks, sums = leaf.groups
+            pass_here = passes[[known[mark] for mark in marks]] & can
+            for pair in dict.fromkeys(pairs):
+                mine = slice(None) if self.pairs == 1 else np.array(pairs) == pair
+                some = sums[mine]
+                eligible[pair] += can[:, None] * some.sum(0)
+                through[pair] += (pass_here[mine][:, :, None] * some[:, None, :]).sum(0)
         return eligible, through
 
 
-def groups_of(found: Found, gradient: Tensor, pairs: int) -> Iterator[Group]:
+def groups_of(found: Found, gradient: Tensor, pairs: int) -> Groups:
     """The elements of a leaf that have a path, by pair and mark."""
     state, pair = found.state, found.pair
     if state.numbers is None and isinstance(pair, int) and state.value is gradient:
@@ -399,23 +395,24 @@ def groups_of(found: Found, gradient: Tensor, pairs: int) -> Iterator[Group]:
         if count < gradient.numel() and state.parts:
             missed = cancelled(state.parts, gradient)
             count += 0 if missed is None else int(missed.sum())
-        if count:
-            yield Group(pair, state.palette.marks()[1], count, size)
-        return
+        sums = np.array([[float(count), size]])
+        return Groups([pair], state.palette.marks()[1:], sums) if count else NOBODY
     state = solid(state).written()
     assert state.numbers is not None
-    marks = state.palette.marks()
-    numbers, many = state.numbers, len(marks) - 1
+    marks = state.palette.marks()[1:]
+    numbers, many = state.numbers, len(marks)
     if isinstance(pair, Tensor):
         there = (pair > 0) & (numbers > 0)
         numbers = torch.where(there, (pair.int() - 1) * many + numbers, 0)
     parts = pairs if isinstance(pair, Tensor) else 1
     counts, sizes = fused.tally(numbers, gradient, parts * many + 1)
-    for n in counts.nonzero().reshape(-1).tolist():
-        if n:
-            which, mark = divmod(n - 1, many)
-            whose = which if isinstance(pair, Tensor) else pair
-            yield Group(whose, marks[mark + 1], int(counts[n]), float(sizes[n]))
+    sums = np.stack([counts.double().cpu().numpy(), sizes.cpu().numpy()], 1)[1:]
+    used = np.flatnonzero(sums[:, 0]).tolist()
+    whose = [n // many if isinstance(pair, Tensor) else pair for n in used]
+    return Groups(whose, [marks[n % many] for n in used], sums[used])
+
+
+NOBODY = Groups([], [], np.zeros((0, 2)))
 
 
 def hits(marks: list[int], bits: list[int]) -> Bools:

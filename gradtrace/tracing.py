@@ -34,6 +34,9 @@ from gradtrace.program import Leaf, Program, Step
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import NARROW, shifted, wide
 
+SINGLE = 64
+"""To look at an element by itself costs as much as to look at so many together, or less."""
+
 
 class Part(NamedTuple):
     """A contribution that was not worked out: ``map(x)``, then moved."""
@@ -53,6 +56,9 @@ class Part(NamedTuple):
 
     def reached(self, at: Tensor) -> Tensor:
         """Which of these elements get anything but 0 from some element."""
+        if SINGLE * len(at) > self.map.outputs:
+            _, found = self.map.carry(self.x, torch.ones_like(self.x, dtype=torch.int32))
+            return self._moved(found).reshape(-1)[at] != 0
         there = torch.ones_like(at, dtype=torch.bool)
         for move in reversed(self.moves):
             source = move.rows(at).source[:, 0]

@@ -236,6 +236,16 @@ class Convolve(Map):
         outs = w[1] if self.windows.transposed else w[0] // self.windows.groups
         return outs * prod(w[2:])
 
+    def loud(self, x: Tensor) -> Tensor | None:
+        if not self.to_kernel or self.windows.groups > 1:
+            return None
+        mine, theirs = (
+            (part != 0).any(0).reshape(part.shape[1], -1).any(1) for part in (x, self.other)
+        )
+        first, second = (theirs, mine) if self.windows.transposed else (mine, theirs)
+        both = first.unsqueeze(1) & second
+        return both.reshape(*both.shape, *[1] * (len(self.out_shape) - 2)).expand(self.out_shape)
+
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         if dim or not self.to_kernel:
             return None
