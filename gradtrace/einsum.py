@@ -72,6 +72,13 @@ class Plan:
         out = out.reshape([self.sizes[c] for c in letters])
         return out.permute([letters.index(c) for c in self.out])
 
+    @property
+    def turned(self) -> bool:
+        """Whether the result has its columns before its rows."""
+        return bool(self.rows and self.columns) and self.out == (
+            self.batch + self.columns + self.rows
+        )
+
     def strides(self, letters: str) -> dict[str, int]:
         """What a step along each letter adds to an element's number."""
         found, step = {}, 1

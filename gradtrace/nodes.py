@@ -7,7 +7,7 @@ the operands it saved, tell the map. Every row must agree with what watching the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -48,7 +48,8 @@ def scaled(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 def matrix(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``x @ w``, where a node saves an operand only if the other needs a gradient."""
     x, w = node._saved_self, node._saved_mat2
-    return [_left(grad, w, edges[0], product), _right(grad, x, edges[1], product)]
+    steps = node._saved_mat2_sym_strides if type(node).__name__ == "MmBackward0" else ()
+    return [_left(grad, w, edges[0], product), _right(grad, x, edges[1], product, steps)]
 
 
 def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -57,7 +58,8 @@ def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
         return None
     x, w = node._saved_mat1, node._saved_mat2
     bias: tuple[Tensor, list[Map]] | None = None if edges[0][0] is None else (grad, [])
-    return [bias, _left(grad, w, edges[1], product), _right(grad, x, edges[2], product)]
+    steps = node._saved_mat2_sym_strides
+    return [bias, _left(grad, w, edges[1], product), _right(grad, x, edges[2], product, steps)]
 
 
 def _left(
@@ -72,12 +74,17 @@ def _left(
 
 
 def _right(
-    grad: Tensor, x: Tensor | None, edge: tuple[Node | None, int], product: Product
+    grad: Tensor,
+    x: Tensor | None,
+    edge: tuple[Node | None, int],
+    product: Product,
+    steps: Sequence[int] = (),
 ) -> tuple[Tensor, list[Map]] | None:
-    """Back through ``x @ w`` to w: ``xᵀ @ g``."""
+    """Back through ``x @ w`` to w: ``xᵀ @ g``. It lies in memory as w does, by its strides."""
     if edge[0] is None or x is None:
         return None
-    out = product(x.mT, grad)
+    turned = len(steps) == 2 and steps[0] == 1 != steps[1]  # as PyTorch's own formula has it
+    out = product(grad.mT, x).mT if turned else product(x.mT, grad)
     spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
     return out, [Contract(spec, x, tuple(grad.shape), tuple(out.shape))]
 

@@ -191,7 +191,7 @@ class Greedy:
         total, palette = first.value, first.palette
         size, numbers = first.size, first.numbers
         if size is None:
-            size, numbers = wide(total).abs().contiguous(), _own(numbers)
+            size, numbers = _sizes(total), _own(numbers)
         for other in rest:
             assert other.value is not None
             if known is None:
@@ -339,6 +339,12 @@ def alike(states: list[State]) -> bool:
     """Whether all are plain, with one and the same mark."""
     mark = states[0].mark
     return mark is not None and all(state.mark == mark for state in states)
+
+
+def _sizes(x: Tensor) -> Tensor:
+    """|x| in a memory of its own, row by row."""
+    x = wide(x)
+    return torch.abs(x, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 
 def _own(x: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ def _library() -> ctypes.CDLL | None:
     return found
 
 
-_CALL = struct.Struct("43q")
+_CALL = struct.Struct("44q")
 _RANGE = struct.Struct("4q"), 8 * 35  # first and last batch and row, and where they stand
-_COUNTS = struct.Struct("2q"), 8 * 41  # how many k survived, of how many
+_COUNTS = struct.Struct("2q"), 8 * 42  # how many k survived, of how many
 
 
 def contraction(
@@ -59,14 +59,16 @@ def contraction(
     value: bool = True,
     index: bool = False,
     marks: Matrices | None = None,
+    of_b: bool = False,
 ) -> Contraction:
     """``value[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``, 0 where there is no k; ``index``, the
-    lowest k that attains it, which means nothing where the value is 0; ``marks[i, m, index]``, 0
-    where the value is 0. NaN is largest of all. Rows of an operand ``b`` are its n.
+    lowest k that attains it, which means nothing where the value is 0; ``marks[i, m, index]``, or
+    ``marks[i, index, n]`` if they are those ``of_b``, 0 where the value is 0. NaN is largest of
+    all. Rows of an operand ``b`` are its n.
     """
     if _library() is None or not (_served(a) and _served(b)):
-        return reference.contraction(a, b, value=value, index=index, marks=marks)
-    return compiled(a, b, value, index, marks, Way.BY_MEASURE)[0]
+        return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
+    return compiled(a, b, value, index, marks, Way.BY_MEASURE, of_b)[0]
 
 
 def largest(a: Matrices, b: Matrices) -> Tensor:
@@ -90,7 +92,13 @@ def survivors(a: Matrices, b: Matrices) -> float:
 
 
 def compiled(
-    a: Matrices, b: Matrices, value: bool, index: bool, marks: Matrices | None, way: Way
+    a: Matrices,
+    b: Matrices,
+    value: bool,
+    index: bool,
+    marks: Matrices | None,
+    way: Way,
+    of_b: bool = False,
 ) -> tuple[Contraction, float]:
     """``contraction`` by the library, in one way, and the share of k that survived."""
     (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
@@ -104,13 +112,13 @@ def compiled(
     if make is torch.zeros or all(x is None for x in out):
         return out, 0.0
     a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_words(marks))
-    marked = NOTHING if words is None else _view(words, 1, 2)
+    marked = NOTHING if words is None else _view(words, *((2, 1) if of_b else (1, 2)))
     threads = torch.get_num_threads()
     places = [0 if x is None else x.data_ptr() for x in out]
     call = bytearray(_CALL.size)
     _CALL.pack_into(
         call, 0, *_view(a, 1, 2), *_view(b, 2, 1), *marked,
-        i, m, k, n, KINDS[dtype], *places, 0, i, 0, m, threads, way, 0, 0,
+        i, m, k, n, KINDS[dtype], *places, 0, i, 0, m, threads, way, of_b, 0, 0,
     )  # fmt: skip
     _run(call, (i, m, k, n), AT_ONCE * threads)
     survived, considered = _COUNTS[0].unpack_from(call, _COUNTS[1])

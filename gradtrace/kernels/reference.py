@@ -97,10 +97,11 @@ def contraction(
     value: bool = True,
     index: bool = False,
     marks: Matrices | None = None,
+    of_b: bool = False,
 ) -> Contraction:
     """``value[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``, 0 where there is no k; ``index``, the
-    lowest k that attains it, which means nothing where the value is 0; ``marks[i, m, index]``, 0
-    where the value is 0.
+    lowest k that attains it, which means nothing where the value is 0; ``marks[i, m, index]``, or
+    ``marks[i, index, n]`` if they are those of b, 0 where the value is 0.
     """
     (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
     right = b if isinstance(b, Operand) else b.transpose(1, 2)
@@ -113,7 +114,7 @@ def contraction(
     for row in range(0, m if i and k else 0, lines):
         rows = slice(row, row + lines)
         some = _wide(_some(a, rows)).abs()[:, :, None]
-        words = None if marks is None else _some(marks, rows).int()
+        words = None if marks is None or of_b else _some(marks, rows).int()
         for column in range(0, n, columns):
             place = (slice(None), rows, slice(column, column + columns))
             products = some * _wide(_some(right, place[2])).abs()[:, None]
@@ -124,6 +125,13 @@ def contraction(
             sizes_out[place] = best
             if at is not None:
                 at[place] = first
-            if marked is not None and words is not None:
-                marked[place] = words.gather(2, first).masked_fill(best == 0, 0)
+            if marked is None:
+                continue
+            if words is not None:
+                found = words.gather(2, first)
+            else:
+                assert marks is not None
+                theirs = marks if isinstance(marks, Operand) else marks.transpose(1, 2)
+                found = _some(theirs, place[2]).int().gather(2, first.mT).mT
+            marked[place] = found.masked_fill(best == 0, 0)
     return Contraction(sizes_out if value else None, at, marked)

@@ -89,8 +89,16 @@ class Contract(Map):
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         how = self.plan()
-        found = contraction(how.left(x), how.right(self.weight), value=value, marks=how.left(marks))
+        left, right, words = how.left(x), how.right(self.weight), how.left(marks)
+        if how.turned:  # the other way round, so that the result lies as it is wanted
+            found = contraction(right.mT, left.mT, value=value, marks=words.mT, of_b=True)
+        else:
+            found = contraction(left, right, value=value, marks=words)
         assert found.marks is not None
+        shape = self.out_shape
+        if how.turned:
+            largest = None if found.value is None else found.value.reshape(shape)
+            return largest, found.marks.reshape(shape)
         largest = None if found.value is None else how.back(found.value)
         return largest, how.back(found.marks)
 

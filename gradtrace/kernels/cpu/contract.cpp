@@ -36,7 +36,7 @@ class Scratch {
 };
 
 struct Mine {
-  Scratch rows, seeds, marks, panel, top, value, index;
+  Scratch rows, seeds, marks, panel, top, value, index, columns;
 };
 thread_local Mine mine;
 
@@ -115,7 +115,8 @@ class Product {
     here.a = mine.rows.get<T>(here.rows * stride);
     here.seeds = mine.seeds.get<uint16_t>(here.rows * SEEDS);
     const int64_t marks_step = call.inner + 1;
-    if (call.marked) {
+    const bool marked = call.marked && !call.by_column;
+    if (marked) {
       here.marks = mine.marks.get<int32_t>(here.rows * marks_step + 1) + 1;
       here.marks[-1] = 0;
     }
@@ -130,7 +131,7 @@ class Product {
         uint16_t* seeds = here.seeds + first * SEEDS;
         kernels.find_seeds(a, count, stride, std::min(chunk, inner), seeded(), seeds);
       }
-      if (call.marked) {
+      if (marked) {
         int32_t* marks = here.marks + first * marks_step;
         kernels.pack_marks(call.marks, here.batch, row, count, inner, marks);
       }
@@ -159,14 +160,15 @@ class Product {
     some.out_marks = call.marked ? call.marked + at : nullptr;
     some.pitch = call.columns;
     some.marks_step = call.inner + 1;
-    some.marks = call.marked ? here.marks + row * some.marks_step : nullptr;
+    some.marks = here.marks ? here.marks + row * some.marks_step : nullptr;
+    some.by_column = call.by_column;
     return some;
   }
 
   // Whether columns of b lie side by side, of the type of the products.
   bool at_hand() const {
     return !call.b.rows.table && call.b.rows.step == 1 && call.b.kind == call.kind &&
-           call.way == BY_MEASURE;
+           call.way == BY_MEASURE && !call.by_column;
   }
 
   // All rows of the block against some columns, if they are few.
@@ -185,6 +187,12 @@ class Product {
     panel.floor = panel.top + chunk;
     panel.columns = std::min(wide, call.columns - column);
     Rows<T> some = rows_of(here, row, rows, column, wide, chunk < call.inner);
+    if (call.marked && call.by_column) {
+      int32_t* marks = mine.columns.get<int32_t>(panel.columns * some.marks_step + 1) + 1;
+      marks[-1] = 0;
+      kernels.pack_marks(call.marks, here.batch, column, panel.columns, call.inner, marks);
+      some.marks = marks;
+    }
     for (int64_t k = 0; k < call.inner; k += chunk) {
       panel.inner = std::min(chunk, call.inner - k);
       kernels.pack_panel(call.b, here.batch, column, k, panel);
@@ -223,7 +231,7 @@ void check(const View& x, int64_t batches, int64_t rows, int64_t inner) {
 void contract(Call& call) {
   check(call.a, call.batches, call.rows, call.inner);
   check(call.b, call.batches, call.columns, call.inner);
-  check(call.marks, call.batches, call.rows, call.inner);
+  check(call.marks, call.batches, call.by_column ? call.columns : call.rows, call.inner);
   if (call.kind == FLOAT64) {
     Product<double>(call, *machine().twice).run();
   } else {

@@ -42,6 +42,7 @@ struct Call {
   int32_t* marked;
   int64_t first_batch, last_batch, first_row, last_row;  // the part that is asked for
   int64_t threads, way;
+  int64_t by_column;  // whether marks are those of b, rows of them its columns
   int64_t survived, considered;  // counted up: k that the bounds let through, and all
 };
 
@@ -78,7 +79,8 @@ struct Rows {
   int64_t* out_index;
   int32_t* out_marks;
   int64_t pitch;
-  const int32_t* marks;  // [row][marks_step], 0 at place -1
+  const int32_t* marks;  // [row][marks_step], 0 at place -1; or [column] of the panel
+  bool by_column;
   int64_t marks_step;
   int64_t survived, considered;
 };

@@ -429,9 +429,14 @@ static void hand_over(const Rows<T>& rows, int64_t r, int64_t columns) {
     }
   }
   if (rows.out_marks) {
-    const int32_t* marks = rows.marks + r * rows.marks_step;
     int32_t* out = rows.out_marks + r * rows.pitch;
-    for (int64_t n = 0; n < columns; n++) out[n] = marks[index[n]];
+    if (rows.by_column) {
+      const int32_t* marks = rows.marks;
+      for (int64_t n = 0; n < columns; n++, marks += rows.marks_step) out[n] = marks[index[n]];
+    } else {
+      const int32_t* marks = rows.marks + r * rows.marks_step;
+      for (int64_t n = 0; n < columns; n++) out[n] = marks[index[n]];
+    }
   }
 }
 

@@ -58,7 +58,7 @@ void each(int64_t tasks, int threads, const std::function<void(int64_t)>& body) 
     for (int64_t task = 0; task < tasks; task++) body(task);
     return;
   }
-  Work work{tasks, body};
+  Work work{tasks, body, {}, {}, {}};
   const int count = static_cast<int>(tasks < threads ? tasks : threads);
   if (parallel) {
     parallel(start, &work, static_cast<unsigned>(count), 0);
@@ -82,7 +82,7 @@ int guarded(const std::function<void()>& body) noexcept {
 }  // namespace gradtrace
 
 // The shape of this interface; the Python side refuses a library that answers otherwise.
-GRADTRACE_API int gradtrace_abi() { return 1; }
+GRADTRACE_API int gradtrace_abi() { return 2; }
 
 GRADTRACE_API void gradtrace_use(void (*runtime)(void (*)(void*), void*, unsigned, unsigned)) {
   gradtrace::parallel = runtime;
