@@ -36,7 +36,9 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     with torch.no_grad():
         values = {program.root: Held(semiring.weigh(program.seed), 0)}
         for n, step in enumerate(program.steps()):
-            values[step.out] = balanced(value_of(step, values, semiring), semiring)
+            held = value_of(step, values, semiring)
+            moved = len(step.terms) == 1 and step.terms[0].map.moves
+            values[step.out] = held if moved else balanced(held, semiring)
             for term in step.terms:
                 if last[term.value] == n and term.value not in keep:
                     values.pop(term.value, None)

@@ -107,7 +107,8 @@ class State(NamedTuple):
         if self.numbers is not None:
             return self
         assert self.value is not None
-        return self._replace(numbers=(self.value != 0).int())
+        numbers = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
+        return self._replace(numbers=torch.ne(self.value, 0, out=numbers))
 
 
 class Scope(NamedTuple):
@@ -186,12 +187,13 @@ class Greedy:
         if alike(states):
             return self._alike(states, step, scope, known)
         first, *rest = map(solid, states)
+        fresh = first.numbers is None
         first = first.written()
         assert first.value is not None and first.numbers is not None
         total, palette = first.value, first.palette
         size, numbers = first.size, first.numbers
         if size is None:
-            size, numbers = _sizes(total), _own(numbers)
+            size, numbers = _sizes(total), numbers if fresh else _own(numbers)
         for other in rest:
             assert other.value is not None
             if known is None:

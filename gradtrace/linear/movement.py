@@ -50,6 +50,11 @@ def move(call: Call) -> Any:
     return _move(call, fills=True)
 
 
+def put(call: Call) -> Any:
+    """Operations that put the elements of an argument, each once, among zeros."""
+    return _move(call, fills=True, injective=True)
+
+
 def joined(call: Call) -> Any:
     """``cat`` and ``stack``: one tensor after the other."""
     parts, out = list(call.args[0]), call.out

@@ -52,6 +52,8 @@ class Scatter(Map):
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         target = self.target.reshape(-1)
+        if not value and 8 * self.inputs < self.outputs:
+            return None, self._carry_few(x, marks, target)
         largest, handed = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
         return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
 
@@ -64,6 +66,15 @@ class Scatter(Map):
         small = Scatter(place[mine], (len(few),)).best(x.reshape(-1)[mine])
         source = taken_at(mine, small.source, -1)
         return Best(small.value[back], source[back])
+
+    def _carry_few(self, x: Tensor, marks: Tensor, target: Tensor) -> Tensor:
+        """``carry`` to few of many outputs: the others take no memory on the way."""
+        few, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        handed = steps.scatter(x.reshape(-1), marks.reshape(-1), place, len(few)).marks
+        there = few >= 0  # what goes nowhere has a place of its own here
+        out = marks.new_zeros(self.outputs)
+        out[few[there]] = handed[there]
+        return out.reshape(self.out_shape)
 
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)

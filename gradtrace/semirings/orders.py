@@ -60,6 +60,11 @@ class Max(Scaled):
             object.__setattr__(self, "zero", (-inf,))
             object.__setattr__(self, "one", (0.0,))
 
+    def size(self, x: Value) -> float:
+        if self.log or not x[0].numel():
+            return 1.0
+        return float(x[0].amax())  # none is negative
+
     def lift(self, weight: Tensor) -> Value:
         return (self.mass(weight),)
 

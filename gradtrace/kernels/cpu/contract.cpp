@@ -47,8 +47,9 @@ int64_t parts(int64_t x, int64_t step) { return (x + step - 1) / step; }
 // Rows of a that are packed together: 16 MB.
 constexpr int64_t PACKED = 4 << 20;
 
-// With fewer k than this, finding out which survive costs more than all the products.
-constexpr int64_t WORTH = 24;
+// With fewer k than this, finding out which survive costs more than all the products; without
+// places to keep, products cost less.
+constexpr int64_t WORTH = 24, WORTH_OF_VALUES = 60;
 
 // Products below which a second thread costs more than it helps.
 constexpr int64_t ALONE = 1 << 17;
@@ -60,7 +61,8 @@ class Product {
       : call(call), kernels(kernels), stride(up(call.inner, LOOK)) {
     chunk = up(parts(call.inner, parts(call.inner, MOST)), LOOK);
     block = std::clamp<int64_t>(PACKED / stride, 16, 1024);
-    way = call.way == BY_MEASURE && call.inner < WORTH ? DENSE : static_cast<Way>(call.way);
+    const int64_t worth = call.index || call.marked ? WORTH : WORTH_OF_VALUES;
+    way = call.way == BY_MEASURE && call.inner < worth ? DENSE : static_cast<Way>(call.way);
   }
 
   void run() {
