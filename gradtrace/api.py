@@ -228,8 +228,8 @@ def trace_of(
 
 
 def room(atlas: Atlas) -> int:
-    """How many bytes of gradients a trace keeps: half as many again as its leaves have."""
-    return max(KEPT, 3 * sum(leaf.nbytes for leaf, _ in atlas.leaves.values()) // 2)
+    """How many bytes of gradients a trace keeps: as many as its leaves have."""
+    return max(KEPT, sum(leaf.nbytes for leaf, _ in atlas.leaves.values()))
 
 
 KEPT = 1 << 24

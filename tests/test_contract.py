@@ -163,12 +163,15 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape: tuple[int, int, int, int]) -> None:
-    """Each with kinds of data that take turns, so that all meet all sizes."""
+    """Each with all kinds of data and layouts; in float64 with kinds that take turns."""
     turn = SHAPES.index(shape)
     marks = words(*shape[:3])
+    for kind in KINDS:
+        check(*pair(kind, shape), marks)
+    for layout in (transposed, apart):
+        check(*map(layout, pair("random", shape)), layout(marks))
     for kind in ("random", KINDS[turn % len(KINDS)], KINDS[(turn + 4) % len(KINDS)]):
-        for dtype in (torch.float32, torch.float64):
-            check(*pair(kind, shape, dtype), marks)
+        check(*pair(kind, shape, torch.float64), marks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -313,3 +316,29 @@ def test_the_instruction_set_can_be_chosen() -> None:
     assert contract.isa() == "generic"
     with pytest.raises(ValueError, match="no instruction set 'abacus'"):
         contract.use_isa("abacus")
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "zeros", "nan", "denormals"])
+@pytest.mark.parametrize("shape", [(1, 5, 30, 70), (2, 36, 130, 33), (1, 3, 1700, 5), (1, 1, 4, 9)])
+def test_marks_of_the_other_operand(kind: str, shape: tuple[int, int, int, int]) -> None:
+    i, m, k, n = shape
+    a, b = pair(kind, shape, torch.float32)
+    marks = words(i, k, n)
+    wanted = reference.contraction(a, b, index=True, marks=marks, of_b=True)
+    assert wanted.index is not None and wanted.value is not None
+    by_hand = marks.gather(1, wanted.index).masked_fill(wanted.value == 0, 0)
+    assert wanted.marks is not None and torch.equal(wanted.marks, by_hand)
+    for isa, threads, way in product(contract.isas(), (1, 2), Way):
+        contract.use_isa(isa)
+        torch.set_num_threads(threads)
+        agree(compiled(a, b, True, True, marks, way, True)[0], wanted)
+        turned = transposed(marks)
+        assert torch.equal(compiled(a, b, False, False, turned, way, True)[0].marks, wanted.marks)
+
+
+def test_one_k_is_a_plain_product() -> None:
+    a, b = torch.tensor([[[-2.0], [NAN]]]), torch.tensor([[[3.0, -INF, 0.0]]])
+    found, wanted = contraction(a, b), reference.contraction(a, b)
+    assert same_bits(found.value, wanted.value)
+    half = contraction(a.half(), b.bfloat16()).value
+    assert half is not None and half.dtype is torch.float32

@@ -58,11 +58,11 @@ def test_this_machine_tells_how_much_is_free() -> None:
 
 
 def test_gradients_are_kept_within_bounds() -> None:
-    """Recording keeps what it computed anyway, in half as much memory again as the leaves have."""
+    """Recording keeps what it computed anyway, in no more memory than the leaves have."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(200)))  # 3.3 MB of parameters
     with gt.watch(model) as watch:
         loss = model(torch.randn(2000, 64)).square().mean()  # 0.5 MB a layer
     kept = watch.trace(loss).program.kept
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.values()}
     leaves = sum(p.nbytes for p in model.parameters())
-    assert 0 < sum(sizes.values()) <= max(3 * leaves // 2, 1 << 24)
+    assert 0 < sum(sizes.values()) <= max(leaves, 1 << 24)

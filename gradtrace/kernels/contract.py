@@ -68,6 +68,11 @@ def contraction(
     """
     if _library() is None or not (_served(a) and _served(b)):
         return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
+    plain = marks is None and not index and isinstance(a, Tensor) and isinstance(b, Tensor)
+    if plain and sizes(a)[2] == 1:  # nothing to choose from
+        assert isinstance(a, Tensor) and isinstance(b, Tensor)
+        dtype = kind(a, b)
+        return Contraction(a.to(dtype).abs() * b.to(dtype).abs(), None, None)
     return compiled(a, b, value, index, marks, Way.BY_MEASURE, of_b)[0]
 
 

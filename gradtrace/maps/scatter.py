@@ -30,7 +30,7 @@ class Scatter(Map):
     def apply(self, x: Tensor) -> Tensor:
         out = x.new_zeros(self.outputs + 1)  # the last place takes what goes nowhere
         place = self.target.reshape(-1).remainder(self.outputs + 1)
-        return out.index_add(0, place, x.reshape(-1))[:-1].reshape(self.out_shape)
+        return out.index_add_(0, place, x.reshape(-1))[:-1].reshape(self.out_shape)
 
     def pull(self, x: Value, semiring: Semiring) -> Value:
         flat = each(x, lambda part: part.reshape(-1))
