@@ -36,13 +36,12 @@ def streaming(program: Program, value: bool = True) -> int:
     return most
 
 
-def whole(program: Program) -> int:
-    """The bytes of the values of all steps that were not kept."""
-    return sum(_bytes(s, False) - MARK * prod(s.shape) for s in program.steps() if _new(s, program))
-
-
-def _new(step: Step, program: Program) -> bool:
-    return step.out not in program.kept
+def whole(program: Program, kept: bool = True) -> int:
+    """The bytes of the values of all steps, without those that were kept unless these are of no
+    use.
+    """
+    steps = (s for s in program.steps() if not kept or s.out not in program.kept)
+    return sum(prod(step.shape) * step.dtype.itemsize for step in steps)
 
 
 def _bytes(step: Step, known: bool) -> int:

@@ -184,6 +184,12 @@ class Trace:
                 seed = torch.zeros_like(seed).index_fill(
                     0, torch.tensor(pair, device=seed.device), 1
                 )
+            memory.see(
+                memory.whole(self.program, kept=self.rule == "greedy" and self.pairs == 1),
+                self._device,
+                "following paths",
+                "trace fewer samples at a time",
+            )
             self._kept = {pair: Kept(self.program, seed)}  # the values of one pair at a time
         return Builder.of(self._kept[pair], self.names, pair)
 

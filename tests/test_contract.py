@@ -321,9 +321,8 @@ def test_the_instruction_set_can_be_chosen() -> None:
 @pytest.mark.parametrize("kind", ["random", "ties", "zeros", "nan", "denormals"])
 @pytest.mark.parametrize("shape", [(1, 5, 30, 70), (2, 36, 130, 33), (1, 3, 1700, 5), (1, 1, 4, 9)])
 def test_marks_of_the_other_operand(kind: str, shape: tuple[int, int, int, int]) -> None:
-    i, m, k, n = shape
-    a, b = pair(kind, shape, torch.float32)
-    marks = words(i, k, n)
+    a, b = pair(kind, shape)
+    marks = words(*b.shape)
     wanted = reference.contraction(a, b, index=True, marks=marks, of_b=True)
     assert wanted.index is not None and wanted.value is not None
     by_hand = marks.gather(1, wanted.index).masked_fill(wanted.value == 0, 0)

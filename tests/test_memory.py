@@ -37,7 +37,8 @@ def test_kept_values_cost_their_marks_only() -> None:
 def test_whole_counts_every_value_that_was_not_kept() -> None:
     short, long = (memory.whole(chain(n, keep=False).program) for n in (5, 50))
     assert long - short == 45 * 1000 * 4
-    assert memory.whole(chain(5, keep=True).program) < 5 * 1000 * 4
+    kept = chain(5, keep=True).program
+    assert memory.whole(kept) < 5 * 1000 * 4 < memory.whole(kept, kept=False)
 
 
 def test_too_large_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,8 @@ def test_too_large_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory, "available", lambda device: 10_000)
     with pytest.raises(TooLarge, match=r"influence takes about 15\.6 KiB, and 9\.8 KiB are free"):
         trace.influence("operators")
+    with pytest.raises(TooLarge, match="following paths takes about .* fewer samples"):
+        trace.path("x", 0)
     monkeypatch.setattr(memory, "available", lambda device: 16_000)
     assert len(trace.influence("operators"))
     monkeypatch.setattr(memory, "available", lambda device: None)  # nobody tells

@@ -1,13 +1,15 @@
 // Vectors of one instruction set. Included once in each contract_<set>.cpp, inside its namespace:
 // nothing here has a name that another set could be linked with.
 
-// Bytes of a vector, and vectors side by side in a panel: what the registers hold.
+// Bytes of a vector, and vectors side by side in a panel: what the registers hold. Lists of k up to
+// SHORT keep k itself, longer ones the group it is in, to be looked through at the end: that is work
+// for each column by itself, so the wider the vectors the longer the lists.
 #if defined(GRADTRACE_AVX512)
-constexpr int BYTES = 64, ACROSS = 4;
+constexpr int BYTES = 64, ACROSS = 4, SHORT = 256;
 #elif defined(GRADTRACE_AVX2)
-constexpr int BYTES = 32, ACROSS = 4;
+constexpr int BYTES = 32, ACROSS = 4, SHORT = 100;
 #else
-constexpr int BYTES = 16, ACROSS = 8;
+constexpr int BYTES = 16, ACROSS = 8, SHORT = 40;
 #endif
 
 template <class T>

@@ -286,8 +286,6 @@ static T lower_bound(const T* a, const uint16_t* seeds, int64_t seeded, const T*
 
 // ---- products -------------------------------------------------------------------------------------
 
-// Lists up to this length keep k itself; longer ones the group of GROUP, looked through at the end.
-constexpr int64_t SHORT = 40;
 constexpr int GROUP = 4;
 
 template <class T>
