@@ -46,7 +46,7 @@ def test_too_large_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory, "available", lambda device: 10_000)
     with pytest.raises(TooLarge, match=r"influence takes about 15\.6 KiB, and 9\.8 KiB are free"):
         trace.influence("operators")
-    with pytest.raises(TooLarge, match="following paths takes about .* fewer samples"):
+    with pytest.raises(TooLarge, match=r"following paths takes about .* fewer samples"):
         trace.path("x", 0)
     monkeypatch.setattr(memory, "available", lambda device: 16_000)
     assert len(trace.influence("operators"))
