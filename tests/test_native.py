@@ -1,0 +1,60 @@
+"""With and without the compiled library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradtrace.kernels import native
+
+SCRIPT = """
+import torch, gradtrace as gt
+from gradtrace.kernels import native
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+for _ in range(2):
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(3, 5, generator=torch.Generator().manual_seed(1))).square().sum()
+    trace = watch.trace(loss, rule="viterbi")
+    print(trace.influence(), trace.path("0.weight", (1, 2)))
+print("library" if native.library() else "no library")
+"""
+
+
+def run(**environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_without_the_library_results_are_the_same_and_one_line_says_so(tmp_path: Path) -> None:
+    there = run()
+    missing = run(GRADTRACE_NATIVE=str(tmp_path / "none.so"))
+    assert "no library" in missing.stdout
+    assert missing.stderr.count("without its compiled kernels") == 1
+    assert there.stdout.splitlines()[:-1] == missing.stdout.splitlines()[:-1]
+    silent = run(GRADTRACE_NATIVE="0")
+    assert "no library" in silent.stdout and not silent.stderr
+
+
+def test_a_file_that_is_no_library_is_not_loaded(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
+    found = run(GRADTRACE_NATIVE=str(broken))
+    assert "no library" in found.stdout
+    assert "broken.so cannot be loaded" in found.stderr
+
+
+@pytest.mark.parametrize(("status", "error"), [(1, MemoryError), (2, RuntimeError)])
+def test_what_a_kernel_could_not_do_is_raised(status: int, error: type[Exception]) -> None:
+    native.checked(0)
+    with pytest.raises(error):
+        native.checked(status)
