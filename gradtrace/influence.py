@@ -383,7 +383,7 @@ class Tally:
                 mine = slice(None) if self.pairs == 1 else np.array(pairs) == pair
                 some = sums[mine]
                 eligible[pair] += can[:, None] * some.sum(0)
-                through[pair] += (pass_here[mine][:, :, None] * some[:, None, :]).sum(0)
+                through[pair] += np.einsum("pc,pk->ck", pass_here[mine], some)
         return eligible, through
 
 
@@ -419,12 +419,13 @@ def hits(marks: list[int], bits: list[int]) -> Bools:
     """Which marks have any of some bits, as a matrix of marks by sets of bits."""
     width = -(-max((b.bit_length() for b in (*marks, *bits)), default=1) // 8) or 1
     table = np.frombuffer(b"".join(m.to_bytes(width, "little") for m in marks), np.uint8)
-    atoms = np.unpackbits(table.reshape(len(marks), width), axis=1, bitorder="little").astype(bool)
+    atoms = np.unpackbits(table.reshape(len(marks), width), axis=1, bitorder="little")
+    atoms = np.ascontiguousarray(atoms.T)  # a row for each bit
     found = np.zeros((len(marks), len(bits)), dtype=bool)
     for n, some in enumerate(bits):
         places = list(_places(some))
         if places:
-            found[:, n] = atoms[:, places].any(1)
+            found[:, n] = np.bitwise_or.reduce(atoms[places], axis=0)
     return found
 
 
