@@ -49,16 +49,19 @@ class Store:
         self.values: dict[int, Tensor] = {}
         self.places: set[int] = set()
 
-    def add(self, value: int, tensor: Tensor, dear: bool) -> None:
-        """Keep a gradient, if there is room."""
+    def add(self, value: int, tensor: Tensor, dear: Block | bool) -> None:
+        """Keep a gradient, if there is room: that of a block, or one that is dear or not."""
         if not self.left:
             return
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place not in self.places:
             left = self.left - storage.nbytes()
-            if left < (0 if dear else self.budget // 2):
-                return
+            if left < self.budget // 2:
+                if isinstance(dear, Block):
+                    dear = _costly(dear)
+                if left < 0 or not dear:
+                    return
             self.left = left
             self.places.add(place)
         self.values[value] = as_real(tensor)
@@ -119,7 +122,7 @@ class Record:
             child, slot = edges[position]
             value = block.gives[position]
             if self.store.budget and not autograd.ends(child):
-                self.store.add(value, out, _costly(block))
+                self.store.add(value, out, block)
             waiting = self.adjoints.setdefault(child, {})
             there = waiting.get(slot)
             waiting[slot] = (out, value) if there is None else self._merge(block, there, out, value)

@@ -44,11 +44,18 @@ class Moments:
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
         """Those of one pair."""
-        return cls.over([through], [eligible])
+        e = Fraction(eligible)
+        ee = e * e
+        if through == eligible:
+            return cls(e, e, ee, ee, ee)
+        t = Fraction(through)
+        return cls(t, e, t * t, t * e, ee) if t else cls(t, e, t, t, ee)
 
     @classmethod
     def over(cls, through: Sequence[float], eligible: Sequence[float]) -> Moments:
         """Those of many pairs: in whole numbers, times a power of two that suits all of them."""
+        if len(through) == 1:
+            return cls.of(through[0], eligible[0])
         ratios = [x.as_integer_ratio() for x in (*through, *eligible)]
         power = max((below.bit_length() for _, below in ratios), default=1) - 1
         whole = [above << (power + 1 - below.bit_length()) for above, below in ratios]
@@ -344,10 +351,11 @@ class Tally:
         owns = self._owned()
         bits = [component.bits for component in self.components]
         could = hits([leaf.could for leaf in self.leaves], bits) & ~owns
-        sizes = np.array([leaf.size for leaf in self.leaves], dtype=np.int64)
-        reached = np.array([int(leaf.groups.sums[:, 0].sum()) for leaf in self.leaves])
-        totals = np.array([leaf.total for leaf in self.leaves], dtype=np.int64)
-        own, unreached = sizes @ owns, (totals - reached) @ could
+        sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
+        reached = [leaf.groups.sums[:, 0].sum() for leaf in self.leaves]
+        totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
+        missing = totals - np.array(reached, dtype=float)
+        own, unreached = sizes @ owns.astype(float), missing @ could.astype(float)
         eligible, through = self._sums(could, bits)
         rows = []
         for n, component in enumerate(self.components):
