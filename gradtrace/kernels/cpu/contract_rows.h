@@ -286,10 +286,7 @@ static T lower_bound(const T* a, const uint16_t* seeds, int64_t seeded, const T*
 
 // ---- products -------------------------------------------------------------------------------------
 
-// Products that are compared among themselves before their largest is with the best so far; of long
-// lists more, since looking through a group at the end costs the same however long the list.
-constexpr int GROUP = 4, LARGE = 8;
-constexpr int64_t LONG = 256;
+constexpr int GROUP = 4;
 
 template <class T>
 struct Line {
@@ -327,25 +324,25 @@ static void keep_place(const Line<T>& line) {
   }
 }
 
-// The largest of G products for each column.
-template <class T, int G, bool FINITE>
+// The largest of GROUP products for each column.
+template <class T, bool FINITE>
 INLINE typename Lanes<T>::V of_group(const T* const* b, const T* x, int64_t at) {
   using V = typename Lanes<T>::V;
-  if constexpr (G == 1) {
-    return load(b[0] + at) * x[0];
+  const V p = load(b[0] + at) * x[0], q = load(b[1] + at) * x[1];
+  const V r = load(b[2] + at) * x[2], s = load(b[3] + at) * x[3];
+  if constexpr (FINITE) {
+    return larger(larger(p, q), larger(r, s));
   } else {
-    const V first = of_group<T, G / 2, FINITE>(b, x, at);
-    const V second = of_group<T, G / 2, FINITE>(b + G / 2, x + G / 2, at);
-    return FINITE ? larger(first, second) : larger_or_nan(first, second);
+    return larger_or_nan(larger_or_nan(p, q), larger_or_nan(r, s));
   }
 }
 
 // The first k of the group whose product is the value found (NaN for NaN).
-template <class T, int G, bool FINITE>
+template <class T, bool FINITE>
 INLINE int64_t first_in_group(const Line<T>& line, const uint16_t* group, T value, int64_t n) {
   constexpr int64_t WIDE = ACROSS * Lanes<T>::W;
-  int64_t k = group[G - 1];
-  UNROLL for (int g = G - 2; g >= 0; g--) {
+  int64_t k = group[GROUP - 1];
+  UNROLL for (int g = GROUP - 2; g >= 0; g--) {
     const T product = line.a[group[g]] * line.b[group[g] * WIDE + n];
     const bool same = product == value || (!FINITE && product != product && value != value);
     k = same ? group[g] : k;
@@ -353,8 +350,8 @@ INLINE int64_t first_in_group(const Line<T>& line, const uint16_t* group, T valu
   return k;
 }
 
-// The list is filled up to a multiple of LARGE.
-template <class T, int N, int G, bool FINITE, bool INDEX>
+// The list is filled up to a multiple of GROUP.
+template <class T, int N, bool FINITE, bool INDEX>
 static void keep_group(const Line<T>& line) {
   using V = typename Lanes<T>::V;
   using I = typename Lanes<T>::I;
@@ -363,16 +360,16 @@ static void keep_group(const Line<T>& line) {
   V v[N];
   I at[N];
   UNROLL for (int j = 0; j < N; j++) v[j] = load(line.value + j * W), at[j] = all_int<T>(-1);
-  for (int64_t t = 0; t < line.count; t += G) {
-    const T* b[G];
-    T x[G];
-    UNROLL for (int g = 0; g < G; g++) {
+  for (int64_t t = 0; t < line.count; t += GROUP) {
+    const T* b[GROUP];
+    T x[GROUP];
+    UNROLL for (int g = 0; g < GROUP; g++) {
       b[g] = line.b + line.list[t + g] * WIDE;
       x[g] = line.a[line.list[t + g]];
     }
     const I now = all_int<T>(t);
     UNROLL for (int j = 0; j < N; j++) {
-      const V m = of_group<T, G, FINITE>(b, x, j * W);
+      const V m = of_group<T, FINITE>(b, x, j * W);
       if constexpr (INDEX) {
         take<FINITE>(m, v[j], at[j], now);
       } else {
@@ -386,7 +383,7 @@ static void keep_group(const Line<T>& line) {
     __builtin_memcpy(place, at, sizeof place);
     for (int64_t n = 0; n < line.columns; n++) {
       if (place[n] < 0) continue;
-      const int64_t k = first_in_group<T, G, FINITE>(line, line.list + place[n], line.value[n], n);
+      const int64_t k = first_in_group<T, FINITE>(line, line.list + place[n], line.value[n], n);
       line.index[n] = static_cast<int32_t>(line.first + k);
     }
   }
@@ -395,13 +392,11 @@ static void keep_group(const Line<T>& line) {
 template <class T, int N, bool FINITE>
 static void products(const Line<T>& line) {
   if (!line.index) {
-    keep_group<T, N, GROUP, FINITE, false>(line);
+    keep_group<T, N, FINITE, false>(line);
   } else if (line.count <= SHORT) {
     keep_place<T, N, FINITE>(line);
-  } else if (line.count < LONG) {
-    keep_group<T, N, GROUP, FINITE, true>(line);
   } else {
-    keep_group<T, N, LARGE, FINITE, true>(line);
+    keep_group<T, N, FINITE, true>(line);
   }
 }
 
@@ -476,7 +471,7 @@ static void run(const Panel<T>& panel, Rows<T>& rows) {
     }
     if (line.count) {
       uint16_t* end = (line.list == list ? list : every) + line.count;
-      for (int64_t t = line.count; t % LARGE; t++) *end++ = line.list[line.count - 1];
+      for (int64_t t = line.count; t % GROUP; t++) *end++ = line.list[line.count - 1];
       finite ? products_of<T, true>(line) : products_of<T, false>(line);
     }
     if (rows.last) hand_over(rows, r, panel.columns);
