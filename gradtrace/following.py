@@ -62,8 +62,7 @@ def kept_by(program: Program) -> dict[int, Tensor]:
     """The gradients that are known since recording: of leaves, and of what was kept."""
     leaves = {leaf.value: leaf.gradient for leaf in program.leaves}
     real = {value: grad for value, grad in leaves.items() if not grad.is_complex()}
-    kept: dict[int, Tensor] = getattr(program, "kept", {})
-    return {**real, **kept}
+    return {**real, **program.kept}
 
 
 @dataclass

@@ -14,17 +14,18 @@ MARK = 4
 """Bytes of an element's mark."""
 
 
-def streaming(program: Program, value: bool = True) -> int:
+def streaming(program: Program, kept: bool = True) -> int:
     """The most bytes that a streaming pass holds at a time, beyond the program itself.
 
     Every value that is waiting to be used counts with its marks, and with its elements unless
-    these were kept (``value=False``: as if all were). A leaf is counted and dropped.
+    these were kept and are of use, as gradients are to the greedy rule. A leaf is counted and
+    dropped.
     """
     last, leaves = program.last_uses(), {leaf.value for leaf in program.leaves}
     held: dict[int, int] = {}
     now = most = 0
     for n, step in enumerate(program.steps()):
-        known = not value or step.out in program.kept or step.out in leaves
+        known = kept and (step.out in program.kept or step.out in leaves)
         size = _bytes(step, known)
         most = max(most, now + size)
         if step.out in last:

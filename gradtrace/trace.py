@@ -185,13 +185,18 @@ class Trace:
                     0, torch.tensor(pair, device=seed.device), 1
                 )
             memory.see(
-                memory.whole(self.program, kept=self.rule == "greedy" and self.pairs == 1),
+                memory.whole(self.program, self._uses_kept),
                 self._device,
                 "following paths",
                 "trace fewer samples at a time",
             )
             self._kept = {pair: Kept(self.program, seed)}  # the values of one pair at a time
         return Builder.of(self._kept[pair], self.names, pair)
+
+    @property
+    def _uses_kept(self) -> bool:
+        """Whether the gradients that recording kept are the values that are followed."""
+        return self.rule == "greedy" and self.pairs == 1
 
     @property
     def _device(self) -> torch.device:
@@ -258,7 +263,7 @@ class Trace:
             return tally.result(self.rule, by, (f"paths of {drawn:,} elements", *self.notes))
         if self.granularity == "scalar":
             memory.see(
-                memory.streaming(self.program),
+                memory.streaming(self.program, self._uses_kept),
                 self._device,
                 "measuring influence",
                 "trace fewer samples at a time, sampled elements: influence(sample=10_000), or "

@@ -31,7 +31,9 @@ def test_a_chain_holds_two_values_at_a_time() -> None:
 
 
 def test_kept_values_cost_their_marks_only() -> None:
-    assert memory.streaming(chain(5, keep=True).program) == 2 * 1000 * MARK
+    program = chain(5, keep=True).program
+    assert memory.streaming(program) == 2 * 1000 * MARK
+    assert memory.streaming(program, kept=False) == 2 * 1000 * (4 + MARK)  # of no use to viterbi
 
 
 def test_whole_counts_every_value_that_was_not_kept() -> None:
