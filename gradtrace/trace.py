@@ -22,10 +22,11 @@ from gradtrace.following import Kept
 from gradtrace.influence import Influence, Tally, checked_weight, possible
 from gradtrace.maps import Map
 from gradtrace.marks import Marks, Palette
+from gradtrace.pairs import Pairs
 from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
-from gradtrace.tracing import Found, Pairs, State, Tracer
+from gradtrace.tracing import Found, State, Tracer
 
 
 @dataclass

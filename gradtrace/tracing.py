@@ -30,6 +30,7 @@ from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
 from gradtrace.maps import Identity, Map, tiled, tiling
 from gradtrace.marks import NO_MARKS, Marks, Palette, compact, sliced
+from gradtrace.pairs import Pairs, lines
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import NARROW, shifted, wide
@@ -591,88 +592,8 @@ def _only(state: State, there: Tensor) -> State:
     return state._replace(value=value, numbers=numbers)
 
 
-def lines(there: Tensor, dim: int) -> Tensor:
-    """The places along a dimension where there is anything."""
-    others = [d for d in range(there.dim()) if d != dim]
-    return (there.any(tuple(others)) if others else there).nonzero().reshape(-1)
-
-
 def _narrowed(state: State, dim: int, index: Tensor) -> State:
     """A state at some places along a dimension."""
     assert state.value is not None
     numbers = None if state.numbers is None else state.numbers.index_select(dim, index)
     return state._replace(value=state.value.index_select(dim, index), numbers=numbers)
-
-
-# Pairs -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pairs:
-    """Which pair each element belongs to, found by following the maps.
-
-    ``apart`` are the values whose every element can come from one loss only; ``of`` tells for those
-    of them that are taken where pairs meet, and for leaves, which (from 1 on; 0: none).
-    """
-
-    apart: set[int]
-    of: dict[int, Tensor]
-
-    @classmethod
-    def follow(cls, program: Program, count: int) -> Pairs:
-        """Follow the pairs of a vector of losses."""
-        device = program.seed.device
-        # The largest pair that an element can come from, and the smallest, as the largest of a
-        # count from the other end; 0 is none in both.
-        up = torch.arange(1, count + 1, dtype=torch.int32, device=device)
-        spans = {program.root: (up, up.flip(0))}
-        apart, of = {program.root}, {}
-        last = program.last_uses()
-        leaves = {leaf.value for leaf in program.leaves}
-        for n, step in enumerate(program.steps()):
-            if all(term.value in apart for term in step.terms):
-                high, low = (
-                    _most([term.map.reach(spans[term.value][k]) for term in step.terms])
-                    for k in (0, 1)
-                )
-                if bool(((high == 0) | (high + low == count + 1)).all()):
-                    apart.add(step.out)
-                    spans[step.out] = (high, low)
-                    if step.out in leaves:
-                        of[step.out] = high
-            if step.out not in apart:
-                of.update((t.value, spans[t.value][0]) for t in step.terms if t.value in apart)
-            for term in step.terms:
-                if last[term.value] == n:
-                    spans.pop(term.value, None)
-        return cls(apart, of)
-
-    def summed(self, program: Program, mixed: set[int]) -> dict[int, int | None]:
-        """For each value that is taken where pairs meet, the dimension along which every taker sums
-        and a pair has the fewest places; None if there is no such dimension.
-        """
-        takers: dict[int, list[Map]] = {}
-        for step in program.steps():
-            if step.out in mixed:
-                for term in step.terms:
-                    if term.value in self.apart:
-                        takers.setdefault(term.value, []).append(term.map)
-        found: dict[int, int | None] = {}
-        for value, maps in takers.items():
-            first = self.of[value] == 1
-            some = {d: lines(first, d) for d in range(first.dim())}
-            fit = [d for d in some if all(m.narrow(d, some[d]) is not None for m in maps)]
-            share = {d: len(some[d]) / max(1, first.shape[d]) for d in fit}
-            found[value] = min(share, key=share.__getitem__, default=None)
-        return found
-
-    def mixed(self, program: Program) -> set[int]:
-        """The values that are found for each pair in turn."""
-        return {step.out for step in program.steps()} - self.apart
-
-
-def _most(many: list[Tensor]) -> Tensor:
-    total = many[0]
-    for other in many[1:]:
-        total = torch.maximum(total, other)
-    return total

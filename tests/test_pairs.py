@@ -14,8 +14,9 @@ import gradtrace as gt
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.influence import Influence
 from gradtrace.maps import Contract, Reduce, Scatter
+from gradtrace.pairs import Pairs
 from gradtrace.program import Program
-from gradtrace.tracing import NOTHING, Pairs, Tracer
+from gradtrace.tracing import NOTHING, Tracer
 
 BATCH = 4
 

@@ -27,7 +27,7 @@ LAYERS: tuple[set[str], ...] = (
     {"semirings", "labels"},
     {"maps", "atlas", "hooks", "passes", "testing"},
     {"linear", "program", "nodes", "schedules"},
-    {"recorder", "reconverge", "engine", "sizes", "gradient", "memory", "sampling"},
+    {"recorder", "reconverge", "engine", "sizes", "gradient", "memory", "pairs", "sampling"},
     {"capture", "graph", "tracing", "following", "coarse", "flow"},
     {"components", "paths"},
     {"influence"},

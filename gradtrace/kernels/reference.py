@@ -51,21 +51,6 @@ def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return x.new_zeros(shape), torch.full(shape, -1, device=x.device)
 
 
-def largest(a: Matrices, b: Matrices) -> Tensor:
-    """``out[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``; 0 where there is no k."""
-    value = contraction(a, b).value
-    assert value is not None
-    return value
-
-
-def winner(a: Matrices, b: Matrices) -> tuple[Tensor, Tensor]:
-    """``largest`` and the lowest k that attains it; the k means nothing where the value is 0."""
-    value, index, _ = contraction(a, b, index=True)
-    assert value is not None
-    assert index is not None
-    return value, index
-
-
 def sizes(x: Matrices) -> tuple[int, int, int]:
     """How many matrices, rows and k; of a tensor its shape."""
     if isinstance(x, Operand):
