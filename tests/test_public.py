@@ -37,7 +37,7 @@ LAYERS: tuple[set[str], ...] = (
     {"watching"},
     {"check", "ablation", "dataset"},
     {"gradtrace"},
-    {"demo", "bench"},
+    {"demo", "bench", "experiments"},
     {"cli"},
     {"__main__"},
 )
@@ -181,7 +181,9 @@ def test_imports_point_down(path: Path, unit: str) -> None:
     assert upward(path, unit, ast.parse(path.read_text())) <= LAZY
 
 
-@pytest.mark.parametrize("package", ["maps", "linear", "semirings", "kernels", "flow", "bench"])
+@pytest.mark.parametrize(
+    "package", ["maps", "linear", "semirings", "kernels", "flow", "bench", "experiments"]
+)
 def test_files_of_a_subpackage_import_each_other_one_way(package: str) -> None:
     """No circle, and nobody imports the package it is in."""
     needs: dict[str, set[str]] = {}
