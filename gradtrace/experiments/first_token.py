@@ -401,7 +401,7 @@ def sentence(
         f"{total} of {counts['models']} models learned the task. Measured as Du et al. did, by the "
         f"largest signed path of operators, the means are {said} (theirs: key .0301, query .0174, "
         f"skip .0094, value .00095). {judged(theirs, total)} Between single elements the largest "
-        f"paths are {smaller:.0f} times smaller in all ({small}), and of the same claims one can say: "
+        f"paths are {smaller:.0f} times smaller in all ({small}), and there "
         f"{told(paths, total)}. The numbers are not theirs, as each model finds weights of its own "
         f"(the key's mean runs from {spread(results)}), ours without dropout, and as layer norm "
         f"and softmax are single operators here; the two measures differ as one sums inside "
@@ -421,8 +421,8 @@ def told(held: dict[str, int], total: int) -> str:
     """The claims, each with its number of models."""
     return (
         f"the key has most in {held['key']} of {total} models, the order is key > query > skip > "
-        f"value in {held['order']}, the repeated word goes by its key in {held['repeated']}, and the "
-        f"first by its query in {held['first']}"
+        f"value in {held['order']}, the repeated word goes by its key in {held['repeated']}, and "
+        f"the first by its query in {held['first']}"
     )
 
 
@@ -460,16 +460,12 @@ def means_table(results: Sequence[Result]) -> Table:
 
 def words_table(results: Sequence[Result]) -> Table:
     """The same for the first word, the repeated word and the others."""
-    rows: tuple[tuple[str | float | None, ...], ...] = tuple(
-        (
-            group,
-            name,
-            THEIR_WORDS.get((group, name)),
-            *(mean(results, kind, group, name) for kind in MEASURES),
-        )
-        for group in ("first", "repeated", "other")
-        for name in ORDER
-    )
+
+    def line(group: str, name: str) -> tuple[str | float | None, ...]:
+        ours = [mean(results, kind, group, name) for kind in MEASURES]
+        return (group, name, THEIR_WORDS.get((group, name)), *ours)
+
+    rows = tuple(line(g, n) for g in ("first", "repeated", "other") for n in ORDER)
     return Table(
         "Mean of what a branch won, by word",
         ("word", "branch", "Du et al.", *MEASURES.values()),
