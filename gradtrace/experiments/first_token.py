@@ -446,10 +446,12 @@ def total_of(results: Sequence[Result], kind: str) -> float:
 
 def means_table(results: Sequence[Result]) -> Table:
     """What each branch won, over all words."""
-    rows = tuple(
-        (name, THEIRS[name], *(short(interval(results, kind, "all", name)) for kind in MEASURES))
-        for name in ORDER
-    )
+
+    def line(name: str) -> tuple[str | float, ...]:
+        ours = [short(interval(results, kind, "all", name)) for kind in MEASURES]
+        return (name, THEIRS[name], *ours)
+
+    rows = tuple(line(name) for name in ORDER)
     return Table(
         "Mean of what a branch won, over all words",
         ("branch", "Du et al.", *MEASURES.values()),

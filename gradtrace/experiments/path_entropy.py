@@ -2,30 +2,33 @@
 
 Question: Du et al. (2023) trained perceptrons of 4 to 128 hidden units on data of which only the
 first feature matters, and measured the entropy of the paths from that feature to the loss: 2.31,
-2.83, 3.75, 4.47, 5.10, 5.79 nats; it grows with width, and from 16 units on the relevant feature has
-more than the irrelevant ones. Is that so again?
+2.83, 3.75, 4.47, 5.10, 5.79 nats. It grows with width, and from 16 units on the relevant feature
+has more than the irrelevant ones. Is that so again?
 
 Expectation: entropy is at most the logarithm of the number of paths, which grows with width, so
 entropy has room to grow; whether training fills it is open. Their 2.31 for 4 units is more than
-log 8, the most that 4 units and 2 scores allow if the loss is one operator: they must count more.
+log 8, the most that 4 units and 2 scores allow if the loss is one operator: they count more.
 
 Method: their task (four features, uniform in 0..1, label 1 if the first is over ½; 10,000 points,
 70% to train) and their network (linear, leaky ReLU, linear, two scores; normal initialisation of
-variance 2 / (in + out); Adam 0.001, batches of 32). The entropy of |weight| over all paths from each
-input feature of held-out points to the point's cross entropy, by ``gradtrace.semirings.ENTROPY``,
-before, during and after training, with ``COUNT`` for the bound. The loss is written in two ways:
-``fused``, where log-softmax is one operator, with 2 paths from each hidden unit; and ``composed``,
-``logsumexp(scores) - score``, as theirs, with 3: the right score counts twice. At operator
-granularity the whole network is a chain and only the composed loss forks: two paths at any width.
+variance 2 / (in + out); Adam 0.001, batches of 32). The entropy of |weight| over all paths from
+each input feature of held-out points to the point's cross entropy, by ``semirings.ENTROPY``,
+before, during and after training, with ``COUNT`` for the bound. The loss is written in three
+ways, equal in value and gradient: ``fused``, log-softmax one operator, with 2 paths from each
+hidden unit; ``plain``, ``logsumexp(s) - s[label]``, with 3; and ``shifted``, as their library has
+it, ``log Σ exp(s - max s) + max s - s[label]``, with 6. At operator granularity the network is a
+chain and only the loss forks: 1, 2 and 4 paths at any width.
 
 Seeds: one for data, initialisation and order of training; intervals are a bootstrap over seeds.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,21 +46,22 @@ from gradtrace.experiments.findings import (
     Tick,
 )
 from gradtrace.experiments.statistics import Interval, bootstrap
-from gradtrace.semirings import COUNT, ENTROPY
+from gradtrace.semirings import COUNT, ENTROPY, Value
 
-QUICK = {"widths": [4, 16, 64], "points": 3000, "epochs": [0, 1, 4], "samples": 64}
+QUICK = {"widths": [4, 16, 64], "points": 3000, "epochs": [0, 1, 8], "samples": 64}
 FULL = {
     "widths": [4, 8, 16, 32, 64, 128],
     "points": 10_000,
-    "epochs": [0, 1, 5, 20],
+    "epochs": [0, 1, 5, 40],
     "samples": 500,
 }
 SEEDS = Seeds(quick=2, full=20)
 TIMED = False
 
 FEATURES, BATCH, RATE = 4, 32, 0.001
-LOSSES = ("fused", "composed")
-PATHS = {"fused": 2, "composed": 3}  # from a hidden unit to the loss
+PATHS = {"fused": 2, "plain": 3, "shifted": 6}  # from a hidden unit to the loss, by its writing
+ENOUGH = 5  # seeds, to say that one feature is above another
+THEIR_LOSS = "shifted"
 THEIRS = {4: 2.31, 8: 2.83, 16: 3.75, 32: 4.47, 64: 5.10, 128: 5.79}
 
 
@@ -69,11 +73,11 @@ def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def network(width: int) -> nn.Sequential:
     """Two layers; weights normal of variance 2 / (in + out), biases of variance 1 / out."""
-    model = nn.Sequential(nn.Linear(FEATURES, width), nn.LeakyReLU(), nn.Linear(width, 2))
-    for layer in (model[0], model[2]):
+    first, second = nn.Linear(FEATURES, width), nn.Linear(width, 2)
+    for layer in (first, second):
         nn.init.xavier_normal_(layer.weight)
         nn.init.normal_(layer.bias, std=1 / math.sqrt(layer.out_features))
-    return model
+    return nn.Sequential(first, nn.LeakyReLU(), second)
 
 
 def epoch(model: nn.Module, optimiser: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> None:
@@ -96,31 +100,46 @@ def losses(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
     right = scores.gather(1, labels[:, None])[:, 0]
     return {
         "fused": nn.functional.cross_entropy(scores, labels, reduction="sum"),
-        "composed": (scores.logsumexp(1) - right).sum(),
+        "plain": (scores.logsumexp(1) - right).sum(),
+        "shifted": shifted(labels, scores, scores, scores, scores),
     }
 
 
+def shifted(labels: Tensor, right: Tensor, powers: Tensor, least: Tensor, top: Tensor) -> Tensor:
+    """``log Σ exp(s - max s) + max s - s[label]``, each use of the scores an argument."""
+    exps = (powers - least.max(1, keepdim=True).values).exp()
+    return (exps.sum(1).log() + top.max(1).values - right.gather(1, labels[:, None])[:, 0]).sum()
+
+
 def spread(model: nn.Sequential, x: Tensor, labels: Tensor) -> Result:
-    """The mean entropy by feature, of both losses and of operators; and whether bounds hold."""
-    x = x.clone().requires_grad_()
-    width = int(model[0].out_features)
+    """The mean entropy by feature, of all losses and of operators; and whether bounds hold.
+
+    In float64: what a sure network leaves of the gradient, 1 - p, would be mostly rounding.
+    """
+    model, x = copy.deepcopy(model).double(), x.double().requires_grad_()
+    width = model[:2](x).shape[1]
     found: Result = {"bounded": True, "counted": True, "operator": operators(model, x, labels)}
     for name, loss in losses(model(x), labels).items():
-        entropy = ENTROPY.entropy(gt.backward(loss, ENTROPY, names={"x": x})["x"])
+        entropy = ENTROPY.entropy(cast(Value, gt.backward(loss, ENTROPY, names={"x": x})["x"]))
         count = gt.backward(loss, COUNT, names={"x": x})["x"]
-        found[name] = entropy.double().mean(0).tolist()
-        # Rounding in float32; and a path whose weight is too small for a float is not counted.
-        found["bounded"] &= bool((entropy <= count.log() + 1e-4).all())
+        found[name] = entropy.mean(0).tolist()
+        # A path whose weight is too small for a float is not counted.
+        found["bounded"] &= bool((entropy <= count.log() + 1e-9).all())
         found["counted"] &= bool((count <= PATHS[name] * width).all())
     return found
 
 
 def operators(model: nn.Sequential, x: Tensor, labels: Tensor) -> list[float]:
-    """Entropy by feature of the two paths of operators that the composed loss has."""
+    """Entropy by feature of the four paths of operators that the shifted loss has.
+
+    The scores are four leaves of the loss, one a path; each gradient goes on to x by itself.
+    """
     scores = model(x)
-    parts = scores.logsumexp(1).sum(), scores.gather(1, labels[:, None]).sum()
-    sizes = torch.stack([gt.backward(part, names={"x": x})["x"].abs() for part in parts]).double()
-    shares = sizes / sizes.sum(0)
+    leaves = [scores.detach().clone().requires_grad_() for _ in range(4)]
+    handed = gt.backward(shifted(labels, *leaves), names=dict(zip("abcd", leaves)))
+    sizes = [gt.backward(scores, names={"x": x}, cotangent=handed[k])["x"].abs() for k in "abcd"]
+    total = torch.stack(sizes)
+    shares = total / total.sum(0)
     return [float(each) for each in -torch.xlogy(shares, shares).sum(0).mean(0)]
 
 
@@ -165,17 +184,22 @@ def conclude(rows: Sequence[Row]) -> Findings:
     }
     entropies = {
         loss: {w: {e: found.entropy(w, e, loss).value for e in found.epochs} for w in found.widths}
-        for loss in LOSSES
+        for loss in PATHS
     }
     known = {
         **checks,
-        "grows untrained": found.grows(0, "fused") and found.grows(0, "composed"),
-        "grows trained": found.grows(found.last, "composed"),
+        "grows untrained": all(found.grows(found.epochs[0], loss) for loss in PATHS),
+        "grows trained": all(found.grows(found.last, loss) for loss in PATHS),
         "entropy": entropies,
-        "above": {w: found.above(w, found.last, "composed") for w in found.widths},
+        "above": {w: found.above(w, found.last, THEIR_LOSS) for w in found.widths},
         "operator": max(found.operator(w, e) for w in found.widths for e in found.epochs),
     }
-    return Findings(sentence(found), (table(found), training(found)), plots(found), known)
+    return Findings(
+        sentence(found),
+        (*(table(found, loss) for loss in reversed(PATHS)), training(found)),
+        plots(found),
+        known,
+    )
 
 
 class Found:
@@ -213,12 +237,17 @@ class Found:
 
     def above(self, width: int, epochs: int, loss: str) -> int:
         """1: the relevant feature is above, -1: below, 0: cannot be told."""
-        return self.lead(width, epochs, loss).sign if len(self.by[width]) > 1 else 0
+        return self.lead(width, epochs, loss).sign if len(self.by[width]) >= ENOUGH else 0
 
     def grows(self, epochs: int, loss: str) -> bool:
         """Whether each width has more entropy than the one before it."""
         values = [self.entropy(width, epochs, loss).value for width in self.widths]
-        return all(a < b for a, b in zip(values, values[1:]))
+        return all(a < b for a, b in pairwise(values))
+
+    def rise(self, epochs: int, loss: str) -> float:
+        """From the narrowest network to the widest."""
+        low, high = (self.entropy(w, epochs, loss).value for w in (self.widths[0], self.widths[-1]))
+        return high - low
 
     def _over(self, width: int, epochs: int, ask: Callable[[Result], float]) -> Interval:
         values = [ask(result[str(epochs)]) for result in self.by[width]]
@@ -228,82 +257,84 @@ class Found:
 
 def sentence(found: Found) -> str:
     """What was found, in words."""
-    first, last = found.widths[0], found.widths[-1]
+    start, end = found.epochs[0], found.last
+    low, high = found.widths[0], found.widths[-1]
     shown = ", ".join(
-        f"{w}: {found.entropy(w, found.last, 'composed').value:.2f}"
-        + (f" ({THEIRS[w]:.2f})" if w in THEIRS else "")
+        f"{w}: {found.entropy(w, end, THEIR_LOSS)}" + (f" ({THEIRS[w]:.2f})" if w in THEIRS else "")
         for w in found.widths
     )
-    trend = "grows with width" if found.grows(found.last, "composed") else "does not always grow"
-    untrained = "also before" if found.grows(0, "composed") else "not always before"
-    fused = found.entropy(first, found.last, "fused").value
+    trend = "grows with every step of width" if found.grows(end, THEIR_LOSS) else "mostly grows"
+    rise = {e: found.rise(e, THEIR_LOSS) for e in (start, end)}
+    kinds = ", ".join(f"{found.entropy(low, end, loss).value:.2f} ({loss})" for loss in PATHS)
     return (
-        f"Path entropy {trend} after training, and {untrained}: with a composed loss as theirs, by "
-        f"hidden units {shown} nats (in brackets Du et al.). The bound is log(3·width), from "
-        f"{math.log(3 * first):.2f} to {math.log(3 * last):.2f}; at width {last} the untrained network "
-        f"has {found.entropy(last, 0, 'composed').value:.2f} of it already, so most of the growth is "
-        f"that of the bound. With the loss as one operator the bound is log(2·width) and entropy "
-        f"{fused:.2f} at width {first}: what a path is, not the function, makes up the difference. "
-        f"Between whole operators there are two paths at any width, of at most 0.69 nats. "
-        f"{compared(found)}"
+        f"With the loss written as theirs, path entropy {trend} after training; by hidden units "
+        f"{shown} nats, in brackets those of Du et al. From {low} to {high} units the bound, "
+        f"log(6·width), rises by {math.log(high / low):.2f} nats, the entropy of trained networks "
+        f"by {rise[end]:.2f}, and that of untrained ones by {rise[start]:.2f}. The same networks "
+        f"with the same gradients have, at width {low}, {kinds} nats by how the loss is written: "
+        f"entropy is of the formula, not of the function alone. Between whole operators there are "
+        f"four paths at any width, of {found.operator(low, end):.2f} nats at {low} units and "
+        f"{found.operator(high, end):.2f} at {high}. {compared(found)} {accuracies(found)}"
     )
+
+
+def accuracies(found: Found) -> str:
+    """How well the networks do: entropy of networks that did not learn is no contradiction."""
+    said = ", ".join(f"{found.accuracy(w, found.last):.0%}" for w in found.widths)
+    return f"Right on held-out points, by width: {said}."
 
 
 def compared(found: Found) -> str:
     """Whether the relevant feature is above the others, and from which width on."""
-    words = {1: "above", -1: "below", 0: "not told apart from"}
-    signs = {w: found.above(w, found.last, "composed") for w in found.widths}
+    words = {1: "above", -1: "below", 0: "not surely apart from"}
+    signs = {w: found.above(w, found.last, THEIR_LOSS) for w in found.widths}
     groups = {
         words[sign]: [str(w) for w in found.widths if signs[w] == sign] for sign in (1, -1, 0)
     }
     said = "; ".join(
         f"{word} the irrelevant ones at {', '.join(ws)}" for word, ws in groups.items() if ws
     )
-    claim = all(signs[w] == 1 for w in found.widths if w >= 16)
-    verdict = "as Du et al. found" if claim else "unlike Du et al., who had it above from 16 on"
-    return f"The trained networks have the relevant feature {said} hidden units, {verdict}."
+    wide = [w for w in found.widths if w >= 16]
+    claim = bool(wide) and all(signs[w] == 1 for w in wide)
+    verdict = "as in" if claim else "not as in"
+    return (
+        f"The relevant feature lies {said} hidden units ({verdict} Du et al., who had it above "
+        f"from 16 on)."
+    )
 
 
-def table(found: Found) -> Table:
-    """Trained and not, relevant and not, by width."""
+def table(found: Found, loss: str) -> Table:
+    """Trained and not, relevant and not, by width, for a loss."""
 
     def line(width: int) -> tuple[str | float | int | None, ...]:
-        last = found.last
-        kinds = [
-            str(found.entropy(width, 0, "composed")),
-            str(found.entropy(width, last, "composed")),
-            str(found.others(width, last, "composed")),
-            math.log(PATHS["composed"] * width),
-            str(found.entropy(width, 0, "fused")),
-            str(found.entropy(width, last, "fused")),
-            str(found.others(width, last, "fused")),
-            math.log(PATHS["fused"] * width),
-            found.operator(width, last),
-        ]
-        return (width, THEIRS.get(width), *kinds)
+        return (
+            width,
+            THEIRS.get(width) if loss == THEIR_LOSS else None,
+            str(found.entropy(width, found.epochs[0], loss)),
+            str(found.entropy(width, found.last, loss)),
+            str(found.others(width, found.last, loss)),
+            str(found.lead(width, found.last, loss)),
+            math.log(PATHS[loss] * width),
+        )
 
-    names = ("untrained", "trained", "irrelevant, trained", "bound")
+    names = ("hidden", "Du et al.", "untrained", "trained", "irrelevant", "lead", "bound")
     return Table(
-        "Path entropy of the relevant feature, in nats",
-        (
-            "hidden",
-            "Du et al.",
-            *(f"{name} ({loss})" for loss in ("composed", "fused") for name in names),
-            "operators",
-        ),
+        f"Path entropy of the relevant feature, in nats ({loss} loss)",
+        names,
         tuple(line(width) for width in found.widths),
-        "95% intervals over seeds. Theirs is a composed loss.",
+        "95% intervals over seeds. Irrelevant: the other features, trained; lead: over these.",
     )
 
 
 def training(found: Found) -> Table:
-    """Over training: accuracy, and entropy of the composed loss."""
+    """Over training: accuracy, entropy as theirs, and that of paths of operators."""
     rows = tuple(
-        (w, e, found.accuracy(w, e), str(found.entropy(w, e, "composed")))
+        (w, e, found.accuracy(w, e), str(found.entropy(w, e, THEIR_LOSS)), found.operator(w, e))
         for w in found.widths
         for e in found.epochs
     )
-    return Table("Over training", ("hidden", "epochs", "accuracy", "entropy (composed)"), rows)
+    names = ("hidden", "epochs", "accuracy", "entropy of elements", "entropy of operators")
+    return Table(f"Over training ({THEIR_LOSS} loss)", names, rows)
 
 
 def plots(found: Found) -> tuple[Plot, ...]:
@@ -316,14 +347,15 @@ def plots(found: Found) -> tuple[Plot, ...]:
         return Series(label, found.widths, y, low, high)
 
     def plot(loss: str) -> Plot:
+        given = (theirs,) if loss == THEIR_LOSS else ()
         bound = [math.log(PATHS[loss] * w) for w in found.widths]
         series = (
-            line("untrained", [found.entropy(w, 0, loss) for w in found.widths]),
+            line("untrained", [found.entropy(w, found.epochs[0], loss) for w in found.widths]),
             line("trained", [found.entropy(w, found.last, loss) for w in found.widths]),
             line("irrelevant", [found.others(w, found.last, loss) for w in found.widths]),
             Series("bound", found.widths, bound, style="dashed"),
         )
         title = f"Path entropy of the relevant feature ({loss} loss)"
-        return Plot(f"entropy-{loss}", title, "hidden units", "nats", (theirs, *series), log_x=True)
+        return Plot(f"entropy-{loss}", title, "hidden units", "nats", (*given, *series), log_x=True)
 
-    return plot("composed"), plot("fused")
+    return tuple(plot(loss) for loss in reversed(PATHS))
