@@ -183,7 +183,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         for name in ("bounded", "counted")
     }
     entropies = {
-        loss: {w: {e: found.entropy(w, e, loss).value for e in found.epochs} for w in found.widths}
+        loss: {str(w): found.entropy(w, found.last, loss).value for w in found.widths}
         for loss in PATHS
     }
     known = {
@@ -191,7 +191,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         "grows untrained": all(found.grows(found.epochs[0], loss) for loss in PATHS),
         "grows trained": all(found.grows(found.last, loss) for loss in PATHS),
         "entropy": entropies,
-        "above": {w: found.above(w, found.last, THEIR_LOSS) for w in found.widths},
+        "above": {str(w): found.above(w, found.last, THEIR_LOSS) for w in found.widths},
         "operator": max(found.operator(w, e) for w in found.widths for e in found.epochs),
     }
     return Findings(
@@ -212,6 +212,7 @@ class Found:
         self.widths = sorted(self.by)
         self.epochs = sorted({int(e) for results in self.by.values() for r in results for e in r})
         self.last = self.epochs[-1]
+        self.seeds = min(map(len, self.by.values()))
 
     def entropy(self, width: int, epochs: int, loss: str) -> Interval:
         """Of the relevant feature."""
@@ -229,11 +230,11 @@ class Found:
 
     def accuracy(self, width: int, epochs: int) -> float:
         """On held-out points."""
-        return self._over(width, epochs, lambda at: float(at["accuracy"])).value
+        return _mean([float(result[str(epochs)]["accuracy"]) for result in self.by[width]])
 
     def operator(self, width: int, epochs: int) -> float:
-        """Of the relevant feature's two paths of operators."""
-        return self._over(width, epochs, lambda at: float(at["operator"][0])).value
+        """Of the relevant feature's four paths of operators."""
+        return _mean([float(result[str(epochs)]["operator"][0]) for result in self.by[width]])
 
     def above(self, width: int, epochs: int, loss: str) -> int:
         """1: the relevant feature is above, -1: below, 0: cannot be told."""
@@ -251,8 +252,17 @@ class Found:
 
     def _over(self, width: int, epochs: int, ask: Callable[[Result], float]) -> Interval:
         values = [ask(result[str(epochs)]) for result in self.by[width]]
-        found = bootstrap(values, lambda some: sum(some) / len(some), rounds=1000)
+        found = bootstrap(values, _mean, rounds=1000)
         return found if len(values) > 1 else Interval(found.value, found.value, found.value)
+
+
+def said(found: Interval) -> str:
+    """A number, with its interval if there is one."""
+    return f"{found.value:.2f}" if found.low == found.high else str(found)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def sentence(found: Found) -> str:
@@ -260,7 +270,8 @@ def sentence(found: Found) -> str:
     start, end = found.epochs[0], found.last
     low, high = found.widths[0], found.widths[-1]
     shown = ", ".join(
-        f"{w}: {found.entropy(w, end, THEIR_LOSS)}" + (f" ({THEIRS[w]:.2f})" if w in THEIRS else "")
+        f"{w}: {said(found.entropy(w, end, THEIR_LOSS))}"
+        + (f" ({THEIRS[w]:.2f})" if w in THEIRS else "")
         for w in found.widths
     )
     trend = "grows with every step of width" if found.grows(end, THEIR_LOSS) else "mostly grows"
@@ -294,13 +305,17 @@ def compared(found: Found) -> str:
     said = "; ".join(
         f"{word} the irrelevant ones at {', '.join(ws)}" for word, ws in groups.items() if ws
     )
-    wide = [w for w in found.widths if w >= 16]
-    claim = bool(wide) and all(signs[w] == 1 for w in wide)
-    verdict = "as in" if claim else "not as in"
     return (
-        f"The relevant feature lies {said} hidden units ({verdict} Du et al., who had it above "
-        f"from 16 on)."
+        f"The relevant feature lies {said} hidden units; that Du et al. had it above from 16 on is "
+        f"{verdict([signs[w] for w in found.widths if w >= 16])}."
     )
+
+
+def verdict(signs: Sequence[int]) -> str:
+    """What signs say of a claim that all are 1."""
+    if signs and all(sign == 1 for sign in signs):
+        return "confirmed"
+    return "contradicted" if any(sign == -1 for sign in signs) else "not confirmed"
 
 
 def table(found: Found, loss: str) -> Table:
@@ -310,10 +325,10 @@ def table(found: Found, loss: str) -> Table:
         return (
             width,
             THEIRS.get(width) if loss == THEIR_LOSS else None,
-            str(found.entropy(width, found.epochs[0], loss)),
-            str(found.entropy(width, found.last, loss)),
-            str(found.others(width, found.last, loss)),
-            str(found.lead(width, found.last, loss)),
+            said(found.entropy(width, found.epochs[0], loss)),
+            said(found.entropy(width, found.last, loss)),
+            said(found.others(width, found.last, loss)),
+            said(found.lead(width, found.last, loss)),
             math.log(PATHS[loss] * width),
         )
 
@@ -322,14 +337,15 @@ def table(found: Found, loss: str) -> Table:
         f"Path entropy of the relevant feature, in nats ({loss} loss)",
         names,
         tuple(line(width) for width in found.widths),
-        "95% intervals over seeds. Irrelevant: the other features, trained; lead: over these.",
+        f"95% intervals, a bootstrap over {found.seeds} seeds. Irrelevant: the other features, "
+        "trained; lead: the relevant one over these.",
     )
 
 
 def training(found: Found) -> Table:
     """Over training: accuracy, entropy as theirs, and that of paths of operators."""
     rows = tuple(
-        (w, e, found.accuracy(w, e), str(found.entropy(w, e, THEIR_LOSS)), found.operator(w, e))
+        (w, e, found.accuracy(w, e), said(found.entropy(w, e, THEIR_LOSS)), found.operator(w, e))
         for w in found.widths
         for e in found.epochs
     )

@@ -79,7 +79,7 @@ def test_a_cell_is_measured_the_same_again(rows: list[Row]) -> None:
 def test_conclusions(rows: list[Row]) -> None:
     found = experiment.conclude(rows)
     assert experiment.conclude(rows[::-1]) == found
-    assert "4 to 256 units" in found.sentence and "not surely apart" in found.sentence
+    assert "4 to 256 units" in found.sentence and "is not confirmed" in found.sentence
     # Five seeds with the relevant feature above, and with it below.
     for sign, word in ((1, "above"), (-1, "below")):
         many = [
@@ -87,7 +87,7 @@ def test_conclusions(rows: list[Row]) -> None:
         ]
         said = experiment.conclude(many).sentence
         assert f"lies {word} the irrelevant ones at 4, 32, 256 hidden units" in said
-        assert ("not as in" in said) == (sign < 0)
+        assert ("is confirmed" if sign > 0 else "is contradicted") in said
 
 
 def _moved(row: Row, sign: int) -> dict[str, dict[str, object]]:
