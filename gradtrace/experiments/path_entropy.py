@@ -52,7 +52,7 @@ QUICK = {"widths": [4, 16, 64], "points": 3000, "epochs": [0, 1, 8], "samples": 
 FULL = {
     "widths": [4, 8, 16, 32, 64, 128],
     "points": 10_000,
-    "epochs": [0, 1, 5, 40],
+    "epochs": [0, 1, 5, 20],
     "samples": 500,
 }
 SEEDS = Seeds(quick=2, full=20)
