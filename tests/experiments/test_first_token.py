@@ -13,7 +13,7 @@ import gradtrace as gt
 from gradtrace.experiments import first_token as experiment
 from gradtrace.experiments.findings import Row
 
-SMALL = {"sequences": 400, "epochs": 1, "samples": 24, "traced": 6}
+SMALL = {"sequences": 400, "epochs": [1], "samples": 24, "traced": 6}
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +122,15 @@ def test_conclusions(rows: list[Row]) -> None:
     found = experiment.conclude(learned)
     assert "Their claims hold in part" in found.sentence
     assert found.facts["claims"]["operator"]["order"] == 1
+
+
+def test_the_shortest_training_that_was_enough(rows: list[Row]) -> None:
+    many = [
+        Row({**row.cell, "epochs": n}, {**row.result, "accuracy": 1.0 if n > 1 else 0.5})
+        for row in rows
+        for n in (1, 2, 3)
+    ]
+    found = experiment.conclude(many)
+    assert found.facts["epochs"] == 2 and "in 2 epochs" in found.sentence
+    assert "after 2 epochs" in found.sentence and "after 3 epochs" in found.sentence
+    assert experiment.conclude(many[::-1]) == found
