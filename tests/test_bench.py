@@ -20,12 +20,13 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from gradtrace.bench import cases, machine, memory, trained
+from gradtrace.bench import cases, memory, trained
 from gradtrace.bench import run as running
 from gradtrace.bench.page import markdown
 from gradtrace.bench.results import Column, Section, Setting
-from gradtrace.bench.timing import Timed, interleaved, linear_fit
 from gradtrace.cli import app
+from gradtrace.experiments import machine
+from gradtrace.experiments.rounds import Timed, interleaved, linear_fit
 
 OPTIONAL = ("matplotlib", "transformers", "torch_semiring_einsum")
 
@@ -265,7 +266,8 @@ def test_linear_fit() -> None:
 
 MEASURED = """
 import json, torch
-from gradtrace.bench import cases, machine, memory
+from gradtrace.bench import cases, memory
+from gradtrace.experiments import machine
 
 def rise(size):
     reset, before = machine.forget_peak(), machine.resident()

@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from gradtrace.bench import machine
 from gradtrace.bench.cases import FULL, SMALL, Case
 from gradtrace.bench.models import BACKWARD, INFLUENCE, chosen, influence, plain
 from gradtrace.bench.results import Column, Section, Setting
+from gradtrace.experiments import machine
 
 LIMIT = 3.0
 WAYS = {BACKWARD: plain, INFLUENCE: influence}

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Of Python and of all packages that take part."""
     found = {
         "Python": platform.python_version(),
@@ -40,7 +41,7 @@ def versions() -> dict[str, str]:
         "gradtrace": gradtrace.__version__,
         "kernels": contract.isa() or "plain torch",
     }
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
