@@ -62,7 +62,7 @@ class Plan:
             "settings": dict(self.settings),
             "files": _digests(self.settings),
             "versions": machine.versions(PACKAGES),
-            "machine": machine.machine(),
+            "machine": _where(),
         }
 
 
@@ -184,6 +184,11 @@ def _measure(plan: Plan, work: Work, todo: list[Cell], say: Say) -> str | None:
     if not failed:
         return None
     return f"{name}: {len(failed)} cells failed, the first: {failed[0]}; all other rows are kept"
+
+
+def _where() -> dict[str, Any]:
+    """The machine; how many threads torch would take is no matter, as a cell has one."""
+    return {name: value for name, value in machine.machine().items() if name != "threads"}
 
 
 def _digests(settings: Mapping[str, Any]) -> dict[str, str]:
