@@ -6,11 +6,10 @@ import importlib.util
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,6 +25,7 @@ from gradtrace.bench.page import markdown
 from gradtrace.bench.results import Column, Section, Setting
 from gradtrace.bench.timing import Timed, interleaved, linear_fit
 from gradtrace.cli import app
+from gradtrace.experiments.branching import Branching, branching
 
 OPTIONAL = ("matplotlib", "transformers", "torch_semiring_einsum")
 
@@ -304,77 +304,11 @@ def test_deep_networks_have_the_chapters_sizes(layers: int) -> None:
     assert loss().shape == ()
 
 
-def linears(model: nn.Module) -> Iterator[nn.Linear]:
-    return (m for m in model.modules() if isinstance(m, nn.Linear))
-
-
-def test_a_seed_gives_the_same_network_and_leaves_random_numbers_alone() -> None:
-    one = cases.branching(3)
-    torch.rand(1)
-    before = torch.get_rng_state()
-    again, other = cases.branching(3), cases.branching(4)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert str(one.model) == str(again.model) != str(other.model)
-    assert torch.equal(one.loss(), again.loss())
-    assert not torch.equal(one.loss(), other.loss())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_branching_networks_lead_from_10_to_10(seed: int) -> None:
-    model, loss = cases.branching(seed)
-    *hidden, last = linears(model)
-    assert {layer.in_features for layer in hidden} == {10}  # all side by side, on the input
-    assert last.in_features == sum(layer.out_features for layer in hidden)
-    assert last.out_features == 10
-    assert all(10 <= layer.out_features <= 500 for layer in hidden)
-    assert sum(isinstance(m, nn.Tanh) for m in model.modules()) == len(hidden) + 1
-    loss().backward()  # type: ignore[no-untyped-call]
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_expanded_layers_follow_each_other() -> None:
-    model, loss = cases.branching(7, layers=3)
-    assert isinstance(model, nn.Sequential) and len(model) == 5  # three, a last one, its tanh
-    widths = [10]
-    for part in model[:3]:
-        ends = list(linears(part))
-        assert {layer.in_features for layer in ends} == {widths[-1]}
-        widths.append(sum(layer.out_features for layer in ends))
-    assert model[3].in_features == widths[-1]
+def test_the_benchmark_has_the_networks_of_the_experiment() -> None:
+    model, loss = cases.branched(7, layers=3)
+    assert isinstance(model, Branching) and str(model) == str(branching(7, layers=3))
+    assert torch.equal(loss(), cases.branched(7, layers=3).loss())
     assert loss().shape == ()
-
-
-def test_a_diamond_concatenates_what_both_sides_make_of_one_input() -> None:
-    x = torch.tensor([[1.0, 2.0]])
-    found = cases.Diamond(nn.Tanh(), nn.Identity())(x)
-    assert torch.equal(found, torch.cat([x.tanh(), x], 1))
-
-
-def levels(part: nn.Module, level: int = 0) -> Iterator[tuple[int, bool]]:
-    """The level of every layer, and whether it was expanded."""
-    split = isinstance(part, cases.Diamond)
-    yield level, split
-    if split:
-        yield from levels(part.left, level + 1)
-        yield from levels(part.right, level + 1)
-
-
-def test_the_chance_of_a_diamond_is_halved_at_each_level() -> None:
-    draw = random.Random(0)
-    seen = [x for _ in range(1_000) for x in levels(cases.expand(10, cases.EXPAND, draw)[0])]
-    for level, chance in enumerate((0.95, 0.475, 0.2375, 0.11875)):
-        splits = [split for at, split in seen if at == level]
-        error = math.sqrt(chance * (1 - chance) / len(splits))
-        assert abs(sum(splits) / len(splits) - chance) < 4 * error, (level, len(splits))
-
-
-def test_units_are_uniform() -> None:
-    draw = random.Random(1)
-    units = [cases.expand(10, 0.0, draw)[1] for _ in range(2_000)]
-    assert min(units) >= 10 and max(units) <= 500
-    assert min(units) < 15 and max(units) > 495
-    spread = 491 / math.sqrt(12 * len(units))
-    assert abs(sum(units) / len(units) - 255) < 4 * spread
 
 
 # Models ------------------------------------------------------------------------------------------
