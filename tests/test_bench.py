@@ -5,11 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,11 +14,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from gradtrace.bench import cases, machine, memory, trained
+from gradtrace.bench import cases, machine, trained
 from gradtrace.bench import run as running
 from gradtrace.bench.page import markdown
 from gradtrace.bench.results import Column, Section, Setting
-from gradtrace.bench.timing import Timed, interleaved, linear_fit
 from gradtrace.cli import app
 from gradtrace.experiments.branching import Branching, branching
 
@@ -211,85 +205,6 @@ def test_a_target_says_whether_it_was_met() -> None:
 def test_rows_of_another_width_are_an_error() -> None:
     with pytest.raises(AssertionError):
         Section("t", [Column("a"), Column("b")]).add("one")
-
-
-# Timing ------------------------------------------------------------------------------------------
-
-
-def test_ways_take_turns_and_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-
-    def way(name: str) -> Callable[[], Callable[[], object]]:
-        def prepare() -> Callable[[], object]:
-            order.append(f"prepare {name}")
-            clock[0] += 100
-            return run
-
-        def run() -> None:
-            order.append(name)
-            clock[0] += len(name)
-
-        return prepare
-
-    timed = interleaved({"a": way("a"), "bb": way("bb")}, 2, patience=1e9)
-    assert order == ["prepare a", "a", "prepare bb", "bb"] * 2
-    assert timed.rounds == 2
-    assert timed.seconds == {"a": [1, 1], "bb": [2, 2]}
-
-
-def test_patience_ends_with_a_whole_round() -> None:
-    ways = {name: lambda: lambda: None for name in "ab"}
-    timed = interleaved(ways, 100, patience=0.0)
-    assert [len(seconds) for seconds in timed.seconds.values()] == [1, 1]
-
-
-def test_ratios() -> None:
-    timed = Timed({"torch": [2.0, 4.0, 1.0], "ours": [6.0, 4.0, 5.0]})
-    assert timed.baseline == 1.0 and timed.best("ours") == 4.0
-    assert timed.ratio("ours") == 4.0  # best over best
-    assert timed.typical("ours") == 3.0  # of 3, 1, 5
-
-
-def test_linear_fit() -> None:
-    line = linear_fit([1, 2, 4], [5, 7, 11])
-    assert (line.slope, line.r2) == pytest.approx((2, 1))
-    # y = x² on -1, 0, 1, 2: the line 1 + x leaves 2, of squares about the mean 1.5 of 9
-    bent = linear_fit([-1, 0, 1, 2], [1, 0, 1, 4])
-    assert (bent.slope, bent.r2) == pytest.approx((1, 1 - 4 / 9))
-
-
-# Memory ------------------------------------------------------------------------------------------
-
-
-MEASURED = """
-import json, torch
-from gradtrace.bench import cases, machine, memory
-
-def rise(size):
-    reset, before = machine.forget_peak(), machine.resident()
-    gone = torch.ones(size << 18)
-    del gone
-    return reset, machine.peak() - before, machine.resident() - before
-
-# A wide layer on one sample: its gradient is all that its backward pass needs.
-wide = cases.Case("wide", lambda: cases.perceptron((4096, 4096, 2), 1))
-print(json.dumps([rise(64), rise(32), memory.measure(wide, "loss.backward()")[1]]))
-"""
-
-
-@pytest.mark.skipif(not machine.REFS.exists(), reason="told by Linux")
-def test_peak_memory_is_that_of_the_time_since_and_of_what_was_freed() -> None:
-    env = {**os.environ, **memory.EXACT}
-    command = [sys.executable, "-c", MEASURED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    large, small, wide = json.loads(done.stdout)
-    if not large[0]:
-        pytest.skip("the system does not allow it")
-    assert large[1:] == [pytest.approx(64, abs=4), pytest.approx(0, abs=4)]
-    assert small[1:] == [pytest.approx(32, abs=4), pytest.approx(0, abs=4)]
-    assert wide == pytest.approx(64, abs=4)  # 4096² floats
 
 
 # The chapter's networks --------------------------------------------------------------------------
