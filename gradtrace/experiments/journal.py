@@ -61,6 +61,9 @@ class Journal:
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "header": self.header, "_file": None}
 
+    def __del__(self) -> None:
+        self.close()
+
     @property
     def rows(self) -> Path:
         """The folder of the files."""

@@ -16,7 +16,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.experiments.findings import Experiment
 
 PARTS = ("Question", "Expectation", "Method", "Seeds")
-"""What the first paragraphs of a docstring start with."""
+"""What paragraphs of a docstring start with."""
 
 KINDS: dict[str, tuple[Any, str]] = {
     "QUICK": (Mapping, "a dict of settings"),
@@ -81,12 +81,12 @@ def about(experiment: Experiment, name: str) -> dict[str, str]:
     """``{"question": ..., "expectation": ..., "method": ..., "seeds": ...}`` of the docstring."""
     paragraphs = inspect.cleandoc(experiment.__doc__ or "").split("\n\n")
     found = {}
-    for part, paragraph in zip(PARTS, paragraphs + [""] * len(PARTS)):
-        start, colon, rest = paragraph.partition(":")
-        if start.strip() != part or not colon:
+    for part in PARTS:
+        texts = [text for text in paragraphs if text.startswith(f"{part}:")]
+        if not texts:
             raise GradtraceError(
-                f"{name}: the first four paragraphs of its docstring start with "
-                f"{', '.join(f'{p}:' for p in PARTS)}; {part}: is not where it should be"
+                f"{name}: its docstring has a paragraph each that starts with "
+                f"{', '.join(f'{p}:' for p in PARTS)}; {part}: is missing"
             )
-        found[part.lower()] = " ".join(rest.split())
+        found[part.lower()] = " ".join(texts[0].partition(":")[2].split())
     return found
