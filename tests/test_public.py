@@ -23,7 +23,7 @@ PUBLIC = {
 
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout"},
-    {"einsum", "kernels", "autograd", "tables", "files", "marks", "standins"},
+    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins"},
     {"semirings", "labels"},
     {"maps", "atlas", "hooks", "passes", "testing"},
     {"linear", "deferred", "nodes", "schedules"},
@@ -39,7 +39,8 @@ LAYERS: tuple[set[str], ...] = (
     {"watching"},
     {"check", "ablation", "dataset"},
     {"gradtrace"},
-    {"demo", "bench", "experiments"},
+    {"demo", "experiments"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 )
