@@ -414,8 +414,8 @@ def sentence(
         f"Between single elements the largest paths are {smaller:.0f} times smaller in all "
         f"({small}), and there {told(paths, total)}. The numbers are not theirs, as each model "
         f"finds weights of its own (the key's mean runs from {spread(results)}), ours without "
-        f"dropout, and as layer norm and softmax are single operators here; the two measures differ "
-        f"as one sums inside operators what the other takes apart."
+        f"dropout, and as layer norm and softmax are single operators here; the two measures "
+        f"differ as one sums inside operators what the other takes apart."
     )
 
 
