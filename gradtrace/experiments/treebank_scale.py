@@ -359,7 +359,7 @@ def _on_edges(facts: Mapping[str, Any]) -> str:
 
 
 def _on_cost(points: list[Point], sizes: tuple[int, int]) -> str:
-    if len(points) < 2:
+    if len(points) < 3:  # a line goes through any two
         return ""
     steps = [float(p.steps) for p in points]
     time = linear_fit(steps, [p.times[TRACING] for p in points])
