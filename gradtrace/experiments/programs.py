@@ -20,9 +20,8 @@ Seeds: Each part draws its data, starts and batches from generators seeded by th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from gradtrace.experiments.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.lecture import (
@@ -35,20 +34,7 @@ from gradtrace.experiments.lecture import (
     structures,
     worked,
 )
-
-
-class Part(Protocol):
-    """An experiment in the small."""
-
-    def cells(self, settings: Mapping[str, Any], seeds: int) -> list[Cell]:
-        """Its pieces of work."""
-
-    def measure(self, cell: Cell, tick: Tick) -> Result:
-        """One of them, done."""
-
-    def conclude(self, rows: Sequence[Row]) -> Findings:
-        """What came out."""
-
+from gradtrace.experiments.parts import Part, all_cells, all_findings
 
 PARTS = cast(
     dict[str, Part],
@@ -109,12 +95,7 @@ TIMED = False
 
 def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
     """Those of all parts that have settings."""
-    return [
-        {"part": name} | cell
-        for name, part in PARTS.items()
-        if name in settings
-        for cell in part.cells(settings[name], seeds)
-    ]
+    return all_cells(PARTS, settings, seeds)
 
 
 def measure(cell: Cell, tick: Tick) -> Result:
@@ -125,15 +106,4 @@ def measure(cell: Cell, tick: Tick) -> Result:
 
 def conclude(rows: Sequence[Row]) -> Findings:
     """All parts' findings, one after another."""
-    ordered = sorted(rows, key=lambda row: json.dumps(row.cell, sort_keys=True))
-    found = {
-        name: part.conclude([row for row in ordered if row.cell["part"] == name])
-        for name, part in PARTS.items()
-        if any(row.cell["part"] == name for row in ordered)
-    }
-    return Findings(
-        " ".join(one.sentence for one in found.values()),
-        tuple(table for one in found.values() for table in one.tables),
-        tuple(plot for one in found.values() for plot in one.plots),
-        {name: one.facts for name, one in found.items()},
-    )
+    return all_findings(PARTS, rows)

@@ -40,8 +40,7 @@ def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
 def entropy(t: Tensor, z: Tensor) -> Tensor:
     """``-Σ t log softmax(z)``, mean over samples, from elementary operations."""
     scores = z - z.exp().sum(-1, keepdim=True).log()
-    loss: Tensor = -(t * scores).sum(-1).mean()
-    return loss
+    return torch.mul(t, scores).sum(-1).mean().neg()
 
 
 def divergence(t: Tensor, z: Tensor) -> Tensor:

@@ -104,8 +104,7 @@ def _ridge(matrix: Tensor, target: Tensor, penalty: float, steps: int) -> Result
 
     def loss(point: Point, _: int = 0) -> Tensor:
         w = point["w"]
-        missed: Tensor = t - x @ w
-        return missed.square().mean() + penalty * w.square().sum()
+        return torch.sub(t, x @ w).square().mean().add(w.square().sum(), alpha=penalty)
 
     rule = Descent(constant(2 / float(curvature[-1] + curvature[0])))
     *_, end = islice(descend(loss, {"w": torch.zeros_like(best)}, rule), steps + 1)

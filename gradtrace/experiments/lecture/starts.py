@@ -165,7 +165,7 @@ def _sentence(groups: Mapping[tuple[str, str], Sequence[Row]], depth: int) -> st
             if start in means
         )
         wanted = {"tanh": "Xavier", "ReLU": "He"}[shape]
-        as_said = "as the rule has it" if best == wanted else f"not {wanted}, as the rule has it"
+        as_said = "as the rule says" if best == wanted else f"where the rule says {wanted}"
         if shape == "tanh" and best == "He":
             as_said += f" (by theory it is Xavier from {crossing()} layers on)"
         said.append(f"{shape}: {words}; {best} changes it least, {as_said}.")
