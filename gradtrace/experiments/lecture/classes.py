@@ -40,13 +40,13 @@ def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
 def entropy(t: Tensor, z: Tensor) -> Tensor:
     """``-Σ t log softmax(z)``, mean over samples, from elementary operations."""
     scores = z - z.exp().sum(-1, keepdim=True).log()
-    return torch.mul(t, scores).sum(-1).mean().neg()
+    return -(t * scores).sum(-1).mean()
 
 
 def divergence(t: Tensor, z: Tensor) -> Tensor:
     """``Σ t log (t / softmax(z))``, mean over samples; ``0 · log 0`` is 0."""
     p = z.exp() / z.exp().sum(-1, keepdim=True)
-    return (torch.special.xlogy(t, t) - t * p.log()).sum(-1).mean()
+    return torch.sub(torch.special.xlogy(t, t), t * p.log()).sum(-1).mean()
 
 
 def measure(cell: Cell, tick: Tick) -> Result:

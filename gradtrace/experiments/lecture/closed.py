@@ -104,7 +104,7 @@ def _ridge(matrix: Tensor, target: Tensor, penalty: float, steps: int) -> Result
 
     def loss(point: Point, _: int = 0) -> Tensor:
         w = point["w"]
-        return torch.sub(t, x @ w).square().mean().add(w.square().sum(), alpha=penalty)
+        return (t - x @ w).square().mean() + penalty * w.square().sum()
 
     rule = Descent(constant(2 / float(curvature[-1] + curvature[0])))
     *_, end = islice(descend(loss, {"w": torch.zeros_like(best)}, rule), steps + 1)
@@ -121,7 +121,7 @@ def _ridge(matrix: Tensor, target: Tensor, penalty: float, steps: int) -> Result
 
 def _program(cell: Cell) -> Result:
     """The lecture's own example: ``1/N Σ (t - R(w; p, q))² + λ‖w‖²``, from the true weights on."""
-    data, penalty = program.samples(cell["samples"], cell["seed"]), cell["penalty"]
+    data, penalty = program.samples(cell["samples"], cell["seed"]), float(cell["penalty"])
 
     def loss(w: Point, _: int = 0) -> Tensor:
         return program.errors(w, data) + penalty * torch.stack(list(w.values())).square().sum()

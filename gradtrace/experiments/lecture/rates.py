@@ -79,12 +79,12 @@ def measure(cell: Cell, tick: Tick) -> Result:
 def _parabola(cell: Cell) -> Result:
     """Distances to 0, with noise (root of the mean square over runs) and without."""
     generator = torch.Generator().manual_seed(cell["seed"])
-    c, runs, steps = cell["curvature"], cell["runs"], cell["steps"]
+    c, runs, steps = float(cell["curvature"]), cell["runs"], cell["steps"]
     targets = torch.randn(steps, runs + 1, dtype=torch.float64, generator=generator)
     targets[:, -1] = 0  # the last run has no noise
 
     def loss(point: Point, i: int) -> Tensor:
-        return torch.mul((point["x"] - targets[i]).square().sum(), c / 2)
+        return c / 2 * (point["x"] - targets[i]).square().sum()
 
     start = {"x": torch.full((runs + 1,), START, dtype=torch.float64)}
     points = descend(loss, start, Descent(KINDS[cell["rate"]].schedule))
@@ -202,10 +202,10 @@ def _facts(found: Sequence[Outcome], rows: Sequence[Row]) -> dict[str, Any]:
         and (row.cell["rate"], row.cell["curvature"]) == ("1/i", 1.0)
     ]
     exact = [
-        abs(one.quiet[k] - value)
+        abs(quiet - wanted[i])
         for one in bowls
-        for k, i in enumerate(one.steps)
-        for value in [expected(one.rate, one.curvature, i, 0.0)[-1]]
+        for wanted in [expected(one.rate, one.curvature, one.steps[-1], 0.0)]
+        for i, quiet in zip(one.steps, one.quiet)
     ]
     return {
         "runs": runs,

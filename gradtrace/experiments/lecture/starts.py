@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,16 @@ def measure(cell: Cell, tick: Tick) -> Result:
     return {"norms": norms, "verdict": "neither" if " neither " in word else word.lower()}
 
 
+@cache
+def _normal() -> tuple[Any, Any]:
+    """Points and weights of ``E f(z)``, z ~ N(0, 1)."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(201)
+    return nodes, weights / weights.sum()
+
+
 def gains(shape: str, scale: float, depth: int) -> list[float]:
     """``√χ`` of each layer by theory, first layer first."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(201)
-    weights = weights / weights.sum()
+    nodes, weights = _normal()
     q, found = scale, []  # the input's mean square is 1, so that of the first sums is s
     for _ in range(depth):
         value, slope = _activation(shape, math.sqrt(q) * nodes)
