@@ -37,7 +37,7 @@ QUICK: dict[str, Any] = {
 }
 FULL: dict[str, Any] = {
     "differences": {"per_decade": 4, "width": 16},
-    "costs": {"sizes": [10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000]},
+    "costs": {"sizes": [10, 30, 100, 300, 1000, 3000, 10_000, 30_000]},
     "formulas": {},
 }
 SEEDS = Seeds(quick=1, full=5)

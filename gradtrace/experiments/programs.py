@@ -76,7 +76,7 @@ FULL: dict[str, Any] = {
         "batches": [1, 4, 16, 64],
         "runs": 32,
         "rate": 0.5,
-        "updates": 8192,
+        "updates": 4096,
         "starts": 256,
     },
     "rates": {"steps": 5000, "runs": 400, "curvatures": [2.0, 1.0, 0.2], "samples": 256},
