@@ -23,10 +23,12 @@ PUBLIC = {
 
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout"},
-    {"einsum", "kernels", "autograd", "tables", "files", "marks", "standins"},
+    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins"},
     {"semirings", "labels"},
     {"maps", "atlas", "hooks", "passes", "testing"},
-    {"linear", "program", "nodes", "schedules"},
+    {"linear", "deferred", "nodes", "schedules"},
+    {"program"},
+    {"values"},
     {"recorder", "reconverge", "engine", "sizes", "gradient", "memory", "pairs", "sampling"},
     {"capture", "graph", "tracing", "following", "coarse", "flow"},
     {"components", "paths"},
@@ -37,7 +39,8 @@ LAYERS: tuple[set[str], ...] = (
     {"watching"},
     {"check", "ablation", "dataset"},
     {"gradtrace"},
-    {"demo", "bench", "experiments"},
+    {"demo", "experiments"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 )
