@@ -112,6 +112,8 @@ def dyck(length: int = 12, kinds: int = 2) -> Task:
 
     A fair coin says whether a bracket opens or closes, where both are possible.
     """
+    if length % 2:
+        raise ValueError(f"brackets come in pairs, so length is even, not {length}")
 
     def word(source: Random) -> Word:
         begin, open_, tokens = 2 * kinds, list[int](), list[int]()

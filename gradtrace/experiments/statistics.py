@@ -26,7 +26,8 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        known = np.isfinite(self.low) and np.isfinite(self.high)
+        return f"{self.value:.2f} " + (f"[{self.low:.2f}, {self.high:.2f}]" if known else "[?]")
 
     @property
     def sign(self) -> int:
@@ -126,6 +127,8 @@ def bootstrap(
     draws = generator.integers(len(clusters), size=(rounds, len(clusters)))
     found = np.array([statistic([clusters[i] for i in draw]) for draw in draws])
     found = found[~np.isnan(found)]
+    if not len(found):
+        return Interval(value, -np.inf, np.inf)
     low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 

@@ -2,7 +2,8 @@
 
 Without a file there is ``story``: sentences that a small grammar of ours makes, so that nothing has
 to be downloaded and nobody's text is copied. It has what makes words hard to guess: agreement over
-a distance (*the dogs that see the cat run*), and frequent and rare words. It is no natural language.
+a distance (*the dogs that see the cat run*), and frequent and rare words. It is no natural
+language.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ PIECE = re.compile(r"<\w+>|[^\W_]+(?:['’-][^\W_]+)*|[^\w\s]")
 
 # The story ----------------------------------------------------------------------------------------
 
-NOUNS = "dog cat bird girl boy horse king farmer child fox sailor baker".split()
-RUNS = "run sleep sing wait fall laugh jump swim".split()
-SEES = "see hear love find follow help".split()
-PLACES = "in the house,by the river,under the tree,on the hill".split(",")
+NOUNS = ["dog", "cat", "bird", "girl", "boy", "horse", "king", "farmer", "child", "fox", "baker"]
+RUNS = ["run", "sleep", "sing", "wait", "fall", "laugh", "jump", "swim"]
+SEES = ["see", "hear", "love", "find", "follow", "help"]
+PLACES = ["in the house", "by the river", "under the tree", "on the hill"]
 
 
 def story(sentences: int = 3000, seed: int = 0) -> str:
@@ -79,9 +80,9 @@ def _verb(draw: Random, verbs: list[str], many: bool) -> str:
 
 
 def split(text: str) -> list[str]:
-    """The words and marks of a text in lower case, with ``<eos>`` at the end of every line of it.
+    r"""The words and marks of a text in lower case, with ``<eos>`` at the end of every line of it.
 
-    >>> split("It's Penn <unk> 9.\\n\\nYes")
+    >>> split("It's Penn <unk> 9.\n\nYes")
     ["it's", 'penn', '<unk>', '9', '.', '<eos>', 'yes', '<eos>']
     """
     found: list[str] = []

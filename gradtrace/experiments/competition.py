@@ -1,0 +1,372 @@
+"""Components in competition: does influence tell which of them the network needs?
+
+Question: If an RNN, an LSTM and a GRU read the same embedding and their outputs are averaged, does
+the influence of each over training predict how many more samples the network takes to learn the
+task without it? And does it do so better than scores that need no tracing?
+
+Expectation: The chapter (1.3) expects that the loss of performance is in proportion to the
+influence of what was removed: the most influential first, then the second, and so on.
+
+Method: Train the network on language modelling (copy, Dyck words, counting, and words of a text);
+at several steps trace the loss of single samples by both rules, and take each component's share of
+the paths of the embedding's elements. Train it anew without each component, and without each two:
+the same initial weights and batches for the rest, the average over the rest. *Samples to target*
+are those until the evaluation loss first is as low as ``target``: 90% of the way from the first
+loss of the full network to the lowest that it has in the first half of its budget. A network that
+does not get there within the budget counts as one that gets there at its end, so such ones are tied
+(censored, at most). Beside it the final loss, and the loss of the trained network at once with the
+component's output set to zero. Baselines: the norm of the gradient of the component's parameters,
+Σ |weight · gradient|, their number, and a random score, from the same samples.
+
+Seeds: one for each task and repetition, of weights, batches and samples; by default 10.
+
+For components and data of your own see docs/competition.md; ``compete`` takes them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from itertools import combinations
+from math import isnan
+from random import Random
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+import gradtrace as gt
+from gradtrace.experiments.contest import conclude
+from gradtrace.experiments.findings import Cell, Findings, Result, Row, Seeds, Tick
+from gradtrace.experiments.languages import LANGUAGES, UNSCORED, Batch, Task
+from gradtrace.experiments.rivals import BASELINES, RULES
+from gradtrace.experiments.text import digest, words
+
+__all__ = ["FULL", "QUICK", "SEEDS", "TIMED", "cells", "compete", "conclude", "measure"]
+
+Factory: TypeAlias = Callable[[int], nn.Module]
+"""Makes a component from its width: (batch, time, width) to the same shape, or a tuple with that
+first, as PyTorch's recurrent layers give.
+"""
+
+COMPONENTS: dict[str, Factory] = {
+    "rnn": lambda width: nn.RNN(width, width, batch_first=True),
+    "lstm": lambda width: nn.LSTM(width, width, batch_first=True),
+    "gru": lambda width: nn.GRU(width, width, batch_first=True),
+}
+"""Those of the chapter."""
+
+FULL: dict[str, Any] = {
+    "tasks": ["copy", "dyck", "counting", "text"],
+    "components": ["rnn", "lstm", "gru"],
+    "removed": 2,  # how many components are removed together, at most
+    "text": None,  # a file; without one, sentences of a grammar
+    "vocabulary": 100,
+    "width": 16,
+    "steps": 1500,
+    "batch": 32,
+    "rate": 0.005,
+    "every": 20,  # steps between evaluations
+    "evaluated": 128,  # samples
+    "traced": 6,  # how often, over training
+    "pairs": 8,  # samples that are traced each time
+}
+QUICK: dict[str, Any] = FULL | {
+    "tasks": ["copy", "counting"],
+    "steps": 160,
+    "every": 10,
+    "evaluated": 64,
+    "traced": 3,
+    "pairs": 4,
+    "rate": 0.02,
+    "width": 12,
+}
+SEEDS = Seeds(quick=1, full=10)
+TIMED = False
+
+
+def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
+    """One for each task, seed and set of removed components, from none to all but one."""
+    chosen = settings["components"]
+    names = list(chosen)
+    most = min(settings["removed"], len(names) - 1)
+    shared = {key: value for key, value in settings.items() if key not in ("tasks", "removed")}
+    if settings.get("text"):
+        shared["digest"] = digest(settings["text"])
+    return [
+        shared | {"task": task, "seed": seed, "removed": list(removed)}
+        for task in _tasks(settings)
+        for seed in range(seeds)
+        for count in range(most + 1)
+        for removed in combinations(names, count)
+    ]
+
+
+def _tasks(settings: Mapping[str, Any]) -> list[str]:
+    """The tasks, and the words of a file if there is one."""
+    tasks = list(settings["tasks"])
+    return tasks + ["text"] if settings.get("text") and "text" not in tasks else tasks
+
+
+def measure(cell: Cell, tick: Tick) -> Result:
+    """Train one network, and measure it: the full one is traced, too."""
+    return trained(cell, factories(cell["components"]), task(cell), tick)
+
+
+def compete(
+    components: Mapping[str, Factory] | None = None,
+    tasks: Mapping[str, Task] | Sequence[str] | None = None,
+    *,
+    seeds: int = 3,
+    tick: Tick = lambda text: None,
+    **settings: Any,
+) -> Findings:
+    """The experiment on components and tasks of your own, here and now.
+
+    ``components`` maps names to factories, ``tasks`` names to tasks (or lists some of ours).
+    Other settings are those of ``FULL``, and take the place of those of ``QUICK``.
+
+    >>> found = compete({"rnn": COMPONENTS["rnn"], "gru": COMPONENTS["gru"]}, ["copy"],
+    ...                 seeds=1, steps=4, every=2, pairs=2, traced=2)
+    >>> found.facts["networks"]
+    1
+    """
+    made = dict(COMPONENTS if components is None else components)
+    named = tasks if isinstance(tasks, Mapping) else {}
+    asked = {"components": list(made)} | ({} if tasks is None else {"tasks": list(tasks)})
+    unknown = settings.keys() - QUICK.keys()
+    if unknown:
+        raise ValueError(f"no setting {sorted(unknown)[0]!r}; there are {', '.join(QUICK)}")
+    rows = []
+    for cell in cells({**QUICK, **settings, **asked}, seeds):
+        source = named.get(cell["task"]) or task(cell)
+        rows.append(Row(cell, trained(cell, made, source, tick)))
+    return conclude(rows)
+
+
+# What takes part ----------------------------------------------------------------------------------
+
+
+def factories(chosen: Sequence[str] | Mapping[str, str]) -> dict[str, Factory]:
+    """The components of a cell: names of ours, or ``{name: "module:function"}``."""
+    if not isinstance(chosen, Mapping):
+        chosen = {name: name for name in chosen}
+    return {name: _factory(where) for name, where in chosen.items()}
+
+
+def _factory(where: str) -> Factory:
+    if where in COMPONENTS:
+        return COMPONENTS[where]
+    found: Factory = _imported(where, f"a component is one of {', '.join(COMPONENTS)}")
+    return found
+
+
+def task(cell: Mapping[str, Any]) -> Task:
+    """The task of a cell: a language, ``"text"``, or ``"module:function"``."""
+    name = cell["task"]
+    if name in LANGUAGES:
+        return LANGUAGES[name]()
+    if name == "text":
+        return _text(cell["text"], cell["vocabulary"], cell.get("digest"))
+    found: Task = _imported(name, f"a task is one of {', '.join(LANGUAGES)}, text")()
+    return found
+
+
+@lru_cache(maxsize=1)
+def _text(file: str | None, most: int, seen: str | None) -> Task:
+    if file and digest(file) != seen:
+        raise ValueError(f"{file} is not the text that the experiment began with; begin it anew")
+    return words(file, most=most)
+
+
+def _imported(where: str, known: str) -> Any:
+    module, _, name = where.partition(":")
+    if not name:
+        raise ValueError(f"{known}, or 'module:function', not {where!r}")
+    return getattr(import_module(module), name)
+
+
+class Competition(nn.Module):
+    """``output(1/K · Σ_k component_k(embed(x)))``."""
+
+    def __init__(self, components: Mapping[str, nn.Module], vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.components = nn.ModuleDict(components)
+        self.output = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, time) -> (batch, time, vocabulary)
+        """Scores of the next token."""
+        x = self.embed(tokens)
+        found = [component(x) for component in self.components.values()]
+        outputs = [each if isinstance(each, Tensor) else each[0] for each in found]
+        scores: Tensor = self.output(torch.stack(outputs).mean(0))
+        return scores
+
+
+def build(cell: Cell, components: Mapping[str, Factory], vocabulary: int) -> Competition:
+    """The network without what is removed. The rest starts as it does in the full one."""
+    parts = {}
+    with torch.random.fork_rng(devices=[]):
+        for name, factory in components.items():
+            if name not in cell["removed"]:
+                torch.manual_seed(_seed(cell, "component", name))
+                parts[name] = factory(cell["width"])
+        torch.manual_seed(_seed(cell, "ends"))
+        return Competition(parts, vocabulary, cell["width"])
+
+
+def _seed(cell: Cell, *what: str) -> int:
+    """A seed for one use of random numbers; the same for every set of removed components."""
+    return Random("/".join(map(str, (cell["task"], cell["seed"], *what)))).getrandbits(63)
+
+
+def _generator(cell: Cell, *what: str) -> Generator:
+    return Generator().manual_seed(_seed(cell, *what))
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def trained(cell: Cell, components: Mapping[str, Factory], source: Task, tick: Tick) -> Result:
+    """Train, and say how the loss went down; of the full network also what every measure says."""
+    model = build(cell, components, source.vocabulary)
+    held = source.evaluation(cell["evaluated"], _generator(cell, "evaluation"))
+    curve: list[tuple[int, float]] = []
+    scores: list[dict[str, Any]] = []
+    asked = set() if cell["removed"] else traced_steps(cell)
+    with _plain():
+        for step in _steps(model, source, cell):
+            if step % cell["every"] == 0 or step == cell["steps"]:
+                curve.append((step * cell["batch"], _evaluated(model, held)))
+                tick(f"{cell['task']} {cell['seed']} {_title(cell)}: loss {curve[-1][1]:.3f}")
+            if step in asked:
+                scores.append({"step": step} | scored(model, source, cell, step))
+        result: Result = {"curve": curve, "scores": scores}
+        if not cell["removed"]:
+            result["zeroed"] = zeroed(model, held)
+            result["parameters"] = sum(p.numel() for p in model.parameters())
+    return result
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Without oneDNN, which takes three times as long as plain torch for a small GRU."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
+def _title(cell: Cell) -> str:
+    return f"without {' and '.join(cell['removed'])}" if cell["removed"] else "full"
+
+
+def traced_steps(cell: Cell) -> set[int]:
+    """When to trace: at the first and the last step, and evenly between."""
+    last = max(cell["traced"] - 1, 1)
+    return {round(cell["steps"] * n / last) for n in range(cell["traced"])}
+
+
+def _steps(model: nn.Module, source: Task, cell: Cell) -> Iterator[int]:
+    """Train; gives the number of steps done, from 0 to the last."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=cell["rate"])
+    batches = _generator(cell, "batches")
+    yield 0
+    for step in range(1, cell["steps"] + 1):
+        optimizer.zero_grad()
+        _loss(model, source.batch(cell["batch"], batches)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        yield step
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy, the mean over all that is asked."""
+    return F.cross_entropy(
+        model(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=UNSCORED
+    )
+
+
+def losses(model: nn.Module, batch: Batch) -> Tensor:
+    """The same of every sample alone: (samples,)."""
+    each = F.cross_entropy(
+        model(batch.tokens).transpose(1, 2), batch.targets, reduction="none", ignore_index=UNSCORED
+    )
+    return each.sum(1) / (batch.targets != UNSCORED).sum(1)
+
+
+@torch.no_grad()
+def _evaluated(model: nn.Module, held: Batch) -> float:
+    model.eval()
+    found = float(_loss(model, held))
+    model.train()
+    return found
+
+
+def zeroed(model: Competition, held: Batch) -> dict[str, float]:
+    """The loss of the trained network with each component's output set to zero, at once."""
+    found = {}
+    for name in model.components:
+        with gt.ablate(model, f"components.{name}"):
+            found[name] = _evaluated(model, held)
+    return found
+
+
+# Scores -------------------------------------------------------------------------------------------
+
+
+def scored(model: Competition, source: Task, cell: Cell, step: int) -> dict[str, Any]:
+    """``{measure: {component: score}}`` on a few samples."""
+    batch = source.batch(cell["pairs"], _generator(cell, "traced", str(step)))
+    random = Random(_seed(cell, "random", str(step)))
+    found = influences(model, batch)
+    names, parts = zip(*model.components.items())
+    norm, product, size, chance = BASELINES
+    gradients = _gradients(model, batch)
+    found[norm] = {n: _norm(gradients[n]) for n in names}
+    found[product] = {
+        n: sum(float((w.detach() * g).abs().sum()) for w, g in zip(part.parameters(), gradients[n]))
+        for n, part in zip(names, parts)
+    }
+    found[size] = {
+        n: float(sum(p.numel() for p in part.parameters())) for n, part in zip(names, parts)
+    }
+    found[chance] = {n: random.random() for n in names}
+    return found
+
+
+def influences(model: Competition, batch: Batch) -> dict[str, dict[str, float]]:
+    """The share of paths through each component, by both rules, by count and by gradient."""
+    parts = {name: f"components.{name}" for name in model.components}
+    with gt.watch(model) as watch:
+        loss = losses(model, batch)
+    found = {}
+    for rule, name in RULES.items():
+        table = watch.trace(loss, rule=rule).influence(parts)
+        found[name] = _shares(table.shares)
+        found[f"{name}, weighted"] = _shares(table.by("gradient").shares)
+    return dict(sorted(found.items(), key=lambda item: item[0].endswith("weighted")))
+
+
+def _shares(shares: Mapping[str, float]) -> dict[str, float]:
+    return {name: 0.0 if isnan(share) else share for name, share in shares.items()}
+
+
+def _gradients(model: Competition, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
+    """Of the mean loss, by component; nothing is left in ``.grad``."""
+    loss = losses(model, batch).mean()
+    return {
+        name: torch.autograd.grad(
+            loss, tuple(part.parameters()), retain_graph=True, materialize_grads=True
+        )
+        for name, part in model.components.items()
+    }
+
+
+def _norm(gradients: Sequence[Tensor]) -> float:
+    return float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
