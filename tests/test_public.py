@@ -37,7 +37,8 @@ LAYERS: tuple[set[str], ...] = (
     {"watching"},
     {"check", "ablation", "dataset"},
     {"gradtrace"},
-    {"demo", "bench", "experiments"},
+    {"demo", "experiments"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 )
