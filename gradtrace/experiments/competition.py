@@ -11,12 +11,13 @@ Method: Train the network on language modelling (copy, Dyck words, counting, and
 at several steps trace the loss of single samples by both rules, and take each component's share of
 the paths of the embedding's elements. Train it anew without each component, and without each two:
 the same initial weights and batches for the rest, the average over the rest. *Samples to target*
-are those until the evaluation loss first is as low as ``target``: 90% of the way from the first
-loss of the full network to the lowest that it has in the first half of its budget. A network that
-does not get there within the budget counts as one that gets there at its end, so such ones are tied
-(censored, at most). Beside it the final loss, and the loss of the trained network at once with the
-component's output set to zero. Baselines: the norm of the gradient of the component's parameters,
-Σ |weight · gradient|, their number, and a random score, from the same samples.
+are those until the evaluation loss first is as low as the target: 90% of the way, on a logarithmic
+scale, from the first loss of the full network to the lowest of the first half of its budget. A
+network that does not get there within the budget is censored: it counts as one that gets there at
+the end of it, so that all such are tied, and dearer than any that gets there. Beside it the final
+loss, and the loss of the trained network at once with the component's output set to zero.
+Baselines: the norm of the gradient of the component's parameters, Σ |weight · gradient|, their
+number, and a random score, from the same samples.
 
 Seeds: one for each task and repetition, of weights, batches and samples; by default 10.
 
@@ -25,12 +26,10 @@ For components and data of your own see docs/competition.md; ``compete`` takes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from itertools import combinations
-from math import isnan
 from random import Random
 from typing import Any, TypeAlias
 
@@ -42,8 +41,9 @@ import gradtrace as gt
 from gradtrace.experiments.contest import conclude
 from gradtrace.experiments.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.languages import LANGUAGES, UNSCORED, Batch, Task
-from gradtrace.experiments.rivals import BASELINES, RULES
+from gradtrace.experiments.scores import Scores, scores
 from gradtrace.experiments.text import digest, words
+from gradtrace.experiments.training import descent, moments, plain
 
 __all__ = ["FULL", "QUICK", "SEEDS", "TIMED", "cells", "compete", "conclude", "measure"]
 
@@ -235,54 +235,38 @@ def trained(cell: Cell, components: Mapping[str, Factory], source: Task, tick: T
     """Train, and say how the loss went down; of the full network also what every measure says."""
     model = build(cell, components, source.vocabulary)
     held = source.evaluation(cell["evaluated"], _generator(cell, "evaluation"))
+    batches = _generator(cell, "batches")
     curve: list[tuple[int, float]] = []
-    scores: list[dict[str, Any]] = []
-    asked = set() if cell["removed"] else traced_steps(cell)
-    with _plain():
-        for step in _steps(model, source, cell):
+    found: list[dict[str, Any]] = []
+    asked = set() if cell["removed"] else moments(cell["steps"], cell["traced"])
+
+    def loss() -> Tensor:
+        return _loss(model, source.batch(cell["batch"], batches))
+
+    with plain():
+        for step in descent(model, loss, cell["steps"], cell["rate"]):
             if step % cell["every"] == 0 or step == cell["steps"]:
                 curve.append((step * cell["batch"], _evaluated(model, held)))
                 tick(f"{cell['task']} {cell['seed']} {_title(cell)}: loss {curve[-1][1]:.3f}")
             if step in asked:
-                scores.append({"step": step} | scored(model, source, cell, step))
-        result: Result = {"curve": curve, "scores": scores}
+                found.append({"step": step} | scored(model, source, cell, step))
+        result: Result = {"curve": curve, "scores": found}
         if not cell["removed"]:
             result["zeroed"] = zeroed(model, held)
             result["parameters"] = sum(p.numel() for p in model.parameters())
     return result
 
 
-@contextmanager
-def _plain() -> Iterator[None]:
-    """Without oneDNN, which takes three times as long as plain torch for a small GRU."""
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
+def scored(model: Competition, source: Task, cell: Cell, step: int) -> Scores:
+    """What every measure says of the components, on a few samples."""
+    batch = source.batch(cell["pairs"], _generator(cell, "traced", str(step)))
+    parts = {name: f"components.{name}" for name in model.components}
+    seed = _seed(cell, "random", str(step))
+    return scores(model, parts, lambda: losses(model, batch), seed)
 
 
 def _title(cell: Cell) -> str:
     return f"without {' and '.join(cell['removed'])}" if cell["removed"] else "full"
-
-
-def traced_steps(cell: Cell) -> set[int]:
-    """When to trace: at the first and the last step, and evenly between."""
-    last = max(cell["traced"] - 1, 1)
-    return {round(cell["steps"] * n / last) for n in range(cell["traced"])}
-
-
-def _steps(model: nn.Module, source: Task, cell: Cell) -> Iterator[int]:
-    """Train; gives the number of steps done, from 0 to the last."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=cell["rate"])
-    batches = _generator(cell, "batches")
-    yield 0
-    for step in range(1, cell["steps"] + 1):
-        optimizer.zero_grad()
-        _loss(model, source.batch(cell["batch"], batches)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        yield step
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -315,58 +299,3 @@ def zeroed(model: Competition, held: Batch) -> dict[str, float]:
         with gt.ablate(model, f"components.{name}"):
             found[name] = _evaluated(model, held)
     return found
-
-
-# Scores -------------------------------------------------------------------------------------------
-
-
-def scored(model: Competition, source: Task, cell: Cell, step: int) -> dict[str, Any]:
-    """``{measure: {component: score}}`` on a few samples."""
-    batch = source.batch(cell["pairs"], _generator(cell, "traced", str(step)))
-    random = Random(_seed(cell, "random", str(step)))
-    found = influences(model, batch)
-    names, parts = zip(*model.components.items())
-    norm, product, size, chance = BASELINES
-    gradients = _gradients(model, batch)
-    found[norm] = {n: _norm(gradients[n]) for n in names}
-    found[product] = {
-        n: sum(float((w.detach() * g).abs().sum()) for w, g in zip(part.parameters(), gradients[n]))
-        for n, part in zip(names, parts)
-    }
-    found[size] = {
-        n: float(sum(p.numel() for p in part.parameters())) for n, part in zip(names, parts)
-    }
-    found[chance] = {n: random.random() for n in names}
-    return found
-
-
-def influences(model: Competition, batch: Batch) -> dict[str, dict[str, float]]:
-    """The share of paths through each component, by both rules, by count and by gradient."""
-    parts = {name: f"components.{name}" for name in model.components}
-    with gt.watch(model) as watch:
-        loss = losses(model, batch)
-    found = {}
-    for rule, name in RULES.items():
-        table = watch.trace(loss, rule=rule).influence(parts)
-        found[name] = _shares(table.shares)
-        found[f"{name}, weighted"] = _shares(table.by("gradient").shares)
-    return dict(sorted(found.items(), key=lambda item: item[0].endswith("weighted")))
-
-
-def _shares(shares: Mapping[str, float]) -> dict[str, float]:
-    return {name: 0.0 if isnan(share) else share for name, share in shares.items()}
-
-
-def _gradients(model: Competition, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
-    """Of the mean loss, by component; nothing is left in ``.grad``."""
-    loss = losses(model, batch).mean()
-    return {
-        name: torch.autograd.grad(
-            loss, tuple(part.parameters()), retain_graph=True, materialize_grads=True
-        )
-        for name, part in model.components.items()
-    }
-
-
-def _norm(gradients: Sequence[Tensor]) -> float:
-    return float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt())

@@ -29,7 +29,7 @@ HALF = 0.5
 """The target is set by what the full network reaches in this part of its budget."""
 
 DROP = 0.9
-"""The target lies this far on the way from the first loss to the lowest."""
+"""The target lies this far on the way from the first loss to the lowest, in logarithms."""
 
 COSTS = {"samples": "samples to target", "final": "final loss", "zeroed": "loss at once"}
 """What a removal costs: log₂ of the ratio of samples; by how much the loss is higher."""
@@ -59,7 +59,7 @@ class Trial:
         """The loss to reach."""
         curve = self.curves[frozenset()]
         lowest = min(loss for samples, loss in curve if samples <= HALF * self.budget)
-        return curve[0][1] - DROP * (curve[0][1] - lowest)
+        return float(curve[0][1] ** (1 - DROP) * lowest**DROP)
 
     def samples(self, removed: Sequence[str] = ()) -> float:
         """How many it takes to get to the target; the budget if it does not."""

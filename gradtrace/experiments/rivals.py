@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan, sqrt
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gradtrace.experiments.findings import Plot, Series, Table
-from gradtrace.experiments.statistics import Floats, Interval, bootstrap, ranks
+from gradtrace.experiments.statistics import Floats, Interval, percentiles, ranks, resample
 
 RULES = {"greedy": "influence (greedy)", "viterbi": "influence (viterbi)"}
 """The two rules, as measures are called."""
@@ -67,18 +68,31 @@ Networks = Sequence[Network]
 def correlation(networks: Networks, measure: str, cost: str) -> Interval:
     """The rank correlation within rivals, and its interval over networks."""
     sums = _sums(networks, measure, cost)
-    return _bounded(bootstrap(range(len(sums)), lambda drawn: _rho(sums[list(drawn)])))
+    found = _interval(_rho(sums[None]), _rho(sums[_draws(sums)]))
+    return Interval(found.value, max(found.low, -1.0), min(found.high, 1.0))
 
 
 def difference(networks: Networks, first: str, second: str, cost: str) -> Interval:
     """By how much the correlation of one measure is above that of another, on the same networks."""
     a, b = _sums(networks, first, cost), _sums(networks, second, cost)
+    draws = _draws(a)
+    return _interval(_rho(a[None]) - _rho(b[None]), _rho(a[draws]) - _rho(b[draws]))
 
-    def statistic(drawn: Sequence[int]) -> float:
-        chosen = list(drawn)
-        return _rho(a[chosen]) - _rho(b[chosen])
 
-    return bootstrap(range(len(a)), statistic)
+def mean(values: Sequence[float]) -> Interval:
+    """The mean over networks, with its interval."""
+    array = np.asarray(values, dtype=np.float64)
+    return _interval(array[None].mean(1), array[_draws(array)].mean(1))
+
+
+def _draws(values: Floats) -> npt.NDArray[np.int64]:
+    """Draws of networks; none where there is but one, which tells nothing of others."""
+    return resample(len(values), rounds=2000 if len(values) > 1 else 0)
+
+
+def _interval(value: Floats, draws: Floats) -> Interval:
+    """Of a statistic: its value on all networks (in a row of one), and on draws of them."""
+    return percentiles(float(value[0]), draws)
 
 
 def hits(networks: Networks, measure: str, cost: str) -> tuple[float, float]:
@@ -115,13 +129,12 @@ def _centred(values: Sequence[float]) -> Floats:
     return found
 
 
-def _rho(sums: Floats) -> float:
-    both, first, second = sums.sum(0).tolist()
-    return both / sqrt(first * second) if first and second else nan
-
-
-def _bounded(interval: Interval) -> Interval:
-    return Interval(interval.value, max(interval.low, -1.0), min(interval.high, 1.0))
+def _rho(sums: Floats) -> Floats:
+    """Of every draw of networks, (draws, networks, 3); nan where nothing differs."""
+    both, first, second = np.moveaxis(sums.sum(1), -1, 0)
+    norm = np.sqrt(first * second)
+    found: Floats = np.divide(both, norm, out=np.full_like(norm, nan), where=norm > 0)
+    return found
 
 
 # Words --------------------------------------------------------------------------------------------
@@ -180,9 +193,9 @@ def sentence(networks: Networks, cost: str, what: str) -> str:
     others = [f"{name} {correlation(networks, name, cost)}" for name in BASELINES]
     beside = "; ".join(against(networks, rule, cost) for rule in RULES)
     return (
-        f"Does influence predict {what}? {capital('; '.join(rules))} [rank correlation among rivals "
-        f"over {n} networks, 95% interval]. Baselines: {', '.join(others)}. By paired differences, "
-        f"{beside}."
+        f"Does influence predict {what}? {capital('; '.join(rules))} [rank correlation among "
+        f"rivals over {n} networks, 95% interval]. Baselines: {', '.join(others)}. By paired "
+        f"differences, {beside}."
     )
 
 
@@ -242,8 +255,9 @@ def _ends(interval: Interval) -> tuple[float | None, float | None]:
 
 def bars(networks: Networks, cost: str, title: str) -> Plot:
     """The correlation of every measure."""
-    names = measures(networks)
-    found = [correlation(networks, name, cost) for name in names]
+    every = {name: correlation(networks, name, cost) for name in measures(networks)}
+    names = [name for name, each in every.items() if not isnan(each.value)]
+    found = [every[name] for name in names]
     series = Series(
         "rank correlation, 95% interval",
         names,
@@ -274,11 +288,3 @@ def numbers(networks: Networks, costs: Iterable[str]) -> dict[str, Any]:
 
 def _plain(x: float) -> float | None:
     return round(float(x), 6) if np.isfinite(x) else None
-
-
-def mean(values: Sequence[float]) -> Interval:
-    """The mean over networks, with its interval."""
-    array = np.asarray(values, dtype=np.float64)
-    if not len(array):
-        return Interval(nan, -np.inf, np.inf)
-    return bootstrap(range(len(array)), lambda drawn: float(array[list(drawn)].mean()))
