@@ -23,7 +23,7 @@ PUBLIC = {
 
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout"},
-    {"einsum", "kernels", "autograd", "tables", "files", "marks", "standins"},
+    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins"},
     {"semirings", "labels"},
     {"maps", "atlas", "hooks", "passes", "testing"},
     {"linear", "program", "nodes", "schedules"},

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradtrace.experiments.branching import ENDS, branching
+from gradtrace.experiments.layers import network
 
 
 class Problem(NamedTuple):
@@ -133,11 +134,7 @@ SMALL = (
 
 def deep(layers: int) -> Problem:
     """Figure 1.2: 10 in, 20 units a layer, 15 out, tanh, one sample."""
-    parts: list[nn.Module] = []
-    for a, b in pairwise([10, *[20] * layers]):
-        parts += [nn.Linear(a, b), nn.Tanh()]
-    model = nn.Sequential(*parts, nn.Linear(20, 15))
-    return _fit(model, torch.randn(1, 10), torch.randn(1, 15))
+    return _fit(*network(layers, seed=0))
 
 
 def branched(seed: int, layers: int = 1) -> Problem:

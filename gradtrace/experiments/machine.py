@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -26,7 +27,7 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Of Python and of all packages that take part."""
     found = {
         "Python": platform.python_version(),
@@ -34,7 +35,7 @@ def versions() -> dict[str, str]:
         "gradtrace": gradtrace.__version__,
         "kernels": contract.isa() or "plain torch",
     }
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
