@@ -37,12 +37,14 @@ from gradtrace.experiments.contest import COSTS, Trial
 from gradtrace.experiments.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.rivals import (
     BASELINES,
+    FEWEST,
     RULES,
     Network,
     Rivals,
     bars,
     correlation,
     correlations,
+    counted,
     differences,
     numbers,
     sentence,
@@ -249,6 +251,8 @@ def _matched(equal: Sequence[Network]) -> str:
     """The verdict where size cannot help, in words."""
     if not equal:
         return "No two sides were of equal size."
+    if len(equal) < FEWEST:
+        return f"With sides of equal size, {counted(len(equal))} too few to tell."
     diamonds = sum(len(network.rivals) for network in equal)
     parts = []
     for rule, name in RULES.items():

@@ -29,8 +29,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import combinations
+from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -38,6 +41,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import gradtrace as gt
+from gradtrace.errors import GradtraceError
 from gradtrace.experiments.contest import conclude
 from gradtrace.experiments.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.languages import LANGUAGES, UNSCORED, Batch, Task
@@ -90,12 +94,15 @@ TIMED = False
 
 def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
     """One for each task, seed and set of removed components, from none to all but one."""
-    chosen = settings["components"]
-    names = list(chosen)
+    names = [named(each) for each in settings["components"]]
     most = min(settings["removed"], len(names) - 1)
+    if most < 1 or len(set(names)) < len(names):
+        raise GradtraceError(
+            "a competition takes two components or more, of different names, and removes at least "
+            f"one; got {', '.join(names)} and removed={settings['removed']}"
+        )
     shared = {key: value for key, value in settings.items() if key not in ("tasks", "removed")}
-    if settings.get("text"):
-        shared["digest"] = digest(settings["text"])
+    shared["names"], shared["files"] = names, _files(settings)
     return [
         shared | {"task": task, "seed": seed, "removed": list(removed)}
         for task in _tasks(settings)
@@ -105,14 +112,25 @@ def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
     ]
 
 
+def _files(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The files that take part, and what tells whether they are still the same."""
+    places = [each.partition(":")[0] for each in (*settings["components"], *settings["tasks"])]
+    found = [place for place in places if place.endswith(".py")]
+    found += [settings["text"]] if settings["text"] else []
+    return {place: digest(place) for place in sorted(set(found))}
+
+
 def _tasks(settings: Mapping[str, Any]) -> list[str]:
     """The tasks, and the words of a file if there is one."""
     tasks = list(settings["tasks"])
-    return tasks + ["text"] if settings.get("text") and "text" not in tasks else tasks
+    return [*tasks, "text"] if settings["text"] and "text" not in tasks else tasks
 
 
 def measure(cell: Cell, tick: Tick) -> Result:
     """Train one network, and measure it: the full one is traced, too."""
+    for place, seen in cell["files"].items():
+        if digest(place) != seen:
+            raise GradtraceError(f"{place} has changed since the experiment began; begin it anew")
     return trained(cell, factories(cell["components"]), task(cell), tick)
 
 
@@ -139,7 +157,7 @@ def compete(
     asked = {"components": list(made)} | ({} if tasks is None else {"tasks": list(tasks)})
     unknown = settings.keys() - QUICK.keys()
     if unknown:
-        raise ValueError(f"no setting {sorted(unknown)[0]!r}; there are {', '.join(QUICK)}")
+        raise GradtraceError(f"no setting {sorted(unknown)[0]!r}; there are {', '.join(QUICK)}")
     rows = []
     for cell in cells({**QUICK, **settings, **asked}, seeds):
         source = named.get(cell["task"]) or task(cell)
@@ -150,43 +168,56 @@ def compete(
 # What takes part ----------------------------------------------------------------------------------
 
 
-def factories(chosen: Sequence[str] | Mapping[str, str]) -> dict[str, Factory]:
-    """The components of a cell: names of ours, or ``{name: "module:function"}``."""
-    if not isinstance(chosen, Mapping):
-        chosen = {name: name for name in chosen}
-    return {name: _factory(where) for name, where in chosen.items()}
+def named(where: str) -> str:
+    """The name of a component: that of the function that makes it.
+
+    >>> named("lstm"), named("mine.py:attention")
+    ('lstm', 'attention')
+    """
+    return where.rpartition(":")[2]
 
 
-def _factory(where: str) -> Factory:
-    if where in COMPONENTS:
-        return COMPONENTS[where]
-    found: Factory = _imported(where, f"a component is one of {', '.join(COMPONENTS)}")
-    return found
+def factories(chosen: Sequence[str]) -> dict[str, Factory]:
+    """The components of a cell: names of ours, ``"file.py:function"`` or ``"module:function"``."""
+    known = f"a component is one of {', '.join(COMPONENTS)}"
+    return {named(each): COMPONENTS.get(each) or _imported(each, known) for each in chosen}
 
 
 def task(cell: Mapping[str, Any]) -> Task:
-    """The task of a cell: a language, ``"text"``, or ``"module:function"``."""
+    """The task of a cell: a language, ``"text"``, or a function of yours that gives one."""
     name = cell["task"]
     if name in LANGUAGES:
         return LANGUAGES[name]()
     if name == "text":
-        return _text(cell["text"], cell["vocabulary"], cell.get("digest"))
+        return _text(cell["text"], cell["vocabulary"])
     found: Task = _imported(name, f"a task is one of {', '.join(LANGUAGES)}, text")()
     return found
 
 
 @lru_cache(maxsize=1)
-def _text(file: str | None, most: int, seen: str | None) -> Task:
-    if file and digest(file) != seen:
-        raise ValueError(f"{file} is not the text that the experiment began with; begin it anew")
+def _text(file: str | None, most: int) -> Task:
     return words(file, most=most)
 
 
+@lru_cache
 def _imported(where: str, known: str) -> Any:
-    module, _, name = where.partition(":")
+    place, _, name = where.partition(":")
     if not name:
-        raise ValueError(f"{known}, or 'module:function', not {where!r}")
-    return getattr(import_module(module), name)
+        raise GradtraceError(f"{known}, or 'file.py:function', not {where!r}")
+    module = _loaded(place) if place.endswith(".py") else import_module(place)
+    if not hasattr(module, name):
+        raise GradtraceError(f"there is no {name!r} in {place}")
+    return getattr(module, name)
+
+
+def _loaded(file: str) -> ModuleType:
+    """A file of the user's, as a module."""
+    spec = spec_from_file_location(f"competition_{Path(file).stem}", file)
+    if spec is None or spec.loader is None or not Path(file).is_file():
+        raise GradtraceError(f"there is no file {file!r} (in {Path.cwd()})")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Competition(nn.Module):

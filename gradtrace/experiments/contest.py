@@ -129,7 +129,7 @@ def trials(rows: Sequence[Row]) -> list[Trial]:
     found = []
     for (task, seed), group in sorted(groups.items()):
         by = {frozenset(row.cell["removed"]): row for row in group}
-        names = tuple(group[0].cell["components"])
+        names = tuple(group[0].cell["names"])
         if {frozenset(), *(frozenset([name]) for name in names)} <= by.keys():
             full = by[frozenset()].result
             curves = {removed: row.result["curve"] for removed, row in by.items()}
@@ -172,7 +172,7 @@ def _introduction(found: Sequence[Trial]) -> str:
     seeds = len({trial.seed for trial in found})
     singles = [trial.censored([name]) for trial in found for name in trial.names]
     return (
-        f"{len(found)} networks of {', '.join(found[0].names)} side by side ({', '.join(tasks)}; "
+        f"{len(found)} network{'s' * (len(found) > 1)} of {', '.join(found[0].names)} side by side ({', '.join(tasks)}; "
         f"{seeds} seed{'s' * (seeds > 1)}), each trained again with parts of them removed; "
         f"{sum(singles)} of {len(singles)} without one did not reach the target in the budget."
     )
@@ -288,12 +288,13 @@ def _chain(found: Sequence[Trial]) -> str:
         orders = [trial.order(measure) for trial in found]
         ratio = mean([log2(t.samples(o[:1]) / t.samples(o[-1:])) for t, o in zip(found, orders)])
         low, high = (2.0**x for x in ratio[1:])
-        sure = ratio.sign and len(found) >= FEWEST
-        word = "" if sure else ", which may be chance"
-        parts.append(f"{2**ratio.value:.2f} times by {rule} ([{low:.2f}, {high:.2f}]{word})")
+        chance = "" if ratio.sign else ", which may be chance"
+        few = len(found) < FEWEST
+        sure = "" if few else f" ([{low:.2f}, {high:.2f}]{chance})"
+        parts.append(f"{2**ratio.value:.2f} times by {rule}{sure}")
     return (
-        "Without the most influential component a network needs as many samples as without the "
-        f"least influential one {' and '.join(parts)}."
+        "The samples that a network needs without its most influential component are those that "
+        f"it needs without its least influential one {' and '.join(parts)}."
     )
 
 

@@ -18,6 +18,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Generator, Tensor
 
+from gradtrace.errors import GradtraceError
+
 UNSCORED = -100
 """The target where nothing is asked; ``cross_entropy`` leaves it out."""
 
@@ -113,7 +115,7 @@ def dyck(length: int = 12, kinds: int = 2) -> Task:
     A fair coin says whether a bracket opens or closes, where both are possible.
     """
     if length % 2:
-        raise ValueError(f"brackets come in pairs, so length is even, not {length}")
+        raise GradtraceError(f"brackets come in pairs, so length is even, not {length}")
 
     def word(source: Random) -> Word:
         begin, open_, tokens = 2 * kinds, list[int](), list[int]()

@@ -175,7 +175,7 @@ def against(networks: Networks, rule: str, cost: str) -> str:
     words: dict[str, list[str]] = {"better than": [], "worse than": [], "not told apart from": []}
     for baseline in BASELINES:
         sign = difference(networks, RULES[rule], baseline, cost).sign
-        if len(networks) < FEWEST or not sign:
+        if not sign:
             words["not told apart from"].append(baseline)
         else:
             words["better than" if sign > 0 else "worse than"].append(baseline)
@@ -185,18 +185,30 @@ def against(networks: Networks, rule: str, cost: str) -> str:
 
 def sentence(networks: Networks, cost: str, what: str) -> str:
     """Both rules, and both against the baselines; ``what`` is the cost in words."""
-    n = len(networks)
-    rules = [
-        stated(f"influence by {rule}", correlation(networks, name, cost), n)
-        for rule, name in RULES.items()
-    ]
-    others = [f"{name} {correlation(networks, name, cost)}" for name in BASELINES]
+    question, n = f"Does influence predict {what}?", len(networks)
+    found = {name: correlation(networks, name, cost) for name in (*RULES.values(), *BASELINES)}
+    if n < FEWEST:
+        values = [f"{name} {each.value:.2f}" for name, each in found.items()]
+        return (
+            f"{question} {counted(n)} too few to tell; it takes {FEWEST}, and many more to be "
+            f"sure. Rank correlations of these: {', '.join(values)}."
+        )
+    rules = [stated(f"influence by {rule}", found[name], n) for rule, name in RULES.items()]
+    others = [f"{name} {found[name]}" for name in BASELINES]
     beside = "; ".join(against(networks, rule, cost) for rule in RULES)
     return (
-        f"Does influence predict {what}? {capital('; '.join(rules))} [rank correlation among "
-        f"rivals over {n} networks, 95% interval]. Baselines: {', '.join(others)}. By paired "
-        f"differences, {beside}."
+        f"{question} {capital('; '.join(rules))} [rank correlation among rivals over {n} networks, "
+        f"95% interval]. Baselines: {', '.join(others)}. By paired differences, {beside}."
     )
+
+
+def counted(networks: int) -> str:
+    """How many there are.
+
+    >>> counted(1), counted(2)
+    ('1 network is', '2 networks are')
+    """
+    return "1 network is" if networks == 1 else f"{networks} networks are"
 
 
 def capital(text: str) -> str:

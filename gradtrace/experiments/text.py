@@ -17,6 +17,7 @@ from random import Random
 import torch
 from torch import Generator, Tensor
 
+from gradtrace.errors import GradtraceError
 from gradtrace.experiments.languages import Batch, Draw, Task
 
 UNKNOWN = "<unk>"
@@ -106,7 +107,17 @@ def vocabulary(pieces: list[str], most: int) -> dict[str, int]:
 
 def digest(file: str | Path) -> str:
     """What tells one text from another."""
+    if not Path(file).is_file():
+        raise GradtraceError(f"there is no file {str(file)!r} (in {Path.cwd()})")
     return sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+def read(file: str | Path) -> str:
+    """The text of a file."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise GradtraceError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def words(
@@ -122,11 +133,11 @@ def words(
     >>> task.vocabulary, task.batch(3, torch.Generator()).tokens.shape
     (20, torch.Size([3, 5]))
     """
-    text = story() if file is None else Path(file).read_text(encoding="utf-8")
+    text = story() if file is None else read(file)
     pieces = split(text)
     cut = round(len(pieces) * (1 - held))
     if min(cut, len(pieces) - cut) <= length:
-        raise ValueError(
+        raise GradtraceError(
             f"{file or 'the story'} has {len(pieces):,} words; {length} in a sample and {held:.0%} "
             "for evaluation take more: give a longer text, or a smaller length"
         )
