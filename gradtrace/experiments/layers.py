@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.nn.utils import skip_init
 
 import gradtrace as gt
 from gradtrace.experiments.findings import (
@@ -82,7 +81,7 @@ def network(layers: int, seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
     parts: list[nn.Module] = []
     for a, b in pairwise([INPUTS, *[UNITS] * layers, OUTPUTS]):
-        affine = skip_init(nn.Linear, a, b)  # takes no global random numbers
+        affine = nn.Linear(a, b, device="meta").to_empty(device="cpu")  # draws no numbers itself
         nn.init.orthogonal_(affine.weight, generator=random)
         nn.init.zeros_(affine.bias)
         parts += [affine, nn.Tanh()]

@@ -109,5 +109,5 @@ def _together() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         raise GradtraceError(
             "another rank ended, or never started; rows that are written are kept, and the same "
-            f"command goes on from there ({' '.join(str(error).split())[:200]})"
+            "command goes on from there"
         ) from error
