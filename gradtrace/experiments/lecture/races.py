@@ -199,7 +199,7 @@ def _plot(problem: str, groups: Mapping[tuple[str, str], Sequence[Row]]) -> Plot
         "optimisers-" + ("valley" if problem == "valley" else "program"),
         f"Optimisers on {'a valley' if problem == 'valley' else problem}, one seed, best rate",
         "updates",
-        "excess loss, as a share of that at the start",
+        "excess loss ÷ that at the start",
         tuple(series),
         log_y=True,
     )

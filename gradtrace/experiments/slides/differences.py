@@ -173,10 +173,9 @@ def _plots(curves: Mapping[tuple[str, str, str], Sequence[Result]]) -> list[Plot
                 geometric([max(e, 1e-17) for e in one])
                 for one in zip(*(r["errors"] for r in results))
             ]
-            label = f"{scheme}, {kind}"
-            series.append(Series(label, results[0]["steps"], errors))
-            best, least = best_step(scheme, kind), least_error(scheme, kind)
-            series.append(Series(f"{label}: ε rule", [best], [least], style="points"))
+            series.append(Series(f"{scheme}, {kind}", results[0]["steps"], errors))
+        rule = [(best_step(s, k), least_error(s, k)) for name, k, s in sorted(curves) if name == of]
+        series.append(Series("by theory", *map(list, zip(*rule)), style="points"))
         title = "sin(5·exp(x))" if of == "wave" else "a network's loss"
         plots.append(
             Plot(
