@@ -174,8 +174,9 @@ def _plots(curves: Mapping[tuple[str, str, str], Sequence[Result]]) -> list[Plot
                 for one in zip(*(r["errors"] for r in results))
             ]
             series.append(Series(f"{scheme}, {kind}", results[0]["steps"], errors))
-        rule = [(best_step(s, k), least_error(s, k)) for name, k, s in sorted(curves) if name == of]
-        series.append(Series("by theory", *map(list, zip(*rule)), style="points"))
+        ways = [(scheme, kind) for name, kind, scheme in sorted(curves) if name == of]
+        best = [best_step(*way) for way in ways]
+        series.append(Series("by theory", best, [least_error(*w) for w in ways], style="points"))
         title = "sin(5·exp(x))" if of == "wave" else "a network's loss"
         plots.append(
             Plot(
