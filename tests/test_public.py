@@ -22,7 +22,7 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout"},
+    {"shapes", "errors", "layout", "trends"},
     {"einsum", "kernels", "autograd", "tables", "files", "marks", "standins"},
     {"semirings", "labels"},
     {"maps", "atlas", "hooks", "passes", "testing"},
