@@ -108,10 +108,7 @@ def theil_sen(x: Numbers, y: Numbers, level: float = LEVEL, inflation: float = 1
     if not len(slopes):
         return Interval(nan, -inf, inf)
     spread = sqrt(inflation * _variance(len(a), groups(a), groups(b)))
-    width = quantile(level) * spread
-    upper = min(round((len(slopes) + width) / 2), len(slopes) - 1)
-    lower = max(round((len(slopes) - width) / 2) - 1, 0)
-    return Interval(float(np.median(slopes)), float(slopes[lower]), float(slopes[upper]))
+    return _middle(slopes, quantile(level) * spread)
 
 
 def mann_kendall(y: Numbers, inflation: float = 1.0) -> Kendall:
@@ -155,6 +152,40 @@ def trend(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Trend:
     slope = theil_sen(a, b, inflation=factor)
     test = mann_kendall(b, factor)
     return Trend(slope, test.p, float(np.median(b)), factor, len(b))
+
+
+def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
+    """The trend that series of equal kind have in common, each as a share of its own median.
+
+    The regional Kendall test: slopes are taken within each series and their median over all; S and
+    its variance (inflated for each as in ``trend``) add up, as the series are independent. x counts
+    the numbers of a series.
+
+    >>> found = pooled([[2.0 + 0.02 * i for i in range(50)], [40.0 + 0.4 * i for i in range(50)]])
+    >>> found.sign, round(found.slope.value, 4)
+    (1, 0.0067)
+    """
+    slopes, factors, s, variance, points = [], [], 0, 0.0, 0
+    for numbers in series:
+        b = floats(numbers)
+        if len(b) < FEW:
+            continue
+        a, b = (
+            medians(np.arange(len(b), dtype=np.float64), blocks),
+            medians(b, blocks) / np.median(b),
+        )
+        each = _slopes(a, b)
+        factors.append(inflation_of(b - float(np.median(each)) * a))
+        s += mann_kendall(b).s
+        variance += factors[-1] * _variance(len(b), groups(b))
+        points += len(b)
+        slopes.append(each)
+    if not slopes:
+        return Trend(Interval(nan, -inf, inf), 1.0, 1.0, 1.0, 0)
+    every = np.sort(np.concatenate(slopes))
+    slope = _middle(every, quantile(LEVEL) * sqrt(variance))
+    z = float(s - np.sign(s)) / sqrt(variance) if variance else 0.0
+    return Trend(slope, erfc(abs(z) / sqrt(2)), 1.0, float(np.mean(factors)), points)
 
 
 def shift(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Shift | None:
@@ -235,6 +266,13 @@ def _slopes(x: Floats, y: Floats) -> Floats:
         dx = x[i + 1 :] - x[i]
         parts.append((y[i + 1 :] - y[i])[dx > 0] / dx[dx > 0])
     return np.sort(np.concatenate(parts)) if parts else np.empty(0)
+
+
+def _middle(slopes: Floats, width: float) -> Interval:
+    """The median of sorted slopes, and those half of ``width`` places to its left and right."""
+    upper = min(round((len(slopes) + width) / 2), len(slopes) - 1)
+    lower = max(round((len(slopes) - width) / 2) - 1, 0)
+    return Interval(float(np.median(slopes)), float(slopes[lower]), float(slopes[upper]))
 
 
 def _variance(n: int, *tied: npt.NDArray[Any]) -> float:
