@@ -24,11 +24,6 @@ BLOCKS = 32
 FEW = 10
 """A series of fewer numbers tells nothing about its trend."""
 
-ALIKE = 0.9
-"""The most that neighbouring blocks are taken to have in common. Past this, noise that wanders and
-a trend look the same, and a series that always rises would be told to be noise.
-"""
-
 APART = 0.95
 """Two parts of a series differ if in so many pairs the later number is the larger, or smaller."""
 
@@ -163,7 +158,7 @@ def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
 
     >>> found = pooled([[2.0 + 0.02 * i for i in range(50)], [40.0 + 0.4 * i for i in range(50)]])
     >>> found.sign, round(found.slope.value, 4)
-    (1, 0.0067)
+    (1, 0.008)
     """
     slopes, factors, s, variance, points = [], [], 0, 0.0, 0
     for numbers in series:
@@ -231,16 +226,20 @@ def inflation_of(rest: Numbers) -> float:
     """How much larger the likeness of neighbours makes the variance of a trend's test.
 
     ρ is the lag-1 correlation of the ranks of what a trend leaves over; a short series shows too
-    little of it, ``E ρ̂ ≈ ρ - (2 + 4ρ)/n``, which is put right (Marriott and Pope, 1954).
+    little of it, ``E ρ̂ ≈ ρ - (2 + 4ρ)/n``, which is put right (Marriott and Pope, 1954). It is
+    never so large that a series which always rises would have no trend, though noise that wanders
+    and a trend look much the same then.
     """
     r = ranks(rest) - (len(rest) + 1) / 2
     n, whole = len(r), float(r @ r)
     if n < 5 or not whole:
         return 1.0
     rho = (n * float(r[1:] @ r[:-1]) / whole + 2) / (n - 4)
-    rho = min(max(rho, 0.0), ALIKE)
+    rho = min(max(rho, 0.0), 1.0)
     lags = np.arange(1, n)
-    return 1 + 2 * float(((1 - lags / n) * rho**lags).sum())
+    factor = 1 + 2 * float(((1 - lags / n) * rho**lags).sum())
+    surest = (n * (n - 1) / 2 - 1) / sqrt(_variance(n))
+    return min(factor, max(1.0, 0.9 * (surest / quantile(LEVEL)) ** 2))
 
 
 def ranks(values: Numbers) -> Floats:

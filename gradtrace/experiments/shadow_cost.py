@@ -77,8 +77,10 @@ WARM = 20
 SOURCE = 0.6
 """By what share the source's time per epoch grew."""
 
-SMALL = 0.05
-"""If the interval of a change ends below this share, there is none to speak of."""
+SLIGHT, SMALL = 0.01, 0.05
+"""A change below the first share is slight, though it be sure; if its interval ends below the
+second, there is none to speak of.
+"""
 
 STILL = 0.1
 """Objects a batch: less is no leak."""
@@ -286,117 +288,6 @@ class Measured:
         self.raw = pooled([times[self.batches :] for times in self.times])
         self.trend = pooled(ratios)
         self.epochs = pooled([np.median(self.rounds(some), axis=1) for some in ratios])
-        self.difference = max(self.difference, _difference(found, expected))
-        with torch.no_grad():
-            for parameter, gradient in zip(self.parameters, found):
-                parameter.sub_(gradient, alpha=self._rate)
-
-    def _engine(self) -> Callable[[Tensor], Sequence[Tensor]]:
-        if self.name in ("torch", "kept", "hooks"):
-            return {"torch": self._torch, "kept": self._keep, "hooks": self._hook}[self.name]
-        names = dict(self.net.named_parameters())
-
-        def run(loss: Tensor) -> Sequence[Tensor]:
-            found = gt.backward(loss, names=names, schedule=self.name)
-            return [found[name] for name in names]
-
-        return run
-
-    def _torch(self, loss: Tensor, keep: bool = False) -> Sequence[Tensor]:
-        return torch.autograd.grad(loss, self.parameters, retain_graph=keep)
-
-    def _keep(self, loss: Tensor) -> Sequence[Tensor]:
-        self._kept.append(loss)
-        return self._torch(loss)
-
-    def _hook(self, loss: Tensor) -> Sequence[Tensor]:
-        self.parameters[0].register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
-        return self._torch(loss)
-
-
-class Control:
-    """A pass over one graph, always the same: what it takes is the state of the machine."""
-
-    def __init__(self, cell: Cell, data: tuple[Tensor, Tensor]) -> None:
-        self.batch = x, y = data[0][: cell["batch"]], data[1][: cell["batch"]]
-        net = network(cell, x.shape[1])
-        self._loss = F.cross_entropy(net(x), y)
-        self._parameters = list(net.parameters())
-        self.timing: gt.timing[None] = gt.timing(share=0)
-
-    def step(self) -> None:
-        """Once more."""
-        with self.timing.step():
-            torch.autograd.grad(self._loss, self._parameters, retain_graph=True)
-
-
-def network(cell: Cell, inputs: int, classes: int = 10) -> nn.Sequential:
-    """The source's network; the softmax is in the loss."""
-    torch.manual_seed(cell["seed"])
-    hidden, dropout = cell["hidden"], cell["dropout"]
-    return nn.Sequential(
-        *(nn.Linear(inputs, hidden), nn.ReLU(), nn.Dropout(dropout)),
-        *(nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(dropout)),
-        nn.Linear(hidden, classes),
-    )
-
-
-def _batches(
-    cell: Cell, data: tuple[Tensor, Tensor], epoch: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(cell["seed"] + 1000 * epoch)
-    order = torch.randperm(len(data[0]), generator=generator)
-    whole = len(order) // cell["batch"] * cell["batch"]
-    for some in torch.split(order[:whole], cell["batch"]):
-        yield data[0][some], data[1][some]
-
-
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference, as a share of the largest gradient."""
-    apart = max(float((a - b).abs().max()) for a, b in zip(found, expected))
-    return apart / max(float(b.abs().max()) for b in expected)
-
-
-def _rounded(times: Sequence[float]) -> list[float]:
-    return [round(seconds, 7) for seconds in times]
-
-
-# What came out ------------------------------------------------------------------------------------
-
-
-def conclude(rows: Sequence[Row]) -> Findings:
-    """Whose time grows, by how much, and what lives longer than it should."""
-    rows = sorted(rows, key=lambda row: (row.cell["group"], row.cell["seed"]))
-    groups = [group for group in GROUPS if any(row.cell["group"] == group for row in rows)]
-    names = [name for group in groups for name in GROUPS[group]]
-    found = {name: Measured(name, _rows(rows, name)) for name in names}
-    cell, result = rows[0]
-    steps = len(result["times"][CONTROL])
-    leaks = [found[name] for name in ("kept", "hooks") if name in found]
-    honest = [found[name] for name in GROUPS["honest"] if name in found]
-    start = f"Over {cell['epochs']} epochs ({steps:,} batches)"
-    parts = [*_honest(start, honest), *(one.leak() for one in leaks)]
-    return Findings(
-        " ".join(parts),
-        (_table(found.values(), rows), _epochs(found.values())),
-        tuple(_plots(list(found.values()), result["batches"])),
-        _facts(found, rows, steps),
-    )
-
-
-class Measured:
-    """What was measured of one engine, over all seeds."""
-
-    def __init__(self, name: str, rows: Sequence[Row]) -> None:
-        self.name, self.word, self.rows = name, WORDS[name], rows
-        self.times = [np.array(row.result["times"][name]) for row in rows]
-        self.control = [np.array(row.result["times"][CONTROL]) for row in rows]
-        self.batches = int(rows[0].result["batches"])
-        self.raw = pooled([times[WARMUP:] for times in self.times])
-        self.trend = pooled([(a / b)[WARMUP:] for a, b in zip(self.times, self.control)])
-        self.epochs = pooled(
-            [a / b for a, b in zip(self.sums(self.times), self.sums(self.control))]
-        )
         self.difference = max(float(row.result["differences"][name]) for row in rows)
 
     @property
@@ -450,12 +341,14 @@ class Measured:
         memory = self.rate(MEMORY)
         if memory is not None and memory.low > 0:
             more.append(f"{memory.value / 1024:.1f} KiB")
-        gains = f"leaves {' and '.join(more)} behind in each batch" if more else "leaves no trace"
+        gains = f"leaves {', '.join(more)} behind in each batch" if more else "leaves no trace"
         return f"The {self.word.replace('leak:', 'leak where')} {gains}; its time {_told(self)}."
 
 
 def _verdict(trend: Trend, change: Interval, tests: int) -> str:
     if trend.sign and trend.p < 0.05 / tests:
+        if abs(change.value) < SLIGHT:
+            return "hardly changes"
         return "grows" if trend.sign > 0 else "falls"
     return "does not grow" if change.high < SMALL else "cannot be told"
 
@@ -487,7 +380,7 @@ def _honest(start: str, honest: Sequence[Measured]) -> Iterator[str]:
     elif unsure:
         yield "So no slow-down was seen, but these times do not rule one out everywhere."
     else:
-        yield "So there is no shadow cost here, against what the source reports."
+        yield "So there is no shadow cost to speak of, against what the source reports."
     which = "all" if len(beyond) == len(honest) else f"{len(beyond)} of {len(honest)}"
     yield f"The source's factor of 1.6 lies beyond {which} of these intervals."
     rate = honest[0].rate(OBJECTS)
