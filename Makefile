@@ -4,7 +4,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 
-.PHONY: demo test lint bench sanitize clean
+.PHONY: demo test lint bench experiments sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
@@ -19,6 +19,10 @@ lint: $(VENV)/.developed
 
 bench: $(VENV)/.developed
 	$(BIN)/gradtrace bench --out docs/benchmarks.md --figures docs/figures
+
+# All experiments in their quick form, on one page. The full ones: gradtrace experiment NAME.
+experiments: $(VENV)/.developed
+	$(BIN)/gradtrace experiment --all --quick --out out/experiments --workers 2
 
 # The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself leaks.
 SANITIZED = $(wildcard tests/test_contract.py tests/test_steps.py)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gradtrace import autograd, engine
-from gradtrace.atlas import Atlas, Gradients
+from gradtrace.atlas import Atlas, Gradients, Lazy
 from gradtrace.capture import DENSE_LIMIT, record
 from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, Unsupported
 from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
@@ -20,6 +21,8 @@ from gradtrace.program import Program
 from gradtrace.schedules import walk
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
+
+T = TypeVar("T")
 
 
 def graph(loss: Tensor, *, names: Mapping[str, Tensor] | None = None) -> Graph:
@@ -181,7 +184,7 @@ def backward_of(
         values = engine.run(record(loss, seed, atlas, watch, schedule, bare=True), semiring)
         found = list(values.items())
     RECENT.refresh()
-    named = _named(found, atlas, loss)
+    named = Gradients(*_named(found, atlas, loss))
     if leaves is not None:
         named = Gradients({name: named[name] for name in leaves})
     if semiring is SUM and nonfinite == "raise":
@@ -216,20 +219,22 @@ def trace_of(
     opaque = granularity == "operator"
     recorded = record(loss, seed, atlas, watch, "kahn", dense_limit, opaque, room(atlas))
     RECENT.refresh()
-    found = [(leaf.tensor, leaf.gradient) for leaf in recorded.leaves]
-    named, labels = _named(found, atlas, loss), _labels(found, atlas, loss)
+    found = [(leaf.tensor, leaf) for leaf in recorded.leaves]
+    named, others = _named(found, atlas, loss)
+    gradients = Lazy({name: leaf.compute for name, leaf in named.items()}, others)
     if nonfinite == "raise":
-        _refuse_nonfinite(loss, seed, atlas, watch, named)
-    names = {leaf.value: labels[id(leaf.tensor)] for leaf in recorded.leaves}
+        doubtful = [name for name, leaf in named.items() if not leaf.surely_finite]
+        _refuse_nonfinite(loss, seed, atlas, watch, {name: gradients[name] for name in doubtful})
+    names = {leaf.value: name for name, leaf in named.items()}
     aliases: dict[str, tuple[str, ...]] = {}
-    for other, name in named.aliases.items():
+    for other, name in others.items():
         aliases[name] = (*aliases.get(name, ()), other)
-    return Trace(recorded, named, rule, granularity, loss.numel(), modules, names, aliases)
+    return Trace(recorded, gradients, rule, granularity, loss.numel(), modules, names, aliases)
 
 
 def room(atlas: Atlas) -> int:
-    """How many bytes of gradients a trace keeps: as many as its leaves have."""
-    return max(KEPT, sum(leaf.nbytes for leaf, _ in atlas.leaves.values()))
+    """How many bytes of gradients a trace keeps: half as many as its leaves have."""
+    return max(KEPT, sum(leaf.nbytes for leaf, _ in atlas.leaves.values()) // 2)
 
 
 KEPT = 1 << 24
@@ -257,8 +262,12 @@ def program_of(
     return recorded
 
 
-def _named(found: Sequence[tuple[Tensor, Tensor]], atlas: Atlas, loss: Tensor) -> Gradients:
-    """Leaves by name, in the order of the atlas; complex ones are refused."""
+def _named(
+    found: Sequence[tuple[Tensor, T]], atlas: Atlas, loss: Tensor
+) -> tuple[dict[str, T], dict[str, str]]:
+    """What was found of leaves, by name, in the order of the atlas, and other names of leaves;
+    complex ones are refused.
+    """
     grads = {id(leaf): grad for leaf, grad in found}
     labels = _labels(found, atlas, loss)
     for leaf, _ in found:
@@ -269,10 +278,10 @@ def _named(found: Sequence[tuple[Tensor, Tensor]], atlas: Atlas, loss: Tensor) -
             )
     named = [(key, names) for key, (_, names) in atlas.leaves.items() if key in grads]
     aliases = {other: labels[key] for key, names in named for other in names[1:]}
-    return Gradients({name: grads[key] for key, name in labels.items() if key in grads}, aliases)
+    return {name: grads[key] for key, name in labels.items() if key in grads}, aliases
 
 
-def _labels(found: Sequence[tuple[Tensor, Tensor]], atlas: Atlas, loss: Tensor) -> dict[int, str]:
+def _labels(found: Sequence[tuple[Tensor, T]], atlas: Atlas, loss: Tensor) -> dict[int, str]:
     """The name of each leaf that has a gradient, by the leaf's id, in the order of the atlas."""
     there = {id(leaf) for leaf, _ in found}
     named = [(key, names[0]) for key, (_, names) in atlas.leaves.items() if key in there]
@@ -310,7 +319,7 @@ def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None
 
 
 def _refuse_nonfinite(
-    loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, named: Gradients
+    loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, named: Mapping[str, Tensor]
 ) -> None:
     if _sums_are_finite(named.values()):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import count
@@ -138,6 +138,37 @@ class Gradients(dict[str, Tensor]):
         if self.aliases.get(name) in self:
             return self[self.aliases[name]]
         raise UnknownName(unknown("leaf", name, self))
+
+
+class Lazy(Mapping[str, Tensor]):
+    """``Gradients`` that are computed when they are asked for, and then kept."""
+
+    def __init__(
+        self, makers: Mapping[str, Callable[[], Tensor]], aliases: Mapping[str, str]
+    ) -> None:
+        self._makers = makers
+        self._made: dict[str, Tensor] = {}
+        self.aliases = aliases
+
+    def __getitem__(self, name: str) -> Tensor:
+        name = self.aliases.get(name, name)
+        if name not in self._makers:
+            raise UnknownName(unknown("leaf", name, self._makers))
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __repr__(self) -> str:
+        return f"gradients of {', '.join(self._makers)}"
 
 
 def unknown(kind: str, name: str, known: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ if it is small.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradtrace import autograd, hooks, standins
 from gradtrace.atlas import NOWHERE, Atlas, placed
 from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, learn
+from gradtrace.deferred import Deferred, Part
 from gradtrace.engine import gradient_of
 from gradtrace.errors import GradtraceError, NotLinear, TooLarge
 from gradtrace.hooks import HookWatch
 from gradtrace.labels import labels_of
 from gradtrace.linear import shape_of
 from gradtrace.maps import Contract, Convolve, Dense, Identity, Map, Opaque
-from gradtrace.nodes import NODES, UNDONE, summed
+from gradtrace.nodes import NODES, UNDONE, Edge, summed
 from gradtrace.passes import one_pass, recomputed_once
 from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term
 from gradtrace.reconverge import resolve
@@ -31,6 +33,9 @@ from gradtrace.schedules import walk
 
 DENSE_LIMIT = 1 << 24
 """The most entries that an operator without a structured rule may have as a matrix."""
+
+LARGE = 1 << 16
+"""A leaf with fewer elements is not worth the trouble of computing its gradient later."""
 
 COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 """Nodes that stand for several operators (a whole recurrent layer), and that PyTorch computes by
@@ -51,7 +56,7 @@ class Store:
 
     def add(self, value: int, tensor: Tensor, dear: Block | bool) -> None:
         """Keep a gradient, if there is room: that of a block, or one that is dear or not."""
-        if not self.left:
+        if self.left <= 0:
             return
         storage = tensor.untyped_storage()
         place = storage._cdata
@@ -65,6 +70,56 @@ class Store:
             self.left = left
             self.places.add(place)
         self.values[value] = as_real(tensor)
+
+    def hold(self, value: int, tensor: Tensor) -> None:
+        """Count a gradient that is held anyway."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.places:
+            self.places.add(storage._cdata)
+            self.left -= storage.nbytes()
+        self.values[value] = as_real(tensor)
+
+
+class Products:
+    """Products of matrices: computed; or put off, where they are the gradient of a large leaf and
+    what they are made of is smaller; or, for a ``bare`` program, never computed.
+    """
+
+    def __init__(self, clear_since: int, bare: bool) -> None:
+        self.clear_since = clear_since
+        self.bare = bare
+        self.put_off: dict[int, Tensor] = {}  # by id: what stands in for results
+
+    def __call__(
+        self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
+    ) -> Tensor:
+        """``a @ b``, which is handed to an edge."""
+        if self.bare:
+            return standins.product(a, b)
+        if (
+            grad is not None
+            and (out := self.later(edge, (*a.shape[:-1], b.shape[-1]), grad)) is not None
+        ):
+            return out
+        return (b.mT @ a.mT).mT if turned else a @ b
+
+    def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
+        """What stands in for the gradient of a leaf, if it is put off."""
+        if self.bare or prod(shape) < max(LARGE, grad.numel()) or not self._free(edge[0]):
+            return None
+        out = grad.new_zeros(()).expand(tuple(shape))
+        self.put_off[id(out)] = out
+        return out
+
+    def _free(self, node: Node | None) -> bool:
+        """Whether what this node is handed becomes the gradient of a leaf, and no code but
+        PyTorch's own sees it before.
+        """
+        if node is not None and type(node) is not ACCUMULATE:
+            if not autograd.ends(node) or node._sequence_nr() < self.clear_since:
+                return False
+            node = autograd.edges_of(node)[0][0]
+        return node is not None and not node.variable._backward_hooks
 
 
 class Record:
@@ -88,7 +143,8 @@ class Record:
         self.clear_since = watch.clear_since()
         self.recorder = Recorder(limit, bare)
         self.bare = bare
-        self.product = standins.product if bare else torch.matmul
+        self.products = Products(self.clear_since, bare)
+        self.deferred: dict[int, Deferred] = {}
         self.seed = seed
         self.first = self.recorder.new()
         self.adjoints: dict[Node, dict[int, tuple[Tensor, int]]] = {
@@ -136,7 +192,7 @@ class Record:
         if rule is None or node._sequence_nr() < self.clear_since:
             return None
         grad, value = arrived[0]
-        found = None if grad.is_complex() else rule(node, grad, edges, self.product)
+        found = None if grad.is_complex() else rule(node, grad, edges, self.products)
         if found is None:
             return None
         undone = UNDONE.get(block.operator)
@@ -152,8 +208,14 @@ class Record:
                     chain = [*chain, *summed(tuple(out.shape), tuple(meta.shape))]
                     out = autograd.conform(out, meta)
             chain = chain or [Identity(shape_of(out))]
-            block.gives[position] = self._chain(chain, value, out, block)
+            number = block.gives[position] = self._chain(chain, value, out, block)
+            if value in self.deferred:
+                self.deferred[number] = self.deferred[value].then(chain, shape_of(out))
+            elif id(out) in self.products.put_off:
+                self.deferred[number] = Deferred([Part(tuple(chain), grad)], shape_of(out))
+                self.store.hold(value, grad)
             given.append((position, out))
+        self.products.put_off.clear()
         return given
 
     def _chain(self, chain: list[Map], value: int, out: Tensor, block: Block) -> int:
@@ -213,22 +275,28 @@ class Record:
                 raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
             block.gives[0] = value
             self.blocks.append(block)
-        self.leaves.append(Leaf(leaf, value, tensor))
+        self.leaves.append(Leaf(leaf, value, self.deferred.get(value, tensor)))
 
     def _merge(
         self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int
     ) -> tuple[Tensor, int]:
         """A value that is used twice: its cotangent is the sum of both."""
-        total = there[0] if self.bare else there[0] + out
-        if there[1] not in self.sums:  # each is compared with the others
+        shape, result = shape_of(out), self.recorder.new()
+        later = [self.deferred.get(number) for number in (there[1], value)]
+        total = there[0] if self.bare or later[0] else out if later[1] else there[0] + out
+        if later[0] or later[1]:
+            both = (
+                part or Deferred([Part((), x)], shape) for part, x in zip(later, (there[0], out))
+            )
+            self.deferred[result] = next(both).plus(next(both))
+        elif there[1] not in self.sums:  # each is compared with the others
             for tensor, number in (there, (out, value)):
                 self.store.add(number, tensor, True)
-        shape = shape_of(out)
-        result = self.recorder.new()
         terms = (Term(Identity(shape), there[1]), Term(Identity(shape), value))
         block.merges.append(Step(result, terms, shape, real_dtype(out)))
         self.sums.add(result)
-        self.store.add(result, total, False)
+        if result not in self.deferred:
+            self.store.add(result, total, False)
         return total, result
 
     def _formula(

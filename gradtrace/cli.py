@@ -1,19 +1,17 @@
-"""The command line: ``gradtrace demo | check | ops | bench``.
+"""The command line: ``gradtrace demo | check | ops | bench | experiment``.
 
 Results go to stdout, progress and errors to stderr. The exit code is 0, or 1 where a check fails,
-or 2 where something is wrong with the question itself.
+or 2 where something is wrong with the question itself, or 130 where Ctrl-C ended it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 import io
 import json
 import os
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -32,13 +30,15 @@ from typer.core import TyperGroup
 
 import gradtrace
 from gradtrace import demo as demonstration
+from gradtrace import scripts
 from gradtrace.check import Check
 from gradtrace.check import check as check_gradients
 from gradtrace.errors import GradtraceError
+from gradtrace.experiments.results import numeric, told
 from gradtrace.linear import OPENED, RULES
 from gradtrace.recorder import way
 
-WRONG, FAILED = 1, 2
+WRONG, FAILED, INTERRUPTED = 1, 2, 130
 PIPE_WIDTH = 160
 SCRIPT = "gradtrace_script"
 """The name under which a user's script is imported, so that it hides no other module."""
@@ -145,8 +145,8 @@ def check(
 ) -> None:
     """Compare gradients with differences of the loss; exit code 1 if one is wrong."""
     path, name = _target(target)
-    with _script(path), _progress() as progress:
-        loss_fn, model = _call(_function(_imported(path), path, name), name, args or [])
+    with _script(path) as module, _progress() as progress:
+        loss_fn, model = _call(_function(module, path, name), name, args or [])
         result = check_gradients(
             loss_fn, model, sample=sample, seed=seed, tolerance=tolerance, progress=progress
         )
@@ -174,42 +174,13 @@ def _target(target: str) -> tuple[Path, str]:
 
 
 @contextlib.contextmanager
-def _script(path: Path) -> Iterator[None]:
-    """While a user's script runs: its folder can be imported from, what it prints is no result of
-    ours, and what goes wrong in it is told with its line.
-    """
-    folder = str(path.parent)
-    sys.path.insert(0, folder)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except GradtraceError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise GradtraceError(_blame(error, path)) from error
-    finally:
-        sys.modules.pop(SCRIPT, None)
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
-
-
-def _blame(error: BaseException, path: Path) -> str:
-    """``script.py, line 3: ValueError: ...``."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        lines = [error.lineno]
-    where = f", line {lines[-1]}" if lines else ""
-    what = f"{type(error).__name__}: {error}"
-    return f"{path.name}{where}: {what} (gradtrace --debug check ... shows more)"
-
-
-def _imported(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT, path)
-    if spec is None or spec.loader is None:
-        raise GradtraceError(f"{path.name} is not a Python script")
-    module = sys.modules[SCRIPT] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _script(path: Path) -> Iterator[ModuleType]:
+    """A user's script, while it runs."""
+    with scripts.running(path):
+        try:
+            yield scripts.imported(path, SCRIPT)
+        finally:
+            sys.modules.pop(SCRIPT, None)
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
@@ -360,6 +331,99 @@ def bench(
     else:
         print(page.markdown(found.data()))
     raise typer.Exit(WRONG if found.failed else 0)
+
+
+# gradtrace experiment ----------------------------------------------------------------------------
+
+
+@app.command()
+def experiment(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME | FILE.py]", help="Which one; --list says what there is."),
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Run all of them.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The small form, under a minute on two cores.")
+    ] = False,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds.", min=1)] = None,
+    workers: Annotated[int | None, typer.Option(help="How many processes.", min=1)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder for rows, results and pages; a run that finds rows goes on."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be given again."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file to take for the embedded data.")
+    ] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Write Markdown, JSON and pictures here as well.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Set earlier rows aside and begin anew.")
+    ] = False,
+    on_ray: Annotated[
+        bool, typer.Option("--ray", help="Measure on a Ray cluster (extra ray).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run an experiment, or go on with one; under torchrun, many processes do one together."""
+    from gradtrace.experiments import command
+
+    if listed:
+        _print_experiments(command.listed(), as_json)
+        return
+    asked = command.Asked(
+        quick=quick,
+        seeds=seeds,
+        workers=workers,
+        out=out,
+        settings=tuple(settings or ()),
+        text=text,
+        docs=docs,
+        restart=restart,
+        ray=on_ray,
+    )
+    try:
+        done = command.run(command.sources(name, every), asked, _say)
+    except KeyboardInterrupt as stop:
+        _say(f"gradtrace: {stop or 'stopped'}")
+        raise typer.Exit(INTERRUPTED) from stop
+    if done.spoken:
+        _print_found(done, as_json)
+    raise typer.Exit(WRONG if done.failed else 0)
+
+
+def _print_experiments(found: list[dict[str, str]], as_json: bool) -> None:
+    if as_json:
+        _print_json({"experiments": found})
+        return
+    rows = [(one["name"], one["question"]) for one in found]
+    _console().print(_table([("name", "question"), *rows]))
+
+
+def _print_found(done: Any, as_json: bool) -> None:
+    if as_json:
+        _print_json({"experiments": done.found, "failed": done.failed})
+        return
+    console = _console()
+    for name, data in done.found.items():
+        for table in data["tables"]:
+            console.print(table["title"])
+            columns = range(len(table["columns"]))
+            rows = [table["columns"], *([told(cell) for cell in row] for row in table["rows"])]
+            console.print(_table(rows, right=[k for k in columns if numeric(table, k)]))
+        console.print(f"{name}: {data['sentence']}", soft_wrap=True)
+    console.print(f"Tables, figures and how it was run are in {done.page}", soft_wrap=True)
+
+
+def _say(line: str) -> None:
+    """A remark, on stderr."""
+    print(" ".join(line.split()), file=sys.stderr, flush=True)
 
 
 # Printing ----------------------------------------------------------------------------------------

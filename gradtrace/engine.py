@@ -33,12 +33,13 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     """
     last = program.last_uses()
     keep = {leaf.value for leaf in program.leaves}
+    ends = keep - last.keys()  # nothing is multiplied with them any more
     with torch.no_grad():
         values = {program.root: Held(semiring.weigh(program.seed), 0)}
         for n, step in enumerate(program.steps()):
             held = value_of(step, values, semiring)
-            moved = len(step.terms) == 1 and step.terms[0].map.moves
-            values[step.out] = held if moved else balanced(held, semiring)
+            same = step.out in ends or (len(step.terms) == 1 and step.terms[0].map.moves)
+            values[step.out] = held if same else balanced(held, semiring)
             for term in step.terms:
                 if last[term.value] == n and term.value not in keep:
                     values.pop(term.value, None)

@@ -21,10 +21,18 @@ from gradtrace.engine import Held, balanced, gradient_of, value_of
 from gradtrace.maps import Identity, Index, Map, Scale
 from gradtrace.maps.base import Best
 from gradtrace.maps.places import picked
-from gradtrace.program import Block, Program, Term
+from gradtrace.program import Block, Program, Step, Term
 from gradtrace.sampling import Forest, Growth, Hops
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted, wide
+from gradtrace.shapes import Shape
+from gradtrace.values import Stretches, Values
+
+SINGLE = 64
+"""To work out an element by itself costs as much as so many together, or less."""
+
+ENTRIES = 1 << 22
+"""How many entries of a map to look at in one go."""
 
 
 class Hop(NamedTuple):
@@ -60,8 +68,8 @@ class Gradients(dict[int, Tensor]):
 
 def kept_by(program: Program) -> dict[int, Tensor]:
     """The gradients that are known since recording: of leaves, and of what was kept."""
-    leaves = {leaf.value: leaf.gradient for leaf in program.leaves}
-    real = {value: grad for value, grad in leaves.items() if not grad.is_complex()}
+    known = {leaf.value: leaf.known for leaf in program.leaves}
+    real = {v: grad for v, grad in known.items() if grad is not None and not grad.is_complex()}
     return {**real, **program.kept}
 
 
@@ -71,19 +79,25 @@ class Kept:
 
     program: Program
     seed: Tensor
+    budget: int | None = None  # bytes; None: all values are kept
 
     @cached_property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Values[Tensor]:
         """The gradient at every value."""
-        return Gradients(self.program, self.seed)
+        if self.budget is None:
+            return Gradients(self.program, self.seed)
+        return Stretches(self.program, self.seed, gradient_of, self.budget)
 
     @cached_property
-    def largest(self) -> dict[int, Held]:
+    def largest(self) -> Values[Held]:
         """MAX at every value: the largest |product| from there to the root."""
+        root = Held(MAX.weigh(self.seed), 0)
+        if self.budget is not None:
+            return Stretches(self.program, root, _largest, self.budget)
+        values = {self.program.root: root}
         with torch.no_grad():
-            values = {self.program.root: Held(MAX.weigh(self.seed), 0)}
             for step in self.program.steps():
-                values[step.out] = balanced(value_of(step, values, MAX), MAX)
+                values[step.out] = _largest(step, values)
         return values
 
     @cached_property
@@ -122,7 +136,7 @@ class Kept:
                 if growth.arrived(out):
                     at = growth.stage(out, terms[0].map.outputs)
                     if out in self.takers or out in starts:
-                        growth.gradient(picked(self.gradients[out], terms[0].map.out_shape, at))
+                        growth.gradient(self.gradient(out, at))
                     for hops in self._onward(terms, at, rule):
                         growth.send(hops)
             root = self.program.root
@@ -135,7 +149,7 @@ class Kept:
         if len(terms) == 1:
             yield from self._alone(terms[0], at, rule)
             return
-        offers = [term.map.best(self._value(term.value, rule), at) for term in terms]
+        offers = [self._offer(term, at, rule) for term in terms]
         sizes = self._sizes(terms, offers, at, rule)
         which = torch.stack(sizes).max(0).indices
         for k, (term, offer) in enumerate(zip(terms, offers)):
@@ -158,6 +172,43 @@ class Kept:
         there = (source >= 0).nonzero().reshape(-1)
         if there.numel():
             yield _hops(term, at[there], source[there], there)
+
+    def _offer(self, term: Term, at: Tensor, rule: str) -> Best:
+        """What one of several terms has for some elements."""
+        if rule != "greedy" or not term.map.moves or term.value in self.gradients:
+            return term.map.best(self._value(term.value, rule), at)
+        source = term.map.rows(at).source[:, 0]
+        found = wide(self.gradient(term.value, source.clamp(min=0))).abs()
+        found = torch.where(source < 0, 0, found)
+        return Best(found, torch.where(found == 0, -1, source))
+
+    def gradient(self, value: int, at: Tensor) -> Tensor:
+        """The gradient of some elements of a value. If that is not known and they are few, it is
+        worked out for them alone: ``Σⱼ w[i,j] · g[j]``.
+        """
+        if value in self.gradients or SINGLE * len(at) > self.makers[value][0].map.outputs:
+            return picked(self.gradients[value], self._shape(value), at)
+        total: Tensor | None = None
+        for map_, source in self.makers[value]:
+            here = self._summed(map_, source, at)
+            total = here if total is None else total + here
+        assert total is not None
+        return total
+
+    def _summed(self, map_: Map, value: int, at: Tensor) -> Tensor:
+        if map_.moves:
+            source = map_.rows(at).source[:, 0]
+            return torch.where(source < 0, 0, self.gradient(value, source.clamp(min=0)))
+        x = self.gradients[value]
+        flat, found = x.reshape(-1), []
+        for some in torch.split(at, max(1, ENTRIES // max(1, map_.width))):
+            source, weight = map_.rows(some)
+            taken = torch.where(source < 0, 0, flat[source.clamp(min=0)])
+            found.append((taken * weight).sum(1).to(x.dtype))
+        return torch.cat(found)
+
+    def _shape(self, value: int) -> Shape:
+        return self.makers[value][0].map.out_shape
 
     def _value(self, value: int, rule: str) -> Tensor:
         return self.gradients[value] if rule == "greedy" else self.largest[value].value[0]
@@ -242,6 +293,10 @@ class Kept:
                     if place >= 0 and (w or zeros)
                 ]
             stack += reversed(onward)
+
+
+def _largest(step: Step, values: dict[int, Held]) -> Held:
+    return balanced(value_of(step, values, MAX), MAX)
 
 
 def _hops(term: Term, at: Tensor, source: Tensor, mine: Tensor | None) -> Hops:

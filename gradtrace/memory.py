@@ -21,7 +21,10 @@ def streaming(program: Program, kept: bool = True) -> int:
     these were kept and are of use, as gradients are to the greedy rule. A leaf is counted and
     dropped.
     """
-    last, leaves = program.last_uses(), {leaf.value for leaf in program.leaves}
+    last, leaves = (
+        program.last_uses(),
+        {leaf.value for leaf in program.leaves if leaf.known is not None},
+    )
     held: dict[int, int] = {}
     now = most = 0
     for n, step in enumerate(program.steps()):

@@ -8,23 +8,37 @@ the operands it saved, tell the map. Every row must agree with what watching the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradtrace.autograd import Edges, Node
-from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale
+from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale, Scatter
 from gradtrace.shapes import Shape
 
 Found: TypeAlias = "list[tuple[Tensor, list[Map]] | None] | None"
 """For each argument, its cotangent and the maps that lead to it (none: it is the same). None
 instead of it all: look inside."""
 
-Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Edge: TypeAlias = "tuple[Node | None, int]"
+
+
+class Product(Protocol):
+    """Computes the products of matrices that are handed to an edge, or what stands in for them."""
+
+    def __call__(
+        self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
+    ) -> Tensor:
+        """``a @ b``; ``turned``: as ``(bᵀ @ aᵀ)ᵀ``, which lies otherwise in memory. With ``grad``,
+        the cotangent among them, the product can be put off.
+        """
+
+    def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
+        """A stand-in of this shape for what is made of a cotangent, if that can be put off."""
+
 
 NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], Found]
-"""The last argument computes the products of matrices, or what stands in for them."""
 
 
 def turned(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -63,12 +77,12 @@ def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 
 
 def _left(
-    grad: Tensor, w: Tensor | None, edge: tuple[Node | None, int], product: Product
+    grad: Tensor, w: Tensor | None, edge: Edge, product: Product
 ) -> tuple[Tensor, list[Map]] | None:
     """Back through ``x @ w`` to x: ``g @ wᵀ``, of matrices or batches of them."""
     if edge[0] is None or w is None:
         return None
-    out = product(grad, w.mT)
+    out = product(grad, w.mT, edge)
     spec = "mn,kn->mk" if grad.dim() == 2 else "bmn,bkn->bmk"
     return out, [Contract(spec, w, tuple(grad.shape), tuple(out.shape))]
 
@@ -76,7 +90,7 @@ def _left(
 def _right(
     grad: Tensor,
     x: Tensor | None,
-    edge: tuple[Node | None, int],
+    edge: Edge,
     product: Product,
     steps: Sequence[int] = (),
 ) -> tuple[Tensor, list[Map]] | None:
@@ -84,9 +98,21 @@ def _right(
     if edge[0] is None or x is None:
         return None
     turned = len(steps) == 2 and steps[0] == 1 != steps[1]  # as PyTorch's own formula has it
-    out = product(grad.mT, x).mT if turned else product(x.mT, grad)
+    out = product(x.mT, grad, edge, turned, None if x.is_leaf and x.requires_grad else grad)
     spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
     return out, [Contract(spec, x, tuple(grad.shape), tuple(out.shape))]
+
+
+def looked_up(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """Rows of a table: known only where the whole table's gradient can be put off."""
+    if node._saved_scale_grad_by_freq:
+        return None
+    rows = node._saved_weight_sym_argsize_0
+    out = product.later(edges[0], (rows, grad.shape[-1]), grad)
+    if out is None:
+        return None
+    padding = node._saved_padding_idx
+    return [(out, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
 
 
 def summed(shape: Shape, wanted: Shape) -> list[Map]:
@@ -102,6 +128,7 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (scaled, "Tanh0 Sigmoid0 Gelu0 Silu0 Exp0 Pow0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
     (matrix, "Mm0 Bmm0"),
     (affine, "Addmm0"),
+    (looked_up, "Embedding0"),
 )
 
 NODES: dict[str, NodeRule] = {

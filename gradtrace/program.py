@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.atlas import Place
+from gradtrace.deferred import Deferred
 from gradtrace.maps import Map
 from gradtrace.shapes import Shape
 
@@ -59,11 +60,27 @@ class Block:
 
 @dataclass
 class Leaf:
-    """A leaf, the value that is its gradient, and the gradient as autograd's formulas gave it."""
+    """A leaf, the value that is its gradient, and the gradient as autograd's formulas gave it, or
+    what it can be made of.
+    """
 
     tensor: Tensor
     value: int
-    gradient: Tensor
+    given: Tensor | Deferred
+
+    def compute(self) -> Tensor:
+        """The gradient."""
+        return self.given.total() if isinstance(self.given, Deferred) else self.given
+
+    @property
+    def surely_finite(self) -> bool:
+        """Whether the gradient is known to be finite without being looked at."""
+        return isinstance(self.given, Deferred) and self.given.surely_finite()
+
+    @property
+    def known(self) -> Tensor | None:
+        """The gradient if it was computed already."""
+        return None if isinstance(self.given, Deferred) else self.given
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrace import engine, memory, saving
-from gradtrace.atlas import Gradients, unknown
+from gradtrace.atlas import Lazy, unknown
 from gradtrace.coarse import Coarse
 from gradtrace.components import Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
@@ -34,13 +34,14 @@ class Trace:
     """The paths behind a loss.
 
     ``gradients`` are those of autograd, by name; ``rule`` is ``"greedy"`` or ``"viterbi"``;
-    ``pairs`` is the number of losses. Paths and influence are found when asked for, from the
-    weights and activations of the forward pass: ask before these are changed in place, as an
-    optimiser does.
+    ``pairs`` is the number of losses. ``budget`` can be set to the bytes that the values behind
+    paths may take; those that do not fit (None: in what is free) are computed again. Paths and
+    influence are found when asked for, from the weights and activations of the forward pass: ask
+    before these are changed in place, as an optimiser does.
     """
 
     program: Program = field(repr=False)
-    gradients: Gradients = field(repr=False)
+    gradients: Lazy = field(repr=False)
     rule: str
     granularity: str
     pairs: int
@@ -48,6 +49,7 @@ class Trace:
     names: dict[int, str] = field(repr=False)  # by leaf value
     aliases: dict[str, tuple[str, ...]] = field(repr=False)
     _versions: list[tuple[Tensor, int]] = field(init=False, repr=False)
+    budget: int | None = None
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
     _kept: dict[int, Kept] = field(default_factory=dict, repr=False)
 
@@ -185,14 +187,20 @@ class Trace:
                 seed = torch.zeros_like(seed).index_fill(
                     0, torch.tensor(pair, device=seed.device), 1
                 )
-            memory.see(
-                memory.whole(self.program, self._uses_kept),
-                self._device,
-                "following paths",
-                "trace fewer samples at a time",
-            )
-            self._kept = {pair: Kept(self.program, seed)}  # the values of one pair at a time
+            self._kept = {pair: Kept(self.program, seed, self._room())}  # one pair at a time
         return Builder.of(self._kept[pair], self.names, pair)
+
+    def _room(self) -> int | None:
+        """The bytes that values may take while paths are followed; None: all fit."""
+        memory.see(
+            memory.streaming(self.program, self._uses_kept),
+            self._device,
+            "following paths",
+            "trace fewer samples at a time",
+        )
+        free = memory.available(self._device) if self.budget is None else self.budget
+        needed = memory.whole(self.program, self._uses_kept)
+        return None if free is None or needed <= free else free // 2
 
     @property
     def _uses_kept(self) -> bool:
@@ -207,6 +215,10 @@ class Trace:
     def _values(self) -> dict[str, int]:
         return {name: value for value, name in self.names.items()}
 
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return {self.names[leaf.value]: leaf.tensor for leaf in self.program.leaves}
+
     def _known(self, name: str) -> str:
         """The first of a leaf's names."""
         first = self.gradients.aliases.get(name, name)
@@ -218,7 +230,7 @@ class Trace:
         return self._values[self._known(name)]
 
     def _shape(self, name: str) -> torch.Size:
-        return self.gradients[name].shape
+        return self._tensors[self._known(name)].shape
 
     def _element(self, name: str, index: int | Sequence[int]) -> tuple[int, int]:
         value, shape = self._leaf(name), tuple(self._shape(name))
@@ -322,7 +334,10 @@ class Trace:
         tracer = Tracer(self.program, self.rule, marks)
         if self.pairs == 1:
             for found in tracer.run(seed):
-                yield found, found.leaf.gradient
+                if self.rule == "viterbi" or found.state.value is None:
+                    yield _with(found, found.leaf.compute(), self.rule)
+                else:
+                    yield found, found.state.value
             return
         pairs = Pairs.follow(self.program, self.pairs)
         if self.rule == "greedy":
@@ -352,6 +367,13 @@ class Trace:
                 gradient = kept.gradients[leaf.value]
                 state = State(gradient, 0, chain.reached.int(), Palette((bits,)))
                 yield Found(leaf, state, pair), gradient
+
+
+def _with(found: Found, gradient: Tensor, rule: str) -> tuple[Found, Tensor]:
+    """A leaf whose gradient was put off, and the gradient."""
+    if rule == "greedy":
+        found = found._replace(state=found.state._replace(value=gradient))
+    return found, gradient
 
 
 def _positive(word: str, number: int) -> int:

@@ -373,7 +373,7 @@ class Found(NamedTuple):
     @property
     def gradient(self) -> Tensor:
         """The value, where that is the gradient."""
-        return self.leaf.gradient if self.state.value is None else self.state.value
+        return self.leaf.compute() if self.state.value is None else self.state.value
 
 
 NOTHING = Scope({}, frozenset())
@@ -435,7 +435,9 @@ class Tracer:
 
     def _scope(self) -> Scope:
         known = dict(self.program.kept)
-        known.update((leaf.value, leaf.gradient) for leaf in self.program.leaves)
+        for leaf in self.program.leaves:
+            if leaf.known is not None:
+                known[leaf.value] = leaf.known
         return Scope(known, tails(self.program) - self.partial)
 
     def passage(

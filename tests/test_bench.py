@@ -5,12 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import random
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,12 +14,13 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from gradtrace.bench import cases, machine, memory, trained
+from gradtrace.bench import cases, trained
 from gradtrace.bench import run as running
 from gradtrace.bench.page import markdown
 from gradtrace.bench.results import Column, Section, Setting
-from gradtrace.bench.timing import Timed, interleaved, linear_fit
 from gradtrace.cli import app
+from gradtrace.experiments import machine
+from gradtrace.experiments.branching import Branching, branching
 
 OPTIONAL = ("matplotlib", "transformers", "torch_semiring_einsum")
 
@@ -213,85 +208,6 @@ def test_rows_of_another_width_are_an_error() -> None:
         Section("t", [Column("a"), Column("b")]).add("one")
 
 
-# Timing ------------------------------------------------------------------------------------------
-
-
-def test_ways_take_turns_and_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-
-    def way(name: str) -> Callable[[], Callable[[], object]]:
-        def prepare() -> Callable[[], object]:
-            order.append(f"prepare {name}")
-            clock[0] += 100
-            return run
-
-        def run() -> None:
-            order.append(name)
-            clock[0] += len(name)
-
-        return prepare
-
-    timed = interleaved({"a": way("a"), "bb": way("bb")}, 2, patience=1e9)
-    assert order == ["prepare a", "a", "prepare bb", "bb"] * 2
-    assert timed.rounds == 2
-    assert timed.seconds == {"a": [1, 1], "bb": [2, 2]}
-
-
-def test_patience_ends_with_a_whole_round() -> None:
-    ways = {name: lambda: lambda: None for name in "ab"}
-    timed = interleaved(ways, 100, patience=0.0)
-    assert [len(seconds) for seconds in timed.seconds.values()] == [1, 1]
-
-
-def test_ratios() -> None:
-    timed = Timed({"torch": [2.0, 4.0, 1.0], "ours": [6.0, 4.0, 5.0]})
-    assert timed.baseline == 1.0 and timed.best("ours") == 4.0
-    assert timed.ratio("ours") == 4.0  # best over best
-    assert timed.typical("ours") == 3.0  # of 3, 1, 5
-
-
-def test_linear_fit() -> None:
-    line = linear_fit([1, 2, 4], [5, 7, 11])
-    assert (line.slope, line.r2) == pytest.approx((2, 1))
-    # y = x² on -1, 0, 1, 2: the line 1 + x leaves 2, of squares about the mean 1.5 of 9
-    bent = linear_fit([-1, 0, 1, 2], [1, 0, 1, 4])
-    assert (bent.slope, bent.r2) == pytest.approx((1, 1 - 4 / 9))
-
-
-# Memory ------------------------------------------------------------------------------------------
-
-
-MEASURED = """
-import json, torch
-from gradtrace.bench import cases, machine, memory
-
-def rise(size):
-    reset, before = machine.forget_peak(), machine.resident()
-    gone = torch.ones(size << 18)
-    del gone
-    return reset, machine.peak() - before, machine.resident() - before
-
-# A wide layer on one sample: its gradient is all that its backward pass needs.
-wide = cases.Case("wide", lambda: cases.perceptron((4096, 4096, 2), 1))
-print(json.dumps([rise(64), rise(32), memory.measure(wide, "loss.backward()")[1]]))
-"""
-
-
-@pytest.mark.skipif(not machine.REFS.exists(), reason="told by Linux")
-def test_peak_memory_is_that_of_the_time_since_and_of_what_was_freed() -> None:
-    env = {**os.environ, **memory.EXACT}
-    command = [sys.executable, "-c", MEASURED]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    large, small, wide = json.loads(done.stdout)
-    if not large[0]:
-        pytest.skip("the system does not allow it")
-    assert large[1:] == [pytest.approx(64, abs=4), pytest.approx(0, abs=4)]
-    assert small[1:] == [pytest.approx(32, abs=4), pytest.approx(0, abs=4)]
-    assert wide == pytest.approx(64, abs=4)  # 4096² floats
-
-
 # The chapter's networks --------------------------------------------------------------------------
 
 
@@ -300,81 +216,15 @@ def test_deep_networks_have_the_chapters_sizes(layers: int) -> None:
     model, loss = cases.deep(layers)
     shapes = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
     assert shapes == [(10, 20), *[(20, 20)] * (layers - 1), (20, 15)]
-    assert sum(isinstance(m, nn.Tanh) for m in model.modules()) == layers
+    assert sum(isinstance(m, nn.Tanh) for m in model.modules()) == layers + 1
     assert loss().shape == ()
 
 
-def linears(model: nn.Module) -> Iterator[nn.Linear]:
-    return (m for m in model.modules() if isinstance(m, nn.Linear))
-
-
-def test_a_seed_gives_the_same_network_and_leaves_random_numbers_alone() -> None:
-    one = cases.branching(3)
-    torch.rand(1)
-    before = torch.get_rng_state()
-    again, other = cases.branching(3), cases.branching(4)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert str(one.model) == str(again.model) != str(other.model)
-    assert torch.equal(one.loss(), again.loss())
-    assert not torch.equal(one.loss(), other.loss())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_branching_networks_lead_from_10_to_10(seed: int) -> None:
-    model, loss = cases.branching(seed)
-    *hidden, last = linears(model)
-    assert {layer.in_features for layer in hidden} == {10}  # all side by side, on the input
-    assert last.in_features == sum(layer.out_features for layer in hidden)
-    assert last.out_features == 10
-    assert all(10 <= layer.out_features <= 500 for layer in hidden)
-    assert sum(isinstance(m, nn.Tanh) for m in model.modules()) == len(hidden) + 1
-    loss().backward()  # type: ignore[no-untyped-call]
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_expanded_layers_follow_each_other() -> None:
-    model, loss = cases.branching(7, layers=3)
-    assert isinstance(model, nn.Sequential) and len(model) == 5  # three, a last one, its tanh
-    widths = [10]
-    for part in model[:3]:
-        ends = list(linears(part))
-        assert {layer.in_features for layer in ends} == {widths[-1]}
-        widths.append(sum(layer.out_features for layer in ends))
-    assert model[3].in_features == widths[-1]
+def test_the_benchmark_has_the_networks_of_the_experiment() -> None:
+    model, loss = cases.branched(7, layers=3)
+    assert isinstance(model, Branching) and str(model) == str(branching(7, layers=3))
+    assert torch.equal(loss(), cases.branched(7, layers=3).loss())
     assert loss().shape == ()
-
-
-def test_a_diamond_concatenates_what_both_sides_make_of_one_input() -> None:
-    x = torch.tensor([[1.0, 2.0]])
-    found = cases.Diamond(nn.Tanh(), nn.Identity())(x)
-    assert torch.equal(found, torch.cat([x.tanh(), x], 1))
-
-
-def levels(part: nn.Module, level: int = 0) -> Iterator[tuple[int, bool]]:
-    """The level of every layer, and whether it was expanded."""
-    split = isinstance(part, cases.Diamond)
-    yield level, split
-    if split:
-        yield from levels(part.left, level + 1)
-        yield from levels(part.right, level + 1)
-
-
-def test_the_chance_of_a_diamond_is_halved_at_each_level() -> None:
-    draw = random.Random(0)
-    seen = [x for _ in range(1_000) for x in levels(cases.expand(10, cases.EXPAND, draw)[0])]
-    for level, chance in enumerate((0.95, 0.475, 0.2375, 0.11875)):
-        splits = [split for at, split in seen if at == level]
-        error = math.sqrt(chance * (1 - chance) / len(splits))
-        assert abs(sum(splits) / len(splits) - chance) < 4 * error, (level, len(splits))
-
-
-def test_units_are_uniform() -> None:
-    draw = random.Random(1)
-    units = [cases.expand(10, 0.0, draw)[1] for _ in range(2_000)]
-    assert min(units) >= 10 and max(units) <= 500
-    assert min(units) < 15 and max(units) > 495
-    spread = 491 / math.sqrt(12 * len(units))
-    assert abs(sum(units) / len(units) - 255) < 4 * spread
 
 
 # Models ------------------------------------------------------------------------------------------

@@ -23,10 +23,12 @@ PUBLIC = {
 
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout", "trends"},
-    {"einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
+    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
     {"semirings", "labels"},
     {"maps", "atlas", "hooks", "passes", "testing"},
-    {"linear", "program", "nodes", "schedules"},
+    {"linear", "deferred", "nodes", "schedules"},
+    {"program"},
+    {"values"},
     {"recorder", "reconverge", "engine", "sizes", "gradient", "memory", "pairs", "sampling"},
     {"capture", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
@@ -37,7 +39,8 @@ LAYERS: tuple[set[str], ...] = (
     {"watching"},
     {"check", "ablation", "dataset"},
     {"gradtrace"},
-    {"demo", "bench", "experiments"},
+    {"demo", "experiments"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from gradtrace.experiments.branching import ENDS, branching
+from gradtrace.experiments.layers import network
 
 
 class Problem(NamedTuple):
@@ -132,58 +134,18 @@ SMALL = (
 
 def deep(layers: int) -> Problem:
     """Figure 1.2: 10 in, 20 units a layer, 15 out, tanh, one sample."""
-    parts: list[nn.Module] = []
-    for a, b in pairwise([10, *[20] * layers]):
-        parts += [nn.Linear(a, b), nn.Tanh()]
-    model = nn.Sequential(*parts, nn.Linear(20, 15))
-    return _fit(model, torch.randn(1, 10), torch.randn(1, 15))
+    return _fit(*network(layers, seed=0))
 
 
-EXPAND = 0.95
-UNITS = (10, 500)
-ENDS = 10
-
-
-class Diamond(nn.Module):
-    """Two parts side by side on one input; their outputs are concatenated."""
-
-    def __init__(self, left: nn.Module, right: nn.Module) -> None:
-        super().__init__()
-        self.left, self.right = left, right
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[left(x), right(x)]``."""
-        return torch.cat([self.left(x), self.right(x)], dim=-1)
-
-
-def expand(inputs: int, chance: float, draw: random.Random) -> tuple[nn.Module, int]:
-    """A layer of Figure 1.3 and its width: with probability ``chance`` a diamond of two layers,
-    each expanded in turn with half that chance; else one layer of 10 to 500 tanh units.
-    """
-    if draw.random() < chance:
-        left, a = expand(inputs, chance / 2, draw)
-        right, b = expand(inputs, chance / 2, draw)
-        return Diamond(left, right), a + b
-    units = draw.randint(*UNITS)
-    return nn.Sequential(nn.Linear(inputs, units), nn.Tanh()), units
-
-
-def branching(seed: int, layers: int = 1) -> Problem:
+def branched(seed: int, layers: int = 1) -> Problem:
     """Figure 1.3: a randomly expanded layer between 10 inputs and 10 outputs, one sample.
 
     With more than one, so many expanded layers follow each other: the chapter has one, which cannot
     become large.
     """
-    draw = random.Random(seed)
-    parts: list[nn.Module] = []
-    width = ENDS
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for _ in range(layers):
-            part, width = expand(width, EXPAND, draw)
-            parts.append(part)
-        model = nn.Sequential(*parts, nn.Linear(width, ENDS), nn.Tanh())
-        return _fit(model, torch.randn(1, ENDS), torch.randn(1, ENDS))
+    model = branching(seed, layers=layers)
+    draw = torch.Generator().manual_seed(seed)
+    return _fit(model, torch.randn(1, ENDS, generator=draw), torch.randn(1, ENDS, generator=draw))
 
 
 # Large graphs ------------------------------------------------------------------------------------

@@ -6,20 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.bench.results import Curve, Figure, Section
+from gradtrace.experiments import drawing
 
 COLOURS = ("#1f5a8c", "#8a8a8a", "#b5651d")
 LIMIT = "#b03030"
 STYLE: dict[str, Any] = {
+    **drawing.STYLE,
     "svg.hashsalt": "gradtrace",  # the same curves give the same file
     "svg.fonttype": "none",
-    "font.family": ["DejaVu Sans", "sans-serif"],
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#666666",
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
 }
 
 

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import subprocess
-import sys
-
 import torch
 
-from gradtrace.bench import machine
 from gradtrace.bench.cases import FULL, SMALL, Case
 from gradtrace.bench.models import BACKWARD, INFLUENCE, chosen, influence, plain
 from gradtrace.bench.results import Column, Section, Setting
+from gradtrace.experiments.resident import apart, beyond
 
 LIMIT = 3.0
 WAYS = {BACKWARD: plain, INFLUENCE: influence}
-
-EXACT = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",  # the GNU library
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MIMALLOC_PURGE_DELAY": "0",  # what torch brings along on ARM
-}
-"""Settings by which freed memory goes back to the system at once, so that what a process has in
-memory is what it uses.
-"""
 
 
 def peak_memory(setting: Setting) -> Section:
@@ -57,28 +42,17 @@ def peak_memory(setting: Setting) -> Section:
 
 def _measured(case: Case, way: str) -> tuple[float, float]:
     """MiB in use after the forward pass, and the peak beyond them."""
-    command = [sys.executable, "-m", "gradtrace.bench.memory", case.name, way]
-    env = {**os.environ, **EXACT, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{case.name}, {way}: {done.stderr.strip().splitlines()[-1:]}")
-    before, beyond = json.loads(done.stdout)
-    return before, beyond
+    before, more = apart("gradtrace.bench.memory:named", case.name, way)
+    return before, more
+
+
+def named(case: str, way: str) -> tuple[float, float]:
+    """``measure``, for the new process, which finds the model by its name."""
+    return measure({c.name: c for c in (*FULL, *SMALL)}[case], way)
 
 
 def measure(case: Case, way: str) -> tuple[float, float]:
-    """In the new process: run a way once, when all that it loads the first time is loaded."""
+    """Run a way once, when all that it loads the first time is loaded."""
     torch.manual_seed(0)
     WAYS[way](SMALL[0].make())()()
-    run = WAYS[way](case.make())()
-    gc.collect()
-    machine.forget_peak()
-    before, highest = machine.resident(), machine.peak()
-    start = before if machine.forget_peak() else highest
-    run()
-    return before, machine.peak() - start
-
-
-if __name__ == "__main__":
-    asked = {case.name: case for case in (*FULL, *SMALL)}[sys.argv[1]]
-    print(json.dumps(measure(asked, sys.argv[2])))
+    return beyond(WAYS[way](case.make())())

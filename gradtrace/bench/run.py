@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradtrace.bench import figures, machine
+from gradtrace.bench import figures
 from gradtrace.bench.contractions import contractions, others, trained
 from gradtrace.bench.memory import peak_memory
 from gradtrace.bench.models import models
@@ -21,6 +21,7 @@ from gradtrace.bench.passes import gradient, large_graphs, repeated
 from gradtrace.bench.results import Section, Setting, say
 from gradtrace.bench.scaling import depth, size
 from gradtrace.errors import GradtraceError
+from gradtrace.experiments import machine
 
 SECTIONS: dict[str, Callable[[Setting], Section]] = {
     "contraction": contractions,

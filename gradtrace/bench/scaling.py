@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import gradtrace
-from gradtrace.bench.cases import Problem, branching, deep
+from gradtrace.bench.cases import Problem, branched, deep
 from gradtrace.bench.models import BACKWARD, INFLUENCE, influence, plain
 from gradtrace.bench.results import Column, Curve, Figure, Section, Setting
-from gradtrace.bench.timing import Timed, interleaved, linear_fit
+from gradtrace.experiments.rounds import Timed, interleaved, linear_fit
 
 LIMIT = 12.0
 """What an influence trace of a small network may take, over ``loss.backward()``."""
@@ -79,7 +79,7 @@ def size(setting: Setting) -> Section:
         ("size-one", "One expanded layer (Figure 1.3)", small),
         ("size", "Expanded layers after each other", large),
     ):
-        found = [_measured(branching(*network), setting) for network in networks]
+        found = [_measured(branched(*network), setting) for network in networks]
         _summary(section, max(n for _, n in networks), found, setting.limit(LIMIT))
         columns = ([x for x, _ in found], *_milliseconds(found))
         figure = _figure(name, title, "|V'| + |E'|, scalars", columns)

@@ -80,16 +80,12 @@ def embedding(call: Call) -> Chains:
     """Rows of cotangent added to the rows of a table."""
     g, indices, rows, padding, by_frequency = call.args
     call.only(g)
-    width = g.shape[-1]
-    target = indices.reshape(-1, 1) * width + torch.arange(width, device=g.device)
-    if padding >= 0:
-        target = torch.where(indices.reshape(-1, 1) == padding, -1, target)
     chain: list[Map] = []
     if by_frequency:
         counts = torch.bincount(indices.reshape(-1), minlength=rows)
         weight = 1 / counts[indices].to(g.dtype)
         chain = [Scale(weight.unsqueeze(-1), tuple(g.shape))]
-    return [([*chain, Scatter(target.reshape(g.shape), (rows, width))], g)]
+    return [([*chain, Scatter.table(indices, tuple(g.shape), rows, padding)], g)]
 
 
 def pooled(spatial: int, at: int) -> Rule:

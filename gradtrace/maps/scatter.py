@@ -23,6 +23,15 @@ class Scatter(Map):
         self.in_shape = tuple(target.shape)
         self.out_shape = out_shape
 
+    @classmethod
+    def table(cls, indices: Tensor, shape: Shape, rows: int, padding: int = -1) -> Scatter:
+        """Each row of the input to the row of a table that has its index; ``padding`` nowhere."""
+        width, places = shape[-1], indices.reshape(-1, 1)
+        target = places * width + torch.arange(width, device=indices.device)
+        if padding >= 0:
+            target = torch.where(places == padding, -1, target)
+        return cls(target.reshape(shape), (rows, width))
+
     def targets(self) -> Tensor:
         """For each input element, the number of the output element it goes to; -1 for none."""
         return self.target
@@ -31,6 +40,13 @@ class Scatter(Map):
         out = x.new_zeros(self.outputs + 1)  # the last place takes what goes nowhere
         place = self.target.reshape(-1).remainder(self.outputs + 1)
         return out.index_add_(0, place, x.reshape(-1))[:-1].reshape(self.out_shape)
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """``total + apply(x)``, written into ``total``: only where there is something to add."""
+        target = self.target.reshape(-1)
+        there = (target >= 0).nonzero().reshape(-1)
+        total.view(-1).index_add_(0, target[there], x.reshape(-1)[there])
+        return total
 
     def pull(self, x: Value, semiring: Semiring) -> Value:
         flat = each(x, lambda part: part.reshape(-1))

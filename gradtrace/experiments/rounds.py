@@ -83,10 +83,11 @@ def _once(way: Way, collect: bool) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """The least-squares line through points."""
+    """The least-squares line through points, ``y = intercept + slope·x``."""
 
     slope: float
     r2: float
+    intercept: float = 0.0
 
 
 def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
@@ -96,4 +97,5 @@ def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
     spread = sum((a - mean_x) ** 2 for a in x)
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / spread
     rest = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y))
-    return Fit(slope, 1 - rest / sum((b - mean_y) ** 2 for b in y))
+    r2 = 1 - rest / sum((b - mean_y) ** 2 for b in y)
+    return Fit(slope, r2, mean_y - slope * mean_x)

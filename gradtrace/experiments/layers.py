@@ -1,0 +1,377 @@
+"""Question: Does the time of back-propagation grow linearly with depth, in every way to do it?
+
+Expectation: Yes (Figure 1.2 of the chapter, for its own engine and for PyTorch's); recording and
+tracing visit the same scalar graph, so they should be linear too. The chapter's curves have spikes
+that do not smooth out, of unknown cause.
+
+Method: Networks of 1 to 1,000 layers of 20 tanh units, 10 in, 15 out, one sample, squared error.
+PyTorch's backward, our engine by each schedule, recording and an influence trace are timed in
+turns. Lines are fitted to the best time at each depth. A spike is a depth whose mean time is over
+20% above the line between its neighbours. Kahn's schedule is timed once more without Python's
+garbage collector, which could be the cause. Weights are orthogonal: PyTorch's default lets the
+gradient vanish within 200 layers, and to compare zeros with zeros would prove nothing.
+
+Seeds: Of weights, input and target; times of all seeds are taken together.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import gradtrace as gt
+from gradtrace.experiments.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Seeds,
+    Series,
+    Table,
+    Tick,
+)
+from gradtrace.experiments.rounds import Fit, Way, interleaved, linear_fit
+
+QUICK = {"layers": [1, 10, 30, 100, 200, 300], "rounds": 3}
+FULL = {"layers": [1, *range(25, 1001, 25)], "rounds": 9}
+SEEDS = Seeds(quick=1, full=3)
+TIMED = True
+
+INPUTS, UNITS, OUTPUTS = 10, 20, 15
+SCHEDULES = ("kahn", "creation", "recursive")
+PYTORCH, STILL, RECORDING, INFLUENCE = "PyTorch", "kahn, no gc", "recording", "influence"
+WAYS = (PYTORCH, *SCHEDULES, STILL, RECORDING, INFLUENCE)
+LINEAR = 0.99
+"""The least R² that is called linear."""
+
+SPIKE = 0.2
+"""How far above its neighbours' line a mean time is called a spike."""
+
+ENOUGH = 3
+"""Spikes of which it can be said what they come from."""
+
+STACK = 1_000
+"""Python's own limit of recursion, at which the recursive schedule is tried once."""
+
+CALLS = 4
+"""Calls of the recursive schedule that a layer may take, generously."""
+
+
+def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
+    """A network of each depth for each seed."""
+    return [
+        {"layers": n, "seed": seed, "rounds": settings["rounds"]}
+        for seed in range(seeds)
+        for n in settings["layers"]
+    ]
+
+
+def network(layers: int, seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """So many layers of 20 units and one of 15, all tanh; an input and a target."""
+    random = torch.Generator().manual_seed(seed)
+    parts: list[nn.Module] = []
+    for a, b in pairwise([INPUTS, *[UNITS] * layers, OUTPUTS]):
+        affine = nn.Linear(a, b, device="meta").to_empty(device="cpu")  # draws no numbers itself
+        nn.init.orthogonal_(affine.weight, generator=random)
+        nn.init.zeros_(affine.bias)
+        parts += [affine, nn.Tanh()]
+    x = torch.randn(1, INPUTS, generator=random)
+    return nn.Sequential(*parts), x, torch.randn(1, OUTPUTS, generator=random)
+
+
+# One network --------------------------------------------------------------------------------------
+
+
+def measure(cell: Cell, tick: Tick) -> Result:
+    """Sizes of the graph, differences of gradients, and times in seconds, round by round."""
+    model, x, y = network(cell["layers"], cell["seed"])
+    names = dict(model.named_parameters())
+
+    def loss() -> Tensor:
+        return mse_loss(model(x), y)
+
+    tick(f"{cell['layers']} layers")
+    graph = gt.graph(loss(), names=names)
+    refused = _refused(loss(), names)
+    with _deep(cell["layers"]):
+        differences = _differences(loss(), names)
+        ways = _ways(model, names, loss)
+        times = interleaved(ways, cell["rounds"], collect=False).seconds
+    return {
+        "operators": len(graph),
+        "vertices": graph.scalar_vertices,
+        "edges": graph.scalar_edges,
+        "gradient": float(torch.autograd.grad(loss(), names["0.weight"])[0].norm()),
+        "differences": differences,
+        "refused": refused,
+        "seconds": times,
+    }
+
+
+def _ways(
+    model: nn.Module, names: Mapping[str, Tensor], loss: Callable[[], Tensor]
+) -> dict[str, Way]:
+    """Each runs the network forward, which is not timed, and hands over the pass."""
+
+    def pytorch() -> Callable[[], object]:
+        model.zero_grad(set_to_none=True)
+        return loss().backward
+
+    def ours(schedule: str) -> Way:
+        def prepare() -> Callable[[], object]:
+            made = loss()
+            return lambda: gt.backward(made, names=names, schedule=schedule)
+
+        return prepare
+
+    def still() -> Callable[[], object]:
+        run = ours("kahn")()
+
+        def timed() -> object:
+            gc.disable()
+            try:
+                return run()
+            finally:
+                gc.enable()
+
+        return timed
+
+    def recording() -> Callable[[], object]:
+        made = loss()
+        return lambda: gt.program(made, names=names)
+
+    def influence() -> Callable[[], object]:
+        with gt.watch(model) as watch:
+            made = loss()
+        return lambda: watch.trace(made).influence()
+
+    own = {schedule: ours(schedule) for schedule in SCHEDULES}
+    return {PYTORCH: pytorch, **own, STILL: still, RECORDING: recording, INFLUENCE: influence}
+
+
+def _differences(loss: Tensor, names: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each schedule, the largest ``|ours - PyTorch's| / max |PyTorch's|`` of a parameter."""
+    theirs = torch.autograd.grad(loss, list(names.values()), retain_graph=True)
+    found = {}
+    for schedule in SCHEDULES:
+        ours = gt.backward(loss, names=names, schedule=schedule)
+        pairs = zip((ours[name] for name in names), theirs)
+        found[schedule] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return found
+
+
+def _refused(loss: Tensor, names: Mapping[str, Tensor]) -> bool:
+    """Whether the recursive schedule is too deep for the stack that Python allows by default."""
+    with _limit(STACK):
+        try:
+            gt.backward(loss, names=names, schedule="recursive")
+        except gt.errors.TooDeep:
+            return True
+    return False
+
+
+@contextmanager
+def _deep(layers: int) -> Iterator[None]:
+    """Room on the stack for the recursive schedule."""
+    with _limit(STACK + CALLS * layers):
+        yield
+
+
+@contextmanager
+def _limit(calls: int) -> Iterator[None]:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(calls)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+# All of them --------------------------------------------------------------------------------------
+
+
+def conclude(rows: Sequence[Row]) -> Findings:
+    """Lines through the times, and what they say."""
+    depths = sorted({row.cell["layers"] for row in rows})
+    sizes = _sizes(rows)
+    times = {way: [_pooled(rows, n, way) for n in depths] for way in WAYS}
+    best = {way: [min(found) for found in times[way]] for way in WAYS}
+    means = {way: [mean(found) for found in times[way]] for way in WAYS}
+    fits = {way: linear_fit(depths, best[way]) for way in WAYS}
+    ratios = {way: fits[way].slope / fits[PYTORCH].slope for way in WAYS}
+    refused = [row.cell["layers"] for row in rows if row.result["refused"]]
+    facts = {
+        "exactly_linear": _exact(depths, [sizes[n] for n in depths]),
+        "largest_difference": max(max(row.result["differences"].values()) for row in rows),
+        "smallest_gradient": min(row.result["gradient"] for row in rows),
+        "r2": {way: fit.r2 for way, fit in fits.items()},
+        "ratio": ratios,
+        "spikes": {way: _spikes(depths, means[way]) for way in WAYS},
+        "spikes_of_best": {way: _spikes(depths, best[way]) for way in WAYS},
+        "refused_from": min(refused, default=None),
+    }
+    return Findings(
+        _sentence(depths, facts, fits),
+        (_lines_table(times, fits, facts), _depths_table(rows, depths, best)),
+        (_curves(depths, best), _means(depths, means)),
+        facts,
+    )
+
+
+def _sizes(rows: Sequence[Row]) -> dict[int, int]:
+    """|V'| + |E'| by depth."""
+    return {r.cell["layers"]: r.result["vertices"] + r.result["edges"] for r in rows}
+
+
+def _pooled(rows: Sequence[Row], layers: int, way: str) -> list[float]:
+    found = [row.result["seconds"][way] for row in rows if row.cell["layers"] == layers]
+    return sorted(seconds for part in found for seconds in part)
+
+
+def _exact(x: Sequence[int], y: Sequence[int]) -> bool:
+    """Whether whole numbers lie on one line, without a rest."""
+    return all((b - y[0]) * (x[-1] - x[0]) == (y[-1] - y[0]) * (a - x[0]) for a, b in zip(x, y))
+
+
+def _spikes(x: Sequence[int], y: Sequence[float]) -> dict[str, float]:
+    """``{depth: how far above}`` of means over ``1 + SPIKE`` times their neighbours' line."""
+    found = {}
+    for k in range(1, len(x) - 1):
+        part = (x[k] - x[k - 1]) / (x[k + 1] - x[k - 1])
+        above = y[k] / (y[k - 1] + part * (y[k + 1] - y[k - 1])) - 1
+        if above > SPIKE:
+            found[str(x[k])] = above
+    return found
+
+
+def _sentence(depths: Sequence[int], facts: Mapping[str, Any], fits: Mapping[str, Fit]) -> str:
+    bent = [way for way in WAYS if facts["r2"][way] < LINEAR]
+    straight = [way for way in WAYS if way not in bent]
+    told = []
+    if straight:
+        least = min(facts["r2"][way] for way in straight)
+        told.append(
+            f"Time is linear in depth, from {depths[0]} to {depths[-1]:,} layers, for "
+            f"{', '.join(straight)} (R² of at least {least:.4f})"
+        )
+    if bent:
+        listed = ", ".join(f"{way} (R² {facts['r2'][way]:.3f})" for way in bent)
+        told.append(f"{'not' if straight else 'Time is not'} linear here for {listed}")
+    ratio = facts["ratio"]
+    return (
+        f"{'; '.join(told)}. A layer takes PyTorch {fits[PYTORCH].slope * 1e6:.0f} µs, our engine "
+        f"{ratio['kahn']:.1f} times that by Kahn's schedule, {ratio['creation']:.1f} in creation "
+        f"order and {ratio['recursive']:.1f} by recursion, recording {ratio[RECORDING]:.1f} and an "
+        f"influence trace {ratio[INFLUENCE]:.1f}. {_stack(facts['refused_from'])}"
+        f"{_about_spikes(len(depths), facts)}"
+    )
+
+
+def _stack(depth: int | None) -> str:
+    if depth is None:
+        return ""
+    return (
+        f"As the chapter warns, Python's stack is too small for recursion from {depth:,} layers "
+        "on; its limit was raised for these times. "
+    )
+
+
+def _about_spikes(depths: int, facts: Mapping[str, Any]) -> str:
+    """What can be said of the chapter's spikes, for the mean times that it shows."""
+    inner, means = depths - 2, facts["spikes"]
+    ours, theirs, still = (len(means[way]) for way in ("kahn", PYTORCH, STILL))
+    if not ours and not theirs:
+        return f"We see no spikes: of {inner} inner depths no mean is 20% above its neighbours."
+    best = len(facts["spikes_of_best"]["kahn"])
+    told = (
+        f"We see spikes: of {inner} inner depths, {ours} of Kahn's mean times and {theirs} of "
+        f"PyTorch's are over 20% above their neighbours. Of Kahn's best times {best} are, of its "
+        f"mean times without garbage collection {still}"
+    )
+    if still == 0 and ours >= ENOUGH:
+        return f"{told}, which points to the collector as the cause."
+    if best == 0:
+        return f"{told}: what makes them comes and goes, so it is not the depth itself."
+    return f"{told}: their cause remains unclear."
+
+
+# Tables and figures -------------------------------------------------------------------------------
+
+
+def _lines_table(
+    times: Mapping[str, list[list[float]]], fits: Mapping[str, Fit], facts: Mapping[str, Any]
+) -> Table:
+    rows = []
+    for way in WAYS:
+        typical = [median(a) / median(b) for a, b in zip(times[way], times[PYTORCH])]
+        rows.append(
+            (
+                way,
+                fits[way].slope * 1e6,
+                fits[way].r2,
+                facts["ratio"][way],
+                min(times[way][-1]) / min(times[PYTORCH][-1]),
+                typical[-1],
+                len(facts["spikes"][way]),
+                len(facts["spikes_of_best"][way]),
+            )
+        )
+    return Table(
+        "Lines through the best times",
+        (
+            *("way", "µs a layer", "R²", "slope over PyTorch's", "best over PyTorch's, deepest"),
+            *("median over PyTorch's, deepest", "spikes of means", "of best times"),
+        ),
+        tuple(rows),
+    )
+
+
+def _depths_table(
+    rows: Sequence[Row], depths: Sequence[int], best: Mapping[str, list[float]]
+) -> Table:
+    by_depth = {row.cell["layers"]: row.result for row in rows}
+    return Table(
+        "Best times, in milliseconds",
+        ("layers", "operators", "|V'|", "|E'|", *WAYS),
+        tuple(
+            (
+                n,
+                by_depth[n]["operators"],
+                by_depth[n]["vertices"],
+                by_depth[n]["edges"],
+                *(best[way][k] * 1e3 for way in WAYS),
+            )
+            for k, n in enumerate(depths)
+        ),
+        f"|V'| + |E'| grows by {_growth(rows):,} scalars with each layer, exactly.",
+    )
+
+
+def _growth(rows: Sequence[Row]) -> int:
+    sizes = sorted(_sizes(rows).items())
+    (a, small), (b, large) = sizes[0], sizes[-1]
+    return (large - small) // (b - a) if b > a else 0
+
+
+def _curves(depths: Sequence[int], best: Mapping[str, list[float]]) -> Plot:
+    series = tuple(
+        Series(way, list(depths), [t * 1e3 for t in best[way]]) for way in WAYS if way != STILL
+    )
+    title = "Back-propagation over depth (Figure 1.2), best times"
+    return Plot("times", title, "layers", "milliseconds", series)
+
+
+def _means(depths: Sequence[int], means: Mapping[str, list[float]]) -> Plot:
+    shown = (PYTORCH, "kahn", STILL)
+    series = tuple(Series(way, list(depths), [t * 1e3 for t in means[way]]) for way in shown)
+    return Plot("means", "Mean times: are there spikes?", "layers", "milliseconds", series)

@@ -1,0 +1,53 @@
+"""Python files of a user's own: imported, run, and named where something goes wrong in them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from gradtrace.errors import GradtraceError
+
+
+@contextlib.contextmanager
+def running(path: Path, *, beside: bool = True) -> Iterator[None]:
+    """While a user's code runs: its folder can be imported from (unless ``beside`` is False), what
+    it prints is no result of ours, and what goes wrong in it is told with its line.
+    """
+    folder = str(path.parent)
+    if beside:
+        sys.path.insert(0, folder)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except GradtraceError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise GradtraceError(blame(error, path)) from error
+    finally:
+        if beside:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(folder)
+
+
+def blame(error: BaseException, path: Path) -> str:
+    """``script.py, line 3: ValueError: ...``."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines = [error.lineno]
+    where = f", line {lines[-1]}" if lines else ""
+    return f"{path.name}{where}: {type(error).__name__}: {error} (gradtrace --debug ... shows more)"
+
+
+def imported(path: Path, name: str) -> ModuleType:
+    """The file as a module of this name, which should hide no other."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise GradtraceError(f"{path.name} is not a Python script")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

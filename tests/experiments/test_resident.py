@@ -1,0 +1,66 @@
+"""Memory by the system's count, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gradtrace.experiments import resident
+from gradtrace.experiments.resident import apart
+
+
+@pytest.fixture(autouse=True)
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process finds this file."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+
+
+LINUX = pytest.mark.skipif(not resident.REFS.exists(), reason="told by Linux")
+
+
+def rises(*sizes: int) -> list[tuple[bool, float, float]]:
+    """Of tensors of so many MiB: whether the peak begins anew, the peak, what stays."""
+    found = []
+    for size in sizes:
+        reset, before = resident.forget_peak(), resident.resident()
+        gone = torch.ones(size << 18)
+        del gone
+        found.append((reset, resident.peak() - before, resident.resident() - before))
+    return found
+
+
+def wide() -> float:
+    """A wide layer on one sample: its gradient is all that its backward pass needs."""
+    x = torch.randn(1, 4096)
+    for size in (2, 4096):
+        more = resident.beyond(nn.Linear(4096, size)(x).sum().backward)[1]
+    return more
+
+
+@LINUX
+def test_peak_memory_is_that_of_the_time_since_and_of_what_was_freed() -> None:
+    large, small = apart(f"{__name__}:rises", 64, 32)
+    if not large[0]:
+        pytest.skip("the system does not allow it")
+    assert large[1:] == [pytest.approx(64, abs=4), pytest.approx(0, abs=4)]
+    assert small[1:] == [pytest.approx(32, abs=4), pytest.approx(0, abs=4)]
+
+
+@LINUX
+def test_the_memory_of_a_pass() -> None:
+    if not resident.forget_peak():
+        pytest.skip("the system does not allow it")
+    assert apart(f"{__name__}:wide") == pytest.approx(64, abs=4)  # 4096² floats
+
+
+def test_what_fails_in_the_new_process_is_told() -> None:
+    with pytest.raises(RuntimeError, match=r"ValueError.*of course"):
+        apart(f"{__name__}:failing")
+
+
+def failing() -> None:
+    raise ValueError("of course")

@@ -1,0 +1,208 @@
+"""Gradients of leaves that are computed when somebody asks: the same as at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace import capture
+from gradtrace.deferred import Deferred
+from gradtrace.errors import GradtraceError, NonFinite, UnknownName
+from gradtrace.trace import Trace
+
+
+@pytest.fixture(autouse=True)
+def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(capture, "LARGE", 1)
+    torch.manual_seed(0)
+    yield
+
+
+class Tied(nn.Module):
+    """A table that is looked up at the bottom and multiplied with at the top."""
+
+    def __init__(self, padding: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 5, padding_idx=padding)
+        self.middle = nn.Linear(5, 5)
+        self.out = nn.Linear(5, 9, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.middle(self.embed(words)).tanh())
+
+
+class Unrolled(nn.Module):
+    """One matrix, used at every step; a second as its transpose, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 6)
+        self.other = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(2, 6)
+        for step in x.unbind(1):
+            h = torch.tanh(self.cell(h) + step)
+        return h @ self.other + h @ self.other.t()
+
+
+def tied(padding: int | None = None) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    words = torch.tensor([[1, 2, 1], [0, 3, 1]])
+    return Tied(padding), lambda m: F.cross_entropy(m(words).flatten(0, 1), words.roll(1).flatten())
+
+
+def unrolled() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    x = torch.randn(2, 4, 6)
+    return Unrolled(), lambda m: m(x).square().sum()
+
+
+def batched() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """The last operand of a batched product is a leaf."""
+
+    class Batched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, 8))
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(self.first(x), self.weight)
+
+    x = torch.randn(3, 2, 4)
+    return Batched(), lambda m: m(x).tanh().sum()
+
+
+CASES = {"tied": tied, "padded": lambda: tied(1), "unrolled": unrolled, "batched": batched}
+
+
+def traced(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], rule: str = "greedy") -> Trace:
+    with gt.watch(model) as watch:
+        loss = loss_of(model)
+    return watch.trace(loss, rule=rule)
+
+
+def put_off(trace: Trace) -> list[str]:
+    return [trace.names[x.value] for x in trace.program.leaves if isinstance(x.given, Deferred)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_autograd(case: str) -> None:
+    model, loss_of = CASES[case]()
+    trace = traced(model, loss_of)
+    assert put_off(trace)
+    names, parameters = zip(*model.named_parameters())
+    for name, grad in zip(names, torch.autograd.grad(loss_of(model), parameters)):
+        torch.testing.assert_close(trace.gradients[name], grad)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_depends_on_it(case: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loss_of = CASES[case]()
+    later = traced(model, loss_of, rule)
+    few = later.paths(sample=20)
+    monkeypatch.setattr(capture, "LARGE", 1 << 40)
+    at_once = traced(model, loss_of, rule)
+    assert not put_off(at_once)
+    for ours, theirs in zip(later.influence().rows, at_once.influence().rows, strict=True):
+        assert (ours.name, ours.own, ours.unreached) == (theirs.name, theirs.own, theirs.unreached)
+        assert ours.count == theirs.count
+        assert float(ours.gradient.t) == pytest.approx(float(theirs.gradient.t), rel=1e-5)
+    for mine, other in zip(few, at_once.paths(sample=20), strict=True):
+        assert (mine.name, mine.index, mine.operators) == (
+            other.name,
+            other.index,
+            other.operators,
+        )
+        assert mine.gradient == pytest.approx(other.gradient, rel=1e-4, abs=1e-7)
+        assert mine.weight == pytest.approx(other.weight, rel=1e-4, abs=1e-7)
+
+
+def test_equal_products_become_one() -> None:
+    model, loss_of = unrolled()
+    trace = traced(model, loss_of)
+    (cell,) = (x for x in trace.program.leaves if trace.names[x.value] == "cell.weight")
+    assert isinstance(cell.given, Deferred)
+    assert len(cell.given.parts) == 4
+    calls: list[str] = []
+    whole = torch.einsum
+
+    def counted(spec: str, *operands: Tensor) -> Tensor:
+        calls.append(spec)
+        return whole(spec, *operands)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "einsum", counted)
+        cell.given.total()
+    assert len(calls) == 1
+
+
+def test_a_matrix_and_its_transpose_are_not_mixed_up() -> None:
+    model, loss_of = unrolled()
+    trace = traced(model, loss_of)
+    (grad,) = torch.autograd.grad(loss_of(model), [model.get_parameter("other")])
+    torch.testing.assert_close(trace.gradients["other"], grad)
+
+
+def test_hooks_see_true_gradients() -> None:
+    model, loss_of = tied()
+    seen: list[Tensor] = []
+    weight = model.get_parameter("middle.weight")
+    weight.register_hook(lambda grad: seen.append(grad.clone()) or 2 * grad)
+    trace = traced(model, loss_of)
+    assert "middle.weight" not in put_off(trace)
+    (grad,) = torch.autograd.grad(loss_of(model), [weight])
+    torch.testing.assert_close(trace.gradients["middle.weight"], grad)
+    torch.testing.assert_close(seen[0], grad / 2)
+
+
+def test_an_overflow_is_seen_all_the_same() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    x = torch.full((2, 4), 1e30)
+    with gt.watch(model) as watch:
+        loss = (model(x) * 1e30).sum()
+    with pytest.raises(NonFinite, match="weight"):
+        watch.trace(loss)
+
+
+def test_large_factors_alone_are_no_overflow() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    x = torch.full((2, 4), 1e30)
+    with gt.watch(model) as watch:
+        loss = (model(x) * 1e8).sum()
+    trace = watch.trace(loss)
+    torch.testing.assert_close(trace.gradients["weight"], torch.full((4, 4), 2e38))
+
+
+def test_activations_that_change_are_noticed() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    trace = traced(model, lambda m: m(x).tanh().sum())
+    x.add_(1)
+    with pytest.raises(GradtraceError, match="changed in place"):
+        _ = trace.gradients["weight"]
+
+
+def test_gradients_stay_after_a_step_of_the_optimiser() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    trace = traced(model, lambda m: m(x).tanh().sum())
+    (grad,) = torch.autograd.grad(model(x).tanh().sum(), [model.weight])
+    with torch.no_grad():
+        model.weight.sub_(1.0)
+    torch.testing.assert_close(trace.gradients["weight"], grad)
+
+
+def test_gradients_are_a_mapping_by_name() -> None:
+    model, loss_of = tied()
+    found = traced(model, loss_of).gradients
+    assert list(found) == ["embed.weight", "middle.weight", "middle.bias"]
+    assert len(found) == 3 and "middle.bias" in found and "out.weight" not in found
+    assert found["out.weight"] is found["embed.weight"]  # tied, and computed once
+    assert dict(found)["middle.weight"] is found["middle.weight"]
+    with pytest.raises(UnknownName, match=r"middle\.weight"):
+        _ = found["middle.weigth"]
