@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import erfc, inf, nan, sqrt
+from math import erfc, inf, isfinite, isnan, nan, sqrt
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -36,7 +36,10 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        if isnan(self.value):
+            return "–"
+        known = isfinite(self.low) and isfinite(self.high)
+        return f"{self.value:.2f} " + (f"[{self.low:.2f}, {self.high:.2f}]" if known else "[?]")
 
     @property
     def sign(self) -> int:

@@ -10,6 +10,7 @@ from math import atanh, isnan, nan, sqrt, tanh
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from gradtrace.trends import (
     Floats,
@@ -30,6 +31,7 @@ from gradtrace.trends import (
 )
 
 __all__ = [
+    "Floats",
     "Interval",
     "Trend",
     "bootstrap",
@@ -37,8 +39,10 @@ __all__ = [
     "kendall",
     "mann_kendall",
     "medians",
+    "percentiles",
     "pooled",
     "ranks",
+    "resample",
     "shift",
     "spearman",
     "theil_sen",
@@ -115,10 +119,21 @@ def bootstrap(
     value = statistic(clusters)
     if len(clusters) < 2 or isnan(value):
         return Interval(value, -np.inf, np.inf)
-    generator = np.random.default_rng(seed)
-    draws = generator.integers(len(clusters), size=(rounds, len(clusters)))
+    draws = resample(len(clusters), rounds, seed)
     found = np.array([statistic([clusters[i] for i in draw]) for draw in draws])
+    return percentiles(value, found, level)
+
+
+def resample(clusters: int, rounds: int = 2000, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Which clusters each round draws: (rounds, clusters)."""
+    return np.random.default_rng(seed).integers(clusters, size=(rounds, clusters))
+
+
+def percentiles(value: float, found: Floats, level: float = 0.95) -> Interval:
+    """The middle ``level`` of what the rounds found, nan left out."""
     found = found[~np.isnan(found)]
+    if not len(found):
+        return Interval(value, -np.inf, np.inf)
     low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 
