@@ -132,8 +132,8 @@ def trend(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Trend:
     Spikes are lost in the medians, and so is what makes near neighbours alike. What is left of it
     enlarges the variance, as if the blocks were autoregressive with their lag-1 correlation ρ:
     ``1 + 2 Σ_k (1 - k/n) ρ^k``. Over some hundreds of steps of simulated noise this says "trend"
-    where there is none in 2 to 8 of 100 cases, the plain test in up to 60; over some tens, and of
-    noise that wanders, in up to 20.
+    where there is none in 1 to 8 of 100 cases, the plain test in up to 60; over some tens, and of
+    noise that wanders, in about 20.
 
     >>> found = trend([2.0 + 0.1 * i for i in range(100)])
     >>> round(found.slope.value, 3), found.sign

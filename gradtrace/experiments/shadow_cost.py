@@ -15,8 +15,10 @@ it, so that the state of the machine does not count. Two variants leak on purpos
 its own: "kept" never lets go of a graph, as the source suspects, and "hooks" adds a gradient hook
 in each batch. Trends are Theil-Sen slopes and Mann-Kendall tests of medians of 32 blocks, without
 the first epoch, corrected for what neighbours have in common and pooled over seeds; "grows" is said
-where p is below 0.05 over the number of engines in the group. Objects that live are counted after
-each epoch, by ``gt.timing``.
+where p is below 0.05 over the number of engines in the group and the change is 1% at least. These
+rules (first epoch, number of engines, 1%) were set after first quick runs on a busy machine, one of
+which said "grows" of two honest engines; a full run is the first test of them. Objects that live
+are counted after each epoch, by ``gt.timing``.
 
 Seeds: initial weights, the order of samples and dropout. Times depend on the machine; counts and
 gradients do not.
