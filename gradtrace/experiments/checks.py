@@ -14,7 +14,7 @@ Method: The slides' ``sin(5·exp(x))`` at 20 points, and the loss of a tanh netw
     ‖true‖; what is true is the slides' formula, and for the network ``gradtrace.backward`` in
     float64. The arms of the U are fitted by lines in logarithms. Cost over d counts the evaluations
     of the loss, and takes times beside it. ``gt.check`` looks at a right formula, at a wrong one,
-    and at a kink.
+    and at two kinks.
 
 Seeds: Weights, data and points come from generators seeded by the cell. Times are of this machine;
     nothing that is asserted depends on them.

@@ -172,10 +172,14 @@ def _introduction(found: Sequence[Trial]) -> str:
     seeds = len({trial.seed for trial in found})
     singles = [trial.censored([name]) for trial in found for name in trial.names]
     return (
-        f"{len(found)} network{'s' * (len(found) > 1)} of {', '.join(found[0].names)} side by side ({', '.join(tasks)}; "
-        f"{seeds} seed{'s' * (seeds > 1)}), each trained again with parts of them removed; "
+        f"{', '.join(found[0].names)} side by side in {_number(len(found), 'network')} "
+        f"({', '.join(tasks)}; {_number(seeds, 'seed')}), each trained again with parts removed; "
         f"{sum(singles)} of {len(singles)} without one did not reach the target in the budget."
     )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _facts(found: Sequence[Trial], networks: Sequence[Network]) -> dict[str, Any]:

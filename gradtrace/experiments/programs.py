@@ -63,7 +63,12 @@ QUICK: dict[str, Any] = {
         "starts": 64,
     },
     "rates": {"steps": 500, "runs": 200, "curvatures": [2.0, 1.0, 0.2], "samples": 256},
-    "races": {"updates": 250, "rates": [0.03, 0.3, 1.0], "condition": 100.0, "samples": 256},
+    "races": {
+        "updates": 250,
+        "rates": [0.03, 0.3, 1.0, 3.0, 10.0],
+        "condition": 100.0,
+        "samples": 256,
+    },
     "starts": {"depth": 30, "width": 128},
     "classes": {"samples": 200, "updates": 300},
 }
@@ -82,7 +87,7 @@ FULL: dict[str, Any] = {
     "rates": {"steps": 5000, "runs": 400, "curvatures": [2.0, 1.0, 0.2], "samples": 256},
     "races": {
         "updates": 1000,
-        "rates": [0.003, 0.01, 0.03, 0.1, 0.3, 1.0],
+        "rates": [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0],
         "condition": 100.0,
         "samples": 256,
     },

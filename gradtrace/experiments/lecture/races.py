@@ -152,7 +152,7 @@ def _facts(groups: Mapping[tuple[str, str], Sequence[Row]]) -> dict[str, Any]:
         counts = [row.result["updates"] for row in rows]
         known = [c for c in counts if c is not None]
         updates[f"{problem}: {rule}"] = mean(known) if len(known) == len(counts) else None
-    facts: dict[str, Any] = {"updates": dict(sorted(updates.items()))}
+    facts: dict[str, Any] = {"updates": dict(sorted(updates.items())), "edge": _edge(groups)}
     for name, root in zip(TUNED, (1, 2)):
         for row in groups.get(("valley", name), ()):
             k = row.cell["condition"] ** (1 / root)
@@ -163,6 +163,17 @@ def _facts(groups: Mapping[tuple[str, str], Sequence[Row]]) -> dict[str, Any]:
             facts.setdefault("kept", {}).setdefault(name, []).append(kept)
             facts.setdefault("theory", {})[name] = (k - 1) / (k + 1)
     return facts
+
+
+def _edge(groups: Mapping[tuple[str, str], Sequence[Row]]) -> list[str]:
+    """Those whose best rate was the least or the largest tried: a wider grid may serve better."""
+    return sorted(
+        f"{problem}: {rule}"
+        for (problem, rule), rows in groups.items()
+        if rule not in TUNED
+        for rates in [sorted(rows[0].cell["rates"])]
+        if any(row.result["rate"] in (rates[0], rates[-1]) for row in rows)
+    )
 
 
 def _sentence(table: Table, facts: Mapping[str, Any]) -> str:
@@ -186,6 +197,11 @@ def _sentence(table: Table, facts: Mapping[str, Any]) -> str:
             f"A step of {name} keeps {min(kept):.3f} to {max(kept):.3f} of the distance in the "
             f"valley (theory: {wanted:.3f})."
         )
+    said.append(
+        "Each but the two with rates from theory has the best of the rates tried, chosen by this "
+        "very count"
+        + (f"; at the edge of these: {', '.join(facts['edge'])}." if facts["edge"] else ".")
+    )
     return "Optimisers: " + " ".join(said)
 
 
@@ -199,7 +215,7 @@ def _plot(problem: str, groups: Mapping[tuple[str, str], Sequence[Row]]) -> Plot
         "optimisers-" + ("valley" if problem == "valley" else "program"),
         f"Optimisers on {'a valley' if problem == 'valley' else problem}, one seed, best rate",
         "updates",
-        "excess loss, as a share of that at the start",
+        "excess loss ÷ that at the start",
         tuple(series),
         log_y=True,
     )

@@ -217,7 +217,7 @@ def _plots(groups: Mapping[tuple[str, str], Sequence[Row]]) -> list[Plot]:
                     f"starts-{shape.lower()}",
                     title,
                     "layer",
-                    "norm of the gradient, that at the last layer being 1",
+                    "gradient ÷ that at the last layer",
                     tuple(series),
                     log_y=True,
                 )

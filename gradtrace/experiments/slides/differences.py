@@ -173,10 +173,10 @@ def _plots(curves: Mapping[tuple[str, str, str], Sequence[Result]]) -> list[Plot
                 geometric([max(e, 1e-17) for e in one])
                 for one in zip(*(r["errors"] for r in results))
             ]
-            label = f"{scheme}, {kind}"
-            series.append(Series(label, results[0]["steps"], errors))
-            best, least = best_step(scheme, kind), least_error(scheme, kind)
-            series.append(Series(f"{label}: ε rule", [best], [least], style="points"))
+            series.append(Series(f"{scheme}, {kind}", results[0]["steps"], errors))
+        ways = [(scheme, kind) for name, kind, scheme in sorted(curves) if name == of]
+        best = [best_step(*way) for way in ways]
+        series.append(Series("by theory", best, [least_error(*w) for w in ways], style="points"))
         title = "sin(5·exp(x))" if of == "wave" else "a network's loss"
         plots.append(
             Plot(

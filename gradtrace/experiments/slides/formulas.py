@@ -1,4 +1,4 @@
-"""``gt.check`` on a right formula, on a wrong one, and at a kink.
+"""``gt.check`` on a right formula, on a wrong one, and at kinks of ReLU and of ``|x|``.
 
 "Need to check the correctness, using the numerical method" say the slides of the analytic method.
 """
@@ -44,8 +44,9 @@ FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "right": lambda w, at: torch.tanh(w),
     "wrong": lambda w, at: Forgetful.apply(w),  # type: ignore[no-untyped-call]
     "kink": lambda w, at: (w - at).relu(),  # where it is looked at, it has no derivative
+    "even kink": lambda w, at: (w - at).abs(),  # both sides cancel in a central difference
 }
-WANTED = {"right": "ok", "wrong": "wrong", "kink": "kink"}
+WANTED = {"right": "ok", "wrong": "wrong", "kink": "kink", "even kink": "kink"}
 
 
 def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
@@ -71,4 +72,11 @@ def conclude(rows: Sequence[Row]) -> Findings:
         f"{found.count(WANTED[name])} of {len(found)} {name}"
         for name, found in sorted(verdicts.items())
     ]
-    return Findings(f"gt.check names as such {', '.join(said)} formulas.", facts=verdicts)
+    text = f"gt.check names as such {', '.join(said)} formulas."
+    missed = verdicts.get("even kink", []).count("ok")
+    if missed:
+        text += (
+            f" It passes |x| at 0 ({missed} of {len(verdicts['even kink'])}): there the central "
+            "difference is 0, as is the gradient that torch gives, so that kink is not seen."
+        )
+    return Findings(text, facts=verdicts)
