@@ -16,6 +16,7 @@ from gradtrace.dataset import influence
 from gradtrace.labels import label
 from gradtrace.saving import load
 from gradtrace.semirings import SUM
+from gradtrace.timing import timing
 from gradtrace.watching import watch
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "program",
     "semirings",
     "testing",
+    "timing",
     "trace",
     "watch",
 ]

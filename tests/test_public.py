@@ -18,20 +18,20 @@ from gradtrace import errors
 ROOT = Path(gradtrace.__file__).parent
 PUBLIC = {
     *("SUM", "ablate", "backward", "check", "enumerate_paths", "errors", "graph", "influence"),
-    *("label", "load", "program", "semirings", "testing", "trace", "watch"),
+    *("label", "load", "program", "semirings", "testing", "timing", "trace", "watch"),
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout"},
-    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins"},
+    {"shapes", "errors", "layout", "trends"},
+    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
     {"semirings", "labels"},
     {"maps", "atlas", "hooks", "passes", "testing"},
     {"linear", "deferred", "nodes", "schedules"},
     {"program"},
     {"values"},
     {"recorder", "reconverge", "engine", "sizes", "gradient", "memory", "pairs", "sampling"},
-    {"capture", "graph", "tracing", "following", "coarse", "flow"},
-    {"components", "paths"},
+    {"capture", "graph", "tracing", "following", "coarse", "flow", "pace"},
+    {"components", "paths", "timing"},
     {"influence"},
     {"saving"},
     {"trace"},
