@@ -6,7 +6,7 @@ import importlib.util
 import io
 import warnings
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, log10
 from typing import Any
 
 from gradtrace.experiments.findings import Plot, Series
@@ -28,6 +28,10 @@ STYLE: dict[str, Any] = {
 DPI = 150
 WIDE = 12
 """Letters of a category after which names are turned."""
+LEGEND = 80
+"""Letters that fit below a figure."""
+FEW = 2
+"""Decades of a logarithmic axis that get more numbers than the powers of ten."""
 
 
 def possible() -> bool:
@@ -53,7 +57,7 @@ def png(plot: Plot) -> bytes:
         axes.grid(visible=True, which="major", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         if len(plot.series) > 1:
-            canvas.legend(loc="outside lower center", ncols=min(3, len(plot.series)))
+            canvas.legend(loc="outside lower center", ncols=_columns(plot))
         canvas.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()
 
@@ -61,6 +65,12 @@ def png(plot: Plot) -> bytes:
 def plain(text: str) -> str:
     """Text that matplotlib takes as it is: no formula, and no secret of the legend."""
     return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
+
+
+def _columns(plot: Plot) -> int:
+    """As many columns of the legend as fit."""
+    longest = max(len(series.label) for series in plot.series)
+    return max(1, min(3, len(plot.series), LEGEND // (longest + 8)))
 
 
 def _categories(plot: Plot) -> list[str]:
@@ -117,31 +127,34 @@ def _reach(series: Series, y: Sequence[float]) -> list[list[float]]:
 
 def _scale(axes: Any, plot: Plot, names: Sequence[str]) -> None:
     """Logarithmic where asked and possible, with numbers written out: 1,000 and 0.1."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    written = FuncFormatter(lambda number, _: f"{number:,.10g}")
-    if plot.log_y and _positive([y for series in plot.series for y in series.y]):
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(_power) if plot.log_y else written)
-    if names:
-        turned = 30 if max(map(len, names)) * len(names) > 5 * WIDE else 0
-        axes.set_xticks(
-            range(len(names)), [plain(name) for name in names], rotation=turned,
-            ha="right" if turned else "center",
-        )  # fmt: skip
+    low_high = [v for s in plot.series for part in (s.y, s.low, s.high) for v in part]
+    _numbers(axes, "y", low_high, plot.log_y)
+    if not names:
+        _numbers(axes, "x", [x for series in plot.series for x in series.x], plot.log_x)
         return
-    if plot.log_x and _positive([x for series in plot.series for x in series.x]):
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(_power) if plot.log_x else written)
+    turned = 30 if max(map(len, names)) * len(names) > 5 * WIDE else 0
+    look = {"rotation": turned, "ha": "right" if turned else "center"}
+    axes.set_xticks(range(len(names)), [plain(name) for name in names], **look)
+
+
+def _numbers(axes: Any, letter: str, values: Sequence[Any], log: bool) -> None:
+    """The scale of an axis and where its numbers stand."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axis = axes.yaxis if letter == "y" else axes.xaxis
+    seen = [float(v) for v in values if v is not None and isfinite(v)]
+    positive = [v for v in seen if v > 0]
+    if log and positive:
+        axes.set(**{f"{letter}scale": "log"})
+        decades = log10(max(positive) / min(positive))
+        if decades < FEW:  # powers of ten alone would leave it without numbers
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades > 1 else range(1, 10)))
+        axis.set_minor_formatter(NullFormatter())
+    elif seen and all(v == int(v) for v in seen):
+        axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    axis.set_major_formatter(FuncFormatter(_power))
 
 
 def _power(number: float, _: object) -> str:
     """1,000 and 0.1, but 1e-12."""
-    return f"{number:,.10g}" if 1e-4 <= abs(number) < 1e7 else f"{number:.0e}"
-
-
-def _positive(values: Sequence[Any]) -> bool:
-    """Whether there is anything that a logarithmic axis can show."""
-    return any(v is not None and isfinite(v) and v > 0 for v in values)
+    return f"{number:,.10g}" if number == 0 or 1e-4 <= abs(number) < 1e7 else f"{number:.3g}"
