@@ -105,7 +105,7 @@ def _right(
 
 def looked_up(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """Rows of a table: known only where the whole table's gradient can be put off."""
-    if node._saved_scale_grad_by_freq:
+    if node._saved_scale_grad_by_freq or node._saved_sparse:
         return None
     rows = node._saved_weight_sym_argsize_0
     out = product.later(edges[0], (rows, grad.shape[-1]), grad)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.maps import Map
-from gradtrace.program import Program
+from gradtrace.program import Program, Step
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Pairs:
         up = torch.arange(1, count + 1, dtype=torch.int32, device=device)
         spans = {program.root: (up, up.flip(0))}
         apart, of = {program.root}, {}
+        chains = Chains(program)
         last = program.last_uses()
         leaves = {leaf.value for leaf in program.leaves}
         for n, step in enumerate(program.steps()):
@@ -44,6 +45,8 @@ class Pairs:
                     spans[step.out] = (high, low)
                     if step.out in leaves:
                         of[step.out] = high
+            for value, span in chains.broken(step, apart, spans):
+                of[value] = span
             if step.out not in apart:
                 of.update((t.value, spans[t.value][0]) for t in step.terms if t.value in apart)
             for term in step.terms:
@@ -73,6 +76,37 @@ class Pairs:
     def mixed(self, program: Program) -> set[int]:
         """The values that are found for each pair in turn."""
         return {step.out for step in program.steps()} - self.apart
+
+
+class Chains:
+    """Sums over the users of a value, one more user at each step.
+
+    The terms of such a sum are compared one by one, whatever step they came at. So where the first
+    of them belong to one pair and a later one mixes pairs, all steps of the sum mix pairs.
+    """
+
+    def __init__(self, program: Program) -> None:
+        merges = [step for block in program.blocks for step in block.merges]
+        self.partial = {step.out for step in merges} & {step.terms[0].value for step in merges}
+        self.sums: dict[int, list[int]] = {}  # the steps so far of a sum that goes on
+        self.terms: dict[int, list[tuple[int, Tensor]]] = {}
+
+    def broken(
+        self, step: Step, apart: set[int], spans: dict[int, tuple[Tensor, Tensor]]
+    ) -> list[tuple[int, Tensor]]:
+        """The terms before one that mixes pairs, if this is such; their sums are apart no more."""
+        first = step.terms[0].value
+        if step.out not in self.partial and first not in self.sums:
+            return []
+        sums, terms = self.sums.pop(first, []), self.terms.pop(first, [])
+        if step.out not in apart:
+            apart.difference_update(sums)
+            return terms
+        if step.out in self.partial:
+            new = [t.value for t in step.terms if t.value not in sums]
+            self.sums[step.out] = [*sums, step.out]
+            self.terms[step.out] = terms + [(value, spans[value][0]) for value in new]
+        return []
 
 
 def _most(many: list[Tensor]) -> Tensor:

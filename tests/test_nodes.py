@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from agreement import assert_agree
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +20,8 @@ b = torch.linspace(-1.0, 0.9, 20, dtype=torch.float64).reshape(4, 5)
 bias = torch.linspace(-0.5, 0.5, 5, dtype=torch.float64)
 batch = torch.linspace(-1.0, 2.0, 24, dtype=torch.float64).reshape(2, 3, 4)
 
+words = torch.tensor([[0, 2, 2], [1, 0, 2]])
+
 CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     "T": [(torch.t, (a,))],
     "Transpose": [(lambda x: x.transpose(0, 2), (batch,)), (lambda x: x.transpose(-1, -2), (a,))],
@@ -30,8 +33,8 @@ CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     "Clone": [(torch.clone, (a,)), (lambda x: x.t().clone(), (a,))],
     "Tanh": [(torch.tanh, (a,)), (torch.tanh, (torch.tensor(0.3, dtype=torch.float64),))],
     "Sigmoid": [(torch.sigmoid, (a,))],
-    "Gelu": [(torch.nn.functional.gelu, (a,))],
-    "Silu": [(torch.nn.functional.silu, (a,))],
+    "Gelu": [(F.gelu, (a,))],
+    "Silu": [(F.silu, (a,))],
     "Exp": [(torch.exp, (a,))],
     "Pow": [(lambda x: x**3, (a,)), (lambda x: x**0, (a,)), (lambda x: x**-0.5, (a,))],
     "Sqrt": [(torch.sqrt, (a,))],
@@ -42,6 +45,12 @@ CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     "Log": [(torch.log, (a,))],
     "Mm": [(torch.mm, (a, b)), (lambda x: torch.mm(x, b), (a,)), (lambda w: torch.mm(a, w), (b,))],
     "Bmm": [(lambda x, y: torch.bmm(x, y.mT), (batch, batch + 1))],
+    "Embedding": [
+        (lambda w: F.embedding(words, w), (b,)),
+        (lambda w: F.embedding(words, w, padding_idx=2), (b,)),
+        (lambda w: F.embedding(words, w, scale_grad_by_freq=True), (b,)),
+        (lambda w: F.embedding(words[0, 0], w), (b,)),
+    ],
     "Addmm": [
         (torch.addmm, (bias, a, b)),
         (lambda c, x: torch.addmm(c, x, b), (torch.ones(3, 5, dtype=torch.float64), a)),
@@ -65,6 +74,12 @@ def test_every_row_has_a_case() -> None:
     assert {kind.rstrip("0123456789").removesuffix("Backward") for kind in NODES} == set(CASES)
 
 
+@pytest.fixture(params=[1, 1 << 40], ids=["later", "at once"], autouse=True)
+def _large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the gradients of all leaves put off, and of none."""
+    monkeypatch.setattr(capture, "LARGE", request.param)
+
+
 @pytest.mark.parametrize(("name", "n"), ROWS)
 def test_a_row_gives_what_its_formula_gives(
     name: str, n: int, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +92,7 @@ def test_a_row_gives_what_its_formula_gives(
     monkeypatch.setattr(capture, "NODES", {})
     watched = gradtrace.program(loss)
     assert_agree(engine.run(short, gradtrace.SUM), leaves, wanted)
+    assert_agree({leaf.tensor: leaf.compute() for leaf in short.leaves}, leaves, wanted)
     assert_agree(engine.run(watched, gradtrace.SUM), leaves, wanted)
     for one, other in zip(short.blocks, watched.blocks):
         assert one.operator == other.operator

@@ -98,9 +98,31 @@ def tied() -> tuple[nn.Module, Tensor, Tensor]:
     return Model(), torch.randint(0, 7, (BATCH, 3)), torch.randint(0, 7, (BATCH,))
 
 
+def ragged() -> tuple[nn.Module, Tensor, Tensor]:
+    """Sequences of several lengths: only the longest reaches the last steps of the layers."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.rnn = nn.RNN(3, 3, batch_first=True)
+            self.gru = nn.GRU(3, 3, batch_first=True)
+            self.out = nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x)
+            return self.out(self.rnn(h)[0] + self.gru(h)[0])
+
+    x, y = torch.randint(0, 5, (2, BATCH, 7)).unbind()
+    for row, length in enumerate((4, 7, 3, 5)):
+        y[row, length:] = -100
+    return Model(), x, y
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {
     "attention": tokens,
     "images": images,
+    "ragged": ragged,
     "recurrent": recurrent,
     "tied": tied,
 }

@@ -26,7 +26,10 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        if isnan(self.value):
+            return "–"
+        known = np.isfinite(self.low) and np.isfinite(self.high)
+        return f"{self.value:.2f} " + (f"[{self.low:.2f}, {self.high:.2f}]" if known else "[?]")
 
     @property
     def sign(self) -> int:
@@ -122,10 +125,21 @@ def bootstrap(
     value = statistic(clusters)
     if len(clusters) < 2 or isnan(value):
         return Interval(value, -np.inf, np.inf)
-    generator = np.random.default_rng(seed)
-    draws = generator.integers(len(clusters), size=(rounds, len(clusters)))
+    draws = resample(len(clusters), rounds, seed)
     found = np.array([statistic([clusters[i] for i in draw]) for draw in draws])
+    return percentiles(value, found, level)
+
+
+def resample(clusters: int, rounds: int = 2000, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Which clusters each round draws: (rounds, clusters)."""
+    return np.random.default_rng(seed).integers(clusters, size=(rounds, clusters))
+
+
+def percentiles(value: float, found: Floats, level: float = 0.95) -> Interval:
+    """The middle ``level`` of what the rounds found, nan left out."""
     found = found[~np.isnan(found)]
+    if not len(found):
+        return Interval(value, -np.inf, np.inf)
     low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 

@@ -1,0 +1,377 @@
+"""Over how many paths does gradient spread, as a network gets wider?
+
+Question: Du et al. (2023) trained perceptrons of 4 to 128 hidden units on data of which only the
+first feature matters, and measured the entropy of the paths from that feature to the loss: 2.31,
+2.83, 3.75, 4.47, 5.10, 5.79 nats. It grows with width, and from 16 units on the relevant feature
+has more than the irrelevant ones. Is that so again?
+
+Expectation: entropy is at most the logarithm of the number of paths, which grows with width, so
+entropy has room to grow; whether training fills it is open. Their 2.31 for 4 units is more than
+log 8, the most that 4 units and 2 scores allow if the loss is one operator: they count more.
+
+Method: their task (four features, uniform in 0..1, label 1 if the first is over ½; 10,000 points,
+70% to train) and their network (linear, leaky ReLU, linear, two scores; normal initialisation of
+variance 2 / (in + out); Adam 0.001, batches of 32). The entropy of |weight| over all paths from
+each input feature of held-out points to the point's cross entropy, by ``semirings.ENTROPY``,
+before, during and after training, with ``COUNT`` for the bound. The loss is written in three
+ways, equal in value and gradient: ``fused``, log-softmax one operator, with 2 paths from each
+hidden unit; ``plain``, ``logsumexp(s) - s[label]``, with 3; and ``shifted``, as their library has
+it, ``log Σ exp(s - max s) + max s - s[label]``, with 6. At operator granularity the network is a
+chain and only the loss forks: 1, 2 and 4 paths at any width.
+
+Seeds: one for data, initialisation and order of training; intervals are a bootstrap over seeds.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace.experiments.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Seeds,
+    Series,
+    Table,
+    Tick,
+)
+from gradtrace.experiments.statistics import Interval, bootstrap
+from gradtrace.semirings import COUNT, ENTROPY, Value
+
+QUICK = {"widths": [4, 16, 64], "points": 3000, "epochs": [0, 1, 8], "samples": 64}
+FULL = {
+    "widths": [4, 8, 16, 32, 64, 128],
+    "points": 10_000,
+    "epochs": [0, 1, 5, 20],
+    "samples": 500,
+}
+SEEDS = Seeds(quick=2, full=20)
+TIMED = False
+
+FEATURES, BATCH, RATE = 4, 32, 0.001
+PATHS = {"fused": 2, "plain": 3, "shifted": 6}  # from a hidden unit to the loss, by its writing
+ENOUGH = 5  # seeds, to say that one feature is above another
+THEIR_LOSS = "shifted"
+THEIRS = {4: 2.31, 8: 2.83, 16: 3.75, 32: 4.47, 64: 5.10, 128: 5.79}
+
+
+def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Features, and whether the first is over a half."""
+    x = torch.rand(count, FEATURES, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, 0] > 0.5).long()
+
+
+def network(width: int) -> nn.Sequential:
+    """Two layers; weights normal of variance 2 / (in + out), biases of variance 1 / out."""
+    first, second = nn.Linear(FEATURES, width), nn.Linear(width, 2)
+    for layer in (first, second):
+        nn.init.xavier_normal_(layer.weight)
+        nn.init.normal_(layer.bias, std=1 / math.sqrt(layer.out_features))
+    return nn.Sequential(first, nn.LeakyReLU(), second)
+
+
+def epoch(model: nn.Module, optimiser: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> None:
+    """Once over all points, in random order."""
+    for batch in torch.split(torch.randperm(len(x)), BATCH):
+        loss = nn.functional.cross_entropy(model(x[batch]), labels[batch])
+        optimiser.zero_grad()
+        torch.autograd.backward(loss)
+        optimiser.step()
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+def losses(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The sum of the points' cross entropies, written in two ways.
+
+    Each feature of a point has paths to its own point's loss only, so all are measured at once.
+    """
+    right = scores.gather(1, labels[:, None])[:, 0]
+    return {
+        "fused": nn.functional.cross_entropy(scores, labels, reduction="sum"),
+        "plain": (scores.logsumexp(1) - right).sum(),
+        "shifted": shifted(labels, scores, scores, scores, scores),
+    }
+
+
+def shifted(labels: Tensor, right: Tensor, powers: Tensor, least: Tensor, top: Tensor) -> Tensor:
+    """``log Σ exp(s - max s) + max s - s[label]``, each use of the scores an argument."""
+    exps = (powers - least.max(1, keepdim=True).values).exp()
+    return (exps.sum(1).log() + top.max(1).values - right.gather(1, labels[:, None])[:, 0]).sum()
+
+
+def spread(model: nn.Sequential, x: Tensor, labels: Tensor) -> Result:
+    """The mean entropy by feature, of all losses and of operators; and whether bounds hold.
+
+    In float64: what a sure network leaves of the gradient, 1 - p, would be mostly rounding.
+    """
+    model, x = copy.deepcopy(model).double(), x.double().requires_grad_()
+    width = model[:2](x).shape[1]
+    found: Result = {"bounded": True, "counted": True, "operator": operators(model, x, labels)}
+    for name, loss in losses(model(x), labels).items():
+        entropy = ENTROPY.entropy(cast(Value, gt.backward(loss, ENTROPY, names={"x": x})["x"]))
+        count = gt.backward(loss, COUNT, names={"x": x})["x"]
+        found[name] = entropy.mean(0).tolist()
+        # A path whose weight is too small for a float is not counted.
+        found["bounded"] &= bool((entropy <= count.log() + 1e-9).all())
+        found["counted"] &= bool((count <= PATHS[name] * width).all())
+    return found
+
+
+def operators(model: nn.Sequential, x: Tensor, labels: Tensor) -> list[float]:
+    """Entropy by feature of the four paths of operators that the shifted loss has.
+
+    The scores are four leaves of the loss, one a path; each gradient goes on to x by itself.
+    """
+    scores = model(x)
+    leaves = [scores.detach().clone().requires_grad_() for _ in range(4)]
+    handed = gt.backward(shifted(labels, *leaves), names=dict(zip("abcd", leaves)))
+    sizes = [gt.backward(scores, names={"x": x}, cotangent=handed[k])["x"].abs() for k in "abcd"]
+    total = torch.stack(sizes)
+    shares = total / total.sum(0)
+    return [float(each) for each in -torch.xlogy(shares, shares).sum(0).mean(0)]
+
+
+def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
+    """A network for each seed and width."""
+    rest = {name: settings[name] for name in ("points", "epochs", "samples")}
+    widths = settings["widths"]
+    return [{"seed": seed, "width": width, **rest} for seed in range(seeds) for width in widths]
+
+
+def measure(cell: Cell, tick: Tick) -> Result:
+    """Train a network, and measure held-out points after some epochs: ``{epochs: ...}``."""
+    count = cell["points"]
+    x, labels = points(count, cell["seed"])
+    train, rest = slice(0, 7 * count // 10), slice(7 * count // 10, count)
+    some = slice(rest.start, rest.start + cell["samples"])
+    found: Result = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cell["seed"])
+        model = network(cell["width"])
+        optimiser = torch.optim.Adam(model.parameters(), lr=RATE)
+        for number in range(max(cell["epochs"]) + 1):
+            tick(f"width {cell['width']}, epoch {number}")
+            if number:
+                epoch(model, optimiser, x[train], labels[train])
+            if number in cell["epochs"]:
+                right = model(x[rest]).argmax(1) == labels[rest]
+                measured = spread(model, x[some], labels[some])
+                found[str(number)] = {"accuracy": float(right.double().mean()), **measured}
+    return found
+
+
+# Concluding ---------------------------------------------------------------------------------------
+
+
+def conclude(rows: Sequence[Row]) -> Findings:
+    """Entropy over width, trained and not, against theirs and against the bound."""
+    found = Found(sorted(rows, key=lambda row: (row.cell["width"], row.cell["seed"])))
+    checks = {
+        name: all(each[name] for row in rows for each in row.result.values())
+        for name in ("bounded", "counted")
+    }
+    entropies = {
+        loss: {str(w): found.entropy(w, found.last, loss).value for w in found.widths}
+        for loss in PATHS
+    }
+    known = {
+        **checks,
+        "grows untrained": all(found.grows(found.epochs[0], loss) for loss in PATHS),
+        "grows trained": all(found.grows(found.last, loss) for loss in PATHS),
+        "entropy": entropies,
+        "above": {str(w): found.above(w, found.last, THEIR_LOSS) for w in found.widths},
+        "operator": max(found.operator(w, e) for w in found.widths for e in found.epochs),
+    }
+    return Findings(
+        sentence(found),
+        (*(table(found, loss) for loss in reversed(PATHS)), training(found)),
+        plots(found),
+        known,
+    )
+
+
+class Found:
+    """The rows by width, and what is asked of them."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.by: dict[int, list[Result]] = {}
+        for row in rows:
+            self.by.setdefault(row.cell["width"], []).append(row.result)
+        self.widths = sorted(self.by)
+        self.epochs = sorted({int(e) for results in self.by.values() for r in results for e in r})
+        self.last = self.epochs[-1]
+        self.seeds = min(map(len, self.by.values()))
+
+    def entropy(self, width: int, epochs: int, loss: str) -> Interval:
+        """Of the relevant feature."""
+        return self._over(width, epochs, lambda at: float(at[loss][0]))
+
+    def others(self, width: int, epochs: int, loss: str) -> Interval:
+        """Of the irrelevant features, their mean."""
+        return self._over(width, epochs, lambda at: sum(at[loss][1:]) / (FEATURES - 1))
+
+    def lead(self, width: int, epochs: int, loss: str) -> Interval:
+        """By how much the relevant feature is above the others; seeds are compared each by each."""
+        return self._over(
+            width, epochs, lambda at: at[loss][0] - sum(at[loss][1:]) / (FEATURES - 1)
+        )
+
+    def accuracy(self, width: int, epochs: int) -> float:
+        """On held-out points."""
+        return _mean([float(result[str(epochs)]["accuracy"]) for result in self.by[width]])
+
+    def operator(self, width: int, epochs: int) -> float:
+        """Of the relevant feature's four paths of operators."""
+        return _mean([float(result[str(epochs)]["operator"][0]) for result in self.by[width]])
+
+    def above(self, width: int, epochs: int, loss: str) -> int:
+        """1: the relevant feature is above, -1: below, 0: cannot be told."""
+        return self.lead(width, epochs, loss).sign if len(self.by[width]) >= ENOUGH else 0
+
+    def grows(self, epochs: int, loss: str) -> bool:
+        """Whether each width has more entropy than the one before it."""
+        values = [self.entropy(width, epochs, loss).value for width in self.widths]
+        return all(a < b for a, b in pairwise(values))
+
+    def rise(self, epochs: int, loss: str) -> float:
+        """From the narrowest network to the widest."""
+        low, high = (self.entropy(w, epochs, loss).value for w in (self.widths[0], self.widths[-1]))
+        return high - low
+
+    def _over(self, width: int, epochs: int, ask: Callable[[Result], float]) -> Interval:
+        values = [ask(result[str(epochs)]) for result in self.by[width]]
+        found = bootstrap(values, _mean, rounds=1000)
+        return found if len(values) > 1 else Interval(found.value, found.value, found.value)
+
+
+def said(found: Interval) -> str:
+    """A number, with its interval if there is one."""
+    return f"{found.value:.2f}" if found.low == found.high else str(found)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def sentence(found: Found) -> str:
+    """What was found, in words."""
+    start, end = found.epochs[0], found.last
+    low, high = found.widths[0], found.widths[-1]
+    shown = ", ".join(
+        f"{w}: {said(found.entropy(w, end, THEIR_LOSS))}"
+        + (f" ({THEIRS[w]:.2f})" if w in THEIRS else "")
+        for w in found.widths
+    )
+    trend = "grows with every step of width" if found.grows(end, THEIR_LOSS) else "mostly grows"
+    rise = {e: found.rise(e, THEIR_LOSS) for e in (start, end)}
+    kinds = ", ".join(f"{found.entropy(low, end, loss).value:.2f} ({loss})" for loss in PATHS)
+    return (
+        f"With the loss written as theirs, path entropy {trend} after training; by hidden units "
+        f"{shown} nats, in brackets those of Du et al. From {low} to {high} units the bound, "
+        f"log(6·width), rises by {math.log(high / low):.2f} nats, the entropy of trained networks "
+        f"by {rise[end]:.2f}, and that of untrained ones by {rise[start]:.2f}. The same networks "
+        f"with the same gradients have, at width {low}, {kinds} nats by how the loss is written: "
+        f"entropy is of the formula, not of the function alone. Between whole operators there are "
+        f"four paths at any width, of {found.operator(low, end):.2f} nats at {low} units and "
+        f"{found.operator(high, end):.2f} at {high}. {compared(found)} {accuracies(found)}"
+    )
+
+
+def accuracies(found: Found) -> str:
+    """How well the networks do: entropy of networks that did not learn is no contradiction."""
+    said = ", ".join(f"{found.accuracy(w, found.last):.0%}" for w in found.widths)
+    return f"Right on held-out points, by width: {said}."
+
+
+def compared(found: Found) -> str:
+    """Whether the relevant feature is above the others, and from which width on."""
+    words = {1: "above", -1: "below", 0: "not surely apart from"}
+    signs = {w: found.above(w, found.last, THEIR_LOSS) for w in found.widths}
+    groups = {
+        words[sign]: [str(w) for w in found.widths if signs[w] == sign] for sign in (1, -1, 0)
+    }
+    said = "; ".join(
+        f"{word} the irrelevant ones at {', '.join(ws)}" for word, ws in groups.items() if ws
+    )
+    return (
+        f"The relevant feature lies {said} hidden units; that Du et al. had it above from 16 on is "
+        f"{verdict([signs[w] for w in found.widths if w >= 16])}."
+    )
+
+
+def verdict(signs: Sequence[int]) -> str:
+    """What signs say of a claim that all are 1."""
+    if signs and all(sign == 1 for sign in signs):
+        return "confirmed"
+    return "contradicted" if any(sign == -1 for sign in signs) else "not confirmed"
+
+
+def table(found: Found, loss: str) -> Table:
+    """Trained and not, relevant and not, by width, for a loss."""
+
+    def line(width: int) -> tuple[str | float | int | None, ...]:
+        return (
+            width,
+            THEIRS.get(width) if loss == THEIR_LOSS else None,
+            said(found.entropy(width, found.epochs[0], loss)),
+            said(found.entropy(width, found.last, loss)),
+            said(found.others(width, found.last, loss)),
+            said(found.lead(width, found.last, loss)),
+            math.log(PATHS[loss] * width),
+        )
+
+    names = ("hidden", "Du et al.", "untrained", "trained", "irrelevant", "lead", "bound")
+    return Table(
+        f"Path entropy of the relevant feature, in nats ({loss} loss)",
+        names,
+        tuple(line(width) for width in found.widths),
+        f"95% intervals, a bootstrap over {found.seeds} seeds. Irrelevant: the other features, "
+        "trained; lead: the relevant one over these.",
+    )
+
+
+def training(found: Found) -> Table:
+    """Over training: accuracy, entropy as theirs, and that of paths of operators."""
+    rows = tuple(
+        (w, e, found.accuracy(w, e), said(found.entropy(w, e, THEIR_LOSS)), found.operator(w, e))
+        for w in found.widths
+        for e in found.epochs
+    )
+    names = ("hidden", "epochs", "accuracy", "entropy of elements", "entropy of operators")
+    return Table(f"Over training ({THEIR_LOSS} loss)", names, rows)
+
+
+def plots(found: Found) -> tuple[Plot, ...]:
+    """Entropy over width: one figure for each way to write the loss."""
+    known = [w for w in found.widths if w in THEIRS]
+    theirs = Series("Du et al.", known, [THEIRS[w] for w in known], style="points")
+
+    def line(label: str, values: Sequence[Interval]) -> Series:
+        y, low, high = zip(*values)
+        return Series(label, found.widths, y, low, high)
+
+    def plot(loss: str) -> Plot:
+        given = (theirs,) if loss == THEIR_LOSS else ()
+        bound = [math.log(PATHS[loss] * w) for w in found.widths]
+        series = (
+            line("untrained", [found.entropy(w, found.epochs[0], loss) for w in found.widths]),
+            line("trained", [found.entropy(w, found.last, loss) for w in found.widths]),
+            line("irrelevant", [found.others(w, found.last, loss) for w in found.widths]),
+            Series("bound", found.widths, bound, style="dashed"),
+        )
+        title = f"Path entropy of the relevant feature ({loss} loss)"
+        return Plot(f"entropy-{loss}", title, "hidden units", "nats", (*given, *series), log_x=True)
+
+    return tuple(plot(loss) for loss in reversed(PATHS))

@@ -1,0 +1,302 @@
+"""Does a score of components tell what it costs to remove them? The statistics of that question.
+
+Components that do the same work side by side are *rivals*. Every measure (influence by a rule, a
+baseline) gives each of them a score, and removing each has a cost. The *rank correlation within
+rivals* takes both as ranks among the rivals, less their mean, and correlates these over all of
+them::
+
+    ρ = Σ r·c / √(Σ r² · Σ c²)        r, c: centred ranks of score and cost
+
+It is 1 if the order by score always is the order by cost, and 0 on average if the score knows
+nothing; what differs between networks or tasks does not enter. Rivals that cost the same (because
+none of them reaches the target) add nothing to Σ r·c.
+
+Rivals of one network share its seed, so they are no independent points: intervals are bootstrapped
+over networks. They are 95% intervals of each number alone, not corrected for how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan, nan
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradtrace.experiments.findings import Plot, Series, Table
+from gradtrace.experiments.statistics import Floats, Interval, percentiles, ranks, resample
+
+RULES = {"greedy": "influence (greedy)", "viterbi": "influence (viterbi)"}
+"""The two rules, as measures are called."""
+
+BASELINES = ("gradient norm", "|weight × gradient|", "size", "random")
+"""Scores that need no tracing. ``size`` is the number of the component's parameters."""
+
+FEWEST = 8
+"""With fewer networks a bootstrap says too little about its own width: nothing is concluded."""
+
+WEAK = 0.3
+"""A correlation that surely is below this one, and perhaps 0, is as good as none."""
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """Components that do the same work, by name, with their scores and what removing them costs."""
+
+    names: tuple[str, ...]
+    scores: Mapping[str, Sequence[float]]  # by measure
+    costs: Mapping[str, Sequence[float]]  # by kind of cost
+
+
+@dataclass(frozen=True)
+class Network:
+    """One trained network: what is drawn independently of the others."""
+
+    group: str
+    seed: int
+    rivals: tuple[Rivals, ...]
+
+
+Networks = Sequence[Network]
+
+
+# Correlation --------------------------------------------------------------------------------------
+
+
+def correlation(networks: Networks, measure: str, cost: str) -> Interval:
+    """The rank correlation within rivals, and its interval over networks."""
+    sums = _sums(networks, measure, cost)
+    found = _interval(_rho(sums[None]), _rho(sums[_draws(sums)]))
+    return Interval(found.value, max(found.low, -1.0), min(found.high, 1.0))
+
+
+def difference(networks: Networks, first: str, second: str, cost: str) -> Interval:
+    """By how much the correlation of one measure is above that of another, on the same networks."""
+    a, b = _sums(networks, first, cost), _sums(networks, second, cost)
+    draws = _draws(a)
+    return _interval(_rho(a[None]) - _rho(b[None]), _rho(a[draws]) - _rho(b[draws]))
+
+
+def mean(values: Sequence[float]) -> Interval:
+    """The mean over networks, with its interval."""
+    array = np.asarray(values, dtype=np.float64)
+    return _interval(array[None].mean(1), array[_draws(array)].mean(1))
+
+
+def _draws(values: Floats) -> npt.NDArray[np.int64]:
+    """Draws of networks; none where there is but one, which tells nothing of others."""
+    return resample(len(values), rounds=2000 if len(values) > 1 else 0)
+
+
+def _interval(value: Floats, draws: Floats) -> Interval:
+    """Of a statistic: its value on all networks (in a row of one), and on draws of them."""
+    return percentiles(float(value[0]), draws)
+
+
+def hits(networks: Networks, measure: str, cost: str) -> tuple[float, float]:
+    """How often the rival of the highest score costs the most, and how often chance would do it.
+
+    A tie of n at the top counts 1/n.
+    """
+    found, chance, count = 0.0, 0.0, 0
+    for rivals in (rivals for network in networks for rivals in network.rivals):
+        best, dear = _top(rivals.scores[measure]), _top(rivals.costs[cost])
+        found += len(best & dear) / len(best)
+        chance += len(dear) / len(rivals.names)
+        count += 1
+    return (found / count, chance / count) if count else (nan, nan)
+
+
+def _top(values: Sequence[float]) -> set[int]:
+    return {place for place, value in enumerate(values) if value == max(values)}
+
+
+def _sums(networks: Networks, measure: str, cost: str) -> Floats:
+    """Σ r·c, Σ r² and Σ c² of every network: (networks, 3)."""
+    rows = np.zeros((len(networks), 3))
+    for row, network in zip(rows, networks):
+        for rivals in network.rivals:
+            r, c = _centred(rivals.scores[measure]), _centred(rivals.costs[cost])
+            row += (r @ c, r @ r, c @ c)
+    return rows
+
+
+def _centred(values: Sequence[float]) -> Floats:
+    found = ranks(values)
+    found -= found.mean()
+    return found
+
+
+def _rho(sums: Floats) -> Floats:
+    """Of every draw of networks, (draws, networks, 3); nan where nothing differs."""
+    both, first, second = np.moveaxis(sums.sum(1), -1, 0)
+    norm = np.sqrt(first * second)
+    found: Floats = np.divide(both, norm, out=np.full_like(norm, nan), where=norm > 0)
+    return found
+
+
+# Words --------------------------------------------------------------------------------------------
+
+
+def verdict(interval: Interval, networks: int) -> str:
+    """What an interval lets one say.
+
+    >>> verdict(Interval(0.5, 0.2, 0.7), 30), verdict(Interval(0.1, -0.2, 0.5), 30)
+    ('predicts', 'cannot tell from 30')
+    >>> verdict(Interval(0.0, -0.1, 0.2), 300), verdict(Interval(0.5, 0.2, 0.7), 3)
+    ('does not predict', 'cannot tell from 3')
+    """
+    if networks < FEWEST or np.isnan(interval.value):
+        return f"cannot tell from {networks}"
+    if interval.sign:
+        return "predicts" if interval.sign > 0 else "predicts the opposite"
+    return "does not predict" if interval.high < WEAK else f"cannot tell from {networks}"
+
+
+def stated(name: str, interval: Interval, networks: int) -> str:
+    """One measure's verdict as a clause.
+
+    >>> stated("greedy", Interval(0.5, 0.2, 0.7), 30)
+    'greedy predicts it (0.50 [0.20, 0.70])'
+    >>> stated("greedy", Interval(0.1, -0.2, 0.7), 30)
+    'of greedy we cannot tell from 30 networks (0.10 [-0.20, 0.70])'
+    """
+    word = verdict(interval, networks)
+    if word.startswith("cannot"):
+        return f"of {name} we {word} networks ({interval})"
+    word = word.replace("opposite", "opposite of")
+    return f"{name} {word} it ({interval})"
+
+
+def against(networks: Networks, rule: str, cost: str) -> str:
+    """A rule beside every baseline, as a clause."""
+    words: dict[str, list[str]] = {"better than": [], "worse than": [], "not told apart from": []}
+    for baseline in BASELINES:
+        sign = difference(networks, RULES[rule], baseline, cost).sign
+        if not sign:
+            words["not told apart from"].append(baseline)
+        else:
+            words["better than" if sign > 0 else "worse than"].append(baseline)
+    parts = [f"{word} {listed(names)}" for word, names in words.items() if names]
+    return f"{rule} is " + "; ".join(parts)
+
+
+def sentence(networks: Networks, cost: str, what: str) -> str:
+    """Both rules, and both against the baselines; ``what`` is the cost in words."""
+    question, n = f"Does influence predict {what}?", len(networks)
+    found = {name: correlation(networks, name, cost) for name in (*RULES.values(), *BASELINES)}
+    if n < FEWEST:
+        values = [f"{name} {each.value:.2f}" for name, each in found.items()]
+        return (
+            f"{question} {counted(n)} too few to tell; it takes {FEWEST}, and many more to be "
+            f"sure. Rank correlations of these: {', '.join(values)}."
+        )
+    rules = [stated(f"influence by {rule}", found[name], n) for rule, name in RULES.items()]
+    others = [f"{name} {found[name]}" for name in BASELINES]
+    beside = "; ".join(against(networks, rule, cost) for rule in RULES)
+    return (
+        f"{question} {capital('; '.join(rules))} [rank correlation among rivals over {n} networks, "
+        f"95% interval]. Baselines: {', '.join(others)}. By paired differences, {beside}."
+    )
+
+
+def counted(networks: int) -> str:
+    """How many there are.
+
+    >>> counted(1), counted(2)
+    ('1 network is', '2 networks are')
+    """
+    return "1 network is" if networks == 1 else f"{networks} networks are"
+
+
+def capital(text: str) -> str:
+    """The text, with a capital first."""
+    return text[:1].upper() + text[1:]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a row.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+# Tables and plots ---------------------------------------------------------------------------------
+
+
+def correlations(networks: Networks, costs: Mapping[str, str], title: str) -> Table:
+    """Every measure against every kind of cost; ``costs`` maps kinds to what they are called."""
+    first = next(iter(costs))
+    rows = []
+    for measure in measures(networks):
+        found = [correlation(networks, measure, cost) for cost in costs]
+        hit, chance = hits(networks, measure, first)
+        word = verdict(found[0], len(networks))
+        rows.append((measure, *map(str, found), word, f"{hit:.0%} ({chance:.0%})"))
+    note = (
+        f"Rank correlation within rivals over {len(networks)} networks, with 95% intervals from a "
+        f"bootstrap over networks. The verdict is on {costs[first]}, and so is the share of rivals "
+        "in which the highest score is the dearest to remove (by chance)."
+    )
+    return Table(
+        title, ("measure", *costs.values(), "verdict", "top is dearest"), tuple(rows), note
+    )
+
+
+def differences(networks: Networks, cost: str, title: str) -> Table:
+    """Each rule less each baseline, paired."""
+    rows = []
+    for rule, name in RULES.items():
+        for baseline in BASELINES:
+            found = difference(networks, name, baseline, cost)
+            sure = found.sign if len(networks) >= FEWEST else 0
+            word = {1: "better", -1: "worse", 0: "cannot tell"}[sure]
+            rows.append((rule, baseline, round(found.value, 3), *_ends(found), word))
+    columns = ("rule", "baseline", "difference", "low", "high", "influence is")
+    return Table(title, columns, tuple(rows), "Difference of rank correlations, 95% interval.")
+
+
+def _ends(interval: Interval) -> tuple[float | None, float | None]:
+    low, high = (round(x, 3) if np.isfinite(x) else None for x in interval[1:])
+    return low, high
+
+
+def bars(networks: Networks, cost: str, title: str) -> Plot:
+    """The correlation of every measure."""
+    every = {name: correlation(networks, name, cost) for name in measures(networks)}
+    names = [name for name, each in every.items() if not isnan(each.value)]
+    found = [every[name] for name in names]
+    series = Series(
+        "rank correlation, 95% interval",
+        names,
+        [each.value for each in found],
+        [max(each.low, -1.0) for each in found],
+        [min(each.high, 1.0) for each in found],
+        style="bars",
+    )
+    return Plot("correlation", title, "measure", "rank correlation within rivals", (series,))
+
+
+def measures(networks: Networks) -> list[str]:
+    """The names of all measures, rules first."""
+    rivals = [rivals for network in networks for rivals in network.rivals]
+    return list(rivals[0].scores) if rivals else []
+
+
+def numbers(networks: Networks, costs: Iterable[str]) -> dict[str, Any]:
+    """The correlations as plain numbers, for ``facts``: ``{cost: {measure: [ρ, low, high]}}``."""
+    return {
+        cost: {
+            measure: [_plain(x) for x in correlation(networks, measure, cost)]
+            for measure in measures(networks)
+        }
+        for cost in costs
+    }
+
+
+def _plain(x: float) -> float | None:
+    return round(float(x), 6) if np.isfinite(x) else None
