@@ -1,12 +1,9 @@
-"""The chapter's Figure 1.3: time over the size of random networks with branches.
+"""Question: Is time linear in the size of the scalar graph, on random networks with branches?
 
-Question: Does the time of back-propagation, and of tracing, grow linearly with the size of the
-scalar graph, |V'| + |E'|, on random networks with branches?
-
-Expectation: The chapter says so for both: its own engine and PyTorch's are linear in Figure 1.3,
-and tracing is expected to be. Its networks are small, however, and each operator costs something
-whatever its size; so their time may follow the number of operators instead, and be linear in the
-scalars only for larger networks.
+Expectation: The chapter says so (Figure 1.3): its own engine and PyTorch's are linear in |V'| +
+|E'|, and tracing is expected to be. Its networks are small, however, and each operator costs
+something whatever its size; so their time may follow the number of operators instead, and be linear
+in the scalars only for larger networks.
 
 Method: Networks of ``branching``, which follows the chapter's procedure, on one random sample and
 target with a squared error. PyTorch's ``loss.backward()``, the own engine, recording, and tracing

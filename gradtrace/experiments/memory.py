@@ -1,7 +1,4 @@
-"""The slides' rule of thumb on memory, and checkpointing, counted in bytes.
-
-Question: How much memory do activations, gradients and a trace take over depth, with and without
-checkpointing, and is what training takes beyond the model about twice the model's size?
+"""Question: What memory do training and a trace take over depth, with and without checkpoints?
 
 Expectation: The slides say "additional memory ≈ 2·(model size)", and that checkpointing computes
 activations again where they are needed. Activations should grow linearly with depth L, and as √L
@@ -46,6 +43,7 @@ from gradtrace.experiments.findings import (
 )
 from gradtrace.experiments.ledger import Ledger
 from gradtrace.experiments.resident import apart, beyond
+from gradtrace.experiments.rounds import linear_fit
 
 QUICK = {
     "width": 32,
@@ -426,10 +424,12 @@ def _on_functions(rows: list[Row]) -> str:
 
 
 def _on_trace(groups: Mapping[str, list[Row]], facts: Mapping[str, Any]) -> str:
-    if not groups["depth"] or not groups["checkpoint"]:
+    if len(groups["depth"]) < 2 or not groups["checkpoint"]:
         return ""
     plain, parted = groups["depth"][-1], groups["checkpoint"][-1]
-    exactly = "exactly" if facts["trace_linear"] else "not exactly"
+    depths = [float(row.cell["depth"]) for row in groups["depth"]]
+    fit = linear_fit(depths, [float(row.result["trace"]) for row in groups["depth"]])
+    exactly = "exactly" if facts["trace_linear"] else f"by R² {fit.r2:.4f}"
     ratio = plain.result["trace"] / (plain.result["activations"] + plain.result["gradients"])
     text = (
         f"A trace keeps {_size(plain.result['trace'])} more at that depth, {ratio:.1f} times "

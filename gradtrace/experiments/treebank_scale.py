@@ -1,16 +1,13 @@
-"""The chapter's example of a real size: an RNN language model on the Penn Treebank.
+"""Question: What do a language model of the Penn Treebank's size, and its trace, cost?
 
-Question: How many parameters and scalar edges has a recurrent language model of 10,000 words and
-1,000 hidden units, and what do time and memory of a trace cost over sequences of n = 10..100 steps?
-
-Expectation: The chapter says "roughly 2.1 million parameters and 30·n million edges", and that
-tracing is linear in the edges, so in n. The parameters cannot be right: a matrix between 10,000
-words and 1,000 units has 10 million elements, and a language model has two unless it shares them.
-The edges can: an output layer of 10 million weights has 30 million a step if each product is a
-vertex with two edges in and one out.
+Expectation: Of an RNN with 10,000 words and 1,000 hidden units, on n words, the chapter says
+"roughly 2.1 million parameters and 30·n million edges", and that tracing is linear in the edges.
+The parameters cannot be right: a matrix between 10,000 words and 1,000 units has 10 million
+elements, and a language model has two unless it shares them. The edges can: an output layer of 10
+million weights has 30 million a step if each product is a vertex with two edges in and one out.
 
 Method: The model is Elman's, ``h = tanh(E[word] + W·h + b)``, with an output layer: the one-hot
-input weight E goes straight into the state, which is the smallest reading of the chapter.
+input weight E goes straight into the state, which is the plainest reading of the chapter.
 Parameters of this and of other readings are counted on models of the chapter's size that hold no
 numbers. Edges are those of ``gradtrace.graph``, with cross entropy as PyTorch has it (log-softmax
 is one operator, in which each of V words depends on all V), and taken apart into a log-sum-exp and
