@@ -44,7 +44,7 @@ $(VENV)/.torch:
 SOURCES = pyproject.toml CMakeLists.txt $(wildcard gradtrace/kernels/cpu/*)
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable ".[experiments]"
 	touch $@
 
 $(VENV)/.developed: $(VENV)/.torch $(SOURCES)

@@ -29,12 +29,11 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import gradtrace
-from gradtrace import demo as demonstration
 from gradtrace import scripts
 from gradtrace.check import Check
 from gradtrace.check import check as check_gradients
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.results import numeric, told
+from gradtrace.laboratory.results import numeric, told
 from gradtrace.linear import OPENED, RULES
 from gradtrace.recorder import way
 
@@ -106,12 +105,15 @@ def demo(
     ),
     as_json: Json = False,
 ) -> None:
-    """Trace a small network, compare its gradient with PyTorch's, and write a report."""
-    found = demonstration.demo(out)
+    """Let an RNN, an LSTM and a GRU compete, look at a small network, and write a report."""
+    from gradtrace import demo as demonstration
+
+    found = demonstration.demo(out, _say)
     if as_json:
         _print_json(found)
         return
     console = _console()
+    _print_found({"competition": found["competition"]})
     console.print("A two-layer tanh network:")
     for name, value in demonstration.facts(found):
         console.print(f"  {name:18} {value}")
@@ -119,7 +121,7 @@ def demo(
     console.print("Two branches on one embedding; of its paths, there run through")
     for name, share in found["influence"].items():
         console.print(f"  {name:18} {share:.1%}")
-    console.print(f"The graph, a path and all tables are in {out}", soft_wrap=True)
+    console.print(f"All figures and tables, the graph and a path are in {out}", soft_wrap=True)
 
 
 # gradtrace check ---------------------------------------------------------------------------------
@@ -372,7 +374,7 @@ def experiment(
     as_json: Json = False,
 ) -> None:
     """Run an experiment, or go on with one; under torchrun, many processes do one together."""
-    from gradtrace.experiments import command
+    from gradtrace.laboratory import command
 
     if listed:
         _print_experiments(command.listed(), as_json)
@@ -393,8 +395,11 @@ def experiment(
     except KeyboardInterrupt as stop:
         _say(f"gradtrace: {stop or 'stopped'}")
         raise typer.Exit(INTERRUPTED) from stop
-    if done.spoken:
-        _print_found(done, as_json)
+    if done.spoken and as_json:
+        _print_json({"experiments": done.found, "failed": done.failed})
+    elif done.spoken:
+        _print_found(done.found)
+        _console().print(f"Tables, figures and how it was run are in {done.page}", soft_wrap=True)
     raise typer.Exit(WRONG if done.failed else 0)
 
 
@@ -406,19 +411,15 @@ def _print_experiments(found: list[dict[str, str]], as_json: bool) -> None:
     _console().print(_table([("name", "question"), *rows]))
 
 
-def _print_found(done: Any, as_json: bool) -> None:
-    if as_json:
-        _print_json({"experiments": done.found, "failed": done.failed})
-        return
+def _print_found(found: dict[str, dict[str, Any]]) -> None:
     console = _console()
-    for name, data in done.found.items():
+    for name, data in found.items():
         for table in data["tables"]:
             console.print(table["title"])
             columns = range(len(table["columns"]))
             rows = [table["columns"], *([told(cell) for cell in row] for row in table["rows"])]
             console.print(_table(rows, right=[k for k in columns if numeric(table, k)]))
         console.print(f"{name}: {data['sentence']}", soft_wrap=True)
-    console.print(f"Tables, figures and how it was run are in {done.page}", soft_wrap=True)
 
 
 def _say(line: str) -> None:

@@ -1,5 +1,5 @@
-"""A first look, in one HTML file: the graph and the gradient of a two-layer tanh network, and the
-paths and the influence of branches that compete.
+"""The main job on embedded data, in one HTML file: an RNN, an LSTM and a GRU in competition, in a
+minute; then a first look at a graph, its gradient, a path and influence.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from math import inf
 from pathlib import Path
-from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,11 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace.graph import Graph
 from gradtrace.influence import Influence
+from gradtrace.laboratory.command import Asked, run, sources
+from gradtrace.laboratory.page import html, section
+from gradtrace.laboratory.publishing import pictures
+from gradtrace.laboratory.results import write
+from gradtrace.laboratory.runner import Say
 from gradtrace.paths import Path as GradientPath
 from gradtrace.trace import Trace
 
@@ -62,8 +66,32 @@ def traced() -> Trace:
     return watch.trace(loss)
 
 
-def demo(path: str | Path) -> dict[str, Any]:
-    """Trace the network, compare its gradient with PyTorch's, write the report; say what was found.
+def demo(path: str | Path, say: Say = print) -> dict[str, Any]:
+    """Run the quick competition and the first look, write the report; say what was found.
+
+    The competition's rows lie in a folder beside the report: a demo that was stopped goes on.
+    """
+    path = Path(path)
+    first = look()
+    asked = Asked(quick=True, out=path.with_suffix(""))
+    done = run(sources("competition", every=False), asked, say)
+    data = done.found["competition"]
+    found = first.found | {"competition": data, "report": str(path)}
+    write(path, page(found, first, dict(pictures(data, asked.folder / "competition"))))
+    return found
+
+
+class Look(NamedTuple):
+    """What was found of the small networks, and what can be drawn of it."""
+
+    found: dict[str, Any]
+    graph: Graph
+    branches: Influence
+    best: GradientPath
+
+
+def look() -> Look:
+    """Trace the small networks, and compare the gradient with PyTorch's.
 
     ``scalar_vertices`` is |V'|, ``scalar_edges`` |E'|: the graph of single numbers that the
     operators stand for.
@@ -86,11 +114,8 @@ def demo(path: str | Path) -> dict[str, Any]:
         "path": {"weight": best.weight, "gradient": best.gradient, "modules": best.modules},
         "flow": trace.flow().verdict,
         "versions": versions(),
-        "report": str(path),
     }
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(page(found, graph, branches, best), encoding="utf-8")
-    return found
+    return Look(found, graph, branches, best)
 
 
 def compare(model: nn.Module, loss: Tensor, ours: dict[str, Tensor]) -> list[dict[str, Any]]:
@@ -149,56 +174,6 @@ def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 # The page ----------------------------------------------------------------------------------------
 
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>gradtrace demo</title>
-<style>
-:root { color-scheme: light dark; --text: #1f2328; --page: #fff; --line: #d0d7de; --soft: #59636e; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e6edf3; --page: #0d1117; --line: #30363d; --soft: #9198a1; }
-}
-body { margin: 0 auto; max-width: 56rem; padding: 1rem; color: var(--text); background: var(--page);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-dl { display: flex; flex-wrap: wrap; gap: .75rem 2rem; margin: 0; }
-dt, footer { color: var(--soft); font-size: .875rem; }
-dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .75rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-tr + tr > * { border-top: 1px solid var(--line); }
-pre { padding: .75rem; margin: 0; font-size: .875rem; }
-.graph svg { display: block; margin: 0 auto; max-width: 100%; height: auto; }
-</style>
-</head>
-<body>
-<h1>A two-layer tanh network, traced</h1>
-<p>Gradient flows from the loss at the top down to the parameters, along the edges of this
-graph.</p>
-<dl>$facts</dl>
-<h2>The gradient, beside PyTorch's</h2>
-<div class="wide" tabindex="0">$table</div>
-<h2>The graph</h2>
-<div class="wide graph" tabindex="0">$svg</div>
-<h2>Which way it came</h2>
-<p>A second network: a tanh branch, a ReLU branch and a way past both, on one embedding. Of the
-embedding's entries that get any gradient, this share get most of it through each branch:</p>
-<div class="wide" tabindex="0">$influence</div>
-<p>The largest path of the embedding in the first sample, from the parameter to the loss:</p>
-<div class="wide" tabindex="0">$path</div>
-<p>$flow</p>
-<h2>How to go on</h2>
-<p>Do the same with a model of your own: run its forward pass inside <code>watch</code> and ask.</p>
-<div class="wide" tabindex="0"><pre>$code</pre></div>
-<footer><p>$versions</p></footer>
-</body>
-</html>
-""")
-
 CODE = """import gradtrace as gt
 
 with gt.watch(model) as watch:
@@ -211,23 +186,45 @@ watch.graph(loss)                   # operators, edges, sizes; .draw("graph.svg"
 watch.backward(loss)                # {name: gradient}; .grad stays as it is"""
 
 
-def page(found: dict[str, Any], graph: Graph, branches: Influence, best: GradientPath) -> str:
-    """One file that needs no other: picture, numbers, what to do next."""
+def page(found: dict[str, Any], first: Look, pictures: dict[str, bytes]) -> str:
+    """One file that needs no other: what was found, pictures, numbers, what to do next."""
     head, *rows = table(found)
     body = "".join(_row("td", cells) for cells in rows)
-    return PAGE.substitute(
-        facts="".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-            for name, value in facts(found)
-        ),
-        table=f"<table>{_row('th', head)}{body}</table>",
-        svg=graph.draw(),
-        influence=branches._repr_html_(),
-        path=best._repr_html_(),
-        flow=escape(found["flow"]),
-        code=escape(CODE),
-        versions=escape(", ".join(f"{name} {value}" for name, value in found["versions"].items())),
+    counts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts(found))
+    told = escape(", ".join(f"{name} {value}" for name, value in found["versions"].items()))
+    return html(
+        [
+            "<h1>Three networks in competition: does influence tell which one is needed?</h1>",
+            section(found["competition"], pictures),
+            "<h1>A first look: a two-layer tanh network, traced</h1>",
+            "<p>Gradient flows from the loss at the top down to the parameters, along the edges of "
+            "this graph.</p>",
+            f"<dl>{counts}</dl>",
+            "<h2>The gradient, beside PyTorch's</h2>",
+            _wide(f"<table>{_row('th', head)}{body}</table>"),
+            "<h2>The graph</h2>",
+            _wide(first.graph.draw()),
+            "<h2>Which way it came</h2>",
+            "<p>A second network: a tanh branch, a ReLU branch and a way past both, on one "
+            "embedding. Of the embedding's entries that get any gradient, this share get most of "
+            "it through each branch:</p>",
+            _wide(first.branches._repr_html_()),
+            "<p>The largest path of the embedding in the first sample, from the parameter to the "
+            "loss:</p>",
+            _wide(first.best._repr_html_()),
+            f"<p>{escape(found['flow'])}</p>",
+            "<h2>How to go on</h2>",
+            "<p>Do the same with a model of your own: run its forward pass inside "
+            "<code>watch</code> and ask.</p>",
+            _wide(f"<pre>{escape(CODE)}</pre>"),
+            f'<p class="note">{told}</p>',
+        ],
+        "gradtrace demo",
     )
+
+
+def _wide(content: str) -> str:
+    return f'<div class="wide" tabindex="0">{content}</div>'
 
 
 def _row(tag: str, cells: Iterable[str]) -> str:

@@ -19,8 +19,8 @@ from gradtrace.bench import run as running
 from gradtrace.bench.page import markdown
 from gradtrace.bench.results import Column, Section, Setting
 from gradtrace.cli import app
-from gradtrace.experiments import machine
 from gradtrace.experiments.branching import Branching, branching
+from gradtrace.laboratory import machine
 
 OPTIONAL = ("matplotlib", "transformers", "torch_semiring_einsum")
 

@@ -39,6 +39,7 @@ LAYERS: tuple[set[str], ...] = (
     {"watching"},
     {"check", "ablation", "dataset"},
     {"gradtrace"},
+    {"laboratory"},
     {"demo", "experiments"},
     {"bench"},
     {"cli"},
@@ -185,7 +186,8 @@ def test_imports_point_down(path: Path, unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["maps", "linear", "semirings", "kernels", "flow", "bench", "experiments"]
+    "package",
+    ["maps", "linear", "semirings", "kernels", "flow", "bench", "laboratory", "experiments"],
 )
 def test_files_of_a_subpackage_import_each_other_one_way(package: str) -> None:
     """No circle, and nobody imports the package it is in."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from gradtrace import kernels
 from gradtrace.bench.results import Column, Section, Setting
 from gradtrace.bench.trained import BATCH, LENGTH, products
-from gradtrace.experiments.rounds import Way, Ways, interleaved
 from gradtrace.kernels import native, reference
+from gradtrace.laboratory.rounds import Way, Ways, interleaved
 
 Shape = tuple[int, int, int]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.bench.results import Curve, Figure, Section
-from gradtrace.experiments import drawing
+from gradtrace.laboratory import drawing
 
 COLOURS = ("#1f5a8c", "#8a8a8a", "#b5651d")
 LIMIT = "#b03030"

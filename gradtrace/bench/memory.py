@@ -7,7 +7,7 @@ import torch
 from gradtrace.bench.cases import FULL, SMALL, Case
 from gradtrace.bench.models import BACKWARD, INFLUENCE, chosen, influence, plain
 from gradtrace.bench.results import Column, Section, Setting
-from gradtrace.experiments.resident import apart, beyond
+from gradtrace.laboratory.resident import apart, beyond
 
 LIMIT = 3.0
 WAYS = {BACKWARD: plain, INFLUENCE: influence}

@@ -10,7 +10,7 @@ from torch import Tensor
 import gradtrace
 from gradtrace.bench.cases import FULL, SMALL, Case, Problem
 from gradtrace.bench.results import Column, Section, Setting, say
-from gradtrace.experiments.rounds import Way, Ways, interleaved
+from gradtrace.laboratory.rounds import Way, Ways, interleaved
 from gradtrace.semirings import MAX
 
 VITERBI = 3.0

@@ -12,8 +12,8 @@ from gradtrace.bench.cases import Problem, branches, chain, deep, gpt2
 from gradtrace.bench.models import watched
 from gradtrace.bench.results import Column, Curve, Figure, Section, Setting
 from gradtrace.bench.scaling import LAYERS
-from gradtrace.experiments.resident import resident
-from gradtrace.experiments.rounds import Ways, interleaved, linear_fit
+from gradtrace.laboratory.resident import resident
+from gradtrace.laboratory.rounds import Ways, interleaved, linear_fit
 
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
 GRAPHS = {"chain": chain, "branches": branches}

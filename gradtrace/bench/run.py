@@ -21,7 +21,7 @@ from gradtrace.bench.passes import gradient, large_graphs, repeated
 from gradtrace.bench.results import Section, Setting, say
 from gradtrace.bench.scaling import depth, size
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments import machine
+from gradtrace.laboratory import machine
 
 SECTIONS: dict[str, Callable[[Setting], Section]] = {
     "contraction": contractions,

@@ -8,7 +8,7 @@ import gradtrace
 from gradtrace.bench.cases import Problem, branched, deep
 from gradtrace.bench.models import BACKWARD, INFLUENCE, influence, plain
 from gradtrace.bench.results import Column, Curve, Figure, Section, Setting
-from gradtrace.experiments.rounds import Timed, interleaved, linear_fit
+from gradtrace.laboratory.rounds import Timed, interleaved, linear_fit
 
 LIMIT = 12.0
 """What an influence trace of a small network may take, over ``loss.backward()``."""

@@ -2,29 +2,5 @@
 
 Each is one module with its question, expectation, method and seeds at the top. It says what there
 is to measure (``cells``), measures one of these (``measure``), and says what was found
-(``conclude``); see ``gradtrace.experiments.findings``.
+(``conclude``); see ``gradtrace.laboratory.findings``.
 """
-
-from __future__ import annotations
-
-from importlib.util import find_spec
-
-EXPERIMENTS = {
-    "layers": "gradtrace.experiments.layers",
-    "branches": "gradtrace.experiments.branches",
-    "competition": "gradtrace.experiments.competition",
-    "branch-ablation": "gradtrace.experiments.branch_ablation",
-    "treebank-scale": "gradtrace.experiments.treebank_scale",
-    "shadow-cost": "gradtrace.experiments.shadow_cost",
-    "programs": "gradtrace.experiments.programs",
-    "checks": "gradtrace.experiments.checks",
-    "first-token": "gradtrace.experiments.first_token",
-    "path-entropy": "gradtrace.experiments.path_entropy",
-    "memory": "gradtrace.experiments.memory",
-}
-"""Where each is; a module is imported when it is asked for."""
-
-
-def available() -> dict[str, str]:
-    """Those that are installed here."""
-    return {name: place for name, place in EXPERIMENTS.items() if find_spec(place) is not None}

@@ -41,7 +41,7 @@ from gradtrace.experiments.branching import (
     plan,
     units,
 )
-from gradtrace.experiments.findings import (
+from gradtrace.laboratory.findings import (
     Cell,
     Findings,
     Plot,
@@ -52,8 +52,8 @@ from gradtrace.experiments.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.rounds import Way, Ways, interleaved, linear_fit
-from gradtrace.experiments.statistics import Interval, bootstrap
+from gradtrace.laboratory.rounds import Way, Ways, interleaved, linear_fit
+from gradtrace.laboratory.statistics import Interval, bootstrap
 
 QUICK = {"stacks": [2, 4, 8], "each": 2, "rounds": 5, "counted": 2_000, "drawn": 3}
 FULL = {"stacks": [2, 4, 8, 16, 32], "each": 6, "rounds": 15, "counted": 20_000, "drawn": 3}

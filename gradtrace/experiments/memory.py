@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace.experiments.findings import (
+from gradtrace.laboratory.findings import (
     Cell,
     Findings,
     Plot,
@@ -41,9 +41,9 @@ from gradtrace.experiments.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.ledger import Ledger
-from gradtrace.experiments.resident import apart, beyond
-from gradtrace.experiments.rounds import linear_fit
+from gradtrace.laboratory.ledger import Ledger
+from gradtrace.laboratory.resident import apart, beyond
+from gradtrace.laboratory.rounds import linear_fit
 
 QUICK = {
     "width": 32,

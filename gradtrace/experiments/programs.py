@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from gradtrace.experiments.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.lecture import (
     batches,
     classes,
@@ -34,7 +33,8 @@ from gradtrace.experiments.lecture import (
     structures,
     worked,
 )
-from gradtrace.experiments.parts import Part, all_cells, all_findings
+from gradtrace.laboratory.findings import Cell, Findings, Result, Row, Seeds, Tick
+from gradtrace.laboratory.parts import Part, all_cells, all_findings
 
 PARTS = cast(
     dict[str, Part],

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradtrace.experiments.findings import Plot, Series, Table
-from gradtrace.experiments.statistics import Floats, Interval, percentiles, ranks, resample
+from gradtrace.laboratory.findings import Plot, Series, Table
+from gradtrace.laboratory.statistics import Floats, Interval, percentiles, ranks, resample
 
 RULES = {"greedy": "influence (greedy)", "viterbi": "influence (viterbi)"}
 """The two rules, as measures are called."""

@@ -37,7 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.experiments.findings import (
+from gradtrace.experiments.images import pictures
+from gradtrace.laboratory.findings import (
     Cell,
     Findings,
     Plot,
@@ -48,8 +49,7 @@ from gradtrace.experiments.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.images import pictures
-from gradtrace.experiments.statistics import Interval, Trend, medians, pooled, theil_sen
+from gradtrace.laboratory.statistics import Interval, Trend, medians, pooled, theil_sen
 
 Floats = npt.NDArray[np.float64]
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.experiments.findings import (
+from gradtrace.laboratory.findings import (
     Cell,
     Findings,
     Plot,
@@ -41,8 +41,8 @@ from gradtrace.experiments.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.resident import apart, beyond
-from gradtrace.experiments.rounds import Fit, Way, Ways, interleaved, linear_fit
+from gradtrace.laboratory.resident import apart, beyond
+from gradtrace.laboratory.rounds import Fit, Way, Ways, interleaved, linear_fit
 
 QUICK = {"words": 1_000, "units": 100, "steps": [10, 20, 40], "rounds": 3}
 FULL = {"words": 10_000, "units": 1_000, "steps": [*range(10, 101, 10)], "rounds": 3}

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from gradtrace.experiments import branches
-from gradtrace.experiments.findings import Findings, Row
+from gradtrace.laboratory.findings import Findings, Row
 
 SETTINGS = {"stacks": [2, 3], "each": 2, "rounds": 1, "counted": 3_000, "drawn": 3}
 

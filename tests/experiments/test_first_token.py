@@ -11,7 +11,7 @@ import torch
 
 import gradtrace as gt
 from gradtrace.experiments import first_token as experiment
-from gradtrace.experiments.findings import Row
+from gradtrace.laboratory.findings import Row
 
 SMALL = {"sequences": 400, "epochs": [1], "samples": 24, "traced": 6}
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gradtrace.experiments import memory
-from gradtrace.experiments.findings import Findings, Row
-from gradtrace.experiments.ledger import Ledger
+from gradtrace.laboratory.findings import Findings, Row
+from gradtrace.laboratory.ledger import Ledger
 
 SETTINGS = {
     "width": 6,

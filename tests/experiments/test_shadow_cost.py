@@ -15,7 +15,7 @@ import torch
 
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments import images, shadow_cost
-from gradtrace.experiments.findings import Row
+from gradtrace.laboratory.findings import Row
 
 SMALL = {**shadow_cost.QUICK, "samples": 200, "batch": 20, "epochs": 4, "hidden": 8}
 BATCHES = 40

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradtrace.experiments import treebank_scale as scale
-from gradtrace.experiments.findings import Findings, Row
+from gradtrace.laboratory.findings import Findings, Row
 
 SETTINGS = {"words": 40, "units": 7, "steps": [2, 3, 7], "rounds": 1}
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.experiments.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
 from gradtrace.experiments.slides.gradients import (
     EPSILON,
     ORDER,
@@ -29,6 +28,7 @@ from gradtrace.experiments.slides.gradients import (
     wave,
 )
 from gradtrace.experiments.slides.logarithms import exponent, geometric
+from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
 
 DECADES = {"float32": 9, "float64": 17}
 """How far h goes down: until it drowns in the numbers it is added to."""

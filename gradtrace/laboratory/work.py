@@ -13,9 +13,9 @@ from hashlib import sha256
 import torch
 
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.findings import Cell, Tick
-from gradtrace.experiments.journal import Entry, Journal, key
-from gradtrace.experiments.loading import Source, load
+from gradtrace.laboratory.findings import Cell, Tick
+from gradtrace.laboratory.journal import Entry, Journal, key
+from gradtrace.laboratory.loading import Source, load
 
 
 class Failed(GradtraceError):

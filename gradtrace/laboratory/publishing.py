@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradtrace.experiments import EXPERIMENTS, drawing, page, results
-from gradtrace.experiments.findings import Plot
-from gradtrace.experiments.results import write
+from gradtrace.laboratory import drawing, page, results
+from gradtrace.laboratory.findings import Plot
+from gradtrace.laboratory.results import write
+from gradtrace.laboratory.table import EXPERIMENTS
 
 INDEX = "index.html"
 
@@ -31,7 +32,7 @@ def gather(out: Path) -> Path:
     found = []
     for path in out.glob(f"*/{results.FILE}"):
         if data := results.read(path):
-            found.append((data, dict(_drawn(data, path.parent))))
+            found.append((data, dict(pictures(data, path.parent))))
     found.sort(key=lambda one: _order(one[0]))
     write(out / INDEX, page.several(found))
     return out / INDEX
@@ -58,7 +59,8 @@ def file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-").lower()[:80] or "plot"
 
 
-def _drawn(data: dict[str, Any], folder: Path) -> Iterator[tuple[str, bytes]]:
+def pictures(data: dict[str, Any], folder: Path) -> Iterator[tuple[str, bytes]]:
+    """The figures that were drawn into an experiment's folder, by the name of the plot."""
     for plot in data["plots"]:
         path = folder / f"{file_name(plot['name'])}.png"
         if path.exists():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import isfinite, log10
 from typing import Any
 
-from gradtrace.experiments.findings import Plot, Series
+from gradtrace.laboratory.findings import Plot, Series
 
 COLOURS = (
     *("#1f5a8c", "#b5651d", "#4d7c4d", "#8a8a8a", "#7a4f8f", "#b03030", "#2f8f8f", "#a08a2a"),

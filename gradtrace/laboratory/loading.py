@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from gradtrace import scripts
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.findings import Experiment
+from gradtrace.laboratory.findings import Experiment
 
 PARTS = ("Question", "Expectation", "Method", "Seeds")
 """What paragraphs of a docstring start with."""
@@ -70,7 +70,7 @@ def load(source: Source) -> Experiment:
         if not isinstance(getattr(module, name, None), kind):
             raise GradtraceError(
                 f"{source.name} is no experiment: it needs {name}, {words} "
-                "(gradtrace.experiments.findings says how one is written)"
+                "(gradtrace.laboratory.findings says how one is written)"
             )
     experiment = cast(Experiment, module)
     about(experiment, source.name)

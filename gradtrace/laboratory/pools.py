@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.findings import Cell, Tick
-from gradtrace.experiments.work import Failed, Work, measured
+from gradtrace.laboratory.findings import Cell, Tick
+from gradtrace.laboratory.work import Failed, Work, measured
 
 
 class Done(NamedTuple):

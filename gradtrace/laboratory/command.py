@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments import available, drawing
-from gradtrace.experiments.findings import Experiment
-from gradtrace.experiments.loading import Source, about, load
-from gradtrace.experiments.publishing import document, gather, publish
-from gradtrace.experiments.ranks import Ranks, joined
-from gradtrace.experiments.runner import Plan, Say
-from gradtrace.experiments.runner import run as run_plan
+from gradtrace.laboratory import drawing
+from gradtrace.laboratory.findings import Experiment
+from gradtrace.laboratory.loading import Source, about, load
+from gradtrace.laboratory.publishing import document, gather, publish
+from gradtrace.laboratory.ranks import Ranks, joined
+from gradtrace.laboratory.runner import Plan, Say
+from gradtrace.laboratory.runner import run as run_plan
+from gradtrace.laboratory.table import available
 
 OUT = Path("gradtrace-experiments")
 NO_FIGURES = (

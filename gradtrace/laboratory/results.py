@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.findings import Findings, Series, Table
+from gradtrace.laboratory.findings import Findings, Series, Table
 
 SCHEMA = 1
 FILE = "results.json"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from gradtrace.experiments.findings import Cell, Findings, Result, Row, Tick
+from gradtrace.laboratory.findings import Cell, Findings, Result, Row, Tick
 
 
 class Part(Protocol):

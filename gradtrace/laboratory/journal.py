@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.findings import Cell, Result
+from gradtrace.laboratory.findings import Cell, Result
 
 SCHEMA = 1
 ASKED = ("experiment", "form", "settings", "files")

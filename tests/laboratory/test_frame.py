@@ -20,14 +20,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from gradtrace import experiments
 from gradtrace.cli import app
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments import drawing, journal, page, pools, publishing, results
-from gradtrace.experiments.findings import Findings, Plot, Series, Table
-from gradtrace.experiments.journal import Entry, Journal, OtherSettings
-from gradtrace.experiments.loading import Source, load
-from gradtrace.experiments.work import Failed, measured
+from gradtrace.laboratory import drawing, journal, page, pools, publishing, results
+from gradtrace.laboratory.findings import Findings, Plot, Series, Table
+from gradtrace.laboratory.journal import Entry, Journal, OtherSettings
+from gradtrace.laboratory.loading import Source, load
+from gradtrace.laboratory.table import EXPERIMENTS, available
+from gradtrace.laboratory.work import Failed, measured
 
 MINE = '''
 """Question: Is the sum <b>right</b>?
@@ -46,7 +46,7 @@ from pathlib import Path
 import torch
 
 import beside
-from gradtrace.experiments.findings import Findings, Plot, Seeds, Series, Table
+from gradtrace.laboratory.findings import Findings, Plot, Seeds, Series, Table
 
 QUICK = {"n": 6, "wait": 0.0, "text": None, "broken": []}
 FULL = {"n": 8, "wait": 0.0, "text": None, "broken": []}
@@ -612,14 +612,14 @@ def test_numbers_are_positive(option: str) -> None:
 
 
 def test_every_experiment_that_is_listed_is_there() -> None:
-    missing = set(experiments.EXPERIMENTS) - set(experiments.available())
+    missing = set(EXPERIMENTS) - set(available())
     assert missing == set()
 
 
-@pytest.mark.parametrize("name", experiments.available())
+@pytest.mark.parametrize("name", available())
 def test_an_experiment_is_well_formed(name: str) -> None:
     """Equal arguments give equal cells, which are JSON and all different, in both forms."""
-    experiment = load(Source(name, experiments.EXPERIMENTS[name]))
+    experiment = load(Source(name, EXPERIMENTS[name]))
     for settings in (experiment.QUICK, experiment.FULL):
         copy = json.loads(json.dumps(dict(settings)))
         first, again = experiment.cells(copy, 2), experiment.cells(copy, 2)
@@ -633,7 +633,7 @@ def test_the_list_has_names_and_questions() -> None:
     result = run("--list")
     assert result.exit_code == 0
     found = json.loads(run("--list", "--json").stdout)["experiments"]
-    assert [one["name"] for one in found] == list(experiments.available())
+    assert [one["name"] for one in found] == list(available())
     assert all(one["question"].endswith("?") and one["name"] in result.stdout for one in found)
 
 
@@ -643,7 +643,7 @@ def test_all_go_on_when_one_fails(
     wrong = tmp_path / "wrong.py"
     wrong.write_text(MINE.replace("rows = sorted(", "rows = 1 / 0 or sorted("))
     places = {"mine": str(mine), "wrong": str(wrong), "more": str(mine)}
-    monkeypatch.setattr("gradtrace.experiments.command.available", lambda: places)
+    monkeypatch.setattr("gradtrace.laboratory.command.available", lambda: places)
     result = run("--all", "--quick", "--out", tmp_path / "o", "--json")
     assert result.exit_code == 1
     data = json.loads(result.stdout)

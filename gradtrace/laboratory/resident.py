@@ -30,7 +30,7 @@ EXACT = {
 memory is what it uses.
 """
 
-CHILD = "import sys; from gradtrace.experiments.resident import answer; answer(*sys.argv[1:])"
+CHILD = "import sys; from gradtrace.laboratory.resident import answer; answer(*sys.argv[1:])"
 
 
 def resident() -> float:

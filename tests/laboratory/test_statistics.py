@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gradtrace.experiments.statistics import (
+from gradtrace.laboratory.statistics import (
     Interval,
     bootstrap,
     fisher,

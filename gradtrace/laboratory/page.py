@@ -9,7 +9,7 @@ from html import escape
 from string import Template
 from typing import Any
 
-from gradtrace.experiments.results import facts, numeric, told
+from gradtrace.laboratory.results import facts, numeric, told
 
 Data = Mapping[str, Any]
 """Content of a ``results.json``."""

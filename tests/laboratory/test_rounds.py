@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gradtrace.experiments.rounds import Timed, interleaved, linear_fit
+from gradtrace.laboratory.rounds import Timed, interleaved, linear_fit
 
 
 def test_ways_take_turns_and_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

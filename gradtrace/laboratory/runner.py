@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments import machine, pools, results
-from gradtrace.experiments.findings import Cell, Plot, Row
-from gradtrace.experiments.journal import Journal, key
-from gradtrace.experiments.loading import Source, about, load
-from gradtrace.experiments.ranks import Ranks
-from gradtrace.experiments.work import Failed, Work
+from gradtrace.laboratory import machine, pools, results
+from gradtrace.laboratory.findings import Cell, Plot, Row
+from gradtrace.laboratory.journal import Journal, key
+from gradtrace.laboratory.loading import Source, about, load
+from gradtrace.laboratory.ranks import Ranks
+from gradtrace.laboratory.work import Failed, Work
 
 PACKAGES = ("numpy",)
 PATIENCE = 3

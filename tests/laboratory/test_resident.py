@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradtrace.experiments import resident
-from gradtrace.experiments.resident import apart
+from gradtrace.laboratory import resident
+from gradtrace.laboratory.resident import apart
 
 
 @pytest.fixture(autouse=True)
