@@ -305,7 +305,10 @@ def _summary(rule: Callable[..., Any]) -> str:
 @app.command()
 def bench(
     only: Annotated[
-        list[str] | None, typer.Option(help="Run this section only; may be given again.")
+        list[str] | None,
+        typer.Option(
+            help="Run this section only, and keep the others of the page; may be given again."
+        ),
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(help="Rounds, in place of each section's own.", min=1)

@@ -24,6 +24,7 @@ from gradtrace.tracing import Found, cancelled, solid
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.intp]
 Weight = Literal["count", "gradient"]
 
 
@@ -382,17 +383,35 @@ class Tally:
         """
         shape = (self.pairs, len(self.components), 2)
         eligible, through = np.zeros(shape), np.zeros(shape)
-        known = {mark: n for n, mark in enumerate({m for x in self.leaves for m in x.groups.marks})}
+        groups = [leaf.groups for leaf in self.leaves]
+        pairs = np.array([pair for some in groups for pair in some.pairs], dtype=np.intp)
+        marks = [mark for some in groups for mark in some.marks]
+        known = {mark: n for n, mark in enumerate(dict.fromkeys(marks))}
+        kinds = np.array([known[mark] for mark in marks], dtype=np.intp)
         passes = hits(list(known), bits)
-        for leaf, can in zip(self.leaves, could):
-            pairs, marks, sums = leaf.groups
-            pass_here = passes[[known[mark] for mark in marks]] & can
-            for pair in dict.fromkeys(pairs):
-                mine = slice(None) if self.pairs == 1 else np.array(pairs) == pair
-                some = sums[mine]
-                eligible[pair] += can[:, None] * some.sum(0)
-                through[pair] += np.einsum("pc,pk->ck", pass_here[mine], some)
+        whose = np.repeat(np.arange(len(groups)), [len(some.pairs) for some in groups])
+        sums = np.concatenate([NOBODY.sums, *(some.sums for some in groups)])
+        order = np.argsort(pairs, kind="stable")
+        most = max(1, ENTRIES // max(1, len(bits)))
+        for pair, mine in _runs(order, pairs):
+            for n in range(0, len(mine), most):
+                some = mine[n : n + most]
+                can = could[whose[some]]
+                eligible[pair] += can.T.astype(float) @ sums[some]
+                through[pair] += (can & passes[kinds[some]]).T.astype(float) @ sums[some]
         return eligible, through
+
+
+ENTRIES = 1 << 22
+"""How many pairs of a group and a component to look at in one go."""
+
+
+def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each pair with its groups."""
+    cuts = np.flatnonzero(np.diff(pairs[order])) + 1
+    for mine in np.split(order, cuts):
+        if len(mine):
+            yield int(pairs[mine[0]]), mine
 
 
 def groups_of(found: Found, gradient: Tensor, pairs: int) -> Groups:

@@ -130,6 +130,29 @@ def test_one_section_as_json() -> None:
     assert {row[-1] for row in found["sections"]["contraction"]["rows"]} == {3}
 
 
+def test_sections_that_are_not_run_again_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("peak", "contraction"):
+        monkeypatch.setitem(running.SECTIONS, name, lambda _: Section("first", []))
+    out = tmp_path / "page.md"
+    bench("--quick", "--only", "peak", "--out", out)
+    bench("--quick", "--only", "contraction", "--out", out)
+    monkeypatch.setitem(running.SECTIONS, "peak", lambda _: Section("second", []))
+    bench("--quick", "--only", "peak", "--out", out)
+    found = json.loads(out.with_suffix(".json").read_text())["sections"]
+    assert {name: one["title"] for name, one in found.items()} == {
+        "contraction": "first",
+        "peak": "second",
+    }
+    page = out.read_text(encoding="utf-8")
+    assert page.count("\nTaken ") == 2 and page.index("## first") < page.index("## second")
+    monkeypatch.setattr(machine, "machine", lambda: {"processor": "another"})
+    result = bench("--quick", "--only", "peak", "--out", out)
+    assert result.exit_code == 2 and "of another machine" in result.stderr
+    assert out.read_text(encoding="utf-8") == page
+
+
 def test_an_unknown_section_is_refused() -> None:
     result = bench("--only", "contractoin")
     assert result.exit_code == 2 and "did you mean contraction" in result.stderr

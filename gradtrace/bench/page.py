@@ -24,6 +24,8 @@ def markdown(data: dict[str, Any], figures: str | None = None) -> str:
         lines += ["", f"## {section['title']}", "", *_table(section)]
         for note in section["notes"]:
             lines += ["", note]
+        if section.get("taken"):
+            lines += ["", f"Taken {section['taken']}, in {section['seconds']:.0f} s."]
         for figure in section["figures"] if figures is not None else ():
             lines += ["", f"![{figure['title']}]({figures}/{figure['name']}.svg)"]
     if data["left_out"]:

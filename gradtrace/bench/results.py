@@ -48,7 +48,9 @@ class Figure:
 
 @dataclass
 class Section:
-    """A table under a title; ``notes`` are sentences below it, ``seconds`` what it took in all."""
+    """A table under a title; ``notes`` are sentences below it, ``seconds`` what it took in all,
+    ``taken`` when, and beside what load.
+    """
 
     title: str
     columns: list[Column]
@@ -56,6 +58,7 @@ class Section:
     notes: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     seconds: float = 0.0
+    taken: str = ""
 
     def add(self, *row: Cell) -> None:
         """Append a row, and show it."""

@@ -52,12 +52,14 @@ class Run:
     setting: Setting
     places: Places
     sections: dict[str, Section] = field(default_factory=dict)
+    earlier: dict[str, Any] = field(default_factory=dict)  # of the page that is there
     failed: bool = False
     load: float = field(default_factory=machine.load)
     begun: float = field(default_factory=time.perf_counter)
 
     def data(self) -> dict[str, Any]:
         """All numbers, with the machine, versions and load."""
+        found = self.earlier | {name: asdict(one) for name, one in self.sections.items()}
         return {
             "machine": machine.machine(),
             "versions": machine.versions(),
@@ -65,7 +67,7 @@ class Run:
             "date": time.strftime("%Y-%m-%d"),
             "seconds": round(time.perf_counter() - self.begun, 1),
             "quick": self.setting.quick,
-            "sections": {name: asdict(section) for name, section in self.sections.items()},
+            "sections": {name: found[name] for name in SECTIONS if name in found},
             "left_out": self.setting.left_out,
         }
 
@@ -73,10 +75,11 @@ class Run:
         """Run a section; one that fails is left out, and the others go on."""
         torch.manual_seed(0)
         say(name)
-        begun = time.perf_counter()
+        begun, load = time.perf_counter(), machine.load()
         try:
             found = self.sections[name] = SECTIONS[name](self.setting)
             found.seconds = round(time.perf_counter() - begun, 1)
+            found.taken = f"{time.strftime('%Y-%m-%d %H:%M')}, load {load:.2f} before"
         except (GradtraceError, RuntimeError, MemoryError) as error:
             self.failed = True
             self.setting.leave_out(f"{name}: {type(error).__name__}: {error}")
@@ -104,11 +107,29 @@ class Run:
         return Path(os.path.relpath(self.places.pictures, self.places.page.parent)).as_posix()
 
 
+def _earlier(page: Path | None) -> dict[str, Any]:
+    """The sections of the page that is there, to keep those that are not run again."""
+    if page is None or not page.with_suffix(".json").exists():
+        return {}
+    data = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+    here = machine.machine()
+    if data["machine"] != here:
+        raise GradtraceError(
+            f"{page} is of another machine ({data['machine']['processor']}); run all sections, or "
+            "give another --out"
+        )
+    sections: dict[str, Any] = data["sections"]
+    return sections
+
+
 def run(names: Iterable[str], setting: Setting, places: Places) -> Run:
     """Run sections by name."""
     if places.pictures is not None and not setting.has("matplotlib", "the figures"):
         places = Places(places.page)
+    names = list(names)
     found = Run(setting, places)
+    if set(names) < set(SECTIONS):
+        found.earlier = _earlier(places.page)
     with torch.random.fork_rng():
         for name in names:
             found.do(name)
