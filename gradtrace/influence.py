@@ -17,10 +17,11 @@ from torch.nn import Parameter
 from gradtrace.components import Component
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.kernels import steps as fused
+from gradtrace.maps.places import laid
 from gradtrace.marks import Marks
 from gradtrace.program import Program
 from gradtrace.tables import Column, Table
-from gradtrace.tracing import Found, cancelled, solid
+from gradtrace.tracing import Found, State, cancelled, solid
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -417,6 +418,8 @@ def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
 def groups_of(found: Found, gradient: Tensor, pairs: int) -> Groups:
     """The elements of a leaf that have a path, by pair and mark."""
     state, pair = found.state, found.pair
+    if state.few is not None and isinstance(pair, int):
+        return _of_few(state, gradient, pair)
     if state.numbers is None and isinstance(pair, int) and state.value is gradient:
         count, size = fused.magnitude(gradient)
         if count < gradient.numel() and state.parts:
@@ -437,6 +440,23 @@ def groups_of(found: Found, gradient: Tensor, pairs: int) -> Groups:
     used = np.flatnonzero(sums[:, 0]).tolist()
     whose = [n // many if isinstance(pair, Tensor) else pair for n in used]
     return Groups(whose, [marks[n % many] for n in used], sums[used])
+
+
+def _of_few(state: State, gradient: Tensor, pair: int) -> Groups:
+    """A leaf of which few elements have marks of their own: these are counted by themselves, and
+    the others, unless they have nothing, as a plain leaf is.
+    """
+    few, marks = state.few, state.palette.marks()[1:]
+    assert few is not None
+    counts, sizes = fused.tally(few.marks, few.value, len(marks) + 1)
+    sums = np.stack([counts.double().cpu().numpy(), sizes.cpu().numpy()], 1)[1:]
+    if not state.parts:
+        line, at = laid(gradient, few.at)
+        line[at] = 0  # for a moment
+        sums[0] += fused.magnitude(gradient)
+        line[at] = few.value
+    used = np.flatnonzero(sums[:, 0]).tolist()
+    return Groups([pair] * len(used), [marks[n] for n in used], sums[used])
 
 
 NOBODY = Groups([], [], np.zeros((0, 2)))

@@ -28,7 +28,9 @@ from torch import Tensor
 
 from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
-from gradtrace.maps import Identity, Map, tiled, tiling
+from gradtrace.maps import Identity, Map, Scatter, tiled, tiling
+from gradtrace.maps.places import filled, laid
+from gradtrace.maps.scatter import Few
 from gradtrace.marks import NO_MARKS, Marks, Palette, compact, sliced
 from gradtrace.pairs import Pairs, lines
 from gradtrace.program import Leaf, Program, Step
@@ -79,6 +81,9 @@ class State(NamedTuple):
     with the same mark. ``parts`` say what made the value if that is put off (``value`` is None), or
     if nobody has looked yet whether an element that is 0 has a path all the same, because its
     contributions cancel; of several parts, one that is not 0 itself counts.
+
+    ``few``, if there are any, are the elements that have something to say, each with its mark; the
+    others have a path, with the first mark, where ``value`` is not 0, or none if that is put off.
     """
 
     value: Tensor | None
@@ -87,11 +92,13 @@ class State(NamedTuple):
     palette: Palette
     parts: tuple[Part, ...] = ()
     size: Tensor | None = None  # of the largest term so far, where a sum goes on
+    few: Few | None = None
 
     @property
     def mark(self) -> int | None:
         """The one mark of a plain value."""
-        return self.palette.rows[0] | self.palette.extra if self.numbers is None else None
+        plain = self.numbers is None and self.few is None
+        return self.palette.rows[0] | self.palette.extra if plain else None
 
     def marked(self, bits: int) -> State:
         """More bits in every mark."""
@@ -109,14 +116,20 @@ class State(NamedTuple):
             return self
         assert self.value is not None
         numbers = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
-        return self._replace(numbers=torch.ne(self.value, 0, out=numbers))
+        torch.ne(self.value, 0, out=numbers)
+        if self.few is not None:
+            numbers.view(-1)[self.few.at] = self.few.marks
+        return self._replace(numbers=numbers, few=None)
 
 
 class Scope(NamedTuple):
-    """What a step may know: gradients that were kept, and values that only leaves are made of."""
+    """What a step may know: gradients that were kept, values that only leaves are made of, and
+    those that are leaves.
+    """
 
     known: Mapping[int, Tensor]
     tails: frozenset[int] | set[int]
+    ends: frozenset[int] = frozenset()
 
 
 class Rule(Protocol):
@@ -149,6 +162,9 @@ class Greedy:
         value = known if known is not None or later else map_.apply(x).to(step.dtype)
         if choosing and len(state.palette.rows) > 1:
             assert state.numbers is not None
+            if value is None and isinstance(map_, Scatter) and map_.sparse:
+                few = map_.few(x, state.numbers)
+                return State(None, 0, None, state.palette, (Part(map_, x),), None, few)
             numbers = map_.carry(x, state.numbers)[1]
             parts = (Part(map_, x),) if value is None else ()
             return State(value, 0, numbers, state.palette, parts)
@@ -160,6 +176,10 @@ class Greedy:
 
     @staticmethod
     def _moved(map_: Map, state: State, step: Step, known: Tensor | None) -> State:
+        if state.few is not None:
+            if isinstance(map_, Identity):
+                return state
+            state = solid(state)
         numbers = state.numbers
         if numbers is not None:
             numbers = map_.apply(numbers)
@@ -187,6 +207,8 @@ class Greedy:
         known = scope.known.get(step.out)
         if alike(states):
             return self._alike(states, step, scope, known)
+        if known is None and step.out in scope.ends and (found := self._patched(states, step)):
+            return found
         first, *rest = map(solid, states)
         fresh = first.numbers is None
         first = first.written()
@@ -205,6 +227,27 @@ class Greedy:
         numbers, palette = compact(numbers, palette)
         total = total.to(step.dtype) if known is None else known
         return State(total, 0, numbers, palette, (), size)
+
+    @staticmethod
+    def _patched(states: list[State], step: Step) -> State | None:
+        """A plain term and one that has few elements: only these are compared."""
+        if len(states) != 2 or states[0].mark is None or states[1].few is None:
+            return None
+        first, (at, other, marks) = states[0], states[1].few
+        fresh = first.value is None
+        first = solid(first)
+        if first.numbers is not None or first.value is None:
+            return None
+        total = first.value.to(step.dtype)
+        if (total is first.value and not fresh) or not filled(total):
+            total = _own(total)
+        line, place = laid(total, at)
+        here = line[place]
+        size, numbers = wide(here).abs(), (here != 0).int()
+        fused.merge(size, numbers, wide(other), marks, len(first.palette.rows))
+        here = line[place] = (here + other).to(step.dtype)
+        palette = first.palette.then(states[1].palette)
+        return State(total, 0, None, palette, few=Few(at, here, numbers))
 
     @staticmethod
     def _alike(states: list[State], step: Step, scope: Scope, known: Tensor | None) -> State:
@@ -229,6 +272,11 @@ def solid(state: State) -> State:
     if not state.parts:
         return state
     value = state.value
+    if state.few is not None:
+        value = state.parts[0].value() if value is None else value
+        there = torch.zeros(value.shape, dtype=torch.int32, device=value.device)
+        there.view(-1)[state.few.at] = state.few.marks
+        return state._replace(value=value, numbers=there, parts=(), few=None)
     if value is None:
         value = state.parts[0].value()
         for part in state.parts[1:]:
@@ -438,7 +486,7 @@ class Tracer:
         for leaf in self.program.leaves:
             if leaf.known is not None:
                 known[leaf.value] = leaf.known
-        return Scope(known, tails(self.program) - self.partial)
+        return Scope(known, tails(self.program) - self.partial, frozenset(self.leaves))
 
     def passage(
         self,

@@ -13,7 +13,9 @@ import gradtrace as gt
 from gradtrace import capture
 from gradtrace.deferred import Deferred
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
+from gradtrace.program import Step
 from gradtrace.trace import Trace
+from gradtrace.tracing import Greedy, State
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +28,17 @@ def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Tied(nn.Module):
     """A table that is looked up at the bottom and multiplied with at the top."""
 
-    def __init__(self, padding: int | None = None) -> None:
+    def __init__(self, padding: int | None = None, rows: int = 9, both: bool = True) -> None:
         super().__init__()
-        self.embed = nn.Embedding(9, 5, padding_idx=padding)
+        self.embed = nn.Embedding(rows, 5, padding_idx=padding)
         self.middle = nn.Linear(5, 5)
-        self.out = nn.Linear(5, 9, bias=False)
-        self.out.weight = self.embed.weight
+        self.out = nn.Linear(5, rows, bias=False)
+        if both:
+            self.out.weight = self.embed.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.out(self.middle(self.embed(words)).tanh())
+        x = self.embed(words)
+        return self.out((x + self.middle(x)).tanh())
 
 
 class Unrolled(nn.Module):
@@ -52,9 +56,13 @@ class Unrolled(nn.Module):
         return h @ self.other + h @ self.other.t()
 
 
-def tied(padding: int | None = None) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+def tied(
+    padding: int | None = None, rows: int = 9, both: bool = True
+) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     words = torch.tensor([[1, 2, 1], [0, 3, 1]])
-    return Tied(padding), lambda m: F.cross_entropy(m(words).flatten(0, 1), words.roll(1).flatten())
+    return Tied(padding, rows, both), lambda m: F.cross_entropy(
+        m(words).flatten(0, 1), words.roll(1).flatten()
+    )
 
 
 def unrolled() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
@@ -78,7 +86,15 @@ def batched() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return Batched(), lambda m: m(x).tanh().sum()
 
 
-CASES = {"tied": tied, "padded": lambda: tied(1), "unrolled": unrolled, "batched": batched}
+CASES = {
+    "tied": tied,
+    "padded": lambda: tied(1),
+    "many rows": lambda: tied(rows=100),
+    "many rows, padded": lambda: tied(2, rows=100),
+    "two tables": lambda: tied(1, rows=100, both=False),
+    "unrolled": unrolled,
+    "batched": batched,
+}
 
 
 def traced(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], rule: str = "greedy") -> Trace:
@@ -122,6 +138,30 @@ def test_nothing_depends_on_it(case: str, rule: str, monkeypatch: pytest.MonkeyP
         )
         assert mine.gradient == pytest.approx(other.gradient, rel=1e-4, abs=1e-7)
         assert mine.weight == pytest.approx(other.weight, rel=1e-4, abs=1e-7)
+
+
+def test_few_rows_of_a_large_table_are_compared_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, loss_of = tied(rows=100)
+    seen = []
+    real = Greedy._patched
+
+    def counted(states: list[State], step: Step) -> State | None:
+        seen.append(real(states, step))
+        return seen[-1]
+
+    monkeypatch.setattr(Greedy, "_patched", staticmethod(counted))
+    found = traced(model, loss_of).influence()
+    (state,) = seen
+    assert state is not None and state.few is not None
+    assert len(state.few.at) == 4 * 5  # four words occur
+    assert len(set(state.few.marks.tolist())) == 3  # past the middle, through it, from the top
+    monkeypatch.setattr(Greedy, "_patched", staticmethod(lambda states, step: None))
+    plain = traced(model, loss_of).influence()
+    for ours, theirs in zip(found.rows, plain.rows, strict=True):
+        assert ours.count == theirs.count
+        assert float(ours.gradient.t) == pytest.approx(float(theirs.gradient.t), rel=1e-6)
 
 
 def test_equal_products_become_one() -> None:

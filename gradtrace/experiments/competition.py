@@ -10,7 +10,7 @@ influence of what was removed: the most influential first, then the second, and 
 Method: Train the network on language modelling (copy, Dyck words, counting, and words of a text);
 at several steps trace the loss of single samples by both rules, and take each component's share of
 the paths of the embedding's elements. Train it anew without each component, and without each two:
-the same initial weights and batches for the rest, the average over the rest. *Samples to target*
+the same initial weights and batches for the rest, the average over the rest. Samples to target
 are those until the evaluation loss first is as low as the target: 90% of the way, on a logarithmic
 scale, from the first loss of the full network to the lowest of the first half of its budget. A
 network that does not get there within the budget is censored: it counts as one that gets there at

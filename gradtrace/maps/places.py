@@ -58,3 +58,17 @@ def picked(x: Tensor, shape: Shape, at: Tensor) -> Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, x.stride()))
     flat = x.as_strided((extent,), (1,))
     return flat.index_select(0, place.reshape(-1)).reshape(at.shape)
+
+
+def laid(x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor's memory as a line, and where in it elements by number lie. Writing to it writes to
+    the tensor, whose elements must fill the memory between its first and its last.
+    """
+    assert filled(x), "elements lie apart, or on top of each other"
+    return x.as_strided((x.numel(),), (1,)), located(at, tuple(x.shape), x.stride())
+
+
+def filled(x: Tensor) -> bool:
+    """Whether a tensor's elements fill the memory between its first and its last."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return extent == x.numel()

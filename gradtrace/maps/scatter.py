@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,17 @@ from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at, per_ele
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
+
+SPARSE = 8
+"""With so many times fewer inputs than outputs, outputs that get nothing are not looked at."""
+
+
+class Few(NamedTuple):
+    """Some elements by number: their values and marks."""
+
+    at: Tensor
+    value: Tensor
+    marks: Tensor
 
 
 class Scatter(Map):
@@ -68,8 +81,11 @@ class Scatter(Map):
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         target = self.target.reshape(-1)
-        if not value and 8 * self.inputs < self.outputs:
-            return None, self._carry_few(x, marks, target)
+        if not value and self.sparse:
+            few = self.few(x, marks)
+            out = marks.new_zeros(self.outputs)
+            out[few.at] = few.marks
+            return None, out.reshape(self.out_shape)
         largest, handed = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
         return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
 
@@ -83,14 +99,20 @@ class Scatter(Map):
         source = taken_at(mine, small.source, -1)
         return Best(small.value[back], source[back])
 
-    def _carry_few(self, x: Tensor, marks: Tensor, target: Tensor) -> Tensor:
-        """``carry`` to few of many outputs: the others take no memory on the way."""
-        few, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        handed = steps.scatter(x.reshape(-1), marks.reshape(-1), place, len(few)).marks
-        there = few >= 0  # what goes nowhere has a place of its own here
-        out = marks.new_zeros(self.outputs)
-        out[few[there]] = handed[there]
-        return out.reshape(self.out_shape)
+    @property
+    def sparse(self) -> bool:
+        """Whether most outputs get nothing."""
+        return SPARSE * self.inputs < self.outputs
+
+    def few(self, x: Tensor, marks: Tensor) -> Few:
+        """``apply`` and ``carry``, to those outputs alone that something is sent to."""
+        target = self.target.reshape(-1)
+        at, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        flat = x.reshape(-1)
+        handed = steps.scatter(flat, marks.reshape(-1), place, len(at)).marks
+        value = flat.new_zeros(len(at)).index_add_(0, place, flat)
+        there = at >= 0  # what goes nowhere has a place of its own here
+        return Few(at[there], value[there], handed[there])
 
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)
