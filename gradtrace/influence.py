@@ -20,8 +20,9 @@ from gradtrace.kernels import steps as fused
 from gradtrace.maps.places import laid
 from gradtrace.marks import Marks
 from gradtrace.program import Program
+from gradtrace.states import State, cancelled, solid
 from gradtrace.tables import Column, Table
-from gradtrace.tracing import Found, State, cancelled, solid
+from gradtrace.tracing import Found
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -26,7 +26,8 @@ from gradtrace.pairs import Pairs
 from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
-from gradtrace.tracing import Found, State, Tracer
+from gradtrace.states import State
+from gradtrace.tracing import Found, Tracer
 
 
 @dataclass

@@ -14,8 +14,9 @@ from gradtrace import capture
 from gradtrace.deferred import Deferred
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.program import Step
+from gradtrace.rules import Greedy
+from gradtrace.states import State
 from gradtrace.trace import Trace
-from gradtrace.tracing import Greedy, State
 
 
 @pytest.fixture(autouse=True)

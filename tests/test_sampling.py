@@ -20,8 +20,9 @@ from gradtrace.maps import Index, Map
 from gradtrace.maps.places import located, picked
 from gradtrace.paths import marked, sampled
 from gradtrace.sampling import Forest
+from gradtrace.states import solid
 from gradtrace.trace import Trace
-from gradtrace.tracing import Tracer, solid
+from gradtrace.tracing import Tracer
 
 # Single elements of maps -------------------------------------------------------------------------
 

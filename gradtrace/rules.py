@@ -1,0 +1,221 @@
+"""The rules by which an element points to the one that its gradient mostly came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradtrace.engine import Held, balanced
+from gradtrace.kernels import steps as fused
+from gradtrace.maps import Identity, Map, Scatter
+from gradtrace.maps.places import filled, laid
+from gradtrace.maps.scatter import Few
+from gradtrace.marks import compact
+from gradtrace.program import Step
+from gradtrace.semirings import MAX
+from gradtrace.semirings.base import NARROW, shifted, wide
+from gradtrace.states import Part, Scope, State, alike, own, sizes, solid
+
+
+class Rule(Protocol):
+    """How a state is found through a map, and how states become one."""
+
+    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+        """What a value becomes by a map, if nothing is added to it."""
+
+    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+        """The state of a sum. Its terms are complete."""
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Equation 1.7 of the chapter: values are gradients."""
+
+    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+        """The gradient, and the mark of the largest contribution to each element."""
+        known = scope.known.get(step.out)
+        if map_.moves:
+            return self._moved(map_, state, step, known)
+        state = solid(state)
+        x = state.value
+        assert x is not None
+        choosing = not map_.stays
+        later = choosing and step.out in scope.tails
+        value = known if known is not None or later else map_.apply(x).to(step.dtype)
+        if choosing and len(state.palette.rows) > 1:
+            assert state.numbers is not None
+            if value is None and isinstance(map_, Scatter) and map_.sparse:
+                few = map_.few(x, state.numbers)
+                return State(None, 0, None, state.palette, (Part(map_, x),), None, few)
+            numbers = map_.carry(x, state.numbers)[1]
+            parts = (Part(map_, x),) if value is None else ()
+            return State(value, 0, numbers, state.palette, parts)
+        if choosing:
+            found = State(value, 0, None, state.palette, (Part(map_, x),))
+            return found if later else solid(found)
+        assert value is not None
+        return self._stayed(map_, state, value)
+
+    @staticmethod
+    def _moved(map_: Map, state: State, step: Step, known: Tensor | None) -> State:
+        if state.few is not None:
+            if isinstance(map_, Identity):
+                return state
+            state = solid(state)
+        numbers = state.numbers
+        if numbers is not None:
+            numbers = map_.apply(numbers)
+        if known is None and state.value is not None:
+            known = map_.apply(state.value).to(step.dtype)
+        parts = tuple(part._replace(moves=(*part.moves, map_)) for part in state.parts)
+        return State(known, 0, numbers, state.palette, parts)
+
+    @staticmethod
+    def _stayed(map_: Map, state: State, value: Tensor) -> State:
+        """Elements that are weighed: one that becomes 0 has no path any more."""
+        x, numbers = state.value, state.numbers
+        assert x is not None
+        if x.dtype in NARROW or value.dtype in NARROW:  # 0 by rounding to few digits is not 0
+            there = map_.best(x).value != 0
+            if numbers is None and bool((there == (value != 0)).all()):
+                return State(value, 0, None, state.palette)
+            numbers = there.int() if numbers is None else torch.where(there, numbers, 0)
+        elif numbers is not None and not bool(value.all()):
+            numbers = torch.where(value != 0, numbers, 0)
+        return State(value, 0, numbers, state.palette)
+
+    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+        """The sum, and the mark of the largest term."""
+        known = scope.known.get(step.out)
+        if alike(states):
+            return self._alike(states, step, scope, known)
+        if known is None and step.out in scope.ends and (found := self._patched(states, step)):
+            return found
+        first, *rest = map(solid, states)
+        fresh = first.numbers is None
+        first = first.written()
+        assert first.value is not None and first.numbers is not None
+        total, palette = first.value, first.palette
+        size, numbers = first.size, first.numbers
+        if size is None:
+            size, numbers = sizes(total), numbers if fresh else own(numbers)
+        for other in rest:
+            assert other.value is not None
+            if known is None:
+                total = total + other.value
+            theirs = 1 if other.numbers is None else other.numbers
+            fused.merge(size, numbers, wide(other.value), theirs, len(palette.rows))
+            palette = palette.then(other.palette)
+        numbers, palette = compact(numbers, palette)
+        total = total.to(step.dtype) if known is None else known
+        return State(total, 0, numbers, palette, (), size)
+
+    @staticmethod
+    def _patched(states: list[State], step: Step) -> State | None:
+        """A plain term and one that has few elements: only these are compared."""
+        if len(states) != 2 or states[0].mark is None or states[1].few is None:
+            return None
+        first, (at, other, marks) = states[0], states[1].few
+        fresh = first.value is None
+        first = solid(first)
+        if first.numbers is not None or first.value is None:
+            return None
+        total = first.value.to(step.dtype)
+        if (total is first.value and not fresh) or not filled(total):
+            total = own(total)
+        line, place = laid(total, at)
+        here = line[place]
+        size, numbers = wide(here).abs(), (here != 0).int()
+        fused.merge(size, numbers, wide(other), marks, len(first.palette.rows))
+        here = line[place] = (here + other).to(step.dtype)
+        palette = first.palette.then(states[1].palette)
+        return State(total, 0, None, palette, few=Few(at, here, numbers))
+
+    @staticmethod
+    def _alike(states: list[State], step: Step, scope: Scope, known: Tensor | None) -> State:
+        """Terms that all have one and the same mark: only whether one is not 0 matters."""
+        parts: list[Part] = []
+        for state in states:
+            if state.value is None or len(state.parts) > 1:
+                parts += state.parts
+            else:
+                parts.append(Part(Identity(tuple(state.value.shape)), state.value))
+        if known is None and step.out not in scope.tails:
+            total = parts[0].value()
+            for part in parts[1:]:
+                total = total + part.value()
+            known = total.to(step.dtype)
+        found = State(known, 0, None, states[0].palette, tuple(parts))
+        return found if step.out in scope.tails else solid(found)
+
+
+@dataclass(frozen=True)
+class Viterbi:
+    """Values are the largest |product| over the paths."""
+
+    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+        """The largest contribution, and its mark."""
+        x, numbers = state.value, state.numbers
+        assert x is not None
+        if map_.moves:
+            moved = None if numbers is None else map_.apply(numbers)
+            return state._replace(value=map_.apply(x), numbers=moved)
+        if numbers is None:
+            value = map_.pull((x,), MAX)[0]
+        elif len(state.palette.rows) == 1 and not map_.stays:
+            value, numbers = map_.pull((x,), MAX)[0], None
+        elif map_.stays:
+            value = map_.pull((x,), MAX)[0]
+            numbers = torch.where(value != 0, numbers, 0)
+        else:
+            found, numbers = map_.carry(x, numbers, value=True)
+            assert found is not None
+            value = found
+        held = balanced(Held((value,), state.exponent), MAX)
+        return State(held.value[0], held.exponent, numbers, state.palette)
+
+    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+        """The largest term, and its mark."""
+        exponent = max(state.exponent for state in states)
+        values = []
+        for state in states:
+            assert state.value is not None
+            values.append(shifted(state.value, state.exponent - exponent))
+        if alike(states):
+            size = values[0]
+            for value in values[1:]:
+                size = torch.maximum(size, value)
+            return State(size, exponent, None, states[0].palette)
+        first = states[0].written()
+        assert first.numbers is not None
+        size, numbers, palette = own(values[0]), own(first.numbers), first.palette
+        for other, value in zip(states[1:], values[1:]):
+            theirs = 1 if other.numbers is None else other.numbers
+            fused.merge(size, numbers, value, theirs, len(palette.rows))
+            palette = palette.then(other.palette)
+        return State(size, exponent, *compact(numbers, palette))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Nothing but the gradient."""
+
+    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+        """The summed contribution."""
+        assert state.value is not None
+        return state._replace(value=map_.apply(state.value).to(step.dtype))
+
+    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+        """The sum."""
+        total = states[0].value
+        for state in states[1:]:
+            assert total is not None and state.value is not None
+            total = total + state.value
+        assert total is not None
+        return states[0]._replace(value=total.to(step.dtype))
+
+
+RULES: dict[str, Rule] = {"greedy": Greedy(), "viterbi": Viterbi(), "gradient": Gradient()}

@@ -1,0 +1,175 @@
+"""What is known of a value while gradient is traced: its elements, marks, and what is put off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.maps import Map
+from gradtrace.maps.scatter import Few
+from gradtrace.marks import Palette
+from gradtrace.semirings.base import wide
+
+SINGLE = 64
+"""To look at an element by itself costs as much as to look at so many together, or less."""
+
+
+class Part(NamedTuple):
+    """A contribution that was not worked out: ``map(x)``, then moved."""
+
+    map: Map
+    x: Tensor
+    moves: tuple[Map, ...] = ()
+
+    def value(self) -> Tensor:
+        """The summed contribution."""
+        return self._moved(self.map.apply(self.x))
+
+    def loud(self) -> Tensor | None:
+        """Which elements may get anything but 0; None if all of them may."""
+        found = self.map.loud(self.x)
+        return None if found is None else self._moved(found.int()) != 0
+
+    def reached(self, at: Tensor) -> Tensor:
+        """Which of these elements get anything but 0 from some element."""
+        if SINGLE * len(at) > self.map.outputs:
+            _, found = self.map.carry(self.x, torch.ones_like(self.x, dtype=torch.int32))
+            return self._moved(found).reshape(-1)[at] != 0
+        there = torch.ones_like(at, dtype=torch.bool)
+        for move in reversed(self.moves):
+            source = move.rows(at).source[:, 0]
+            there, at = there & (source >= 0), source.clamp(min=0)
+        return there & (self.map.best(self.x, at).value != 0)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        for move in self.moves:
+            x = move.apply(x)
+        return x
+
+
+class State(NamedTuple):
+    """What is known of a value's elements: value, power of two, numbers of marks, palette.
+
+    ``numbers`` is None for a *plain* value: those of its elements that are not 0 have a path, all
+    with the same mark. ``parts`` say what made the value if that is put off (``value`` is None), or
+    if nobody has looked yet whether an element that is 0 has a path all the same, because its
+    contributions cancel; of several parts, one that is not 0 itself counts.
+
+    ``few``, if there are any, are the elements that have something to say, each with its mark; the
+    others have a path, with the first mark, where ``value`` is not 0, or none if that is put off.
+    """
+
+    value: Tensor | None
+    exponent: int
+    numbers: Tensor | None
+    palette: Palette
+    parts: tuple[Part, ...] = ()
+    size: Tensor | None = None  # of the largest term so far, where a sum goes on
+    few: Few | None = None
+
+    @property
+    def mark(self) -> int | None:
+        """The one mark of a plain value."""
+        plain = self.numbers is None and self.few is None
+        return self.palette.rows[0] | self.palette.extra if plain else None
+
+    def marked(self, bits: int) -> State:
+        """More bits in every mark."""
+        return self._replace(palette=self.palette.mark(bits)) if bits else self
+
+    def at(self, index: tuple[int, ...]) -> int:
+        """The mark of one element; 0 if it has no path."""
+        state = solid(self).written()
+        assert state.numbers is not None
+        return self.palette.marks()[int(state.numbers[index])]
+
+    def written(self) -> State:
+        """With a number for each element."""
+        if self.numbers is not None:
+            return self
+        assert self.value is not None
+        numbers = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
+        torch.ne(self.value, 0, out=numbers)
+        if self.few is not None:
+            numbers.view(-1)[self.few.at] = self.few.marks
+        return self._replace(numbers=numbers, few=None)
+
+
+class Scope(NamedTuple):
+    """What a step may know: gradients that were kept, values that only leaves are made of, and
+    those that are leaves.
+    """
+
+    known: Mapping[int, Tensor]
+    tails: frozenset[int] | set[int]
+    ends: frozenset[int] = frozenset()
+
+
+def solid(state: State) -> State:
+    """The state with its value, and with all paths of elements that are 0."""
+    if not state.parts:
+        return state
+    value = state.value
+    if state.few is not None:
+        value = state.parts[0].value() if value is None else value
+        there = torch.zeros(value.shape, dtype=torch.int32, device=value.device)
+        there.view(-1)[state.few.at] = state.few.marks
+        return state._replace(value=value, numbers=there, parts=(), few=None)
+    if value is None:
+        value = state.parts[0].value()
+        for part in state.parts[1:]:
+            value = value + part.value()
+    if state.numbers is not None:
+        return state._replace(value=value, parts=())
+    missed = cancelled(state.parts, value)
+    numbers = None if missed is None else ((value != 0) | missed).int()
+    return state._replace(value=value, numbers=numbers, parts=())
+
+
+def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
+    """Which elements of a sum are 0 though something came to them; None if there is none."""
+    if bool(value.all()):
+        return None
+    if not any(bool(part.x.any()) for part in parts):
+        return None  # nothing came at all
+    zero = value == 0
+    loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
+    for part in parts:
+        here = part.loud()
+        loud = None if here is None or loud is None else loud | here
+    if loud is not None:
+        zero &= loud.reshape(zero.shape)
+    at = zero.reshape(-1).nonzero().reshape(-1)
+    if not len(at):
+        return None
+    if len(parts) == 1:
+        reached = parts[0].reached(at)
+    else:
+        reached = torch.zeros(len(at), dtype=torch.bool, device=at.device)
+        for part in parts:
+            reached |= part.value().reshape(-1)[at] != 0
+    if not bool(reached.any()):
+        return None
+    found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
+    found[at[reached]] = True
+    return found.reshape(value.shape)
+
+
+def alike(states: list[State]) -> bool:
+    """Whether all are plain, with one and the same mark."""
+    mark = states[0].mark
+    return mark is not None and all(state.mark == mark for state in states)
+
+
+def sizes(x: Tensor) -> Tensor:
+    """|x| in a memory of its own, row by row."""
+    x = wide(x)
+    return torch.abs(x, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+
+
+def own(x: Tensor) -> Tensor:
+    """A copy that may be written to."""
+    return x.clone(memory_format=torch.contiguous_format)
