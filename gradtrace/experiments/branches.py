@@ -420,7 +420,7 @@ def _plot(name: str, rows: list[Row]) -> Plot:
             fit = linear_fit(sizes, times)
             ends = [sizes[0], sizes[-1]]
             line = [fit.intercept + fit.slope * x for x in ends]
-            series.append(Series(f"line through {way}", ends, line, style="dashed"))
+            series.append(Series(f"line through {way}", ends, line, style="dashed", like=way))
     chapter = name == "the chapter's"
     return Plot(
         "branches" if chapter else "branches-larger",

@@ -350,6 +350,7 @@ def _removal(found: Sequence[Trial]) -> Plot:
             counts,
             [_mean_log(found, [order[:n] for order in orders]) for n in counts],
             style="dashed" if title.startswith("least") else "line",
+            like=title.replace("least", "most") if title.startswith("least") else "",
         )
         for title, orders in _orders(found).items()
         if "influence" in title or "random" in title
@@ -377,6 +378,7 @@ def _training(found: Sequence[Trial]) -> Plot:
                     [s.low for s in shares] if known else (),
                     [s.high for s in shares] if known else (),
                     style="line" if rule == "greedy" else "dashed",
+                    like="" if rule == "greedy" else f"{name} (greedy)",
                 )
             )
     task = found[0].task

@@ -540,14 +540,16 @@ def _depth_plot(groups: Mapping[str, list[Row]]) -> Plot:
     series = [_over(groups["depth"], "gradients", "gradients", "line")]
     for group, suffix, style in (("depth", "", "line"), ("checkpoint", ", √L", "dashed")):
         for what in ("activations", "held", "trace"):
-            series.append(_over(groups[group], what, f"{COUNTED[what]}{suffix}", style))
+            label = f"{COUNTED[what]}{suffix}"
+            like = COUNTED[what] if suffix else ""
+            series.append(_over(groups[group], what, label, style, like))
     title = "Memory over depth, with and without √L checkpoints"
     return Plot("memory-depth", title, "layers", "MiB", tuple(series), log_x=True, log_y=True)
 
 
-def _over(rows: list[Row], what: str, label: str, style: str) -> Series:
+def _over(rows: list[Row], what: str, label: str, style: str, like: str = "") -> Series:
     x = [float(r.cell["depth"]) for r in rows]
-    return Series(label, x, [r.result[what] / 2**20 for r in rows], style=style)
+    return Series(label, x, [r.result[what] / 2**20 for r in rows], style=style, like=like)
 
 
 def _batch_plot(rows: list[Row]) -> Plot:

@@ -67,6 +67,14 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
 
 
+def _colour(plot: Plot, number: int) -> str:
+    """One for each series that is like no other."""
+    own = [series.label for series in plot.series if not series.like]
+    series = plot.series[number]
+    label = series.like if series.like in own else series.label
+    return COLOURS[(own.index(label) if label in own else number) % len(COLOURS)]
+
+
 def _columns(plot: Plot) -> int:
     """As many columns of the legend as fit."""
     longest = max(len(series.label) for series in plot.series)
@@ -82,7 +90,7 @@ def _categories(plot: Plot) -> list[str]:
 
 
 def _add(axes: Any, plot: Plot, number: int, names: Sequence[str]) -> None:
-    series, colour = plot.series[number], COLOURS[number % len(COLOURS)]
+    series, colour = plot.series[number], _colour(plot, number)
     x = [float(names.index(str(v))) if names else float(v) for v in series.x]
     y = [float("nan") if v is None else float(v) for v in series.y]
     label = plain(series.label)
@@ -112,7 +120,7 @@ def _bars(
     width = 0.8 * min(gaps, default=1.0) / len(barred)
     shift = (barred.index(number) - (len(barred) - 1) / 2) * width
     at = [v + shift for v in x]
-    colour = COLOURS[number % len(COLOURS)]
+    colour = _colour(plot, number)
     axes.bar(at, y, width=width, label=label, color=colour)
     series = plot.series[number]
     if len(series.low):

@@ -60,7 +60,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one kind: ``y`` over ``x``, with intervals ``low`` to ``high`` if there are any."""
+    """Points of one kind: ``y`` over ``x``, with intervals ``low`` to ``high`` if there are any.
+
+    One that belongs to another is drawn in the colour of that label, which it is ``like``.
+    """
 
     label: str
     x: Sequence[float | str]
@@ -68,6 +71,7 @@ class Series:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     style: str = "line"  # or "points", "bars", "dashed"
+    like: str = ""
 
 
 @dataclass(frozen=True)

@@ -800,3 +800,10 @@ def test_files_are_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_failed_cells_are_of_the_family() -> None:
     assert issubclass(Failed, GradtraceError) and page.anchor({"experiment": "a b<"}) == "a-b-"
+
+
+def test_a_series_that_is_like_another_has_its_colour() -> None:
+    one, theory, two = Series("a", [1], [1]), Series("b", [1], [1], like="a"), Series("c", [1], [1])
+    plot = Plot("name", "title", "x", "y", (one, theory, two, Series("d", [1], [1], like="none")))
+    colours = [drawing._colour(plot, k) for k in range(4)]
+    assert colours[0] == colours[1] and len(set(colours)) == 3

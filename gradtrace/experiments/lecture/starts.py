@@ -208,6 +208,7 @@ def _plots(groups: Mapping[tuple[str, str], Sequence[Row]]) -> list[Plot]:
                     layers,
                     predicted(shape, SCALES[start], depth),
                     style="dashed",
+                    like=start,
                 ),
             ]
         if series:
