@@ -208,7 +208,7 @@ def bytes_of(some: list[Tensor]) -> int:
         try:
             storage = tensor.untyped_storage()
             found[storage.data_ptr() or id(tensor)] = storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # sparse, functional and such
+        except (RuntimeError, ValueError):  # sparse, functional, not yet initialised and such
             continue
     return sum(found.values())
 

@@ -315,3 +315,8 @@ def test_it_shows_itself() -> None:
     assert found["steps"] == 50
     assert 0 < found["overhead"] < 1e-3
     assert {it["name"] for it in found["measures"] if it["grows"]} >= {"live tensors"}
+
+
+def test_parameters_that_are_not_initialised_yet_count_for_nothing() -> None:
+    lazy = torch.nn.LazyLinear(3)
+    assert gauges.bytes_of([lazy.weight, torch.zeros(4)]) == 16

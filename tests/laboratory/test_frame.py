@@ -197,6 +197,9 @@ def started(*args: object, **env: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, **env},
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # background jobs ignore it
     )
 
 
