@@ -82,13 +82,14 @@ class Store:
 
 class Products:
     """Products of matrices: computed; or put off, where they are the gradient of a large leaf and
-    what they are made of is smaller; or, for a ``bare`` program, never computed.
+    what is held for it is not larger; or, for a ``bare`` program, never computed.
     """
 
     def __init__(self, clear_since: int, bare: bool) -> None:
         self.clear_since = clear_since
         self.bare = bare
         self.put_off: dict[int, Tensor] = {}  # by id: what stands in for results
+        self.held: dict[int, int] = {}  # elements held for each leaf, by id
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -105,21 +106,29 @@ class Products:
 
     def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
         """What stands in for the gradient of a leaf, if it is put off."""
-        if self.bare or prod(shape) < max(LARGE, grad.numel()) or not self._free(edge[0]):
+        size = prod(shape)
+        if self.bare or size < LARGE or (leaf := self._leaf(edge[0])) is None:
             return None
+        held = self.held.get(id(leaf), 0) + grad.numel()
+        if held > size:
+            return None
+        self.held[id(leaf)] = held
         out = grad.new_zeros(()).expand(tuple(shape))
         self.put_off[id(out)] = out
         return out
 
-    def _free(self, node: Node | None) -> bool:
-        """Whether what this node is handed becomes the gradient of a leaf, and no code but
-        PyTorch's own sees it before.
+    def _leaf(self, node: Node | None) -> Tensor | None:
+        """The leaf whose gradient this node is handed, if no code but PyTorch's own sees it
+        before.
         """
         if node is not None and type(node) is not ACCUMULATE:
             if not autograd.ends(node) or node._sequence_nr() < self.clear_since:
-                return False
+                return None
             node = autograd.edges_of(node)[0][0]
-        return node is not None and not node.variable._backward_hooks
+        if node is None or node.variable._backward_hooks:
+            return None
+        leaf: Tensor = node.variable
+        return leaf
 
 
 class Record:
@@ -210,9 +219,9 @@ class Record:
             chain = chain or [Identity(shape_of(out))]
             number = block.gives[position] = self._chain(chain, value, out, block)
             if value in self.deferred:
-                self.deferred[number] = self.deferred[value].then(chain, shape_of(out))
+                self.deferred[number] = self.deferred[value].then(chain)
             elif id(out) in self.products.put_off:
-                self.deferred[number] = Deferred([Part(tuple(chain), grad)], shape_of(out))
+                self.deferred[number] = Deferred([Part(tuple(chain), grad)])
                 self.store.hold(value, grad)
             given.append((position, out))
         self.products.put_off.clear()
@@ -285,9 +294,7 @@ class Record:
         later = [self.deferred.get(number) for number in (there[1], value)]
         total = there[0] if self.bare or later[0] else out if later[1] else there[0] + out
         if later[0] or later[1]:
-            both = (
-                part or Deferred([Part((), x)], shape) for part, x in zip(later, (there[0], out))
-            )
+            both = (part or Deferred([Part((), x)]) for part, x in zip(later, (there[0], out)))
             self.deferred[result] = next(both).plus(next(both))
         elif there[1] not in self.sums:  # each is compared with the others
             for tensor, number in (there, (out, value)):

@@ -50,20 +50,29 @@ class Deferred:
     """A sum of contributions that has not been worked out."""
 
     parts: list[Part]
-    shape: tuple[int, ...]
     versions: list[tuple[Tensor, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        held = [t for part in self.parts for t in (part.x, *_operands(part.maps))]
+        held = [t for part in self.parts if part.maps for t in (part.x, *_operands(part.maps))]
         self.versions = [(tensor, tensor._version) for tensor in held]
 
-    def then(self, maps: Sequence[Map], shape: tuple[int, ...]) -> Deferred:
+    def then(self, maps: Sequence[Map]) -> Deferred:
         """The same, moved on."""
-        return Deferred([Part((*part.maps, *maps), part.x) for part in self.parts], shape)
+        return Deferred([Part((*part.maps, *maps), part.x) for part in self.parts])
 
     def plus(self, other: Deferred) -> Deferred:
-        """The sum of both."""
-        return Deferred([*self.parts, *other.parts], self.shape)
+        """Take over what another sum is made of. What was computed already is added up, so that
+        there is one such part at most, the first.
+        """
+        for part in other.parts:
+            if part.maps:
+                self.parts.append(part)
+            elif self.parts[0].maps:
+                self.parts.insert(0, part)
+            else:
+                self.parts[0] = Part((), self.parts[0].x + part.x)
+        self.versions += other.versions
+        return self
 
     def surely_finite(self) -> bool:
         """Whether no element can be NaN or infinite, as far as the sizes of the factors tell."""

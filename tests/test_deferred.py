@@ -170,7 +170,7 @@ def test_equal_products_become_one() -> None:
     trace = traced(model, loss_of)
     (cell,) = (x for x in trace.program.leaves if trace.names[x.value] == "cell.weight")
     assert isinstance(cell.given, Deferred)
-    assert len(cell.given.parts) == 4
+    assert len(cell.given.parts) == 4  # three products, and a sum
     calls: list[str] = []
     whole = torch.einsum
 
@@ -182,6 +182,25 @@ def test_equal_products_become_one() -> None:
         patch.setattr(torch, "einsum", counted)
         cell.given.total()
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+def test_no_more_is_held_for_a_leaf_than_its_gradient_takes(steps: int) -> None:
+    """A matrix of 6 × 6 that is used by 2 × 6 elements at a time: three are held, then sums."""
+    model = Unrolled()
+    x = torch.randn(2, steps, 6)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return model(x).square().sum()
+
+    trace = traced(model, loss_of)
+    (cell,) = (x for x in trace.program.leaves if trace.names[x.value] == "cell.weight")
+    assert isinstance(cell.given, Deferred)
+    products = [part for part in cell.given.parts if part.maps and part.x.shape == (2, 6)]
+    assert len(products) == 3
+    assert len(cell.given.parts) == (3 if steps == 3 else 4)  # and one sum of all the others
+    (grad,) = torch.autograd.grad(loss_of(model), [model.cell.weight])
+    torch.testing.assert_close(trace.gradients["cell.weight"], grad)
 
 
 def test_a_matrix_and_its_transpose_are_not_mixed_up() -> None:
