@@ -222,6 +222,20 @@ def test_rules_know_no_semiring(path: Path) -> None:
     assert "semirings" not in set(imported(ast.parse(path.read_text())))
 
 
+@pytest.mark.parametrize("path", [p for p, u in sources() if u == "experiments"], ids=label)
+def test_experiments_use_public_names(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert set(imported(tree)) <= {"gradtrace", "semirings", "errors", "laboratory", "experiments"}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "gt"
+    }
+    assert used <= PUBLIC
+
+
 def modules_after(code: str) -> set[str]:
     script = f"{code}\nimport sys\nprint(*sorted(m.split('.')[0] for m in sys.modules))"
     command = [sys.executable, "-c", script]
