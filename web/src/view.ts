@@ -1,0 +1,24 @@
+/** What every part of the page is given: the data, where the reader is, and the way to move. */
+import type { Report, Trace } from "./types";
+
+export type Tab = "overview" | "graph" | "paths" | "compare" | "training";
+
+/** Where the reader is. All of it is in the URL's hash, so that a place can be sent to others. */
+export interface State {
+  tab: Tab;
+  trace: number; // into report.traces
+  open: number[]; // modules opened in the graph
+  module: number | null; // selected
+  leaf: number | null; // picked, with...
+  element: number | null; // ...its element, a flat index
+  route: number | null; // highlighted
+  by: "share" | "weighted"; // how influence is shown
+  query: string; // what is searched for
+}
+
+export interface View {
+  report: Report;
+  trace: Trace; // report.traces[state.trace]
+  state: State;
+  go: (patch: Partial<State>) => void;
+}
