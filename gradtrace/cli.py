@@ -368,6 +368,10 @@ def experiment(
     docs: Annotated[
         Path | None, typer.Option(help="Write Markdown, JSON and pictures here as well.")
     ] = None,
+    called: Annotated[
+        str | None,
+        typer.Option("--name", help="What to call it, if it is on other data or settings."),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Set earlier rows aside and begin anew.")
     ] = False,
@@ -392,6 +396,7 @@ def experiment(
         docs=docs,
         restart=restart,
         ray=on_ray,
+        name=called,
     )
     try:
         done = command.run(command.sources(name, every), asked, _say)
