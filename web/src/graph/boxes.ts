@@ -1,0 +1,5 @@
+import type { Trace } from "../types";
+
+export function opening(_: Trace): number[] {
+  return [];
+}

@@ -1,0 +1,5 @@
+import type { View } from "../view";
+
+export function Paths(_: View) {
+  return <p class="empty">Nothing here yet.</p>;
+}
