@@ -107,7 +107,8 @@ export function Compare(view: View) {
   const words = query.toLowerCase().trim();
   const fits = found.both.filter((match) => match.name.toLowerCase().includes(words));
   const shown = all ? fits.slice(0, 1000) : fits.slice(0, MOST);
-  const most = Math.max(...found.both.map((match) => Math.abs(match.by)).filter(Number.isFinite), 0);
+  // Small differences look small, whatever the largest is.
+  const most = found.both.reduce((so, { by }) => (Math.abs(by) > so ? Math.abs(by) : so), 0.05);
   const several = found.both.some((match) => Number.isFinite(match.error));
   return (
     <div class="panel compare" data-testid="compare">

@@ -37,13 +37,14 @@ export function number(value: number | string | null, digits = 3): string {
   const x = real(value);
   const odd = unusual(x);
   if (odd) return odd;
-  if (x === 0) return "0";
+  if (Number.isInteger(x) && Math.abs(x) < 1e6) return count(x);
   const text = x.toExponential(digits - 1);
   const [mantissa = "", exponent = "0"] = text.split("e");
   const power_ = Number(exponent);
   if (power_ < -3 || power_ > 5) return `${signed(mantissa)}×${power(power_)}`;
-  const rounded = Number(text);
-  return signed(grouped(rounded.toFixed(Math.max(0, digits - 1 - power_))));
+  // Digits before the point are all written: to round them would save no room.
+  const places = Math.max(0, digits - 1 - power_);
+  return signed(grouped((places ? Number(text) : x).toFixed(places)));
 }
 
 /** All of it, for those who copy it. */

@@ -78,7 +78,7 @@ export function Overview(view: View) {
           <h2>{says(trace)}</h2>
           <Facts trace={trace} />
         </section>
-        <section class="card" aria-labelledby="findings-title">
+        <section class="card wide" aria-labelledby="findings-title">
           <h2 id="findings-title">Findings</h2>
           {trace.flow.findings.length ? (
             <ul class="findings" data-testid="findings">

@@ -202,11 +202,13 @@ function Chooser({ training, by, ranking, lines, toggle, reset }: {
 
 const share = (value: number): string => (Number.isNaN(value) ? "none" : percent(value));
 
-/** A slope in words that fit its size: by step, or by a thousand. */
-export function rate(slope: number): string {
-  const many = Math.abs(slope) < 1e-4;
-  const sign = slope > 0 ? "+" : "";
-  return `${sign}${duration(many ? slope * 1000 : slope)} ${many ? "in 1 000 steps" : "a step"}`;
+/** A slope and its interval in words that fit its size: by step, or by a thousand. */
+export function rate({ slope, low, high }: Timing): string {
+  const many = Math.max(...[slope, low, high].filter(Number.isFinite).map(Math.abs)) < 1e-3;
+  const spell = (value: number): string =>
+    `${value > 0 ? "+" : ""}${duration(many ? 1000 * value : value)}`;
+  const known = Number.isFinite(low) && Number.isFinite(high);
+  return `${spell(slope)} ${many ? "in 1\u202f000 steps" : "a step"}${known ? `, interval ${spell(low)} to ${spell(high)}` : ""}`;
 }
 
 function Pace({ timing }: { timing: Timing }) {
@@ -218,7 +220,6 @@ function Pace({ timing }: { timing: Timing }) {
       {
         label: `time of a step${spread ? " (log scale)" : ""}`,
         format: duration,
-        tick: duration,
         height: 200,
         log: spread,
         series: [
@@ -241,13 +242,7 @@ function Pace({ timing }: { timing: Timing }) {
         <bdi>{short(timing.verdict, 1000)}</bdi>
       </p>
       {known && (
-        <p class="soft">
-          Trend {rate(timing.slope)}
-          {Number.isFinite(timing.low) &&
-            Number.isFinite(timing.high) &&
-            `, interval ${rate(timing.low)} to ${rate(timing.high)}`}
-          .
-        </p>
+        <p class="soft">Trend {rate(timing)}.</p>
       )}
       {timing.step.length ? (
         <Chart title="Time of each step" axis="step" x={timing.step} panes={panes} />

@@ -4,7 +4,7 @@
  */
 import type { JSX } from "preact";
 import { useEffect, useId, useMemo, useRef, useState } from "preact/hooks";
-import { count, power, short } from "../format";
+import { count, number, power, short } from "../format";
 import { extent, linear, logarithmic, nearest, type Scale } from "./scale";
 
 export interface Series {
@@ -163,12 +163,11 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
   const across = useMemo(() => {
     const range = extent([x]) ?? [0, 1];
     return range[0] === range[1]
-      ? linear(range[0] - 1, range[1] + 1, 2)
-      : linear(range[0], range[1], Math.max(2, Math.round(inner / 90)));
+      ? linear(range[0] - 1, range[1] + 1, 2, 1)
+      : linear(range[0], range[1], Math.max(2, Math.round(inner / 90)), 1);
   }, [x, inner]);
   if (n === 0) return null;
   const place = (i: number): number => LEFT + inner * across.place(x[i]!);
-  const whole = across.ticks.filter((tick) => Number.isInteger(tick) || n > 3);
 
   const pointed = (event: PointerEvent): void => {
     const left = (event.currentTarget as Element).getBoundingClientRect().left;
@@ -234,7 +233,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
             <PaneOf laid={one} left={LEFT} inner={inner} x={place} />
           ))}
           <g class="axis">
-            {whole.map((tick) => (
+            {across.ticks.map((tick) => (
               <text
                 x={LEFT + inner * across.place(tick)}
                 y={height - FOOT + 17}
@@ -274,6 +273,18 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
   );
 }
 
+/** On a log scale powers of ten are written as such, unless there are others between. */
+const raised =
+  (ticks: number[]) =>
+  (value: number): string => {
+    const all = ticks.every((tick) => Number.isInteger(Math.round(Math.log10(tick) * 1e9) / 1e9));
+    return all ? power(Math.round(Math.log10(value))) : trimmed(number(value, 2));
+  };
+
+/** 0.500 ms as 0.5 ms: digits that say nothing beside an axis. */
+const trimmed = (text: string): string =>
+  text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+
 function PaneOf({ laid, left, inner, x }: {
   laid: Laid;
   left: number;
@@ -281,7 +292,7 @@ function PaneOf({ laid, left, inner, x }: {
   x: (at: number) => number;
 }) {
   const { pane, scale, top } = laid;
-  const tick = pane.tick ?? (scale.log ? (v: number) => power(Math.round(Math.log10(v))) : pane.format);
+  const tick = pane.tick ?? (scale.log ? raised(scale.ticks) : (v: number) => trimmed(pane.format(v)));
   return (
     <g>
       <text class="axis-label" x={4} y={top - 10}>

@@ -7,10 +7,10 @@ export interface Scale {
   log: boolean;
 }
 
-/** About `wanted` round numbers (1, 2, 5 times a power of ten) from low to high. */
-export function nice(low: number, high: number, wanted = 5): number[] {
+/** About `wanted` round numbers (1, 2, 5 times a power of ten), at least so far apart. */
+export function nice(low: number, high: number, wanted = 5, least = 0): number[] {
   if (!(high > low) || !Number.isFinite(high - low)) return Number.isFinite(low) ? [low] : [];
-  const raw = (high - low) / Math.max(1, wanted);
+  const raw = Math.max(least, (high - low) / Math.max(1, wanted));
   const base = 10 ** Math.floor(Math.log10(raw));
   const step = base * (raw / base > 7.07 ? 10 : raw / base > 3.16 ? 5 : raw / base > 1.41 ? 2 : 1);
   const found: number[] = [];
@@ -31,6 +31,29 @@ export function decades(low: number, high: number, wanted = 5): number[] {
   return found;
 }
 
+/** The next of 1, 2, 5 times a power of ten, below or above. */
+function round(value: number, to: (n: number) => number): number {
+  const power = Math.floor(Math.log10(value) + 1e-12);
+  const base = Number(`1e${power}`);
+  const part = value / base;
+  const parts = [1, 2, 5, 10];
+  const fits =
+    to === Math.floor
+      ? parts.filter((p) => p <= part * (1 + 1e-9)).at(-1)
+      : parts.find((p) => p >= part * (1 - 1e-9));
+  return Number(((fits ?? 1) * base).toPrecision(12));
+}
+
+/** One, two and five times powers of ten, where there are too few powers. */
+function between(low: number, high: number, few: number[]): number[] {
+  const found: number[] = [];
+  for (let n = Math.floor(Math.log10(low) + 1e-9); n <= Math.ceil(Math.log10(high)); n++) {
+    for (const part of [1, 2, 5]) found.push(Number(`${part}e${n}`));
+  }
+  const inside = found.filter((x) => x >= low * (1 - 1e-9) && x <= high * (1 + 1e-9));
+  return inside.length > 1 ? inside : few;
+}
+
 /** The least and the greatest of finite numbers; null without any. */
 export function extent(series: Iterable<ArrayLike<number>>, above = -Infinity): [number, number] | null {
   let [low, high] = [Infinity, -Infinity];
@@ -45,21 +68,23 @@ export function extent(series: Iterable<ArrayLike<number>>, above = -Infinity): 
   return low <= high ? [low, high] : null;
 }
 
-export function linear(low: number, high: number, wanted = 5): Scale {
+export function linear(low: number, high: number, wanted = 5, least = 0): Scale {
   if (low === high) {
     const by = Math.abs(low) * 0.5 || 1;
-    return linear(low - by, high + by, wanted);
+    return linear(low - by, high + by, wanted, least);
   }
-  const ticks = nice(low, high, wanted);
+  const ticks = nice(low, high, wanted, least);
   return { place: (x) => (x - low) / (high - low), ticks, log: false };
 }
 
 /** Numbers above 0; all others have no place. */
 export function logarithmic(low: number, high: number, wanted = 5): Scale {
-  // Whole decades at both ends, so that there are always two numbers to read.
-  const from = Math.floor(Math.log10(low) + 1e-9);
-  const to = Math.max(from + 1, Math.ceil(Math.log10(high) - 1e-9));
-  const ticks = decades(Number(`1e${from}`), Number(`1e${to}`), wanted);
+  // Round numbers at both ends, so that there are always two to read.
+  const first = round(low, Math.floor);
+  const last = Math.max(round(high, Math.ceil), 2 * first);
+  const [from, to] = [Math.log10(first), Math.log10(last)];
+  const few = decades(first, last, wanted);
+  const ticks = few.length > 2 ? few : between(first, last, few);
   const place = (x: number): number => (x > 0 ? (Math.log10(x) - from) / (to - from) : NaN);
   return { place, ticks, log: true };
 }

@@ -25,8 +25,12 @@ export function looked(view: View): { leaf: number; element: number | null } {
 
 function first(trace: Trace): number {
   let best = filtered(trace.leaves, "")[0] ?? 0;
+  // Of matrices, if there are any: a bias makes a poor picture.
+  const matrix = trace.leaves.some((leaf) => leaf.parameter && leaf.shape.length > 1);
+  let most = -1;
   for (const [n, leaf] of trace.leaves.entries()) {
-    if (leaf.parameter && leaf.largest > (trace.leaves[best]?.largest ?? 0)) best = n;
+    if (!leaf.parameter || (matrix && leaf.shape.length < 2) || !(leaf.largest > most)) continue;
+    [best, most] = [n, leaf.largest];
   }
   return best;
 }
@@ -110,8 +114,8 @@ function Head({ leaf, trace }: { leaf: Leaf; trace: Trace }) {
         </bdi>
       </h2>
       <p class="soft">
-        {shape(leaf.shape)}
-        {leaf.shape.length > 1 ? ` = ${counted(leaf.elements, "element")}` : ""}
+        {leaf.shape.length > 1 ? `${shape(leaf.shape)} = ` : ""}
+        {leaf.shape.length ? counted(leaf.elements, "element") : "A single number"}
         {owner?.kind ? ` of a ${short(owner.kind, 40)}` : ""}
         {leaf.parameter ? "" : ", an input"}. Gradient: norm {number(leaf.norm)}, largest{" "}
         {number(leaf.largest)}

@@ -3,6 +3,7 @@ import { Bar } from "../charts/bar";
 import { count, counted, percent, short } from "../format";
 import type { Route, Trace } from "../types";
 import type { View } from "../view";
+import { indexOf } from "./pick";
 
 /** Names of a way, with the middle left out where it is long. */
 export function named(trace: Trace, route: Route, most = 7): string[] {
@@ -85,7 +86,8 @@ export function Routes({ view, most }: { view: View; most: number }) {
                   data-testid="route-example"
                   onClick={() => go({ tab: "paths", route: n, ...start })}
                 >
-                  An element of it
+                  such as <bdi>{short(trace.leaves[start.leaf]!.name, 40)}</bdi>
+                  {start.element !== null && ` ${indexOf(trace.leaves[start.leaf]!, start.element)}`}
                 </button>
               )}
             </li>
