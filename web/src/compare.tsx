@@ -93,7 +93,7 @@ export function Compare(view: View) {
   );
   if (!a || !b) {
     return (
-      <div class="panel compare" data-testid="compare">
+      <div class="sheet compare" data-testid="compare">
         <div class="nothing">
           <h2>Nothing to compare</h2>
           <p>This report holds {a ? "one trace" : "no trace"}. Two of them come side by side with</p>
@@ -111,7 +111,7 @@ export function Compare(view: View) {
   const most = found.both.reduce((so, { by }) => (Math.abs(by) > so ? Math.abs(by) : so), 0.05);
   const several = found.both.some((match) => Number.isFinite(match.error));
   return (
-    <div class="panel compare" data-testid="compare">
+    <div class="sheet compare" data-testid="compare">
       <div class="grid">
         <section class="card wide">
           <div class="card-head">

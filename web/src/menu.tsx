@@ -26,7 +26,7 @@ export function current(view: View): Path | null {
 
 /** What is drawn: the panel, or where there is none (the graph) the whole of main. */
 const stage = (): Element =>
-  document.querySelector("[data-export]") ?? document.querySelector(".panel") ?? document.querySelector("main") ?? document.body;
+  document.querySelector("[data-export]") ?? document.querySelector(".sheet") ?? document.querySelector("main") ?? document.body;
 
 function items(view: View): Item[] {
   const name = `${view.report.title}-${view.state.tab}`;

@@ -61,7 +61,7 @@ export function Overview(view: View) {
   const { trace, state, go, report } = view;
   if (!report.traces.length) {
     return (
-      <div class="panel">
+      <div class="sheet">
         <div class="nothing">
           <h2>No trace</h2>
           <p>This report holds training alone. See the tab Training.</p>
@@ -72,7 +72,7 @@ export function Overview(view: View) {
   const show = (module: number): void => go({ tab: "graph", module });
   const notes = [...trace.notes, ...(trace.tables[""]?.notes ?? [])];
   return (
-    <div class="panel overview" data-testid="overview">
+    <div class="sheet overview" data-testid="overview">
       <div class="grid">
         <section class="card lead">
           <h2>{says(trace)}</h2>

@@ -46,7 +46,7 @@ export function Training({ report, state, go }: View) {
   const { training, timing } = report;
   if (!training && !timing) {
     return (
-      <div class="panel training" data-testid="training">
+      <div class="sheet training" data-testid="training">
         <div class="nothing">
           <h2>No training here</h2>
           <p>Watch a training loop and this page shows influence over its steps:</p>
@@ -58,7 +58,7 @@ export function Training({ report, state, go }: View) {
     );
   }
   return (
-    <div class="panel training" data-testid="training">
+    <div class="sheet training" data-testid="training">
       {training && <Influence training={training} by={state.by} go={go} />}
       {timing && <Pace timing={timing} />}
     </div>

@@ -41,7 +41,7 @@ export function Paths(view: View) {
   const leaf = trace.leaves[chosen];
   if (!leaf) {
     return (
-      <div class="panel paths" data-testid="paths">
+      <div class="sheet paths" data-testid="paths">
         <div class="nothing">
           <h2>No parameters</h2>
           <p>
@@ -55,7 +55,7 @@ export function Paths(view: View) {
   }
   const pick = (n: number): void => go({ leaf: n, element: null });
   return (
-    <div class="panel paths" data-testid="paths">
+    <div class="sheet paths" data-testid="paths">
       <div class="grid">
         <div class="paths-side">
           <section class="card">
