@@ -113,7 +113,7 @@ export function Compare(view: View) {
   return (
     <div class="sheet compare" data-testid="compare">
       <div class="grid">
-        <section class="card wide">
+        <section class="card full">
           <div class="card-head">
             <h2>
               <span class="side-a">A</span> <bdi>{short(a.name, 60)}</bdi> <span class="faint">and</span>{" "}
@@ -143,7 +143,7 @@ export function Compare(view: View) {
             )}
           </div>
           {shown.length === 0 ? (
-            <p class="empty">
+            <p class="void">
               {found.both.length
                 ? `No component’s name holds “${short(query, 30)}”.`
                 : "The two have no component of the same name."}
@@ -159,11 +159,11 @@ export function Compare(view: View) {
         </section>
         <Only names={found.only[0]} side="A" trace={a} />
         <Only names={found.only[1]} side="B" trace={b} />
-        <section class="card wide">
+        <section class="card full">
           <h2>Flow</h2>
           <FlowChart traces={report.traces} />
         </section>
-        <section class="card wide">
+        <section class="card full">
           <h2>Facts</h2>
           <table class="plain" data-testid="compare-facts">
             <thead>
@@ -258,7 +258,7 @@ function Table({ shown, most, several, open }: {
             data-difference={match.by}
           >
             <th role="rowheader" scope="row">
-              <button type="button" class="link" onClick={() => open(match)}>
+              <button type="button" class="plain-link" onClick={() => open(match)}>
                 <bdi title={short(match.name, 400)}>{short(moduleName(match.name), 48)}</bdi>
               </button>
             </th>

@@ -18,7 +18,7 @@ export function aligned(flows: readonly Flow[]): { depth: number[]; at: number[]
 
 export function FlowChart({ traces }: { traces: readonly Trace[] }) {
   const { depth, panes, note } = useMemo(() => drawn(traces), [traces]);
-  if (depth.length < 2) return <p class="empty">Too few operators for a chart along depth.</p>;
+  if (depth.length < 2) return <p class="void">Too few operators for a chart along depth.</p>;
   return (
     <Chart
       title="Gradient along depth, from the loss (left) to the inputs (right)"
@@ -88,7 +88,7 @@ export function Verdicts({ trace, go }: { trace: Trace; go: (module: number) => 
     <ul class="verdicts">
       {rows.slice(0, 12).map((row) => (
         <li>
-          <button type="button" class="link" onClick={() => go(row.module)}>
+          <button type="button" class="plain-link" onClick={() => go(row.module)}>
             <bdi>{short(moduleName(trace.modules[row.module]?.name ?? ""), 60)}</bdi>
           </button>{" "}
           <span class="tag">{row.verdict}</span>{" "}

@@ -78,7 +78,7 @@ export function Overview(view: View) {
           <h2>{says(trace)}</h2>
           <Facts trace={trace} />
         </section>
-        <section class="card wide" aria-labelledby="findings-title">
+        <section class="card full" aria-labelledby="findings-title">
           <h2 id="findings-title">Findings</h2>
           {trace.flow.findings.length ? (
             <ul class="findings" data-testid="findings">
@@ -118,14 +118,14 @@ export function Overview(view: View) {
           <div class="card-head">
             <h2 id="routes-title">Top routes</h2>
             {trace.routes.length > ROUTES && (
-              <button type="button" class="link" onClick={() => go({ tab: "paths" })}>
+              <button type="button" class="plain-link" onClick={() => go({ tab: "paths" })}>
                 All
               </button>
             )}
           </div>
           <Routes view={view} most={ROUTES} />
         </section>
-        <section class="card wide" aria-labelledby="flow-title">
+        <section class="card full" aria-labelledby="flow-title">
           <h2 id="flow-title">Flow</h2>
           <FlowChart traces={alone(trace)} />
         </section>
@@ -220,7 +220,7 @@ function Modules({ trace, by, show }: {
 }) {
   const all = ranked(trace.tables[""], by);
   if (!all.length) {
-    return <p class="empty">There are no modules to rank: the loss was traced without a model.</p>;
+    return <p class="void">There are no modules to rank: the loss was traced without a model.</p>;
   }
   const shown = telling(trace, all).slice(0, MODULES);
   return (
@@ -233,10 +233,9 @@ function Modules({ trace, by, show }: {
       <ul class="bars">
         {shown.map((one) => (
           <li data-testid="influence" data-name={one.name} data-value={one.value}>
-            <button type="button" class="link" onClick={() => show(one.module)}>
-              <bdi title={short(one.name, 400)}>{short(moduleName(one.name), 44)}</bdi>
+            <button type="button" class="plain-link" onClick={() => show(one.module)}>
+              <bdi title={`${short(one.name, 400)} · ${short(trace.modules[one.module]?.kind ?? "", 60)}`}>{short(moduleName(one.name), 44)}</bdi>
             </button>
-            <span class="faint kind">{short(trace.modules[one.module]?.kind ?? "", 24)}</span>
             <Bar share={one.value} error={one.error} />
             <span class="num">
               {percent(one.value)}
@@ -257,7 +256,7 @@ function Unreached({ view }: { view: View }) {
     <li>
       <button
         type="button"
-        class="link"
+        class="plain-link"
         onClick={() => go({ tab: "paths", leaf: trace.leaves.indexOf(leaf), element: null })}
       >
         <bdi title={short(leaf.name, 400)}>{short(leaf.name, 60)}</bdi>
@@ -271,7 +270,7 @@ function Unreached({ view }: { view: View }) {
   );
   const list = [...whole, ...part];
   return (
-    <section class="card wide" aria-labelledby="unreached-title" data-testid="unreached">
+    <section class="card full" aria-labelledby="unreached-title" data-testid="unreached">
       <h2 id="unreached-title">Unreached parameters</h2>
       {list.length === 0 ? (
         <p class="fine">None: every element of every parameter has a gradient other than 0.</p>

@@ -96,7 +96,7 @@ function Influence({ training, by, go }: { training: Course; by: "share" | "weig
   }, [training, by, lines.join()]);
   const n = training.step.length;
   return (
-    <section class="card wide">
+    <section class="card full">
       <div class="card-head">
         <h2>Influence over training</h2>
         <By by={by} go={go} />
@@ -165,12 +165,12 @@ function Chooser({ training, by, ranking, lines, toggle, reset }: {
           onInput={(event) => setQuery(event.currentTarget.value)}
         />
         {reset && (
-          <button type="button" class="link" onClick={reset}>
+          <button type="button" class="plain-link" onClick={reset}>
             Back to the top {LINES}
           </button>
         )}
       </div>
-      {fits.length === 0 && <p class="empty">No component’s name holds “{short(query, 30)}”.</p>}
+      {fits.length === 0 && <p class="void">No component’s name holds “{short(query, 30)}”.</p>}
       <ul class="scroll">
         {fits.slice(0, LIST).map((component) => {
           const line = lines.indexOf(component);
@@ -233,7 +233,7 @@ function Pace({ timing }: { timing: Timing }) {
   }, [timing]);
   const known = Number.isFinite(timing.slope);
   return (
-    <section class="card wide">
+    <section class="card full">
       <h2>Time per batch</h2>
       <p class="verdict" data-testid="verdict">
         <span class={`tag ${timing.grows ? "alarm" : ""}`}>
@@ -247,7 +247,7 @@ function Pace({ timing }: { timing: Timing }) {
       {timing.step.length ? (
         <Chart title="Time of each step" axis="step" x={timing.step} panes={panes} />
       ) : (
-        <p class="empty">No step was timed.</p>
+        <p class="void">No step was timed.</p>
       )}
     </section>
   );

@@ -796,8 +796,8 @@ function chains(
   const known = new Map<number, number>([[0, 0]]);
   const put = (operator: number, element: number, gradient: number | null, to: number): number => {
     const onward = found.gradient[to]!;
-    const share = 0.4 + 0.6 * next();
-    const derivative = gradient === null ? 0.9 + 0.2 * next() : (gradient * share) / onward;
+    const share = gradient === null ? 0.995 + 0.005 * next() : 0.4 + 0.6 * next();
+    const derivative = gradient === null ? share * (0.98 + 0.04 * next()) : (gradient * share) / onward;
     found.operator.push(operator);
     found.word.push(rows.name[operator]!);
     found.shape.push(rows.shape[operator]!);

@@ -10,8 +10,8 @@ export function Bar({ share, error, class: name = "" }: {
   const left = Math.max(0, size - spread);
   const right = Math.min(1, size + spread);
   return (
-    <span class={`bar ${share < 0 ? "against" : ""} ${name}`} aria-hidden="true">
-      <span class="fill" style={{ width: `${100 * size}%` }} />
+    <span class={`share-bar ${share < 0 ? "against" : ""} ${name}`} aria-hidden="true">
+      <span class="filled" style={{ width: `${100 * size}%` }} />
       {spread > 0 && (
         <span class="error" style={{ left: `${100 * left}%`, width: `${100 * (right - left)}%` }} />
       )}
@@ -25,7 +25,7 @@ export function Tilt({ by, most }: { by: number; most: number }) {
   const style = by < 0 ? { right: "50%", width: `${100 * size}%` } : { left: "50%", width: `${100 * size}%` };
   return (
     <span class={`tilt ${by < 0 ? "down" : "up"}`} aria-hidden="true">
-      <span class="fill" style={style} />
+      <span class="filled" style={style} />
     </span>
   );
 }

@@ -137,7 +137,7 @@ function Curve({ series, laid, x }: { series: Series; laid: Laid; x: (at: number
           return Number.isFinite(y) ? <circle class="dot" cx={x(at)} cy={y} r={single ? 3.5 : 2} /> : null;
         })
       ) : (
-        <path class={series.form === "trend" ? "trend" : "line"} d={drawn(series, x, laid.y)} />
+        <path class={series.form === "trend" ? "trend" : "curve"} d={drawn(series, x, laid.y)} />
       )}
       {odd.slice(0, 400).map((at) => {
         const zero = series.values[at] === 0;
@@ -317,7 +317,7 @@ function Legend({ panes, at }: { panes: Pane[]; at: number | null }) {
   const all = panes.flatMap((pane) => pane.series.map((series) => ({ pane, series })));
   if (all.length < 2) return null;
   return (
-    <ul class="legend">
+    <ul class="curves">
       {all.map(({ pane, series }) => (
         <li>
           <Swatch colour={series.colour} form={series.form} />
@@ -338,7 +338,7 @@ export function Swatch({ colour, form }: { colour: number; form?: Series["form"]
       {form === "dots" ? (
         <circle class="dot" cx="11" cy="5" r="3" />
       ) : (
-        <path class={form === "trend" ? "trend" : "line"} d="M1 5H21" />
+        <path class={form === "trend" ? "trend" : "curve"} d="M1 5H21" />
       )}
     </svg>
   );

@@ -197,10 +197,10 @@ export function Heat({ leaf, map, element, pick, whole }: HeatProps) {
             }}
             onBlur={() => setAt(null)}
           />
-          {chosen >= 0 && !whole && <span class="cell chosen" style={outline(chosen)} />}
+          {chosen >= 0 && !whole && <span class="cell picked" style={outline(chosen)} />}
           {at !== null && at < cells && (
             <>
-              <span class="cell at" style={outline(at)} />
+              <span class="cell here" style={outline(at)} />
               <Tip cell={at} grid={grid} lines={told(at)} />
             </>
           )}

@@ -64,14 +64,14 @@ export function Paths(view: View) {
           </section>
           <section class="card">
             <h2>Top routes</h2>
-            <Routes view={view} most={ROUTES} />
+            <Routes view={view} most={ROUTES} names={5} />
           </section>
         </div>
         <div class="paths-main">
           <section class="card" data-testid="leaf-card" data-leaf={leaf.name}>
             <Head leaf={leaf} trace={trace} />
             {element === null || !leaf.map ? (
-              <p class="empty">This tensor has no elements ({shape(leaf.shape)}).</p>
+              <p class="void">This tensor has no elements ({shape(leaf.shape)}).</p>
             ) : (
               <>
                 {trace.granularity === "scalar" && (
@@ -183,7 +183,7 @@ function Index({ leaf, element, show, best }: {
         Show
       </button>
       {best !== null && best !== element && (
-        <button type="button" class="link" data-testid="strongest" onClick={() => show(best)}>
+        <button type="button" class="plain-link" data-testid="strongest" onClick={() => show(best)}>
           Largest gradient
         </button>
       )}
@@ -255,7 +255,7 @@ function Code({ text }: { text: string }) {
   return (
     <div class="code">
       <code data-testid="python">{text}</code>
-      <button type="button" class="link" onClick={copy}>
+      <button type="button" class="plain-link" onClick={copy}>
         {done ? "Copied" : "Copy"}
       </button>
     </div>

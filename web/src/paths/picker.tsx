@@ -68,7 +68,7 @@ export function Picker({ trace, leaf, pick }: {
         onKeyDown={keyed}
       />
       {shown.length === 0 ? (
-        <p class="empty" id="leaves">
+        <p class="void" id="leaves">
           No parameter’s name holds “{short(query, 30)}”.
         </p>
       ) : (

@@ -26,13 +26,13 @@ export function example(trace: Trace, route: Route): { leaf: number; element: nu
   return leaf < 0 ? null : { leaf, element: element < 0 ? null : element };
 }
 
-export function Routes({ view, most }: { view: View; most: number }) {
+export function Routes({ view, most, names = 7 }: { view: View; most: number; names?: number }) {
   const { trace, state, go } = view;
   const { by } = state;
   const { paths, drawn, elements } = trace.sample;
   if (!trace.routes.length) {
     return (
-      <p class="empty" data-testid="no-routes">
+      <p class="void" data-testid="no-routes">
         {drawn === 0
           ? "No elements were drawn, so there are no routes to list."
           : `None of ${counted(drawn, "drawn element")} has a path: gradient reaches none of them.`}
@@ -51,7 +51,7 @@ export function Routes({ view, most }: { view: View; most: number }) {
       </p>
       <ol class="routes">
         {shown.map((route, n) => {
-          const way = named(trace, route);
+          const way = named(trace, route, names);
           const start = example(trace, route);
           const share = by === "share" ? route.share : route.weighted;
           return (
@@ -82,7 +82,7 @@ export function Routes({ view, most }: { view: View; most: number }) {
               {start && (
                 <button
                   type="button"
-                  class="link"
+                  class="plain-link"
                   data-testid="route-example"
                   onClick={() => go({ tab: "paths", route: n, ...start })}
                 >

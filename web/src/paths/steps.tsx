@@ -1,7 +1,7 @@
 /** A path, step by step, from a parameter to the loss. */
 import { useState } from "preact/hooks";
 import { Bar } from "../charts/bar";
-import { count, counted, element, exact, number, percent, shape, short } from "../format";
+import { count, counted, element, exact, number, percent, power, shape, short } from "../format";
 import type { Trace } from "../types";
 import type { View } from "../view";
 import { modules, type Path, type Step, title } from "./walk";
@@ -74,13 +74,13 @@ function Facts({ path, coarse, rule }: { path: Path; coarse: boolean; rule: Trac
         <div>
           <dt>Weight of this path</dt>
           <dd data-testid="path-weight" data-value={exact(path.weight)} title={exact(path.weight)}>
-            {number(path.weight)}
+            {weighed(path)}
           </dd>
         </div>
         <div>
           <dt>Share of the gradient</dt>
           <dd data-testid="path-share" data-value={exact(path.share)} title={exact(path.share)}>
-            {path.gradient === 0 ? "none: it is 0" : percent(path.share)}
+            {path.gradient === 0 ? "none: it is 0" : portion(path)}
           </dd>
         </div>
         <div>
@@ -89,12 +89,12 @@ function Facts({ path, coarse, rule }: { path: Path; coarse: boolean; rule: Trac
         </div>
       </dl>
       <p class="product">
-        <span class="mono">{factors(path.steps)}</span> = <strong>{number(path.weight)}</strong>
+        <span class="mono">{factors(path.steps)}</span> = <strong>{weighed(path)}</strong>
         <span class="faint">
           {" "}
           the product of the derivatives along it
           {path.gradient !== 0 &&
-            ` is ${percent(path.share)} of ${number(path.gradient)}, to which all paths of the element add up`}
+            ` is ${portion(path)} of ${number(path.gradient)}, to which all paths of the element add up`}
           .{" "}
           {rule === "greedy"
             ? "Each step goes where the largest contribution came from."
@@ -104,6 +104,15 @@ function Facts({ path, coarse, rule }: { path: Path; coarse: boolean; rule: Trac
     </>
   );
 }
+
+/** A product of so many small numbers that no float holds it is told by its power of ten. */
+function weighed(path: Path): string {
+  const lost = path.weight === 0 && Number.isFinite(path.log);
+  return lost ? `about ${power(Math.round(path.log))}` : number(path.weight);
+}
+
+const portion = (path: Path): string =>
+  path.weight === 0 && Number.isFinite(path.log) ? "almost none" : percent(path.share);
 
 /** A product in few words: factors 1 are left out, and the middle of many. */
 export function factors(steps: readonly Step[]): string {
@@ -134,7 +143,7 @@ function Strip({ view, path }: { view: View; path: Path }) {
       <li key={`${n}`}>
         <button
           type="button"
-          class="chip"
+          class="stop"
           title={`${short(name, 400)} · ${short(trace.modules[m]!.kind, 60)}: show in graph`}
           onClick={() => go({ tab: "graph", module: m })}
         >
@@ -146,21 +155,21 @@ function Strip({ view, path }: { view: View; path: Path }) {
   return (
     <ol class="strip" aria-label="Modules on the path" data-testid="strip">
       <li>
-        <span class="chip end">
+        <span class="stop end">
           <bdi>{short(path.leaf.name.split(".").at(-1) ?? "", 36)}</bdi>
         </span>
       </li>
       {(cut ? way.slice(0, half) : way).map(chip)}
       {cut && (
         <li>
-          <button type="button" class="chip more" onClick={() => setAll(true)}>
+          <button type="button" class="stop more" onClick={() => setAll(true)}>
             {counted(way.length - STRIP, "more module")}
           </button>
         </li>
       )}
       {cut && way.slice(-half).map((m, n) => chip(m, half + n + 1))}
       <li>
-        <span class="chip end">loss</span>
+        <span class="stop end">loss</span>
       </li>
     </ol>
   );

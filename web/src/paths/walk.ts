@@ -24,6 +24,8 @@ export interface Path {
   gradient: number;
   /** The product of the derivatives along it. */
   weight: number;
+  /** log₁₀ |weight|, which no path is too long for. */
+  log: number;
   /** The part of the element's gradient that this path alone carries. */
   share: number;
 }
@@ -71,6 +73,7 @@ export function path(trace: Trace, leaf: Leaf, start: number): Path {
     steps,
     gradient,
     weight,
+    log: steps.reduce((sum, s) => sum + Math.log10(Math.abs(s.derivative)), 0),
     share: gradient ? weight / gradient : NaN,
   };
 }
