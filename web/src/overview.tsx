@@ -83,7 +83,7 @@ export function Overview(view: View) {
           {trace.flow.findings.length ? (
             <ul class="findings" data-testid="findings">
               {trace.flow.findings.map((finding) => (
-                <li>
+                <li class={alarming(finding) ? "alarm" : ""}>
                   <bdi>{short(finding, 1000)}</bdi>
                 </li>
               ))}
@@ -145,6 +145,10 @@ function alone(trace: Trace): readonly Trace[] {
   singles.set(trace, made);
   return made;
 }
+
+/** Whether a finding says that something is wrong; the others say that nothing is. */
+export const alarming = (finding: string): boolean =>
+  !/^(The gradient|Elsewhere the gradient) neither|^The graph is /.test(finding);
 
 /** One sentence on the whole. */
 export function says(trace: Trace): string {
