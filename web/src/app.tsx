@@ -6,6 +6,7 @@ import { along } from "./graph/boxes";
 import { picked } from "./graph/fold";
 import { Graph } from "./graph/view";
 import { Keys } from "./keys";
+import { ExportMenu } from "./menu";
 import { Overview } from "./overview";
 import { Paths } from "./paths";
 import { Search } from "./search";
@@ -115,6 +116,7 @@ export function App({ report }: { report: Report }) {
         )}
         {some && <Search {...view} />}
         <div class="actions">
+          {some && <ExportMenu {...view} />}
           <Theme />
           <button class="icon" aria-label="Keyboard help" title="Keyboard help (?)" onClick={() => setHelp(true)}>
             ?
@@ -128,7 +130,7 @@ export function App({ report }: { report: Report }) {
         </aside>
       )}
       {drawer && <div class="shade" onClick={() => setDrawer(false)} />}
-      <main class={`panel ${state.tab}`}>
+      <main class={`stage ${state.tab}`}>
         <div id="panel" role="tabpanel" aria-labelledby={`tab-${state.tab}`} tabIndex={-1}>
           {some || state.tab === "training" ? <Panel {...view} /> : <Nothing />}
         </div>

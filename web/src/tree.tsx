@@ -171,7 +171,7 @@ export function Tree(view: View & { done?: () => void }) {
         aria-activedescendant={row >= from && row < to ? `module-${list[row]!.module}` : undefined}
         onKeyDown={press}
       >
-        <div role="presentation" style={{ height: list.length * ROW, position: "relative" }}>
+        <div role="presentation" style={{ height: `${list.length * ROW}px`, position: "relative" }}>
           {list.slice(from, to).map((node, n) => {
             const { module, level, leaf } = node;
             const share = shares[module]!;
@@ -187,7 +187,7 @@ export function Tree(view: View & { done?: () => void }) {
                 aria-setsize={node.siblings}
                 aria-expanded={leaf ? undefined : open.has(module)}
                 aria-selected={state.module === module}
-                style={{ top: (from + n) * ROW, paddingLeft: 6 + 14 * Math.min(level - 1, 8) }}
+                style={{ top: `${(from + n) * ROW}px`, paddingLeft: `${6 + 14 * Math.min(level - 1, 8)}px` }}
                 title={short(trace.modules[module]!.name, 300) || "the model"}
                 onClick={() => choose(module)}
               >

@@ -101,9 +101,12 @@ function fold(all: Boxes, module: number, runs: number[][]): void {
 }
 
 /** What a screen holds and a reader takes in at once. */
-const SCREEN = 32;
+const SCREEN = 24;
 
-/** The boxes that are open at first: whole levels of them, while all fits a screen; no folds. */
+/**
+ * The boxes that are open at first: whole levels of them, while all fits a screen; no folds, and no
+ * boxes with but one operator in them.
+ */
 export function opening(trace: Trace): number[] {
   const all = boxes(trace);
   const shown = (box: number) => all.inside[box]!.length + visible(trace, all.rows[box]!);
@@ -111,7 +114,7 @@ export function opening(trace: Trace): number[] {
   let total = shown(0);
   let level = all.inside[0]!;
   while (level.length) {
-    const next = level.filter((box) => !all.repeats[box]);
+    const next = level.filter((box) => !all.repeats[box] && (all.inside[box]!.length || shown(box) > 1));
     if (!next.length) break;
     total += next.reduce((sum, box) => sum + shown(box) - 1, 0);
     if (total > SCREEN) break;

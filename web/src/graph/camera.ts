@@ -15,6 +15,10 @@ export interface Rect {
 export const NEAREST = 2.5;
 export const FARTHEST = 0.02;
 
+/** What the tools cover, above. */
+const TOOLS = 52;
+const LEGEND = 56; // ...and below
+
 export const clamp = (k: number): number => Math.min(NEAREST, Math.max(FARTHEST, k));
 
 /** Closer by a factor; the point of the sheet under (x, y) stays there. */
@@ -25,18 +29,17 @@ export function zoom(camera: Camera, factor: number, x: number, y: number): Came
 }
 
 /** All of it if that can be read; else its top, and as much as can. */
-export function fit(rect: Rect, width: number, height: number, least = 0.55, most = 1): Camera {
+export function fit(rect: Rect, width: number, height: number, least = 0.7, most = 1): Camera {
   const margin = Math.min(24, width / 20);
   const [w, h] = [rect.right - rect.left || 1, rect.bottom - rect.top || 1];
-  const whole = Math.min((width - 2 * margin) / w, (height - 2 * margin) / h);
+  const room = height - TOOLS - LEGEND;
+  const whole = Math.min((width - 2 * margin) / w, room / h);
   const k = clamp(Math.min(most, Math.max(whole, least)));
-  const wide = w * k > width - 2 * margin;
-  const tall = h * k > height - 2 * margin;
-  const middle = (rect.left + rect.right) / 2;
+  const spare = Math.max(0, Math.min((room - h * k) / 2, room / 8));
   return {
     k,
-    x: wide ? width / 2 - middle * k : (width - w * k) / 2 - rect.left * k,
-    y: tall ? margin - rect.top * k : (height - h * k) / 2 - rect.top * k,
+    x: width / 2 - ((rect.left + rect.right) / 2) * k,
+    y: TOOLS + spare - rect.top * k,
   };
 }
 
@@ -47,7 +50,7 @@ export function centre(camera: Camera, rect: Rect, width: number, height: number
   return {
     k,
     x: width / 2 - ((rect.left + rect.right) / 2) * k,
-    y: tall ? 24 - rect.top * k : height / 2 - ((rect.top + rect.bottom) / 2) * k,
+    y: tall ? TOOLS - rect.top * k : height / 2 - ((rect.top + rect.bottom) / 2) * k,
   };
 }
 

@@ -59,15 +59,26 @@ export function second(trace: Trace, node: number): string {
   return `${short(kind(trace, node), 22)}${repeats ? ` ×${repeats}` : ""}`;
 }
 
-/** About how wide a text is drawn; characters beyond Latin scripts may take twice the room. */
-export function extent(text: string, size: number): number {
-  let sum = 0;
-  for (const sign of text) {
-    const code = sign.codePointAt(0)!;
-    sum += code > 0x2e7f ? 1.1 : code < 0x20 || (code >= 0x200b && code <= 0x202e) ? 0 : 0.58;
+let pen: CanvasRenderingContext2D | null | undefined;
+const known = new Map<string, number>();
+
+/** How wide a text is drawn; about, where nothing can be drawn. */
+export function extent(text: string, size: number, bold = false): number {
+  const id = `${bold ? "b" : ""}${size} ${text}`;
+  let width = known.get(id);
+  if (width === undefined) {
+    pen ??= typeof document === "undefined" ? null : (document.createElement("canvas").getContext?.("2d") ?? null);
+    if (pen) {
+      pen.font = `${bold ? 600 : 400} ${size}px ${FONT}`;
+      width = pen.measureText(text).width;
+    } else width = [...text].length * size * 0.62;
+    known.set(id, width);
   }
-  return sum * size;
+  return width;
 }
+
+/** As --sans in style.css. */
+const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", sans-serif';
 
 export function jobs(trace: Trace, scene: Scene): Job[] {
   return [...scene.levels.values()].map((level) => job(trace, scene, level));
@@ -82,6 +93,7 @@ function job(trace: Trace, scene: Scene, level: Level): Job {
     nodes: Float64Array.from(nodes),
     width: Float64Array.from(sizes, ([width]) => width),
     height: Float64Array.from(sizes, ([, height]) => height),
+    least: level.box ? Math.ceil(title(trace, scene, level.box)) : 0,
     order: Float64Array.from(nodes, (node) => (node < base ? all.first[node]! : node - base)),
     from: Float64Array.from(lines, (line) => line.from),
     to: Float64Array.from(lines, (line) => line.to),
@@ -89,11 +101,14 @@ function job(trace: Trace, scene: Scene, level: Level): Job {
   };
 }
 
+const title = (trace: Trace, scene: Scene, box: number): number =>
+  extent(label(trace, scene, box), 13, true) + extent(second(trace, box), 11.5) + 56;
+
 function size(trace: Trace, scene: Scene, node: number): [number, number] {
   const text = label(trace, scene, node);
-  if (node >= scene.base) return [Math.max(52, Math.ceil(extent(text, 12.5) + 26)), 28];
-  const below = extent(second(trace, node), 11.5);
-  return [Math.max(112, Math.ceil(Math.max(extent(text, 13) + 18, below) + 32)), 54];
+  if (node >= scene.base) return [Math.max(52, Math.ceil(extent(text, 12.5, node === scene.base) + 26)), 28];
+  const wide = Math.max(extent(text, 13, true), extent(second(trace, node), 11.5));
+  return [Math.max(112, Math.ceil(wide + 46)), 54];
 }
 
 export function draw(scene: Scene, jobs: Job[], plans: Plan[]): Drawing {
@@ -159,28 +174,19 @@ const TIP = 6; // room for the arrow's head
 /** A smooth line along the points, upright at both ends, and the rectangle it is in. */
 function curve(points: number[], tip: boolean): Pick<Stroke, "path" | "left" | "top" | "right" | "bottom"> {
   const last = points.length - 2;
-  const [x0, y0, x1, y1] = [points[0]!, points[1]!, points[last]!, points[last + 1]!];
+  const [x0, y0, y1] = [points[0]!, points[1]!, points[last + 1]!];
   const sign = Math.sign(y1 - y0) || 1;
   const end = tip ? y1 - sign * TIP : y1;
-  const lead = Math.min(14, Math.abs(end - y0) / 3) * sign;
-  const way = [x0, y0 + lead, ...points.slice(2, last), x1, end - lead];
-  let path = `M${round(x0)} ${round(y0)}L${round(x0)} ${round(way[1]!)}`;
-  let [left, right] = [Math.min(x0, x1), Math.max(x0, x1)];
-  if (way.length === 4) {
-    const middle = (way[1]! + way[3]!) / 2;
-    path += `C${round(x0)} ${round(middle)} ${round(x1)} ${round(middle)} ${round(x1)} ${round(way[3]!)}`;
-  } else {
-    // Quadratic pieces between the middles of neighbouring points, with the points to pull them.
-    for (let i = 2; i < way.length - 2; i += 2) {
-      const final = i === way.length - 4;
-      const x = final ? way[i + 2]! : (way[i]! + way[i + 2]!) / 2;
-      const y = final ? way[i + 3]! : (way[i + 1]! + way[i + 3]!) / 2;
-      path += `Q${round(way[i]!)} ${round(way[i + 1]!)} ${round(x)} ${round(y)}`;
-      left = Math.min(left, way[i]!);
-      right = Math.max(right, way[i]!);
-    }
+  points[last + 1] = end;
+  let path = `M${round(x0)} ${round(y0)}`;
+  let [left, right] = [x0, x0];
+  for (let i = 2; i <= last; i += 2) {
+    const [px, py, x, y] = [points[i - 2]!, points[i - 1]!, points[i]!, points[i + 1]!];
+    const middle = round((py + y) / 2);
+    path += px === x ? `V${round(y)}` : `C${round(px)} ${middle} ${round(x)} ${middle} ${round(x)} ${round(y)}`;
+    left = Math.min(left, x);
+    right = Math.max(right, x);
   }
-  path += `L${round(x1)} ${round(end)}`;
   return { path, left, right, top: Math.min(y0, y1) - 20, bottom: Math.max(y0, y1) + 20 };
 }
 

@@ -21,7 +21,7 @@ function layered(job: Job): Arranged {
   graph.setGraph({ rankdir: "TB", nodesep: ACROSS, edgesep: 12, ranksep: DOWN });
   const list = arrows(job);
   const order = Array.from(job.nodes.keys()).sort((a, b) => job.order[a]! - job.order[b]!);
-  const port = { width: 1, height: 1 };
+  const port = { width: 16, height: 1 };
   if (list.some((arrow) => arrow.from === IN)) graph.setNode(String(IN), { ...port });
   for (const n of order) graph.setNode(String(n), { width: job.width[n]!, height: job.height[n]! });
   if (list.some((arrow) => arrow.to === OUT)) graph.setNode(String(OUT), { ...port });
@@ -39,11 +39,26 @@ function layered(job: Job): Arranged {
   const middle = x.length ? x.reduce((sum, each) => sum + each, 0) / x.length : 0;
   const at = (name: number): number =>
     graph.hasNode(String(name)) ? (graph.node(String(name)) as { x: number }).x : middle;
+  const ranks = new Map<number, number>(); // the height of each rank, by its middle
+  for (const n of order) ranks.set(y[n]!, Math.max(ranks.get(y[n]!) ?? 0, job.height[n]!));
   const bends = list.map(({ from, to, turned }, line) => {
     const edge = graph.edge({ v: String(from), w: String(to), name: String(line) });
-    const points = (edge as { points: { x: number; y: number }[] }).points.slice(1, -1);
-    if (turned) points.reverse();
-    return Float64Array.from(points.flatMap((point) => [point.x, point.y]));
+    const { points } = edge as { points: { x: number; y: number }[] };
+    // Of the points those between nodes of a rank: past them the line goes upright.
+    const inner = points.slice(1, to === OUT ? undefined : -1);
+    if (to === OUT) inner[inner.length - 1] = graph.node(String(OUT)) as { x: number; y: number };
+    const between = inner.flatMap((point) => {
+      const tall = ranks.get(point.y);
+      if (tall === undefined) return [];
+      return [point.x, point.y - tall / 2, point.x, point.y + tall / 2];
+    });
+    return Float64Array.from(turned ? backwards(between) : between);
   });
   return { x, y, enter: at(IN), leave: at(OUT), bends };
+}
+
+function backwards(points: number[]): number[] {
+  const found: number[] = [];
+  for (let at = points.length - 2; at >= 0; at -= 2) found.push(points[at]!, points[at + 1]!);
+  return found;
 }

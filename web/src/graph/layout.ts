@@ -11,6 +11,7 @@ export interface Job {
   nodes: Float64Array; // their numbers
   width: Float64Array;
   height: Float64Array;
+  least: number; // width that the box's own title needs
   order: Float64Array; // a node closer to the loss has a lower one
   from: Float64Array; // of each line, a node's number or IN
   to: Float64Array;
@@ -42,6 +43,7 @@ export type Arrange = (job: Job) => Arranged;
 
 export const TITLE = 34; // height of an open box's title bar
 export const PAD = 18;
+export const FAN = 20; // more, where several lines meet at the border
 export const ACROSS = 18; // between neighbours
 export const DOWN = 38; // between ranks
 
@@ -82,7 +84,11 @@ function frame(job: Job, at: Arranged): Plan {
     }
   }
   const root = job.box === 0;
-  const [dx, dy] = [PAD - left, (root ? PAD : TITLE + PAD) - top];
+  const used = (ends: Float64Array, port: number) => ends.reduce((sum, end) => sum + Number(end === port), 0);
+  const above = (root ? 0 : TITLE) + PAD + (used(job.from, IN) > 1 ? FAN : 0);
+  const below = PAD + (used(job.to, OUT) > 1 ? FAN : 0);
+  const spare = Math.max(0, job.least - (right - left + 2 * PAD)) / 2;
+  const [dx, dy] = [PAD + spare - left, above - top];
   for (let n = 0; n < count; n++) {
     x[n]! += dx;
     y[n]! += dy;
@@ -93,12 +99,12 @@ function frame(job: Job, at: Arranged): Plan {
       bends[i + 1]! += dy;
     }
   }
-  const width = Math.max(right - left + 2 * PAD, root ? 0 : 120);
+  const width = right - left + 2 * (PAD + spare);
   const within = (port: number) => Math.min(Math.max(port + dx, PAD), width - PAD);
   return {
     box: job.box,
     width,
-    height: bottom + dy + PAD,
+    height: bottom + dy + below,
     x,
     y,
     enter: within(at.enter),

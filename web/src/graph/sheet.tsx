@@ -86,7 +86,7 @@ const spot = (one: Placed): Rect => ({
 });
 
 /** How wide a line is for its share of the gradient at its lower end. */
-export const breadth = (share: number): number => 1 + 5 * Math.min(1, Math.max(0, share || 0));
+export const breadth = (share: number): number => 1 + 3.5 * Math.min(1, Math.max(0, share || 0));
 
 function Lines({ lines, lit }: { lines: Stroke[]; lit: Lit | null }) {
   if (lines.length > 2 * MOST)

@@ -35,7 +35,7 @@ export function Graph(view: View) {
   /** Moves at once; what is drawn changes only when the reader nears its border. */
   const look = (next: Camera) => {
     camera.current = next;
-    looks.set(trace, next);
+    if (drawing) looks.set(trace, next);
     world.current?.setAttribute("transform", `translate(${next.x},${next.y}) scale(${next.k})`);
     const { width, height } = measure();
     const now = seen(next, width, height);
@@ -64,6 +64,9 @@ export function Graph(view: View) {
     if (!inside(place, seen(camera.current, width, height)) || camera.current.k < 0.3)
       look(centre(camera.current, place, width, height));
   };
+
+  const looking = useRef(look);
+  looking.current = look; // listeners outlive a rendering
 
   // A new drawing: what was clicked stays where it was; at first the loss is on top.
   useLayoutEffect(() => {
@@ -95,8 +98,8 @@ export function Graph(view: View) {
   }, [lit]);
   useEffect(() => {
     const element = frame.current!;
-    const stop = steer(element, { get: () => camera.current, set: (next) => look(next) });
-    const watch = new ResizeObserver(() => look(camera.current));
+    const stop = steer(element, { get: () => camera.current, set: (next) => looking.current(next) });
+    const watch = new ResizeObserver(() => looking.current(camera.current));
     watch.observe(element);
     return () => {
       stop();
@@ -298,9 +301,9 @@ function Legend() {
   return (
     <div class="legend" aria-label="Legend">
       <span>Line: share of Σ |gradient| at its lower end</span>
-      <svg width="196" height="20" aria-hidden="true">
+      <svg width="232" height="20" aria-hidden="true">
         {[0.01, 0.25, 0.5, 1].map((share, at) => (
-          <g key={share} transform={`translate(${at * 49},0)`}>
+          <g key={share} transform={`translate(${at * 57},0)`}>
             <path class="line" d="M2 10h14" stroke-width={breadth(share)} />
             <text x={20} y={14}>
               {percent(share).replace(".0%", "%")}
