@@ -279,7 +279,7 @@ class Writer:
             self._told = True
             warnings.warn(
                 f"gradtrace cannot write to {str(self.path)!r} ({error.strerror or error}): "
-                "training goes on, what is found is kept in memory and written when there is room again",
+                "training goes on, what is found is kept in memory until there is room again",
                 stacklevel=6,
             )
 

@@ -152,7 +152,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     kinds = {"cpu", *(device.type for device in devices)}
-    before = [(buffer, buffer._version) for buffer in model.buffers()]
     kept = _copies(model)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([d.index or 0 for d in devices]))
@@ -161,21 +160,21 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for buffer, version in before:
-                    if buffer._version != version and id(buffer) in kept:
-                        buffer.copy_(kept[id(buffer)])
+            for buffer, before in kept:
+                buffer.data.copy_(before)  # the graph may hold it: its version must stay
 
 
-def _copies(model: nn.Module) -> dict[int, Tensor]:
-    """Buffers that a forward pass may change: those of modules that train, if they are small."""
-    return {
-        id(buffer): buffer.detach().clone()
+def _copies(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Buffers that a forward pass may change: those of modules that train, if they are small. Batch
+    norms change theirs without a new version, so that cannot tell.
+    """
+    return [
+        (buffer, buffer.detach().clone())
         for module in model.modules()
         if module.training
         for buffer in module._buffers.values()
         if buffer is not None and buffer.numel() <= SMALL and not buffer.is_meta
-    }
+    ]
 
 
 SMALL = 1 << 16

@@ -436,7 +436,8 @@ def unscaled(look: Look) -> Look:
         return look
     by = look.scale
     norms = {
-        name: Norms(each.output / by, None if each.own is None else each.own / by)
+        # Outside of modules stands the loss itself, whose own gradient is 1 with any scale.
+        name: Norms(each.output / (by if name else 1), None if each.own is None else each.own / by)
         for name, each in (look.norms or {}).items()
     }
     table = look.influence
