@@ -122,7 +122,7 @@ def test_vectors_of_losses_are_pairs() -> None:
     assert record is not None and record.influence is not None and record.influence.pairs == 5
 
 
-# Which steps are traced ----------------------------------------------------------------------------
+# Which steps are traced --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 3, 100])
@@ -312,7 +312,7 @@ def test_evaluation_in_between() -> None:
     assert monitor.history.timed == ()
 
 
-# Errors of the user's ------------------------------------------------------------------------------
+# Errors of the user's ----------------------------------------------------------------------------
 
 
 class Failing(nn.Module):
