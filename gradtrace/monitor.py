@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from gradtrace import history
+from gradtrace import history, runs
 from gradtrace.budget import Budget
 from gradtrace.components import Components, spelt
 from gradtrace.errors import GradtraceError, NonFinite
@@ -27,6 +27,7 @@ from gradtrace.history import History, Norms, Record, Writer
 from gradtrace.influence import Influence, Moments
 from gradtrace.loggers import Loggers
 from gradtrace.lookout import Lookout, undisturbed
+from gradtrace.runs import Seen
 from gradtrace.shards import Shards
 from gradtrace.trace import Trace
 from gradtrace.watching import named_parameters, unwrapped, watch
@@ -146,7 +147,7 @@ class Monitor:
         self._shards = Shards(distributed)
         self._writer, self._number = self._opened(file, start)
         self._page = report
-        self._views = Views(self._writer.path if view and self._writer else None)
+        self._views = Views(self._writer.path if self._writer else None, view)
         self._look = Lookout(model, composed, clock)
         self._due, self._micro = self._number, 0
         self._steady = getattr(model, "_compiled_call_impl", None) is not None
@@ -332,7 +333,7 @@ class Monitor:
         written = budget.clock()
         budget.last += written - begun
         if self._writer is not None and trace is not None:
-            self._views.keep(trace, budget, self._how["sample"] or 1000)
+            self._views.keep(trace, record.step, budget)
         budget.spend(budget.clock() - begun)
         return record
 
@@ -358,9 +359,11 @@ class Monitor:
             self._flush()
         return self._writer.read()
 
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page with influence over training, loss, time per step and the last view."""
-        raise NotImplementedError
+    def report(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
+        """Write a page with influence over training, loss, time per step and the last view kept;
+        at any time, while training goes on.
+        """
+        runs.write_report(self.history, self._views.last(), path, name)
 
     def __repr__(self) -> str:
         return f"Monitor({self._traces:,} traces, step {self._number:,}, every {self.every:,})"
@@ -395,25 +398,35 @@ class Monitor:
 
 
 class Views:
-    """The file with a view of a traced step, beside the file of the run; replaced by later ones."""
+    """A view of a traced step, in a file beside that of the run, or in memory; later ones replace
+    it.
+    """
 
-    def __init__(self, run: Path | None) -> None:
-        self.path = None if run is None else run.with_suffix(".gradtrace")
+    def __init__(self, run: Path | None, wanted: bool) -> None:
+        self.path = None if run is None else runs.beside(run)
+        self._wanted = wanted
+        self._seen: Seen | None = None
         self._cost: float | None = None
-        self._told = False
 
-    def keep(self, trace: Trace, budget: Budget, sample: int) -> None:
-        """Write a view of a trace: of the first, and of others that can be afforded."""
-        if self.path is None or (self._cost is not None and budget.wait(self._cost)):
+    def keep(self, trace: Trace, step: int, budget: Budget) -> None:
+        """Make a view of a trace: of the first, and of others that can be afforded."""
+        if not self._wanted or (self._cost is not None and budget.wait(self._cost)):
             return
         begun = budget.clock()
         try:
-            trace.save(self.path, sample=min(sample, 1000))
+            found = runs.seen(trace, step)
+            if self.path is None:
+                self._seen = found
+            else:
+                runs.keep(self.path, found)
         except (GradtraceError, RuntimeError, MemoryError) as error:
-            if not self._told:
-                self._told = True
-                warnings.warn(f"no view was kept: {error}; training goes on", stacklevel=5)
+            self._wanted = False
+            warnings.warn(f"no view was kept: {error}; training goes on", stacklevel=6)
         self._cost = budget.clock() - begun
+
+    def last(self) -> Seen | None:
+        """The last one."""
+        return self._seen if self.path is None else runs.kept(self.path)
 
 
 def _closed(monitor: weakref.ref[Monitor]) -> None:
