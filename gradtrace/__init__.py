@@ -14,12 +14,14 @@ from gradtrace.api import backward, enumerate_paths, graph, program, trace
 from gradtrace.check import check
 from gradtrace.dataset import influence
 from gradtrace.labels import label
+from gradtrace.monitor import Monitor
 from gradtrace.saving import load
 from gradtrace.semirings import SUM
 from gradtrace.timing import timing
 from gradtrace.watching import watch
 
-__all__ = [
+__all__ = [  # noqa: RUF022  # plainly sorted
+    "Monitor",
     "SUM",
     "ablate",
     "backward",

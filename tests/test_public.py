@@ -18,14 +18,24 @@ from gradtrace import errors
 
 ROOT = Path(gradtrace.__file__).parent
 PUBLIC = {
-    *("SUM", "ablate", "backward", "check", "enumerate_paths", "errors", "graph", "influence"),
+    *(
+        "Monitor",
+        "SUM",
+        "ablate",
+        "backward",
+        "check",
+        "enumerate_paths",
+        "errors",
+        "graph",
+        "influence",
+    ),
     *("label", "load", "program", "semirings", "testing", "timing", "trace", "watch"),
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout", "trends"},
+    {"shapes", "errors", "layout", "trends", "budget", "shards"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
-    {"semirings", "labels"},
+    {"semirings", "labels", "loggers"},
     {"maps", "atlas", "hooks", "passes", "testing"},
     {"linear", "deferred", "nodes", "schedules", "states"},
     {"program"},
@@ -35,13 +45,16 @@ LAYERS: tuple[set[str], ...] = (
     {"capture", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
+    {"history"},
+    {"report"},
     {"saving"},
     {"trace"},
     {"api", "draw"},
     {"watching"},
-    {"check", "ablation", "dataset"},
+    {"check", "ablation", "dataset", "lookout", "runs"},
+    {"monitor"},
     {"gradtrace"},
-    {"laboratory"},
+    {"integrations", "laboratory"},
     {"demo", "experiments"},
     {"bench"},
     {"cli"},
@@ -192,7 +205,7 @@ def test_imports_point_down(path: Path, unit: str) -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["maps", "linear", "semirings", "kernels", "flow", "bench", "laboratory", "experiments"],
+    ["maps", "linear", "semirings", "kernels", "flow", "report", "bench", "laboratory", "experiments"],
 )
 def test_files_of_a_subpackage_import_each_other_one_way(package: str) -> None:
     """No circle, and nobody imports the package it is in."""
