@@ -539,5 +539,6 @@ def scalars(record: Record, prefix: str = "gradtrace/") -> dict[str, float]:
     for name, share in (record.influence.shares if record.influence else {}).items():
         found[f"share/{name}"] = share
     for name, norms in record.norms.items():
-        found[f"norm/{name or '(top)'}"] = norms.output if norms.own is None else norms.own
+        if norms.own is not None:
+            found[f"norm/{name}"] = norms.own
     return {prefix + name: value for name, value in found.items() if math.isfinite(value)}
