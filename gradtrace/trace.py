@@ -12,12 +12,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from gradtrace import engine, memory, saving
+from gradtrace import engine, memory, report, saving
 from gradtrace.atlas import Lazy, unknown
 from gradtrace.coarse import Coarse
 from gradtrace.components import Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
-from gradtrace.flow import Flow, flow_of
+from gradtrace.flow import Flow, flow_of, measure
 from gradtrace.following import Kept
 from gradtrace.influence import Influence, Tally, checked_weight, possible
 from gradtrace.maps import Map
@@ -53,6 +53,7 @@ class Trace:
     budget: int | None = None
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
     _kept: dict[int, Kept] = field(default_factory=dict, repr=False)
+    _views: dict[tuple[int, int], report.View] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self._versions = [(t, t._version) for t in weights_of(self.program)]
@@ -325,6 +326,70 @@ class Trace:
         paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
         """
         saving.save(self, path, sample, seed)
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compare: Trace | saving.Saved | None = None,
+        name: str | Sequence[str] | None = None,
+        sample: int = 1000,
+        seed: int = 0,
+    ) -> None:
+        """Write one HTML file to look at the trace in a browser; it needs no network and no other
+        file.
+
+        ``compare`` puts another trace beside this one. ``name`` is what the report calls this trace
+        (or a name for each). Top paths are those of a uniform ``sample`` of elements.
+
+        >>> import torch, gradtrace as gt
+        >>> from tempfile import TemporaryDirectory
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> with TemporaryDirectory() as folder:
+        ...     gt.trace((x * x).sum(), names={"x": x}).report(f"{folder}/x.html", name="squares")
+        """
+        saving.report(self, path, compare, name, sample, seed)
+
+    def _view(self, sample: int = 1000, seed: int = 0) -> report.View:
+        """What a report shows; made once, so it can be asked for again after an optimiser's step.
+        """
+        key = (_positive("sample", sample), seed)
+        if key not in self._views:
+            self._views[key] = self._seen(sample, seed, report.FULL)
+        return self._views[key]
+
+    def _seen(self, sample: int, seed: int, limits: report.Limits) -> report.View:
+        self._unchanged()
+        tables, notes = self._tables()
+        builder = self._builder(0)
+        gradients: Mapping[str, Tensor] = self.gradients
+        if self.pairs > 1:
+            gradients = {n: builder.kept.gradients[v] for n, v in self._values.items()}
+            notes += (
+                f"paths and heat maps are those of the first of {self.pairs:,} losses; masses and "
+                "flow are of their sum",
+            )
+        size = measure(self.program, self.program.seed)
+        source = report.Source(
+            self.program,
+            builder,
+            gradients,
+            size,
+            self.names,
+            self.aliases,
+            self.modules,
+            self.rule,
+            self.granularity,
+            self.pairs,
+            (*self.notes, *notes),
+            tables,
+        )
+        flow = flow_of(self.program, self.names, self.modules, size=size)
+        return report.view(source, flow, sample, seed, limits)
+
+    def _tables(self) -> tuple[dict[str, Influence], tuple[str, ...]]:
+        """Influence by modules, and by all kinds that there are."""
+        return {"": self.influence(), **self.asked}, ()
 
     def _found(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
         """The leaves after a pass, each with its gradient."""
