@@ -1,12 +1,13 @@
-"""BERT: tokens against positions. Which way do the gradients of the two embeddings go?
+"""BERT: words against positions. When does gradient go through queries and keys?
 
-A small BERT fills in a masked word with the word before it. Where to look is a matter of
-positions, what is found there a matter of words: position embeddings are moved through queries
-and keys more than word embeddings are, which are moved through values.
+A small BERT fills in a masked word with the word before it, so it has to learn where to look. At
+first nothing is moved through queries and keys. While it learns, most paths of the position
+embeddings run through them; when it knows where to look, nearly all of that is over, and what is
+left goes through values, as that of the words does.
 """
 
 import torch
-from stage import Loss, show, trained
+from stage import Loss, show, traced, trained
 from torch import Tensor, nn
 
 from gradtrace.tables import Column, Table
@@ -15,6 +16,7 @@ from gradtrace.trace import Trace
 WORDS, LENGTH, MASK = 12, 8, 1
 TABLES = {"words": "word_embeddings", "positions": "position_embeddings"}
 PARTS = ("query", "key", "value")
+EARLY, LATE = "0", "200"
 
 
 def batch(size: int = 64) -> tuple[Tensor, Tensor]:
@@ -28,8 +30,14 @@ def batch(size: int = 64) -> tuple[Tensor, Tensor]:
     return words, labels
 
 
-def run(steps: str = "300") -> tuple[nn.Module, Loss]:
-    """A trained model."""
+def score(model: nn.Module, words: Tensor, labels: Tensor) -> Tensor:
+    """How badly masked words are filled in."""
+    loss: Tensor = model(words, labels=labels).loss
+    return loss
+
+
+def run(steps: str = "60") -> tuple[nn.Module, Loss]:
+    """A model in the midst of learning."""
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
@@ -37,26 +45,32 @@ def run(steps: str = "300") -> tuple[nn.Module, Loss]:
     more = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": LENGTH}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
     model = BertForMaskedLM(BertConfig(**sizes, **more, **off, tie_word_embeddings=False))
-
-    def score(model: nn.Module, words: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = model(words, labels=labels).loss
-        return loss
-
     trained(model, lambda: score(model, *batch()), int(steps), rate=5e-3)
     fixed = batch(16)
     return model, lambda model: score(model, *fixed)
 
 
+def ways(trace: Trace, table: str) -> list[float]:
+    """The shares of an embedding's paths that run through queries, keys and values."""
+    through = trace.paths(f"bert.embeddings.{table}.weight", sample=600).modules
+    return [through.get(f"bert.encoder.layer.0.attention.self.{part}", 0.0) for part in PARTS]
+
+
 def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
-    print(float(loss_fn(model)))
-    found = {}
-    for name, table in TABLES.items():
-        paths = trace.paths(f"bert.embeddings.{table}.weight", sample=600)
-        through = paths.modules
-        print(through)
-        found[name] = [through.get(f"bert.encoder.layer.0.attention.self.{p}", 0.0) for p in PARTS]
-    columns = (Column("embeddings"), *(Column(part, "share") for part in PARTS))
-    return [Table("Of the paths of each", columns, tuple((k, *v) for k, v in found.items()))], ""
+    """The ways of both embeddings, now and at two other moments."""
+    moments = {"at first": run(EARLY), "meanwhile": (model, loss_fn), "after": run(LATE)}
+    rows, looking = [], {}
+    for moment, (other, score) in moments.items():
+        seen = trace if other is model else traced(other, score)
+        for name, table in TABLES.items():
+            rows.append((moment, float(score(other).detach()), name, *ways(seen, table)))
+        looking[moment] = rows[-1][3] + rows[-1][4]
+    columns = (Column("when"), Column("loss", "number"), Column("embeddings"))
+    shares = tuple(Column(part, "share") for part in PARTS)
+    told = ", ".join(f"{share:.0%} {moment}" for moment, share in looking.items())
+    return [Table("Paths through attention", (*columns, *shares), tuple(rows))], (
+        f"Of the position embeddings' paths, queries and keys are passed by {told}."
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A two-layer GPT-2 learns to repeat eight random words. What comes eight places later is known from
 where it stands, so one layer of attention is enough: the position embeddings are reached through
-the first layer's heads, and the more of its gradient a head carries, the more its loss is felt.
+the first layer's heads, and the head that carries the most gradient is the one missed most. (Not
+so with the second: influence says where gradient goes, not what cannot be replaced.)
 """
 
 import torch

@@ -1,8 +1,8 @@
 """LSTM: how many steps back does gradient reach, along which state, and by which gate?
 
-An LSTM reads a key and seven words of noise, and is asked for the key. The paths of the key's
-embedding run along the cell state, which no weight stands in, rather than through the hidden
-state; they come into the cell by one of its gates in the very first step.
+An LSTM reads a key and seven words of noise, and is asked for the key. All paths of the keys reach
+back to the first step; most of them stay on the cell state all the way, where no weight stands, and
+most came into it by the candidate gate.
 """
 
 from collections import Counter

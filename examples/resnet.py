@@ -1,7 +1,8 @@
 """ResNet: skip against residual branch. Which of the two does gradient take?
 
 A small ResNet tells crosses from rings. At every block's sum, a path comes by the shortcut or by
-the convolutions; the shortcut is taken the more often the less the block has to say.
+the convolutions. After training, most go through the convolutions at every block; how many take the
+shortcut does not tell how much a block is missed.
 """
 
 import torch

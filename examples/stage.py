@@ -51,5 +51,5 @@ def show(run: Run, tell: Tell, name: str) -> None:
     tables, sentence = tell(model, loss_fn, trace)
     print(*tables, sentence, sep="\n\n")
     given.out.mkdir(parents=True, exist_ok=True)
-    #trace.report(given.out / f"{name}.html", name=name)
+    trace.report(given.out / f"{name}.html", name=name)
     print(f"\nThe report is in {given.out / name}.html")

@@ -1,8 +1,7 @@
 """ViT: through which patches does the gradient of the patch embedding come?
 
 A small vision transformer tells crosses from rings, which lie in one of sixteen patches; the
-others hold noise. The patch that matters carries many times the share that it would have by
-chance.
+others hold noise. The patch that matters carries many times the share that it has by chance.
 """
 
 import torch

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import overload
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from gradtrace import engine, memory, report, saving
 from gradtrace.atlas import Lazy, unknown
 from gradtrace.coarse import Coarse
-from gradtrace.components import Components, Survey
+from gradtrace.components import Chosen, Component, Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow, flow_of, measure
 from gradtrace.following import Kept
@@ -28,6 +30,12 @@ from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
 from gradtrace.tracing import Found, Tracer
+
+SAMPLED = 10_000
+"""The elements whose paths tell influence in a report where there is no memory for all."""
+
+MANY = 4_000
+"""Operators from which on a report does not tell each argument of each sum apart."""
 
 
 @dataclass
@@ -268,14 +276,26 @@ class Trace:
         """
         self._unchanged()
         by = checked_weight(weight)
+        chosen = self._survey().choose(components)
+        if sample is not None:
+            return self._counted(chosen, _positive("sample", sample), seed).by(by)
+        table = self._counted(chosen).by(by)
+        if isinstance(components, str):
+            self.asked[components] = table
+        return table
+
+    def _survey(self) -> Survey:
         others = {name: self.aliases.get(name, ()) for name in self._values}
-        chosen = Survey(self.program, self.modules, others).choose(components)
+        return Survey(self.program, self.modules, others)
+
+    def _counted(self, chosen: Chosen, sample: int | None = None, seed: int = 0) -> Influence:
+        """The table of some components, by the paths of all elements or of a sample."""
         could = possible(self.program, chosen.marks)
         tally = Tally(chosen.components, could, self.names, self.pairs)
         if sample is not None:
-            self._count_some(tally, chosen.marks, _positive("sample", sample), seed)
+            self._count_some(tally, chosen.marks, sample, seed)
             drawn = sum(leaf.total for leaf in tally.leaves) // self.pairs
-            return tally.result(self.rule, by, (f"paths of {drawn:,} elements", *self.notes))
+            return tally.result(self.rule, "count", (f"paths of {drawn:,} elements", *self.notes))
         if self.granularity == "scalar":
             memory.see(
                 memory.streaming(self.program, self._uses_kept),
@@ -287,10 +307,7 @@ class Trace:
         with torch.no_grad():
             for found, gradient in self._found(chosen.marks):
                 tally.add(found, gradient)
-        table = tally.result(self.rule, by, self.notes)
-        if isinstance(components, str):
-            self.asked[components] = table
-        return table
+        return tally.result(self.rule, "count", self.notes)
 
     def _count_some(self, tally: Tally, marks: Marks, sample: int, seed: int) -> None:
         """Follow the paths of sampled elements, for each pair."""
@@ -351,8 +368,7 @@ class Trace:
         saving.report(self, path, compare, name, sample, seed)
 
     def _view(self, sample: int = 1000, seed: int = 0) -> report.View:
-        """What a report shows; made once, so it can be asked for again after an optimiser's step.
-        """
+        """What a report shows; made once, so it can be asked for again after an optimiser's step."""
         key = (_positive("sample", sample), seed)
         if key not in self._views:
             self._views[key] = self._seen(sample, seed, report.FULL)
@@ -388,8 +404,31 @@ class Trace:
         return report.view(source, flow, sample, seed, limits)
 
     def _tables(self) -> tuple[dict[str, Influence], tuple[str, ...]]:
-        """Influence by modules, and by all kinds that there are."""
-        return {"": self.influence(), **self.asked}, ()
+        """Influence of the kinds of components that there are, counted together in one pass, and
+        what is to be said of them.
+        """
+        survey, parts = self._survey(), dict[str, list[Component]]()
+        for kind in self._kinds():
+            with contextlib.suppress(UnknownName):  # there are none of these
+                parts[kind] = survey.choose(kind or None).components
+        chosen = Chosen([c for some in parts.values() for c in some], survey.marks)
+        notes: tuple[str, ...] = ()
+        try:
+            table = self._counted(chosen)
+        except TooLarge as error:
+            table = self._counted(chosen, SAMPLED)
+            notes = (f"influence is that of {SAMPLED:,} sampled elements: {error}",)
+        rows = iter(table.rows)
+        cut = {kind: tuple(islice(rows, len(some))) for kind, some in parts.items()}
+        return {kind: replace(table, rows=some) for kind, some in cut.items()}, notes
+
+    def _kinds(self) -> list[str]:
+        """The kinds of components that a report tells of; the first, "", are modules if any."""
+        inside = any(block.place.module for block in self.program.blocks)
+        whole = self.granularity == "operator"  # which slices know nothing of
+        first = "" if inside or not whole else "operators"
+        kinds = [first, "classes", "operators", *([] if whole else ["labels"])]
+        return kinds if len(self.program.blocks) > MANY else [*kinds, "arguments"]
 
     def _found(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
         """The leaves after a pass, each with its gradient."""
