@@ -47,17 +47,17 @@ html_show_sourcelink = False
 html_show_sphinx = False
 html_theme_options = {
     "light_css_variables": {
-        "color-brand-primary": "#2f5fbf",
-        "color-brand-content": "#2f5fbf",
-        "color-brand-visited": "#2f5fbf",
-        "color-api-name": "#2f5fbf",
+        "color-brand-primary": "#2b59c3",
+        "color-brand-content": "#2b59c3",
+        "color-brand-visited": "#2b59c3",
+        "color-api-name": "#2b59c3",
         "color-api-pre-name": "#5a6470",
     },
     "dark_css_variables": {
-        "color-brand-primary": "#8fb4ff",
-        "color-brand-content": "#8fb4ff",
-        "color-brand-visited": "#8fb4ff",
-        "color-api-name": "#8fb4ff",
+        "color-brand-primary": "#8fb0ff",
+        "color-brand-content": "#8fb0ff",
+        "color-brand-visited": "#8fb0ff",
+        "color-api-name": "#8fb0ff",
         "color-api-pre-name": "#a3acb6",
     },
 }

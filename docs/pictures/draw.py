@@ -18,8 +18,8 @@ from gradtrace.influence import Influence
 from gradtrace.paths import Path as Traced
 from gradtrace.semirings import ABS, MAX, SUM
 
-LIGHT = "--ink:#1f2328;--soft:#636c76;--line:#b9c0c8;--accent:#2f5fbf;--panel:#f5f6f8"
-DARK = "--ink:#e6e8ea;--soft:#a3acb6;--line:#59636e;--accent:#8fb4ff;--panel:#23282e"
+LIGHT = "--ink:#1f2328;--soft:#636c76;--line:#b9c0c8;--accent:#2b59c3;--panel:#f5f6f8"
+DARK = "--ink:#e6e8ea;--soft:#a3acb6;--line:#59636e;--accent:#8fb0ff;--panel:#23282e"
 STYLE = (
     f".gtp{{{LIGHT}}}"
     f"@media(prefers-color-scheme:dark){{.gtp{{{DARK}}}}}"
