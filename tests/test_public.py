@@ -29,7 +29,8 @@ LAYERS: tuple[set[str], ...] = (
     {"linear", "deferred", "nodes", "schedules", "states"},
     {"program"},
     {"values", "engine"},
-    {"recorder", "reconverge", "rules", "sizes", "gradient", "memory", "pairs", "sampling"},
+    {"folding", "recorder", "reconverge", "rules", "sizes"}
+    | {"gradient", "memory", "pairs", "sampling"},
     {"capture", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
