@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from gradtrace.passes import backward_runs
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
+
+W = TypeVar("W", bound="watch")
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -93,27 +95,31 @@ class watch:
 
     # The forward pass ------------------------------------------------------------------------
 
-    def __enter__(self) -> watch:
+    def __enter__(self: W) -> W:
         if self._handles:
             raise GradtraceError("this watch is already open; make a second gradtrace.watch(model)")
         if self._thread not in (0, threading.get_ident()):
             raise GradtraceError("this watch was open on another thread; make a second one")
         self._thread = threading.get_ident()
-        for name, parameter in named_parameters(self.model):
-            self.atlas.name(parameter, name)
         try:
             self._contexts.enter_context(_COMPOSED)
-            for name, module in named_modules(self.model):
-                if self._names.setdefault(module, name) == name:
-                    before = module.register_forward_pre_hook(self._enter, prepend=True)
-                    after = module.register_forward_hook(self._leave, always_call=True)
-                    self._handles += [before, after]
-                    ours(2)
+            self._attach()
         except BaseException:
             self._close()
             raise
         self._hooks.reset()
         return self
+
+    def _attach(self) -> None:
+        """Name the parameters, and see every call of a module."""
+        for name, parameter in named_parameters(self.model):
+            self.atlas.name(parameter, name)
+        for name, module in named_modules(self.model):
+            if self._names.setdefault(module, name) == name:
+                before = module.register_forward_pre_hook(self._enter, prepend=True)
+                after = module.register_forward_hook(self._leave, always_call=True)
+                self._handles += [before, after]
+                ours(2)
 
     def __exit__(
         self,
@@ -183,8 +189,10 @@ class watch:
 
     def trace(self, loss: Tensor, **options: Any) -> Trace:
         """The paths of the loss's gradient; see ``gradtrace.trace``."""
-        modules = {name: type(module).__name__ for name, module in named_modules(self.model)}
-        return api.trace_of(loss, self.atlas, self._hooks, modules, **options)
+        return api.trace_of(loss, self.atlas, self._hooks, self._classes(), **options)
+
+    def _classes(self) -> dict[str, str]:
+        return {name: type(module).__name__ for name, module in named_modules(self.model)}
 
     def program(self, loss: Tensor, **options: Any) -> Program:
         """The backward program of the loss; see ``gradtrace.program``."""

@@ -31,14 +31,14 @@ LAYERS: tuple[set[str], ...] = (
     {"values", "engine"},
     {"folding", "recorder", "reconverge", "rules", "sizes"}
     | {"gradient", "memory", "pairs", "sampling"},
-    {"capture", "graph", "tracing", "following", "coarse", "flow", "pace"},
+    {"capture", "catalogue", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
     {"saving"},
     {"trace"},
     {"api", "draw"},
     {"watching"},
-    {"check", "ablation", "dataset"},
+    {"check", "ablation", "dataset", "lookout"},
     {"gradtrace"},
     {"laboratory"},
     {"demo", "experiments"},
@@ -188,7 +188,7 @@ def test_imports_point_down(path: Path, unit: str) -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["maps", "linear", "semirings", "kernels", "flow", "bench", "laboratory", "experiments"],
+    ["maps", "linear", "semirings", "kernels", "flow", "bench", "laboratory", "experiments", "cli"],
 )
 def test_files_of_a_subpackage_import_each_other_one_way(package: str) -> None:
     """No circle, and nobody imports the package it is in."""
