@@ -9,7 +9,7 @@ from unittest import mock
 import typer
 from typer.testing import CliRunner
 
-WIDTH = 84
+WIDTH = 100
 
 
 def reference() -> str:
@@ -27,7 +27,7 @@ def section(*command: str) -> str:
 
 
 def shown(*command: str) -> str:
-    """What ``--help`` prints, on a terminal of 84 columns, without boxes and colours."""
+    """What ``--help`` prints, on a terminal of 100 columns, without boxes and colours."""
     from gradtrace.cli import app
 
     width = {"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": str(WIDTH), "NO_COLOR": "1"}
