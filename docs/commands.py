@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 from unittest import mock
 
 import typer
 from typer.testing import CliRunner
 
-WIDTH = 100
+WIDTH = 92
 
 
 def reference() -> str:
     """A section for the program and for each of its commands, as Markdown."""
     from gradtrace.cli import app
 
-    names = [name for name, it in typer.main.get_command(app).commands.items() if not it.hidden]  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(app)  # a class that typer keeps to itself
+    names = [name for name in group.list_commands(None) if not group.commands[name].hidden]
     return "\n\n".join([section(), *(section(name) for name in names)])
 
 
@@ -27,7 +29,7 @@ def section(*command: str) -> str:
 
 
 def shown(*command: str) -> str:
-    """What ``--help`` prints, on a terminal of 100 columns, without boxes and colours."""
+    """What ``--help`` prints, on a terminal of 92 columns, without boxes and colours."""
     from gradtrace.cli import app
 
     width = {"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": str(WIDTH), "NO_COLOR": "1"}

@@ -52,6 +52,7 @@ html_theme_options = {
         "color-brand-visited": "#2b59c3",
         "color-api-name": "#2b59c3",
         "color-api-pre-name": "#5a6470",
+        "color-code-background": "#f5f6f8",
     },
     "dark_css_variables": {
         "color-brand-primary": "#8fb0ff",
