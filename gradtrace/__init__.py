@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from gradtrace.check import check
     from gradtrace.dataset import influence
     from gradtrace.labels import label
+    from gradtrace.monitor import Monitor
     from gradtrace.saving import load
     from gradtrace.semirings import SUM
     from gradtrace.timing import timing
     from gradtrace.watching import watch
 
-__all__ = [
+__all__ = [  # noqa: RUF022  # plainly sorted
+    "Monitor",
     "SUM",
     "ablate",
     "backward",
@@ -46,6 +48,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Monitor": "monitor",
     "SUM": "semirings",
     "ablate": "ablation",
     "backward": "api",

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradtrace import files
-from gradtrace.components import Components
+from gradtrace.components import Components, spelt
 from gradtrace.errors import GradtraceError
 from gradtrace.influence import Influence
 from gradtrace.watching import watch
@@ -54,7 +54,7 @@ def influence(
     (12, 1.0, 0.0)
     """
     settings = {
-        "components": _spelt(components),
+        "components": spelt(components),
         "weight": weight,
         "rule": rule,
         "granularity": granularity,
@@ -127,15 +127,6 @@ def bar(size: int | None, done: int, wanted: bool | None) -> Iterator[Callable[[
 
 
 # What is kept between runs ------------------------------------------------------------------------
-
-
-def _spelt(components: Components) -> object:
-    """Components as JSON has them, to tell whether a file is of the same question."""
-    if components is None or isinstance(components, str):
-        return components
-    if isinstance(components, dict):
-        return {k: v if isinstance(v, str) else list(v) for k, v in components.items()}
-    return list(components)
 
 
 def _keep(

@@ -1,180 +1,181 @@
-"""A watch over a forward pass whose model is not known beforehand."""
+"""Opens a watch in those forward passes of a training loop that are to be traced."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import warnings
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from importlib import import_module
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.utils.hooks import RemovableHandle
 
-from gradtrace import autograd
-from gradtrace.atlas import Atlas, Place, unused
 from gradtrace.hooks import ours
-from gradtrace.schedules import walk
-from gradtrace.watching import join, named_modules, named_parameters, unwrapped, watch
+from gradtrace.passes import backward_runs
+from gradtrace.watching import unwrapped, watch
+
+MANY = 1 << 20
+"""A watch that has noted so many module calls is replaced: none of them led to a step."""
 
 
-class Lookout(watch):
-    """Watch whatever is called: ``with Lookout() as lookout: loss = anything()``.
+class Lookout:
+    """Stands on a model with one light hook, called before each of its forward passes.
 
-    Every module that is called is noted; what each is called by the user comes to light after, in
-    ``settle``. Until then its name is a number.
+    While ``wanted``, a forward pass that builds a graph is watched from its start to its end;
+    ``open`` watches from now on until ``take``. ``idle`` is set by passes without a graph, such as
+    an evaluation. The hook is left out of copies of the model.
     """
 
-    def __init__(self) -> None:
-        super().__init__(nn.Module())
-        self._leaves: dict[int, tuple[Tensor, nn.Module, str]] = {}
-        self._kinds: dict[str, str] = {}
+    def __init__(self, model: nn.Module, composed: bool | None, clock: Callable[[], float]) -> None:
+        self.model = model
+        self.wanted = self.idle = False
+        self.seconds = 0.0  # that opening and closing took
+        self._composed, self._clock = composed, clock
+        self._watch: watch | None = None
+        self._open = False
+        self._steady = False  # opened by ``open``
+        self._depth = 0
+        self._after: RemovableHandle | None = None
+        self._before = model.register_forward_pre_hook(Hook(self), prepend=True)
+        ours(1)
 
-    def _attach(self) -> None:
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
-        self._handles += [before, after]
-        ours(2)
+    def enter(self, module: nn.Module) -> None:
+        """A forward pass begins."""
+        if not torch.is_grad_enabled():
+            self.idle = True
+        elif self.wanted and not self._steady and not backward_runs():
+            if self._depth:
+                self._depth += 1  # a pass within a pass
+            else:
+                self._start(module)
 
-    def _enter(self, module: nn.Module, given: Any) -> None:
-        self._names.setdefault(module, str(len(self._names)))
-        super()._enter(module, given)
+    def _start(self, module: nn.Module) -> None:
+        begun = self._clock()
+        self._stop()
+        self._begin()
+        assert self._watch is not None
+        self._depth = 1
+        self._after = module.register_forward_hook(self._leave, always_call=True)
+        ours(1)
+        if unwrapped(module) is module:
+            self._watch.inside(module)
+        self.seconds += self._clock() - begun
 
-    def _name_parameters(self, module: nn.Module) -> None:
-        """torch.func.functional_call has put other tensors there, for the time of the call."""
-        for key, tensor in module._parameters.items():
-            if isinstance(tensor, Tensor) and tensor.is_leaf:
-                self._leaves.setdefault(id(tensor), (tensor, module, key))
-
-    def _classes(self) -> dict[str, str]:
-        return self._kinds
-
-    # Names -----------------------------------------------------------------------------------
-
-    def settle(
-        self, loss: Tensor, model: nn.Module | None = None, known: Mapping[str, Any] | None = None
-    ) -> None:
-        """Give modules and parameters the names that ``model`` has for them, if there is one.
-
-        ``known`` are other things that the user has a name for, such as a script's globals. What is
-        in none of them is named by its class; where one module alone has parameters, it is the
-        model. Calls are counted from the first that this loss knows of.
+    def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
+        """A forward pass ends. After an error PyTorch goes through the hooks one by one and would
+        trip over one that is gone, so then they stay until the next pass, or the end.
         """
-        seen = [unwrapped(module) for module in self._names]
-        roots = dict(self._roots(seen, model, known or {}))
-        names: dict[nn.Module, str] = {}
-        atlas = Atlas()
-        for prefix, root in roots.items():
-            for name, module in named_modules(root):
-                names.setdefault(module, join(prefix, name) if name else prefix)
-            for name, parameter in named_parameters(root):
-                atlas.name(parameter, join(prefix, name))
-        for key, (tensor, module, last) in self._leaves.items():
-            if key not in atlas.leaves:
-                atlas.name(tensor, join(names[unwrapped(module)], last))
-        self._kinds = {name: type(module).__name__ for module, name in names.items()}
-        self._write(atlas, loss, dict(zip(self._names.values(), (names[m] for m in seen))))
+        self._depth -= 1
+        if self._depth == 0 and result is not None:
+            begun = self._clock()
+            self._stop()
+            self.seconds += self._clock() - begun
 
-    def _write(self, atlas: Atlas, loss: Tensor, final: Mapping[str, str]) -> None:
-        """Keep the notes from the loss's first operator on, with the names that are final."""
-        first = bisect_right(self.atlas.starts, _earliest(loss)) - 1
-        starts, places = self.atlas.starts[max(first, 0) :], self.atlas.places[max(first, 0) :]
-        skipped: dict[str, int] = {}
-        for module, call in places:
-            skipped[module] = min(call, skipped.get(module, call))
-        for start, (module, call) in zip(starts, places):
-            atlas.enter(start, Place(final.get(module, ""), call - skipped[module]))
-        self.atlas = atlas
+    def open(self) -> None:
+        """Watch from now on."""
+        begun = self._clock()
+        self._stop()
+        self._begin()
+        self._steady = True
+        self.seconds += self._clock() - begun
 
-    def _roots(
-        self, seen: list[nn.Module], model: nn.Module | None, known: Mapping[str, Any]
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that hold all others, with the name of each; the model's is ``""``."""
-        called = set(seen)
-        named = {
-            value: name
-            for name, value in known.items()
-            if isinstance(value, nn.Module) and called & {m for _, m in named_modules(value)}
-        }
-        inside = {module for _, module in named_modules(model)} if model is not None else set()
-        tops = [m for m in outermost([*map(unwrapped, named), *seen]) if m not in inside]
-        owners = [m for m in tops if next(named_parameters(m), None) is not None]
-        if model is None and len(owners) == 1:
-            (model,) = owners
-        taken = set[str]()
-        if model is not None:
-            yield "", model
-            taken = set(unwrapped(model)._modules)
-        variables = {unwrapped(module): name for module, name in named.items()}
-        for module in tops:
-            if module is not model:
-                name = unused(variables.get(module, type(module).__name__), taken)
-                taken.add(name)
-                yield name, module
+    def take(self) -> watch | None:
+        """What was watched since the last time, if anything was; the model is free of it."""
+        self._stop()
+        found, self._watch = self._watch, None
+        return found
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self.take()
+        self._before.remove()
+
+    def _begin(self) -> None:
+        if self._watch is None or len(self._watch.atlas.starts) > MANY:
+            self._watch = watch(self.model, composed=self._apart())
+        self._watch.__enter__()
+        self._open = True
+
+    def _apart(self) -> bool:
+        """Whether kernels are to be composed: on a CPU they can be opened as they are."""
+        if self._composed is None:
+            return any(tensor.device.type != "cpu" for tensor in self.model.parameters())
+        return self._composed
+
+    def _stop(self) -> None:
+        self._depth, self._steady = 0, False
+        if self._after is not None:
+            self._after.remove()
+            self._after = None
+        if self._open and self._watch is not None:
+            self._open = False
+            self._watch.__exit__(None, None, None)
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Here ``torch.compile`` gives back what it is given: one node for a whole graph would hide it.
+class Hook:
+    """What stands on the model. Copies and pickles of the model have a hook that does nothing."""
 
-    To ask PyTorch for it takes an import of seconds, so where nothing was compiled before, its own
-    variable has to do.
+    def __init__(self, lookout: Lookout) -> None:
+        self._lookout = weakref.ref(lookout)
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """A forward pass begins."""
+        if torch.compiler.is_compiling():
+            return  # nothing of this is for the compiled code
+        lookout = self._lookout()
+        if lookout is not None:
+            lookout.enter(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nothing
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _copied, ()
+
+
+def _copied() -> Callable[..., None]:
+    return nothing
+
+
+def nothing(module: nn.Module, _: Any) -> None:
+    """A hook that does nothing."""
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Within, tracing cannot be noticed by training: random numbers and buffers are as before after
+    it, and no mixed precision applies to it.
+
+    Checkpointed parts of a model run again when they are traced: batch norms would count the batch
+    once more, and a dropout without ``preserve_rng_state`` would draw.
     """
-    with warnings.catch_warnings(), _disabled():
-        warnings.filterwarnings(
-            "ignore", "Using `torch.compile.module.` when there"
-        )
-        yield
-
-
-@contextlib.contextmanager
-def _disabled() -> Iterator[None]:
-    if "torch._dynamo" in sys.modules:
-        with import_module("torch._dynamo.config").patch(disable=True):
+    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    kinds = {"cpu", *(device.type for device in devices)}
+    kept = _copies(model)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([d.index or 0 for d in devices]))
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        try:
             yield
-        return
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
-        if "torch._dynamo" in sys.modules:
-            config: Any = import_module("torch._dynamo.config")
-            config.disable = before == "1"
+        finally:
+            for buffer, before in kept:
+                buffer.data.copy_(before)  # the graph may hold it: its version must stay
 
 
-VARIABLE = "TORCH_COMPILE_DISABLE"
+def _copies(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Buffers that a forward pass may change: those of modules that train, if they are small. Batch
+    norms change theirs without a new version, so that cannot tell.
+    """
+    return [
+        (buffer, buffer.detach().clone())
+        for module in model.modules()
+        if module.training
+        for buffer in module._buffers.values()
+        if buffer is not None and buffer.numel() <= SMALL and not buffer.is_meta
+    ]
 
 
-def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that lie in none of the others, each once."""
-    inside: set[nn.Module] = set()
-    found: dict[nn.Module, None] = {}
-    for module in modules:
-        if module not in inside and module not in found:
-            found[module] = None
-            inside.update(m for _, m in named_modules(module) if m is not module)
-    return [module for module in found if module not in inside]
-
-
-def _earliest(loss: Tensor) -> int:
-    """The sequence number of the loss's first operator."""
-    numbers: list[int] = []
-
-    def visit(node: autograd.Node, _: autograd.Edges) -> None:
-        number = autograd.sequence_of(node)
-        if number is not None:
-            numbers.append(number)
-
-    autograd.root_of(loss)
-    walk(loss, visit)
-    return min(numbers, default=0)
+SMALL = 1 << 16
+"""Masks and tables of positions are larger, and do not change."""

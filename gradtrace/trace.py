@@ -368,8 +368,7 @@ class Trace:
         saving.report(self, path, compare, name, sample, seed)
 
     def _view(self, sample: int = 1000, seed: int = 0) -> report.View:
-        """What a report shows; made once, so it can be asked for again after an optimiser's step.
-        """
+        """What a report shows; made once, so it can be asked for again after an optimiser's step."""
         key = (_positive("sample", sample), seed)
         if key not in self._views:
             self._views[key] = self._seen(sample, seed, report.FULL)

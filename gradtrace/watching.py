@@ -73,16 +73,18 @@ class watch:
 
     Inside, module calls are noted, fused attention and recurrent layers are composed and compiled
     modules run eagerly, so that every operator can be followed. The model is as before after it.
-    Calls on other threads are not noted.
+    Calls on other threads are not noted. With ``composed=False`` kernels stay fused, so that the
+    pass has the bits it has without a watch; on a CPU they can be opened later, at a price.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, composed: bool = True) -> None:
         if not isinstance(model, nn.Module):
             raise GradtraceError(
                 f"watch takes a torch.nn.Module, got {type(model).__name__}; without a model use "
                 "gradtrace.graph(loss, names=...) and gradtrace.backward(loss, names=...)"
             )
         self.model = model
+        self.composed = composed
         self.atlas = Atlas()
         self._hooks = HookWatch()
         self._handles: list[RemovableHandle] = []
@@ -102,7 +104,7 @@ class watch:
             raise GradtraceError("this watch was open on another thread; make a second one")
         self._thread = threading.get_ident()
         try:
-            self._contexts.enter_context(_COMPOSED)
+            self._contexts.enter_context(_COMPOSED.within(self.composed))
             self._attach()
         except BaseException:
             self._close()
@@ -129,6 +131,10 @@ class watch:
     ) -> None:
         self._close()
 
+    def inside(self, module: nn.Module) -> None:
+        """The forward pass of a module had begun when this watch was opened in it."""
+        self._enter(module, ())
+
     def _close(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -149,7 +155,7 @@ class watch:
         place = Place(name, call)
         self._stack.append((module, place))
         self.atlas.enter(_now(), place)
-        if isinstance(module, nn.LSTM) and self._onednn is None:
+        if self.composed and isinstance(module, nn.LSTM) and self._onednn is None:
             self._onednn = torch._C._get_mkldnn_enabled()
             torch._C._set_mkldnn_enabled(False)  # one node for all time steps would hide them
 
@@ -213,29 +219,47 @@ class Composed:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches = 0
+        self._apart = 0  # of these, how many want kernels composed
         self._eager = False
-        self._switches = contextlib.ExitStack()
+        self._stance = contextlib.ExitStack()
+        self._kernels = contextlib.ExitStack()
 
-    def __enter__(self) -> None:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+    @contextlib.contextmanager
+    def within(self, apart: bool) -> Iterator[None]:
+        """Compiled modules run eagerly; if ``apart``, fused kernels are composed."""
+        self._enter(apart)
+        try:
+            yield
+        finally:
+            self._leave(apart)
 
+    def _enter(self, apart: bool) -> None:
         with self._lock:
-            if not self._watches:
-                self._switches.enter_context(sdpa_kernel(SDPBackend.MATH))
-                if torch.cuda.is_available():
-                    self._switches.enter_context(torch.backends.cudnn.flags(enabled=False))
+            if apart and not self._apart:
+                self._compose()
+            self._apart += apart
             self._watches += 1
             if not self._eager and "torch._dynamo" in sys.modules:
                 # Without it nothing is compiled yet, and to import it takes seconds.
-                self._switches.enter_context(torch.compiler.set_stance("force_eager"))
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
                 self._eager = True
 
-    def __exit__(self, *_: object) -> None:
+    def _compose(self) -> None:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        self._kernels.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if torch.cuda.is_available():
+            self._kernels.enter_context(torch.backends.cudnn.flags(enabled=False))
+
+    def _leave(self, apart: bool) -> None:
         with self._lock:
             self._watches -= 1
+            self._apart -= apart
+            if not self._apart:
+                self._kernels.close()
             if not self._watches:
                 self._eager = False
-                self._switches.close()
+                self._stance.close()
 
 
 _COMPOSED = Composed()

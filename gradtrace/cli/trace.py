@@ -82,7 +82,7 @@ def trace(
 ) -> None:
     """Trace the gradient of a loss: through which modules does most of it come?"""
     from gradtrace.cli import tracing
-    from gradtrace.lookout import uncompiled
+    from gradtrace.discovery import uncompiled
 
     asked = tracing.Asked(
         rule=rule,

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from gradtrace.check import takes_model
 from gradtrace.cli.printing import Work, write, write_table
 from gradtrace.components import KINDS, Components
+from gradtrace.discovery import Discovery
 from gradtrace.errors import GradtraceError
 from gradtrace.flow import Flow
 from gradtrace.influence import Influence, Row
-from gradtrace.lookout import Lookout
 from gradtrace.paths import Path as GradientPath
 from gradtrace.tables import Table
 from gradtrace.trace import Trace
@@ -87,13 +87,13 @@ class Made(NamedTuple):
 
 def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> Made:
     """Call the function with an eye on all modules, and see what it returned."""
-    with Lookout() as lookout:
+    with Discovery() as discovery:
         returned = call()
     model, rest = _parted(returned, name)
     loss = _loss(rest)
     if loss is not None:
-        lookout.settle(loss, model, known)
-        return Made(loss, lookout)
+        discovery.settle(loss, model, known)
+        return Made(loss, discovery)
     if model is None or not callable(rest):
         raise GradtraceError(f"{name} returned {_kind(returned)}; {RETURNS}")
     with watch(model) as eye:

@@ -45,7 +45,9 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
                 if last.get(value, -1) <= n:
                     values.pop(value, None)
     numbers = (each.tolist() for each in _together(list(found.values())))
-    return {value: Size(a, b, int(c), d, *shapes[value]) for value, (a, b, c, d) in zip(found, numbers)}
+    return {
+        value: Size(a, b, int(c), d, *shapes[value]) for value, (a, b, c, d) in zip(found, numbers)
+    }
 
 
 def _wanted(program: Program) -> set[int]:
