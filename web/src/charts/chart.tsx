@@ -12,6 +12,8 @@ export interface Series {
   values: ArrayLike<number>;
   colour: number; // of the palette: 0 to 7, or 8 for grey
   form?: "line" | "dots" | "trend";
+  /** Where there is no number because there is nothing to measure. */
+  missing?: (at: number) => boolean;
 }
 
 export interface Pane {
@@ -127,7 +129,9 @@ function drawn(series: Series, x: (at: number) => number, y: (value: number) => 
 function Curve({ series, laid, x }: { series: Series; laid: Laid; x: (at: number) => number }) {
   const points = useMemo(() => thin(series.values), [series.values]);
   const bottom = laid.top + laid.height;
-  const odd = points.filter((at) => !Number.isFinite(laid.y(series.values[at]!)));
+  const odd = points.filter(
+    (at) => !Number.isFinite(laid.y(series.values[at]!)) && !series.missing?.(at),
+  );
   const single = points.length === 1;
   return (
     <g class={`series series-${series.colour}`}>
@@ -200,7 +204,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
       `${axis} ${count(x[i]!)}`,
       ...panes.flatMap((pane) =>
         pane.series
-          .filter((s) => s.form !== "trend")
+          .filter((s) => s.form !== "trend" && !s.missing?.(i))
           .map((s) => `${short(s.name, 40)} ${pane.format(s.values[i]!)}`),
       ),
       note?.(i) ?? "",
@@ -322,7 +326,7 @@ function Legend({ panes, at }: { panes: Pane[]; at: number | null }) {
         <li>
           <Swatch colour={series.colour} form={series.form} />
           <bdi title={series.name}>{short(series.name, 40)}</bdi>
-          {at !== null && series.form !== "trend" && (
+          {at !== null && series.form !== "trend" && !series.missing?.(at) && (
             <span class="num">{pane.format(series.values[at]!)}</span>
           )}
         </li>
@@ -377,7 +381,9 @@ function Numbers({ title, axis, x, panes, note }: Omit<ChartProps, "legend">) {
                 <tr>
                   <th scope="row">{count(x[at]!)}</th>
                   {all.map(({ pane, series }) => (
-                    <td class="num">{pane.format(series.values[at]!)}</td>
+                    <td class="num">
+                      {series.missing?.(at) ? "none" : pane.format(series.values[at]!)}
+                    </td>
                   ))}
                   {note && <td><bdi>{note(at)}</bdi></td>}
                 </tr>
