@@ -4,6 +4,7 @@
 """
 
 from __future__ import annotations
+import faulthandler; faulthandler.dump_traceback_later(70, exit=True)
 
 import json
 import os
