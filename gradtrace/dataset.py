@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradtrace import batches, wrapped
-from gradtrace.components import Components
+from gradtrace.components import Components, spelt
 from gradtrace.counted import SHARED, Book, Counted, fits, pooled
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.group import Message, Team, joined
@@ -66,7 +66,7 @@ def influence(
     (12, 1.0, 0.0)
     """
     settings = {
-        "components": _spelt(components),
+        "components": spelt(components),
         "weight": weight,
         "rule": rule,
         "granularity": granularity,
@@ -270,15 +270,3 @@ def bar(part: batches.Batches, wanted: bool | None) -> Iterator[Callable[[], Non
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("tracing", total=None if part.total is None else len(part))
         yield lambda: progress.advance(task)
-
-
-# Words -------------------------------------------------------------------------------------------
-
-
-def _spelt(components: Components) -> object:
-    """Components as JSON has them, to tell whether a file is of the same question."""
-    if components is None or isinstance(components, str):
-        return components
-    if isinstance(components, dict):
-        return {k: v if isinstance(v, str) else list(v) for k, v in components.items()}
-    return list(components)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradtrace import files
+from gradtrace import report as reports
 from gradtrace.atlas import Gradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.flow import Flow
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from gradtrace.trace import Trace
 
 KIND = "trace"
+VIEW = "view"
+"""The tensor that holds what a report shows."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Saved:
     _tables: Mapping[str, Influence] = field(repr=False)
     _flow: Flow = field(repr=False)
     _paths: Paths = field(repr=False)
+    _seen: reports.View | None = field(default=None, repr=False)  # None: in files of schema 1
 
     def influence(self, components: str | None = None, weight: str = "count") -> Influence:
         """A table that was saved: that of modules, or of another kind that had been asked for."""
@@ -68,9 +72,44 @@ class Saved:
             )
         return found[0]
 
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compare: Trace | Saved | None = None,
+        name: str | Sequence[str] | None = None,
+    ) -> None:
+        """Write one HTML file to look at the trace in a browser; see ``Trace.report``. Its top paths
+        are those of the sample that was saved.
+        """
+        report(self, path, compare, name)
+
+    def _view(self, sample: int = 0, seed: int = 0) -> reports.View:
+        """What a report shows."""
+        if self._seen is None:
+            raise GradtraceError(
+                "the file was saved by a gradtrace without reports, so it holds no view to make one "
+                "of: trace again and save again"
+            )
+        return self._seen
+
+
+def report(
+    trace: Trace | Saved,
+    path: str | os.PathLike[str],
+    compare: Trace | Saved | None,
+    name: str | Sequence[str] | None,
+    sample: int = 1000,
+    seed: int = 0,
+) -> None:
+    """Write the report of a trace."""
+    views = [each._view(sample, seed) for each in (trace, compare) if each is not None]
+    reports.write(path, reports.report(views, name))
+
 
 def save(trace: Trace, path: str | os.PathLike[str], sample: int, seed: int) -> None:
     """Write a trace to a file."""
+    view = trace._view(sample, seed)
     tables = {"": trace.influence(), **trace.asked}
     coarse = trace.granularity == "operator"
     paths = [] if coarse else list(trace.paths(sample=sample, seed=seed))
@@ -88,7 +127,7 @@ def save(trace: Trace, path: str | os.PathLike[str], sample: int, seed: int) -> 
         "kinds": kinds,
     }
     grads = {f"gradient {n}": grad for n, grad in enumerate(trace.gradients.values())}
-    files.write(path, KIND, meta, {**grads, **arrays})
+    files.write(path, KIND, meta, {**grads, **arrays, VIEW: reports.saved(view)})
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
@@ -111,6 +150,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
             {kind: Influence.from_dict(table) for kind, table in meta["tables"].items()},
             Flow.from_dict(meta["flow"]),
             Paths(tuple(_unpacked(meta["kinds"], grads, tensors)), f"Paths ({meta['rule']})"),
+            reports.loaded(tensors[VIEW]) if VIEW in tensors else None,
         )
     except (
         KeyError,

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from gradtrace.passes import backward_runs
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
+
+W = TypeVar("W", bound="watch")
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -102,16 +104,18 @@ class watch:
 
     Inside, module calls are noted, fused attention and recurrent layers are composed and compiled
     modules run eagerly, so that every operator can be followed. The model is as before after it.
-    Calls on other threads are not noted.
+    Calls on other threads are not noted. With ``composed=False`` kernels stay fused, so that the
+    pass has the bits it has without a watch; on a CPU they can be opened later, at a price.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, composed: bool = True) -> None:
         if not isinstance(model, nn.Module):
             raise GradtraceError(
                 f"watch takes a torch.nn.Module, got {type(model).__name__}; without a model use "
                 "gradtrace.graph(loss, names=...) and gradtrace.backward(loss, names=...)"
             )
         self.model = model
+        self.composed = composed
         self.atlas = Atlas()
         self._hooks = HookWatch()
         self._handles: list[RemovableHandle] = []
@@ -124,28 +128,32 @@ class watch:
 
     # The forward pass ------------------------------------------------------------------------
 
-    def __enter__(self) -> watch:
+    def __enter__(self: W) -> W:
         if self._handles:
             raise GradtraceError("this watch is already open; make a second gradtrace.watch(model)")
         if self._thread not in (0, threading.get_ident()):
             raise GradtraceError("this watch was open on another thread; make a second one")
         refuse_sharded(self.model)
         self._thread = threading.get_ident()
-        for name, parameter in named_parameters(self.model):
-            self.atlas.name(parameter, name)
         try:
-            self._contexts.enter_context(_COMPOSED)
-            for name, module in named_modules(self.model):
-                if self._names.setdefault(module, name) == name:
-                    before = module.register_forward_pre_hook(self._enter, prepend=True)
-                    after = module.register_forward_hook(self._leave, always_call=True)
-                    self._handles += [before, after]
-                    ours(2)
+            self._contexts.enter_context(_COMPOSED.within(self.composed))
+            self._attach()
         except BaseException:
             self._close()
             raise
         self._hooks.reset()
         return self
+
+    def _attach(self) -> None:
+        """Name the parameters, and see every call of a module."""
+        for name, parameter in named_parameters(self.model):
+            self.atlas.name(parameter, name)
+        for name, module in named_modules(self.model):
+            if self._names.setdefault(module, name) == name:
+                before = module.register_forward_pre_hook(self._enter, prepend=True)
+                after = module.register_forward_hook(self._leave, always_call=True)
+                self._handles += [before, after]
+                ours(2)
 
     def __exit__(
         self,
@@ -154,6 +162,10 @@ class watch:
         trace: TracebackType | None,
     ) -> None:
         self._close()
+
+    def inside(self, module: nn.Module) -> None:
+        """The forward pass of a module had begun when this watch was opened in it."""
+        self._enter(module, ())
 
     def _close(self) -> None:
         for handle in self._handles:
@@ -175,7 +187,7 @@ class watch:
         place = Place(name, call)
         self._stack.append((module, place))
         self.atlas.enter(_now(), place)
-        if isinstance(module, nn.LSTM) and self._onednn is None:
+        if self.composed and isinstance(module, nn.LSTM) and self._onednn is None:
             self._onednn = torch._C._get_mkldnn_enabled()
             torch._C._set_mkldnn_enabled(False)  # one node for all time steps would hide them
 
@@ -215,8 +227,10 @@ class watch:
 
     def trace(self, loss: Tensor, **options: Any) -> Trace:
         """The paths of the loss's gradient; see ``gradtrace.trace``."""
-        modules = {name: type(module).__name__ for name, module in named_modules(self.model)}
-        return api.trace_of(loss, self.atlas, self._hooks, modules, **options)
+        return api.trace_of(loss, self.atlas, self._hooks, self._classes(), **options)
+
+    def _classes(self) -> dict[str, str]:
+        return {name: type(module).__name__ for name, module in named_modules(self.model)}
 
     def program(self, loss: Tensor, **options: Any) -> Program:
         """The backward program of the loss; see ``gradtrace.program``."""
@@ -237,29 +251,47 @@ class Composed:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watches = 0
+        self._apart = 0  # of these, how many want kernels composed
         self._eager = False
-        self._switches = contextlib.ExitStack()
+        self._stance = contextlib.ExitStack()
+        self._kernels = contextlib.ExitStack()
 
-    def __enter__(self) -> None:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+    @contextlib.contextmanager
+    def within(self, apart: bool) -> Iterator[None]:
+        """Compiled modules run eagerly; if ``apart``, fused kernels are composed."""
+        self._enter(apart)
+        try:
+            yield
+        finally:
+            self._leave(apart)
 
+    def _enter(self, apart: bool) -> None:
         with self._lock:
-            if not self._watches:
-                self._switches.enter_context(sdpa_kernel(SDPBackend.MATH))
-                if torch.cuda.is_available():
-                    self._switches.enter_context(torch.backends.cudnn.flags(enabled=False))
+            if apart and not self._apart:
+                self._compose()
+            self._apart += apart
             self._watches += 1
             if not self._eager and "torch._dynamo" in sys.modules:
                 # Without it nothing is compiled yet, and to import it takes seconds.
-                self._switches.enter_context(torch.compiler.set_stance("force_eager"))
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
                 self._eager = True
 
-    def __exit__(self, *_: object) -> None:
+    def _compose(self) -> None:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        self._kernels.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if torch.cuda.is_available():
+            self._kernels.enter_context(torch.backends.cudnn.flags(enabled=False))
+
+    def _leave(self, apart: bool) -> None:
         with self._lock:
             self._watches -= 1
+            self._apart -= apart
+            if not self._apart:
+                self._kernels.close()
             if not self._watches:
                 self._eager = False
-                self._switches.close()
+                self._stance.close()
 
 
 _COMPOSED = Composed()
