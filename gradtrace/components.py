@@ -15,6 +15,16 @@ from gradtrace.program import HOOKS, Block, Program
 Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """How components are asked for; see ``choose``."""
 
+
+def spelt(components: Components) -> object:
+    """Components as JSON has them, to tell whether a file is of the same question."""
+    if components is None or isinstance(components, str):
+        return components
+    if isinstance(components, Mapping):
+        return {k: v if isinstance(v, str) else list(v) for k, v in components.items()}
+    return list(components)
+
+
 SUMS = ("AddBackward0", "SubBackward0", "CatBackward0", "StackBackward0")
 """Operators whose arguments are branches that meet."""
 

@@ -8,7 +8,7 @@ Contents(kind='trace', meta={'loss': 0.5}, tensors={'a.b': tensor([1., 1.])})
 
 The ``__metadata__`` of the safetensors header has one entry, ``gradtrace``, a JSON document::
 
-    {"schema": 1, "sha256": "9f2c…", "kind": "trace", "gradtrace": "0.1.0", "torch": "2.13.0",
+    {"schema": 2, "sha256": "9f2c…", "kind": "trace", "gradtrace": "0.1.0", "torch": "2.13.0",
      "created": "2026-01-31T12:00:00+00:00", "names": {"t0": "encoder.weight"}, "meta": {…}}
 
 Tensors are called ``t0``, ``t1``, ... in the file: a user's name is text, never a key or a path.
@@ -45,7 +45,9 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 
-SCHEMA = 1
+SCHEMA = 2
+"""Of the documents that are written here. In files of 1, traces have no view (see ``report``)."""
+
 HEADER = 100_000_000
 """The most bytes of names and metadata: of more, the safetensors library reads none."""
 
@@ -90,16 +92,31 @@ def write(
     ``meta`` holds what JSON can: None, bool, int, float, str, lists (tuples become lists) and dicts
     with str keys. Tensors may have any name, share memory, and require grad.
     """
-    with _about(path, f"was not written ({{}}); what was there is untouched: {ROOM}") as at:
-        _permit(at)
+    with _replacing(path) as temporary:
         plain = _plain(tensors)
         document = _document(kind, meta, dict(zip(plain, tensors)))
+        save_file(plain, temporary, {"gradtrace": document})
+        _seal(temporary)
+
+
+def put(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text as UTF-8, all of it or nothing, as ``write`` does."""
+    with _replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A file beside ``path`` that takes its place in the end, if nothing goes wrong."""
+    with _about(path, f"was not written ({{}}); what was there is untouched: {ROOM}") as at:
+        _permit(at)
         temporary = at.with_name(f".gradtrace-{secrets.token_hex(8)}.tmp")
         try:
             with open(temporary, "xb"):
                 mode = S_IMODE((at if at.exists() else temporary).stat().st_mode)
-            save_file(plain, temporary, {"gradtrace": document})
-            _seal(temporary)
+            yield temporary
             with suppress(OSError):  # save_file makes private files; some systems know no modes
                 os.chmod(temporary, mode)
             os.replace(temporary, at)
@@ -273,7 +290,7 @@ def _parsed(metadata: Mapping[str, str]) -> dict[str, Any]:
     schema = found.get("schema") if isinstance(found, dict) else None
     if type(schema) is int and schema > SCHEMA:
         raise BadFile("was made by a newer gradtrace: pip install -U gradtrace")
-    if schema != SCHEMA:
+    if type(schema) is not int or schema < 1:
         raise BadFile(f"has metadata of no known version: {AGAIN}")
     for key, kind in FIELDS.items():
         if not isinstance(found.get(key), kind):

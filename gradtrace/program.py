@@ -107,6 +107,17 @@ class Program:
         """For each value the number of the last step that takes it."""
         return {term.value: n for n, step in enumerate(self.steps()) for term in step.terms}
 
+    def wholes(self) -> dict[int, int]:
+        """The sum that a value ends up in, for those that are added to what others hand to the same
+        argument.
+        """
+        found: dict[int, int] = {}
+        for block in reversed(self.blocks):
+            for step in reversed(block.merges):
+                for term in step.terms:
+                    found[term.value] = found.get(step.out, step.out)
+        return found
+
     def notes(self) -> list[str]:
         """What is not exact for semirings other than SUM, one line an operator."""
         return [f"{block.operator}: {block.note}" for block in self.blocks if block.note]

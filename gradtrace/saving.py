@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradtrace import files
+from gradtrace import files, history
+from gradtrace import report as reports
 from gradtrace.atlas import Gradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.flow import Flow
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from gradtrace.trace import Trace
 
 KIND = "trace"
+VIEW = "view"
+"""The tensor that holds what a report shows."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Saved:
     _tables: Mapping[str, Influence] = field(repr=False)
     _flow: Flow = field(repr=False)
     _paths: Paths = field(repr=False)
+    _seen: reports.View | None = field(default=None, repr=False)  # None: in files of schema 1
 
     def influence(self, components: str | None = None, weight: str = "count") -> Influence:
         """A table that was saved: that of modules, or of another kind that had been asked for."""
@@ -68,9 +72,60 @@ class Saved:
             )
         return found[0]
 
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compare: Trace | Saved | None = None,
+        name: str | Sequence[str] | None = None,
+        training: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write one HTML file to look at the trace in a browser; see ``Trace.report``. Its top
+        paths are those of the sample that was saved.
+        """
+        write(path, [self, compare], name, training)
+
+    def _repr_html_(self) -> str:
+        """The report in a frame, for notebooks."""
+        return reports.inline(self._view, repr(self))
+
+    def _view(self, sample: int = 0, seed: int = 0) -> reports.View:
+        """What a report shows."""
+        if self._seen is None:
+            raise GradtraceError(
+                "the file was saved by a gradtrace without reports and holds no view to make one "
+                "of: trace again and save again"
+            )
+        return self._seen
+
+
+def write(
+    path: str | os.PathLike[str],
+    traces: Sequence[Trace | Saved | None],
+    name: str | Sequence[str] | None,
+    training: str | os.PathLike[str] | None,
+    sample: int = 1000,
+    seed: int = 0,
+) -> None:
+    """Write the report of some traces, and of the run in a Monitor's file."""
+    run = None if training is None else history.read(training)
+    told = (None, None) if run is None else (reports.training(run), reports.timing(run))
+    views = [_viewed(trace)._view(sample, seed) for trace in traces if trace is not None]
+    reports.write(path, reports.report(views, name, *told))
+
+
+def _viewed(trace: Trace | Saved) -> Trace | Saved:
+    if not hasattr(trace, "_view"):
+        raise GradtraceError(
+            f"a {type(trace).__name__} cannot be compared with a trace; give what gradtrace.trace, "
+            "watch.trace or gradtrace.load returned"
+        )
+    return trace
+
 
 def save(trace: Trace, path: str | os.PathLike[str], sample: int, seed: int) -> None:
     """Write a trace to a file."""
+    view = trace._view(sample, seed)
     tables = {"": trace.influence(), **trace.asked}
     coarse = trace.granularity == "operator"
     paths = [] if coarse else list(trace.paths(sample=sample, seed=seed))
@@ -88,7 +143,7 @@ def save(trace: Trace, path: str | os.PathLike[str], sample: int, seed: int) -> 
         "kinds": kinds,
     }
     grads = {f"gradient {n}": grad for n, grad in enumerate(trace.gradients.values())}
-    files.write(path, KIND, meta, {**grads, **arrays})
+    files.write(path, KIND, meta, {**grads, **arrays, VIEW: reports.saved(view)})
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
@@ -111,6 +166,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
             {kind: Influence.from_dict(table) for kind, table in meta["tables"].items()},
             Flow.from_dict(meta["flow"]),
             Paths(tuple(_unpacked(meta["kinds"], grads, tensors)), f"Paths ({meta['rule']})"),
+            reports.loaded(tensors[VIEW]) if VIEW in tensors else None,
         )
     except (
         KeyError,

@@ -252,7 +252,7 @@ def test_others_can_open_it(at: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", created)
     assert re.fullmatch("[0-9a-f]{64}", document.pop("sha256"))
     assert document == {
-        "schema": 1,
+        "schema": 2,
         "kind": "trace",
         "gradtrace": gradtrace.__version__,
         "torch": torch.__version__,
@@ -558,7 +558,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         "cut short or damaged",
     ),
     "metadata no text": (pack(b'{"__metadata__":{"gradtrace":{}}}'), "cut short or damaged"),
-    "newer": (forged(schema=2), "was made by a newer gradtrace: pip install -U gradtrace"),
+    "newer": (forged(schema=3), "was made by a newer gradtrace: pip install -U gradtrace"),
     "much newer": (forged(schema=10**40, meta=3), "pip install -U gradtrace"),
     "schema 0": (forged(schema=0), "no known version"),
     "schema true": (forged(schema="1"), "no known version"),

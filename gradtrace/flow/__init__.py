@@ -27,11 +27,11 @@ from torch import Tensor
 from gradtrace.errors import NotScalar
 from gradtrace.flow.depth import Measured, Modules
 from gradtrace.flow.result import Flow, Level, Row
-from gradtrace.flow.sizing import Wiring, losses_of, measure
+from gradtrace.flow.sizing import Size, Wiring, losses_of, measure
 from gradtrace.flow.words import Report
 from gradtrace.program import Program
 
-__all__ = ["Flow", "Level", "Row", "flow_of"]
+__all__ = ["Flow", "Level", "Row", "Size", "flow_of", "measure"]
 
 
 def flow_of(
@@ -39,11 +39,13 @@ def flow_of(
     names: Mapping[int, str],
     classes: Mapping[str, str],
     seed: Tensor | None = None,
+    size: Mapping[int, Size] | None = None,
 ) -> Flow:
     """The gradient along the depth of a program, in one pass that keeps no cotangent.
 
     ``names`` are those of the leaves by value, ``classes`` those of a model's modules by name, and
-    ``seed`` weighs the elements of the loss in place of the program's own.
+    ``seed`` weighs the elements of the loss in place of the program's own; ``size`` is what
+    ``measure`` found with it, if somebody has measured already.
 
     >>> import torch, gradtrace
     >>> y = x = torch.ones(4, requires_grad=True)
@@ -63,7 +65,7 @@ def flow_of(
             f"the seed has shape {tuple(seed.shape)} and the loss {tuple(program.seed.shape)}; "
             "pass a weight for each element of the loss"
         )
-    size = measure(program, seed)
+    size = measure(program, seed) if size is None else size
     wiring = Wiring(program, size)
     flow = Measured(wiring, size, losses_of(wiring, size))
     modules = Modules(flow, names, classes)

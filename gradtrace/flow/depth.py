@@ -39,7 +39,7 @@ class Measured:
     """A program with the sizes of its cotangents, and where those that are 0 became so."""
 
     wiring: Wiring
-    size: dict[int, Size]
+    size: Mapping[int, Size]
     lost: dict[int, Lost]
 
     @cached_property

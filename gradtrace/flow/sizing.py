@@ -17,11 +17,12 @@ from gradtrace.program import HOOKS, Block, Program
 
 
 class Size(NamedTuple):
-    """What is kept of a cotangent."""
+    """What is kept of a cotangent; ``mass`` is ``Σ |x[i]|``."""
 
     norm: float
     largest: float
     nonzero: int
+    mass: float
     entries: int
     dtype: torch.dtype
 
@@ -29,12 +30,14 @@ class Size(NamedTuple):
 def measure(program: Program, seed: Tensor) -> dict[int, Size]:
     """The sizes of all cotangents that operators take and give, each dropped after its last use."""
     last, wanted = program.last_uses(), _wanted(program)
+    kept = program.kept if seed is program.seed else {}
     values, found = {program.root: seed}, dict[int, Tensor]()
     shapes = {program.root: (seed.numel(), seed.dtype)}
     with torch.no_grad():
         found[program.root] = sizes(seed)
         for n, step in enumerate(program.steps()):
-            values[step.out] = gradient_of(step, values)
+            known = kept.get(step.out)
+            values[step.out] = gradient_of(step, values) if known is None else known
             if step.out in wanted:
                 found[step.out] = sizes(values[step.out])
                 shapes[step.out] = (prod(step.shape), step.dtype)
@@ -42,7 +45,9 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
                 if last.get(value, -1) <= n:
                     values.pop(value, None)
     numbers = (each.tolist() for each in _together(list(found.values())))
-    return {value: Size(a, b, int(c), *shapes[value]) for value, (a, b, c) in zip(found, numbers)}
+    return {
+        value: Size(a, b, int(c), d, *shapes[value]) for value, (a, b, c, d) in zip(found, numbers)
+    }
 
 
 def _wanted(program: Program) -> set[int]:
@@ -59,18 +64,20 @@ def _together(many: list[Tensor]) -> Iterable[Tensor]:
 
 
 def sizes(x: Tensor) -> Tensor:
-    """``‖x‖``, ``max |x[i]|`` and how many entries are not 0; in float64, where squares of all
-    smaller floats fit. Those of float64 do not, so there ``‖x‖ = m ‖x/m‖`` with m the largest.
+    """``‖x‖``, ``max |x[i]|``, how many entries are not 0 and ``Σ |x[i]|``; in float64, where
+    squares of all smaller floats fit. Those of float64 do not, so there ``‖x‖ = m ‖x/m‖`` with m
+    the largest.
     """
     if not x.numel():
-        return torch.zeros(3, dtype=torch.float64, device=x.device)
+        return torch.zeros(4, dtype=torch.float64, device=x.device)
     largest = vector_norm(x, inf).double()
     if x.dtype is torch.float64:
         unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
         norm = vector_norm(x / unit) * unit
     else:
         norm = vector_norm(x, dtype=torch.float64)
-    return torch.stack([norm, largest, x.count_nonzero().double()])
+    mass = vector_norm(x, 1, dtype=torch.float64)
+    return torch.stack([norm, largest, x.count_nonzero().double(), mass])
 
 
 # Who hands what to whom --------------------------------------------------------------------------
@@ -94,19 +101,10 @@ class Wiring:
         self.size = size
         self.blocks = program.blocks
         self.takers = {v: n for n, block in enumerate(self.blocks) for v in block.takes.values()}
-        self.wholes = self._wholes()
+        self.wholes = program.wholes()
         self.aside = self._aside()
         self.edges = list(self._edges())
         self.depth = self._depth()
-
-    def _wholes(self) -> dict[int, int]:
-        """The sum that a value ends up in, if it is added to others."""
-        found: dict[int, int] = {}
-        for block in reversed(self.blocks):
-            for step in reversed(block.merges):
-                for term in step.terms:
-                    found[term.value] = found.get(step.out, step.out)
-        return found
 
     def _aside(self) -> dict[int, int]:
         """The operators beside the activations, with (one of) the leaves below; never the loss."""

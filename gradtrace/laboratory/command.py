@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, close
 from gradtrace.laboratory import drawing
 from gradtrace.laboratory.findings import Experiment
 from gradtrace.laboratory.loading import Source, about, load
@@ -81,9 +80,9 @@ def sources(name: str | None, every: bool) -> list[Source]:
         return [Source(name, known[name])]
     if name.endswith(".py"):
         return [Source.of(Path(name))]
+    near = close(name, known, most=99)
     raise GradtraceError(
-        f"there is no experiment {name!r}{_close(name, known)} (one of your own is given by its "
-        "file: mine.py)"
+        f"there is no experiment {name!r}{near} (one of your own is given by its file: mine.py)"
     )
 
 
@@ -153,7 +152,7 @@ def _settings(experiment: Experiment, name: str, asked: Asked) -> dict[str, Any]
     for key, value in given.items():
         if key not in found:
             what = "takes no --text" if key == "text" else f"has no setting {key!r}"
-            raise GradtraceError(f"{name} {what}{_close(key, found)}")
+            raise GradtraceError(f"{name} {what}{close(key, found, most=99)}")
         _check(key, value, found[key])
         found[key] = value
     return found
@@ -187,10 +186,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, str):
         return "a text"
     return "null" if value is None else "a list" if isinstance(value, list) else "a dict"
-
-
-def _close(name: str, known: Mapping[str, Any]) -> str:
-    close = get_close_matches(name, list(known), n=3)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f"; there are {', '.join(known)}" if known else ""

@@ -2,8 +2,9 @@
 import { useMemo } from "preact/hooks";
 import { counted, percent, shape } from "../format";
 import type { Trace } from "../types";
+import { plain } from "./boxes";
 import { overlap, type Rect } from "./camera";
-import { label, plain, second, type Drawing, type Placed, type Stroke } from "./draw";
+import { label, second, type Drawing, type Placed, type Stroke } from "./draw";
 import { TITLE } from "./layout";
 
 /** More nodes than these are drawn as one outline; nobody could read them. */
@@ -203,6 +204,10 @@ export function describe(trace: Trace, drawing: Drawing, node: number, influence
   const cut = (text: string) => (text.length > 200 ? `${text.slice(0, 200)}…` : text);
   if (node < scene.base) {
     const all = scene.all;
+    if (node >= 2 * all.modules) {
+      const place = trace.modules[all.parent[node]!]!.name;
+      return `${counted(all.size[node]!, "operator")} ${cut(label(trace, scene, node))} that are alike${place ? `, in ${cut(place)}` : ""}`;
+    }
     const run = all.repeats[node] ? all.inside[node]! : [node];
     const names = cut([trace.modules[run[0]!]!.name || "the model", ...(run.length > 1 ? [trace.modules[run[run.length - 1]!]!.name] : [])].join(" to "));
     const share = reached(drawing, node, influence);

@@ -1,0 +1,553 @@
+"""What a monitored training run leaves: an append-only file, and what is read from it.
+
+Each line is a JSON object with a ``kind``. The first is the header; nothing is ever rewritten::
+
+    {"kind": "run", "schema_version": 1, "step": 0, "settings": {...}, "versions": {...}}
+    {"kind": "names", "names": ["encoder", "head"]}
+    {"kind": "step", "step": 0, "loss": 2.3, "influence": {...}, "norms": {...}, ...}
+    {"kind": "times", "step": 0, "seconds": [0.012, 0.011, null]}
+    {"kind": "end", "step": 250}
+
+A line is on disk before training goes on. A last line without its end (the process was killed as
+it wrote) is left out with a note; a run that goes on with the file puts a ``resume`` line after it,
+and a ``gap`` line stands where a disk was full for a while. Without an ``end`` the run goes on, or
+was killed. Numbers that JSON does not know are the strings "nan", "inf" and "-inf".
+
+Tables are exact. Of one pair, the sums over pairs follow from two numbers, so these alone are kept:
+a row is ``[own, unreached, through, eligible, through, eligible]``, by count and by |gradient|.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gradtrace.files import BadFile
+from gradtrace.influence import Influence, Moments, Row
+
+SCHEMA = 1
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
+"""What file systems answer that know no fsync."""
+
+AFTER_TORN = ("resume", "gap")
+"""Lines that tell of a torn one before them."""
+
+
+class Norms(NamedTuple):
+    """Gradient at a module: the largest norm at its output, and that of its own parameters."""
+
+    output: float
+    own: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was found at one traced step.
+
+    ``loss`` and ``norms`` are without the ``scale`` that the loss was multiplied by. ``influence``
+    is None where there was none to measure, and ``notes`` say why. ``seconds`` is what this trace
+    took, and ``share`` the part of training time that all of them had taken by then.
+    """
+
+    step: int
+    loss: float
+    influence: Influence | None
+    verdict: str = ""
+    norms: Mapping[str, Norms] = field(default_factory=dict)
+    scale: float = 1.0
+    seconds: float = 0.0
+    share: float = math.nan
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class History:
+    """A training run as far as it was written down.
+
+    ``records`` are the traced steps. ``timed`` and ``seconds`` are steps and how long each took,
+    without what tracing took; steps with an evaluation in between are left out. ``running`` says
+    that there is no end mark: training goes on, or was killed.
+    """
+
+    header: Mapping[str, Any]
+    records: tuple[Record, ...] = ()
+    timed: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
+    running: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The traced steps."""
+        return tuple(record.step for record in self.records)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The loss at each of them."""
+        return tuple(record.loss for record in self.records)
+
+    @property
+    def influences(self) -> tuple[Influence | None, ...]:
+        """The table of each of them."""
+        return tuple(record.influence for record in self.records)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The names of all components of all steps, each once."""
+        tables = (table for table in self.influences if table is not None)
+        return tuple(dict.fromkeys(row.name for table in tables for row in table))
+
+    @property
+    def cost(self) -> float:
+        """The share of training time that tracing has taken; NaN if nobody knows."""
+        return self.records[-1].share if self.records else math.nan
+
+    @property
+    def last(self) -> int | None:
+        """The last step that is known of, traced or timed."""
+        return max((*self.steps[-1:], *self.timed[-1:]), default=None)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __repr__(self) -> str:
+        state = "running" if self.running else "ended"
+        return f"History({len(self.records):,} traced steps of {(self.last or 0) + 1:,}, {state})"
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+def header(step: int, settings: Mapping[str, Any], kind: str = "run") -> dict[str, Any]:
+    """The first line of a file, or of a run that goes on with it."""
+    versions = {"gradtrace": sys.modules["gradtrace"].__version__, "torch": torch.__version__}
+    return {
+        "kind": kind,
+        "schema_version": SCHEMA,
+        "step": step,
+        "settings": dict(settings),
+        "versions": versions,
+    }
+
+
+class Writer:
+    """Appends lines to a file, or keeps them in memory where there is none, or no room in it."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        settings: Mapping[str, Any],
+        start: int | None = None,
+    ) -> None:
+        self.path = None if path is None else Path(path).expanduser()
+        self.kept: list[bytes] = []  # lines that are not in the file
+        self._names: list[list[str]] = []
+        self._torn = self._told = False
+        self._file = self._opened()
+        try:
+            self.first = self._begin(settings, start)
+        except BaseException:
+            self.close()
+            raise
+
+    def _opened(self) -> Any:
+        if self.path is None:
+            return None
+        try:
+            file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # as long as the run
+        except OSError as error:
+            raise BadFile(
+                f"{str(self.path)!r} cannot be written to ({error.strerror or error}); give a file "
+                "in a folder that exists and that you may write to"
+            ) from error
+        if not _locked(file):
+            file.close()
+            raise BadFile(
+                f"{str(self.path)!r} is being written by another run; give this one another file"
+            )
+        return file
+
+    def _begin(self, settings: Mapping[str, Any], start: int | None) -> int:
+        """Write the header, or go on with what is there; the first step to come."""
+        settings = json.loads(json.dumps(_plain(dict(settings))))
+        there = b"" if self.path is None else self.path.read_bytes()
+        if b"\n" not in there:
+            self._torn = bool(there)  # killed before the header was whole
+            first = start or 0
+            self._put(header(first, settings, "resume" if there else "run"))
+            return first
+        found = read(self.path)  # type: ignore[arg-type]
+        if other := _differences(found.header["settings"], settings):
+            raise BadFile(
+                f"{str(self.path)!r} holds a run of another {' and '.join(other)}; give another "
+                "file, or delete it to begin again"
+            )
+        first = start if start is not None else 0 if found.last is None else found.last + 1
+        self._torn = not there.endswith(b"\n")
+        self._put(header(first, settings, "resume"))
+        return first
+
+    def record(self, record: Record) -> None:
+        """Append a traced step."""
+        line: dict[str, Any] = {"kind": "step", "step": record.step, "loss": record.loss}
+        if record.influence is not None:
+            line["influence"] = self._table(record.influence)
+        line |= {
+            "verdict": record.verdict,
+            "norms": {name: list(norms) for name, norms in record.norms.items()},
+            "scale": record.scale,
+            "seconds": record.seconds,
+            "share": record.share,
+            "notes": list(record.notes),
+        }
+        self._put(line)
+
+    def times(self, first: int, seconds: Sequence[float | None]) -> None:
+        """Append how long steps took, from one on; None for those that are not to be counted."""
+        if seconds:
+            rounded = [None if each is None else round(each, 7) for each in seconds]
+            self._put({"kind": "times", "step": first, "seconds": rounded})
+
+    def end(self, step: int, error: str = "") -> None:
+        """Append the end mark; with the name of the error that ended the run, if one did."""
+        self._put({"kind": "end", "step": step, "error": error})
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            with suppress(OSError):
+                file.close()
+
+    def read(self) -> History:
+        """What has been written so far, and what is kept."""
+        there = b"" if self.path is None else self.path.read_bytes()
+        if self._torn:
+            there += b"\n" + _line({"kind": "gap"})
+        return parse(there + b"".join(self.kept), str(self.path or "this run"))
+
+    def _table(self, table: Influence) -> dict[str, Any]:
+        names = [row.name for row in table]
+        if not self._names or self._names[-1] != names:
+            self._names = [names]
+            self._put({"kind": "names", "names": names})
+        return {
+            "rows": [_packed(row) for row in table],
+            "pairs": table.pairs,
+            "weight": table.weight,
+            "rule": table.rule,
+            "notes": list(table.notes),
+            "interrupted": table.interrupted,
+        }
+
+    def _put(self, line: Mapping[str, Any]) -> None:
+        self.kept.append(_line(line))
+        if self._file is None:
+            return
+        start = b"\n" if self._torn else b""
+        if self._torn and line["kind"] != "resume":
+            start += _line({"kind": "gap"})
+        text = start + b"".join(self.kept)
+        done = 0
+        try:
+            while done < len(text):
+                done += self._file.write(text[done:])
+            _sync(self._file)
+        except OSError as error:
+            self._keep(text, done, len(start), error)
+        else:
+            self._torn = False
+            self.kept.clear()
+
+    def _keep(self, text: bytes, done: int, start: int, error: OSError) -> None:
+        """Remember what did not go into the file, and say so once."""
+        whole = text.rfind(b"\n", 0, done) + 1
+        self._torn = done > whole or (self._torn and whole < start)
+        self.kept = text[max(whole, start) :].splitlines(keepends=True)
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"gradtrace cannot write to {str(self.path)!r} ({error.strerror or error}): "
+                "training goes on, what is found is kept in memory until there is room again",
+                stacklevel=6,
+            )
+
+
+def _locked(file: Any) -> bool:
+    """Whether the file is ours alone now; where the system knows no locks, it is."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _sync(file: Any) -> None:
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+
+
+def _line(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(_plain(data), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _packed(row: Row) -> list[Any]:
+    sums = [_two(moments) for moments in (row.count, row.gradient)]
+    if any(two is None for two in sums):
+        full = (
+            [[f.numerator, f.denominator] for f in m.parts()] for m in (row.count, row.gradient)
+        )
+        return [row.own, row.unreached, *full]
+    return [row.own, row.unreached, *(number for two in sums if two for number in two)]
+
+
+def _two(moments: Moments) -> tuple[float, float] | None:
+    """Σt and Σe, if all five sums follow from them: those of one pair."""
+    try:
+        two = float(moments.t), float(moments.e)
+        return two if Moments.of(*two) == moments else None
+    except OverflowError:
+        return None
+
+
+def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    return [key for key in wanted if there.get(key) != wanted[key]]
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def read(path: str | os.PathLike[str]) -> History:
+    """Read the file of a run, while it goes on or after."""
+    at = Path(path).expanduser()
+    try:
+        content = at.read_bytes()
+    except OSError as error:
+        raise BadFile(
+            f"{str(path)!r} cannot be read ({error.strerror or error}); give the file that "
+            "gradtrace.Monitor(file=...) writes"
+        ) from error
+    return parse(content, repr(str(path)))
+
+
+def parse(content: bytes, called: str) -> History:
+    """What the lines of a file say."""
+    reading = Reading(called)
+    for number, line in _lines(content, called, reading):
+        reading.take(number, line)
+    return reading.done()
+
+
+def _lines(content: bytes, called: str, reading: Reading) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines with their numbers; torn ones become notes."""
+    *whole, torn = content.split(b"\n")
+    held: list[int] = []
+    for number, line in enumerate(whole, 1):
+        found = _object(line)
+        if found is None:
+            held += [number] if line else []
+            continue
+        if held and found["kind"] not in AFTER_TORN:
+            break
+        for each in held:
+            reading.torn(each)
+        held.clear()
+        yield number, found
+    if held:
+        raise damaged(called, held[0])
+    if torn:
+        reading.torn(len(whole) + 1)
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
+
+
+def damaged(called: str, number: int, why: object = "") -> BadFile:
+    """The error of a line that cannot be read."""
+    told = f" ({why})" if why else ""
+    return BadFile(
+        f"{called} is damaged in line {number}{told}; delete that line to read the others, or take "
+        "the file from where it is whole"
+    )
+
+
+class Reading:
+    """Gathers lines."""
+
+    def __init__(self, called: str) -> None:
+        self.called = called
+        self.header: dict[str, Any] | None = None
+        self.records: dict[int, Record] = {}
+        self.seconds: dict[int, float] = {}
+        self.names: list[str] | None = None
+        self.running = True
+        self.notes: list[str] = []
+        self._takers = {
+            "run": self._run,
+            "resume": self._resume,
+            "names": self._named,
+            "step": self._step,
+            "times": self._times,
+            "gap": self._gap,
+            "end": self._end,
+        }
+
+    def torn(self, number: int) -> None:
+        """A line without its end."""
+        self.notes.append(f"line {number} was cut short, as by a killed process, and is left out")
+
+    def take(self, number: int, line: dict[str, Any]) -> None:
+        """One line."""
+        kind = line["kind"]
+        if self.header is None and kind not in ("run", "resume"):
+            raise BadFile(
+                f"{self.called} does not begin as a run of gradtrace.Monitor; give the file that "
+                "Monitor(file=...) writes"
+            )
+        try:
+            self._takers.get(kind, self._unknown)(line)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as e:
+            raise damaged(self.called, number, f"{type(e).__name__}: {e}") from e
+
+    def _run(self, line: dict[str, Any]) -> None:
+        version = line["schema_version"]
+        if version != SCHEMA:
+            raise BadFile(
+                f"{self.called} was written by another version of gradtrace (schema {version}, not "
+                f"{SCHEMA}); read it with that one"
+            )
+        if self.header is not None:
+            raise ValueError("a second header")
+        self.header = line
+
+    def _resume(self, line: dict[str, Any]) -> None:
+        """A run goes on; what it does again takes the place of what was done before."""
+        if self.header is None:
+            self._run(line)
+            return
+        first = int(line["step"])
+        again = [step for step in self.records if step >= first]
+        if again:
+            self.notes.append(
+                f"the run went on from step {first:,} again: {len(again):,} traced steps from "
+                "before are left out"
+            )
+        self.records = {s: record for s, record in self.records.items() if s < first}
+        self.seconds = {s: each for s, each in self.seconds.items() if s < first}
+        self.names, self.running = None, True
+
+    def _gap(self, line: dict[str, Any]) -> None:
+        """Told by the torn line before it."""
+
+    def _unknown(self, line: dict[str, Any]) -> None:
+        raise ValueError(f"unknown kind {line['kind'][:40]!r}")
+
+    def _named(self, line: dict[str, Any]) -> None:
+        self.names = [str(name) for name in line["names"]]
+
+    def _step(self, line: dict[str, Any]) -> None:
+        table = line.get("influence")
+        step = int(line["step"])
+        self.records[step] = Record(
+            step,
+            float(line["loss"]),
+            None if table is None else self._table(table),
+            str(line["verdict"]),
+            {name: Norms(float(a), _maybe(b)) for name, (a, b) in line["norms"].items()},
+            float(line["scale"]),
+            float(line["seconds"]),
+            float(line["share"]),
+            tuple(map(str, line["notes"])),
+        )
+
+    def _table(self, table: dict[str, Any]) -> Influence:
+        if self.names is None or len(self.names) != len(table["rows"]):
+            raise ValueError("the names of its components are missing")
+        rows = [_unpacked(name, row) for name, row in zip(self.names, table["rows"])]
+        return Influence.from_dict({**table, "rows": rows})
+
+    def _times(self, line: dict[str, Any]) -> None:
+        for step, each in enumerate(line["seconds"], int(line["step"])):
+            if each is not None:
+                self.seconds[step] = float(each)
+
+    def _end(self, line: dict[str, Any]) -> None:
+        self.running = False
+        if line.get("error"):
+            self.notes.append(f"the run was ended by {line['error']} at step {int(line['step']):,}")
+
+    def done(self) -> History:
+        """All that was read."""
+        if self.header is None:
+            raise BadFile(
+                f"{self.called} is empty: the run has not begun to write; look again later"
+            )
+        return History(
+            self.header,
+            tuple(self.records[step] for step in sorted(self.records)),
+            tuple(sorted(self.seconds)),
+            tuple(self.seconds[step] for step in sorted(self.seconds)),
+            self.running,
+            tuple(self.notes),
+        )
+
+
+def _maybe(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _unpacked(name: str, row: Sequence[Any]) -> dict[str, Any]:
+    """A row as ``Influence.from_dict`` reads it."""
+    own, unreached, *sums = row
+    if len(sums) == 4:
+        two = (Moments.of(*map(float, sums[at : at + 2])) for at in (0, 2))
+        sums = [[(f.numerator, f.denominator) for f in moments.parts()] for moments in two]
+    count, gradient = sums
+    return {"name": name, "own": own, "unreached": unreached, "count": count, "gradient": gradient}
+
+
+def scalars(record: Record, prefix: str = "gradtrace/") -> dict[str, float]:
+    """A record as few named numbers for a logger; those that are not finite are left out."""
+    found = {"loss": record.loss, "cost": record.share}
+    for name, share in (record.influence.shares if record.influence else {}).items():
+        found[f"share/{name}"] = share
+    for name, norms in record.norms.items():
+        if norms.own is not None:
+            found[f"norm/{name}"] = norms.own
+    return {prefix + name: value for name, value in found.items() if math.isfinite(value)}

@@ -1,0 +1,87 @@
+"""Where numbers go while a model trains: one small protocol, and what speaks others.
+
+A logger has ``log(step, scalars)``. Taken as they are: functions of the same two, TensorBoard's
+``SummaryWriter``, Lightning's loggers, the module ``mlflow``, and runs of W&B; none is imported.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from gradtrace.errors import GradtraceError
+
+Log = Callable[[int, Mapping[str, float]], object]
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """What results are handed to as they come."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> object:
+        """Take the numbers of a step."""
+
+
+def adapted(logger: Any) -> Log:
+    """The function to call for a logger, whatever it speaks.
+
+    >>> heard = []
+    >>> adapted(lambda step, scalars: heard.append((step, scalars["loss"])))(3, {"loss": 0.5})
+    >>> heard
+    [(3, 0.5)]
+    """
+    if callable(getattr(logger, "add_scalar", None)):
+        return lambda step, scalars: _one_by_one(logger, step, scalars)
+    if callable(getattr(logger, "log_metrics", None)):  # Lightning's, and mlflow
+        return lambda step, scalars: logger.log_metrics(dict(scalars), step=step)
+    if _home(logger) == "wandb":
+        return lambda step, scalars: logger.log(dict(scalars), step=step)
+    if isinstance(logger, Logger):
+        return logger.log
+    if callable(logger):
+        return lambda step, scalars: logger(step, scalars)
+    raise GradtraceError(
+        f"a {type(logger).__name__} is no logger; give an object with log(step, scalars), a "
+        "function of these two, a SummaryWriter, a logger of Lightning, mlflow or a W&B run"
+    )
+
+
+def _home(logger: Any) -> str:
+    """The package that a logger's class comes from, or the module's own name."""
+    name = getattr(logger, "__name__", "") or type(logger).__module__
+    return str(name).partition(".")[0]
+
+
+def _one_by_one(writer: Any, step: int, scalars: Mapping[str, float]) -> None:
+    for name, value in scalars.items():
+        writer.add_scalar(name, value, step)
+
+
+class Loggers:
+    """Several loggers. One that fails is told of once, and training goes on."""
+
+    def __init__(self, loggers: Iterable[Any]) -> None:
+        if isinstance(loggers, (str, bytes)) or not isinstance(loggers, Iterable):
+            raise GradtraceError(
+                f"loggers is a list of loggers, not a {type(loggers).__name__}: loggers=[writer]"
+            )
+        self._all = [(logger, adapted(logger)) for logger in loggers]
+        self._failed: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Hand the numbers to all."""
+        for logger, log in self._all:
+            try:
+                log(step, scalars)
+            except Exception as error:  # whatever a service complains of
+                if id(logger) not in self._failed:
+                    self._failed.add(id(logger))
+                    warnings.warn(
+                        f"{type(logger).__name__} failed to log ({type(error).__name__}: {error}); "
+                        "training goes on",
+                        stacklevel=4,
+                    )

@@ -1,0 +1,96 @@
+"""Heat maps: the elements of a leaf that are shown, one for each cell of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtrace.report.model import Floats, Ints
+from gradtrace.shapes import Shape
+
+CELLS = 48 * 48
+"""The most cells of a leaf."""
+
+LARGEST = 2**31 - 1
+"""The most elements of a tensor whose elements the page can number."""
+
+
+class Grid(NamedTuple):
+    """A leaf as a matrix, and how many cells there are along each side."""
+
+    height: int
+    width: int
+    rows: int
+    columns: int
+
+
+class Cells(NamedTuple):
+    """The element of the largest |gradient| in each cell, as flat index, and its gradient."""
+
+    grid: Grid
+    element: Ints
+    gradient: Floats
+
+
+def grids(shapes: Sequence[Shape], budget: int) -> list[Grid]:
+    """A grid for each leaf, all of them with at most about ``budget`` cells: small leaves have all
+    their elements, the others as many cells as are left for each.
+    """
+    low, high = 1, CELLS
+    while low < high:
+        most = -(-(low + high) // 2)
+        if sum(g.rows * g.columns for g in (grid(s, most) for s in shapes)) <= budget:
+            low = most
+        else:
+            high = most - 1
+    return [grid(shape, low) for shape in shapes]
+
+
+def grid(shape: Shape, most: int) -> Grid:
+    """A leaf as a matrix: the first dimension by all others, a vector as one row.
+
+    >>> grid((4, 5), 2304), grid((100, 3, 20), 16), grid((7,), 4)
+    (Grid(height=4, width=5, rows=4, columns=5), Grid(height=100, width=60, rows=4, columns=4),
+     Grid(height=1, width=7, rows=1, columns=4))
+    """
+    height = shape[0] if len(shape) > 1 else 1
+    width = int(np.prod(shape[1:] if len(shape) > 1 else shape, dtype=np.int64))
+    if height * width <= most:
+        return Grid(height, width, height, width)
+    rows = max(1, min(height, int(most**0.5)))
+    columns = max(1, min(width, most // rows))
+    return Grid(height, width, max(1, min(height, most // columns)), columns)
+
+
+def cells(gradient: Tensor, cut: Grid) -> Cells:
+    """The largest element of each cell, the first of equals; what is not a number counts most."""
+    height, width, rows, columns = cut
+    flat = gradient.reshape(-1)
+    if (rows, columns) == (height, width):
+        element = torch.arange(flat.numel())
+    else:
+        size = flat.reshape(height, width).abs()
+        size = torch.where(size.isnan(), torch.inf, size)
+        across = [_most(size[:, a:b], 1, a) for a, b in _cuts(width, columns)]
+        largest = torch.stack([most for most, _ in across], 1)  # (height, columns)
+        column = torch.stack([at for _, at in across], 1)
+        down = [_most(largest[a:b], 0, a) for a, b in _cuts(height, rows)]
+        row = torch.stack([at for _, at in down])  # (rows, columns)
+        element = (row * width + column.gather(0, row)).reshape(-1)
+    return Cells(cut, element.int().numpy(), flat[element].double().numpy())
+
+
+def _cuts(size: int, parts: int) -> list[tuple[int, int]]:
+    """Where each part begins and ends: ``i`` is in part ``i · parts // size``."""
+    starts = [-(-n * size // parts) for n in range(parts + 1)]
+    return list(pairwise(starts))
+
+
+def _most(size: Tensor, dim: int, first: int) -> tuple[Tensor, Tensor]:
+    found = size.max(dim)
+    return found.values, found.indices + first

@@ -1,0 +1,283 @@
+"""What a report is made of: plain data and columns, with the names that the page knows them by.
+
+``web/src/types.ts`` says what each field means; the two must agree. A ``View`` needs neither the
+trace it was made of nor the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Singles: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of the model; the first is the model itself."""
+
+    name: str
+    kind: str
+    parent: int
+    calls: int
+    parameters: int
+    like: int
+
+
+@dataclass(frozen=True, eq=False)
+class Operators:
+    """A row for each operator, from the loss on, and then for each leaf."""
+
+    name: Ints
+    module: Ints
+    call: Ints
+    shape: Ints
+    leaf: Ints
+    view: Bytes
+    mass: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """A row for each argument that gradient went to."""
+
+    consumer: Ints
+    producer: Ints
+    position: Ints
+    mass: Floats
+    share: Singles
+
+
+@dataclass(frozen=True, eq=False)
+class HeatMap:
+    """A leaf as a matrix, cut into cells: element ``(r, c)`` of it lies in the cell
+    ``(r · rows // height, c · columns // width)``.
+    """
+
+    height: int
+    width: int
+    rows: int
+    columns: int
+    element: Ints
+    gradient: Floats
+    start: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A parameter, or an input that requires grad."""
+
+    name: str
+    names: tuple[str, ...]
+    operator: int
+    module: int
+    parameter: bool
+    shape: tuple[int, ...]
+    elements: int
+    zero: int
+    norm: float
+    largest: float
+    map: HeatMap | None
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """The elements that paths visit, each once; those behind it have greater numbers."""
+
+    operator: Ints
+    word: Ints
+    shape: Ints
+    element: Ints
+    derivative: Floats
+    gradient: Floats
+    share: Singles
+    next: Ints
+
+
+@dataclass(frozen=True)
+class Route:
+    """Operators that sampled paths run through."""
+
+    operators: tuple[int, ...]
+    modules: tuple[int, ...]
+    count: int
+    share: float
+    weighted: float
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How the paths behind the routes were drawn."""
+
+    paths: int
+    drawn: int
+    elements: int
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """A row for each component."""
+
+    name: tuple[str, ...]
+    module: Ints
+    share: Floats
+    weighted: Floats
+    error: Floats
+    through: Floats
+    eligible: Floats
+    unreached: Floats
+    own: Floats
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlowRow:
+    """The gradient at a module."""
+
+    module: int
+    depth: int
+    norm: float
+    gain: float | None
+    zeros: float
+    own: float | None
+    verdict: str
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """The gradient along depth and by module."""
+
+    findings: tuple[str, ...]
+    depth: Ints
+    norm: Floats
+    rms: Floats
+    zeros: Floats
+    operator: tuple[str, ...]
+    module: tuple[str, ...]
+    rows: tuple[FlowRow, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """All that a report shows of one trace."""
+
+    name: str
+    rule: str
+    granularity: str
+    pairs: int
+    notes: tuple[str, ...]
+    words: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    modules: tuple[Module, ...]
+    operators: Operators
+    edges: Edges
+    leaves: tuple[Leaf, ...]
+    forest: Forest
+    routes: tuple[Route, ...]
+    sample: Sample
+    tables: dict[str, Influence]
+    flow: Flow
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """Influence over the steps of a training run."""
+
+    step: Ints
+    loss: Floats
+    components: tuple[str, ...]
+    share: tuple[Floats, ...]
+    weighted: tuple[Floats, ...]
+    cost: float
+    running: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """Seconds a step, and whether they grow."""
+
+    step: Ints
+    seconds: Floats
+    verdict: str
+    grows: bool | None
+    slope: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """A whole page."""
+
+    schema: int
+    title: str
+    made: tuple[tuple[str, str], ...]
+    traces: tuple[View, ...]
+    training: Training | None
+    timing: Timing | None
+
+
+# From data to a model again -----------------------------------------------------------------------
+
+
+def revived(kind: type, data: Any) -> Any:
+    """An object of one of the classes above from dicts, lists and columns, each field checked.
+
+    >>> revived(Sample, {"paths": 3, "drawn": 4, "elements": 9, "seed": 0})
+    Sample(paths=3, drawn=4, elements=9, seed=0)
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(data, Mapping) or not data.keys() >= hints.keys():
+        raise ValueError(f"no {kind.__name__}")
+    found = kind(**{name: _value(hint, data[name]) for name, hint in hints.items()})
+    lengths = {len(x) for x in vars(found).values() if isinstance(x, np.ndarray)}
+    if len(lengths) > 1:
+        raise ValueError(f"columns of {kind.__name__} differ in length")
+    return found
+
+
+def _value(hint: Any, data: Any) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return None if data is None else _value(next(a for a in args if a is not NoneType), data)
+    if origin is np.ndarray:
+        (dtype,) = get_args(args[1])
+        if not isinstance(data, np.ndarray) or data.dtype != dtype:
+            raise ValueError(f"no column of {np.dtype(dtype)}")
+        return data
+    if origin is dict and isinstance(data, Mapping):
+        return {str(key): _value(args[1], each) for key, each in data.items()}
+    if origin is tuple and isinstance(data, list):
+        kinds = args[:1] * len(data) if args[1] is ... else args
+        if len(kinds) != len(data):
+            raise ValueError(f"{len(data)} values in place of {len(kinds)}")
+        return tuple(map(_value, kinds, data))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return revived(hint, data)
+    if hint is float and isinstance(data, (int, float, str)):
+        return float(data)
+    if type(data) is not hint:
+        raise ValueError(f"{type(data).__name__} in place of {hint}")
+    return data
+
+
+def plain(value: object) -> object:
+    """What ``revived`` reads, with columns as they are: dataclasses become dicts."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value

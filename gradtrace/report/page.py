@@ -1,0 +1,55 @@
+"""The page: a template that the wheel carries, with the data as one string in it."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib import resources
+
+from gradtrace.errors import GradtraceError
+from gradtrace.report.encode import contained, lettered
+from gradtrace.report.model import Report, plain
+
+TITLE, DATA = "<!--gradtrace-title-->", "<!--gradtrace-data-->"
+"""Where the title and the data go. Nothing else of a report is in the page as text: base64 has no
+character that HTML or JavaScript knows, and the title is escaped."""
+
+LONGEST = 200
+"""The most characters of a title."""
+
+
+def page(report: Report) -> str:
+    """A report as one file that asks for no other."""
+    return filled(template(), report.title, lettered(contained(plain(report))))
+
+
+def filled(frame: str, title: str, data: str) -> str:
+    """A template with its title and its data.
+
+    >>> filled(f"<title>{TITLE}</title><script>{DATA}</script>", "</title>", "abc=")
+    '<title>&lt;/title&gt;</title><script>abc=</script>'
+    """
+    for mark in (TITLE, DATA):
+        if frame.count(mark) != 1:
+            raise GradtraceError(
+                f"the report's template holds {mark!r} {frame.count(mark)} times in place of once: "
+                "install gradtrace again, or build its page (make web)"
+            )
+    return frame.replace(TITLE, _text(title)).replace(DATA, data)
+
+
+def _text(title: str) -> str:
+    """As HTML in ASCII, so that no mark of direction or lone surrogate is in the file."""
+    short = title if len(title) <= LONGEST else title[: LONGEST - 1] + "…"
+    return escape(short).encode("ascii", "xmlcharrefreplace").decode()
+
+
+def template() -> str:
+    """The page as it was built, without data."""
+    try:
+        return resources.files("gradtrace.report").joinpath("template.html").read_text("utf-8")
+    except OSError as error:
+        raise GradtraceError(
+            "the report's template is missing from this installation: install gradtrace from a "
+            "wheel (pip install --force-reinstall gradtrace), or, in a checkout, build the page "
+            "with make web"
+        ) from error
