@@ -28,8 +28,8 @@ export function Graph(view: View) {
   const anchor = useRef<{ node: number; x: number; y: number } | null>(null);
 
   const measure = () => {
-    const element = frame.current!;
-    return { width: element.clientWidth || 1, height: element.clientHeight || 1 };
+    const element = frame.current; // gone, if the reader has left the tab meanwhile
+    return { width: element?.clientWidth || 1, height: element?.clientHeight || 1 };
   };
   /** Moves at once; what is drawn changes only when the reader nears its border. */
   const look = (next: Camera) => {
