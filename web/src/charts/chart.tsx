@@ -316,15 +316,16 @@ function PaneOf({ laid, left, inner, x }: {
           </text>
         </g>
       ))}
-      {pane.series.map((series) => (
-        <Curve key={series.name} series={series} laid={laid} x={x} />
+      {pane.series.map((series, n) => (
+        <Curve key={n} series={series} laid={laid} x={x} />
       ))}
     </g>
   );
 }
 
 function Legend({ panes }: { panes: Pane[] }) {
-  const all = panes.flatMap((pane) => pane.series);
+  const every = panes.flatMap((pane) => pane.series);
+  const all = every.filter((one, n) => every.findIndex((other) => other.name === one.name) === n);
   if (all.length < 2) return null;
   return (
     <ul class="curves">
