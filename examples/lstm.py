@@ -73,9 +73,9 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], st
     columns = Column("gate"), Column("paths", "count"), Column("share", "share")
     most = max(GATES, key=gates.__getitem__)
     return [Table("How the key's paths come into the cell", columns, rows)], (
-        f"{len(paths)} of the keys' {size} elements have a path, {STEPS} steps back; {straight:.0%} "
-        f"of them stay on the cell state all the way, and most ({gates[most] / len(paths):.0%}) "
-        f"came into it by the {most} gate."
+        f"{len(paths)} of the keys' {size} elements have a path, {STEPS} steps back; "
+        f"{straight:.0%} of them stay on the cell state all the way, and most "
+        f"({gates[most] / len(paths):.0%}) came into it by the {most} gate."
     )
 
 
