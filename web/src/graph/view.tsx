@@ -1,6 +1,6 @@
 /** The graph: gradient comes down from the loss. Boxes open and close; a path can be followed. */
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { count, counted, percent } from "../format";
+import { count, percent } from "../format";
 import { influence } from "../influence";
 import type { Trace } from "../types";
 import type { View } from "../view";
@@ -209,11 +209,10 @@ export function Graph(view: View) {
           Reset
         </button>
         {views > 0 && (
-          <label title="Operators that only move elements: views, transposes, expansions">
+          <label title="Show operators that only move elements: views, transposes, expansions">
             <input type="checkbox" checked={state.views} onChange={() => go({ views: !state.views })} />
             <span>
-              {counted(views, "view")}
-              <span class="wide"> and the like</span>
+              Views <span class="soft">{count(views)}</span>
             </span>
           </label>
         )}
