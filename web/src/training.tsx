@@ -46,8 +46,8 @@ export function trendline({ step, seconds }: Timing, slope: number): Float64Arra
 function fitted(timing: Timing): Series[] {
   const lines: [string, number, Series["form"]][] = [
     ["trend", timing.slope, "trend"],
-    ["least steep it may be", timing.low, "bound"],
-    ["steepest it may be", timing.high, "bound"],
+    ["its interval", timing.low, "bound"],
+    ["its interval", timing.high, "bound"],
   ];
   return lines
     .filter(([, slope]) => Number.isFinite(slope))
