@@ -116,7 +116,7 @@ export function App({ report }: { report: Report }) {
         )}
         {some && <Search {...view} />}
         <div class="actions">
-          {some && <ExportMenu {...view} />}
+          <ExportMenu {...view} />
           <Theme />
           <button class="icon" aria-label="Keyboard help" title="Keyboard help (?)" onClick={() => setHelp(true)}>
             ?
