@@ -163,6 +163,7 @@ export function Graph(view: View) {
       <div
         ref={frame}
         class="canvas"
+        data-export
         tabIndex={0}
         role="application"
         aria-roledescription="graph"
@@ -190,6 +191,7 @@ export function Graph(view: View) {
           </g>
         </svg>
         {!drawing && <p class="wait">Laying out the graph…</p>}
+        <Legend />
       </div>
       <p class="unseen" role="status">
         {drawing && focus !== null ? describe(trace, drawing, focus, shares) : ""}
@@ -226,7 +228,6 @@ export function Graph(view: View) {
           </button>
         </p>
       )}
-      <Legend />
       <Detail {...view} />
     </section>
   );
@@ -296,7 +297,7 @@ function neighbour(drawing: Drawing, from: number, dx: number, dy: number, stay:
 
 function Legend() {
   return (
-    <div class="legend" aria-label="Legend">
+    <div class="legend">
       <span>Line: share of Σ |gradient| at its lower end</span>
       <svg width="232" height="20" aria-hidden="true">
         {[0.01, 0.25, 0.5, 1].map((share, at) => (
