@@ -9,7 +9,7 @@ import { Detail } from "./detail";
 import { draw, jobs, type Drawing, type Placed } from "./draw";
 import { plan } from "./engine";
 import { fold, picked } from "./fold";
-import { breadth, describe, Sheet, type Lit } from "./sheet";
+import { breadth, describe, Sheet, visible, type Lit } from "./sheet";
 
 /** Where the reader was looking, for when he comes back to this tab. */
 const looks = new WeakMap<object, Camera>();
@@ -83,6 +83,10 @@ export function Graph(view: View) {
     anchor.current = null;
   }, [drawing]);
 
+  const { lines, left } = useMemo(
+    () => (drawing && window_ ? visible(drawing, window_.region, lit) : { lines: [], left: 0 }),
+    [drawing, window_, lit],
+  );
   const chosen = drawing ? target(drawing, state.operator, state.module) : null;
   // A choice made elsewhere (tree, search, address) is brought into sight.
   useEffect(() => {
@@ -186,12 +190,12 @@ export function Graph(view: View) {
           </defs>
           <g ref={world}>
             {drawing && window_ && (
-              <Sheet trace={trace} drawing={drawing} {...window_} lit={lit} focus={focus} chosen={chosen} influence={shares} />
+              <Sheet trace={trace} drawing={drawing} {...window_} lines={lines} lit={lit} focus={focus} chosen={chosen} influence={shares} />
             )}
           </g>
         </svg>
         {!drawing && <p class="wait">Laying out the graph…</p>}
-        <Legend />
+        <Legend left={left} />
       </div>
       <p class="unseen" role="status">
         {drawing && focus !== null ? describe(trace, drawing, focus, shares) : ""}
@@ -295,7 +299,7 @@ function neighbour(drawing: Drawing, from: number, dx: number, dy: number, stay:
   return best;
 }
 
-function Legend() {
+function Legend({ left }: { left: number }) {
   return (
     <div class="legend">
       <span>Line: share of Σ |gradient| at its lower end</span>
@@ -309,6 +313,7 @@ function Legend() {
           </g>
         ))}
       </svg>
+      {left > 0 && <span>{count(left)} weaker lines are not drawn</span>}
     </div>
   );
 }
