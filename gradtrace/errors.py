@@ -64,3 +64,7 @@ class TooDeep(GradtraceError):
 
 class OutOfRange(GradtraceError):
     """A value is too large or too small for a float."""
+
+
+class RankFailed(GradtraceError):
+    """Another process of a ``torch.distributed`` group failed, ended, or never came."""

@@ -41,5 +41,5 @@ export default defineConfig({
     reportCompressedSize: false,
   },
   worker: { format: "iife" },
-  test: { include: ["test/**/*.test.{ts,tsx}"] },
+  test: { include: ["test/**/*.test.{ts,tsx}"], testTimeout: 120_000 }, // machines may be busy
 });

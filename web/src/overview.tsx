@@ -39,7 +39,10 @@ export function ranked(table: Influence | undefined, by: "share" | "weighted"): 
 export function telling(trace: Trace, all: Ranked[]): Ranked[] {
   const children = new Map<number, number[]>();
   trace.modules.forEach((module, n) => {
-    if (module.parent >= 0) children.set(module.parent, [...(children.get(module.parent) ?? []), n]);
+    if (module.parent < 0) return;
+    const mine = children.get(module.parent);
+    if (mine) mine.push(n);
+    else children.set(module.parent, [n]);
   });
   const value = new Map(all.map((one) => [one.module, one.value]));
   return all.filter((one) => {
@@ -134,6 +137,7 @@ export function Overview(view: View) {
           <h2 id="flow-title">Flow</h2>
           <FlowChart traces={alone(trace)} />
         </section>
+        <Made made={report.made} />
       </div>
     </div>
   );
@@ -204,6 +208,21 @@ function Facts({ trace }: { trace: Trace }) {
         </div>
       ))}
     </dl>
+  );
+}
+
+/** With what the report was made. */
+export function Made({ made }: { made: [string, string][] }) {
+  if (!made.length) return null;
+  return (
+    <p class="made full" data-testid="made">
+      {made.map(([name, value], n) => (
+        <>
+          {n > 0 && " · "}
+          <bdi>{short(name, 40)}</bdi> <bdi>{short(value, 80)}</bdi>
+        </>
+      ))}
+    </p>
   );
 }
 

@@ -11,7 +11,7 @@ export interface Series {
   name: string;
   values: ArrayLike<number>;
   colour: number; // of the palette: 0 to 7, or 8 for grey
-  form?: "line" | "dots" | "trend";
+  form?: "line" | "dots" | "trend" | "bound";
   /** Where there is no number because there is nothing to measure. */
   missing?: (at: number) => boolean;
 }
@@ -126,6 +126,11 @@ function drawn(series: Series, x: (at: number) => number, y: (value: number) => 
   return text;
 }
 
+const strokes = { line: "curve", dots: "curve", trend: "trend", bound: "bound" };
+
+/** Lines that were fitted, not measured, are in no list of numbers. */
+const measured = (series: Series): boolean => series.form !== "trend" && series.form !== "bound";
+
 function Curve({ series, laid, x }: { series: Series; laid: Laid; x: (at: number) => number }) {
   const points = useMemo(() => thin(series.values), [series.values]);
   const bottom = laid.top + laid.height;
@@ -141,7 +146,7 @@ function Curve({ series, laid, x }: { series: Series; laid: Laid; x: (at: number
           return Number.isFinite(y) ? <circle class="dot" cx={x(at)} cy={y} r={single ? 3.5 : 2} /> : null;
         })
       ) : (
-        <path class={series.form === "trend" ? "trend" : "curve"} d={drawn(series, x, laid.y)} />
+        <path class={strokes[series.form ?? "line"]} d={drawn(series, x, laid.y)} />
       )}
       {odd.slice(0, 400).map((at) => {
         const zero = series.values[at] === 0;
@@ -204,7 +209,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
       `${axis} ${count(x[i]!)}`,
       ...panes.flatMap((pane) =>
         pane.series
-          .filter((s) => s.form !== "trend" && !s.missing?.(i))
+          .filter((s) => measured(s) && !s.missing?.(i))
           .map((s) => `${short(s.name, 40)} ${pane.format(s.values[i]!)}`),
       ),
       note?.(i) ?? "",
@@ -256,7 +261,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
               {laid.map((one) =>
                 one.pane.series.map((s) => {
                   const y = one.y(s.values[at]!);
-                  return Number.isFinite(y) && s.form !== "trend" ? (
+                  return Number.isFinite(y) && measured(s) ? (
                     <circle class={`series-${s.colour}`} cx={place(at)} cy={y} r="4" />
                   ) : null;
                 }),
@@ -326,7 +331,7 @@ function Legend({ panes, at }: { panes: Pane[]; at: number | null }) {
         <li>
           <Swatch colour={series.colour} form={series.form} />
           <bdi title={series.name}>{short(series.name, 40)}</bdi>
-          {at !== null && series.form !== "trend" && !series.missing?.(at) && (
+          {at !== null && measured(series) && !series.missing?.(at) && (
             <span class="num">{pane.format(series.values[at]!)}</span>
           )}
         </li>
@@ -342,7 +347,7 @@ export function Swatch({ colour, form }: { colour: number; form?: Series["form"]
       {form === "dots" ? (
         <circle class="dot" cx="11" cy="5" r="3" />
       ) : (
-        <path class={form === "trend" ? "trend" : "curve"} d="M1 5H21" />
+        <path class={strokes[form ?? "line"]} d="M1 5H21" />
       )}
     </svg>
   );
@@ -351,7 +356,7 @@ export function Swatch({ colour, form }: { colour: number; form?: Series["form"]
 function Numbers({ title, axis, x, panes, note }: Omit<ChartProps, "legend">) {
   const [open, setOpen] = useState(false);
   const all = panes.flatMap((pane) =>
-    pane.series.filter((s) => s.form !== "trend").map((series) => ({ pane, series })),
+    pane.series.filter(measured).map((series) => ({ pane, series })),
   );
   const every = Math.max(1, Math.ceil(x.length / ROWS));
   const rows = Array.from({ length: Math.ceil(x.length / every) }, (_, n) => n * every);
