@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 import nbformat
+from blocks import same
 from nbclient import NotebookClient
 from nbformat import NotebookNode
-from pages import same
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))

@@ -15,7 +15,7 @@ imports it; ``<!-- exit: 2 -->`` says how a command ends; ``<!-- not run: why --
 (and the list in ``test_docs`` has to know it). Anything else is refused, so that no block is
 passed over unseen.
 
-``python tests/pages.py PAGE ...`` writes the output of every block into the page.
+``python tests/blocks.py PAGE ...`` writes the output of every block into the page.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LANGUAGES = {"python", "console", "output", "text"} | SITE
 MARK = re.compile(r"<!--\s*(file|exit|not run):\s*(.*?)\s*-->\s*", re.DOTALL)
 NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-CONVENTION = "python, console, output or text, or a comment before it: see tests/pages.py"
+CONVENTION = "python, console, output or text, or a comment before it: see tests/blocks.py"
 
 
 class PageError(AssertionError):
