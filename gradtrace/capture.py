@@ -20,6 +20,7 @@ from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, learn
 from gradtrace.deferred import Deferred, Part
 from gradtrace.engine import gradient_of
 from gradtrace.errors import GradtraceError, NotLinear, TooLarge
+from gradtrace.folding import fold
 from gradtrace.hooks import HookWatch
 from gradtrace.labels import labels_of
 from gradtrace.linear import shape_of
@@ -262,6 +263,7 @@ class Record:
         if not block.opened:
             shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
             resolve(block, recorder.new, shapes, next(iter(arrived.values()))[0].device)
+            fold(block)
         return given
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from gradtrace import engine, memory, report, saving
+from gradtrace import engine, memory, saving
+from gradtrace import report as reports
 from gradtrace.atlas import Lazy, unknown
 from gradtrace.coarse import Coarse
-from gradtrace.components import Components, Survey
+from gradtrace.components import Chosen, Component, Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow, flow_of, measure
 from gradtrace.following import Kept
@@ -28,6 +31,20 @@ from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
 from gradtrace.tracing import Found, Tracer
+
+SAMPLED = 10_000
+"""The elements whose paths tell influence in a report where there is no memory for all."""
+
+SMALLER = (
+    f"this is a smaller view, for a notebook: influence of {SAMPLED:,} sampled elements, and fewer "
+    "cells and paths; trace.report('report.html') writes all"
+)
+
+OPERATORS, ELEMENTS = 2_000, 5_000_000
+"""From so many on, of operators or of parameters, a notebook is shown a smaller view."""
+
+MANY = 4_000
+"""Operators from which on a report does not tell each argument of each sum apart."""
 
 
 @dataclass
@@ -53,7 +70,7 @@ class Trace:
     budget: int | None = None
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
     _kept: dict[int, Kept] = field(default_factory=dict, repr=False)
-    _views: dict[tuple[int, int], report.View] = field(default_factory=dict, repr=False)
+    _views: dict[tuple[int, int, bool], reports.View] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self._versions = [(t, t._version) for t in weights_of(self.program)]
@@ -268,14 +285,26 @@ class Trace:
         """
         self._unchanged()
         by = checked_weight(weight)
+        chosen = self._survey().choose(components)
+        if sample is not None:
+            return self._counted(chosen, _positive("sample", sample), seed).by(by)
+        table = self._counted(chosen).by(by)
+        if isinstance(components, str):
+            self.asked[components] = table
+        return table
+
+    def _survey(self) -> Survey:
         others = {name: self.aliases.get(name, ()) for name in self._values}
-        chosen = Survey(self.program, self.modules, others).choose(components)
+        return Survey(self.program, self.modules, others)
+
+    def _counted(self, chosen: Chosen, sample: int | None = None, seed: int = 0) -> Influence:
+        """The table of some components, by the paths of all elements or of a sample."""
         could = possible(self.program, chosen.marks)
         tally = Tally(chosen.components, could, self.names, self.pairs)
         if sample is not None:
-            self._count_some(tally, chosen.marks, _positive("sample", sample), seed)
+            self._count_some(tally, chosen.marks, sample, seed)
             drawn = sum(leaf.total for leaf in tally.leaves) // self.pairs
-            return tally.result(self.rule, by, (f"paths of {drawn:,} elements", *self.notes))
+            return tally.result(self.rule, "count", (f"paths of {drawn:,} elements", *self.notes))
         if self.granularity == "scalar":
             memory.see(
                 memory.streaming(self.program, self._uses_kept),
@@ -287,10 +316,7 @@ class Trace:
         with torch.no_grad():
             for found, gradient in self._found(chosen.marks):
                 tally.add(found, gradient)
-        table = tally.result(self.rule, by, self.notes)
-        if isinstance(components, str):
-            self.asked[components] = table
-        return table
+        return tally.result(self.rule, "count", self.notes)
 
     def _count_some(self, tally: Tally, marks: Marks, sample: int, seed: int) -> None:
         """Follow the paths of sampled elements, for each pair."""
@@ -335,12 +361,14 @@ class Trace:
         name: str | Sequence[str] | None = None,
         sample: int = 1000,
         seed: int = 0,
+        training: str | os.PathLike[str] | None = None,
     ) -> None:
         """Write one HTML file to look at the trace in a browser; it needs no network and no other
         file.
 
         ``compare`` puts another trace beside this one. ``name`` is what the report calls this trace
-        (or a name for each). Top paths are those of a uniform ``sample`` of elements.
+        (or a name for each of the two). Its top paths are those of a uniform ``sample`` of all
+        elements. ``training`` is the file of a ``gradtrace.Monitor``, whose run is then shown too.
 
         >>> import torch, gradtrace as gt
         >>> from tempfile import TemporaryDirectory
@@ -348,19 +376,25 @@ class Trace:
         >>> with TemporaryDirectory() as folder:
         ...     gt.trace((x * x).sum(), names={"x": x}).report(f"{folder}/x.html", name="squares")
         """
-        saving.report(self, path, compare, name, sample, seed)
+        drawn = (_positive("sample", sample), seed)
+        saving.write(path, [self, compare], name, training, *drawn)
 
-    def _view(self, sample: int = 1000, seed: int = 0) -> report.View:
-        """What a report shows; made once, so it can be asked for again after an optimiser's step.
-        """
-        key = (_positive("sample", sample), seed)
+    def _repr_html_(self) -> str:
+        """The report in a frame, for notebooks; of large models a smaller one."""
+        many = sum(leaf.tensor.numel() for leaf in self.program.leaves)
+        large = many > ELEMENTS or len(self.program.blocks) > OPERATORS
+        return reports.inline(lambda: self._view(small=large), repr(self))
+
+    def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
+        """What a report shows; made once, so it is there even after an optimiser's step."""
+        key = (_positive("sample", sample), seed, small)
         if key not in self._views:
-            self._views[key] = self._seen(sample, seed, report.FULL)
+            self._views[key] = self._seen(sample, seed, small)
         return self._views[key]
 
-    def _seen(self, sample: int, seed: int, limits: report.Limits) -> report.View:
+    def _seen(self, sample: int, seed: int, small: bool) -> reports.View:
         self._unchanged()
-        tables, notes = self._tables()
+        tables, notes = self._tables(small)
         builder = self._builder(0)
         gradients: Mapping[str, Tensor] = self.gradients
         if self.pairs > 1:
@@ -370,7 +404,7 @@ class Trace:
                 "flow are of their sum",
             )
         size = measure(self.program, self.program.seed)
-        source = report.Source(
+        source = reports.Source(
             self.program,
             builder,
             gradients,
@@ -385,11 +419,41 @@ class Trace:
             tables,
         )
         flow = flow_of(self.program, self.names, self.modules, size=size)
-        return report.view(source, flow, sample, seed, limits)
+        limits = reports.SMALL if small else reports.FULL
+        return reports.view(source, flow, sample, seed, limits)
 
-    def _tables(self) -> tuple[dict[str, Influence], tuple[str, ...]]:
-        """Influence by modules, and by all kinds that there are."""
-        return {"": self.influence(), **self.asked}, ()
+    def _tables(self, small: bool = False) -> tuple[dict[str, Influence], tuple[str, ...]]:
+        """Influence of the kinds of components that there are, counted together in one pass, and
+        what is to be said of them. ``small``: that of a sample of elements.
+        """
+        survey, parts = self._survey(), dict[str, list[Component]]()
+        for kind in self._kinds():
+            with contextlib.suppress(UnknownName):  # there are none of these
+                parts[kind] = survey.choose(kind or None).components
+        chosen = Chosen([c for some in parts.values() for c in some], survey.marks)
+        notes: tuple[str, ...]
+        if small and self.granularity == "scalar":
+            table, notes = self._counted(chosen, SAMPLED), (SMALLER,)
+        else:
+            table, notes = self._all_or_some(chosen)
+        rows = iter(table.rows)
+        cut = {kind: tuple(islice(rows, len(some))) for kind, some in parts.items()}
+        return {kind: replace(table, rows=some) for kind, some in cut.items()}, notes
+
+    def _all_or_some(self, chosen: Chosen) -> tuple[Influence, tuple[str, ...]]:
+        try:
+            return self._counted(chosen), ()
+        except TooLarge as error:
+            told = f"influence is that of {SAMPLED:,} sampled elements: {error}"
+            return self._counted(chosen, SAMPLED), (told,)
+
+    def _kinds(self) -> list[str]:
+        """The kinds of components that a report tells of; the first, "", are modules if any."""
+        inside = any(block.place.module for block in self.program.blocks)
+        whole = self.granularity == "operator"  # which slices know nothing of
+        first = "" if inside or not whole else "operators"
+        kinds = [first, "classes", "operators", *([] if whole else ["labels"])]
+        return kinds if len(self.program.blocks) > MANY else [*kinds, "arguments"]
 
     def _found(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
         """The leaves after a pass, each with its gradient."""

@@ -39,7 +39,8 @@ LAYERS: tuple[set[str], ...] = (
     {"linear", "deferred", "nodes", "schedules", "states"},
     {"program"},
     {"values", "engine"},
-    {"recorder", "reconverge", "rules", "sizes", "gradient", "memory", "pairs", "sampling"},
+    {"folding", "recorder", "reconverge", "rules", "sizes"}
+    | {"gradient", "memory", "pairs", "sampling"},
     {"capture", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
@@ -200,7 +201,7 @@ def test_imports_point_down(path: Path, unit: str) -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["maps", "linear", "semirings", "kernels", "flow", "bench", "laboratory", "experiments"],
+    ["maps", "linear", "semirings", "kernels", "flow", "report", "bench", "laboratory", "experiments"],
 )
 def test_files_of_a_subpackage_import_each_other_one_way(package: str) -> None:
     """No circle, and nobody imports the package it is in."""

@@ -30,12 +30,14 @@ class Size(NamedTuple):
 def measure(program: Program, seed: Tensor) -> dict[int, Size]:
     """The sizes of all cotangents that operators take and give, each dropped after its last use."""
     last, wanted = program.last_uses(), _wanted(program)
+    kept = program.kept if seed is program.seed else {}
     values, found = {program.root: seed}, dict[int, Tensor]()
     shapes = {program.root: (seed.numel(), seed.dtype)}
     with torch.no_grad():
         found[program.root] = sizes(seed)
         for n, step in enumerate(program.steps()):
-            values[step.out] = gradient_of(step, values)
+            known = kept.get(step.out)
+            values[step.out] = gradient_of(step, values) if known is None else known
             if step.out in wanted:
                 found[step.out] = sizes(values[step.out])
                 shapes[step.out] = (prod(step.shape), step.dtype)
@@ -43,7 +45,9 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
                 if last.get(value, -1) <= n:
                     values.pop(value, None)
     numbers = (each.tolist() for each in _together(list(found.values())))
-    return {value: Size(a, b, int(c), d, *shapes[value]) for value, (a, b, c, d) in zip(found, numbers)}
+    return {
+        value: Size(a, b, int(c), d, *shapes[value]) for value, (a, b, c, d) in zip(found, numbers)
+    }
 
 
 def _wanted(program: Program) -> set[int]:
@@ -60,9 +64,9 @@ def _together(many: list[Tensor]) -> Iterable[Tensor]:
 
 
 def sizes(x: Tensor) -> Tensor:
-    """``‖x‖``, ``max |x[i]|``, how many entries are not 0 and ``Σ |x[i]|``; in float64, where squares
-    of all smaller floats fit. Those of float64 do not, so there ``‖x‖ = m ‖x/m‖`` with m the
-    largest.
+    """``‖x‖``, ``max |x[i]|``, how many entries are not 0 and ``Σ |x[i]|``; in float64, where
+    squares of all smaller floats fit. Those of float64 do not, so there ``‖x‖ = m ‖x/m‖`` with m
+    the largest.
     """
     if not x.numel():
         return torch.zeros(4, dtype=torch.float64, device=x.device)

@@ -178,6 +178,8 @@ def _together(*tensors: Tensor) -> list[Tensor]:
     no gaps, else row by row. Half precision is widened.
     """
     first = tensors[0]
+    if len(tensors) == 1 and first.is_contiguous():
+        return [_wide(first)]  # flat enough
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     turned = [x.permute(order) for x in tensors]
     if all(x.is_contiguous() for x in turned):

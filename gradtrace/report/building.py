@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gradtrace import flow
 from gradtrace.flow.sizing import sizes
@@ -24,17 +23,19 @@ from gradtrace.report.tree import Tree, named
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a trace a view may hold: cells of heat maps, stops of paths that can be looked
-    at, and stops of paths that are followed to choose these.
+    """How much of a trace a view may hold: cells of heat maps, and stops of paths to be looked at.
+    To see how many paths fit, those of the cells that are ``tried`` are followed first; fewer
+    in deep graphs, where they would visit more than ``steps`` operators if none of them met.
     """
 
     cells: int = 40_000
     stops: int = 60_000
-    steps: int = 400_000
+    tried: int = 8_000
+    steps: int = 10_000_000
 
 
 FULL = Limits()
-SMALL = Limits(4_000, 6_000, 40_000)
+SMALL = Limits(cells=4_000, stops=6_000, tried=2_000)
 """For notebooks, and models so large that a full view would keep one waiting."""
 
 
@@ -59,8 +60,9 @@ class _Builder:
         source, rows = self.source, self.rows
         operators, edges = rows.operators(), rows.edges()
         shown = self._cells()
-        drawn = {value: elements.numpy() for value, elements in self._drawn(sample, seed).items()}
-        grown, starts = self._followed(shown, drawn, deepest(edges, len(operators.name)))
+        longest = deepest(edges, len(operators.name))
+        drawn = self._drawn(min(sample, max(1, self.limits.steps // longest)), seed)
+        grown, starts = self._followed(shown, drawn, longest)
         chosen = self._sampled(grown, drawn)
         ways = routes.ways(grown, chosen, rows)
         wanted = self._wanted(ways, shown, starts)
@@ -77,7 +79,7 @@ class _Builder:
             granularity=source.granularity,
             pairs=source.pairs,
             notes=source.notes,
-            forest=forest.columns(grown, left, number, rows),
+            forest=forest.kept(grown, left, number, rows),
             words=rows.words.all(),
             shapes=rows.shapes.all(),
             modules=Tree(source, self.modules).modules(),
@@ -132,9 +134,9 @@ class _Builder:
 
     # Paths ---------------------------------------------------------------------------------------
 
-    def _drawn(self, sample: int, seed: int) -> dict[int, Tensor]:
+    def _drawn(self, sample: int, seed: int) -> dict[int, Places]:
         values = {name: value for value, name in self.source.names.items()}
-        return {values[n]: e for n, e in sampled(self.source.sizes, sample, seed).items()}
+        return {values[n]: e.numpy() for n, e in sampled(self.source.sizes, sample, seed).items()}
 
     def _followed(
         self, shown: dict[int, Cells], drawn: dict[int, Places], longest: int
@@ -146,12 +148,13 @@ class _Builder:
         """
         ranks = {value: ranked(found.gradient) for value, found in shown.items()}
         total = sum(map(len, ranks.values()))
-        whole = self.source.granularity == "operator"
-        many = total if whole else min(total, max(len(shown), self.limits.steps // longest))
+        few = min(self.limits.tried, self.limits.steps // longest)
+        whole = self.source.granularity == "operator"  # one path for all elements of a leaf
+        many = total if whole else min(total, max(len(shown), few))
         grown, starts = self._sweep(shown, drawn, _first(ranks, many))
-        room = int(1.5 * self.limits.stops * many / max(1, len(grown.next)))
-        if many < total and room > 2 * many:
-            return self._sweep(shown, drawn, _first(ranks, room))
+        room = many * self.limits.stops // max(1, len(grown.next))
+        if many < total and 3 * many < 2 * room:
+            return self._sweep(shown, drawn, _first(ranks, room + room // 4))
         return grown, starts
 
     def _sweep(
@@ -193,11 +196,10 @@ class _Builder:
         order = [
             np.stack([np.arange(len(way.starts)), way.starts]) for way in ways if len(way.starts)
         ]
-        for value, found in shown.items():
-            rank = ranked(found.gradient)
-            order.append(np.stack([rank, starts[value]]))
+        for value, each in shown.items():
+            order.append(np.stack([ranked(each.gradient), starts[value]]))
         turn, stop = np.concatenate([np.zeros((2, 0), dtype=np.int64), *order], 1)
-        found = stop[np.argsort(turn, kind="stable")]
+        found: Places = stop[np.argsort(turn, kind="stable")]
         return found[found >= 0]
 
 

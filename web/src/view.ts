@@ -7,12 +7,14 @@ export type Tab = "overview" | "graph" | "paths" | "compare" | "training";
 export interface State {
   tab: Tab;
   trace: number; // into report.traces
-  open: number[]; // modules opened in the graph
+  open: number[]; // boxes opened in the graph: modules, and folds of equal ones (graph/boxes.ts)
   module: number | null; // selected
+  operator: number | null; // whose details the graph shows
   leaf: number | null; // picked, with...
   element: number | null; // ...its element, a flat index
   route: number | null; // highlighted
   by: "share" | "weighted"; // how influence is shown
+  views: boolean; // whether the graph shows operators that only move elements
   query: string; // what is searched for
 }
 

@@ -1,0 +1,295 @@
+/** A path, step by step, from a parameter to the loss. */
+import { useState } from "preact/hooks";
+import { Bar } from "../charts/bar";
+import { count, counted, element, exact, number, percent, power, shape, short } from "../format";
+import type { Trace } from "../types";
+import type { View } from "../view";
+import { modules, type Path, type Step, title } from "./walk";
+
+const FACTORS = 6; // written out
+const MANY = 240; // steps drawn at once
+const STRIP = 14;
+
+export function Steps({ view, path }: { view: View; path: Path }) {
+  const { trace } = view;
+  const coarse = trace.granularity === "operator";
+  return (
+    <section class="path" data-testid="path" aria-labelledby="path-title">
+      <div class="path-head">
+        <h3 id="path-title">
+          Path of <bdi class="mono" title={title(path)}>{short(title(path), 90)}</bdi>
+        </h3>
+        <button
+          type="button"
+          class="button"
+          data-testid="show-graph"
+          onClick={() => view.go({ tab: "graph", route: null, ...picked(trace, path) })}
+        >
+          Show in graph
+        </button>
+      </div>
+      <Facts path={path} coarse={coarse} rule={trace.rule} />
+      <Strip view={view} path={path} />
+      <Table trace={trace} path={path} coarse={coarse} />
+    </section>
+  );
+}
+
+function picked(trace: Trace, path: Path): { leaf: number; element: number | null } {
+  const first = path.steps[0];
+  const flat = first ? (trace.forest.element[first.vertex] ?? -1) : -1;
+  return { leaf: trace.leaves.indexOf(path.leaf), element: flat < 0 ? null : flat };
+}
+
+function Facts({ path, coarse, rule }: { path: Path; coarse: boolean; rule: Trace["rule"] }) {
+  if (coarse) {
+    return (
+      <>
+        <dl class="facts">
+          <div>
+            <dt>Σ |gradient| of the tensor</dt>
+            <dd title={exact(path.gradient)}>{number(path.gradient)}</dd>
+          </div>
+          <div>
+            <dt>Steps</dt>
+            <dd>{count(path.steps.length)}</dd>
+          </div>
+        </dl>
+        <p class="faint">
+          This trace follows whole tensors (operator granularity): there are no elements and no
+          derivatives, and a share is the part of what all users of a tensor handed back.
+        </p>
+      </>
+    );
+  }
+  return (
+    <>
+      <dl class="facts">
+        <div>
+          <dt>Gradient of the element</dt>
+          <dd data-testid="path-gradient" data-value={exact(path.gradient)} title={exact(path.gradient)}>
+            {number(path.gradient)}
+          </dd>
+        </div>
+        <div>
+          <dt>Weight of this path</dt>
+          <dd data-testid="path-weight" data-value={exact(path.weight)} title={exact(path.weight)}>
+            {weighed(path)}
+          </dd>
+        </div>
+        <div>
+          <dt>Share of the gradient</dt>
+          <dd data-testid="path-share" data-value={exact(path.share)} title={exact(path.share)}>
+            {path.gradient === 0 ? "none: it is 0" : portion(path)}
+          </dd>
+        </div>
+        <div>
+          <dt>Steps</dt>
+          <dd>{count(path.steps.length)}</dd>
+        </div>
+      </dl>
+      <p class="product">
+        <span class="mono">{factors(path.steps)}</span> = <strong>{weighed(path)}</strong>
+        <span class="faint">
+          {" "}
+          the product of the derivatives along it
+          {path.gradient !== 0 &&
+            ` is ${portion(path)} of ${number(path.gradient)}, to which all paths of the element add up`}
+          .{" "}
+          {rule === "greedy"
+            ? "Each step goes where the largest contribution came from."
+            : "No path of this element weighs more."}
+        </span>
+      </p>
+    </>
+  );
+}
+
+/** A product of so many small numbers that no float holds it is told by its power of ten. */
+function weighed(path: Path): string {
+  const lost = path.weight === 0 && Number.isFinite(path.log);
+  return lost ? `about ${power(Math.round(path.log))}` : number(path.weight);
+}
+
+const portion = (path: Path): string =>
+  path.weight === 0 && Number.isFinite(path.log) ? "almost none" : percent(path.share);
+
+/** A product in few words: factors 1 are left out, and the middle of many. */
+export function factors(steps: readonly Step[]): string {
+  const all = steps.filter((s) => s.derivative !== 1).map((s) => s.derivative);
+  const ones = steps.length - all.length;
+  const text = all.map((d) => (d < 0 ? `(${number(d)})` : number(d)));
+  const shown =
+    text.length > FACTORS
+      ? [...text.slice(0, 3), `… ${text.length - 5} more …`, ...text.slice(-2)]
+      : text;
+  if (ones === 1) shown.push("1");
+  else if (ones > 1) shown.push(`1${superscript(ones)}`);
+  return shown.join(" · ");
+}
+
+const superscript = (n: number): string =>
+  [...String(n)].map((d) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[Number(d)]).join("");
+
+function Strip({ view, path }: { view: View; path: Path }) {
+  const { trace, go } = view;
+  const [all, setAll] = useState(false);
+  const way = modules(trace, path.steps);
+  const cut = !all && way.length > STRIP;
+  const half = STRIP / 2;
+  const chip = (m: number, n: number) => {
+    const name = trace.modules[m]!.name;
+    return (
+      <li key={`${n}`}>
+        <button
+          type="button"
+          class="stop"
+          title={`${short(name, 400)} · ${short(trace.modules[m]!.kind, 60)}: show in graph`}
+          onClick={() => go({ tab: "graph", module: m })}
+        >
+          <bdi>{short(name, 36)}</bdi>
+        </button>
+      </li>
+    );
+  };
+  return (
+    <ol class="strip" aria-label="Modules on the path" data-testid="strip">
+      <li>
+        <span class="stop end">
+          <bdi>{short(path.leaf.name.split(".").at(-1) ?? "", 36)}</bdi>
+        </span>
+      </li>
+      {(cut ? way.slice(0, half) : way).map(chip)}
+      {cut && (
+        <li>
+          <button type="button" class="stop more" onClick={() => setAll(true)}>
+            {counted(way.length - STRIP, "more module")}
+          </button>
+        </li>
+      )}
+      {cut && way.slice(-half).map((m, n) => chip(m, half + n + 1))}
+      <li>
+        <span class="stop end">loss</span>
+      </li>
+    </ol>
+  );
+}
+
+function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: boolean }) {
+  const [all, setAll] = useState(false);
+  const [fold, setFold] = useState(false);
+  const views = path.steps.filter((s) => s.view).length;
+  const kept = path.steps
+    .map((step, n) => ({ step, n }))
+    .filter(({ step }) => !(fold && step.view));
+  const cut = !all && kept.length > MANY;
+  const half = MANY / 2;
+  const last = path.steps.length - 1;
+  const row = ({ step, n }: { step: Step; n: number }) => (
+    <Row key={n} n={n} step={step} last={n === last} leaf={path.leaf.name} coarse={coarse} />
+  );
+  return (
+    <>
+      {views > 0 && (
+        <label class="check">
+          <input
+            type="checkbox"
+            checked={fold}
+            onChange={(event) => setFold(event.currentTarget.checked)}
+          />
+          Hide {counted(views, "step")} that only {views === 1 ? "moves" : "move"} elements
+        </label>
+      )}
+      <table class="steps" role="table" aria-label={`Steps of the path, ${trace.rule}`}>
+        <thead role="rowgroup">
+          <tr role="row">
+            <th role="columnheader" scope="col">
+              Operator and module
+            </th>
+            <th role="columnheader" scope="col">
+              {coarse ? "Shape" : "Shape and element"}
+            </th>
+            {!coarse && (
+              <th role="columnheader" scope="col" class="num" title="of the next step's element by this one">
+                Derivative
+              </th>
+            )}
+            <th role="columnheader" scope="col" class="num" title="of the loss by this element">
+              {coarse ? "Σ |gradient|" : "Gradient"}
+            </th>
+            <th role="columnheader" scope="col" title="of the gradient here, the part that came this way">
+              Share
+            </th>
+          </tr>
+        </thead>
+        <tbody role="rowgroup">
+          {(cut ? kept.slice(0, half) : kept).map(row)}
+          {cut && (
+            <tr role="row" class="between">
+              <td role="cell" colSpan={coarse ? 4 : 5}>
+                <button type="button" class="button" data-testid="all-steps" onClick={() => setAll(true)}>
+                  Show the {counted(kept.length - MANY, "step")} between
+                </button>
+              </td>
+            </tr>
+          )}
+          {cut && kept.slice(-half).map(row)}
+        </tbody>
+      </table>
+    </>
+  );
+}
+
+function Row({ n, step, last, leaf, coarse }: {
+  n: number;
+  step: Step;
+  last: boolean;
+  leaf: string;
+  coarse: boolean;
+}) {
+  const where = n === 0 ? "the parameter" : step.place + (step.call ? ` (call ${step.call})` : "");
+  return (
+    <tr
+      role="row"
+      class={`${n === 0 ? "first" : ""} ${last ? "last" : ""} ${step.view ? "view" : ""}`}
+      data-testid="step"
+      data-operator={step.operator}
+      data-module={step.place}
+      data-call={step.call}
+      data-element={step.index.join(",")}
+      data-derivative={exact(step.derivative)}
+      data-gradient={exact(step.gradient)}
+      data-share={exact(step.share)}
+    >
+      <td role="cell" class="what">
+        <bdi class="mono" title={n === 0 ? short(leaf, 400) : undefined}>
+          {short(n === 0 ? leaf : step.operator, 60)}
+        </bdi>
+        <bdi class="faint" title={where.length > 60 ? short(where, 400) : undefined}>
+          {short(where, 60)}
+          {last ? `${where ? " · " : ""}loss` : ""}
+        </bdi>
+      </td>
+      <td role="cell" class="where">
+        <span>{shape(step.shape)}</span> <span class="mono">{coarse ? "" : element(step.index)}</span>
+      </td>
+      {!coarse && (
+        <td role="cell" class="num" data-label="Derivative" title={exact(step.derivative)}>
+          {number(step.derivative)}
+        </td>
+      )}
+      <td
+        role="cell"
+        class="num"
+        data-label={coarse ? "Σ |gradient|" : "Gradient"}
+        title={exact(step.gradient)}
+      >
+        {number(step.gradient)}
+      </td>
+      <td role="cell" class="share" data-label="Share" title={exact(step.share)}>
+        <Bar share={step.share} />
+        <span class="num">{Number.isNaN(step.share) ? "none" : percent(step.share)}</span>
+      </td>
+    </tr>
+  );
+}

@@ -1,0 +1,147 @@
+import { describe, expect, test } from "vitest";
+import { thin } from "../src/charts/chart";
+import { decades, extent, linear, logarithmic, nearest, nice } from "../src/charts/scale";
+import { differing, matched } from "../src/compare";
+import { aligned } from "../src/flow";
+import { ranked, says, telling, unreached } from "../src/overview";
+import { order, rate, toggled, trendline } from "../src/training";
+import { bare, pair, timing, trace } from "./sample";
+
+describe("ticks", () => {
+  test.each([
+    [0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]],
+    [0, 5900, [0, 1000, 2000, 3000, 4000, 5000]],
+    [-3, 3, [-3, -2, -1, 0, 1, 2, 3]],
+    [0.012, 0.013, [0.012, 0.0122, 0.0124, 0.0126, 0.0128, 0.013]],
+  ])("%s to %s", (low, high, ticks) => {
+    expect(nice(low, high)).toEqual(ticks);
+  });
+  test("whole numbers stay whole", () => {
+    expect(nice(0, 4, 15, 1)).toEqual([0, 1, 2, 3, 4]);
+  });
+  test("degenerate ranges have ticks and end", () => {
+    expect(nice(3, 3)).toEqual([3]);
+    expect(nice(NaN, 1)).toEqual([]);
+    expect(nice(0, Infinity)).toEqual([0]);
+    expect(linear(5, 5).place(5)).toBe(0.5);
+    expect(linear(0, 0).place(0)).toBe(0.5);
+  });
+  test("powers of ten", () => {
+    expect(decades(1e-6, 1, 4)).toEqual([1e-6, 1e-4, 1e-2, 1]);
+    expect(logarithmic(1e-6, 1).ticks.length).toBeGreaterThan(2);
+    const narrow = logarithmic(0.3, 0.9);
+    expect(narrow.ticks).toEqual([0.2, 0.5, 1]);
+    expect(narrow.place(0.2)).toBeCloseTo(0);
+    expect(narrow.place(1)).toBeCloseTo(1);
+    expect(narrow.place(0)).toBeNaN();
+    expect(logarithmic(1, 1).ticks).toEqual([1, 2]);
+    expect(logarithmic(1e-300, 1e300).ticks.length).toBeLessThan(8);
+  });
+  test("what is not finite does not count", () => {
+    expect(extent([[NaN, 2, Infinity], [-1]])).toEqual([-1, 2]);
+    expect(extent([[0, 2, 3]], 0)).toEqual([2, 3]);
+    expect(extent([[NaN]])).toBeNull();
+  });
+  test("the nearest of ascending numbers", () => {
+    expect(nearest([0, 10, 20], 14)).toBe(1);
+    expect(nearest([0, 10, 20], 99)).toBe(2);
+    expect(nearest([0, 10, 20], -5)).toBe(0);
+    expect(nearest([7], 0)).toBe(0);
+    expect(nearest([], 0)).toBe(-1);
+  });
+});
+
+test("of many points the extremes stay", () => {
+  const values = Array.from({ length: 100_000 }, (_, n) => Math.sin(n / 500));
+  values[54_321] = 9;
+  const kept = thin(values, 1000);
+  expect(kept.length).toBeLessThanOrEqual(1000);
+  expect(kept).toContain(54_321);
+  expect(kept).toEqual([...kept].sort((a, b) => a - b));
+});
+
+describe("compare", () => {
+  const [a, b] = pair().traces;
+  test("by name, sorted by difference, with its error", () => {
+    const { both, only } = matched(a!.tables[""], b!.tables[""], "share");
+    expect(both.map((match) => match.name).sort()).toEqual(["encoder", "encoder.0", "encoder.1"]);
+    expect(only).toEqual([["head"], ["classifier"]]);
+    for (const match of both) {
+      expect(match.by).toBe(match.values[1] - match.values[0]);
+      expect(match.error).toBeCloseTo(Math.hypot(...match.errors));
+    }
+  });
+  test("what nobody could reach comes last", () => {
+    const odd = pair().traces[0]!;
+    odd.tables[""]!.share[0] = NaN;
+    const { both } = matched(odd.tables[""], b!.tables[""], "share");
+    expect(both.at(-1)!.name).toBe("encoder");
+  });
+  test("no table, no match", () => {
+    expect(matched(undefined, b!.tables[""], "share")).toEqual({
+      both: [],
+      only: [[], b!.tables[""]!.name],
+    });
+  });
+  test("facts that differ", () => {
+    const rows = differing(trace(), trace({ rule: "viterbi" }));
+    expect(rows.filter((row) => !row.same).map((row) => row.name)).toEqual(["Rule"]);
+  });
+  test("depths of two share an axis", () => {
+    const [first, second] = [trace().flow, { ...trace().flow, depth: Int32Array.of(1, 2, 3, 4, 7) }];
+    const { depth, at } = aligned([first, second]);
+    expect(depth).toEqual([0, 1, 2, 3, 4, 7]);
+    expect(at).toEqual([
+      [0, 1, 2, 3, 4, -1],
+      [-1, 0, 1, 2, 3, 4],
+    ]);
+  });
+});
+
+describe("overview", () => {
+  test("ranked by what is asked for, without the model itself", () => {
+    const net = trace();
+    const table = net.tables[""]!;
+    table.share.set([0.1, NaN, 0.9, 0.5]);
+    expect(ranked(table, "share").map((one) => one.name)).toEqual(["encoder.1", "head", "encoder"]);
+    expect(ranked(undefined, "share")).toEqual([]);
+  });
+  test("a module that only repeats its child is left out", () => {
+    const net = trace();
+    const names = telling(net, ranked(net.tables[""], "share")).map((one) => one.name);
+    expect(names).toEqual(["head", "encoder.0", "encoder.1"]);
+  });
+  test("parameters without gradient", () => {
+    const net = trace();
+    net.leaves[1]!.zero = net.leaves[1]!.elements;
+    const { whole, part } = unreached(net);
+    expect(whole.map((leaf) => leaf.name)).toEqual(["head.bias"]);
+    expect(part.length).toBe(3);
+  });
+  test("one sentence", () => {
+    expect(says(bare())).toContain("no parameter");
+  });
+});
+
+describe("training", () => {
+  test("the greatest first, what is unknown last", () => {
+    expect(order([[0.1, 0.1], [NaN, NaN], [0.2, NaN], [0.1, 0.1]])).toEqual([2, 0, 3, 1]);
+  });
+  test("lines keep their colours", () => {
+    const lines = toggled([0, 1, 2], 1);
+    expect(lines).toEqual([0, null, 2]);
+    expect(toggled(lines, 7)).toEqual([0, 7, 2]);
+    expect(toggled([0, 1], 5)).toEqual([0, 1]);
+  });
+  test("half of the times lie above the trend", () => {
+    const times = timing(301);
+    const line = trendline(times);
+    const above = times.seconds.filter((s, n) => s > line[n]!).length;
+    expect(above).toBe(150);
+    expect(line[10]! - line[0]!).toBeCloseTo(10 * times.slope);
+  });
+  test("slopes with units", () => {
+    expect(rate(timing())).toBe("+2 ms in 1\u202f000 steps, interval +1.40 ms to +2.80 ms");
+    expect(rate({ ...timing(), slope: 0.5, low: NaN, high: NaN })).toBe("+500 ms a step");
+  });
+});

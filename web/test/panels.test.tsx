@@ -1,0 +1,267 @@
+// @vitest-environment happy-dom
+import { render } from "preact";
+import { act } from "preact/test-utils";
+import { afterEach, describe, expect, test } from "vitest";
+import { Compare } from "../src/compare";
+import { ExportMenu } from "../src/menu";
+import { Overview } from "../src/overview";
+import { Paths } from "../src/paths";
+import { find } from "../src/paths/pick";
+import { path } from "../src/paths/walk";
+import { Training } from "../src/training";
+import type { Report } from "../src/types";
+import type { State, View } from "../src/view";
+import { bare, hostile, HOSTILE, large, pair, report, small, timing, trace, training } from "./sample";
+
+const start: State = {
+  tab: "paths",
+  trace: 0,
+  open: [],
+  module: null,
+  operator: null,
+  leaf: null,
+  element: null,
+  route: null,
+  by: "share",
+  views: false,
+  query: "",
+};
+
+/** A panel in a page that remembers where it was sent. */
+function show(Panel: (view: View) => preact.ComponentChild, data: Report, at: Partial<State> = {}) {
+  const box = document.createElement("div");
+  document.body.append(box);
+  let state: State = { ...start, ...at };
+  const draw = (): void => {
+    const view: View = { report: data, trace: data.traces[state.trace] ?? bare(), state, go };
+    act(() => render(<Panel {...view} />, box));
+  };
+  const go = (patch: Partial<State>): void => {
+    state = { ...state, ...patch };
+    draw();
+  };
+  draw();
+  const all = (id: string): HTMLElement[] => [...box.querySelectorAll<HTMLElement>(`[data-testid="${id}"]`)];
+  return { box, all, one: (id: string) => all(id)[0]!, state: () => state };
+}
+
+const click = (at: HTMLElement): void => void act(() => at.click());
+const type = (at: HTMLElement, text: string): void =>
+  void act(() => {
+    (at as HTMLInputElement).value = text;
+    at.dispatchEvent(new Event("input", { bubbles: true }));
+  });
+const press = (at: HTMLElement, key: string): void =>
+  void act(() => void at.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true })));
+
+afterEach(() => {
+  for (const box of [...document.body.children]) {
+    act(() => render(null, box));
+    box.remove();
+  }
+});
+
+describe("paths", () => {
+  test("steps carry the numbers of the path in full", () => {
+    const data = small();
+    const net = data.traces[0]!;
+    const { all, one } = show(Paths, data, { leaf: 2, element: 5 });
+    const found = find(net, net.leaves[2]!, 5);
+    const wanted = path(net, net.leaves[2]!, found.kind === "path" ? found.start : -1);
+    const rows = all("step");
+    expect(rows.map((row) => Number(row.dataset.derivative))).toEqual(wanted.steps.map((s) => s.derivative));
+    expect(rows.map((row) => Number(row.dataset.gradient))).toEqual(wanted.steps.map((s) => s.gradient));
+    expect(rows.map((row) => row.dataset.operator)).toEqual([
+      "leaf",
+      "TBackward0",
+      "AddmmBackward0",
+      "ReluBackward0",
+      "AddmmBackward0",
+      "PowBackward0",
+      "MeanBackward0",
+    ]);
+    expect(Number(one("path-weight").dataset.value)).toBe(wanted.weight);
+  });
+
+  test("an index is typed, a wrong one is told", () => {
+    const { one, state, all } = show(Paths, small(), { leaf: 2, element: 0 });
+    const form = one("index").closest("form")!;
+    type(one("index"), "3, 2");
+    act(() => form.requestSubmit());
+    expect(state().element).toBe(14);
+    expect(all("step")[0]!.dataset.element).toBe("3,2");
+    type(one("index"), "8, 0");
+    act(() => form.requestSubmit());
+    expect(one("index-error").textContent).toContain("0 to 7");
+    expect(state().element).toBe(14);
+  });
+
+  test("a parameter is found by name with the keyboard", () => {
+    const { one, all, state } = show(Paths, small());
+    type(one("picker"), "0.bi");
+    expect(all("leaf").map((leaf) => leaf.dataset.name)).toEqual(["encoder.0.bias"]);
+    expect(one("leaf").textContent).toContain("tied: tied.bias");
+    press(one("picker"), "Enter");
+    expect(state().leaf).toBe(3);
+  });
+
+  test("a tied parameter is found by its other name, and listed once", () => {
+    const { one, all } = show(Paths, small());
+    type(one("picker"), "tied");
+    expect(all("leaf").map((leaf) => leaf.dataset.name)).toEqual(["encoder.0.bias"]);
+  });
+
+  test("the heat map's cells are picked with the keyboard", () => {
+    const { one, state } = show(Paths, small(), { leaf: 2, element: 0 });
+    press(one("heat"), "ArrowDown");
+    press(one("heat"), "ArrowRight");
+    expect(one("heat-live").textContent).toContain("[1, 1], gradient");
+    press(one("heat"), "Enter");
+    expect(state().element).toBe(5);
+  });
+
+  test("an element that was not followed comes with a line of Python and a neighbour", () => {
+    const { one, state } = show(Paths, small({ skip: 5 }), { leaf: 2, element: 4 });
+    expect(one("python").textContent).toBe('trace.path("encoder.0.weight", (1, 0))');
+    click(one("nearest"));
+    expect([0, 5, 8]).toContain(state().element);
+    expect(one("path")).toBeTruthy();
+  });
+
+  test("an element without a path says why", () => {
+    const { one } = show(Paths, small(), { leaf: 2, element: 31 });
+    expect(one("no-path").textContent).toContain("Every contribution to its gradient is 0");
+  });
+
+  test("whole tensors have no derivatives, and none are shown", () => {
+    const { all, box } = show(Paths, small({ granularity: "operator" }), { leaf: 2 });
+    expect(all("step").length).toBe(7);
+    expect(all("step").every((row) => row.dataset.derivative === "NaN")).toBe(true);
+    expect(box.textContent).not.toContain("not a number");
+    expect(all("index")).toEqual([]);
+  });
+
+  test("a route leads to the graph, its example to a path", () => {
+    const { all, state } = show(Paths, small());
+    click(all("route-example")[1]!);
+    expect(state()).toMatchObject({ tab: "paths", route: 1 });
+    click(all("route")[1]!);
+    expect(state()).toMatchObject({ tab: "graph", route: 1 });
+  });
+
+  test("of long paths the middle waits", () => {
+    const data = large(1000, 4);
+    const last = data.traces[0]!.leaves.length - 1;
+    const { all, one } = show(Paths, data, { leaf: last });
+    expect(all("step").length).toBe(240);
+    click(one("all-steps"));
+    expect(all("step").length).toBeGreaterThan(500);
+  });
+
+  test("no parameters, no elements", () => {
+    expect(show(Paths, report([bare()])).box.textContent).toContain("No parameters");
+    const data = small();
+    Object.assign(data.traces[0]!.leaves[0]!, { map: null, elements: 0, shape: [0, 8], zero: 0 });
+    expect(show(Paths, data, { leaf: 0 }).box.textContent).toContain("no elements (0×8)");
+  });
+});
+
+describe("overview", () => {
+  test("it says how much is reached, what is dead, what is influential", () => {
+    const { box, all, one, state } = show(Overview, small());
+    expect(box.querySelector("h2")!.textContent).toBe("Gradient reaches 88.1% of 67 elements in 4 parameters.");
+    expect(one("findings").textContent).toContain("passes nothing on");
+    expect(all("influence")[0]!.dataset.name).toBe("head");
+    expect(one("unreached").textContent).toContain("4 of 32");
+    click(all("influence")[0]!.querySelector("button")!);
+    expect(state()).toMatchObject({ tab: "graph", module: 4 });
+  });
+
+  test("an empty trace is no error", () => {
+    const { box } = show(Overview, report([bare()]));
+    expect(box.textContent).toContain("reaches no parameter");
+    expect(box.textContent).toContain("no modules to rank");
+  });
+});
+
+describe("compare", () => {
+  test("rows by difference, others named", () => {
+    const { all, one } = show(Compare, pair());
+    const sizes = all("compare-row").map((row) => Math.abs(Number(row.dataset.difference)));
+    expect(sizes).toEqual([...sizes].sort((a, b) => b - a));
+    expect(one("only-a").textContent).toContain("head");
+    expect(one("only-b").textContent).toContain("classifier");
+  });
+
+  test("one trace is not compared", () => {
+    expect(show(Compare, small()).box.textContent).toContain("Nothing to compare");
+  });
+});
+
+describe("training", () => {
+  const data = report([], { training: training(), timing: timing() });
+
+  test("eight lines at first; others can be picked when there is room", () => {
+    const { all, box } = show(Training, data);
+    const boxes = (): HTMLInputElement[] => all("component") as HTMLInputElement[];
+    expect(boxes().filter((one) => one.checked).length).toBe(8);
+    expect(boxes().filter((one) => one.disabled).length).toBe(6);
+    click(boxes()[0]!);
+    expect(boxes().filter((one) => one.disabled).length).toBe(0);
+    expect(box.querySelectorAll(".legend li").length).toBe(7 + 1 + 2);
+  });
+
+  test("the arrow keys read values, the table has them all", () => {
+    const { box } = show(Training, data);
+    const slider = box.querySelector<HTMLElement>('[role="slider"]')!;
+    press(slider, "End");
+    expect(slider.getAttribute("aria-valuetext")).toContain("step 5\u202f900");
+    expect(slider.getAttribute("aria-valuetext")).toContain("loss 0.");
+  });
+
+  test("running, cost, verdict", () => {
+    const { one } = show(Training, data);
+    expect(one("training-status").textContent).toContain("Training goes on, or was stopped");
+    expect(one("training-status").textContent).toContain("2.1% of training time");
+    expect(one("verdict").textContent).toContain("Slows down");
+  });
+
+  test("nothing yet, nothing known", () => {
+    const empty = { ...training(0, 0), cost: NaN, running: true };
+    const short = { ...timing(0), grows: null, slope: NaN, low: NaN, high: NaN };
+    const { box } = show(Training, report([], { training: empty, timing: short }));
+    expect(box.textContent).toContain("No step has been traced yet");
+    expect(box.textContent).toContain("not known");
+    expect(box.textContent).toContain("Cannot tell");
+    expect(show(Training, small()).box.textContent).toContain("No training here");
+  });
+
+  test("one step is a point", () => {
+    const { box } = show(Training, report([], { training: training(1, 2) }));
+    expect(box.querySelectorAll(".chart circle").length).toBe(3);
+  });
+});
+
+test("hostile names are text", () => {
+  const data = hostile();
+  data.training = { ...training(5, 3), components: [HOSTILE, "x".repeat(10_000), "a"] };
+  data.timing = { ...timing(), verdict: HOSTILE };
+  data.traces.push(trace({ name: HOSTILE, head: `${HOSTILE}2` }));
+  for (const Panel of [Overview, Paths, Compare, Training]) {
+    const { box } = show(Panel, data);
+    expect(box.querySelector("script, img")).toBeNull();
+    expect(box.textContent).toContain("</script><script>");
+    expect(box.textContent!.length).toBeLessThan(20_000);
+  }
+});
+
+test("the menu offers what there is to save", () => {
+  const { one, all } = show(ExportMenu, small(), { leaf: 2, element: 5 });
+  click(one("export"));
+  for (const id of ["svg", "png", "path-json", "path-csv", "json"]) expect(one(`export-${id}`)).toBeTruthy();
+  press(one("export-svg"), "Escape");
+  expect(all("export-svg")).toEqual([]);
+  const other = show(ExportMenu, small(), { tab: "graph" });
+  click(other.one("export"));
+  expect(other.all("export-path-csv")).toEqual([]);
+});
