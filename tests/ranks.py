@@ -4,9 +4,7 @@
 """
 
 from __future__ import annotations
-import faulthandler
-
-faulthandler.dump_traceback_later(70, exit=True)
+import faulthandler; faulthandler.dump_traceback_later(70, exit=True)
 
 import json
 import os
@@ -248,10 +246,9 @@ def sharded(rank: int) -> Iterator[tuple[str, object]]:
                 traced = watch.trace(losses(net, next(iter(loader())))).influence()
             yield "fsdp gathered", traced.to_dict()
         losses(net, next(iter(loader()))).sum().backward()
-        yield (
-            f"{name} goes on",
-            [float(p.grad.full_tensor().double().sum()) for p in net.parameters()],
-        )
+        yield f"{name} goes on", [
+            float(p.grad.full_tensor().double().sum()) for p in net.parameters()
+        ]
 
 
 # A process that dies ---------------------------------------------------------------------------------

