@@ -240,6 +240,15 @@ def test_every_public_name_is_described(name: str) -> None:
         assert f"gradtrace.{name}" in described()
 
 
+def test_every_integration_is_described() -> None:
+    files = (Path(gradtrace.__file__).parent / "integrations").glob("*.py")
+    public = {f"gradtrace.integrations.{path.stem}" for path in files} - {
+        "gradtrace.integrations.__init__",
+        "gradtrace.integrations.making",
+    }
+    assert public == {it.rpartition(".")[0] for it in described() if "integrations" in it}
+
+
 @pytest.mark.parametrize("name", gradtrace.semirings.__all__)
 def test_every_semiring_is_described(name: str) -> None:
     if name == "Value" or name.isupper():
