@@ -74,16 +74,16 @@ export function App({ report }: { report: Report }) {
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
       const typing = event.target instanceof HTMLElement && event.target.matches("input, textarea, select");
-      if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (help || typing || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "?") setHelp(true);
-      else if (event.key === "Escape") setDrawer(false);
+      else if (event.key === "Escape" && drawer) setDrawer(false);
       else if (/^[1-5]$/.test(event.key) && list[Number(event.key) - 1]) go({ tab: list[Number(event.key) - 1]! });
       else return;
       event.preventDefault();
     };
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);
-  }, [list, go]);
+  }, [list, go, help, drawer]);
 
   const view: View = { report, trace: report.traces[state.trace] ?? nothing, state, go };
   const Panel = panels[state.tab];
@@ -116,7 +116,7 @@ export function App({ report }: { report: Report }) {
         )}
         {some && <Search {...view} />}
         <div class="actions">
-          {some && <ExportMenu {...view} />}
+          <ExportMenu {...view} />
           <Theme />
           <button class="icon" aria-label="Keyboard help" title="Keyboard help (?)" onClick={() => setHelp(true)}>
             ?
@@ -151,21 +151,23 @@ function Tabs({ list, tab, go }: { list: Tab[]; tab: Tab; go: View["go"] }) {
     document.getElementById(`tab-${next}`)?.focus();
   };
   return (
-    <div class="tabs" role="tablist" aria-label="Views" onKeyDown={press}>
-      {list.map((each) => (
-        <button
-          key={each}
-          id={`tab-${each}`}
-          role="tab"
-          aria-selected={each === tab}
-          aria-controls="panel"
-          tabIndex={each === tab ? 0 : -1}
-          onClick={() => go({ tab: each })}
-        >
-          {titles[each]}
-        </button>
-      ))}
-    </div>
+    <nav class="tabs">
+      <div role="tablist" aria-label="Views" onKeyDown={press}>
+        {list.map((each) => (
+          <button
+            key={each}
+            id={`tab-${each}`}
+            role="tab"
+            aria-selected={each === tab}
+            aria-controls="panel"
+            tabIndex={each === tab ? 0 : -1}
+            onClick={() => go({ tab: each })}
+          >
+            {titles[each]}
+          </button>
+        ))}
+      </div>
+    </nav>
   );
 }
 

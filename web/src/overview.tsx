@@ -95,7 +95,7 @@ export function Overview(view: View) {
             </ul>
           ) : (
             <p class="fine">
-              The gradient neither vanishes nor explodes along depth, and no module is dead.
+              Nothing was found: there is too little between the loss and the parameters.
             </p>
           )}
           <Verdicts trace={trace} go={show} />
@@ -247,7 +247,7 @@ function Modules({ trace, by, show }: {
 }) {
   const all = ranked(trace.tables[""], by);
   if (!all.length) {
-    return <p class="void">There are no modules to rank: the loss was traced without a model.</p>;
+    return <p class="void">There are no modules to rank.</p>;
   }
   const shown = telling(trace, all).slice(0, MODULES);
   return (

@@ -1,5 +1,5 @@
 /** Where the reader is, as the hash of the URL: `#tab=graph&module=3&open=0,4`. */
-import { along, opening } from "./graph/boxes";
+import { along, boxes, opening } from "./graph/boxes";
 import { picked } from "./graph/fold";
 import type { Report, Trace } from "./types";
 import type { State, Tab } from "./view";
@@ -84,7 +84,7 @@ export function fromHash(hash: string, report: Report): State {
   const leaf = state.leaf === null ? undefined : shown.leaves[state.leaf];
   if (leaf) state.element = index(given.get("element"), leaf.elements);
   const open = given.get("open");
-  state.open = open === null ? preset(state, report) : split(open, 2 * shown.modules.length);
+  state.open = open === null ? preset(state, report) : split(open, boxes(shown).parent.length);
   return state;
 }
 

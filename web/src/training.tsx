@@ -46,8 +46,8 @@ export function trendline({ step, seconds }: Timing, slope: number): Float64Arra
 function fitted(timing: Timing): Series[] {
   const lines: [string, number, Series["form"]][] = [
     ["trend", timing.slope, "trend"],
-    ["least steep it may be", timing.low, "bound"],
-    ["steepest it may be", timing.high, "bound"],
+    ["its interval", timing.low, "bound"],
+    ["its interval", timing.high, "bound"],
   ];
   return lines
     .filter(([, slope]) => Number.isFinite(slope))
@@ -247,9 +247,11 @@ function Pace({ timing }: { timing: Timing }) {
     <section class="card full">
       <h2>Time per batch</h2>
       <p class="verdict" data-testid="verdict">
-        <span class={`tag ${timing.grows ? "alarm" : ""}`}>
-          {timing.grows === null ? "Cannot tell" : timing.grows ? "Slows down" : "Does not slow down"}
-        </span>{" "}
+        {timing.grows !== false && (
+          <span class={`tag ${timing.grows ? "alarm" : ""}`}>
+            {timing.grows ? "Slows down" : "Cannot tell"}
+          </span>
+        )}{" "}
         <bdi>{short(timing.verdict, 1000)}</bdi>
       </p>
       {known && (

@@ -1,6 +1,6 @@
 import { describe, expect, test } from "vitest";
-import { along, around, boxes, brief, kind, opening, reveal, revealRow } from "../src/graph/boxes";
-import { draw, jobs, plain, type Drawing } from "../src/graph/draw";
+import { along, around, boxes, brief, kind, opening, plain, reveal, revealRow } from "../src/graph/boxes";
+import { draw, jobs, type Drawing } from "../src/graph/draw";
 import { fold, IN, OUT, picked, type Scene } from "../src/graph/fold";
 import { arranged } from "../src/graph/layered";
 import { layout, ranked, type Arrange } from "../src/graph/layout";
@@ -52,6 +52,29 @@ describe("boxes", () => {
     const all = boxes(trace);
     const attention = trace.modules.findIndex((module) => module.name === "h.0.attn");
     expect(all.inside[attention]!.map((box) => brief(trace, box))).toEqual(["q", "k", "v"]);
+  });
+
+  test("the rounds of a loop are folded; views only where they are shown", () => {
+    const trace = scan(2, 64);
+    const all = boxes(trace);
+    const mixer = trace.modules.findIndex((module) => module.name === "layers.1.mixer");
+    const open = [...around(all, mixer), mixer];
+    const names = (views: boolean) =>
+      fold(trace, open, views)
+        .levels.get(mixer)!
+        .nodes.filter((node) => node < all.parent.length)
+        .map((box) => `${brief(trace, box)} ${all.repeats[box]}`);
+    expect(names(false).every((name) => name.startsWith("Mul"))).toBe(true);
+    expect(names(true).some((name) => name.startsWith("Select"))).toBe(true);
+    expect(fold(trace, open, false).levels.get(mixer)!.nodes.length).toBeLessThan(20);
+    const loop = fold(trace, open, false).levels.get(mixer)!.nodes.find((node) => node >= 2 * all.modules)!;
+    const inner = fold(trace, [...open, loop], false).levels.get(loop)!;
+    expect(inner.nodes).toHaveLength(all.repeats[loop]!);
+  });
+
+  test("small modules are shown as they are", () => {
+    for (const trace of [transformer(12), small().traces[0]!])
+      expect(boxes(trace).parent.length).toBe(2 * trace.modules.length);
   });
 
   test.each([transformer(12), transformer(80), scan(24, 64), large(2000).traces[0]!, small().traces[0]!, bare()])(
@@ -208,9 +231,10 @@ describe("layout", () => {
     let last = draft.operator("Mean", 0, []);
     for (let n = 0; n < 30_000; n++) last = draft.operator("Mul", 0, [last]);
     const trace = draft.trace();
-    const drawing = drawn(trace, [], arranged);
-    expect(drawing.placed.length).toBe(30_001);
-    expect(drawing.placed[30_000]!.y).toBeGreaterThan(drawing.placed[0]!.y);
+    expect(drawn(trace, [], arranged).placed.length).toBeLessThan(5); // as a loop
+    const drawing = drawn(trace, everything(trace), arranged);
+    const [top, bottom] = [0, 30_000].map((row) => drawing.at.get(drawing.scene.base + row)!);
+    expect(bottom!.y).toBeGreaterThan(top!.y);
   });
 
   test("names of operators lose what says nothing", () => {

@@ -22,6 +22,14 @@ describe("walking", () => {
       expect(one.weight).toBeCloseTo(one.share * one.gradient, 12);
     }
   });
+  test("the leaf's own derivative counts, and long paths are told by a power of ten", () => {
+    const long = large(1000, 4).traces[0]!;
+    const one = path(long, long.leaves.at(-1)!, long.leaves.at(-1)!.map!.start[0]!);
+    expect(one.steps[0]!.derivative).not.toBe(1);
+    const shares = one.steps.reduce((product, step) => product * step.share, 1);
+    expect(one.weight / (shares * one.gradient)).toBeCloseTo(1, 4);
+    expect(10 ** one.log).toBeCloseTo(Math.abs(one.weight), 12);
+  });
   test("the first step is the leaf's element, the last the loss", () => {
     for (const one of all(net)) {
       expect(one.steps[0]).toMatchObject({ operator: "leaf", place: "", shape: one.leaf.shape });

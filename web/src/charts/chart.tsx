@@ -176,6 +176,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
       : linear(range[0], range[1], Math.max(2, Math.round(inner / 90)), 1);
   }, [x, inner]);
   if (n === 0) return null;
+  const many = panes.reduce((sum, pane) => sum + pane.series.filter(measured).length, 0) > 3;
   const place = (i: number): number => LEFT + inner * across.place(x[i]!);
 
   const pointed = (event: PointerEvent): void => {
@@ -220,7 +221,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
   return (
     <figure class="chart" aria-labelledby={`${id}-title`}>
       <figcaption id={`${id}-title`}>{title}</figcaption>
-      {legend && <Legend panes={panes} at={at} />}
+      {legend && <Legend panes={panes} />}
       <div
         ref={box}
         class="chart-box"
@@ -270,7 +271,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
           )}
         </svg>
       </div>
-      <p class="readout" data-testid="readout">
+      <p class={`readout ${many ? "many" : ""}`} data-testid="readout">
         {at === null ? (
           <span class="faint">Point at the chart, or focus it and use the arrow keys, to read values.</span>
         ) : (
@@ -315,25 +316,23 @@ function PaneOf({ laid, left, inner, x }: {
           </text>
         </g>
       ))}
-      {pane.series.map((series) => (
-        <Curve key={series.name} series={series} laid={laid} x={x} />
+      {pane.series.map((series, n) => (
+        <Curve key={n} series={series} laid={laid} x={x} />
       ))}
     </g>
   );
 }
 
-function Legend({ panes, at }: { panes: Pane[]; at: number | null }) {
-  const all = panes.flatMap((pane) => pane.series.map((series) => ({ pane, series })));
+function Legend({ panes }: { panes: Pane[] }) {
+  const every = panes.flatMap((pane) => pane.series);
+  const all = every.filter((one, n) => every.findIndex((other) => other.name === one.name) === n);
   if (all.length < 2) return null;
   return (
     <ul class="curves">
-      {all.map(({ pane, series }) => (
+      {all.map((series) => (
         <li>
           <Swatch colour={series.colour} form={series.form} />
-          <bdi title={series.name}>{short(series.name, 40)}</bdi>
-          {at !== null && measured(series) && !series.missing?.(at) && (
-            <span class="num">{pane.format(series.values[at]!)}</span>
-          )}
+          <bdi title={short(series.name, 400)}>{short(series.name, 40)}</bdi>
         </li>
       ))}
     </ul>
@@ -375,7 +374,7 @@ function Numbers({ title, axis, x, panes, note }: Omit<ChartProps, "legend">) {
                 <th scope="col">{axis}</th>
                 {all.map(({ series }) => (
                   <th scope="col" class="num">
-                    <bdi title={series.name}>{short(series.name, 32)}</bdi>
+                    <bdi title={short(series.name, 400)}>{short(series.name, 32)}</bdi>
                   </th>
                 ))}
                 {note && <th scope="col">where</th>}

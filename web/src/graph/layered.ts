@@ -15,7 +15,8 @@ export function arranged(job: Job): Arranged {
   const far = spans(job, list);
   const long = lengthy(far);
   const crossed = far.reduce((sum, span, line) => sum + (long.has(line) ? 0 : span - 1), 0);
-  if (job.nodes.length > NODES || crossed > 2 * CROSSED) return ranked(job);
+  const loose = job.nodes.length > 12 && list.every(({ from, to }) => from === IN || to === OUT);
+  if (loose || job.nodes.length > NODES || crossed > 2 * CROSSED) return ranked(job);
   try {
     const found = layered(job, list, long);
     aside(job, list, (line) => long.has(line), found);

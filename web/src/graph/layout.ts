@@ -171,7 +171,9 @@ export function ranked(job: Job): Arranged {
   const rank = ranks(job, list);
   const rows: number[][] = [];
   for (let n = 0; n < count; n++) (rows[rank[n]!] ??= []).push(n);
-  const packed = rows.filter(Boolean).flatMap((row) => split(row, job.width));
+  const area = job.nodes.reduce((sum, _, n) => sum + (job.width[n]! + ACROSS) * (job.height[n]! + DOWN), 0);
+  const widest = Math.max(900, 1.6 * Math.sqrt(area));
+  const packed = rows.filter(Boolean).flatMap((row) => split(row, job.width, widest));
   const x = new Float64Array(count);
   const above = neighbours(count, list, (arrow) => [arrow.to, arrow.from]);
   const below = neighbours(count, list, (arrow) => [arrow.from, arrow.to]);
@@ -225,16 +227,14 @@ function neighbours(count: number, list: Arrow[], ends: (arrow: Arrow) => [numbe
   return found;
 }
 
-const WIDEST = 4000;
-
 /** A rank of thousands would be a line that nobody can read: it goes on in the next. */
-function split(row: number[], width: Float64Array): number[][] {
+function split(row: number[], width: Float64Array, widest: number): number[][] {
   const found: number[][] = [];
   let room = 0;
   for (const n of row) {
     if (room < width[n]! || !found.length) {
       found.push([]);
-      room = WIDEST;
+      room = widest;
     }
     found[found.length - 1]!.push(n);
     room -= width[n]! + ACROSS;
