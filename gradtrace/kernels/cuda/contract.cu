@@ -124,7 +124,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void contract(const __grid_c
   const int high = M / BM, wide = N / BN, group = blockIdx.x / (8 * wide) * 8;
   const int rest = blockIdx.x % (8 * wide), size = min(high - group, 8);
   const int m0 = (group + rest % size) * BM, n0 = (rest / size) * BN;
-  const int first = blockIdx.y * part, last = min(K, first + part);
+  const int first = blockIdx.y * part, count = min(K - first, part);  // whole blocks
   const float* __restrict__ a = c.a + (i64)blockIdx.z * K * M;
   const float* __restrict__ b = c.b + (i64)blockIdx.z * K * N;
   const i64 out = ((i64)blockIdx.y * gridDim.z + blockIdx.z) * M * N;
@@ -152,15 +152,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void contract(const __grid_c
   };
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
-    if (first + s * BK < last) load(s, first + s * BK);
+    if (s * BK < count) load(s, first + s * BK);
     COMMIT;
   }
   int stage = 0;
-  for (int k0 = first; k0 < last; k0 += BK) {
+  for (int done = 0; done < count; done += BK) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncthreads();
-    const int next = k0 + (STAGES - 1) * BK;
-    if (next < last) load((stage + STAGES - 1) % STAGES, next);
+    const int next = done + (STAGES - 1) * BK;
+    if (next < count) load((stage + STAGES - 1) % STAGES, first + next);
     COMMIT;
     const float* pa = sa + stage * BK * BM + ty * 4;
     const float* pb = sb + stage * BK * BN + tx * 4;
@@ -177,8 +177,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void contract(const __grid_c
         for (int j = 0; j < 8; j++) most[i][j] = fmaxf(most[i][j], x[i] * y[j]);
     }
 #ifdef INDEX
-    if ((k0 + BK - first) % KB == 0 || k0 + BK >= last) {
-      const u32 block = (k0 - first) / KB;
+    if ((done + BK) % KB == 0) {
+      const u32 block = done / KB;
 #pragma unroll
       for (int q = 0; q < 16; q++) {
         const int i = q / 2, j = (q % 2) * 4;
@@ -242,29 +242,56 @@ extern "C" __global__ __launch_bounds__(256) void rescan(const __grid_constant__
   const u32 mine = (LANES == 32 ? 0xffffffffu : ((1u << LANES) - 1)) << (who * LANES);
   const i64 i = blockIdx.z, size = (i64)gridDim.z * c.M * c.N;
   for (int m = m0 + warp; m < min(R, m0 + 32); m += 8) {
-#pragma unroll 4
-    for (int column = 0; column < 32; column += AT_ONCE) {
-      const int n = n0 + column + who;
-      const bool there = n < C;
-      const i64 from = (i * c.M + m) * c.N + (there ? n : 0);
-      float best = c.parts[from];
-      int s = 0;
-      for (int t = 1; t < c.splits; t++) {
-        const float other = c.parts[from + t * size];
-        if (other > best) { best = other; s = t; }
-      }
-      if (c.value && there && sub == 0) c.value[(i * R + m) * C + n] = best;
+    for (int column = 0; column < 32; column += 4 * AT_ONCE) {
+      // Four at a time, one stage after the other, so that many reads are under way.
+      float best[4];
+      int from[4];  // k
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        const int n = min(n0 + column + u * AT_ONCE + who, C - 1);
+        const i64 at = (i * c.M + m) * c.N + n;
+        best[u] = c.parts[at];
+        from[u] = 0;
 #ifdef INDEX
-      const int k = s * c.part + c.blocks[from + s * size] * KB + sub * 4;
-      const float4 x = *(const float4*)(c.a + (i * R + m) * K + k);
-      const float4 y = *(const float4*)(c.b + (i * C + (there ? n : 0)) * K + k);
-      int at = x.w * y.w == best ? 3 : 4;
-      at = x.z * y.z == best ? 2 : at;
-      at = x.y * y.y == best ? 1 : at;
-      at = x.x * y.x == best ? 0 : at;
-      const u32 found = __ballot_sync(0xffffffffu, at < 4) & mine;
-      if (there && lane == __ffs(found) - 1) put(c, i, m, n, best, k + at);
+        from[u] = c.blocks[at] * KB;
 #endif
+      }
+      for (int t = 1; t < c.splits; t++) {
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+          const int n = min(n0 + column + u * AT_ONCE + who, C - 1);
+          const i64 at = t * size + (i * c.M + m) * c.N + n;
+          const float other = c.parts[at];
+          if (other > best[u]) {
+            best[u] = other;
+#ifdef INDEX
+            from[u] = t * (int)c.part + c.blocks[at] * KB;
+#endif
+          }
+        }
+      }
+#ifdef INDEX
+      float4 x[4], y[4];
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        const int n = min(n0 + column + u * AT_ONCE + who, C - 1);
+        x[u] = *(const float4*)(c.a + (i * R + m) * K + from[u] + sub * 4);
+        y[u] = *(const float4*)(c.b + (i * C + n) * K + from[u] + sub * 4);
+      }
+#endif
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        const int n = n0 + column + u * AT_ONCE + who;
+        if (c.value && n < C && sub == 0) c.value[(i * R + m) * C + n] = best[u];
+#ifdef INDEX
+        int at = x[u].w * y[u].w == best[u] ? 3 : 4;
+        at = x[u].z * y[u].z == best[u] ? 2 : at;
+        at = x[u].y * y[u].y == best[u] ? 1 : at;
+        at = x[u].x * y[u].x == best[u] ? 0 : at;
+        const u32 found = __ballot_sync(0xffffffffu, at < 4) & mine;
+        if (n < C && lane == __ffs(found) - 1) put(c, i, m, n, best[u], from[u] + sub * 4 + at);
+#endif
+      }
     }
   }
 }
