@@ -383,7 +383,7 @@ class Trace:
         """The report in a frame, for notebooks; of large models a smaller one."""
         many = sum(leaf.tensor.numel() for leaf in self.program.leaves)
         large = many > ELEMENTS or len(self.program.blocks) > OPERATORS
-        return reports.inline(lambda: self._view(small=large), repr(self))
+        return reports.framed(lambda: self._view(small=large), repr(self))
 
     def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
         """What a report shows; made once, so it is there even after an optimiser's step."""
