@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace import report
 from gradtrace.report import building, encode
+from gradtrace.report.cells import Grid
 from gradtrace.report.model import plain
 from gradtrace.trace import Trace
 
@@ -135,13 +136,14 @@ def unravelled(element: int, shape: list[int]) -> tuple[int, ...]:
 
 
 def assert_paths(trace: Trace, found: Any) -> int:
-    """Each cell's path is that of ``trace.path``; how many have one."""
+    """Some cells' paths, of each leaf, are those of ``trace.path``; how many have one."""
     forest, rows, count = found["forest"], found["operators"], 0
     for n, leaf in enumerate(found["leaves"]):
         if leaf["map"] is None:
             assert not leaf["elements"]
             continue
-        for cell, element in enumerate(leaf["map"]["element"]):
+        every = max(1, leaf["elements"] // 5)  # to ask for a path takes a while
+        for cell, element in list(enumerate(leaf["map"]["element"]))[::every]:
             index = unravelled(element, leaf["shape"])
             start = leaf["map"]["start"][cell]
             if start == -1:
@@ -306,8 +308,9 @@ def test_masses_are_sums_of_gradients() -> None:
     loss = (c * b).sum() + b.square().mean()  # b is used three times
     expected = masses({"w": w, "v": v, "a": a, "b": b, "c": c}, loss)
     (dc,) = torch.autograd.grad(loss, c, retain_graph=True)
-    uses = {"MmBackward0": float((dc @ v.T).abs().sum()), "MulBackward0": float(c.abs().sum())}
-    uses["PowBackward0"] = float((2 * b / b.numel()).abs().sum())
+    with torch.no_grad():
+        uses = {"MmBackward0": (dc @ v.T).abs().sum(), "MulBackward0": c.abs().sum()}
+        uses["PowBackward0"] = (2 * b / b.numel()).abs().sum()
     found = payload(gt.trace(loss, names={"w": w, "v": v}))
     rows, edges = found["operators"], found["edges"]
     words = [found["words"][n] for n in rows["name"]]
@@ -318,9 +321,9 @@ def test_masses_are_sums_of_gradients() -> None:
     into = [k for k, p in enumerate(edges["producer"]) if p == tanh]
     assert {words[edges["consumer"][k]] for k in into} == uses.keys()
     for k in into:
-        mass = uses[words[edges["consumer"][k]]]
+        mass = float(uses[words[edges["consumer"][k]]])
         assert edges["mass"][k] == pytest.approx(mass, rel=1e-5)
-        assert edges["share"][k] == pytest.approx(mass / sum(uses.values()), rel=1e-5)
+        assert edges["share"][k] == pytest.approx(mass / float(sum(uses.values())), rel=1e-5)
 
 
 @ways
@@ -548,7 +551,7 @@ def test_every_cell_has_its_largest_element(shape: tuple[int, ...], budget: int)
 
 def test_what_is_no_number_counts_most() -> None:
     gradient = torch.tensor([[1.0, math.nan, 3.0, -math.inf], [9.0, 2.0, 1.0, 1.0]])
-    found = building.cells(gradient, building.Grid(2, 4, 1, 2))
+    found = building.cells(gradient, Grid(2, 4, 1, 2))
     assert found.element.tolist() == [1, 3]
 
 
