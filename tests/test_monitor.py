@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
+from gradtrace import monitor
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.influence import Influence
 
@@ -209,8 +211,12 @@ def test_autocast_is_no_matter() -> None:
             if not inside:
                 found.append(monitor.step(loss))
             before = {n: p.clone() for n, p in model.named_parameters()}
+            model.zero_grad()
             loss.backward()
             assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+            grads = torch.cat([p.grad.flatten() for p in model[0].parameters()])  # type: ignore[union-attr]
+            assert found[-1] is not None
+            assert found[-1].norms["0"].own == pytest.approx(grads.norm().item(), rel=1e-5)
     assert found[0] is not None and found[1] is not None
     assert found[0].influence == found[1].influence and found[0].norms == found[1].norms
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -562,3 +568,13 @@ def test_a_logger_that_fails_is_told_of_once() -> None:
         with pytest.warns(UserWarning, match="no network"):
             monitor.step(loss_of(model, batches(1)[0]))
         assert monitor.step(loss_of(model, batches(1)[0])) is not None
+
+
+def test_what_is_still_open_at_the_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    left = gt.Monitor(model, budget=None)
+    left.step(loss_of(model, batches(1)[0]))
+    monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
+    monitor._close_all()
+    assert hooks(model) == 0
+    assert left.history.notes == ("the run was ended by ValueError at step 1",)

@@ -201,7 +201,17 @@ def test_imports_point_down(path: Path, unit: str) -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["maps", "linear", "semirings", "kernels", "flow", "report", "bench", "laboratory", "experiments"],
+    [
+        "maps",
+        "linear",
+        "semirings",
+        "kernels",
+        "flow",
+        "report",
+        "bench",
+        "laboratory",
+        "experiments",
+    ],
 )
 def test_files_of_a_subpackage_import_each_other_one_way(package: str) -> None:
     """No circle, and nobody imports the package it is in."""
