@@ -211,14 +211,15 @@ def test_autocast_is_no_matter() -> None:
             if not inside:
                 found.append(monitor.step(loss))
             before = {n: p.clone() for n, p in model.named_parameters()}
-            model.zero_grad()
             loss.backward()
             assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-            grads = torch.cat([p.grad.flatten() for p in model[0].parameters()])  # type: ignore[union-attr]
-            assert found[-1] is not None
-            assert found[-1].norms["0"].own == pytest.approx(grads.norm().item(), rel=1e-5)
+    with gt.watch(model) as watch, torch.autocast("cpu", torch.bfloat16):
+        loss = functional.cross_entropy(model(x).float(), y)
+    trace = watch.trace(loss)
     assert found[0] is not None and found[1] is not None
-    assert found[0].influence == found[1].influence and found[0].norms == found[1].norms
+    assert found[0].influence == found[1].influence == trace.influence(sample=10_000)
+    assert found[0].norms == found[1].norms
+    assert found[0].norms["0"].own == trace.flow()["0"].own
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -578,3 +579,13 @@ def test_what_is_still_open_at_the_end_is_closed(monkeypatch: pytest.MonkeyPatch
     monitor._close_all()
     assert hooks(model) == 0
     assert left.history.notes == ("the run was ended by ValueError at step 1",)
+
+
+def test_a_loss_in_full_precision_within_autocast() -> None:
+    model = net().eval()
+    expected = direct(model, batches(1)[0])
+    with gt.Monitor(model, budget=None) as monitor:
+        loss = loss_of(model, batches(1)[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            record = monitor.step(loss)
+    assert record is not None and record.influence == expected
