@@ -86,6 +86,7 @@ class History:
     seconds: tuple[float, ...] = ()
     running: bool = True
     notes: tuple[str, ...] = ()
+    until: int | None = None  # how many steps there were, if the run has ended
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -115,8 +116,9 @@ class History:
 
     @property
     def last(self) -> int | None:
-        """The last step that is known of, traced or timed."""
-        return max((*self.steps[-1:], *self.timed[-1:]), default=None)
+        """The last step that is known of."""
+        ended = () if not self.until else (self.until - 1,)
+        return max((*self.steps[-1:], *self.timed[-1:], *ended), default=None)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -417,6 +419,7 @@ class Reading:
         self.seconds: dict[int, float] = {}
         self.names: list[str] | None = None
         self.running = True
+        self.until: int | None = None
         self.notes: list[str] = []
         self._takers = {
             "run": self._run,
@@ -470,7 +473,7 @@ class Reading:
             )
         self.records = {s: record for s, record in self.records.items() if s < first}
         self.seconds = {s: each for s, each in self.seconds.items() if s < first}
-        self.names, self.running = None, True
+        self.names, self.running, self.until = None, True, None
 
     def _gap(self, line: dict[str, Any]) -> None:
         """Told by the torn line before it."""
@@ -508,7 +511,7 @@ class Reading:
                 self.seconds[step] = float(each)
 
     def _end(self, line: dict[str, Any]) -> None:
-        self.running = False
+        self.running, self.until = False, int(line["step"])
         if line.get("error"):
             self.notes.append(f"the run was ended by {line['error']} at step {int(line['step']):,}")
 
@@ -525,6 +528,7 @@ class Reading:
             tuple(self.seconds[step] for step in sorted(self.seconds)),
             self.running,
             tuple(self.notes),
+            self.until,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -158,7 +159,7 @@ class Monitor:
         self._traces = 0
         self._open = True
         self._next_look()
-        atexit.register(_closed, weakref.ref(self))
+        _OPEN.add(self)
 
     def _opened(
         self, file: str | os.PathLike[str] | None, start: int | None
@@ -287,8 +288,11 @@ class Monitor:
             return trace, unscaled(replace(found, loss=value, scale=by))
         except NonFinite as error:
             return None, Look(value / by, by, note=str(error))
-        except (GradtraceError, RuntimeError, MemoryError) as error:
-            return None, Look(value / by, by, note=str(error), error=error)
+        except Exception as error:  # whatever it is, it must not end a long training
+            told = f"{type(error).__name__}: {error}"
+            if self._shards.world > 1 and not isinstance(error, GradtraceError):
+                return None, Look(value / by, by, note=told, error=RuntimeError(told))  # to send
+            return None, Look(value / by, by, note=told, error=error)
 
     def _found(self, loss: Tensor, watched: watch) -> tuple[Trace, Look]:
         how = self._how
@@ -394,6 +398,7 @@ class Monitor:
         if not self._open:
             return
         self._open = False
+        _OPEN.discard(self)
         self._look.remove()
         self._shards.close()
         if self._writer is not None:
@@ -444,11 +449,15 @@ class Views:
         return self._seen if self.path is None else runs.kept(self.path)
 
 
-def _closed(monitor: weakref.ref[Monitor]) -> None:
-    """At the end of the program."""
-    found = monitor()
-    if found is not None:
-        found.close()
+_OPEN: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of the program, which an error may have brought about."""
+    error = getattr(sys, "last_type", None)
+    for monitor in list(_OPEN):
+        monitor.close("" if error is None else error.__name__)
 
 
 # What is found ------------------------------------------------------------------------------------

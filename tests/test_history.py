@@ -116,6 +116,18 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     writer.close()
     assert path.read_bytes().startswith(before)
     assert history.read(path).steps == (0, 1, 2, 3)
+    assert repr(history.read(path)) == "History(4 traced steps of 4, running)"
+
+
+def test_steps_go_on_where_the_end_mark_says(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run.jsonl", {})
+    writer.record(record(0))
+    writer.end(50)
+    writer.close()
+    writer = Writer(tmp_path / "run.jsonl", {})
+    assert writer.first == 50
+    writer.close()
+    assert history.read(tmp_path / "run.jsonl").running
 
 
 def test_a_run_that_goes_back(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
+from gradtrace import monitor
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.influence import Influence
 
@@ -211,8 +213,13 @@ def test_autocast_is_no_matter() -> None:
             before = {n: p.clone() for n, p in model.named_parameters()}
             loss.backward()
             assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    with gt.watch(model) as watch, torch.autocast("cpu", torch.bfloat16):
+        loss = functional.cross_entropy(model(x).float(), y)
+    trace = watch.trace(loss)
     assert found[0] is not None and found[1] is not None
-    assert found[0].influence == found[1].influence and found[0].norms == found[1].norms
+    assert found[0].influence == found[1].influence == trace.influence(sample=10_000)
+    assert found[0].norms == found[1].norms
+    assert found[0].norms["0"].own == trace.flow()["0"].own
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -562,3 +569,23 @@ def test_a_logger_that_fails_is_told_of_once() -> None:
         with pytest.warns(UserWarning, match="no network"):
             monitor.step(loss_of(model, batches(1)[0]))
         assert monitor.step(loss_of(model, batches(1)[0])) is not None
+
+
+def test_what_is_still_open_at_the_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    left = gt.Monitor(model, budget=None)
+    left.step(loss_of(model, batches(1)[0]))
+    monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
+    monitor._close_all()
+    assert hooks(model) == 0
+    assert left.history.notes == ("the run was ended by ValueError at step 1",)
+
+
+def test_a_loss_in_full_precision_within_autocast() -> None:
+    model = net().eval()
+    expected = direct(model, batches(1)[0])
+    with gt.Monitor(model, budget=None) as monitor:
+        loss = loss_of(model, batches(1)[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            record = monitor.step(loss)
+    assert record is not None and record.influence == expected

@@ -141,8 +141,9 @@ def main(seconds: float) -> None:
         Column("by the clock", "share"),
         Column("untraced, µs", "number"),
     )
-    rows = tuple(measured(make, seconds) for make in MODELS)
-    print(Table(f"Monitor, {seconds:g} s each, {torch.get_num_threads()} threads", columns, rows))
+    title = f"Monitor, {seconds:g} s each, {torch.get_num_threads()} threads"
+    for make in MODELS:
+        print(Table(title, columns, (measured(make, seconds),)), flush=True)
 
 
 if __name__ == "__main__":
