@@ -4,7 +4,6 @@
 """
 
 from __future__ import annotations
-import faulthandler; faulthandler.dump_traceback_later(70, exit=True)
 
 import json
 import os
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import gradtrace as gt
-from gradtrace import group, wrapped
+from gradtrace import wrapped
 from gradtrace.influence import Influence
 
 Batch = tuple[Tensor, Tensor]
@@ -87,15 +86,6 @@ def same(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
     for name, call in SAME.items():
         yield name, call().to_dict()
     yield "alone", gt.influence(model(), losses, loader(), group=False).to_dict()
-    yield "pairs of a rank", merged_by_hand(rank)
-
-
-def merged_by_hand(rank: int) -> object:
-    mine = None
-    if rank:
-        mine = gt.influence(model(), losses, list(loader())[rank - 1 : rank], group=False)
-    found = group.merge(mine)
-    return None if found is None else found.to_dict()
 
 
 # Loaders, wrappers, errors, stops: two ranks --------------------------------------------------------
@@ -246,9 +236,10 @@ def sharded(rank: int) -> Iterator[tuple[str, object]]:
                 traced = watch.trace(losses(net, next(iter(loader())))).influence()
             yield "fsdp gathered", traced.to_dict()
         losses(net, next(iter(loader()))).sum().backward()
-        yield f"{name} goes on", [
-            float(p.grad.full_tensor().double().sum()) for p in net.parameters()
-        ]
+        yield (
+            f"{name} goes on",
+            [float(p.grad.full_tensor().double().sum()) for p in net.parameters()],
+        )
 
 
 # A process that dies ---------------------------------------------------------------------------------
