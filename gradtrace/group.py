@@ -95,7 +95,7 @@ def _connected(group: Any) -> Any:
     store = group.get_group_store()
     try:
         time = store.add(f"gradtrace/{rank}", 1)
-        own = dist.PrefixStore(f"gradtrace/{time}", store)
+        own = dist.distributed_c10d.PrefixStore(f"gradtrace/{time}", store)
         return dist.ProcessGroupGloo(own, rank, world, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise RankFailed(

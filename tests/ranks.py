@@ -68,7 +68,7 @@ def mean(net: nn.Module, batch: Batch) -> Tensor:
     return losses(net, batch).mean()
 
 
-# What is compared with one process: the same calls, there without a group --------------------------
+# What is compared with one process: the same calls, there without a group ------------------------
 
 SAME: dict[str, Callable[[], Influence]] = {
     "greedy": lambda: gt.influence(model(), losses, loader()),
@@ -88,7 +88,7 @@ def same(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
     yield "alone", gt.influence(model(), losses, loader(), group=False).to_dict()
 
 
-# Loaders, wrappers, errors, stops: two ranks --------------------------------------------------------
+# Loaders, wrappers, errors, stops: two ranks -----------------------------------------------------
 
 
 class Reads(Dataset[Any]):
@@ -223,14 +223,15 @@ def sharded(rank: int) -> Iterator[tuple[str, object]]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    for name, options in {"fsdp": {}, "fsdp in bfloat16": {"mp_policy": half}}.items():
+    for name, dtype in {"fsdp": None, "fsdp in bfloat16": torch.bfloat16}.items():
         net: Any = model()
-        for block in (net.left, net.right, net):
-            fully_shard(block, mesh=mesh, **options)
+        for block in (net.left, net.right):
+            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype))
+        whole = MixedPrecisionPolicy(dtype, output_dtype=dtype and torch.float32)
+        fully_shard(net, mesh=mesh, mp_policy=whole)
         yield name, gt.influence(net, losses, loader(8)).to_dict()
         yield f"{name} is sharded", all(hasattr(p, "full_tensor") for p in net.parameters())
-        if not options:
+        if dtype is None:
             yield "fsdp refused", failure(lambda: gt.watch(net).__enter__())  # noqa: B023
             with wrapped.gathered(net), gt.watch(net) as watch:
                 traced = watch.trace(losses(net, next(iter(loader())))).influence()
@@ -242,7 +243,7 @@ def sharded(rank: int) -> Iterator[tuple[str, object]]:
         )
 
 
-# A process that dies ---------------------------------------------------------------------------------
+# A process that dies -----------------------------------------------------------------------------
 
 
 def killed(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:

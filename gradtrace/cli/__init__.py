@@ -1,4 +1,4 @@
-"""The command line: ``gradtrace demo | trace | influence | report | check | experiment | bench | ops``.
+"""The command line: ``gradtrace demo | trace | influence | report | check | experiment | ...``.
 
 Results go to stdout, progress, remarks and errors to stderr. ``codes`` says what exit codes mean.
 Files here import nothing heavy when they are loaded, so that help and the shell's completion come
