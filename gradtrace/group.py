@@ -85,6 +85,8 @@ def joined(group: Any = None) -> Iterator[Team]:
         raise
     else:
         team.end(None)
+    finally:
+        team.close()
 
 
 def _connected(group: Any) -> Any:
@@ -110,7 +112,6 @@ class Team:
     def __init__(self, rank: int = 0, world: int = 1, handle: Any = None) -> None:
         self.rank, self.world = rank, world
         self.halted = False
-        self._handle = handle
         self._changed = threading.Condition()
         self._said: dict[int, deque[Any]] = {}
         self._failed: dict[int, str] = {}
@@ -175,6 +176,15 @@ class Team:
         self._quiet.set()
         for thread in self._threads:
             thread.join(SILENCE.total_seconds())
+
+    def close(self) -> None:
+        """Let go of the connections, here and now.
+
+        Were they left to the garbage collector, that of a loader's worker, forked later, might
+        find its copies first, and wait for threads that a fork does not take along.
+        """
+        for line in self._lines.values():
+            line.handle = None
 
     def _check(self) -> None:
         if self._failed:
@@ -275,7 +285,7 @@ class Line:
         """Send, unless the last message was sent; whether the other is gone, its listener finds."""
         body = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         with self._lock, suppress(RuntimeError):
-            if not self.open:
+            if not self.open or self.handle is None:
                 return
             self.open = not last
             for part in (torch.tensor([len(body)]), body):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -52,6 +53,28 @@ def data() -> TensorDataset:
     return TensorDataset(xs, torch.randint(0, 2, (SIZE,), generator=generator))
 
 
+class Reads(Dataset[Any]):
+    """Notes which samples are loaded."""
+
+    def __init__(self) -> None:
+        self.data, self.read = data(), set[int]()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, n: int) -> Any:
+        self.read.add(n)
+        return self.data[n]
+
+
+class Collects(Reads):
+    """Collects garbage in a loader's worker; connections that the parent left there would hang."""
+
+    def __getitem__(self, n: int) -> Any:
+        gc.collect()
+        return super().__getitem__(n)
+
+
 def loader(size: int = 4, **options: Any) -> DataLoader[Any]:
     return DataLoader(data(), size, **options)
 
@@ -77,7 +100,9 @@ SAME: dict[str, Callable[[], Influence]] = {
     "shuffled": lambda: gt.influence(model(), mean, shuffled(7)),
     "one batch": lambda: gt.influence(model(), losses, loader(SIZE)),
     "a generator": lambda: gt.influence(model(), losses, (batch for batch in loader(8))),
-    "loaded by workers": lambda: gt.influence(model(), mean, loader(4, num_workers=1)),
+    "loaded by workers": lambda: gt.influence(
+        model(), mean, DataLoader(Collects(), 4, num_workers=1)
+    ),
 }
 
 
@@ -89,20 +114,6 @@ def same(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
 
 
 # Loaders, wrappers, errors, stops: two ranks -----------------------------------------------------
-
-
-class Reads(Dataset[Any]):
-    """Notes which samples are loaded."""
-
-    def __init__(self) -> None:
-        self.data, self.read = data(), set[int]()
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, n: int) -> Any:
-        self.read.add(n)
-        return self.data[n]
 
 
 def parts(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
