@@ -46,7 +46,7 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError
 
 SCHEMA = 2
-"""Of the documents that are written here. Files of 1 hold traces without a view (see ``report``)."""
+"""Of the documents that are written here. In files of 1, traces have no view (see ``report``)."""
 
 HEADER = 100_000_000
 """The most bytes of names and metadata: of more, the safetensors library reads none."""

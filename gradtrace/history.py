@@ -418,6 +418,15 @@ class Reading:
         self.names: list[str] | None = None
         self.running = True
         self.notes: list[str] = []
+        self._takers = {
+            "run": self._run,
+            "resume": self._resume,
+            "names": self._named,
+            "step": self._step,
+            "times": self._times,
+            "gap": self._gap,
+            "end": self._end,
+        }
 
     def torn(self, number: int) -> None:
         """A line without its end."""
@@ -432,7 +441,7 @@ class Reading:
                 "Monitor(file=...) writes"
             )
         try:
-            getattr(self, f"_{kind}", self._unknown)(line)
+            self._takers.get(kind, self._unknown)(line)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as e:
             raise damaged(self.called, number, f"{type(e).__name__}: {e}") from e
 
@@ -469,7 +478,7 @@ class Reading:
     def _unknown(self, line: dict[str, Any]) -> None:
         raise ValueError(f"unknown kind {line['kind'][:40]!r}")
 
-    def _names(self, line: dict[str, Any]) -> None:
+    def _named(self, line: dict[str, Any]) -> None:
         self.names = [str(name) for name in line["names"]]
 
     def _step(self, line: dict[str, Any]) -> None:
@@ -539,5 +548,6 @@ def scalars(record: Record, prefix: str = "gradtrace/") -> dict[str, float]:
     for name, share in (record.influence.shares if record.influence else {}).items():
         found[f"share/{name}"] = share
     for name, norms in record.norms.items():
-        found[f"norm/{name or '(top)'}"] = norms.output if norms.own is None else norms.own
+        if norms.own is not None:
+            found[f"norm/{name}"] = norms.own
     return {prefix + name: value for name, value in found.items() if math.isfinite(value)}

@@ -212,6 +212,13 @@ class Monitor:
         self._advance()
         return record
 
+    def pause(self) -> None:
+        """Something else than a step happens now, such as an evaluation: do not time this step.
+
+        Evaluations that call the model itself without gradients are seen without it.
+        """
+        self._look.idle = True
+
     def _alive(self) -> None:
         if not self._open:
             raise GradtraceError("this Monitor is closed; make another one to go on")
@@ -393,8 +400,16 @@ class Monitor:
             self._flush()
             self._writer.end(self._number, error)
             self._writer.close()
-            if self._page is not None:
-                self.report(self._page)
+            self._last_page()
+
+    def _last_page(self) -> None:
+        """Write the report that was asked for. What comes after training matters more than it."""
+        if self._page is None:
+            return
+        try:
+            self.report(self._page)
+        except GradtraceError as error:
+            warnings.warn(f"the report was not written: {error}", stacklevel=4)
 
 
 class Views:

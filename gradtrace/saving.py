@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradtrace import files
+from gradtrace import files, history
 from gradtrace import report as reports
 from gradtrace.atlas import Gradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
@@ -78,33 +78,49 @@ class Saved:
         *,
         compare: Trace | Saved | None = None,
         name: str | Sequence[str] | None = None,
+        training: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Write one HTML file to look at the trace in a browser; see ``Trace.report``. Its top paths
-        are those of the sample that was saved.
+        """Write one HTML file to look at the trace in a browser; see ``Trace.report``. Its top
+        paths are those of the sample that was saved.
         """
-        report(self, path, compare, name)
+        write(path, [self, compare], name, training)
+
+    def _repr_html_(self) -> str:
+        """The report in a frame, for notebooks."""
+        return reports.inline(self._view, repr(self))
 
     def _view(self, sample: int = 0, seed: int = 0) -> reports.View:
         """What a report shows."""
         if self._seen is None:
             raise GradtraceError(
-                "the file was saved by a gradtrace without reports, so it holds no view to make one "
+                "the file was saved by a gradtrace without reports and holds no view to make one "
                 "of: trace again and save again"
             )
         return self._seen
 
 
-def report(
-    trace: Trace | Saved,
+def write(
     path: str | os.PathLike[str],
-    compare: Trace | Saved | None,
+    traces: Sequence[Trace | Saved | None],
     name: str | Sequence[str] | None,
+    training: str | os.PathLike[str] | None,
     sample: int = 1000,
     seed: int = 0,
 ) -> None:
-    """Write the report of a trace."""
-    views = [each._view(sample, seed) for each in (trace, compare) if each is not None]
-    reports.write(path, reports.report(views, name))
+    """Write the report of some traces, and of the run in a Monitor's file."""
+    run = None if training is None else history.read(training)
+    told = (None, None) if run is None else (reports.training(run), reports.timing(run))
+    views = [_viewed(trace)._view(sample, seed) for trace in traces if trace is not None]
+    reports.write(path, reports.report(views, name, *told))
+
+
+def _viewed(trace: Trace | Saved) -> Trace | Saved:
+    if not hasattr(trace, "_view"):
+        raise GradtraceError(
+            f"a {type(trace).__name__} cannot be compared with a trace; give what gradtrace.trace, "
+            "watch.trace or gradtrace.load returned"
+        )
+    return trace
 
 
 def save(trace: Trace, path: str | os.PathLike[str], sample: int, seed: int) -> None:

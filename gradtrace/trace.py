@@ -14,7 +14,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from gradtrace import engine, memory, report, saving
+from gradtrace import engine, memory, saving
+from gradtrace import report as reports
 from gradtrace.atlas import Lazy, unknown
 from gradtrace.coarse import Coarse
 from gradtrace.components import Chosen, Component, Components, Survey
@@ -33,6 +34,14 @@ from gradtrace.tracing import Found, Tracer
 
 SAMPLED = 10_000
 """The elements whose paths tell influence in a report where there is no memory for all."""
+
+SMALLER = (
+    f"this is a smaller view, for a notebook: influence of {SAMPLED:,} sampled elements, and fewer "
+    "cells and paths; trace.report('report.html') writes all"
+)
+
+OPERATORS, ELEMENTS = 2_000, 5_000_000
+"""From so many on, of operators or of parameters, a notebook is shown a smaller view."""
 
 MANY = 4_000
 """Operators from which on a report does not tell each argument of each sum apart."""
@@ -61,7 +70,7 @@ class Trace:
     budget: int | None = None
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
     _kept: dict[int, Kept] = field(default_factory=dict, repr=False)
-    _views: dict[tuple[int, int], report.View] = field(default_factory=dict, repr=False)
+    _views: dict[tuple[int, int, bool], reports.View] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self._versions = [(t, t._version) for t in weights_of(self.program)]
@@ -352,12 +361,14 @@ class Trace:
         name: str | Sequence[str] | None = None,
         sample: int = 1000,
         seed: int = 0,
+        training: str | os.PathLike[str] | None = None,
     ) -> None:
         """Write one HTML file to look at the trace in a browser; it needs no network and no other
         file.
 
         ``compare`` puts another trace beside this one. ``name`` is what the report calls this trace
-        (or a name for each). Top paths are those of a uniform ``sample`` of elements.
+        (or a name for each of the two). Its top paths are those of a uniform ``sample`` of all
+        elements. ``training`` is the file of a ``gradtrace.Monitor``, whose run is then shown too.
 
         >>> import torch, gradtrace as gt
         >>> from tempfile import TemporaryDirectory
@@ -365,18 +376,25 @@ class Trace:
         >>> with TemporaryDirectory() as folder:
         ...     gt.trace((x * x).sum(), names={"x": x}).report(f"{folder}/x.html", name="squares")
         """
-        saving.report(self, path, compare, name, sample, seed)
+        drawn = (_positive("sample", sample), seed)
+        saving.write(path, [self, compare], name, training, *drawn)
 
-    def _view(self, sample: int = 1000, seed: int = 0) -> report.View:
-        """What a report shows; made once, so it can be asked for again after an optimiser's step."""
-        key = (_positive("sample", sample), seed)
+    def _repr_html_(self) -> str:
+        """The report in a frame, for notebooks; of large models a smaller one."""
+        many = sum(leaf.tensor.numel() for leaf in self.program.leaves)
+        large = many > ELEMENTS or len(self.program.blocks) > OPERATORS
+        return reports.inline(lambda: self._view(small=large), repr(self))
+
+    def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
+        """What a report shows; made once, so it is there even after an optimiser's step."""
+        key = (_positive("sample", sample), seed, small)
         if key not in self._views:
-            self._views[key] = self._seen(sample, seed, report.FULL)
+            self._views[key] = self._seen(sample, seed, small)
         return self._views[key]
 
-    def _seen(self, sample: int, seed: int, limits: report.Limits) -> report.View:
+    def _seen(self, sample: int, seed: int, small: bool) -> reports.View:
         self._unchanged()
-        tables, notes = self._tables()
+        tables, notes = self._tables(small)
         builder = self._builder(0)
         gradients: Mapping[str, Tensor] = self.gradients
         if self.pairs > 1:
@@ -386,7 +404,7 @@ class Trace:
                 "flow are of their sum",
             )
         size = measure(self.program, self.program.seed)
-        source = report.Source(
+        source = reports.Source(
             self.program,
             builder,
             gradients,
@@ -401,26 +419,33 @@ class Trace:
             tables,
         )
         flow = flow_of(self.program, self.names, self.modules, size=size)
-        return report.view(source, flow, sample, seed, limits)
+        limits = reports.SMALL if small else reports.FULL
+        return reports.view(source, flow, sample, seed, limits)
 
-    def _tables(self) -> tuple[dict[str, Influence], tuple[str, ...]]:
+    def _tables(self, small: bool = False) -> tuple[dict[str, Influence], tuple[str, ...]]:
         """Influence of the kinds of components that there are, counted together in one pass, and
-        what is to be said of them.
+        what is to be said of them. ``small``: that of a sample of elements.
         """
         survey, parts = self._survey(), dict[str, list[Component]]()
         for kind in self._kinds():
             with contextlib.suppress(UnknownName):  # there are none of these
                 parts[kind] = survey.choose(kind or None).components
         chosen = Chosen([c for some in parts.values() for c in some], survey.marks)
-        notes: tuple[str, ...] = ()
-        try:
-            table = self._counted(chosen)
-        except TooLarge as error:
-            table = self._counted(chosen, SAMPLED)
-            notes = (f"influence is that of {SAMPLED:,} sampled elements: {error}",)
+        notes: tuple[str, ...]
+        if small and self.granularity == "scalar":
+            table, notes = self._counted(chosen, SAMPLED), (SMALLER,)
+        else:
+            table, notes = self._all_or_some(chosen)
         rows = iter(table.rows)
         cut = {kind: tuple(islice(rows, len(some))) for kind, some in parts.items()}
         return {kind: replace(table, rows=some) for kind, some in cut.items()}, notes
+
+    def _all_or_some(self, chosen: Chosen) -> tuple[Influence, tuple[str, ...]]:
+        try:
+            return self._counted(chosen), ()
+        except TooLarge as error:
+            told = f"influence is that of {SAMPLED:,} sampled elements: {error}"
+            return self._counted(chosen, SAMPLED), (told,)
 
     def _kinds(self) -> list[str]:
         """The kinds of components that a report tells of; the first, "", are modules if any."""

@@ -58,6 +58,10 @@ def experiment(
     docs: Annotated[
         Path | None, typer.Option(help="Write Markdown, JSON and pictures here as well.")
     ] = None,
+    called: Annotated[
+        str | None,
+        typer.Option("--name", help="What to call it, if it is on other data or settings."),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Set earlier rows aside and begin anew.")
     ] = False,
@@ -82,6 +86,7 @@ def experiment(
         docs=docs,
         restart=restart,
         ray=on_ray,
+        name=called,
     )
     done = command.run(command.sources(name, every), asked, say)
     if done.spoken and as_json:

@@ -64,9 +64,9 @@ def _together(many: list[Tensor]) -> Iterable[Tensor]:
 
 
 def sizes(x: Tensor) -> Tensor:
-    """``‖x‖``, ``max |x[i]|``, how many entries are not 0 and ``Σ |x[i]|``; in float64, where squares
-    of all smaller floats fit. Those of float64 do not, so there ``‖x‖ = m ‖x/m‖`` with m the
-    largest.
+    """``‖x‖``, ``max |x[i]|``, how many entries are not 0 and ``Σ |x[i]|``; in float64, where
+    squares of all smaller floats fit. Those of float64 do not, so there ``‖x‖ = m ‖x/m‖`` with m
+    the largest.
     """
     if not x.numel():
         return torch.zeros(4, dtype=torch.float64, device=x.device)

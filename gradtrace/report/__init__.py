@@ -5,10 +5,11 @@ and ``write`` writes the page.
 """
 
 from gradtrace.report.building import FULL, SMALL, Limits, view
-from gradtrace.report.inline import frame, words
+from gradtrace.report.inline import inline
 from gradtrace.report.model import Report, View
 from gradtrace.report.page import page
 from gradtrace.report.source import Source
+from gradtrace.report.training import timing, training
 from gradtrace.report.writing import loaded, report, saved, write
 
 __all__ = [
@@ -18,12 +19,13 @@ __all__ = [
     "Report",
     "Source",
     "View",
-    "frame",
+    "inline",
     "loaded",
     "page",
     "report",
     "saved",
+    "timing",
+    "training",
     "view",
-    "words",
     "write",
 ]

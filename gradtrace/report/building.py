@@ -23,8 +23,8 @@ from gradtrace.report.tree import Tree, named
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a trace a view may hold: cells of heat maps, and stops of paths that can be looked
-    at. To see how many paths fit, those of the cells that are ``tried`` are followed first; fewer
+    """How much of a trace a view may hold: cells of heat maps, and stops of paths to be looked at.
+    To see how many paths fit, those of the cells that are ``tried`` are followed first; fewer
     in deep graphs, where they would visit more than ``steps`` operators if none of them met.
     """
 
@@ -79,7 +79,7 @@ class _Builder:
             granularity=source.granularity,
             pairs=source.pairs,
             notes=source.notes,
-            forest=forest.columns(grown, left, number, rows),
+            forest=forest.kept(grown, left, number, rows),
             words=rows.words.all(),
             shapes=rows.shapes.all(),
             modules=Tree(source, self.modules).modules(),
@@ -196,11 +196,10 @@ class _Builder:
         order = [
             np.stack([np.arange(len(way.starts)), way.starts]) for way in ways if len(way.starts)
         ]
-        for value, found in shown.items():
-            rank = ranked(found.gradient)
-            order.append(np.stack([rank, starts[value]]))
+        for value, each in shown.items():
+            order.append(np.stack([ranked(each.gradient), starts[value]]))
         turn, stop = np.concatenate([np.zeros((2, 0), dtype=np.int64), *order], 1)
-        found = stop[np.argsort(turn, kind="stable")]
+        found: Places = stop[np.argsort(turn, kind="stable")]
         return found[found >= 0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ def cells(gradient: Tensor, cut: Grid) -> Cells:
 def _cuts(size: int, parts: int) -> list[tuple[int, int]]:
     """Where each part begins and ends: ``i`` is in part ``i · parts // size``."""
     starts = [-(-n * size // parts) for n in range(parts + 1)]
-    return list(zip(starts, starts[1:]))
+    return list(pairwise(starts))
 
 
 def _most(size: Tensor, dim: int, first: int) -> tuple[Tensor, Tensor]:

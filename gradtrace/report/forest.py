@@ -12,7 +12,7 @@ import torch
 from gradtrace import sampling
 from gradtrace.coarse import Coarse
 from gradtrace.report.cells import LARGEST
-from gradtrace.report.graph import Rows
+from gradtrace.report.graph import Rows, columns
 from gradtrace.report.model import Floats, Forest
 from gradtrace.report.source import Source
 
@@ -65,8 +65,8 @@ def _contracted(source: Source, found: sampling.Forest) -> tuple[Grown, Places]:
     onward, weight = found.onward.numpy(), found.weight.numpy()
     stages = np.diff([*found.firsts, len(onward)])
     value = np.repeat(np.array(found.values, dtype=np.int64), stages)
-    kept = [v in legend.places or v in source.names for v in found.values]
-    stop = np.repeat(np.array(kept, dtype=bool), stages)
+    stops = [v in legend.places or v in source.names for v in found.values]
+    stop = np.repeat(np.array(stops, dtype=bool), stages)
     here = np.flatnonzero(stop)
     number = np.full(len(onward) + 1, NONE, dtype=np.int64)  # the last stands for "nowhere"
     number[here] = np.arange(len(here))
@@ -80,15 +80,11 @@ def _contracted(source: Source, found: sampling.Forest) -> tuple[Grown, Places]:
     root = last & (value[here] == found.root)
     derivative[root] = seed[element[root]]
     with np.errstate(all="ignore"):
-        brought = derivative * np.where(last, 1.0, gradient[ahead_of(number, ahead)])
+        reached = np.where(last, 1.0, gradient[np.maximum(number[ahead], 0)])
+        brought = reached * derivative
         share = np.where(gradient == 0, np.nan, brought / gradient)
     columns = (value[here], element, derivative, gradient, share, number[ahead])
     return Grown(*columns, starts={}, elements={}), number
-
-
-def ahead_of(number: Places, ahead: Places) -> Places:
-    """The stops that nodes stand for; any at all where there is none."""
-    return np.maximum(number[ahead], 0)
 
 
 def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> Grown:
@@ -144,7 +140,7 @@ def chosen(grown: Grown, wanted: Places, most: int) -> tuple[Places, Places]:
     return left, number
 
 
-def columns(grown: Grown, left: Places, number: Places, rows: Rows) -> Forest:
+def kept(grown: Grown, left: Places, number: Places, rows: Rows) -> Forest:
     """The stops that remain, as the page has them."""
     leaves, places, shapes = rows.leaf, rows.source.builder.legend.places, rows.source.shapes
     values, kind = np.unique(grown.value[left], return_inverse=True)
@@ -156,12 +152,12 @@ def columns(grown: Grown, left: Places, number: Places, rows: Rows) -> Forest:
         )
         for value in values.tolist()
     ]
-    operator, word, shape = np.array(told, dtype=np.int32).reshape(-1, 3).T[:, kind]
+    operator, word, shape = (column[kind] for column in columns(told, 3))
     element, ahead = grown.element[left], grown.next[left]
     return Forest(
-        operator.copy(),
-        word.copy(),
-        shape.copy(),
+        operator,
+        word,
+        shape,
         np.where(element > LARGEST, -1, element).astype(np.int32),
         grown.derivative[left],
         grown.gradient[left],

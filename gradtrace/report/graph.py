@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from gradtrace.report.model import Edges, Operators
+from gradtrace.report.model import Edges, Ints, Operators
 from gradtrace.report.source import Source
 
 LEAF = "AccumulateGrad"
@@ -72,17 +72,17 @@ class Rows:
         for block in blocks:
             place = self.modules[block.place.module], block.place.call
             first = shapes[block.takes[min(block.takes)]]
-            view = VIEWS.fullmatch(block.operator) is not None
-            rows.append((self.words(block.operator), *place, self.shapes(first), -1, view))
+            moves = VIEWS.fullmatch(block.operator) is not None
+            rows.append((self.words(block.operator), *place, self.shapes(first), -1, moves))
         word = self.words(LEAF)
         for n, leaf in enumerate(self.source.leaves):
             home = self.home(self.source.names[leaf.value])
-            shape = self.shapes(tuple(leaf.tensor.shape))
-            rows.append((word, home, 0, shape, n, 0))
+            rows.append((word, home, 0, self.shapes(tuple(leaf.tensor.shape)), n, 0))
         masses = [sum(size[value].mass for value in block.takes.values()) for block in blocks]
         masses += [size[leaf.value].mass for leaf in self.source.leaves]
-        *ints, view = np.array(rows, dtype=np.int32).reshape(-1, 6).T.copy()
-        return Operators(*ints, view.astype(np.uint8), np.array(masses, dtype=np.float64))
+        name, module, call, shape, leaf_, view = columns(rows, 6)
+        mass = np.array(masses, dtype=np.float64)
+        return Operators(name, module, call, shape, leaf_, view.astype(np.uint8), mass)
 
     def home(self, leaf: str) -> int:
         """The module that holds a leaf, by its name; 0 if none does."""
@@ -93,17 +93,22 @@ class Rows:
         wholes, rows = self.source.program.wholes(), []
         masses = []
         for n, block in enumerate(self.source.blocks):
-            for position, value in sorted(block.gives.items()):
-                producer = self.of.get(wholes.get(value, value))
-                if producer is not None:
-                    rows.append((n, producer, position))
+            for place, value in sorted(block.gives.items()):
+                maker = self.of.get(wholes.get(value, value))
+                if maker is not None:
+                    rows.append((n, maker, place))
                     masses.append(self.source.size[value].mass)
-        ends = np.array(rows, dtype=np.int32).reshape(-1, 3).T.copy()
+        consumer, producer, position = columns(rows, 3)
         mass = np.array(masses, dtype=np.float64)
-        total = np.bincount(ends[1], mass, len(self.source.blocks) + len(self.source.leaves))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            share = np.where(mass == 0, 0.0, mass / total[ends[1]])
-        return Edges(*ends, mass, share.astype(np.float32))
+        total = np.bincount(producer, mass, len(self.source.blocks) + len(self.source.leaves))
+        with np.errstate(all="ignore"):
+            share = np.where(mass == 0, 0.0, mass / total[producer])
+        return Edges(consumer, producer, position, mass, share.astype(np.float32))
+
+
+def columns(rows: Sequence[Sequence[int]], many: int) -> list[Ints]:
+    """Rows of whole numbers, column by column."""
+    return list(np.array(rows, dtype=np.int32).reshape(-1, many).T.copy())
 
 
 def above(name: str) -> list[str]:

@@ -263,7 +263,7 @@ def _value(hint: Any, data: Any) -> Any:
         if len(kinds) != len(data):
             raise ValueError(f"{len(data)} values in place of {len(kinds)}")
         return tuple(map(_value, kinds, data))
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return revived(hint, data)
     if hint is float and isinstance(data, (int, float, str)):
         return float(data)

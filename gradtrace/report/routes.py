@@ -49,7 +49,7 @@ def ways(grown: Grown, sampled: Sampled, rows: Rows) -> list[Way]:
     at = operator[np.searchsorted(values, grown.value)]
     route = _numbered(at, grown.next)
     behind = route[grown.next[stops]]
-    kinds, first, kind = np.unique(behind, return_index=True, return_inverse=True)
+    _, first, kind = np.unique(behind, return_index=True, return_inverse=True)
     count, weight = np.bincount(kind), np.bincount(kind, size)
     total = float(size.sum())
     found = []

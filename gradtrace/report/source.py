@@ -64,7 +64,7 @@ class Source:
         return isinstance(leaf.tensor, Parameter) or named
 
     def gradient(self, leaf: Leaf) -> Tensor:
-        """A leaf's gradient, as a matrix on the processor in double precision or as it is."""
+        """A leaf's gradient, on the processor."""
         return self.gradients[self.names[leaf.value]].detach().cpu()
 
     @cached_property

@@ -91,7 +91,9 @@ export interface Leaf {
 
 /**
  * A leaf as a matrix of height × width elements (first dimension × all others; a vector is one
- * row), cut into rows × columns cells. If rows = height and columns = width each is an element.
+ * row), cut into rows × columns cells: element (r, c) of the matrix lies in the cell
+ * (⌊r · rows / height⌋, ⌊c · columns / width⌋). If rows = height and columns = width each is an
+ * element. Of several losses, gradients and paths are those of the first.
  */
 export interface HeatMap {
   height: number;

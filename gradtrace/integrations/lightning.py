@@ -1,0 +1,97 @@
+"""Lightning: ``Trainer(callbacks=[GradTrace()])``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradtrace.errors import GradtraceError
+from gradtrace.integrations.making import Divided, checked, placed
+from gradtrace.monitor import Monitor
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        try:
+            from pytorch_lightning import Callback
+        except ImportError as error:
+            raise GradtraceError(
+                "gradtrace.integrations.lightning needs Lightning: pip install gradtrace[lightning]"
+            ) from error
+
+
+class GradTrace(Callback):  # type: ignore[misc]
+    """Trace training with Lightning: ``Trainer(callbacks=[GradTrace(every=100)])``.
+
+    Takes what ``gradtrace.Monitor`` takes. ``every`` counts the trainer's ``global_step``; of the
+    backward passes of a step, or of a batch with several losses, the first is traced. Numbers go to
+    the trainer's loggers too; the file and the page are ``gradtrace.jsonl`` and ``gradtrace.html``
+    in its ``log_dir``, unless ``file`` and ``report`` say otherwise. After training,
+    ``callback.monitor.history`` has what was found.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        self._how = checked(how)
+        self.monitor: Monitor | None = None
+        self._begun = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to monitor."""
+        self._close("")
+        how = placed(self._how, lambda: _folder(trainer), trainer.is_global_zero)
+        loggers = [*how.pop("loggers", ()), *trainer.loggers]
+        self.monitor = Monitor(
+            pl_module,
+            start=trainer.global_step,
+            accumulate=trainer.accumulate_grad_batches,
+            loggers=loggers,
+            **how,
+        )
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Watch the coming forward pass, if it is to be traced."""
+        if self.monitor is not None:
+            self.monitor.begin(trainer.global_step)
+            self._begun = True
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Trace the first loss of a batch, if its turn has come."""
+        if self.monitor is None or not self._begun:
+            return
+        self._begun = False
+        whole = pl_module.automatic_optimization
+        passes = trainer.accumulate_grad_batches if whole else 1
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.monitor.step(loss, scale=Divided(scaler, passes))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation is no part of a step."""
+        if self.monitor is not None and not trainer.sanity_checking:
+            self.monitor.pause()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the report."""
+        self._close("")
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the model as it was."""
+        self._close(type(exception).__name__)
+
+    def _close(self, error: str) -> None:
+        if self.monitor is not None:
+            self.monitor.close(error)
+
+
+def _folder(trainer: Trainer) -> str | None:
+    folder: str | None = trainer.log_dir or trainer.default_root_dir
+    return folder

@@ -1,0 +1,411 @@
+"""The append-only file of a run: exact, resumable, readable while it grows, hard to break."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradtrace as gt
+from gradtrace import history, runs
+from gradtrace.errors import GradtraceError
+from gradtrace.history import Norms, Record, Writer
+from gradtrace.influence import Influence, Moments, Row
+from gradtrace.report.training import NUMBERS, timing, training
+
+HOSTILE = ["</script><b>", 'a"b\\', "\u202eright", "🙂", "x" * 10_000, "\ud800", "\x00\n"]
+
+
+def table(*names: str, pairs: int = 1) -> Influence:
+    count = Moments.over([3.0] * pairs, [4.0] * pairs)
+    gradient = Moments.over([0.1 + n for n in range(pairs)], [0.3 + n for n in range(pairs)])
+    rows = tuple(Row(name, 5, 1, count, gradient) for name in names)
+    return Influence(rows, pairs, notes=("paths of 4 elements",))
+
+
+def record(step: int, *names: str, **more: Any) -> Record:
+    return Record(step, 0.5 / (step + 1), table(*(names or ("a", "b"))), share=0.01, **more)
+
+
+def run(path: Path, steps: int = 3) -> Path:
+    writer = Writer(path, {"rule": "greedy"})
+    for step in range(steps):
+        writer.record(record(step))
+        writer.times(step, [0.25])
+    writer.end(steps)
+    writer.close()
+    return path
+
+
+# What is written is what is read ------------------------------------------------------------------
+
+
+def test_records_come_back_exactly(tmp_path: Path) -> None:
+    odd = Moments(Fraction(1, 3), Fraction(2, 3), Fraction(1, 9), Fraction(2, 9), Fraction(4, 9))
+    records = [
+        record(0, norms={"a": Norms(1.5, 0.1), "": Norms(1.0, None)}, verdict="fine", scale=1024.0),
+        Record(7, math.nan, None, notes=("the gradient of a is not finite",)),
+        Record(8, math.inf, table("a", "c", pairs=3), seconds=0.1 + 0.2, share=math.nan),
+        Record(9, -1.0, Influence((Row("c", 0, 0, odd, odd),), weight="gradient", rule="viterbi")),
+        Record(10, 0.0, Influence(())),
+    ]
+    writer = Writer(tmp_path / "run.jsonl", {"rule": "greedy"})
+    for each in records:
+        writer.record(each)
+    writer.times(0, [0.1, None, 0.3])
+    found = history.read(tmp_path / "run.jsonl")
+    assert [str(a) for a in found.records] == [str(b) for b in records]  # NaN is not itself
+    assert found.influences == tuple(each.influence for each in records)
+    assert (found.timed, found.seconds) == ((0, 2), (0.1, 0.3))
+    assert found.running and math.isnan(found.cost)
+    assert found.components == ("a", "b", "c")
+    writer.end(11)
+    assert not history.read(tmp_path / "run.jsonl").running
+    writer.close()
+
+
+def test_a_line_is_small(tmp_path: Path) -> None:
+    names = [f"encoder.layer.{n}.attention" for n in range(100)]
+    writer = Writer(tmp_path / "run.jsonl", {})
+    writer.record(record(0, *names))
+    before = (tmp_path / "run.jsonl").stat().st_size
+    writer.record(record(1, *names))
+    assert (tmp_path / "run.jsonl").stat().st_size - before < 100 * 60
+    writer.close()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names(tmp_path: Path, name: str) -> None:
+    writer = Writer(tmp_path / "run.jsonl", {"model": name})
+    writer.record(record(0, name, norms={name: Norms(1.0, 2.0)}, verdict=name))
+    writer.close()
+    found = history.read(tmp_path / "run.jsonl")
+    assert found.components == (name,) and found.records[0].norms == {name: Norms(1.0, 2.0)}
+    assert b"</script>" not in (tmp_path / "run.jsonl").read_bytes() or "script" in name
+
+
+def test_in_memory() -> None:
+    writer = Writer(None, {})
+    writer.record(record(0))
+    writer.end(1)
+    assert writer.read().records == (record(0),) and not writer.read().running
+
+
+# Going on -----------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on(tmp_path: Path) -> None:
+    path = run(tmp_path / "run.jsonl")
+    before = path.read_bytes()
+    writer = Writer(path, {"rule": "greedy"})
+    assert writer.first == 3
+    assert history.read(path).running
+    writer.record(record(3))
+    writer.close()
+    assert path.read_bytes().startswith(before)
+    assert history.read(path).steps == (0, 1, 2, 3)
+
+
+def test_a_run_that_goes_back(tmp_path: Path) -> None:
+    path = run(tmp_path / "run.jsonl")
+    writer = Writer(path, {"rule": "greedy"}, start=1)
+    assert writer.first == 1
+    writer.record(record(2, "other"))
+    writer.close()
+    found = history.read(path)
+    assert found.steps == (0, 2) and found.timed == (0,)
+    assert found.components == ("a", "b", "other")
+    assert "2 traced steps from before are left out" in found.notes[0]
+
+
+def test_another_question_is_refused(tmp_path: Path) -> None:
+    path = run(tmp_path / "run.jsonl")
+    before = path.read_bytes()
+    with pytest.raises(GradtraceError, match="a run of another rule"):
+        Writer(path, {"rule": "viterbi"})
+    assert path.read_bytes() == before
+
+
+def test_two_runs_at_a_time_are_refused(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run.jsonl", {})
+    with pytest.raises(GradtraceError, match="another run"):
+        Writer(tmp_path / "run.jsonl", {})
+    writer.close()
+    Writer(tmp_path / "run.jsonl", {}).close()
+
+
+# Damage -------------------------------------------------------------------------------------------
+
+
+def test_every_cut_of_a_file_is_read_or_told(tmp_path: Path) -> None:
+    whole = run(tmp_path / "run.jsonl").read_bytes()
+    header = whole.index(b"\n") + 1
+    for cut in range(0, len(whole), 7):
+        if cut < header:
+            with pytest.raises(GradtraceError, match="empty"):
+                history.parse(whole[:cut], "it")
+        else:
+            found = history.parse(whole[:cut], "it")
+            assert found.running and len(found) <= 3
+            assert bool(found.notes) == (whole[cut - 1 : cut] != b"\n")
+
+
+def test_a_torn_line_stays_where_it_is(tmp_path: Path) -> None:
+    path = run(tmp_path / "run.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    torn = b"".join(lines[:-3]) + lines[-3][:40]
+    path.write_bytes(torn)
+    writer = Writer(path, {"rule": "greedy"})
+    assert writer.first == 2
+    writer.record(record(2))
+    writer.close()
+    assert path.read_bytes().startswith(torn)
+    found = history.read(path)
+    assert found.steps == (0, 1, 2) and "line 7 was cut short" in found.notes[0]
+
+
+def test_a_torn_header(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b'{"kind": "ru')
+    writer = Writer(path, {})
+    writer.record(record(0))
+    writer.close()
+    assert history.read(path).steps == (0,)
+
+
+def test_a_damaged_line_is_told_with_its_number(tmp_path: Path) -> None:
+    path = run(tmp_path / "run.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[4] = lines[4][:20] + b"#" + lines[4][21:]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(GradtraceError, match=r"damaged in line 5; delete that line"):
+        history.read(path)
+    del lines[4]
+    path.write_bytes(b"".join(lines))
+    assert history.read(path).steps == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "strange"},
+        {"kind": "step", "step": 3},
+        {"kind": "step", "step": 3, "loss": [], "verdict": "", "norms": {}},
+        {"kind": "times", "step": "x", "seconds": [1]},
+        {"kind": "run", "schema_version": 1},
+        {"kind": "take"},
+        {"kind": "_init__"},
+    ],
+)
+def test_lines_that_make_no_sense(tmp_path: Path, line: dict[str, Any]) -> None:
+    path = run(tmp_path / "run.jsonl")
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
+    with pytest.raises(GradtraceError, match="damaged in line 10"):
+        history.read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "empty"),
+        (b"\n\n", "empty"),
+        (b"hello\n", "line 1"),
+        (b'{"kind": "step"}\n', "does not begin"),
+        (b'{"kind": "run", "schema_version": 99}\n', "another version"),
+        (b"[" * 100_000 + b"\n", "line 1"),
+        (b"\xff\xfe\n", "line 1"),
+    ],
+)
+def test_other_files(content: bytes, told: str) -> None:
+    with pytest.raises(GradtraceError, match=told):
+        history.parse(content, "it")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(GradtraceError, match="cannot be read"):
+        history.read(tmp_path / "none.jsonl")
+    with pytest.raises(GradtraceError, match="cannot be written"):
+        Writer(tmp_path / "no folder" / "run.jsonl", {})
+
+
+class Full:
+    """A disk with so many bytes left."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = int(self.file.write(data[: self.room]))
+        self.room -= done
+        return done
+
+    def fileno(self) -> int:
+        return int(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("room", [0, 1, 60, 400])
+def test_a_full_disk(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "run.jsonl"
+    writer = Writer(path, {})
+    disk = writer._file = Full(writer._file, room)
+    with pytest.warns(UserWarning, match="No space left") as told:
+        for step in range(4):
+            writer.record(record(step))
+    assert len(told) == 1
+    assert writer.read().steps == (0, 1, 2, 3)
+    disk.room = 5  # some comes free, not enough
+    writer.record(record(4))
+    assert writer.read().steps == (0, 1, 2, 3, 4)
+    disk.room = 1 << 30
+    writer.record(record(5))
+    assert not writer.kept
+    writer.close()
+    found = history.read(path)
+    assert found.steps == (0, 1, 2, 3, 4, 5)
+    assert found.influences == tuple(table("a", "b") for _ in range(6))
+
+
+# A killed run -------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import sys, torch, gradtrace as gt
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    with gt.Monitor(model, every=1, budget=None, file=sys.argv[1], view=False) as monitor:
+        for step in range(int(sys.argv[2])):
+            loss = model(torch.randn(5, 3)).square().mean()
+            monitor.step(loss)
+            loss.backward()
+            print(step, flush=True)
+"""
+
+
+def started(path: Path, steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(path), str(steps)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_kill_and_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    process = started(path, 1_000_000)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) >= 5:
+            break
+    early = history.read(path)  # while it goes on
+    assert early.running and len(early) >= 6
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    found = history.read(path)
+    assert found.running and found.steps == tuple(range(len(found)))
+    assert found.records[: len(early)] == early.records
+    before = path.read_bytes()
+    again = started(path, 2)
+    again.communicate()
+    assert again.returncode == 0
+    after = history.read(path)
+    assert path.read_bytes().startswith(before)
+    assert not after.running and after.steps == tuple(range(len(found) + 2))
+
+
+# Reports ------------------------------------------------------------------------------------------
+
+
+def test_a_run_as_the_page_shows_it(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run.jsonl", {})
+    writer.record(record(0, "a"))
+    writer.record(Record(5, math.nan, None, notes=("not finite",)))
+    writer.record(record(10, "a", "b"))
+    writer.times(0, [0.5] * 11)
+    found = history.read(tmp_path / "run.jsonl")
+    writer.close()
+    shown = training(found)
+    assert shown is not None
+    assert shown.step.tolist() == [0, 5, 10] and shown.components == ("a", "b")
+    assert shown.share[0].tolist()[::2] == [0.75, 0.75] and math.isnan(shown.share[0][1])
+    assert math.isnan(shown.share[1][0]) and shown.share[1][2] == 0.75
+    assert shown.running and shown.cost == 0.01
+    assert "step 5: not finite" in shown.notes
+    times = timing(found)
+    assert times is not None and times.step.tolist() == list(range(11))
+    assert times.grows is None and times.verdict.startswith("Too few")
+
+
+def test_long_runs_are_thinned() -> None:
+    names = [f"m{n}" for n in range(100)]
+    records = tuple(record(step, *names) for step in range(1200))
+    header = {"settings": {}}
+    found = history.History(header, records, tuple(range(20_000)), (0.1,) * 20_000)
+    shown, times = training(found), timing(found)
+    assert shown is not None and len(shown.step) * 100 <= NUMBERS
+    assert shown.step[0] == 0 and shown.step[-1] == 1199
+    assert "1,000 of 1,200 traced steps" in shown.notes[0]
+    assert times is not None and len(times.step) <= 5_000 and times.grows is False
+
+
+def test_an_empty_run() -> None:
+    found = history.History({"settings": {}})
+    assert training(found) is None and timing(found) is None
+
+
+def test_the_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with gt.Monitor(model, every=1, budget=None, file=tmp_path / "run.jsonl") as monitor:
+        for step in range(3):
+            loss = model(torch.randn(5, 3)).square().mean()
+            monitor.step(loss)
+            loss.backward()
+            monitor.report(tmp_path / "live.html")
+            seen = runs.kept(tmp_path / "run.gradtrace")
+            assert seen is not None and seen.step == step
+        found = runs.report_run(tmp_path / "run.jsonl", tmp_path / "x.html", "mine")
+        assert found.running and found.steps == (0, 1, 2)
+    assert (tmp_path / "live.html").stat().st_size == pytest.approx(
+        (tmp_path / "x.html").stat().st_size, rel=0.1
+    )
+    assert "mine, step 2" in (tmp_path / "x.html").read_text()
+
+
+def test_a_report_without_a_file_has_a_view_too(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    page = tmp_path / "x.html"
+    with gt.Monitor(model, budget=None, report=page) as monitor:
+        monitor.step(model(torch.randn(5, 3)).square().mean())
+    assert "Linear, step 0" in page.read_text()
+
+
+def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    with (
+        pytest.warns(UserWarning, match="the report was not written"),
+        gt.Monitor(model, budget=None, report=tmp_path / "none" / "x.html") as monitor,
+    ):
+        monitor.step(model(torch.randn(5, 3)).square().mean())
+
+
+def test_a_damaged_view_is_told(tmp_path: Path) -> None:
+    run(tmp_path / "run.jsonl")
+    (tmp_path / "run.gradtrace").write_bytes(b"something else")
+    with pytest.raises(GradtraceError, match=r"run\.gradtrace"):
+        runs.report_run(tmp_path / "run.jsonl", tmp_path / "x.html")
