@@ -82,6 +82,8 @@ def joined(group: Any = None) -> Iterator[Team]:
         yield team
     except BaseException as error:
         team.end(error)
+        if isinstance(error, RankFailed):
+            team.check()  # it may know more by now
         raise
     else:
         team.end(None)
@@ -137,7 +139,7 @@ class Team:
         """
         if self.rank == 0:
             self._until(lambda: bool(self._failed) or all(self._said.values()))
-            self._check()
+            self.check()
             try:
                 verdict = decide([mine, *(said.popleft()["say"] for said in self._said.values())])
             except GradtraceError as error:
@@ -148,7 +150,7 @@ class Team:
         self._lines[0].send({"say": mine})
         self._until(lambda: bool(self._failed or self._said[0]))
         if not self._said[0]:
-            self._check()
+            self.check()
         match self._said[0].popleft():
             case {"refused": str(text)}:
                 raise GradtraceError(text)
@@ -171,7 +173,7 @@ class Team:
             text = None if error is None else told(0, error)
             for line in self._lines.values():
                 line.send({"end": text}, last=True)
-        elif error is not None and not isinstance(error, RankFailed):
+        elif error is not None and not self._failed:
             self._lines[0].send({"error": told(self.rank, error)})
         self._quiet.set()
         for thread in self._threads:
@@ -186,7 +188,8 @@ class Team:
         for line in self._lines.values():
             line.handle = None
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise what became of other ranks, if they failed."""
         if self._failed:
             raise RankFailed("; ".join(self._failed[rank] for rank in sorted(self._failed)))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +51,7 @@ def found(target: Target, args: Sequence[str], asked: Asked) -> Found:
     Under torchrun its ranks are joined before, so that it may wrap its model. Of an error that all
     ranks share, rank 0 speaks; if that is what is gone, the others do.
     """
-    with joined() as ranks:
+    with joined() as ranks, _told_to_stop(ranks):
         try:
             with target.running(args) as script:
                 model, loss_fn, loader = _made(ranks, target, script, args)
@@ -69,6 +70,23 @@ def found(target: Target, args: Sequence[str], asked: Asked) -> Found:
                 raise
             raise typer.Exit(WRONG) from error
         return Found(table, ranks.first)
+
+
+@contextmanager
+def _told_to_stop(ranks: Ranks) -> Iterator[None]:
+    """When a process ends, torchrun stops all others: say so, and what is known of it."""
+    if ranks.world == 1:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise RankFailed("torchrun stopped this rank, as another one ended")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _made(
