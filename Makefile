@@ -4,13 +4,20 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 
-.PHONY: demo test lint docs web bench experiments sanitize clean
+.PHONY: demo test chromium lint docs web bench experiments sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
 
-test: $(VENV)/.developed
+test: $(VENV)/.developed chromium
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# The browser tests want Chromium: installed where that is allowed, else they are skipped.
+chromium:
+	@command -v chromium chromium-browser google-chrome > /dev/null || \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && apt-get update -qq && \
+	  apt-get install -y -qq chromium > /dev/null; } || \
+	echo "SKIPPED: the browser tests, as there is no Chromium here and it cannot be installed"
 
 lint: $(VENV)/.developed
 	$(BIN)/ruff check .

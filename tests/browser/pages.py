@@ -14,7 +14,7 @@ from gradtrace.trace import Trace
 HOSTILE = (
     "</script><script>window.hacked=1</script>",
     "<img src=x onerror='window.hacked=2'>",
-    '"quotes\' & ampersands;',
+    "\"quotes' & ampersands;",
     "\u202eright to left\u2066",
     "👩‍🔬 emoji",
     "n" * 10_000,
