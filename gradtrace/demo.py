@@ -86,6 +86,7 @@ class Look(NamedTuple):
 
     found: dict[str, Any]
     graph: Graph
+    trace: Trace
     branches: Influence
     best: GradientPath
 
@@ -115,7 +116,7 @@ def look() -> Look:
         "flow": trace.flow().verdict,
         "versions": versions(),
     }
-    return Look(found, graph, branches, best)
+    return Look(found, graph, trace, branches, best)
 
 
 def compare(model: nn.Module, loss: Tensor, ours: dict[str, Tensor]) -> list[dict[str, Any]]:
@@ -182,6 +183,7 @@ with gt.watch(model) as watch:
 trace = watch.trace(loss)           # paths and influence
 trace.influence()                   # which modules the paths run through
 trace.path("layer.weight", (0, 0))  # one of them; .paths(sample=1000) for many
+trace.report("mine.html")           # all of it, to look at in a browser
 watch.graph(loss)                   # operators, edges, sizes; .draw("graph.svg")
 watch.backward(loss)                # {name: gradient}; .grad stays as it is"""
 
@@ -213,6 +215,10 @@ def page(found: dict[str, Any], first: Look, pictures: dict[str, bytes]) -> str:
             "loss:</p>",
             _wide(first.best._repr_html_()),
             f"<p>{escape(found['flow'])}</p>",
+            "<p>All of this network to look at: its modules, its graph, and the path of every "
+            "parameter element (Paths: pick a cell of the heat map). <code>trace.report</code> "
+            "writes it as a file of its own.</p>",
+            first.trace._repr_html_(),
             "<h2>How to go on</h2>",
             "<p>Do the same with a model of your own: run its forward pass inside "
             "<code>watch</code> and ask.</p>",
