@@ -4,7 +4,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 
-.PHONY: demo test lint bench experiments sanitize clean
+.PHONY: demo test lint docs web bench experiments sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
@@ -16,6 +16,14 @@ lint: $(VENV)/.developed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, into out/docs; nothing is fetched, and a warning is an error.
+docs: $(VENV)/.developed
+	$(BIN)/python -m sphinx -q -W --keep-going docs out/docs
+
+# The report's page, into gradtrace/report/template.html, which is committed: users need no Node.
+web:
+	cd web && npm ci --no-fund --no-audit && npm run check && npm test && npm run build
 
 bench: $(VENV)/.developed
 	$(BIN)/gradtrace bench --out docs/benchmarks.md --figures docs/figures

@@ -8,17 +8,23 @@
 {'weight': tensor([[2., 2., 2.]]), 'bias': tensor([2.])}
 """
 
-from gradtrace import errors, semirings, testing
-from gradtrace.ablation import ablate
-from gradtrace.api import backward, enumerate_paths, graph, program, trace
-from gradtrace.check import check
-from gradtrace.dataset import influence
-from gradtrace.labels import label
-from gradtrace.monitor import Monitor
-from gradtrace.saving import load
-from gradtrace.semirings import SUM
-from gradtrace.timing import timing
-from gradtrace.watching import watch
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradtrace import errors, semirings, testing
+    from gradtrace.ablation import ablate
+    from gradtrace.api import backward, enumerate_paths, graph, program, trace
+    from gradtrace.check import check
+    from gradtrace.dataset import influence
+    from gradtrace.labels import label
+    from gradtrace.monitor import Monitor
+    from gradtrace.saving import load
+    from gradtrace.semirings import SUM
+    from gradtrace.timing import timing
+    from gradtrace.watching import watch
 
 __all__ = [  # noqa: RUF022  # plainly sorted
     "Monitor",
@@ -40,3 +46,50 @@ __all__ = [  # noqa: RUF022  # plainly sorted
     "watch",
 ]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Monitor": "monitor",
+    "SUM": "semirings",
+    "ablate": "ablation",
+    "backward": "api",
+    "check": "check",
+    "enumerate_paths": "api",
+    "graph": "api",
+    "influence": "dataset",
+    "label": "labels",
+    "load": "saving",
+    "program": "api",
+    "timing": "timing",
+    "trace": "api",
+    "watch": "watching",
+}
+"""Where the names above are made, of those that are no modules themselves."""
+
+
+class _Package(ModuleType):
+    """Names are found when they are first asked for.
+
+    To import PyTorch takes seconds, which neither ``gradtrace --help`` nor the shell's completion
+    has. A function (``gradtrace.trace``) stands before the module of its name, whichever is
+    loaded first.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(import_module(f"gradtrace.{_HOMES[name]}"), name)
+        elif name in __all__:
+            value = import_module(f"gradtrace.{name}")
+        else:
+            raise AttributeError(f"module 'gradtrace' has no attribute {name!r}")
+        super().__setattr__(name, value)
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _HOMES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import count
@@ -74,7 +74,7 @@ class Atlas:
         found: dict[str, Tensor] = {}
         for key, (leaf, names) in self.leaves.items():
             if key in given:
-                found[_unused(names[0], found)] = leaf
+                found[unused(names[0], found)] = leaf
         unnamed = [leaf for key, leaf in given.items() if key not in self.leaves]
         numbers = count()
         for leaf in unnamed:
@@ -110,7 +110,8 @@ class Atlas:
         return name_of(node) + self.where(node)
 
 
-def _unused(name: str, taken: Mapping[str, object]) -> str:
+def unused(name: str, taken: Container[str]) -> str:
+    """``w``, or ``w@1``, ``w@2``, ... where that is taken."""
     if name not in taken:
         return name
     return next(other for n in count(1) if (other := f"{name}@{n}") not in taken)

@@ -386,7 +386,7 @@ class _Laboratory:
 
     def __init__(self, loss_fn: LossFn, model: nn.Module, seed: int) -> None:
         self.loss_fn = loss_fn
-        self.arguments = (model,) if _takes_model(loss_fn) else ()
+        self.arguments = (model,) if takes_model(loss_fn) else ()
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
         self.wide = {tensor: _wide(tensor) for tensor in tensors.values()}
         self.attributes = [_Attributes(module, tensors) for module in model.modules()]
@@ -514,7 +514,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one if other is None else other.double() if one is None else one + other
 
 
-def _takes_model(loss_fn: LossFn) -> bool:
+def takes_model(loss_fn: LossFn) -> bool:
     """``lambda model: ...`` takes the model; ``lambda: ...`` and ``lambda x=x: ...`` do not."""
     try:
         parameters = inspect.signature(loss_fn).parameters.values()

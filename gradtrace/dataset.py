@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradtrace import files
+from gradtrace import batches, wrapped
 from gradtrace.components import Components, spelt
-from gradtrace.errors import GradtraceError
+from gradtrace.counted import SHARED, Book, Counted, fits, pooled
+from gradtrace.errors import GradtraceError, RankFailed
+from gradtrace.group import Message, Team, joined
 from gradtrace.influence import Influence
 from gradtrace.watching import watch
 
@@ -31,6 +33,8 @@ def influence(
     granularity: str = "scalar",
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
+    group: Any = None,
+    sharded: bool | None = None,
 ) -> Influence:
     """The influence of a model's components over a data set.
 
@@ -43,6 +47,14 @@ def influence(
     finds it there goes on after the batches it has; the loader must give the same batches again.
     Ctrl-C ends the run with what was counted (``result.interrupted``). A progress bar is shown on a
     terminal, or as ``progress`` says.
+
+    Where ``torch.distributed`` is initialised, all its ranks call this and measure together: each
+    traces every n-th batch of a loader that is the same on all of them, and each gets the table of
+    all batches, to the last count that of one process. ``group`` is another process group, or False
+    for this process alone. A loader with a DistributedSampler, or any other with ``sharded=True``,
+    gives each rank a part of its own. If a rank fails, all do (RankFailed), and a run with the same
+    ``checkpoint`` goes on, with any number of ranks. DistributedDataParallel and ``fully_shard``
+    are taken apart for the time being. docs/distributed.md has more.
 
     >>> import torch, gradtrace as gt
     >>> _ = torch.manual_seed(0)
@@ -59,24 +71,168 @@ def influence(
         "rule": rule,
         "granularity": granularity,
     }
-    total, done = _resumed(checkpoint, settings)
-    number = done
     try:
-        for number, batch in _batches(loader, done, progress):
-            part = _traced(model, loss_fn, batch, number, settings | {"components": components})
-            total = part if total is None else total.merge(part)
-            if checkpoint is not None:
-                _keep(checkpoint, settings, total, number + 1)
-    except KeyboardInterrupt:
-        if total is None:
+        with joined(group) as team, wrapped.apart(model):
+            own = batches.sharded(loader, team.world) if sharded is None else sharded
+            run = Run(team, Book(checkpoint, settings, team.rank, team.world), own)
+            run.begin(model)
+            part = settings | {"components": components}
+            run.count(
+                loader, progress, lambda batch, number: _traced(model, loss_fn, batch, number, part)
+            )
+            return run.conclude(batches.remarks(loader) if own else ())
+    except RankFailed as error:
+        if checkpoint is None:
             raise
-        print(
-            f"gradtrace: stopped in batch {number}; {total.pairs:,} pairs counted", file=sys.stderr
+        raise RankFailed(
+            f"{error}; what was counted is kept beside {os.fspath(checkpoint)}, and the same call "
+            "goes on from there"
+        ) from error
+
+
+NOTHING = Counted()
+
+
+@dataclass
+class Run:
+    """A measurement, as one of its ranks sees it."""
+
+    team: Team
+    book: Book
+    own: bool  # whether this rank has a loader of its own
+    mine: Counted = NOTHING
+    rest: Counted = NOTHING  # of files that are no rank's own; on rank 0
+    done: Counted = NOTHING  # of all files, without the table
+    part: batches.Batches | None = None
+    number: int = 0
+
+    @property
+    def loader(self) -> str:
+        """What the batches' numbers refer to."""
+        return f"{self.team.rank}/{self.team.world}" if self.own else SHARED
+
+    def begin(self, model: nn.Module) -> None:
+        """See that all ranks ask the same of the same model, and what is counted already."""
+        said = {
+            "settings": self.book.settings,
+            "model": wrapped.digest(model) if self.team.world > 1 else {},
+            "loader": self.own,
+            "counted": self.book.read().to_dict(),
+        }
+        plan = self.team.meet(said, self._plan)
+        self.mine = Counted.from_dict(plan["owns"][self.team.rank])
+        self.done = Counted.from_dict(plan["done"])
+
+    def _plan(self, said: list[Message]) -> Message:
+        for rank, other in enumerate(said):
+            _same(rank, other, said[0])
+        owns = [Counted.from_dict(each["counted"]) for each in said]
+        self.rest, left = pooled(self.book.whole(), owns, self.book.parts())
+        done = self.rest
+        for each in left:
+            done = done.join(each)
+        world = self.team.world
+        fits(done, [f"{k}/{world}" for k in range(world)] if self.own else [SHARED])
+        return {
+            "owns": [each.to_dict() for each in left],
+            "done": Counted(None, done.batches).to_dict(),
+        }
+
+    def count(
+        self, loader: Iterable[Any], progress: bool | None, trace: Callable[[Any, int], Influence]
+    ) -> None:
+        """Trace what this rank has to, until it is done or all are to stop."""
+        self.part = batches.Batches(loader, self._wanted)
+        wanted = progress if self.team.rank == 0 else False
+        try:
+            with bar(self.part, wanted) as step:
+                for number, batch in self.part:
+                    if self.team.halted:
+                        return
+                    self.number = number
+                    self.mine = self.mine.add(self.loader, number, trace(batch, number))
+                    self.book.keep(self.mine)
+                    step()
+        except KeyboardInterrupt:
+            self.team.interrupt()
+
+    def _wanted(self, number: int) -> bool:
+        turn = self.own or number % self.team.world == self.team.rank
+        return turn and not self.done.has(self.loader, number)
+
+    def conclude(self, notes: tuple[str, ...]) -> Influence:
+        """The table of all ranks."""
+        assert self.part is not None
+        said = {
+            "counted": self.mine.to_dict(),
+            "digest": self.part.digest,
+            "stopped": self.team.halted,
+        }
+        verdict = self.team.meet(said, lambda all_said: self._verdict(all_said, notes))
+        if verdict["influence"] is None:
+            raise KeyboardInterrupt
+        table = Influence.from_dict(verdict["influence"])
+        if table.interrupted and self.team.rank == 0:
+            many = f" of {self.team.world} ranks" if self.team.world > 1 else ""
+            print(
+                f"gradtrace: stopped in batch {self.number}; {table.pairs:,} pairs{many} counted",
+                file=sys.stderr,
+            )
+        elif not table.interrupted:
+            self.book.forget()
+        return table
+
+    def _verdict(self, said: list[Message], notes: tuple[str, ...]) -> Message:
+        whole = self.rest
+        for each in said:
+            whole = whole.join(Counted.from_dict(each["counted"]))
+        table = whole.table
+        if any(each["stopped"] for each in said):
+            return {"influence": table and replace(table, interrupted=True).to_dict()}
+        if not self.own:
+            for rank, each in enumerate(said):
+                _alike(rank, each["digest"], said[0]["digest"])
+        if table is None:
+            raise GradtraceError("the loader gave no batch, so there is nothing to measure")
+        if notes:
+            table = replace(table, notes=tuple(sorted({*table.notes, *notes})))
+        self.book.close(whole)
+        return {"influence": table.to_dict()}
+
+
+def _same(rank: int, other: Message, first: Message) -> None:
+    """Refuse ranks that do not do the same."""
+    for key, value in first["settings"].items():
+        if other["settings"].get(key) != value:
+            raise GradtraceError(
+                f"rank {rank} has {key}={other['settings'].get(key)!r}, and rank 0 has {value!r}: "
+                "call influence with the same arguments on all ranks"
+            )
+    if other["loader"] != first["loader"]:
+        raise GradtraceError(
+            f"rank {rank}'s loader {'is' if other['loader'] else 'is not'} a part of its own, and "
+            f"rank 0's {'is' if first['loader'] else 'is not'}: give all ranks loaders of a kind"
         )
-        return replace(total, interrupted=True)
-    if total is None:
-        raise GradtraceError("the loader gave no batch, so there is nothing to measure")
-    return total
+    names = first["model"].keys() | other["model"].keys()
+    odd = sorted(n for n in names if first["model"].get(n) != other["model"].get(n))
+    if odd:
+        raise GradtraceError(
+            f"the model of rank {rank} is not that of rank 0: {odd[0]} differs; load the same "
+            "weights on all ranks, or seed them alike before the model is made"
+        )
+
+
+def _alike(rank: int, digest: str, first: str) -> None:
+    """Refuse loaders that give ranks different batches under the same number."""
+    if digest == first:
+        return
+    raise GradtraceError(
+        f"the loader of rank {rank} did not give the batches that rank 0's gave "
+        f"({digest.split(':')[0]} and {first.split(':')[0]} in all), so some samples were counted "
+        "twice and others never: seed all ranks alike before the loader shuffles, or pass "
+        "sharded=True if it gives each rank a part of its own; a checkpoint of this run is of no "
+        "use"
+    )
 
 
 def _traced(
@@ -95,18 +251,8 @@ def _traced(
         raise type(error)(f"batch {number}: {error}") from error
 
 
-def _batches(loader: Iterable[Any], done: int, progress: bool | None) -> Iterator[tuple[int, Any]]:
-    """The batches that are not counted yet, with their numbers."""
-    size = len(loader) if isinstance(loader, Sized) else None
-    with bar(size, done, progress) as step:
-        for number, batch in enumerate(loader):
-            if number >= done:
-                yield number, batch
-                step()
-
-
 @contextmanager
-def bar(size: int | None, done: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
+def bar(part: batches.Batches, wanted: bool | None) -> Iterator[Callable[[], None]]:
     """A progress bar on standard error, if that is a terminal, or as ``wanted``."""
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda: None
@@ -122,31 +268,5 @@ def bar(size: int | None, done: int, wanted: bool | None) -> Iterator[Callable[[
 
     columns = (TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("tracing", total=size, completed=done)
+        task = progress.add_task("tracing", total=None if part.total is None else len(part))
         yield lambda: progress.advance(task)
-
-
-# What is kept between runs ------------------------------------------------------------------------
-
-
-def _keep(
-    path: str | os.PathLike[str], settings: dict[str, Any], total: Influence, batches: int
-) -> None:
-    meta = {"settings": settings, "batches": batches, "influence": total.to_dict()}
-    files.write(path, "influence", meta, {})
-
-
-def _resumed(
-    path: str | os.PathLike[str] | None, settings: dict[str, Any]
-) -> tuple[Influence | None, int]:
-    """What a file has, if there is one: the table and how many batches it counts."""
-    if path is None or not os.path.exists(os.path.expanduser(path)):
-        return None, 0
-    meta = files.read(path, "influence").meta
-    if meta["settings"] != settings:
-        changed = [key for key in settings if meta["settings"].get(key) != settings[key]]
-        raise GradtraceError(
-            f"{path} was made with another {' and '.join(changed)}; pass another checkpoint file, "
-            "or delete it to begin again"
-        )
-    return Influence.from_dict(meta["influence"]), int(meta["batches"])

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def close(name: str, known: Iterable[str], most: int = 8) -> str:
+    """``; did you mean ...?``, or what there is, if that is no more than ``most``; or nothing.
+
+    >>> close("lsmt", ["lstm", "gru"]), close("x", ["lstm", "gru"])
+    ('; did you mean lstm?', '; there are lstm, gru')
+    """
+    listed = list(known)
+    found = get_close_matches(name, listed, n=3)
+    if found:
+        return f"; did you mean {' or '.join(found)}?"
+    return f"; there are {', '.join(listed)}" if 0 < len(listed) <= most else ""
+
 
 class GradtraceError(Exception):
     """The base of every error that gradtrace raises on purpose."""
@@ -48,3 +64,7 @@ class TooDeep(GradtraceError):
 
 class OutOfRange(GradtraceError):
     """A value is too large or too small for a float."""
+
+
+class RankFailed(GradtraceError):
+    """Another process of a ``torch.distributed`` group failed, ended, or never came."""

@@ -79,14 +79,31 @@ class Table:
            8
         … and 2 more rows
         """
-        whole = [[column.header for column in self.columns], *self._cells(limit)]
-        shown = [[_brief(text, width) for text in cells] for cells in whole]
+        shown = self.lines(limit, width)
         widths = [max(map(_breadth, cells)) for cells in zip(*shown)]
         shown.insert(1, ["─" * size for size in widths])
         sides = [column.side for column in self.columns]
         lines = ["  ".join(map(_aligned, cells, widths, sides)).rstrip() for cells in shown]
-        title = [self.title] if self.title else []
-        return "\n".join([*map(_visible, title), *lines, *map(_visible, self._words(limit))])
+        title = [self.heading] if self.title else []
+        return "\n".join([*title, *lines, *self.words(limit)])
+
+    @property
+    def heading(self) -> str:
+        """The title, fit to be shown."""
+        return _visible(self.title)
+
+    def lines(self, limit: int | None = ROWS, width: int = WIDTH) -> list[list[str]]:
+        """The headers and the rows as text, cell by cell, fit to be shown.
+
+        >>> Table("", (Column("share", "share"),), ((0.5,), (None,))).lines()
+        [['share'], ['50.0%'], ['–']]
+        """
+        whole = [[column.header for column in self.columns], *self._cells(limit)]
+        return [[_brief(text, width) for text in cells] for cells in whole]
+
+    def words(self, limit: int | None = ROWS) -> list[str]:
+        """What is said below the rows: how many are left out, and the notes."""
+        return list(map(_visible, self._words(limit)))
 
     def __str__(self) -> str:
         return self.text()

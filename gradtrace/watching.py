@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace import api
 from gradtrace.atlas import NOWHERE, Atlas, Gradients, Place
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.graph import Graph
 from gradtrace.hooks import HookWatch, ours
 from gradtrace.passes import backward_runs
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
+
+W = TypeVar("W", bound="watch")
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -61,6 +63,37 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield join(name, key), parameter
 
 
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules that ``torch.distributed.fsdp.fully_shard`` was applied to."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has sharded has imported it
+    kind = getattr(fsdp, "FSDPModule", None)
+    return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
+
+
+def sharding_hooks(hooks: Mapping[int, Any]) -> list[int]:
+    """Which of a module's hooks gather and free its parameters."""
+    home = "torch.distributed.fsdp"
+    return [k for k, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(home)]
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model of which each rank holds a part."""
+    for module in sharded_modules(model):
+        if sharding_hooks(module._forward_pre_hooks):
+            raise Unsupported(
+                "fully_shard has sharded the model, and its parameters are gone when the forward "
+                "pass is over: use gradtrace.influence, or enter gradtrace.wrapped.gathered(model) "
+                "first, on all ranks"
+            )
+    for name, parameter in named_parameters(model):
+        if hasattr(parameter, "full_tensor"):
+            raise Unsupported(
+                f"{name} is a DTensor, of which each rank holds a part: load the full state dict "
+                "(torch.distributed.checkpoint.state_dict, full_state_dict=True) into a plain "
+                "module and trace that"
+            )
+
+
 def join(name: str, key: str) -> str:
     """``encoder`` and ``weight``: ``encoder.weight``."""
     return f"{name}.{key}" if name else key
@@ -95,27 +128,32 @@ class watch:
 
     # The forward pass ------------------------------------------------------------------------
 
-    def __enter__(self) -> watch:
+    def __enter__(self: W) -> W:
         if self._handles:
             raise GradtraceError("this watch is already open; make a second gradtrace.watch(model)")
         if self._thread not in (0, threading.get_ident()):
             raise GradtraceError("this watch was open on another thread; make a second one")
+        refuse_sharded(self.model)
         self._thread = threading.get_ident()
-        for name, parameter in named_parameters(self.model):
-            self.atlas.name(parameter, name)
         try:
             self._contexts.enter_context(_COMPOSED.within(self.composed))
-            for name, module in named_modules(self.model):
-                if self._names.setdefault(module, name) == name:
-                    before = module.register_forward_pre_hook(self._enter, prepend=True)
-                    after = module.register_forward_hook(self._leave, always_call=True)
-                    self._handles += [before, after]
-                    ours(2)
+            self._attach()
         except BaseException:
             self._close()
             raise
         self._hooks.reset()
         return self
+
+    def _attach(self) -> None:
+        """Name the parameters, and see every call of a module."""
+        for name, parameter in named_parameters(self.model):
+            self.atlas.name(parameter, name)
+        for name, module in named_modules(self.model):
+            if self._names.setdefault(module, name) == name:
+                before = module.register_forward_pre_hook(self._enter, prepend=True)
+                after = module.register_forward_hook(self._leave, always_call=True)
+                self._handles += [before, after]
+                ours(2)
 
     def __exit__(
         self,
@@ -189,8 +227,10 @@ class watch:
 
     def trace(self, loss: Tensor, **options: Any) -> Trace:
         """The paths of the loss's gradient; see ``gradtrace.trace``."""
-        modules = {name: type(module).__name__ for name, module in named_modules(self.model)}
-        return api.trace_of(loss, self.atlas, self._hooks, modules, **options)
+        return api.trace_of(loss, self.atlas, self._hooks, self._classes(), **options)
+
+    def _classes(self) -> dict[str, str]:
+        return {name: type(module).__name__ for name, module in named_modules(self.model)}
 
     def program(self, loss: Tensor, **options: Any) -> Program:
         """The backward program of the loss; see ``gradtrace.program``."""

@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,18 @@ LAYERS: tuple[set[str], ...] = (
     {"values", "engine"},
     {"folding", "recorder", "reconverge", "rules", "sizes"}
     | {"gradient", "memory", "pairs", "sampling"},
-    {"capture", "graph", "tracing", "following", "coarse", "flow", "pace"},
+    {"capture", "catalogue", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
     {"history"},
     {"report"},
-    {"saving"},
+    {"saving", "group"},
     {"trace"},
     {"api", "draw"},
     {"watching"},
-    {"check", "ablation", "dataset", "lookout", "runs"},
+    {"batches", "counted"},
+    {"wrapped"},
+    {"check", "ablation", "dataset", "discovery", "lookout", "runs"},
     {"monitor"},
     {"gradtrace"},
     {"integrations", "laboratory"},
@@ -60,6 +63,9 @@ LAYERS: tuple[set[str], ...] = (
     {"__main__"},
 )
 """Lowest first; ``gradtrace`` is the package's own ``__init__``. A module imports from below it."""
+
+OPTIONAL = {"gradtrace.kernels.tiles": "triton"}
+"""Modules that import a package which not everybody has, imported themselves when needed."""
 
 LAZY = {("graph", "capture"), ("graph", "draw"), ("saving", "trace")}
 """Imports upwards, inside functions or for types alone: a graph is counted and drawn on demand."""
@@ -99,6 +105,29 @@ def test_public_names_are_frozen() -> None:
 
 def test_there_is_a_version() -> None:
     assert gradtrace.__version__.count(".") == 2
+
+
+def test_every_public_name_has_a_home() -> None:
+    """Names are found when asked for; those that are no modules say where they are made."""
+    modules = {name for name in PUBLIC if inspect.ismodule(getattr(gradtrace, name))}
+    assert set(gradtrace._HOMES) == PUBLIC - modules
+    assert set(dir(gradtrace)) >= PUBLIC
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        gradtrace.nothing  # noqa: B018
+
+
+def test_a_function_stands_before_the_module_of_its_name() -> None:
+    """Whichever is loaded first; and nobody in the package may take one for the other."""
+    code = "import gradtrace.trace, gradtrace.check, gradtrace as gt; assert callable(gt.trace)"
+    assert "torch" in modules_after(f"{code}; assert callable(gt.check)")
+    for path, _ in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "gradtrace":
+                assert not {alias.name for alias in node.names} & UNITS & set(gradtrace._HOMES)
+
+
+def test_importing_gradtrace_alone_does_not_import_pytorch() -> None:
+    assert "torch" not in modules_after("import gradtrace, gradtrace.cli")
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
@@ -201,17 +230,8 @@ def test_imports_point_down(path: Path, unit: str) -> None:
 
 @pytest.mark.parametrize(
     "package",
-    [
-        "maps",
-        "linear",
-        "semirings",
-        "kernels",
-        "flow",
-        "report",
-        "bench",
-        "laboratory",
-        "experiments",
-    ],
+    ["maps", "linear", "semirings", "kernels", "flow", "report", "bench"]
+    + ["laboratory", "experiments", "cli", "integrations"],
 )
 def test_files_of_a_subpackage_import_each_other_one_way(package: str) -> None:
     """No circle, and nobody imports the package it is in."""
@@ -275,5 +295,7 @@ def test_importing_gradtrace_imports_nothing_heavy() -> None:
 def test_every_module_can_be_imported_by_itself() -> None:
     names = [m.name for m in pkgutil.walk_packages([str(ROOT)], "gradtrace.")]
     assert {"gradtrace.maps.base", "gradtrace.linear.table", "gradtrace.capture"} <= set(names)
-    code = "\n".join(f"import {name}" for name in names if not name.endswith("__main__"))
+    absent = {name for name, needs in OPTIONAL.items() if find_spec(needs) is None}
+    there = [n for n in names if n not in absent and not n.endswith("__main__")]
+    code = "\n".join(f"import {name}" for name in there)
     assert "gradtrace" in modules_after(code)

@@ -152,6 +152,13 @@ def test_nan_is_counted_and_spoils_only_its_own_sum() -> None:
         assert str(size(gradient)) == "(4, nan)"
 
 
+def test_magnitude_of_a_matrix() -> None:
+    x = torch.randn(40, 30)
+    count, size = plainly(steps.magnitude, x)
+    assert (count, size) == steps.magnitude(x) == steps.magnitude(x.reshape(-1))
+    assert count == 1200
+
+
 def test_magnitude_of_nothing() -> None:
     assert steps.magnitude(torch.zeros(0)) == plainly(steps.magnitude, torch.zeros(0)) == (0, 0.0)
     assert steps.magnitude(torch.zeros(3, 2).t()) == (0, 0.0)

@@ -13,28 +13,14 @@ from typing import Any
 import torch
 
 from gradtrace.bench import figures
-from gradtrace.bench.contractions import contractions, others, trained
-from gradtrace.bench.memory import peak_memory
-from gradtrace.bench.models import models
 from gradtrace.bench.page import markdown
-from gradtrace.bench.passes import gradient, large_graphs, repeated
 from gradtrace.bench.results import Section, Setting, say
-from gradtrace.bench.scaling import depth, size
+from gradtrace.bench.table import SECTIONS as NAMES
+from gradtrace.bench.table import section
 from gradtrace.errors import GradtraceError
 from gradtrace.laboratory import machine
 
-SECTIONS: dict[str, Callable[[Setting], Section]] = {
-    "contraction": contractions,
-    "trained": trained,
-    "others": others,
-    "models": models,
-    "peak": peak_memory,
-    "depth": depth,
-    "size": size,
-    "gradient": gradient,
-    "large": large_graphs,
-    "repeated": repeated,
-}
+SECTIONS: dict[str, Callable[[Setting], Section]] = {name: section(name) for name in NAMES}
 
 
 @dataclass(frozen=True)

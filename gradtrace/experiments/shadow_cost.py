@@ -13,12 +13,13 @@ from batch to batch. Timed are the pass and the release of its graph. Beside the
 pass over one fixed graph, again and again, which no training can slow; times are told relative to
 it, so that the state of the machine does not count. Two variants leak on purpose, each in a run of
 its own: "kept" never lets go of a graph, as the source suspects, and "hooks" adds a gradient hook
-in each batch. Trends are Theil-Sen slopes and Mann-Kendall tests of medians of 32 blocks, without
-the first epoch, corrected for what neighbours have in common and pooled over seeds; "grows" is said
-where p is below 0.05 over the number of engines in the group and the change is 1% at least. These
-rules (first epoch, number of engines, 1%) were set after first quick runs on a busy machine, one of
-which said "grows" of two honest engines; a full run is the first test of them. Objects that live
-are counted after each epoch, by ``gt.timing``.
+in each batch. Every run is a new process, since memory that an earlier one freed would hide growth.
+Trends are Theil-Sen slopes and Mann-Kendall tests of medians of 32 blocks, without the first epoch,
+corrected for what neighbours have in common and pooled over seeds; "grows" is said where p is below
+0.05 over the number of engines in the group and the change is 1% at least. These rules (first
+epoch, number of engines, 1%) were set after first quick runs on a busy machine, one of which said
+"grows" of two honest engines; a full run is the first test of them. Objects that live are counted
+after each epoch, by ``gt.timing``.
 
 Seeds: initial weights, the order of samples and dropout. Times depend on the machine; counts and
 gradients do not.
@@ -49,6 +50,7 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
+from gradtrace.laboratory.resident import apart
 from gradtrace.laboratory.statistics import Interval, Trend, medians, pooled, theil_sen
 
 Floats = npt.NDArray[np.float64]
@@ -108,17 +110,29 @@ def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
 
 
 def measure(cell: Cell, tick: Tick) -> Result:
-    """Train with each engine of a group, in turns: seconds a batch, and what lives after epochs."""
+    """Train with each engine of a group, in turns: seconds a batch, and what lives after epochs.
+
+    In a new process: in one that has memory left from an earlier cell, a leak would not be seen,
+    and a run that was killed and began anew would find another rate than one that was not.
+    """
+    pictures(cell["mnist"], cell["samples"], cell["seed"])  # what is wrong with them is told here
+    tick(f"{cell['group']}, seed {cell['seed']}: {cell['epochs']} epochs")
+    found: Result = apart(f"{__name__}:trained", cell, exact=False)
+    return found
+
+
+def trained(cell: Cell) -> Result:
+    """In the new process."""
     threads, data = torch.get_num_threads(), pictures(cell["mnist"], cell["samples"], cell["seed"])
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
-            return _trained(cell, data, tick)
+            return _trained(cell, data)
     finally:
         torch.set_num_threads(threads)
 
 
-def _trained(cell: Cell, data: tuple[Tensor, Tensor], tick: Tick) -> Result:
+def _trained(cell: Cell, data: tuple[Tensor, Tensor]) -> Result:
     names = GROUPS[cell["group"]]
     ways = [Way(name, cell, data[0].shape[1]) for name in names]
     control = Control(cell, data)
@@ -139,7 +153,6 @@ def _trained(cell: Cell, data: tuple[Tensor, Tensor], tick: Tick) -> Result:
             for kind, values in live.items():
                 if kind in census.seen:  # memory is not told everywhere
                     values.append(census.seen[kind].values[-1])
-            tick(f"{cell['group']}, seed {cell['seed']}: epoch {epoch + 1} of {cell['epochs']}")
     times = {way.name: _rounded(way.timing.times) for way in ways}
     return {
         "times": {**times, CONTROL: _rounded(control.timing.times)},

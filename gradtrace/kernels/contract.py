@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import native, reference
+from gradtrace.kernels import gpu, native, reference
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -66,6 +66,8 @@ def contraction(
     ``marks[i, index, n]`` if they are those ``of_b``, 0 where the value is 0. NaN is largest of
     all. Rows of an operand ``b`` are its n.
     """
+    if gpu.served(a, b):
+        return gpu.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
     if _library() is None or not (_served(a) and _served(b)):
         return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
     plain = marks is None and not index and isinstance(a, Tensor) and isinstance(b, Tensor)

@@ -141,7 +141,7 @@ def magnitude(gradient: Tensor) -> tuple[int, float]:
     (flat,) = _together(gradient)
     library = _serving(flat)
     if library is None:
-        return _magnitude(flat)
+        return _magnitude(flat.reshape(-1))
     count, total, n = ctypes.c_int64(0), ctypes.c_double(0.0), flat.numel()
     where = (flat.data_ptr(), _chunks(n, 1)[0], ctypes.byref(count), ctypes.byref(total))
     checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))

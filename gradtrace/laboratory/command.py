@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, close
 from gradtrace.laboratory import drawing
 from gradtrace.laboratory.findings import Experiment
 from gradtrace.laboratory.loading import Source, about, load
@@ -21,6 +22,7 @@ from gradtrace.laboratory.runner import run as run_plan
 from gradtrace.laboratory.table import available
 
 OUT = Path("gradtrace-experiments")
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 NO_FIGURES = (
     "LEFT OUT: figures, as matplotlib is not installed; pip install 'gradtrace[experiments]' and "
     "give the same command again to draw what is measured"
@@ -40,6 +42,7 @@ class Asked:
     docs: Path | None = None
     restart: bool = False
     ray: bool = False
+    name: str | None = None
 
     @property
     def form(self) -> str:
@@ -81,15 +84,16 @@ def sources(name: str | None, every: bool) -> list[Source]:
         return [Source(name, known[name])]
     if name.endswith(".py"):
         return [Source.of(Path(name))]
+    near = close(name, known, most=99)
     raise GradtraceError(
-        f"there is no experiment {name!r}{_close(name, known)} (one of your own is given by its "
-        "file: mine.py)"
+        f"there is no experiment {name!r}{near} (one of your own is given by its file: mine.py)"
     )
 
 
 def run(chosen: Iterable[Source], asked: Asked, say: Say) -> Done:
     """Run one experiment, or many: of many, one that fails leaves the others running."""
     chosen = list(chosen)
+    _check_name(asked.name, chosen)
     if not drawing.possible():
         say(NO_FIGURES)
     with joined() as ranks:
@@ -101,23 +105,38 @@ def run(chosen: Iterable[Source], asked: Asked, say: Say) -> Done:
             except GradtraceError as error:
                 if len(plans) == 1:
                     raise
-                done.failed[one.source.name] = str(error)
-                say(f"{one.source.name} FAILED: {error}")
+                done.failed[one.title] = str(error)
+                say(f"{one.title} FAILED: {error}")
     return done
 
 
 def _one(one: Plan, asked: Asked, done: Done, say: Say) -> None:
-    say(f"{one.source.name} ({one.form})")
+    say(f"{one.title} ({one.form})")
     outcome = run_plan(one, say)
     if outcome is None:
         return
-    done.found[one.source.name] = outcome.data
+    done.found[one.title] = outcome.data
     done.page = publish(outcome.data, outcome.plots, one.folder)
     every = gather(one.out)
     if len(done.found) > 1:
         done.page = every
     if asked.docs is not None:
         document(outcome.data, one.folder, asked.docs)
+
+
+def _check_name(name: str | None, chosen: list[Source]) -> None:
+    """A name is a folder's and a page's; one that ends up elsewhere, or on all, is refused."""
+    if name is None:
+        return
+    if len(chosen) > 1:
+        raise GradtraceError("--name is of one experiment, not of --all")
+    if not NAME.fullmatch(name):
+        raise GradtraceError(
+            f"--name {name!r}: write small letters, digits and hyphens, such as "
+            f"--name {chosen[0].name}-mine"
+        )
+    if name != chosen[0].name and name in available():
+        raise GradtraceError(f"--name {name} is another experiment's name")
 
 
 def _quiet(line: str) -> None:
@@ -128,17 +147,40 @@ def plan(source: Source, asked: Asked, ranks: Ranks) -> Plan:
     """An experiment with its settings and what was asked."""
     experiment = load(source)
     seeds = experiment.SEEDS.quick if asked.quick else experiment.SEEDS.full
+    settings = _settings(experiment, source.name, asked)
     return Plan(
         source=source,
         form=asked.form,
-        settings=_settings(experiment, source.name, asked),
+        settings=settings,
         seeds=asked.seeds or seeds,
         out=asked.folder,
         workers=asked.workers,
         ray=asked.ray,
         restart=asked.restart,
         ranks=ranks,
+        name=asked.name or "",
+        command=_command(source, asked, _changed(settings, experiment, asked.quick)),
     )
+
+
+def _changed(settings: Mapping[str, Any], experiment: Experiment, quick: bool) -> dict[str, Any]:
+    """Those settings that are not the form's own."""
+    own = json.loads(json.dumps(dict(experiment.QUICK if quick else experiment.FULL)))
+    return {key: value for key, value in settings.items() if value != own[key]}
+
+
+def _command(source: Source, asked: Asked, changed: Mapping[str, Any]) -> str:
+    """What to type to get the same results: how many do the work, and where, does not count."""
+    words = ["gradtrace", "experiment", source.typed]
+    words += ["--quick"] if asked.quick else []
+    words += ["--seeds", str(asked.seeds)] if asked.seeds else []
+    for key, value in changed.items():
+        if key == "text" and asked.text is not None:
+            words += ["--text", str(value)]
+        else:
+            words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    words += ["--name", asked.name] if asked.name else []
+    return shlex.join(words)
 
 
 def _settings(experiment: Experiment, name: str, asked: Asked) -> dict[str, Any]:
@@ -153,7 +195,7 @@ def _settings(experiment: Experiment, name: str, asked: Asked) -> dict[str, Any]
     for key, value in given.items():
         if key not in found:
             what = "takes no --text" if key == "text" else f"has no setting {key!r}"
-            raise GradtraceError(f"{name} {what}{_close(key, found)}")
+            raise GradtraceError(f"{name} {what}{close(key, found, most=99)}")
         _check(key, value, found[key])
         found[key] = value
     return found
@@ -187,10 +229,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, str):
         return "a text"
     return "null" if value is None else "a list" if isinstance(value, list) else "a dict"
-
-
-def _close(name: str, known: Mapping[str, Any]) -> str:
-    close = get_close_matches(name, list(known), n=3)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f"; there are {', '.join(known)}" if known else ""

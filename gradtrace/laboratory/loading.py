@@ -44,6 +44,11 @@ class Source(NamedTuple):
         return cls(path.stem, str(path.resolve()))
 
     @property
+    def typed(self) -> str:
+        """As one types it; of a file its name alone, since a page is no place for one's folders."""
+        return Path(self.place).name if self.own else self.name
+
+    @property
     def own(self) -> bool:
         """Whether it is a file of the user's."""
         return self.place.endswith(".py")

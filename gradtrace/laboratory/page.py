@@ -9,7 +9,7 @@ from html import escape
 from string import Template
 from typing import Any
 
-from gradtrace.laboratory.results import facts, numeric, told
+from gradtrace.laboratory.results import facts, name, numeric, told
 
 Data = Mapping[str, Any]
 """Content of a ``results.json``."""
@@ -62,28 +62,28 @@ def html(sections: Sequence[str], title: str) -> str:
 
 def alone(data: Data, pictures: Mapping[str, bytes]) -> str:
     """The page of one experiment."""
-    heading = f"<h1>{escape(data['experiment'])}</h1>"
-    return html([heading, section(data, pictures)], f"{data['experiment']}: gradtrace experiment")
+    heading = f"<h1>{escape(name(data))}</h1>"
+    return html([heading, section(data, pictures)], f"{name(data)}: gradtrace experiment")
 
 
 def several(found: Iterable[tuple[Data, Mapping[str, bytes]]]) -> str:
     """One page for many experiments: what each found, then each in full."""
     listed = list(found)
     items = [
-        f'<dt><a href="#{escape(anchor(data))}">{escape(data["experiment"])}</a> '
+        f'<dt><a href="#{escape(anchor(data))}">{escape(name(data))}</a> '
         f"({escape(data['form'])})</dt><dd>{_inline(data['sentence'])}</dd>"
         for data, _ in listed
     ]
     parts = ["<h1>Experiments</h1>", f"<dl>{''.join(items)}</dl>"]
     for data, pictures in listed:
-        parts.append(f'<h1 id="{escape(anchor(data))}">{escape(data["experiment"])}</h1>')
+        parts.append(f'<h1 id="{escape(anchor(data))}">{escape(name(data))}</h1>')
         parts.append(section(data, pictures))
     return html(parts, "gradtrace experiments")
 
 
 def anchor(data: Data) -> str:
     """Where an experiment is on a page."""
-    return re.sub(r"[^\w-]", "-", data["experiment"])
+    return re.sub(r"[^\w-]", "-", name(data))
 
 
 def section(data: Data, pictures: Mapping[str, bytes]) -> str:
@@ -156,28 +156,32 @@ def _row(tag: str, cells: Iterable[str], right: Sequence[bool]) -> str:
 def markdown(data: Data, files: Mapping[str, str]) -> str:
     """The page of one experiment for the docs; ``files`` are its pictures by plot or drawing."""
     about = data["about"]
-    command = f"gradtrace experiment {data['experiment']}"
-    command += " --quick" if data["form"] == "quick" else ""
     lines = [
-        f"# {_quiet(data['experiment'])}",
+        f"# {_quiet(name(data))}",
         "",
         f"> {_quiet(data['sentence'])}",
         "",
-        f"Written by `{command}`.",
+        f"Written by `{command(data)}`.",
     ]
     for part in ("question", "expectation", "method", "seeds"):
         lines += ["", f"*{part.capitalize()}.* {_quiet(about[part])}"]
     titles = {plot["name"]: plot["title"] for plot in data["plots"]}
     titles |= {title: title for title in data["drawings"]}
-    for name, title in titles.items():
-        if name in files:
-            lines += ["", f"![{_quiet(title)}]({files[name]})"]
+    for plot, title in titles.items():
+        if plot in files:
+            lines += ["", f"![{_quiet(title)}]({files[plot]})"]
     for table in data["tables"]:
         lines += ["", f"## {_quiet(table['title'])}", "", *_grid(table)]
         lines += ["", _quiet(table["note"])] if table["note"] else []
     lines += ["", "## How it was run", ""]
-    lines += [f"- {name}: {_quiet(value)}" for name, value in facts(data)]
+    lines += [f"- {fact}: {_quiet(value)}" for fact, value in facts(data)]
     return "\n".join(lines) + "\n"
+
+
+def command(data: Data) -> str:
+    """What to type to get this; the page of an older run names the form alone."""
+    form = " --quick" if data["form"] == "quick" else ""
+    return str(data.get("command") or f"gradtrace experiment {data['experiment']}{form}")
 
 
 def index(found: Iterable[Data]) -> str:
@@ -189,8 +193,8 @@ def index(found: Iterable[Data]) -> str:
         "is. Every page says how its numbers were made.",
     ]
     for data in found:
-        name = data["experiment"]
-        lines += ["", f"- [{_quiet(name)}]({name}.md): {_quiet(data['sentence'])}"]
+        title = name(data)
+        lines += ["", f"- [{_quiet(title)}]({title}.md): {_quiet(data['sentence'])}"]
     return "\n".join(lines) + "\n"
 
 

@@ -40,7 +40,7 @@ def gather(out: Path) -> Path:
 
 def document(data: dict[str, Any], folder: Path, docs: Path) -> None:
     """Write an experiment's Markdown, JSON and pictures, and the list of all that are there."""
-    name = data["experiment"]
+    name = results.name(data)
     files = {}
     for title, kind in [*((p["name"], "png") for p in data["plots"]),
                         *((title, "svg") for title in data["drawings"])]:  # fmt: skip
@@ -67,8 +67,8 @@ def pictures(data: dict[str, Any], folder: Path) -> Iterator[tuple[str, bytes]]:
             yield plot["name"], path.read_bytes()
 
 
-def _order(data: Mapping[str, Any]) -> tuple[int, str]:
-    """Ours as they are listed, then others."""
-    names = list(EXPERIMENTS)
-    name = data["experiment"]
-    return (names.index(name) if name in names else len(names)), name
+def _order(data: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Ours as they are listed, then others; each with what it was on other data behind it."""
+    names, experiment = list(EXPERIMENTS), data["experiment"]
+    place = names.index(experiment) if experiment in names else len(names)
+    return place, experiment, results.name(data)

@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,20 +84,47 @@ def _peak_ever() -> float:
 # A new process -----------------------------------------------------------------------------------
 
 
-def apart(function: str, *arguments: Any) -> Any:
-    """Call ``"module:function"`` in a new process, where freed memory is given back at once.
+def apart(function: str, *arguments: Any, exact: bool = True) -> Any:
+    """Call ``"module:function"`` in a new process, where freed memory is given back at once, unless
+    it is not ``exact``: that costs time, which matters where time is measured.
 
-    Arguments and the result are JSON.
+    Arguments and the result are JSON. The new process ends with this one, however that ends: one
+    that was left behind would run beside what is measured next.
     """
     command = [sys.executable, "-c", CHILD, function, json.dumps(arguments)]
-    env = {**os.environ, **EXACT, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{function}{arguments}: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    own = {**(EXACT if exact else {}), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **own}
+    ) as child:
+        try:
+            out, errors = _said(child)
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        raise RuntimeError(f"{function}{arguments}: {errors.strip().splitlines()[-1:]}")
+    return json.loads(out.splitlines()[-1])
+
+
+def _said(child: subprocess.Popen[str]) -> tuple[str, str]:
+    """All that a process says; its input, on which it hangs, stays open until then."""
+    leash, child.stdin = child.stdin, None  # or communicate would close it
+    try:
+        return child.communicate()
+    finally:
+        if leash is not None:
+            leash.close()
 
 
 def answer(function: str, arguments: str) -> None:
     """In the new process: call, and print what came out."""
+    threading.Thread(target=_watch, daemon=True).start()
     module, name = function.split(":")
     print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(arguments))))
+
+
+def _watch() -> None:
+    """Nothing is ever sent: the end of the input is the end of the process that waits."""
+    os.read(0, 1)
+    os._exit(1)

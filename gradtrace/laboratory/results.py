@@ -97,6 +97,11 @@ def write(path: Path, content: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def name(data: Mapping[str, Any]) -> str:
+    """What it is called: the experiment, or what ``--name`` said, for it on other data."""
+    return str(data.get("name") or data["experiment"])
+
+
 # Words --------------------------------------------------------------------------------------------
 
 

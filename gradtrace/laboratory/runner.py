@@ -48,11 +48,18 @@ class Plan:
     ray: bool = False
     restart: bool = False
     ranks: Ranks = field(default_factory=Ranks)
+    name: str = ""  # unless it is the experiment's
+    command: str = ""  # what to type to get the same
+
+    @property
+    def title(self) -> str:
+        """What it is called."""
+        return self.name or self.source.name
 
     @property
     def folder(self) -> Path:
         """Where this experiment's files are."""
-        return self.out / self.source.name
+        return self.out / self.title
 
     def header(self) -> dict[str, Any]:
         """What journal files start with."""
@@ -103,6 +110,8 @@ def _concluded(plan: Plan, journal: Journal, cells: list[Cell]) -> Outcome:
     ran = {
         "schema": results.SCHEMA,
         "experiment": name,
+        "name": plan.title,
+        "command": plan.command,
         "form": plan.form,
         "about": about(experiment, name),
         "settings": dict(plan.settings),

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gradtrace import flow, influence
+from gradtrace import flow
+from gradtrace.influence import Influence as Measured
 from gradtrace.report.model import Floats, Flow, FlowRow, Influence
 
 
-def table(found: influence.Influence, modules: Mapping[str, int]) -> Influence:
+def table(found: Measured, modules: Mapping[str, int]) -> Influence:
     """A table; ``modules`` are the numbers of components that are modules."""
     rows = found.rows
     return Influence(

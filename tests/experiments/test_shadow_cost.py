@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def rows(data: str) -> list[Row]:
     cells = shadow_cost.cells({**SMALL, "mnist": data}, 1)
-    found = [shadow_cost.measure(cell, lambda text: None) for cell in cells]
+    found = [shadow_cost.trained(cell) for cell in cells]
     return [Row(cell, json.loads(json.dumps(result))) for cell, result in zip(cells, found)]
 
 
@@ -67,10 +67,19 @@ def test_the_order_of_rows_does_not_matter(rows: list[Row]) -> None:
 def test_a_cell_is_measured_alike_again_and_leaves_the_callers_state(data: str) -> None:
     cell = shadow_cost.cells({**SMALL, "mnist": data, "epochs": 1}, 2)[-1]
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    first, second = (shadow_cost.measure(cell, lambda text: None) for _ in range(2))
+    first, second = (shadow_cost.trained(cell) for _ in range(2))
     assert first["losses"] == second["losses"]
     assert torch.equal(state, torch.get_rng_state())
     assert torch.get_num_threads() == threads
+
+
+def test_what_the_process_did_before_is_not_seen(data: str) -> None:
+    """Memory that an earlier cell freed hid a leak, and a run that was killed told another rate."""
+    cell = shadow_cost.cells({**SMALL, "mnist": data, "epochs": 1}, 1)[-1]
+    before: list[list[int]] = [[] for _ in range(1_000_000)]
+    found = shadow_cost.measure(cell, lambda text: None)
+    assert 0 < found["live"][shadow_cost.OBJECTS][0] < len(before)
+    assert found["losses"] == shadow_cost.trained(cell)["losses"]
 
 
 def made(grow: float, noise: float = 0.01, seeds: int = 3) -> list[Row]:

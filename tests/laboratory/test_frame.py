@@ -435,6 +435,19 @@ def test_two_ranks_give_the_same_table(mine: Path, whole: Path, tmp_path: Path) 
     assert table(tmp_path / "two") == table(whole)
 
 
+def test_torchrun_gives_the_same_table(mine: Path, whole: Path, tmp_path: Path) -> None:
+    """The command itself, which sets up its ranks in its own way."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "gradtrace", "experiment", mine, "--quick"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path / "two"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("6 sums") == 1
+    assert len(list((tmp_path / "two" / "mine" / "rows").iterdir())) == 2
+    assert table(tmp_path / "two") == table(whole)
+
+
 def test_a_rank_that_fails_fails_the_run_and_is_named(mine: Path, tmp_path: Path) -> None:
     for code, printed, told in ranks(
         2, mine, "--quick", "--set", "broken=[1]", "--out", tmp_path / "o"
@@ -699,6 +712,60 @@ def test_a_page_needs_nothing_else_and_escapes_everything(whole: Path, name: str
         f"torch {torch.__version__}",
     ):
         assert words in found.text
+
+
+def test_the_same_on_other_data_has_a_page_of_its_own(
+    mine: Path, whole: Path, tmp_path: Path
+) -> None:
+    docs, words = tmp_path / "docs", tmp_path / "words of mine.txt"
+    words.write_text("a b c")
+    assert run(mine, "--quick", "--out", whole, "--docs", docs).exit_code == 0
+    before = {path.name: path.read_bytes() for path in docs.iterdir()}
+    other = ("--set", "n=7", "--seeds", 2, "--text", words, "--name", "mine-other")
+    result = run(mine, "--quick", *other, "--out", whole, "--docs", docs)
+    assert result.exit_code == 0, result.stderr
+    assert "mine-other: 14 sums" in result.stdout
+    assert rows_in(whole) == 6  # and these of the other lie beside them
+    after = {path.name: path.read_bytes() for path in docs.iterdir()}
+    for name in before.keys() - {"index.md"}:
+        assert after[name] == before[name]
+    assert {"mine-other.md", "mine-other.json", "mine-other-sums.png"} <= after.keys()
+    index = after["index.md"].decode()
+    assert index.index("[mine](mine.md): 6 sums") < index.index("[mine-other](mine-other.md): 14")
+    page = after["mine-other.md"].decode()
+    assert page.startswith("# mine-other\n")
+    data = json.loads(after["mine-other.json"])
+    assert data["experiment"] == "mine"
+    assert data["command"] == (
+        f"gradtrace experiment mine.py --quick --seeds 2 --set n=7 --text '{words}' "
+        "--name mine-other"
+    )
+    assert f"`{data['command']}`" in page
+    assert 'id="mine-other"' in (whole / "index.html").read_text()
+
+
+def test_a_page_tells_the_command_that_made_it(mine: Path, whole: Path, tmp_path: Path) -> None:
+    """All that changes the numbers, and nothing of this machine."""
+    plain = json.loads((whole / "mine" / "results.json").read_text())
+    assert plain["command"] == "gradtrace experiment mine.py --quick"
+    told = run(
+        mine, "--set", "n=3", "--set", "wait=0.0", "--workers", 2, "--out", tmp_path / "o", "--json"
+    )
+    data = json.loads(told.stdout)["experiments"]["mine"]
+    assert data["command"] == "gradtrace experiment mine.py --set n=3"
+    older = {key: value for key, value in plain.items() if key not in ("command", "name")}
+    assert "Written by `gradtrace experiment mine --quick`" in page.markdown(older, {})
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a b", "Ä", "-x", "a" * 81, "layers"])
+def test_a_name_that_is_no_name_is_refused(mine: Path, tmp_path: Path, name: str) -> None:
+    line = refused(run(mine, "--quick", f"--name={name}", "--out", tmp_path / "o"))
+    assert "--name" in line and not (tmp_path / "o").exists()
+
+
+def test_a_name_is_of_one_experiment(tmp_path: Path) -> None:
+    line = refused(run("--all", "--quick", "--name", "x", "--out", tmp_path / "o"))
+    assert "--name is of one experiment" in line
 
 
 def test_markdown_for_the_docs(mine: Path, whole: Path, tmp_path: Path) -> None:

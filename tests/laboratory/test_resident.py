@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,6 +64,43 @@ def test_the_memory_of_a_pass() -> None:
 def test_what_fails_in_the_new_process_is_told() -> None:
     with pytest.raises(RuntimeError, match=r"ValueError.*of course"):
         apart(f"{__name__}:failing")
+
+
+def test_the_new_process_ends_with_the_one_that_waits(tmp_path: Path) -> None:
+    """Killed with -9, a run leaves nothing behind that would disturb the next measurement."""
+    told = tmp_path / "pid"
+    call = f"apart({__name__ + ':long'!r}, {str(told)!r})"
+    code = f"from gradtrace.laboratory.resident import apart; {call}"
+    waiting = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        assert _within(60, lambda: told.exists() and told.read_text().endswith("."))
+        child = int(told.read_text().rstrip("."))
+        assert _lives(child)
+    finally:
+        waiting.kill()
+        waiting.wait()
+    assert _within(20, lambda: not _lives(child))
+
+
+def long(told: str) -> None:
+    Path(told).write_text(f"{os.getpid()}.")
+    time.sleep(120)
+
+
+def _within(seconds: float, true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return true()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{process}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def failing() -> None:

@@ -116,7 +116,7 @@ export function App({ report }: { report: Report }) {
         )}
         {some && <Search {...view} />}
         <div class="actions">
-          {some && <ExportMenu {...view} />}
+          <ExportMenu {...view} />
           <Theme />
           <button class="icon" aria-label="Keyboard help" title="Keyboard help (?)" onClick={() => setHelp(true)}>
             ?
@@ -151,21 +151,23 @@ function Tabs({ list, tab, go }: { list: Tab[]; tab: Tab; go: View["go"] }) {
     document.getElementById(`tab-${next}`)?.focus();
   };
   return (
-    <div class="tabs" role="tablist" aria-label="Views" onKeyDown={press}>
-      {list.map((each) => (
-        <button
-          key={each}
-          id={`tab-${each}`}
-          role="tab"
-          aria-selected={each === tab}
-          aria-controls="panel"
-          tabIndex={each === tab ? 0 : -1}
-          onClick={() => go({ tab: each })}
-        >
-          {titles[each]}
-        </button>
-      ))}
-    </div>
+    <nav class="tabs">
+      <div role="tablist" aria-label="Views" onKeyDown={press}>
+        {list.map((each) => (
+          <button
+            key={each}
+            id={`tab-${each}`}
+            role="tab"
+            aria-selected={each === tab}
+            aria-controls="panel"
+            tabIndex={each === tab ? 0 : -1}
+            onClick={() => go({ tab: each })}
+          >
+            {titles[each]}
+          </button>
+        ))}
+      </div>
+    </nav>
   );
 }
 

@@ -207,7 +207,7 @@ function summary(found: Matched, several: boolean): string {
   const clear = found.both.filter((match) => Math.abs(match.by) > 2 * match.error).length;
   const most = `The greatest difference is ${points(top.by)} percentage points, at ${short(moduleName(top.name), 60)}.`;
   return several
-    ? `${most} ${counted(clear, "component")} of ${count(found.both.length)} ${clear === 1 ? "differs" : "differ"} by more than two standard errors.`
+    ? `${most} ${clear ? count(clear) : "None"} of ${counted(found.both.length, "component")} ${clear === 1 ? "differs" : "differ"} by more than two standard errors.`
     : most;
 }
 

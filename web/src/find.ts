@@ -1,5 +1,5 @@
 /** Finds modules, leaves and operators by words in their names, wherever they are hidden. */
-import { plain } from "./graph/draw";
+import { plain } from "./graph/boxes";
 import type { Trace } from "./types";
 
 export interface Found {

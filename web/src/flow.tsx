@@ -52,6 +52,7 @@ function drawn(traces: readonly Trace[]): {
         name: name(t, "norm"),
         values: column(t, flow.norm),
         colour: t,
+        missing: (n: number) => at[t]![n]! < 0,
       })),
     },
     {
@@ -65,6 +66,7 @@ function drawn(traces: readonly Trace[]): {
         name: name(t, "zeros"),
         values: column(t, flow.zeros),
         colour: t,
+        missing: (n: number) => at[t]![n]! < 0,
       })),
     },
   ];

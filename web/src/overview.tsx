@@ -1,14 +1,14 @@
 /** What the report says, in plain words. */
 import { Bar } from "./charts/bar";
 import { FlowChart, Verdicts } from "./flow";
-import { count, counted, moduleName, percent, shape, short } from "./format";
+import { brief, count, counted, moduleName, percent, shape, short } from "./format";
 import { Routes } from "./paths/routes";
 import type { Influence, Leaf, Trace } from "./types";
 import type { View } from "./view";
 
 const MODULES = 8;
 const ROUTES = 5;
-const UNREACHED = 8;
+const UNREACHED = 6;
 
 export interface Ranked {
   row: number;
@@ -16,6 +16,7 @@ export interface Ranked {
   module: number;
   value: number;
   error: number;
+  eligible: number; // elements that could run through it
 }
 
 /** Components by influence, the most influential first; those that nothing could reach are out. */
@@ -27,6 +28,7 @@ export function ranked(table: Influence | undefined, by: "share" | "weighted"): 
     module: table.module[row]!,
     value: table[by][row]!,
     error: by === "share" ? table.error[row]! : NaN,
+    eligible: table.eligible[row]!,
   }));
   return found
     .filter((one) => Number.isFinite(one.value) && one.module !== 0)
@@ -37,7 +39,10 @@ export function ranked(table: Influence | undefined, by: "share" | "weighted"): 
 export function telling(trace: Trace, all: Ranked[]): Ranked[] {
   const children = new Map<number, number[]>();
   trace.modules.forEach((module, n) => {
-    if (module.parent >= 0) children.set(module.parent, [...(children.get(module.parent) ?? []), n]);
+    if (module.parent < 0) return;
+    const mine = children.get(module.parent);
+    if (mine) mine.push(n);
+    else children.set(module.parent, [n]);
   });
   const value = new Map(all.map((one) => [one.module, one.value]));
   return all.filter((one) => {
@@ -83,14 +88,14 @@ export function Overview(view: View) {
           {trace.flow.findings.length ? (
             <ul class="findings" data-testid="findings">
               {trace.flow.findings.map((finding) => (
-                <li>
+                <li class={alarming(finding) ? "alarm" : ""}>
                   <bdi>{short(finding, 1000)}</bdi>
                 </li>
               ))}
             </ul>
           ) : (
             <p class="fine">
-              The gradient neither vanishes nor explodes along depth, and no module is dead.
+              Nothing was found: there is too little between the loss and the parameters.
             </p>
           )}
           <Verdicts trace={trace} go={show} />
@@ -107,13 +112,16 @@ export function Overview(view: View) {
             </>
           )}
         </section>
-        <section class="card" aria-labelledby="influence-title">
-          <div class="card-head">
-            <h2 id="influence-title">Most influential modules</h2>
-            <By by={state.by} go={go} />
-          </div>
-          <Modules trace={trace} by={state.by} show={show} />
-        </section>
+        <div class="stack">
+          <section class="card" aria-labelledby="influence-title">
+            <div class="card-head">
+              <h2 id="influence-title">Most influential modules</h2>
+              <By by={state.by} go={go} />
+            </div>
+            <Modules trace={trace} by={state.by} show={show} />
+          </section>
+          <Unreached view={view} />
+        </div>
         <section class="card" aria-labelledby="routes-title">
           <div class="card-head">
             <h2 id="routes-title">Top routes</h2>
@@ -129,7 +137,7 @@ export function Overview(view: View) {
           <h2 id="flow-title">Flow</h2>
           <FlowChart traces={alone(trace)} />
         </section>
-        <Unreached view={view} />
+        <Made made={report.made} />
       </div>
     </div>
   );
@@ -145,6 +153,10 @@ function alone(trace: Trace): readonly Trace[] {
   singles.set(trace, made);
   return made;
 }
+
+/** Whether a finding says that something is wrong; the others say that nothing is. */
+export const alarming = (finding: string): boolean =>
+  !/^(The gradient|Elsewhere the gradient) neither|^The graph is /.test(finding);
 
 /** One sentence on the whole. */
 export function says(trace: Trace): string {
@@ -199,6 +211,21 @@ function Facts({ trace }: { trace: Trace }) {
   );
 }
 
+/** With what the report was made. */
+export function Made({ made }: { made: [string, string][] }) {
+  if (!made.length) return null;
+  return (
+    <p class="made full" data-testid="made">
+      {made.map(([name, value], n) => (
+        <>
+          {n > 0 && " · "}
+          <bdi>{short(name, 40)}</bdi> <bdi>{short(value, 80)}</bdi>
+        </>
+      ))}
+    </p>
+  );
+}
+
 /** How influence is counted. */
 export function By({ by, go }: { by: "share" | "weighted"; go: View["go"] }) {
   return (
@@ -220,14 +247,14 @@ function Modules({ trace, by, show }: {
 }) {
   const all = ranked(trace.tables[""], by);
   if (!all.length) {
-    return <p class="void">There are no modules to rank: the loss was traced without a model.</p>;
+    return <p class="void">There are no modules to rank.</p>;
   }
   const shown = telling(trace, all).slice(0, MODULES);
   return (
     <>
       <p class="faint">
         {by === "share"
-          ? "Share of elements upstream whose path runs through the module."
+          ? "Share of the elements upstream of a module whose path runs through it."
           : "The same, each element counted by its |gradient|."}
       </p>
       <ul class="bars">
@@ -240,6 +267,7 @@ function Modules({ trace, by, show }: {
             <span class="num">
               {percent(one.value)}
               {Number.isFinite(one.error) && <small> ± {percent(one.error)}</small>}
+              <small> of {brief(one.eligible)}</small>
             </span>
           </li>
         ))}
@@ -270,7 +298,7 @@ function Unreached({ view }: { view: View }) {
   );
   const list = [...whole, ...part];
   return (
-    <section class="card full" aria-labelledby="unreached-title" data-testid="unreached">
+    <section class="card" aria-labelledby="unreached-title" data-testid="unreached">
       <h2 id="unreached-title">Unreached parameters</h2>
       {list.length === 0 ? (
         <p class="fine">None: every element of every parameter has a gradient other than 0.</p>

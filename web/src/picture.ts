@@ -71,6 +71,7 @@ function draw(at: Element, pen: Pen): void {
   if (at instanceof SVGSVGElement) return inline(at, area, pen);
   if (at instanceof HTMLCanvasElement) return canvas(at, area, pen);
   box(style, area, pen);
+  outline(style, area, pen);
   for (const pseudo of ["::before", "::after"]) dot(at, pseudo, area, pen);
   if (at instanceof HTMLInputElement || at instanceof HTMLSelectElement) {
     return control(at, style, area, pen);
@@ -145,6 +146,25 @@ function box(style: CSSStyleDeclaration, area: DOMRect, pen: Pen): void {
   lines.forEach((line, n) => {
     if (edges[n]!.size) pen.out.append(make("rect", { ...line, fill: edges[n]!.colour }));
   });
+}
+
+/** What marks a cell that is picked. */
+function outline(style: CSSStyleDeclaration, area: DOMRect, pen: Pen): void {
+  const size = parseFloat(style.outlineWidth) || 0;
+  if (style.outlineStyle === "none" || style.outlineStyle === "auto" || !size) return;
+  const { x = 0, y = 0, width = 0, height = 0 } = place(area, pen);
+  const by = size / 2 + (parseFloat(style.outlineOffset) || 0);
+  pen.out.append(
+    make("rect", {
+      x: x - by,
+      y: y - by,
+      width: width + 2 * by,
+      height: height + 2 * by,
+      fill: "none",
+      stroke: style.outlineColor,
+      "stroke-width": size,
+    }),
+  );
 }
 
 /** Points and lines that style sheets draw; their places are known only when they are absolute. */

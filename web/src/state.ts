@@ -1,5 +1,6 @@
 /** Where the reader is, as the hash of the URL: `#tab=graph&module=3&open=0,4`. */
-import { opening } from "./graph/boxes";
+import { along, boxes, opening } from "./graph/boxes";
+import { picked } from "./graph/fold";
 import type { Report, Trace } from "./types";
 import type { State, Tab } from "./view";
 
@@ -17,7 +18,7 @@ export function fresh(report: Report, trace = 0): State {
   return {
     tab: tabs(report)[0]!,
     trace,
-    open: shown ? opening(shown) : [],
+    open: shown ? boxesAtFirst(shown) : [],
     module: null,
     operator: null,
     leaf: null,
@@ -29,6 +30,22 @@ export function fresh(report: Report, trace = 0): State {
   };
 }
 
+const first = new WeakMap<Trace, number[]>();
+
+function boxesAtFirst(trace: Trace): number[] {
+  let found = first.get(trace);
+  if (!found) first.set(trace, (found = opening(trace)));
+  return found;
+}
+
+/** The boxes that are open unless the reader says otherwise: those of a picked path, if there is one. */
+function preset(state: State, report: Report): number[] {
+  const trace = report.traces[state.trace];
+  if (!trace) return [];
+  const rows = picked(trace, state);
+  return rows.length ? along(trace, rows) : boxesAtFirst(trace);
+}
+
 /** Only what differs from the beginning is written, so that short places have short addresses. */
 export function toHash(state: State, report: Report): string {
   const start = fresh(report, state.trace);
@@ -36,7 +53,7 @@ export function toHash(state: State, report: Report): string {
   if (state.tab !== start.tab) out.set("tab", state.tab);
   if (state.trace) out.set("trace", String(state.trace));
   const open = join(state.open);
-  if (open !== join(start.open)) out.set("open", open);
+  if (open !== join(preset(state, report))) out.set("open", open);
   for (const key of ["module", "operator", "leaf", "element", "route"] as const) {
     const value = state[key];
     if (value !== null) out.set(key, String(value));
@@ -60,14 +77,14 @@ export function fromHash(hash: string, report: Report): State {
   state.views = given.get("views") === "1";
   state.query = (given.get("q") ?? "").slice(0, 1000);
   if (!shown) return state;
-  const open = given.get("open");
-  if (open !== null) state.open = split(open, 2 * shown.modules.length);
   state.module = index(given.get("module"), shown.modules.length);
   state.operator = index(given.get("operator"), shown.operators.name.length);
   state.leaf = index(given.get("leaf"), shown.leaves.length);
   state.route = index(given.get("route"), shown.routes.length);
   const leaf = state.leaf === null ? undefined : shown.leaves[state.leaf];
   if (leaf) state.element = index(given.get("element"), leaf.elements);
+  const open = given.get("open");
+  state.open = open === null ? preset(state, report) : split(open, boxes(shown).parent.length);
   return state;
 }
 

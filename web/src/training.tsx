@@ -1,8 +1,8 @@
 /** Influence over training, what it cost to know, and whether steps slow down. */
 import { useMemo, useState } from "preact/hooks";
-import { Chart, type Pane, Swatch } from "./charts/chart";
+import { Chart, type Pane, type Series, Swatch } from "./charts/chart";
 import { count, counted, duration, moduleName, number, percent, short } from "./format";
-import { By } from "./overview";
+import { By, Made } from "./overview";
 import type { Timing, Training as Course } from "./types";
 import type { View } from "./view";
 
@@ -35,11 +35,23 @@ export function toggled(lines: readonly (number | null)[], component: number): (
 }
 
 /** The line through a cloud of times: the slope is given, half of the points lie above. */
-export function trendline({ step, seconds, slope }: Timing): Float64Array {
+export function trendline({ step, seconds }: Timing, slope: number): Float64Array {
   const rests = [...seconds].map((s, n) => s - slope * step[n]!).filter(Number.isFinite);
   rests.sort((a, b) => a - b);
   const middle = rests.length ? (rests[(rests.length - 1) >> 1]! + rests[rests.length >> 1]!) / 2 : NaN;
   return Float64Array.from(step, (s) => middle + slope * s);
+}
+
+/** The trend and the two ends of its interval, as far as they are known. */
+function fitted(timing: Timing): Series[] {
+  const lines: [string, number, Series["form"]][] = [
+    ["trend", timing.slope, "trend"],
+    ["its interval", timing.low, "bound"],
+    ["its interval", timing.high, "bound"],
+  ];
+  return lines
+    .filter(([, slope]) => Number.isFinite(slope))
+    .map(([name, slope, form]) => ({ name, values: trendline(timing, slope), colour: 0, form }));
 }
 
 export function Training({ report, state, go }: View) {
@@ -61,6 +73,7 @@ export function Training({ report, state, go }: View) {
     <div class="sheet training" data-testid="training">
       {training && <Influence training={training} by={state.by} go={go} />}
       {timing && <Pace timing={timing} />}
+      <Made made={report.made} />
     </div>
   );
 }
@@ -224,9 +237,7 @@ function Pace({ timing }: { timing: Timing }) {
         log: spread,
         series: [
           { name: "a step", values: timing.seconds, colour: 8, form: "dots" },
-          ...(Number.isFinite(timing.slope)
-            ? [{ name: "trend", values: trendline(timing), colour: 0, form: "trend" as const }]
-            : []),
+          ...fitted(timing),
         ],
       },
     ];

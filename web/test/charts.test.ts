@@ -132,10 +132,11 @@ describe("training", () => {
     expect(lines).toEqual([0, null, 2]);
     expect(toggled(lines, 7)).toEqual([0, 7, 2]);
     expect(toggled([0, 1], 5)).toEqual([0, 1]);
+    expect(toggled([null, 1], 5)).toEqual([5, 1]);
   });
   test("half of the times lie above the trend", () => {
     const times = timing(301);
-    const line = trendline(times);
+    const line = trendline(times, times.slope);
     const above = times.seconds.filter((s, n) => s > line[n]!).length;
     expect(above).toBe(150);
     expect(line[10]! - line[0]!).toBeCloseTo(10 * times.slope);

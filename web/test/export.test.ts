@@ -55,6 +55,10 @@ describe("a path", () => {
     const odd = { ...one, leaf: { ...leaf, name: '=cmd("x"),\n2' } };
     expect(pathCsv(odd).split("\r\n")[1]).toBe(`0,"'=cmd(""x""),\n2",,0,8×4,1 1,${one.steps[0]!.derivative},${one.steps[0]!.gradient},${one.steps[0]!.share}`);
   });
+  test.each(["=1", "+1", "-1", "@sum", "\tx"])("%j is marked as text, numbers are not", (name) => {
+    const odd = { ...one, leaf: { ...leaf, name }, steps: [{ ...one.steps[0]!, derivative: -2 }] };
+    expect(pathCsv(odd).split("\r\n")[1]).toContain(`0,'${name},,0,8×4,1 1,-2,`);
+  });
   test("what is not a number stays JSON", () => {
     const coarse = trace({ granularity: "operator" });
     const whole = path(coarse, coarse.leaves[0]!, coarse.leaves[0]!.map!.start[0]!);

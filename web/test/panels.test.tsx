@@ -208,7 +208,7 @@ describe("training", () => {
     expect(boxes().filter((one) => one.disabled).length).toBe(6);
     click(boxes()[0]!);
     expect(boxes().filter((one) => one.disabled).length).toBe(0);
-    expect(box.querySelectorAll(".legend li").length).toBe(7 + 1 + 2);
+    expect(box.querySelectorAll(".curves li").length).toBe(7 + 1 + 3);
   });
 
   test("the arrow keys read values, the table has them all", () => {

@@ -2,7 +2,7 @@ import { describe, expect, test } from "vitest";
 import { colour, mixed, type Palette, parsed, range, strength } from "../src/paths/colour";
 import { lattice } from "../src/paths/heat";
 import { cellOf, filtered, find, followed, parse, strongest } from "../src/paths/pick";
-import { example, named } from "../src/paths/routes";
+import { example, named, relative } from "../src/paths/routes";
 import { factors } from "../src/paths/steps";
 import { along, modules, path, python, quoted } from "../src/paths/walk";
 import type { HeatMap, Trace } from "../src/types";
@@ -21,6 +21,14 @@ describe("walking", () => {
       expect(shares).toBeCloseTo(one.share, 5);
       expect(one.weight).toBeCloseTo(one.share * one.gradient, 12);
     }
+  });
+  test("the leaf's own derivative counts, and long paths are told by a power of ten", () => {
+    const long = large(1000, 4).traces[0]!;
+    const one = path(long, long.leaves.at(-1)!, long.leaves.at(-1)!.map!.start[0]!);
+    expect(one.steps[0]!.derivative).not.toBe(1);
+    const shares = one.steps.reduce((product, step) => product * step.share, 1);
+    expect(one.weight / (shares * one.gradient)).toBeCloseTo(1, 4);
+    expect(10 ** one.log).toBeCloseTo(Math.abs(one.weight), 12);
   });
   test("the first step is the leaf's element, the last the loss", () => {
     for (const one of all(net)) {
@@ -208,6 +216,10 @@ describe("routes", () => {
     if (found.kind !== "path") throw new Error("it has a path");
     const way = path(net, net.leaves[leaf]!, found.start).steps.slice(1).map((step) => step.row);
     expect(way).toEqual(net.routes[0]!.operators);
+  });
+  test("siblings lose what they share", () => {
+    expect(relative(["h.0.mlp.fc", "h.0.mlp.act", "h.0", "h.1", "out"])).toEqual(["h.0.mlp.fc", ".act", "h.0", ".1", "out"]);
+    expect(relative(["a", "b"])).toEqual(["a", "b"]);
   });
   test("of long ways the middle is left out", () => {
     const big = large(400, 4).traces[0]!;

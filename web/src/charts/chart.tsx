@@ -11,7 +11,9 @@ export interface Series {
   name: string;
   values: ArrayLike<number>;
   colour: number; // of the palette: 0 to 7, or 8 for grey
-  form?: "line" | "dots" | "trend";
+  form?: "line" | "dots" | "trend" | "bound";
+  /** Where there is no number because there is nothing to measure. */
+  missing?: (at: number) => boolean;
 }
 
 export interface Pane {
@@ -124,10 +126,17 @@ function drawn(series: Series, x: (at: number) => number, y: (value: number) => 
   return text;
 }
 
+const strokes = { line: "curve", dots: "curve", trend: "trend", bound: "bound" };
+
+/** Lines that were fitted, not measured, are in no list of numbers. */
+const measured = (series: Series): boolean => series.form !== "trend" && series.form !== "bound";
+
 function Curve({ series, laid, x }: { series: Series; laid: Laid; x: (at: number) => number }) {
   const points = useMemo(() => thin(series.values), [series.values]);
   const bottom = laid.top + laid.height;
-  const odd = points.filter((at) => !Number.isFinite(laid.y(series.values[at]!)));
+  const odd = points.filter(
+    (at) => !Number.isFinite(laid.y(series.values[at]!)) && !series.missing?.(at),
+  );
   const single = points.length === 1;
   return (
     <g class={`series series-${series.colour}`}>
@@ -137,7 +146,7 @@ function Curve({ series, laid, x }: { series: Series; laid: Laid; x: (at: number
           return Number.isFinite(y) ? <circle class="dot" cx={x(at)} cy={y} r={single ? 3.5 : 2} /> : null;
         })
       ) : (
-        <path class={series.form === "trend" ? "trend" : "curve"} d={drawn(series, x, laid.y)} />
+        <path class={strokes[series.form ?? "line"]} d={drawn(series, x, laid.y)} />
       )}
       {odd.slice(0, 400).map((at) => {
         const zero = series.values[at] === 0;
@@ -167,6 +176,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
       : linear(range[0], range[1], Math.max(2, Math.round(inner / 90)), 1);
   }, [x, inner]);
   if (n === 0) return null;
+  const many = panes.reduce((sum, pane) => sum + pane.series.filter(measured).length, 0) > 3;
   const place = (i: number): number => LEFT + inner * across.place(x[i]!);
 
   const pointed = (event: PointerEvent): void => {
@@ -200,7 +210,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
       `${axis} ${count(x[i]!)}`,
       ...panes.flatMap((pane) =>
         pane.series
-          .filter((s) => s.form !== "trend")
+          .filter((s) => measured(s) && !s.missing?.(i))
           .map((s) => `${short(s.name, 40)} ${pane.format(s.values[i]!)}`),
       ),
       note?.(i) ?? "",
@@ -211,7 +221,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
   return (
     <figure class="chart" aria-labelledby={`${id}-title`}>
       <figcaption id={`${id}-title`}>{title}</figcaption>
-      {legend && <Legend panes={panes} at={at} />}
+      {legend && <Legend panes={panes} />}
       <div
         ref={box}
         class="chart-box"
@@ -252,7 +262,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
               {laid.map((one) =>
                 one.pane.series.map((s) => {
                   const y = one.y(s.values[at]!);
-                  return Number.isFinite(y) && s.form !== "trend" ? (
+                  return Number.isFinite(y) && measured(s) ? (
                     <circle class={`series-${s.colour}`} cx={place(at)} cy={y} r="4" />
                   ) : null;
                 }),
@@ -261,7 +271,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
           )}
         </svg>
       </div>
-      <p class="readout" data-testid="readout">
+      <p class={`readout ${many ? "many" : ""}`} data-testid="readout">
         {at === null ? (
           <span class="faint">Point at the chart, or focus it and use the arrow keys, to read values.</span>
         ) : (
@@ -306,25 +316,23 @@ function PaneOf({ laid, left, inner, x }: {
           </text>
         </g>
       ))}
-      {pane.series.map((series) => (
-        <Curve key={series.name} series={series} laid={laid} x={x} />
+      {pane.series.map((series, n) => (
+        <Curve key={n} series={series} laid={laid} x={x} />
       ))}
     </g>
   );
 }
 
-function Legend({ panes, at }: { panes: Pane[]; at: number | null }) {
-  const all = panes.flatMap((pane) => pane.series.map((series) => ({ pane, series })));
+function Legend({ panes }: { panes: Pane[] }) {
+  const every = panes.flatMap((pane) => pane.series);
+  const all = every.filter((one, n) => every.findIndex((other) => other.name === one.name) === n);
   if (all.length < 2) return null;
   return (
     <ul class="curves">
-      {all.map(({ pane, series }) => (
+      {all.map((series) => (
         <li>
           <Swatch colour={series.colour} form={series.form} />
-          <bdi title={series.name}>{short(series.name, 40)}</bdi>
-          {at !== null && series.form !== "trend" && (
-            <span class="num">{pane.format(series.values[at]!)}</span>
-          )}
+          <bdi title={short(series.name, 400)}>{short(series.name, 40)}</bdi>
         </li>
       ))}
     </ul>
@@ -338,7 +346,7 @@ export function Swatch({ colour, form }: { colour: number; form?: Series["form"]
       {form === "dots" ? (
         <circle class="dot" cx="11" cy="5" r="3" />
       ) : (
-        <path class={form === "trend" ? "trend" : "curve"} d="M1 5H21" />
+        <path class={strokes[form ?? "line"]} d="M1 5H21" />
       )}
     </svg>
   );
@@ -347,7 +355,7 @@ export function Swatch({ colour, form }: { colour: number; form?: Series["form"]
 function Numbers({ title, axis, x, panes, note }: Omit<ChartProps, "legend">) {
   const [open, setOpen] = useState(false);
   const all = panes.flatMap((pane) =>
-    pane.series.filter((s) => s.form !== "trend").map((series) => ({ pane, series })),
+    pane.series.filter(measured).map((series) => ({ pane, series })),
   );
   const every = Math.max(1, Math.ceil(x.length / ROWS));
   const rows = Array.from({ length: Math.ceil(x.length / every) }, (_, n) => n * every);
@@ -366,7 +374,7 @@ function Numbers({ title, axis, x, panes, note }: Omit<ChartProps, "legend">) {
                 <th scope="col">{axis}</th>
                 {all.map(({ series }) => (
                   <th scope="col" class="num">
-                    <bdi title={series.name}>{short(series.name, 32)}</bdi>
+                    <bdi title={short(series.name, 400)}>{short(series.name, 32)}</bdi>
                   </th>
                 ))}
                 {note && <th scope="col">where</th>}
@@ -377,7 +385,9 @@ function Numbers({ title, axis, x, panes, note }: Omit<ChartProps, "legend">) {
                 <tr>
                   <th scope="row">{count(x[at]!)}</th>
                   {all.map(({ pane, series }) => (
-                    <td class="num">{pane.format(series.values[at]!)}</td>
+                    <td class="num">
+                      {series.missing?.(at) ? "none" : pane.format(series.values[at]!)}
+                    </td>
                   ))}
                   {note && <td><bdi>{note(at)}</bdi></td>}
                 </tr>

@@ -1,8 +1,7 @@
 /** What is known of the operator or module that the reader has chosen. */
 import { count, counted, number, percent, shape, short } from "../format";
 import type { View } from "../view";
-import { revealRow } from "./boxes";
-import { plain } from "./draw";
+import { plain, revealRow } from "./boxes";
 import { consumers, producers } from "./fold";
 
 const MANY = 6;
@@ -102,7 +101,11 @@ function Operator({ trace, state, go, row }: View & { row: number }) {
 function Head({ title, close }: { title: string; close: () => void }) {
   return (
     <header>
-      <h2 title={title.slice(0, 500)}>{short(title, 60)}</h2>
+      <h2 title={title.slice(0, 500)}>
+        {short(title, 60)
+          .split(".")
+          .flatMap((part, at) => (at ? [".", <wbr key={at} />, part] : [part]))}
+      </h2>
       <button class="icon" aria-label="Close details" onClick={close}>
         ×
       </button>

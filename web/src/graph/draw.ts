@@ -1,7 +1,7 @@
 /** From plans to a drawing: every node and line at its place on one sheet. */
 import { short } from "../format";
 import type { Trace } from "../types";
-import { boxes, brief, kind } from "./boxes";
+import { boxes, brief, kind, plain } from "./boxes";
 import { IN, key, OUT, type Level, type Scene } from "./fold";
 import { TITLE, type Job, type Plan } from "./layout";
 
@@ -38,11 +38,6 @@ export interface Drawing {
   strokes: Stroke[];
 }
 
-/** An operator's name as people say it: autograd's endings tell nothing. */
-export function plain(word: string): string {
-  return word.replace(/Backward\d*$/, "") || word;
-}
-
 export function label(trace: Trace, scene: Scene, node: number): string {
   if (node < scene.base) return short(brief(trace, node), 26) || "model";
   const row = node - scene.base;
@@ -56,6 +51,7 @@ export function label(trace: Trace, scene: Scene, node: number): string {
 export function second(trace: Trace, node: number): string {
   const all = boxes(trace);
   const repeats = all.repeats[node]!;
+  if (node >= 2 * all.modules) return `×${repeats} alike`;
   return `${short(kind(trace, node), 22)}${repeats ? ` ×${repeats}` : ""}`;
 }
 

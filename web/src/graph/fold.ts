@@ -28,6 +28,7 @@ export interface Level {
 export interface Scene {
   all: Boxes;
   levels: Map<number, Level>; // by box, outer ones first
+  outer: (node: number) => number; // the box around a node
   base: number; // operators are numbered from here on
   /** The node that shows a row; a folded view is shown by what made its value. */
   node: (row: number) => number;
@@ -42,19 +43,23 @@ const OPEN = -1;
 export function fold(trace: Trace, open: Iterable<number>, views: boolean): Scene {
   const all = boxes(trace);
   const { operators, edges } = trace;
-  const base = 2 * all.modules;
+  const base = all.parent.length;
   const shown = closed(all, new Set(open));
-  const outer = (node: number): number => (node < base ? all.parent[node]! : operators.module[node - base]!);
+  /** The box that a row is in: a view that may be folded is in no loop. */
+  const home = (row: number): number => (operators.view[row] && !views ? operators.module[row]! : all.around[row]!);
+  const outer = (node: number): number => (node < base ? all.parent[node]! : home(node - base));
   const makers = producers(trace);
   const hidden = (row: number): boolean =>
     !views &&
     row > 0 &&
     operators.view[row] === 1 &&
-    shown[operators.module[row]!] === OPEN &&
+    shown[home(row)] === OPEN &&
     makers.count(row) === 1; // where several values join there is something to see
 
+  /** A loop of views, which is there only where views are shown. */
+  const moves = (box: number): boolean => box >= 2 * all.modules && operators.view[all.first[box]!] === 1;
   const direct = (row: number): number => {
-    const box = shown[operators.module[row]!]!;
+    const box = shown[home(row)]!;
     return box === OPEN ? base + row : box;
   };
   const node = (row: number): number => {
@@ -67,10 +72,12 @@ export function fold(trace: Trace, open: Iterable<number>, views: boolean): Scen
   const lines = new Map<number, Map<number, Line>>();
   const visit = [0];
   for (let box = visit.shift(); box !== undefined; box = visit.shift()) {
-    const rows = all.rows[box]!.filter((row) => !hidden(row)).map((row) => base + row);
-    levels.set(box, { box, nodes: [...all.inside[box]!, ...rows], lines: [] });
+    const inner = all.inside[box]!.filter((each) => views || !moves(each));
+    const loose = views ? [] : all.inside[box]!.filter(moves).flatMap((each) => all.rows[each]!);
+    const rows = [...all.rows[box]!, ...loose].filter((row) => !hidden(row)).map((row) => base + row);
+    levels.set(box, { box, nodes: [...inner, ...rows], lines: [] });
     lines.set(box, new Map());
-    visit.push(...all.inside[box]!.filter((each) => shown[each] === OPEN));
+    visit.push(...inner.filter((each) => shown[each] === OPEN));
   }
 
   const wide = base + operators.name.length + 2;
@@ -82,7 +89,7 @@ export function fold(trace: Trace, open: Iterable<number>, views: boolean): Scen
     else level.set(id, { from, to, mass, share: 0 });
   };
   const depth = depths(all);
-  const height = (node: number): number => (node < base ? depth[node]! : depth[operators.module[node - base]!]! + 1);
+  const height = (node: number): number => (node < base ? depth[node]! : depth[home(node - base)]! + 1);
   const climb = (from: number, to: number, each: (box: number, from: number, to: number) => void): void => {
     let [a, b] = [from, to];
     for (let up = outer(a), same = outer(b); up !== same; up = outer(a), same = outer(b)) {
@@ -114,7 +121,7 @@ export function fold(trace: Trace, open: Iterable<number>, views: boolean): Scen
     if (from !== to) climb(from, to, (box, a, b) => found.push(key(box, a, b)));
     return found;
   };
-  return { all, levels, base, node, way };
+  return { all, levels, outer, base, node, way };
 }
 
 /** Gradients that are not finite have no size to compare. */
@@ -122,7 +129,7 @@ const weight = (mass: number): number => (Number.isFinite(mass) ? mass : 0);
 
 /** For each box the closed one that hides it, itself if it is the outermost; OPEN if none does. */
 function closed(all: Boxes, open: Set<number>): Int32Array {
-  const shown = new Int32Array(2 * all.modules).fill(OPEN);
+  const shown = new Int32Array(all.parent.length).fill(OPEN);
   const decide = (box: number): void => {
     const up = shown[all.parent[box]!]!;
     shown[box] = up !== OPEN ? up : open.has(box) ? OPEN : box;
@@ -131,16 +138,18 @@ function closed(all: Boxes, open: Set<number>): Int32Array {
     if (all.parent[all.modules + m] !== -2) decide(all.modules + m); // before its first member
     decide(m);
   }
+  for (let loop = 2 * all.modules; loop < shown.length; loop++) decide(loop);
   return shown;
 }
 
 function depths(all: Boxes): Int32Array {
-  const depth = new Int32Array(2 * all.modules);
+  const depth = new Int32Array(all.parent.length);
   for (let m = 1; m < all.modules; m++) {
     const fold = all.modules + m;
     if (all.parent[fold] !== -2) depth[fold] = depth[all.parent[fold]!]! + 1;
     depth[m] = depth[all.parent[m]!]! + 1;
   }
+  for (let loop = 2 * all.modules; loop < depth.length; loop++) depth[loop] = depth[all.parent[loop]!]! + 1;
   return depth;
 }
 

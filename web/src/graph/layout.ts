@@ -132,14 +132,48 @@ export function arrows(job: Job): Arrow[] {
   });
 }
 
+/** How many ranks each line goes down; the ports stand above the first and below the last. */
+export function spans(job: Job, list: Arrow[]): number[] {
+  const rank = ranks(job, list);
+  const last = rank.reduce((most, each) => Math.max(most, each), 0);
+  return list.map(({ from, to }) => (to === OUT ? last + 1 : rank[to]!) - (from === IN ? -1 : rank[from]!));
+}
+
+/** Lines too long to be led between nodes share a lane beside them: down there, and back in. */
+export function aside(job: Job, list: Arrow[], long: (line: number) => boolean, at: Arranged): void {
+  let right = -Infinity;
+  let bottom = -Infinity;
+  for (let n = 0; n < job.nodes.length; n++) {
+    right = Math.max(right, at.x[n]! + job.width[n]! / 2);
+    bottom = Math.max(bottom, at.y[n]! + job.height[n]! / 2);
+  }
+  const lane = right + ACROSS;
+  list.forEach(({ from, to, turned }, line) => {
+    if (!long(line)) return;
+    const top = from === IN ? -Infinity : at.y[from]! + job.height[from]! / 2;
+    const end = to === OUT ? bottom : at.y[to]! - job.height[to]! / 2;
+    const bends = [lane, (from === IN ? at.y.reduce((a, b) => Math.min(a, b), Infinity) : top) + DOWN * 0.7, lane, end - (to === OUT ? 0 : DOWN * 0.7)];
+    at.bends[line] = Float64Array.from(turned ? backwards(bends) : bends);
+  });
+}
+
+export function backwards(points: number[]): number[] {
+  const found: number[] = [];
+  for (let at = points.length - 2; at >= 0; at -= 2) found.push(points[at]!, points[at + 1]!);
+  return found;
+}
+
 /** Ranks by the longest way from above, each in the order of what stands above it. */
 export function ranked(job: Job): Arranged {
   const count = job.nodes.length;
-  const list = arrows(job).filter((arrow) => arrow.from >= 0 && arrow.to >= 0);
+  const every = arrows(job);
+  const list = every.filter((arrow) => arrow.from >= 0 && arrow.to >= 0);
   const rank = ranks(job, list);
   const rows: number[][] = [];
   for (let n = 0; n < count; n++) (rows[rank[n]!] ??= []).push(n);
-  const packed = rows.filter(Boolean).flatMap((row) => split(row, job.width));
+  const area = job.nodes.reduce((sum, _, n) => sum + (job.width[n]! + ACROSS) * (job.height[n]! + DOWN), 0);
+  const widest = Math.max(900, 1.6 * Math.sqrt(area));
+  const packed = rows.filter(Boolean).flatMap((row) => split(row, job.width, widest));
   const x = new Float64Array(count);
   const above = neighbours(count, list, (arrow) => [arrow.to, arrow.from]);
   const below = neighbours(count, list, (arrow) => [arrow.from, arrow.to]);
@@ -158,17 +192,24 @@ export function ranked(job: Job): Arranged {
   }
   const first = packed[0]?.[0];
   const last = packed[packed.length - 1]?.[0];
-  return {
+  const found: Arranged = {
     x,
     y,
     enter: first === undefined ? 0 : x[first]!,
     leave: last === undefined ? 0 : x[last]!,
     bends: Array.from(job.from, () => new Float64Array()),
   };
+  const far = spans(job, every);
+  aside(job, every, (line) => far[line]! > FAR, found);
+  return found;
 }
 
-function ranks(job: Job, list: Arrow[]): Int32Array {
+/** Past this many ranks a line would hide too much of what it crosses. */
+const FAR = 3;
+
+function ranks(job: Job, every: Arrow[]): Int32Array {
   const rank = new Int32Array(job.nodes.length);
+  const list = every.filter((arrow) => arrow.from >= 0 && arrow.to >= 0);
   const down = neighbours(rank.length, list, (arrow) => [arrow.from, arrow.to]);
   const order = Array.from(rank.keys()).sort((a, b) => job.order[a]! - job.order[b]!);
   for (const n of order) {
@@ -186,16 +227,14 @@ function neighbours(count: number, list: Arrow[], ends: (arrow: Arrow) => [numbe
   return found;
 }
 
-const WIDEST = 4000;
-
 /** A rank of thousands would be a line that nobody can read: it goes on in the next. */
-function split(row: number[], width: Float64Array): number[][] {
+function split(row: number[], width: Float64Array, widest: number): number[][] {
   const found: number[][] = [];
   let room = 0;
   for (const n of row) {
     if (room < width[n]! || !found.length) {
       found.push([]);
-      room = WIDEST;
+      room = widest;
     }
     found[found.length - 1]!.push(n);
     room -= width[n]! + ACROSS;

@@ -3,7 +3,7 @@ import { useMemo } from "preact/hooks";
 import { counted, percent, shape } from "../format";
 import type { Trace } from "../types";
 import { overlap, type Rect } from "./camera";
-import { label, plain, second, type Drawing, type Placed, type Stroke } from "./draw";
+import { extent, label, second, type Drawing, type Placed, type Stroke } from "./draw";
 import { TITLE } from "./layout";
 
 /** More nodes than these are drawn as one outline; nobody could read them. */
@@ -65,11 +65,11 @@ export function Sheet(props: Props) {
           >
             <rect class="bar" x={1} y={1} width={one.width - 2} height={TITLE - 2} rx={9} />
             <path class="mark" d={`M14 ${TITLE / 2}h9`} />
-            <text x={32} y={TITLE / 2 + 4.5}>
-              <tspan class="name">{label(trace, drawing.scene, one.node)}</tspan>
-              <tspan class="kind" dx={8}>
-                {second(trace, one.node)}
-              </tspan>
+            <text class="name" x={32} y={TITLE / 2 + 4.5}>
+              {label(trace, drawing.scene, one.node)}
+            </text>{" "}
+            <text class="kind" x={40 + extent(label(trace, drawing.scene, one.node), 13, true)} y={TITLE / 2 + 4.5}>
+              {second(trace, one.node)}
             </text>
           </g>
         ))}
@@ -169,7 +169,7 @@ function closed({ trace, drawing, influence }: Props, one: Placed, mark: string,
           <path class="mark" d="M13 20h9M17.5 15.5v9" />
           <text class="name" x={32} y={24}>
             {label(trace, scene, node)}
-          </text>
+          </text>{" "}
           <text class="kind" x={32} y={40}>
             {second(trace, node)}
           </text>
@@ -201,20 +201,25 @@ export function reached(drawing: Drawing, node: number, influence: Float64Array)
 export function describe(trace: Trace, drawing: Drawing, node: number, influence: Float64Array): string {
   const { scene } = drawing;
   const cut = (text: string) => (text.length > 200 ? `${text.slice(0, 200)}…` : text);
+  const seen = label(trace, scene, node);
   if (node < scene.base) {
     const all = scene.all;
+    const seenToo = second(trace, node);
+    const many = counted(all.size[node]!, "operator");
+    if (node >= 2 * all.modules) {
+      const place = trace.modules[all.parent[node]!]!.name;
+      return `${seen} ${seenToo}: ${many}${place ? ` in ${cut(place)}` : ""}`;
+    }
     const run = all.repeats[node] ? all.inside[node]! : [node];
-    const names = cut([trace.modules[run[0]!]!.name || "the model", ...(run.length > 1 ? [trace.modules[run[run.length - 1]!]!.name] : [])].join(" to "));
+    const ends = [run[0]!, run[run.length - 1]!].map((module) => cut(trace.modules[module]!.name) || "the model");
+    const names = all.repeats[node] ? ends.join(" to ") : ends[0];
     const share = reached(drawing, node, influence);
-    const many = all.repeats[node] ? `${all.repeats[node]} equal modules ` : "";
-    const reach = share >= 0 ? `, influence ${percent(share)}` : "";
-    return `${many}${names}, ${cut(second(trace, node))}, ${counted(all.size[node]!, "operator")}${reach}`;
+    return `${seen} ${seenToo}: ${names}, ${many}${share >= 0 ? `, influence ${percent(share)}` : ""}`;
   }
   const row = node - scene.base;
   const leaf = trace.leaves[trace.operators.leaf[row]!];
   const sizes = shape(trace.shapes[trace.operators.shape[row]!]!);
-  if (leaf) return `${leaf.parameter ? "Parameter" : "Input"} ${cut(leaf.name)}, ${sizes}`;
-  const name = plain(trace.words[trace.operators.name[row]!]!);
+  if (leaf) return `${seen}: ${leaf.parameter ? "parameter" : "input"} ${cut(leaf.name)}, ${sizes}`;
   const place = trace.modules[trace.operators.module[row]!]!.name;
-  return `${row === 0 ? "Loss: " : ""}${cut(name)}${place ? ` in ${cut(place)}` : ""}, ${sizes}`;
+  return `${seen}${row === 0 ? ", the loss" : ""}${place ? ` in ${cut(place)}` : ""}, ${sizes}`;
 }

@@ -1,8 +1,7 @@
 /** The graph: gradient comes down from the loss. Boxes open and close; a path can be followed. */
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { count, counted, percent } from "../format";
+import { count, percent } from "../format";
 import { influence } from "../influence";
-import type { Trace } from "../types";
 import type { View } from "../view";
 import { opening, reveal } from "./boxes";
 import { centre, fit, inside, overlap, seen, steer, zoom, type Camera, type Rect } from "./camera";
@@ -20,7 +19,7 @@ export function Graph(view: View) {
   const scene = useMemo(() => fold(trace, state.open, state.views), [trace, state.open, state.views]);
   const drawing = useDrawing(view, scene);
   const rows = useMemo(() => picked(trace, state), [trace, state.route, state.leaf, state.element]);
-  const lit = useMemo(() => (drawing && rows.length ? light(trace, drawing, rows) : null), [drawing, rows]);
+  const lit = useMemo(() => (drawing && rows.length ? light(drawing, rows) : null), [drawing, rows]);
   const [focus, setFocus] = useState<number | null>(null);
   const frame = useRef<HTMLDivElement>(null);
   const world = useRef<SVGGElement>(null);
@@ -29,8 +28,8 @@ export function Graph(view: View) {
   const anchor = useRef<{ node: number; x: number; y: number } | null>(null);
 
   const measure = () => {
-    const element = frame.current!;
-    return { width: element.clientWidth || 1, height: element.clientHeight || 1 };
+    const element = frame.current; // gone, if the reader has left the tab meanwhile
+    return { width: element?.clientWidth || 1, height: element?.clientHeight || 1 };
   };
   /** Moves at once; what is drawn changes only when the reader nears its border. */
   const look = (next: Camera) => {
@@ -147,7 +146,7 @@ export function Graph(view: View) {
         show(scene.node(0));
       },
       Backspace: () => {
-        const box = focus === null ? -1 : focus < scene.base ? scene.all.parent[focus]! : trace.operators.module[focus - scene.base]!;
+        const box = focus === null ? -1 : scene.outer(focus);
         if (box > 0) activate(box);
       },
     };
@@ -209,11 +208,10 @@ export function Graph(view: View) {
           Reset
         </button>
         {views > 0 && (
-          <label title="Operators that only move elements: views, transposes, expansions">
+          <label title="Show operators that only move elements: views, transposes, expansions">
             <input type="checkbox" checked={state.views} onChange={() => go({ views: !state.views })} />
             <span>
-              {counted(views, "view")}
-              <span class="wide"> and the like</span>
+              Views <span class="soft">{count(views)}</span>
             </span>
           </label>
         )}
@@ -244,14 +242,13 @@ function useDrawing(view: View, scene: ReturnType<typeof fold>): Drawing | null 
   return drawing && drawing.of === view.trace ? drawing.drawing : null;
 }
 
-function light(trace: Trace, drawing: Drawing, rows: number[]): Lit {
+function light(drawing: Drawing, rows: number[]): Lit {
   const { scene } = drawing;
   const lit: Lit = { nodes: new Set(), lines: new Set() };
   rows.forEach((row, at) => {
     const node = scene.node(row);
     lit.nodes.add(node);
-    const box = node < scene.base ? scene.all.parent[node]! : trace.operators.module[node - scene.base]!;
-    for (let up = box; up > 0; up = scene.all.parent[up]!) lit.nodes.add(up);
+    for (let up = scene.outer(node); up > 0; up = scene.all.parent[up]!) lit.nodes.add(up);
     const next = rows[at + 1];
     if (next !== undefined) for (const line of scene.way(next, row)) lit.lines.add(line);
   });

@@ -26,9 +26,11 @@ export function lattice(map: HeatMap, width: number): Lattice {
     const wide = width / across;
     return { across, lines: Math.ceil(cells / across), wide, high: Math.max(wide, 6) };
   }
-  const wide = Math.min(LARGEST, width / Math.max(1, map.columns));
-  const square = Math.max(wide, Math.min(LARGEST, 96 / Math.max(1, map.rows)));
-  const high = Math.min(square, TALLEST / Math.max(1, map.rows));
+  const [rows, columns] = [Math.max(1, map.rows), Math.max(1, map.columns)];
+  const fit = Math.min(LARGEST, width / columns);
+  const high = Math.min(Math.max(fit, Math.min(LARGEST, 96 / rows)), TALLEST / rows);
+  // Squares, unless they would make a thread of a tall matrix.
+  const wide = Math.min(fit, Math.max(high, 240 / columns));
   return { across: map.columns, lines: map.rows, wide, high };
 }
 

@@ -10,7 +10,7 @@ import { Routes } from "./routes";
 import { Steps } from "./steps";
 import { path, python } from "./walk";
 
-const ROUTES = 12;
+const ROUTES = 8;
 
 /** What is looked at: what the reader picked, or else the parameter with the largest gradient. */
 export function looked(view: View): { leaf: number; element: number | null } {
@@ -57,16 +57,10 @@ export function Paths(view: View) {
   return (
     <div class="sheet paths" data-testid="paths">
       <div class="grid">
-        <div class="paths-side">
-          <section class="card">
-            <h2>Parameter</h2>
-            <Picker trace={trace} leaf={chosen} pick={pick} />
-          </section>
-          <section class="card">
-            <h2>Top routes</h2>
-            <Routes view={view} most={ROUTES} names={5} />
-          </section>
-        </div>
+        <section class="card pick">
+          <h2>Parameter</h2>
+          <Picker trace={trace} leaf={chosen} pick={pick} />
+        </section>
         <div class="paths-main">
           <section class="card" data-testid="leaf-card" data-leaf={leaf.name}>
             <Head leaf={leaf} trace={trace} />
@@ -98,6 +92,10 @@ export function Paths(view: View) {
             </section>
           )}
         </div>
+        <section class="card ways">
+          <h2>Top routes</h2>
+          <Routes view={view} most={ROUTES} names={4} />
+        </section>
       </div>
     </div>
   );
@@ -116,7 +114,7 @@ function Head({ leaf, trace }: { leaf: Leaf; trace: Trace }) {
       <p class="soft">
         {leaf.shape.length > 1 ? `${shape(leaf.shape)} = ` : ""}
         {leaf.shape.length ? counted(leaf.elements, "element") : "A single number"}
-        {owner?.kind ? ` of a ${short(owner.kind, 40)}` : ""}
+        {owner?.kind && leaf.parameter ? ` of ${short(owner.kind, 40)}` : ""}
         {leaf.parameter ? "" : ", an input"}. Gradient: norm {number(leaf.norm)}, largest{" "}
         {number(leaf.largest)}
         {leaf.zero > 0

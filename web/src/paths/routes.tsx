@@ -17,6 +17,17 @@ export function named(trace: Trace, route: Route, most = 7): string[] {
   return [...all.slice(0, head), `… ${count(between)} more …`, ...all.slice(-tail)];
 }
 
+/** Names as they are shown: of a sibling of the one before, only the last part. */
+export function relative(names: readonly string[]): string[] {
+  const split = (name: string): number => name.lastIndexOf(".");
+  return names.map((name, n) => {
+    const before = names[n - 1];
+    const at = split(name);
+    const same = before !== undefined && at > 0 && name.slice(0, at) === before.slice(0, split(before));
+    return same ? name.slice(at) : name;
+  });
+}
+
 /** A leaf and element that goes this way. */
 export function example(trace: Trace, route: Route): { leaf: number; element: number | null } | null {
   const vertex = route.starts[0];
@@ -62,7 +73,6 @@ export function Routes({ view, most, names = 7 }: { view: View; most: number; na
                 data-testid="route"
                 data-route={n}
                 aria-pressed={state.route === n}
-                title="Show this route in the graph"
                 onClick={() => go({ route: n, tab: "graph" })}
               >
                 <span class="route-share">
@@ -70,10 +80,10 @@ export function Routes({ view, most, names = 7 }: { view: View; most: number; na
                   <Bar share={share} />
                 </span>
                 <span class="route-way">
-                  {way.map((name, i) => (
+                  {relative(way).map((name, i) => (
                     <>
                       {i > 0 && <span class="arrow"> → </span>}
-                      <bdi title={name.length > 40 ? short(name, 400) : undefined}>{short(name, 40)}</bdi>
+                      <bdi title={short(way[i]!, 400)}>{short(name, 40)}</bdi>
                     </>
                   ))}
                   <span class="arrow"> → </span>loss

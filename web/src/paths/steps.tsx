@@ -2,9 +2,9 @@
 import { useState } from "preact/hooks";
 import { Bar } from "../charts/bar";
 import { count, counted, element, exact, number, percent, power, shape, short } from "../format";
-import type { Trace } from "../types";
+import type { Leaf, Trace } from "../types";
 import type { View } from "../view";
-import { modules, type Path, type Step, title } from "./walk";
+import { modules, type Path, type Step } from "./walk";
 
 const FACTORS = 6; // written out
 const MANY = 240; // steps drawn at once
@@ -17,7 +17,11 @@ export function Steps({ view, path }: { view: View; path: Path }) {
     <section class="path" data-testid="path" aria-labelledby="path-title">
       <div class="path-head">
         <h3 id="path-title">
-          Path of <bdi class="mono" title={title(path)}>{short(title(path), 90)}</bdi>
+          Path of{" "}
+          <bdi class="mono" title={short(path.leaf.name, 400)}>
+            {short(path.leaf.name, 80)}
+          </bdi>{" "}
+          {path.index.length > 0 && <span class="mono">{element(path.index)}</span>}
         </h3>
         <button
           type="button"
@@ -186,7 +190,7 @@ function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: bool
   const half = MANY / 2;
   const last = path.steps.length - 1;
   const row = ({ step, n }: { step: Step; n: number }) => (
-    <Row key={n} n={n} step={step} last={n === last} leaf={path.leaf.name} coarse={coarse} />
+    <Row key={n} n={n} step={step} last={n === last} leaf={path.leaf} coarse={coarse} />
   );
   return (
     <>
@@ -240,14 +244,14 @@ function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: bool
   );
 }
 
-function Row({ n, step, last, leaf, coarse }: {
+function Row({ n, step, last, leaf: { name, parameter }, coarse }: {
   n: number;
   step: Step;
   last: boolean;
-  leaf: string;
+  leaf: Leaf;
   coarse: boolean;
 }) {
-  const where = n === 0 ? "the parameter" : step.place + (step.call ? ` (call ${step.call})` : "");
+  const where = n === 0 ? (parameter ? "the parameter" : "the input") : step.place;
   return (
     <tr
       role="row"
@@ -262,13 +266,14 @@ function Row({ n, step, last, leaf, coarse }: {
       data-share={exact(step.share)}
     >
       <td role="cell" class="what">
-        <bdi class="mono" title={n === 0 ? short(leaf, 400) : undefined}>
-          {short(n === 0 ? leaf : step.operator, 60)}
+        <bdi class="mono" title={n === 0 ? short(name, 400) : undefined}>
+          {short(n === 0 ? name : step.operator, 60)}
         </bdi>
-        <bdi class="faint" title={where.length > 60 ? short(where, 400) : undefined}>
-          {short(where, 60)}
-          {last ? `${where ? " · " : ""}loss` : ""}
-        </bdi>
+        <span class="faint" title={where.length > 60 ? short(where, 400) : undefined}>
+          <bdi>{short(where, 60)}</bdi>
+          {step.call > 0 && ` (call ${step.call})`}
+          {last && `${where ? " · " : ""}loss`}
+        </span>
       </td>
       <td role="cell" class="where">
         <span>{shape(step.shape)}</span> <span class="mono">{coarse ? "" : element(step.index)}</span>

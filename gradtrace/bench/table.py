@@ -1,0 +1,33 @@
+"""The sections of the benchmark, by name: where each is made.
+
+A module is imported when it is asked for, so that the shell can list them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradtrace.bench.results import Section, Setting
+
+SECTIONS = {
+    "contraction": "contractions.contractions",
+    "trained": "contractions.trained",
+    "others": "contractions.others",
+    "models": "models.models",
+    "peak": "memory.peak_memory",
+    "depth": "scaling.depth",
+    "size": "scaling.size",
+    "gradient": "passes.gradient",
+    "large": "passes.large_graphs",
+    "repeated": "passes.repeated",
+}
+
+
+def section(name: str) -> Callable[[Setting], Section]:
+    """The function that runs a section."""
+    module, function = SECTIONS[name].split(".")
+    home = import_module(f"gradtrace.bench.{module}")
+    return getattr(home, function)  # type: ignore[no-any-return]

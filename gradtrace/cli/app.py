@@ -1,0 +1,188 @@
+"""The application: the options that all commands share, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import gradtrace
+from gradtrace.cli.codes import BUG, INTERRUPTED, MEANING, UNREAD, WRONG
+from gradtrace.cli.printing import say
+from gradtrace.errors import GradtraceError
+
+DEBUG = "--debug"
+ORDER = ("demo", "trace", "report", "check", "experiment", "bench", "ops")
+"""Of commands, in the help."""
+
+PACKAGE = str(Path(gradtrace.__file__).parent)
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: what to type."""
+    return "\n".join(("Examples:", *(f"  {line}" for line in lines)))
+
+
+class Guarded(TyperGroup):
+    """Errors that are meant for the user are one line, without a traceback."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """What a newcomer needs comes first."""
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """``--debug`` may stand anywhere before ``--``."""
+        end = args.index("--") if "--" in args else len(args)
+        if DEBUG in args[:end]:
+            args = [DEBUG, *(arg for arg in args[:end] if arg != DEBUG), *args[end:]]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except (BrokenPipeError, typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt as stop:
+            say(f"gradtrace: {stop or 'stopped'}")
+            raise typer.Exit(INTERRUPTED) from stop
+        except Exception as error:
+            if ctx.params.get("debug") or _is_usage(error):
+                raise
+            say(f"gradtrace: {told(error)}")
+            raise typer.Exit(code_of(error)) from error
+
+
+def _is_usage(error: Exception) -> bool:
+    """Whether it is about how a command was typed, which typer tells by itself."""
+    return hasattr(error, "exit_code") and hasattr(error, "format_message")
+
+
+def code_of(error: BaseException) -> int:
+    """Whether the user can do something about it."""
+    return WRONG if isinstance(error, (GradtraceError, OSError)) else BUG
+
+
+def told(error: BaseException) -> str:
+    """An error in one line."""
+    if code_of(error) == WRONG:
+        return str(error)
+    return (
+        f"this is a bug: {type(error).__name__}: {error}; please report it with what "
+        f"gradtrace {DEBUG} ... shows"
+    )
+
+
+app = typer.Typer(
+    cls=Guarded,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\n".join(
+        (
+            "Exit codes:",
+            *(f"  {code:<4} {meaning}" for code, meaning in MEANING.items()),
+            "Results go to stdout, all else to stderr. NO_COLOR=1 turns colours off.",
+        )
+    ),
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        print(f"gradtrace {gradtrace.__version__} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option(DEBUG, help="Show tracebacks; may stand anywhere.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """See which way gradient flows through a PyTorch model."""
+
+
+# How it ends -------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """The entry point."""
+    _open_streams()
+    sys.exit(_flushed(_run()))
+
+
+def _open_streams() -> None:
+    """Streams may be closed, or know no ×."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _run() -> Any:
+    """The exit code of what was typed."""
+    try:
+        app(prog_name="gradtrace")
+    except SystemExit as end:
+        return UNREAD if any(isinstance(e, BrokenPipeError) for e in _chain(end)) else end.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return UNREAD
+    except Exception as error:  # only with --debug
+        _show(error)
+        return code_of(error)
+    return 0
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
+def _show(error: Exception) -> None:
+    """The traceback; that of an error in the user's script begins there."""
+    cause = error.__cause__ if isinstance(error, GradtraceError) and error.__cause__ else error
+    found = cause.__traceback__
+    own = found
+    while own is not None and _ours(own):
+        own = own.tb_next
+    traceback.print_exception(type(cause), cause, own or found)
+    if cause is not error:
+        say(f"gradtrace: {error}")
+
+
+def _ours(at: TracebackType) -> bool:
+    name = at.tb_frame.f_code.co_filename
+    return name.startswith((PACKAGE + os.sep, "<frozen ")) or "contextlib" in name
+
+
+def _flushed(code: Any) -> Any:
+    """What is still in the buffer may find no reader, or no room on the disk."""
+    try:
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return UNREAD
+        say(f"gradtrace: {error}")
+        return WRONG

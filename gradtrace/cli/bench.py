@@ -1,0 +1,64 @@
+"""``gradtrace bench``: how long passes take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradtrace.cli.app import app, examples
+from gradtrace.cli.codes import FAILED
+from gradtrace.cli.printing import Json, write_json
+from gradtrace.errors import GradtraceError, close
+
+
+def sections(incomplete: str) -> list[str]:
+    """For the shell."""
+    from gradtrace.bench.table import SECTIONS
+
+    return [name for name in SECTIONS if name.startswith(incomplete)]
+
+
+@app.command(
+    epilog=examples(
+        "gradtrace bench --quick",
+        "gradtrace bench --only models --only peak --out bench.md",
+        "gradtrace bench --out docs/benchmarks.md --figures docs/figures",
+    )
+)
+def bench(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run this section only, and keep the others of the page; may be given again.",
+            autocompletion=sections,
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds, in place of each section's own.", min=1)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small cases, under a minute: to try the tool.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a Markdown page, and beside it the same as JSON.")
+    ] = None,
+    figures: Annotated[Path | None, typer.Option(help="Draw the curves into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time tracing beside PyTorch's own passes; takes up to 20 minutes."""
+    from gradtrace.bench import page
+    from gradtrace.bench.results import Setting
+    from gradtrace.bench.run import SECTIONS, Places, run
+
+    for name in only or ():
+        if name not in SECTIONS:
+            near = close(name, sorted(SECTIONS), most=99)
+            raise GradtraceError(f"there is no section {name!r}{near}")
+    found = run(only or SECTIONS, Setting(quick, rounds), Places(out, figures))
+    if as_json:
+        write_json(found.data())
+    else:
+        print(page.markdown(found.data()))
+    raise typer.Exit(FAILED if found.failed else 0)

@@ -1,0 +1,126 @@
+"""What commands print: tables, JSON, remarks, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from gradtrace.tables import Table as Data
+
+PIPE_WIDTH = 160
+STYLES = {
+    "wrong": "bold red",
+    "kink": "yellow",
+    "ok": "green",
+    "unreached": "dim",
+}
+"""Of verdicts."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+
+
+def console(stderr: bool = False) -> Console:
+    """Plain where colour is not wanted, wide where nobody's window limits it."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(
+        file=stream,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+        width=None if stream.isatty() else PIPE_WIDTH,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+
+
+def write(line: str) -> None:
+    """A line on stdout, which is never broken in two."""
+    console().print(line, soft_wrap=True)
+
+
+def table(
+    rows: Sequence[Sequence[str]], right: Iterable[int] = (), styles: dict[str, str] | None = None
+) -> Table:
+    """A table of text under its first row; cells found in ``styles`` are coloured."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    found = Table(box=SIMPLE, pad_edge=False)
+    numbers = set(right)
+    for k, title in enumerate(rows[0]):
+        found.add_column(title, justify="right" if k in numbers else "left", overflow="fold")
+    for row in rows[1:]:
+        found.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
+    return found
+
+
+def write_table(data: Data, limit: int | None = None) -> None:
+    """A table of values: its title, at most ``limit`` rows, and its notes."""
+    out = console()
+    if data.title:
+        out.print(data.heading, soft_wrap=True)
+    right = [k for k, column in enumerate(data.columns) if column.side == "right"]
+    out.print(table(data.lines(limit), right))
+    for note in data.words(limit):
+        out.print(note, soft_wrap=True)
+
+
+def write_json(data: dict[str, Any]) -> None:
+    """JSON, and nothing else."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def say(line: str) -> None:
+    """A remark, on stderr."""
+    print(" ".join(line.split()), file=sys.stderr, flush=True)
+
+
+class Work:
+    """What is going on, as a bar or a spinner; silent without one."""
+
+    def __init__(self, show: Callable[[str, int, int | None], None]) -> None:
+        self._show = show
+        self._now = ""
+
+    def begin(self, what: str) -> None:
+        """Something else is done now."""
+        self._now = what
+        self._show(what, 0, None)
+
+    def advance(self, done: int, total: int) -> None:
+        """So far it has come."""
+        self._show(self._now, done, total)
+
+
+@contextmanager
+def working(what: str) -> Iterator[Work]:
+    """Progress on stderr, where that is a terminal that can take it back."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    out = console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+    )
+    off = not out.is_terminal or out.is_dumb_terminal
+    with Progress(*columns, console=out, transient=True, disable=off) as bar:
+        task = bar.add_task(what, total=None)
+        work = Work(
+            lambda now, done, total: bar.update(task, description=now, completed=done, total=total)
+        )
+        work.begin(what)
+        yield work

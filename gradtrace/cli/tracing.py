@@ -1,0 +1,256 @@
+"""What ``gradtrace trace`` does: from what a function returned to what is shown."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from gradtrace.check import takes_model
+from gradtrace.cli.printing import Work, write, write_table
+from gradtrace.components import KINDS, Components
+from gradtrace.discovery import Discovery
+from gradtrace.errors import GradtraceError
+from gradtrace.flow import Flow
+from gradtrace.influence import Influence, Row
+from gradtrace.paths import Path as GradientPath
+from gradtrace.tables import Table
+from gradtrace.trace import Trace
+from gradtrace.watching import watch
+
+SHOWN = 20
+RETURNS = "return a loss, a model and its loss, or (model, loss_fn)"
+
+
+# What was asked ----------------------------------------------------------------------------------
+
+
+class Element(NamedTuple):
+    """An element of a leaf, or with None the one with the largest path."""
+
+    name: str
+    place: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, text: str) -> Element:
+        """``weight[23,3]``, ``weight[23][3]``, ``weight``."""
+        found = re.fullmatch(r"(.*?)((?:\[[-\d\s,]*\])*)", text, flags=re.DOTALL)
+        name, index = found.groups() if found else ("", "")
+        if not name or name.endswith("]") or not re.fullmatch(r"[^\[\]]*", name):
+            raise GradtraceError(f"--path {text!r}: write NAME or NAME[INDEX], as weight[23,3]")
+        numbers = tuple(int(number) for number in re.findall(r"-?\d+", index))
+        return cls(name, numbers if index else None)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command."""
+
+    rule: str = "greedy"
+    granularity: str = "scalar"
+    components: Components = None
+    weight: str = "count"
+    sample: int | None = None
+    seed: int = 0
+    paths: tuple[Element, ...] = ()
+    out: Path | None = None
+    report: Path | None = None
+
+
+def components(given: Sequence[str]) -> Components:
+    """A kind of component, or names, patterns and groups of them."""
+    if not given:
+        return None
+    if len(given) == 1 and given[0] in KINDS:
+        return given[0]
+    groups: dict[str, list[str]] = {}
+    for text in given:
+        name, equals, parts = text.partition("=")
+        groups[name] = parts.split(",") if equals else [text]
+    return groups
+
+
+# What a function returned ------------------------------------------------------------------------
+
+
+class Made(NamedTuple):
+    """A loss, and who watched it come about."""
+
+    loss: Tensor
+    watch: watch
+
+
+def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> Made:
+    """Call the function with an eye on all modules, and see what it returned."""
+    with Discovery() as discovery:
+        returned = call()
+    model, rest = _parted(returned, name)
+    loss = _loss(rest)
+    if loss is not None:
+        discovery.settle(loss, model, known)
+        return Made(loss, discovery)
+    if model is None or not callable(rest):
+        raise GradtraceError(f"{name} returned {_kind(returned)}; {RETURNS}")
+    with watch(model) as eye:
+        found = rest(model) if takes_model(rest) else rest()
+    loss = _loss(found)
+    if loss is None:
+        raise GradtraceError(f"the loss_fn that {name} returned gave {_kind(found)}, not a loss")
+    return Made(loss, eye)
+
+
+def _parted(returned: Any, name: str) -> tuple[nn.Module | None, Any]:
+    """The model, if there is one, and the rest."""
+    if not isinstance(returned, (tuple, list)) or _loss(returned) is not None:
+        return None, returned
+    models = [part for part in returned if isinstance(part, nn.Module)]
+    rest = [part for part in returned if not isinstance(part, nn.Module)]
+    if len(models) != 1 or len(rest) != 1:
+        raise GradtraceError(f"{name} returned {_kind(returned)}; {RETURNS}")
+    return models[0], rest[0]
+
+
+def _loss(thing: Any) -> Tensor | None:
+    """The tensor itself, or the ``loss`` of an output or a dict."""
+    if isinstance(thing, Mapping) and "loss" in thing:
+        thing = thing["loss"]
+    elif not isinstance(thing, (Tensor, nn.Module)):
+        thing = getattr(thing, "loss", thing)
+    return thing if isinstance(thing, Tensor) else None
+
+
+def _kind(thing: Any) -> str:
+    if type(thing) in (tuple, list):
+        return f"({', '.join(type(part).__name__ for part in thing)})"
+    return type(thing).__name__
+
+
+# What was found ----------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """Everything that is shown."""
+
+    loss: Tensor
+    trace: Trace
+    influence: Influence
+    flow: Flow
+    paths: tuple[GradientPath, ...]
+
+
+def found(made: Made, asked: Asked, work: Work) -> Found:
+    """Trace the loss and measure."""
+    work.begin("tracing")
+    trace = made.watch.trace(made.loss, rule=asked.rule, granularity=asked.granularity)
+    paths = tuple(_path(trace, wanted) for wanted in asked.paths)  # first: a typo is told at once
+    work.begin("measuring influence")
+    influence = trace.influence(
+        asked.components, asked.weight, sample=asked.sample, seed=asked.seed
+    )
+    result = Found(made.loss.detach(), trace, influence, trace.flow(), paths)
+    if asked.out is not None:
+        work.begin(f"saving {asked.out}")
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        trace.save(asked.out)
+    if asked.report is not None:
+        work.begin(f"writing {asked.report}")
+        asked.report.parent.mkdir(parents=True, exist_ok=True)
+        trace.report(asked.report)
+    return result
+
+
+def _path(trace: Trace, wanted: Element) -> GradientPath:
+    if wanted.place is not None or trace.granularity == "operator":
+        return trace.path(wanted.name, wanted.place or ())
+    best = trace.paths(wanted.name, k=1)
+    if not best:
+        raise GradtraceError(f"{wanted.name} has no path: every contribution to it is 0")
+    return best[0]
+
+
+def chosen(influence: Influence, top: int | None) -> Influence:
+    """The components of most influence, the largest first."""
+    if top is None:
+        return influence
+    shares = influence.shares
+
+    def rank(row: Row) -> float:
+        return -1.0 if math.isnan(shares[row.name]) else shares[row.name]
+
+    return replace(influence, rows=tuple(sorted(influence.rows, key=rank, reverse=True)[:top]))
+
+
+# To show -----------------------------------------------------------------------------------------
+
+
+def show(found: Found, asked: Asked, top: int | None) -> None:
+    """For a reader."""
+    write(_summary(found))
+    table = chosen(found.influence, top or SHOWN).table()
+    more = len(found.influence) - len(table.rows)
+    left = (f"… and {more:,} more components (--top {len(found.influence)} shows all)",)
+    write_table(replace(table, notes=(*(left if more else ()), *table.notes)))
+    write(f"Flow: {found.flow.verdict}")
+    for path in found.paths:
+        write_table(path.table())
+    if asked.out is not None:
+        write(f"The trace is in {asked.out}")
+    if asked.report is not None:
+        write(f"The report is in {asked.report}")
+
+
+def _summary(found: Found) -> str:
+    """``Loss 3.912: 57 operators, 10 leaves of 2,458 elements``."""
+    trace = found.trace
+    elements = sum(leaf.tensor.numel() for leaf in trace.program.leaves)
+    many = f"Mean of {trace.pairs:,} losses" if trace.pairs > 1 else "Loss"
+    return (
+        f"{many} {float(found.loss.double().mean()):.4g}: {len(trace.program.blocks):,} operators, "
+        f"{len(trace.program.leaves):,} leaves of {elements:,} elements"
+    )
+
+
+def data(found: Found, asked: Asked, top: int | None) -> dict[str, Any]:
+    """For a program."""
+    trace = found.trace
+    leaves = {trace.names[leaf.value]: leaf.tensor for leaf in trace.program.leaves}
+    return {
+        "loss": [_number(float(x)) for x in found.loss.double().reshape(-1)],
+        "rule": trace.rule,
+        "granularity": trace.granularity,
+        "operators": len(trace.program.blocks),
+        "leaves": {name: list(tensor.shape) for name, tensor in leaves.items()},
+        "weight": asked.weight,
+        "influence": _rows(chosen(found.influence, top).table()),
+        "flow": found.flow.verdict,
+        "paths": [_path_data(path) for path in found.paths],
+        "notes": list(found.influence.notes),
+        "out": None if asked.out is None else str(asked.out),
+        "report": None if asked.report is None else str(asked.report),
+    }
+
+
+def _rows(table: Table) -> list[dict[str, Any]]:
+    return [
+        {key.removeprefix("± "): value for key, value in row.items()} for row in table.to_dicts()
+    ]
+
+
+def _path_data(path: GradientPath) -> dict[str, Any]:
+    return {
+        "leaf": path.name,
+        "element": list(path.index),
+        "weight": _number(path.weight),
+        "gradient": _number(path.gradient),
+        "steps": path.table().to_dicts(),
+    }
+
+
+def _number(value: float) -> float | str:
+    """JSON knows no NaN."""
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,173 @@
+"""What was counted of a data set, kept between runs: a table, and which batches it is of.
+
+One process keeps all in one file. Of many, each keeps what it counted in a file beside that one,
+``run.gradtrace.rank0``, ``run.gradtrace.rank1``, and so on; when all is counted they become one.
+Tables add up exactly, so a run may go on with more processes, with fewer, or with one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradtrace import files
+from gradtrace.errors import GradtraceError
+from gradtrace.group import merged
+from gradtrace.influence import Influence
+
+SHARED = ""
+"""The loader that all ranks have alike. One that is rank 2's own, of four, is called ``2/4``."""
+
+AGAIN = "pass another checkpoint file, or delete it to begin again"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A table, and the batches it is of: for each loader a number with their bits set."""
+
+    table: Influence | None = None
+    batches: Mapping[str, int] = field(default_factory=dict)
+
+    def has(self, loader: str, number: int) -> bool:
+        """Whether a batch is counted."""
+        return bool(self.batches.get(loader, 0) >> number & 1)
+
+    def add(self, loader: str, number: int, part: Influence) -> Counted:
+        """With one batch more."""
+        return self.join(Counted(part, {loader: 1 << number}))
+
+    def join(self, other: Counted) -> Counted:
+        """With what another has; both have no batch in common."""
+        names = sorted(self.batches.keys() | other.batches.keys())
+        batches = {n: self.batches.get(n, 0) | other.batches.get(n, 0) for n in names}
+        return Counted(merged([self.table, other.table]), batches)
+
+    def meets(self, other: Counted) -> bool:
+        """Whether both count one and the same batch."""
+        return any(self.batches.get(name, 0) & bits for name, bits in other.batches.items())
+
+    def covers(self, other: Counted) -> bool:
+        """Whether every batch of the other is counted here too."""
+        return not any(bits & ~self.batches.get(name, 0) for name, bits in other.batches.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        table = None if self.table is None else self.table.to_dict()
+        return {"influence": table, "batches": {k: hex(v) for k, v in self.batches.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Counted:
+        """What ``to_dict`` gave; a plain number of batches is that of the first ones."""
+        table, batches = data["influence"], data["batches"]
+        if isinstance(batches, int):
+            batches = {SHARED: hex((1 << batches) - 1)}
+        found = {str(name): int(bits, 16) for name, bits in batches.items()}
+        return cls(None if table is None else Influence.from_dict(table), found)
+
+
+class Book:
+    """The files of one checkpoint, as one rank sees them; without a path, nothing is kept."""
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None, settings: dict[str, Any], rank: int, world: int
+    ) -> None:
+        self.path = None if path is None else Path(path).expanduser()
+        self.settings = settings
+        self.own = self.path
+        if self.path is not None and world > 1:
+            self.own = self.path.with_name(f"{self.path.name}.rank{rank}")
+
+    def read(self) -> Counted:
+        """What this rank counted before."""
+        return Counted() if self.own is None else self._read(self.own)
+
+    def whole(self) -> Counted:
+        """What all ranks counted before, if they came to an end."""
+        return Counted() if self.path is None or self.own == self.path else self._read(self.path)
+
+    def parts(self) -> list[Counted]:
+        """What is in files of parts, of any rank."""
+        return [self._read(path) for path in self._files() if path not in (self.own, self.path)]
+
+    def keep(self, counted: Counted) -> None:
+        """Write down what this rank counted."""
+        if self.own is not None:
+            self._write(self.own, counted)
+
+    def close(self, whole: Counted) -> None:
+        """Write down that all is counted; files of parts go."""
+        if self.path is not None:
+            self._write(self.path, whole)
+            for path in self._files():
+                if path != self.path:
+                    path.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """All is counted and written down by rank 0: a part of it on another machine goes too."""
+        if self.own is not None and self.own != self.path:
+            with suppress(OSError):
+                self.own.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        if self.path is None or not self.path.parent.is_dir():
+            return []
+        start = f"{self.path.name}.rank"
+        parts = [
+            path
+            for path in self.path.parent.iterdir()
+            if path.name.startswith(start) and path.name[len(start) :].isdecimal()
+        ]
+        return [self.path, *sorted(parts, key=lambda path: int(path.name[len(start) :]))]
+
+    def _write(self, path: Path, counted: Counted) -> None:
+        files.write(path, "influence", {"settings": self.settings, **counted.to_dict()}, {})
+
+    def _read(self, path: Path) -> Counted:
+        if not path.exists():
+            return Counted()
+        meta = files.read(path, "influence").meta
+        if meta["settings"] != self.settings:
+            changed = [k for k in self.settings if meta["settings"].get(k) != self.settings[k]]
+            raise GradtraceError(
+                f"{path} was made with another {' and '.join(changed) or 'setting'}; {AGAIN}"
+            )
+        return Counted.from_dict(meta)
+
+
+def pooled(
+    whole: Counted, owns: Iterable[Counted], parts: Iterable[Counted]
+) -> tuple[Counted, list[Counted]]:
+    """What files other than the ranks' own count, and what is left of the ranks' own.
+
+    A run that was killed while it put parts together leaves parts that the whole has already; and
+    the parts that one rank finds are those of others, or of ranks that are no more.
+    """
+    rest, known, left = whole, whole, []
+    for own in owns:
+        left.append(Counted() if known.covers(own) else own)
+        known = _apart(known, left[-1])
+    for part in parts:
+        if not known.covers(part):
+            rest, known = _apart(rest, part), _apart(known, part)
+    return rest, left
+
+
+def _apart(first: Counted, second: Counted) -> Counted:
+    if first.meets(second):
+        raise GradtraceError(f"files of this checkpoint count the same batches twice; {AGAIN}")
+    return first.join(second)
+
+
+def fits(counted: Counted, streams: Iterable[str]) -> None:
+    """Refuse to go on with what was counted from loaders of other ranks than there are now."""
+    odd = sorted(set(counted.batches) - set(streams))
+    if odd:
+        was = f"{odd[0].split('/')[1]} ranks with loaders of their own" if odd[0] else "one loader"
+        raise GradtraceError(
+            f"the checkpoint counts batches of {was}, which are not those of now: start it as it "
+            f"was, or {AGAIN}"
+        )

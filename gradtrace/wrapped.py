@@ -1,0 +1,135 @@
+"""Models wrapped for training by many processes, while they are measured.
+
+DistributedDataParallel and FSDP meet the other ranks in every forward pass. Ranks that trace
+different numbers of batches would wait for each other for ever, so the user's own module is called
+instead. Parameters that ``fully_shard`` has sharded are gathered for that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from gradtrace.batches import digested
+from gradtrace.errors import Unsupported
+from gradtrace.watching import named_modules, sharded_modules, sharding_hooks
+
+Hook = Callable[..., Any]
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """While forward passes of a model meet no other rank; on all ranks that share its parameters.
+
+    Sharded parameters are gathered first, so there must be memory for the whole model.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(_alone(module))
+            if type(module).__name__ == "FullyShardedDataParallel":
+                raise Unsupported(
+                    "the model is wrapped in FullyShardedDataParallel, whose parameters are slices "
+                    "of one flat tensor: shard it with torch.distributed.fsdp.fully_shard, or load "
+                    "its full state dict into a plain module and trace that"
+                )
+        stack.enter_context(gathered(model))
+        yield
+
+
+# DistributedDataParallel --------------------------------------------------------------------------
+
+
+@contextmanager
+def _alone(model: DistributedDataParallel) -> Iterator[None]:
+    """Calls go to the module inside, with tensors on its device as the wrapper puts them."""
+    inner = model.module
+    device = model.device_ids and torch.device(model.device_type, model.device_ids[0])
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if device:
+            args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
+        return inner(*args, **kwargs)
+
+    model.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+# fully_shard --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """While a model that ``fully_shard`` has sharded is whole on every rank, and can be traced.
+
+    All ranks enter it together, and then forward passes meet no other rank: its hooks only convert
+    tensors, as its policy for mixed precision says. Other models stay as they are.
+    """
+    modules = sharded_modules(model)
+    done = []
+    try:
+        for module in modules:
+            module.unshard()
+            done.append((module, _unhooked(module)))
+        yield
+    finally:
+        for module, hooks in done:
+            for table, key, hook in hooks:
+                table[key] = hook
+            module.reshard()
+
+
+def _unhooked(module: Any) -> list[tuple[dict[int, Hook], int, Hook]]:
+    """Put hooks that only convert in the place of FSDP's; which they were, and where."""
+    policy = module._get_fsdp_state()._mp_policy
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _converted((args, kwargs), inputs)
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        return _converted(output, policy.output_dtype)
+
+    found = []
+    for table, hook in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
+        for key in sharding_hooks(table):
+            found.append((table, key, table[key]))
+            table[key] = hook
+    return found
+
+
+def _converted(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return value
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+
+# Whether ranks have the same model ----------------------------------------------------------------
+
+
+def digest(model: nn.Module) -> dict[str, str]:
+    """What tells the values of a model's tensors from others, by name.
+
+    Running statistics count where they are used: in modules that are not in training.
+    """
+    found = {}
+    for name, module in named_modules(model):
+        tensors = dict(module._parameters)
+        if not module.training:
+            tensors |= module._buffers
+        for key, tensor in tensors.items():
+            if tensor is not None:
+                state = blake2b(digest_size=8)
+                digested(state, tensor)
+                found[f"{name}.{key}".removeprefix(".")] = state.hexdigest()
+    return found

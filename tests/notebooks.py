@@ -1,0 +1,111 @@
+"""Notebooks of ``examples/``: run, held against what is saved in them, and saved clean.
+
+``python tests/notebooks.py`` runs all, or those named, and saves them with what they print.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+from pages import same
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+LARGE = 20_000
+"""Longer HTML outputs are not saved, nor are reports: they are there when one runs the cell."""
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def run(notebook: NotebookNode) -> NotebookNode:
+    """The same with the outputs of today, in a folder of its own."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    fresh = nbformat.from_dict(notebook)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, settings):
+        place = {"metadata": {"path": folder}}
+        client = NotebookClient(fresh, kernel_name="python3", timeout=120, resources=place)
+        manager = client.create_kernel_manager()
+        manager.transport, manager.ip = "ipc", f"{folder}/kernel"  # files, not ports
+        client.execute()
+    return cleaned(fresh)
+
+
+def cleaned(notebook: NotebookNode) -> NotebookNode:
+    """Without what differs from one machine or run to the next."""
+    cells = []
+    for n, cell in enumerate(notebook.cells):
+        kept: dict[str, Any] = {
+            "cell_type": cell.cell_type,
+            "id": f"cell-{n}",
+            "metadata": {},
+            "source": cell.source,
+        }
+        if cell.cell_type == "code":
+            kept["execution_count"] = cell.execution_count
+            kept["outputs"] = [_small(output) for output in cell.outputs]
+        cells.append(kept)
+    return nbformat.from_dict(
+        {"cells": cells, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}
+    )
+
+
+def _small(output: NotebookNode) -> dict[str, Any]:
+    kept = dict(output)
+    if "data" in kept:
+        kept["metadata"] = {}
+        kept["data"] = {
+            kind: text
+            for kind, text in kept["data"].items()
+            if kind == "text/plain"
+            or (kind == "text/html" and "<iframe" not in text and len(text) < LARGE)
+        }
+    return kept
+
+
+def printed(cell: NotebookNode) -> str:
+    """The text that a cell shows; what went to stderr, a warning perhaps, is marked."""
+    parts = []
+    for output in cell.get("outputs", []):
+        if output.output_type == "stream":
+            parts.append(output.text if output.name == "stdout" else f"stderr: {output.text}")
+        elif output.output_type == "error":
+            parts.append(f"error: {output.ename}: {output.evalue}")
+        else:
+            parts.append(output.data.get("text/plain", ""))
+    return "\n".join(parts)
+
+
+def differences(saved: NotebookNode, found: NotebookNode) -> list[str]:
+    """Cells that do not print what is saved, or print warnings."""
+    told = []
+    for n, (old, new) in enumerate(zip(saved.cells, found.cells)):
+        before, now = printed(old), printed(new)
+        if not same(before, now):
+            told.append(f"cell {n} prints\n{now}\nand not\n{before}")
+        elif "stderr: " in now:
+            told.append(f"cell {n} writes to stderr\n{now}")
+    return told
+
+
+def main(names: list[str]) -> None:
+    for path in map(Path, names) if names else NOTEBOOKS:
+        nbformat.write(run(read(path)), path)
+        print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
