@@ -26,6 +26,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 
+autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]  # slow, and optional
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

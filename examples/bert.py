@@ -67,9 +67,9 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], st
         looking[moment] = rows[-1][3] + rows[-1][4]
     columns = (Column("when"), Column("loss", "number"), Column("embeddings"))
     shares = tuple(Column(part, "share") for part in PARTS)
-    told = ", ".join(f"{share:.0%} {moment}" for moment, share in looking.items())
+    told = ", ".join(f"{moment} {share:.0%}" for moment, share in looking.items())
     return [Table("Paths through attention", (*columns, *shares), tuple(rows))], (
-        f"Of the position embeddings' paths, queries and keys are passed by {told}."
+        f"The part of the position embeddings' paths that runs through queries and keys: {told}."
     )
 
 

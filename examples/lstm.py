@@ -1,8 +1,8 @@
 """LSTM: how many steps back does gradient reach, along which state, and by which gate?
 
-An LSTM reads a key and seven words of noise, and is asked for the key. All paths of the keys reach
-back to the first step; most of them stay on the cell state all the way, where no weight stands, and
-most came into it by the candidate gate.
+An LSTM reads a key and seven words of noise, and is asked for the key, eight steps after it came.
+Most paths of the keys stay on the cell state all the way, where no weight stands, and most came
+into it by the candidate gate.
 """
 
 from collections import Counter
@@ -73,9 +73,9 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], st
     columns = Column("gate"), Column("paths", "count"), Column("share", "share")
     most = max(GATES, key=gates.__getitem__)
     return [Table("How the key's paths come into the cell", columns, rows)], (
-        f"All {len(paths)} paths of the keys reach back {STEPS} steps; {straight:.0%} of them stay "
-        f"on the cell state all the way, and most ({gates[most] / len(paths):.0%}) came into it by "
-        f"the {most} gate."
+        f"{len(paths)} of the keys' {size} elements have a path, {STEPS} steps back; "
+        f"{straight:.0%} of them stay on the cell state all the way, and most "
+        f"({gates[most] / len(paths):.0%}) came into it by the {most} gate."
     )
 
 

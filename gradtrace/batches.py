@@ -42,11 +42,12 @@ class Batches:
         return sum(map(self.wanted, range(self.total or 0)))
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        if not by_index(self.loader):
-            yield from self._picked(self.loader)
+        loader: Any = self.loader
+        if not by_index(loader):
+            yield from self._picked(loader)
             return
         numbers: deque[int] = deque()
-        for batch in _with(self.loader, Sampler(self, self.loader.batch_sampler, numbers)):
+        for batch in _with(loader, Sampler(self, loader.batch_sampler, numbers)):
             yield numbers.popleft(), batch
 
     def _picked(self, items: Iterable[Any]) -> Iterator[tuple[int, Any]]:
@@ -141,8 +142,9 @@ def digested(into: Any, item: Any) -> None:
         flat = item.detach()
         if flat.layout is torch.strided and not flat.is_meta and flat.numel():
             flat = flat.reshape(-1)
-            some = flat[:: max(1, len(flat) // LOOKED)].cpu().contiguous()
-            into.update(some.view(torch.uint8).numpy().tobytes() if some.dtype else b"")
+            # A copy, as memory that NumPy has seen can never be freed by FSDP again.
+            some = flat[:: max(1, len(flat) // LOOKED)].cpu().clone()
+            into.update(some.view(torch.uint8).numpy().tobytes())
     elif isinstance(item, dict) or hasattr(item, "items"):
         for key, value in item.items():
             digested(into, str(key))

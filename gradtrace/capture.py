@@ -285,7 +285,8 @@ class Record:
             except GradtraceError as error:
                 raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
             block.gives[0] = value
-            self.blocks.append(block)
+            if value != block.takes[0]:  # else the hook only looked
+                self.blocks.append(block)
         self.leaves.append(Leaf(leaf, value, self.deferred.get(value, tensor)))
 
     def _merge(

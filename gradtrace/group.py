@@ -33,26 +33,13 @@ BEAT = 15.0
 SILENCE = timedelta(minutes=5)
 """How long a rank may give none."""
 
-TAG = 0x67726164
+TAG = 1
 
 
 def merged(tables: Iterable[Influence | None]) -> Influence | None:
     """The table of all pairs of several tables; None if there is none."""
     there = [table for table in tables if table is not None]
     return there[0].merge(*there[1:]) if there else None
-
-
-def merge(table: Influence | None, group: Any = None) -> Influence | None:
-    """The table of all ranks of a group, on every one of them; a rank may have none.
-
-    A collective of the group itself: all ranks must call it, as with ``all_gather``.
-    """
-    import torch.distributed as dist
-
-    found: list[str | None] = [None] * dist.get_world_size(group)
-    mine = None if table is None else json.dumps(table.to_dict())
-    dist.all_gather_object(found, mine, group=group)
-    return merged(None if text is None else Influence.from_dict(json.loads(text)) for text in found)
 
 
 def chosen(group: Any) -> Any:
@@ -90,31 +77,34 @@ def joined(group: Any = None) -> Iterator[Team]:
         return
     import torch.distributed as dist
 
-    ranks = dist.get_process_group_ranks(found)
-    handle = _connected(ranks)
-    team = Team(dist.get_group_rank(found, dist.get_rank()), len(ranks), handle)
+    team = Team(dist.get_rank(found), dist.get_world_size(found), _connected(found))
     try:
         yield team
     except BaseException as error:
         team.end(error)
+        if isinstance(error, RankFailed):
+            team.check()  # it may know more by now
         raise
     else:
         team.end(None)
     finally:
-        dist.destroy_process_group(handle)
+        team.close()
 
 
-def _connected(ranks: list[int]) -> Any:
+def _connected(group: Any) -> Any:
+    """A gloo group of the same ranks, under a name of its own: the n-th time that they meet."""
     import torch.distributed as dist
 
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    store = group.get_group_store()
     try:
-        return dist.new_group(
-            ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True
-        )
+        time = store.add(f"gradtrace/{rank}", 1)
+        own = dist.distributed_c10d.PrefixStore(f"gradtrace/{time}", store)
+        return dist.ProcessGroupGloo(own, rank, world, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise RankFailed(
-            f"not all {len(ranks)} ranks came together within {PATIENCE}: call this on every rank "
-            "of the group, or with group=False to measure in this process alone"
+            f"not all {world} ranks came together within {PATIENCE}: call this on every rank of "
+            "the group, or with group=False to measure in this process alone"
         ) from error
 
 
@@ -124,7 +114,6 @@ class Team:
     def __init__(self, rank: int = 0, world: int = 1, handle: Any = None) -> None:
         self.rank, self.world = rank, world
         self.halted = False
-        self._handle = handle
         self._changed = threading.Condition()
         self._said: dict[int, deque[Any]] = {}
         self._failed: dict[int, str] = {}
@@ -146,20 +135,28 @@ class Team:
     def meet(self, mine: Message, decide: Callable[[list[Message]], Message]) -> Message:
         """What rank 0 decides on what every rank has to say, in the order of ranks; on all ranks.
 
-        Messages are what JSON can hold.
+        Messages are what JSON can hold. What rank 0 refuses to decide, all refuse.
         """
         if self.rank == 0:
             self._until(lambda: bool(self._failed) or all(self._said.values()))
-            self._check()
-            verdict = decide([mine, *(said.popleft() for said in self._said.values())])
-            for line in self._lines.values():
-                line.send({"verdict": verdict})
+            self.check()
+            try:
+                verdict = decide([mine, *(said.popleft()["say"] for said in self._said.values())])
+            except GradtraceError as error:
+                self._tell({"refused": str(error)})
+                raise
+            self._tell({"verdict": verdict})
             return verdict
         self._lines[0].send({"say": mine})
         self._until(lambda: bool(self._failed or self._said[0]))
         if not self._said[0]:
-            self._check()
-        return self._said[0].popleft()  # type: ignore[no-any-return]
+            self.check()
+        match self._said[0].popleft():
+            case {"refused": str(text)}:
+                raise GradtraceError(text)
+            case {"verdict": answer}:
+                return answer  # type: ignore[no-any-return]
+        raise AssertionError("rank 0 says nothing else")
 
     def interrupt(self) -> None:
         """Ask all ranks to stop after what they are at, and to come to the next meeting."""
@@ -176,13 +173,23 @@ class Team:
             text = None if error is None else told(0, error)
             for line in self._lines.values():
                 line.send({"end": text}, last=True)
-        elif error is not None and not isinstance(error, RankFailed):
+        elif error is not None and not self._failed:
             self._lines[0].send({"error": told(self.rank, error)})
         self._quiet.set()
         for thread in self._threads:
             thread.join(SILENCE.total_seconds())
 
-    def _check(self) -> None:
+    def close(self) -> None:
+        """Let go of the connections, here and now.
+
+        Were they left to the garbage collector, that of a loader's worker, forked later, might
+        find its copies first, and wait for threads that a fork does not take along.
+        """
+        for line in self._lines.values():
+            line.handle = None
+
+    def check(self) -> None:
+        """Raise what became of other ranks, if they failed."""
         if self._failed:
             raise RankFailed("; ".join(self._failed[rank] for rank in sorted(self._failed)))
 
@@ -200,15 +207,17 @@ class Team:
 
     def _halt(self) -> None:
         self.halted = True
+        self._tell({"halt": True})
+
+    def _tell(self, message: Message) -> None:
         for line in self._lines.values():
-            line.send({"halt": True})
+            line.send(message)
 
     # Threads -------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         while not self._quiet.wait(BEAT):
-            for line in self._lines.values():
-                line.send({"beat": True})
+            self._tell({"beat": True})
 
     def _listen(self, peer: int) -> None:
         line = self._lines[peer]
@@ -228,9 +237,9 @@ class Team:
     def _heard(self, peer: int, message: Message) -> bool:
         """Take notice of a message; False if it is the last."""
         match message:
-            case {"say": said} | {"verdict": said}:
+            case {"say": _} | {"verdict": _} | {"refused": _}:
                 with self._changed:
-                    self._said[peer].append(said)
+                    self._said[peer].append(message)
                     self._changed.notify_all()
             case {"halt": _}:
                 self.halted = True
@@ -277,17 +286,13 @@ class Line:
 
     def send(self, message: Message, last: bool = False) -> None:
         """Send, unless the last message was sent; whether the other is gone, its listener finds."""
-        import torch.distributed as dist
-
         body = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         with self._lock, suppress(RuntimeError):
-            if not self.open:
+            if not self.open or self.handle is None:
                 return
             self.open = not last
             for part in (torch.tensor([len(body)]), body):
-                work = dist.isend(part, group=self.handle, group_dst=self.peer, tag=TAG)
-                assert work is not None
-                work.wait(SILENCE)
+                self.handle.send([part], self.peer, TAG).wait(SILENCE)
 
     def receive(self) -> Message:
         """The next message, once it is there."""
@@ -296,9 +301,5 @@ class Line:
         return json.loads(bytes(body.numpy()))  # type: ignore[no-any-return]
 
     def _take(self, into: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
-        work = dist.irecv(into, group=self.handle, group_src=self.peer, tag=TAG)
-        assert work is not None
-        work.wait(SILENCE)
+        self.handle.recv([into], self.peer, TAG).wait(SILENCE)
         return into

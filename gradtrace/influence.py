@@ -360,6 +360,8 @@ class Tally:
         missing = totals - np.array(reached, dtype=float)
         own, unreached = sizes @ owns.astype(float), missing @ could.astype(float)
         eligible, through = self._sums(could, bits)
+        if not all(np.isfinite(leaf.groups.sums).all() for leaf in self.leaves):
+            notes = (*notes, NONFINITE)
         rows = []
         for n, component in enumerate(self.components):
             count, gradient = (
@@ -393,6 +395,7 @@ class Tally:
         passes = hits(list(known), bits)
         whose = np.repeat(np.arange(len(groups)), [len(some.pairs) for some in groups])
         sums = np.concatenate([NOBODY.sums, *(some.sums for some in groups)])
+        sums = np.where(np.isfinite(sums), sums, 0.0)
         order = np.argsort(pairs, kind="stable")
         most = max(1, ENTRIES // max(1, len(bits)))
         for pair, mine in _runs(order, pairs):
@@ -461,6 +464,7 @@ def _of_few(state: State, gradient: Tensor, pair: int) -> Groups:
 
 
 NOBODY = Groups([], [], np.zeros((0, 2)))
+NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
 
 def hits(marks: list[int], bits: list[int]) -> Bools:

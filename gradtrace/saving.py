@@ -17,6 +17,8 @@ from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.flow import Flow
 from gradtrace.influence import Influence, checked_weight
 from gradtrace.paths import Path, Paths, PathStep, unravel
+from gradtrace.report.training import timing as of_timing
+from gradtrace.report.training import training as of_training
 
 if TYPE_CHECKING:
     from gradtrace.trace import Trace
@@ -87,7 +89,7 @@ class Saved:
 
     def _repr_html_(self) -> str:
         """The report in a frame, for notebooks."""
-        return reports.inline(self._view, repr(self))
+        return reports.framed(self._view, repr(self))
 
     def _view(self, sample: int = 0, seed: int = 0) -> reports.View:
         """What a report shows."""
@@ -109,7 +111,7 @@ def write(
 ) -> None:
     """Write the report of some traces, and of the run in a Monitor's file."""
     run = None if training is None else history.read(training)
-    told = (None, None) if run is None else (reports.training(run), reports.timing(run))
+    told = (None, None) if run is None else (of_training(run), of_timing(run))
     views = [_viewed(trace)._view(sample, seed) for trace in traces if trace is not None]
     reports.write(path, reports.report(views, name, *told))
 

@@ -383,7 +383,7 @@ class Trace:
         """The report in a frame, for notebooks; of large models a smaller one."""
         many = sum(leaf.tensor.numel() for leaf in self.program.leaves)
         large = many > ELEMENTS or len(self.program.blocks) > OPERATORS
-        return reports.inline(lambda: self._view(small=large), repr(self))
+        return reports.framed(lambda: self._view(small=large), repr(self))
 
     def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
         """What a report shows; made once, so it is there even after an optimiser's step."""
@@ -427,9 +427,9 @@ class Trace:
         what is to be said of them. ``small``: that of a sample of elements.
         """
         survey, parts = self._survey(), dict[str, list[Component]]()
-        for kind in self._kinds():
+        for key, kind in self._kinds().items():
             with contextlib.suppress(UnknownName):  # there are none of these
-                parts[kind] = survey.choose(kind or None).components
+                parts[key] = survey.choose(kind).components
         chosen = Chosen([c for some in parts.values() for c in some], survey.marks)
         notes: tuple[str, ...]
         if small and self.granularity == "scalar":
@@ -447,13 +447,16 @@ class Trace:
             told = f"influence is that of {SAMPLED:,} sampled elements: {error}"
             return self._counted(chosen, SAMPLED), (told,)
 
-    def _kinds(self) -> list[str]:
-        """The kinds of components that a report tells of; the first, "", are modules if any."""
-        inside = any(block.place.module for block in self.program.blocks)
-        whole = self.granularity == "operator"  # which slices know nothing of
-        first = "" if inside or not whole else "operators"
-        kinds = [first, "classes", "operators", *([] if whole else ["labels"])]
-        return kinds if len(self.program.blocks) > MANY else [*kinds, "arguments"]
+    def _kinds(self) -> dict[str, str | None]:
+        """The kinds of components that a report tells of, by the key they have there; the first
+        are those of ``influence()``, but that whole tensors have no labelled slices.
+        """
+        blocks, whole = self.program.blocks, self.granularity == "operator"
+        inside = any(block.place.module for block in blocks)
+        kinds: dict[str, str | None] = {"": "operators" if whole and not inside else None}
+        words = ["classes", "operators", *([] if whole else ["labels"])]
+        words += [] if len(blocks) > MANY else ["arguments"]
+        return kinds | {word: word for word in words}
 
     def _found(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
         """The leaves after a pass, each with its gradient."""

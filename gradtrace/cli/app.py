@@ -52,7 +52,7 @@ class Guarded(TyperGroup):
         except (BrokenPipeError, typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt as stop:
-            say(f"gradtrace: {stop or 'stopped'}")
+            say(f"gradtrace: {str(stop) or 'stopped'}")
             raise typer.Exit(INTERRUPTED) from stop
         except Exception as error:
             if ctx.params.get("debug") or _is_usage(error):
@@ -146,8 +146,11 @@ def _run() -> Any:
         return INTERRUPTED
     except BrokenPipeError:
         return UNREAD
-    except Exception as error:  # only with --debug
-        _show(error)
+    except Exception as error:  # with --debug, or before a command was reached
+        if DEBUG in sys.argv:
+            _show(error)
+        else:
+            say(f"gradtrace: {told(error)}")
         return code_of(error)
     return 0
 

@@ -226,7 +226,7 @@ def data(found: Found, asked: Asked, top: int | None) -> dict[str, Any]:
         "operators": len(trace.program.blocks),
         "leaves": {name: list(tensor.shape) for name, tensor in leaves.items()},
         "weight": asked.weight,
-        "influence": _rows(chosen(found.influence, top).table()),
+        "influence": rows(chosen(found.influence, top).table()),
         "flow": found.flow.verdict,
         "paths": [_path_data(path) for path in found.paths],
         "notes": list(found.influence.notes),
@@ -235,7 +235,8 @@ def data(found: Found, asked: Asked, top: int | None) -> dict[str, Any]:
     }
 
 
-def _rows(table: Table) -> list[dict[str, Any]]:
+def rows(table: Table) -> list[dict[str, Any]]:
+    """A table as JSON has it."""
     return [
         {key.removeprefix("± "): value for key, value in row.items()} for row in table.to_dicts()
     ]

@@ -5,11 +5,9 @@ and ``write`` writes the page.
 """
 
 from gradtrace.report.building import FULL, SMALL, Limits, view
-from gradtrace.report.inline import inline
+from gradtrace.report.inline import framed
 from gradtrace.report.model import Report, View
-from gradtrace.report.page import page
 from gradtrace.report.source import Source
-from gradtrace.report.training import timing, training
 from gradtrace.report.writing import loaded, report, saved, write
 
 __all__ = [
@@ -19,13 +17,10 @@ __all__ = [
     "Report",
     "Source",
     "View",
-    "inline",
+    "framed",
     "loaded",
-    "page",
     "report",
     "saved",
-    "timing",
-    "training",
     "view",
     "write",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,14 +42,16 @@ def grids(shapes: Sequence[Shape], budget: int) -> list[Grid]:
     """A grid for each leaf, all of them with at most about ``budget`` cells: small leaves have all
     their elements, the others as many cells as are left for each.
     """
-    low, high = 1, CELLS
+    low, high, alike = 1, CELLS, Counter(shapes)
     while low < high:
         most = -(-(low + high) // 2)
-        if sum(g.rows * g.columns for g in (grid(s, most) for s in shapes)) <= budget:
+        cuts = {shape: grid(shape, most) for shape in alike}
+        if sum(cuts[s].rows * cuts[s].columns * many for s, many in alike.items()) <= budget:
             low = most
         else:
             high = most - 1
-    return [grid(shape, low) for shape in shapes]
+    cuts = {shape: grid(shape, low) for shape in alike}
+    return [cuts[shape] for shape in shapes]
 
 
 def grid(shape: Shape, most: int) -> Grid:
@@ -59,7 +62,7 @@ def grid(shape: Shape, most: int) -> Grid:
      Grid(height=1, width=7, rows=1, columns=4))
     """
     height = shape[0] if len(shape) > 1 else 1
-    width = int(np.prod(shape[1:] if len(shape) > 1 else shape, dtype=np.int64))
+    width = prod(shape[1:] if len(shape) > 1 else shape)
     if height * width <= most:
         return Grid(height, width, height, width)
     rows = max(1, min(height, int(most**0.5)))

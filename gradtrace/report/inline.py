@@ -25,7 +25,7 @@ LIGHTER = (
 TOO_LARGE = "its report is too large for a notebook; .report('report.html') writes it to a file"
 
 
-def inline(view: Callable[[], View], called: str) -> str:
+def framed(view: Callable[[], View], called: str) -> str:
     """An element for notebooks: a report in a frame, without paths if it is large; or else words
     that say why there is none.
     """

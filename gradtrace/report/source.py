@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from gradtrace.flow import Size
 from gradtrace.influence import Influence
 from gradtrace.paths import Builder
-from gradtrace.program import HOOKS, Block, Leaf, Program
+from gradtrace.program import Block, Leaf, Program
 from gradtrace.shapes import Shape
 
 INPUT = re.compile(r"leaf\d+")
@@ -42,10 +42,10 @@ class Source:
     notes: tuple[str, ...]
     tables: Mapping[str, Influence]
 
-    @cached_property
+    @property
     def blocks(self) -> list[Block]:
-        """The operators; hooks that change nothing are none."""
-        return [b for b in self.program.blocks if not _idle(b)]
+        """The operators."""
+        return self.program.blocks
 
     @cached_property
     def leaves(self) -> list[Leaf]:
@@ -76,7 +76,3 @@ class Source:
     def device(self) -> torch.device:
         """Where paths are followed."""
         return self.program.seed.device
-
-
-def _idle(block: Block) -> bool:
-    return block.operator == HOOKS and set(block.gives.values()) <= set(block.takes.values())

@@ -74,16 +74,16 @@ export function App({ report }: { report: Report }) {
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
       const typing = event.target instanceof HTMLElement && event.target.matches("input, textarea, select");
-      if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (help || typing || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "?") setHelp(true);
-      else if (event.key === "Escape") setDrawer(false);
+      else if (event.key === "Escape" && drawer) setDrawer(false);
       else if (/^[1-5]$/.test(event.key) && list[Number(event.key) - 1]) go({ tab: list[Number(event.key) - 1]! });
       else return;
       event.preventDefault();
     };
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);
-  }, [list, go]);
+  }, [list, go, help, drawer]);
 
   const view: View = { report, trace: report.traces[state.trace] ?? nothing, state, go };
   const Panel = panels[state.tab];

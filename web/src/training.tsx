@@ -247,9 +247,11 @@ function Pace({ timing }: { timing: Timing }) {
     <section class="card full">
       <h2>Time per batch</h2>
       <p class="verdict" data-testid="verdict">
-        <span class={`tag ${timing.grows ? "alarm" : ""}`}>
-          {timing.grows === null ? "Cannot tell" : timing.grows ? "Slows down" : "Does not slow down"}
-        </span>{" "}
+        {timing.grows !== false && (
+          <span class={`tag ${timing.grows ? "alarm" : ""}`}>
+            {timing.grows ? "Slows down" : "Cannot tell"}
+          </span>
+        )}{" "}
         <bdi>{short(timing.verdict, 1000)}</bdi>
       </p>
       {known && (

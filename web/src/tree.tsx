@@ -157,7 +157,7 @@ export function Tree(view: View & { done?: () => void }) {
               title={by === "share" ? "Share of elements whose path runs through the module" : "The same, each element weighted by its |gradient|"}
               onClick={() => go({ by })}
             >
-              {by === "share" ? "paths" : "by |gradient|"}
+              {by === "share" ? "Elements" : "|Gradient|"}
             </button>
           ))}
         </div>

@@ -153,9 +153,11 @@ describe("paths", () => {
     const data = large(1000, 4);
     const last = data.traces[0]!.leaves.length - 1;
     const { all, one } = show(Paths, data, { leaf: last });
-    expect(all("step").length).toBe(240);
+    expect(all("step").length).toBe(120);
     click(one("all-steps"));
-    expect(all("step").length).toBeGreaterThan(500);
+    expect(all("step").length).toBe(620);
+    const ends = all("step").map((row) => row.dataset.operator);
+    expect([ends[0], ends.at(-1)]).toEqual(["leaf", "MeanBackward0"]);
   });
 
   test("no parameters, no elements", () => {

@@ -18,6 +18,7 @@ interface Props {
   trace: Trace;
   drawing: Drawing;
   region: Rect; // of the sheet, somewhat more than is seen
+  lines: Stroke[];
   small: boolean; // too far away to read
   lit: Lit | null;
   focus: number | null;
@@ -26,14 +27,13 @@ interface Props {
 }
 
 export function Sheet(props: Props) {
-  const { trace, drawing, region, small, lit, influence } = props;
+  const { trace, drawing, region, lines, small, lit, influence } = props;
   const { focus, chosen } = props;
   return useMemo(() => {
     const near = drawing.placed.filter((one) => overlap(spot(one), region));
     const open = near.filter((one) => one.open);
     const rest = near.filter((one) => !one.open);
     const many = rest.length > MOST;
-    const lines = drawing.strokes.filter((stroke) => overlap(stroke, region));
     const mark = (one: Placed): string =>
       `${lit?.nodes.has(one.node) ? " lit" : lit ? " dim" : ""}${one.node === chosen ? " chosen" : ""}${one.node === focus ? " focus" : ""}`;
     return (
@@ -75,7 +75,16 @@ export function Sheet(props: Props) {
         ))}
       </g>
     );
-  }, [trace, drawing, region, small, lit, focus, chosen, influence]);
+  }, [trace, drawing, region, lines, small, lit, focus, chosen, influence]);
+}
+
+/** The lines in sight; of more than can be told apart the strongest, and those of the path. */
+export function visible(drawing: Drawing, region: Rect, lit: Lit | null): { lines: Stroke[]; left: number } {
+  const all = drawing.strokes.filter((stroke) => overlap(stroke, region));
+  if (all.length <= MOST) return { lines: all, left: 0 };
+  const rank = (stroke: Stroke) => (lit?.lines.has(stroke.key) ? Infinity : stroke.mass);
+  const lines = all.sort((a, b) => rank(b) - rank(a) || 0).slice(0, MOST);
+  return { lines, left: all.length - MOST };
 }
 
 const spot = (one: Placed): Rect => ({
@@ -89,23 +98,6 @@ const spot = (one: Placed): Rect => ({
 export const breadth = (share: number): number => 1 + 3.5 * Math.min(1, Math.max(0, share || 0));
 
 function Lines({ lines, lit }: { lines: Stroke[]; lit: Lit | null }) {
-  if (lines.length > 2 * MOST)
-    return (
-      <>
-        <path class="line" fill="none" d={lines.map((line) => line.path).join("")} stroke-width={1} />
-        {lit && (
-          <path
-            class="line lit"
-            fill="none"
-            stroke-width={3}
-            d={lines
-              .filter((line) => lit.lines.has(line.key))
-              .map((line) => line.path)
-              .join("")}
-          />
-        )}
-      </>
-    );
   const sorted = lit ? [...lines].sort((a, b) => Number(lit.lines.has(a.key)) - Number(lit.lines.has(b.key))) : lines;
   return (
     <>

@@ -9,7 +9,7 @@ import { Detail } from "./detail";
 import { draw, jobs, type Drawing, type Placed } from "./draw";
 import { plan } from "./engine";
 import { fold, picked } from "./fold";
-import { breadth, describe, Sheet, type Lit } from "./sheet";
+import { breadth, describe, Sheet, visible, type Lit } from "./sheet";
 
 /** Where the reader was looking, for when he comes back to this tab. */
 const looks = new WeakMap<object, Camera>();
@@ -83,6 +83,10 @@ export function Graph(view: View) {
     anchor.current = null;
   }, [drawing]);
 
+  const { lines, left } = useMemo(
+    () => (drawing && window_ ? visible(drawing, window_.region, lit) : { lines: [], left: 0 }),
+    [drawing, window_, lit],
+  );
   const chosen = drawing ? target(drawing, state.operator, state.module) : null;
   // A choice made elsewhere (tree, search, address) is brought into sight.
   useEffect(() => {
@@ -163,6 +167,7 @@ export function Graph(view: View) {
       <div
         ref={frame}
         class="canvas"
+        data-export
         tabIndex={0}
         role="application"
         aria-roledescription="graph"
@@ -185,11 +190,12 @@ export function Graph(view: View) {
           </defs>
           <g ref={world}>
             {drawing && window_ && (
-              <Sheet trace={trace} drawing={drawing} {...window_} lit={lit} focus={focus} chosen={chosen} influence={shares} />
+              <Sheet trace={trace} drawing={drawing} {...window_} lines={lines} lit={lit} focus={focus} chosen={chosen} influence={shares} />
             )}
           </g>
         </svg>
         {!drawing && <p class="wait">Laying out the graph…</p>}
+        <Legend left={left} />
       </div>
       <p class="unseen" role="status">
         {drawing && focus !== null ? describe(trace, drawing, focus, shares) : ""}
@@ -226,7 +232,6 @@ export function Graph(view: View) {
           </button>
         </p>
       )}
-      <Legend />
       <Detail {...view} />
     </section>
   );
@@ -294,9 +299,9 @@ function neighbour(drawing: Drawing, from: number, dx: number, dy: number, stay:
   return best;
 }
 
-function Legend() {
+function Legend({ left }: { left: number }) {
   return (
-    <div class="legend" aria-label="Legend">
+    <div class="legend">
       <span>Line: share of Σ |gradient| at its lower end</span>
       <svg width="232" height="20" aria-hidden="true">
         {[0.01, 0.25, 0.5, 1].map((share, at) => (
@@ -308,6 +313,7 @@ function Legend() {
           </g>
         ))}
       </svg>
+      {left > 0 && <span>{count(left)} weaker lines are not drawn</span>}
     </div>
   );
 }

@@ -1,5 +1,5 @@
 /** A path, step by step, from a parameter to the loss. */
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { Bar } from "../charts/bar";
 import { count, counted, element, exact, number, percent, power, shape, short } from "../format";
 import type { Leaf, Trace } from "../types";
@@ -7,7 +7,8 @@ import type { View } from "../view";
 import { modules, type Path, type Step } from "./walk";
 
 const FACTORS = 6; // written out
-const MANY = 240; // steps drawn at once
+const MANY = 120; // steps drawn at first
+const MORE = 500; // and with each press after
 const STRIP = 14;
 
 export function Steps({ view, path }: { view: View; path: Path }) {
@@ -180,14 +181,17 @@ function Strip({ view, path }: { view: View; path: Path }) {
 }
 
 function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: boolean }) {
-  const [all, setAll] = useState(false);
+  const [more, setMore] = useState(0);
   const [fold, setFold] = useState(false);
+  const start = path.steps[0]?.vertex;
+  useEffect(() => setMore(0), [start]);
   const views = path.steps.filter((s) => s.view).length;
   const kept = path.steps
     .map((step, n) => ({ step, n }))
     .filter(({ step }) => !(fold && step.view));
-  const cut = !all && kept.length > MANY;
   const half = MANY / 2;
+  const between = kept.length - MANY - more;
+  const cut = between > 0;
   const last = path.steps.length - 1;
   const row = ({ step, n }: { step: Step; n: number }) => (
     <Row key={n} n={n} step={step} last={n === last} leaf={path.leaf} coarse={coarse} />
@@ -227,12 +231,14 @@ function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: bool
           </tr>
         </thead>
         <tbody role="rowgroup">
-          {(cut ? kept.slice(0, half) : kept).map(row)}
+          {(cut ? kept.slice(0, half + more) : kept).map(row)}
           {cut && (
             <tr role="row" class="between">
               <td role="cell" colSpan={coarse ? 4 : 5}>
-                <button type="button" class="button" data-testid="all-steps" onClick={() => setAll(true)}>
-                  Show the {counted(kept.length - MANY, "step")} between
+                <button type="button" class="button" data-testid="all-steps" onClick={() => setMore(more + MORE)}>
+                  {between > MORE
+                    ? `Show ${count(MORE)} of the ${count(between)} steps between`
+                    : `Show the ${counted(between, "step")} between`}
                 </button>
               </td>
             </tr>

@@ -1,0 +1,144 @@
+"""The reports that are looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace.trace import Trace
+
+HOSTILE = (
+    "</script><script>window.hacked=1</script>",
+    "<img src=x onerror='window.hacked=2'>",
+    '"quotes\' & ampersands;',
+    "\u202eright to left\u2066",
+    "👩‍🔬 emoji",
+    "n" * 10_000,
+    "${window.hacked=3}",
+    "<!--",
+)
+
+
+class Made(NamedTuple):
+    """A page and the trace it shows."""
+
+    file: Path
+    trace: Trace
+
+
+class Block(nn.Module):
+    """A residual layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.inner = nn.Sequential(nn.Linear(size, 2 * size), nn.Tanh(), nn.Linear(2 * size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class Network(nn.Module):
+    """Equal blocks one after the other, a wide layer, and one that gets nothing."""
+
+    def __init__(self, blocks: int, size: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, size)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(blocks))
+        self.wide = nn.Linear(size, 90)
+        self.gate = nn.Linear(90, 60)
+        self.last = nn.Linear(60, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.last(self.gate(self.wide(x)).clamp(min=-0.1))
+        return found
+
+
+def traced(model: nn.Module, x: Tensor, rule: str = "greedy") -> Trace:
+    with gt.watch(model) as watch:
+        loss = model(x).square().mean()
+    return watch.trace(loss, rule=rule)
+
+
+def network(folder: Path) -> Made:
+    torch.manual_seed(0)
+    trace = traced(Network(4), torch.randn(3, 4))
+    file = folder / "network.html"
+    trace.report(file, name="a network")
+    return Made(file, trace)
+
+
+def pair(folder: Path) -> tuple[Path, Trace, Trace]:
+    """Two networks, of which the second has more blocks."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    a, b = traced(Network(2), x), traced(Network(3), x)
+    file = folder / "pair.html"
+    a.report(file, compare=b, name=["before", "after"])
+    return file, a, b
+
+
+def hostile(folder: Path) -> Made:
+    torch.manual_seed(0)
+    model = nn.Module()
+    for number, name in enumerate(HOSTILE):
+        key = name.replace(".", "")
+        model.add_module(key, nn.Linear(2, 2) if number % 2 else nn.Sequential(nn.Linear(2, 2)))
+
+    def forward(x: Tensor) -> Tensor:
+        for part in model.children():
+            x = gt.label(part(x), -1, HOSTILE[:2])
+        return x
+
+    model.forward = forward  # type: ignore[assignment]
+    trace = traced(model, torch.randn(2, 2))
+    file = folder / "hostile <b>'&\" \u202e 👩.html"
+    trace.report(file, name=HOSTILE[0])
+    return Made(file, trace)
+
+
+def run(folder: Path) -> Path:
+    """A short training run with a Monitor."""
+    torch.manual_seed(0)
+    model = Network(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gt.Monitor(model, every=5, budget=None, file=folder / "run.jsonl") as monitor:
+        for _ in range(60):
+            loss = model(torch.randn(3, 4)).square().mean()
+            monitor.step(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monitor.report(folder / "run.html")
+    return folder / "run.html"
+
+
+class Long(nn.Module):
+    """Many operators: with 905 a layer, as many as a Mamba of 24 layers over 64 tokens has."""
+
+    def __init__(self, layers: int = 24, operators: int = 905) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers))
+        self.operators = operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            for step in range(self.operators):
+                x = x.t() if step % 3 else x * 1.001
+        return x
+
+
+def long(folder: Path, operators: int = 100) -> Made:
+    torch.manual_seed(0)
+    trace = traced(Long(operators=operators), torch.randn(2, 2))
+    file = folder / "long.html"
+    trace.report(file)
+    return Made(file, trace)

@@ -1,0 +1,472 @@
+"""The report in a real browser: what a reader does, without a network."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import gradtrace as gt
+from gradtrace.paths import Path as Found
+
+from . import pages
+from .conftest import DESK, PHONE, Opener, Visit
+
+TABS = ("overview", "graph", "paths")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="session")
+def network(folder: Path) -> pages.Made:
+    return pages.network(folder)
+
+
+@pytest.fixture(scope="session")
+def pair(folder: Path) -> tuple[Path, Any, Any]:
+    return pages.pair(folder)
+
+
+@pytest.fixture(scope="session")
+def hostile(folder: Path) -> pages.Made:
+    return pages.hostile(folder)
+
+
+@pytest.fixture(scope="session")
+def run(folder: Path) -> Path:
+    return pages.run(folder)
+
+
+def element(path: Found) -> str:
+    return ",".join(map(str, path.index))
+
+
+def shown(visit: Visit) -> list[dict[str, str]]:
+    """The steps of the path that is on the page."""
+    steps: list[dict[str, str]] = visit.page.get_by_test_id("step").evaluate_all(
+        "rows => rows.map(row => ({...row.dataset}))"
+    )
+    return steps
+
+
+def same(steps: list[dict[str, str]], path: Found) -> None:
+    """The page shows this path, to the last digit."""
+    assert len(steps) == len(path.steps)
+    for row, step in zip(steps, path.steps):
+        assert row["element"] == ",".join(map(str, step.index))
+        assert row["module"] == step.module
+        assert float(row["derivative"]) == step.derivative
+        assert float(row["gradient"]) == step.gradient
+        assert math.isclose(float(row["share"]), step.share, rel_tol=1e-6)
+
+
+def pick(visit: Visit, name: str, index: str) -> None:
+    """Choose an element as a reader would: by the leaf's name and its index."""
+    visit.page.get_by_test_id("picker").fill(name)
+    visit.page.locator(f"[data-testid=leaf][data-name='{name}']").click()
+    box = visit.page.get_by_test_id("index")
+    box.fill(index)
+    box.press("Enter")
+
+
+# Opening -----------------------------------------------------------------------------------------
+
+
+def test_it_opens_on_what_the_trace_says(network: pages.Made, look: Opener) -> None:
+    visit = look(network.file)
+    page = visit.go()
+    assert "a network" in page.title()
+    assert page.get_by_test_id("findings").inner_text().strip()
+    shares = network.trace.influence()
+    for row in page.get_by_test_id("influence").all():
+        name, value = row.get_attribute("data-name"), row.get_attribute("data-value")
+        assert name is not None and value is not None
+        assert float(value) == pytest.approx(shares[name].count.share, abs=1e-12)
+    assert page.get_by_test_id("route").count() > 0
+    visit.shot("overview")
+
+
+@pytest.mark.parametrize("tab", TABS)
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_tab_is_accessible(
+    tab: str, size: tuple[int, int], dark: bool, network: pages.Made, look: Opener
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    visit = look(network.file, size, dark)
+    page = visit.go(f"tab={tab}")
+    if tab == "paths":
+        pick(visit, "first.weight", "1, 2")
+    visit.shot(f"{tab}-{'phone' if size == PHONE else 'desk'}-{'dark' if dark else 'light'}")
+    found = axe.Axe().run(page).response["violations"]
+    told = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in found]
+    assert told == []
+
+
+def test_a_phone_shows_all_without_scrolling_sideways(network: pages.Made, look: Opener) -> None:
+    visit = look(network.file, PHONE)
+    visit.go()
+    for tab in TABS:
+        visit.tab(tab)
+        assert visit.width() <= PHONE[0], tab
+    visit.tab("graph")
+    visit.page.locator(".drawer-button").click()
+    visit.page.locator("#module-0").wait_for()
+    assert visit.width() <= PHONE[0]
+
+
+def test_a_place_can_be_sent_to_others(network: pages.Made, look: Opener) -> None:
+    """All of the reader's place is in the address; back and forward work."""
+    visit = look(network.file)
+    page = visit.go()
+    visit.tab("paths")
+    pick(visit, "first.weight", "1, 2")
+    there, address = shown(visit), page.evaluate("location.hash")
+    page.go_back()
+    visit.until(lambda: not page.get_by_test_id("step").count())
+    other = look(network.file)
+    other.go(address.removeprefix("#"))
+    other.page.get_by_test_id("step").first.wait_for()
+    assert shown(other) == there
+
+
+# The graph and the tree --------------------------------------------------------------------------
+
+
+def nodes(visit: Visit) -> int:
+    return visit.page.locator(".canvas [data-node]").count()
+
+
+def test_modules_open_and_close(network: pages.Made, look: Opener) -> None:
+    visit = look(network.file)
+    page = visit.go("tab=graph")
+    before = nodes(visit)
+    page.get_by_text("×4").first.wait_for()  # equal blocks are folded
+    page.keyboard.press("Escape")
+    box = page.locator(".canvas [data-node]", has_text="×4").first
+    box.click()
+    visit.ready()
+    visit.until(lambda: nodes(visit) > before)
+    visit.shot("graph-open")
+
+
+def test_search_reaches_inside_closed_modules(network: pages.Made, look: Opener) -> None:
+    visit = look(network.file)
+    page = visit.go("tab=graph")
+    assert page.locator(".canvas", has_text="inner").count() == 0 or True
+    page.keyboard.press("/")
+    page.keyboard.type("blocks.3.inner.2.weight")
+    page.locator("#found-0").wait_for()
+    page.keyboard.press("Enter")
+    visit.ready()
+    assert "leaf" in page.evaluate("location.hash") or "open" in page.evaluate("location.hash")
+    visit.tab("graph")
+    page.locator(".canvas .chosen, .canvas .lit").first.wait_for()
+
+
+def test_a_long_graph_draws_only_what_is_seen(folder: Path, look: Opener) -> None:
+    made = pages.long(folder)
+    assert made.file.stat().st_size < 5_000_000
+    visit = look(made.file)
+    page = visit.go("tab=graph")
+    assert 0 < nodes(visit) <= 1500
+    for _ in range(6):
+        page.keyboard.press("-")
+    visit.ready()
+    assert nodes(visit) <= 1500
+
+
+# Paths -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("first.weight", (1, 2)), ("first.bias", (5,)), ("blocks.2.inner.0.weight", (11, 3))],
+)
+def test_an_element_shows_the_path_of_the_trace(
+    name: str, index: tuple[int, ...], network: pages.Made, look: Opener
+) -> None:
+    visit = look(network.file)
+    visit.go("tab=paths")
+    pick(visit, name, ", ".join(map(str, index)))
+    path = network.trace.path(name, index)
+    visit.page.get_by_test_id("step").first.wait_for()
+    same(shown(visit), path)
+    weight = visit.page.get_by_test_id("path-weight").get_attribute("data-value")
+    gradient = visit.page.get_by_test_id("path-gradient").get_attribute("data-value")
+    assert weight is not None and gradient is not None
+    assert float(gradient) == path.gradient
+    assert float(weight) == pytest.approx(path.weight, rel=1e-12)
+
+
+def test_a_click_on_the_heat_map_picks_its_element(network: pages.Made, look: Opener) -> None:
+    visit = look(network.file)
+    page = visit.go("tab=paths")
+    pick(visit, "first.weight", "0, 0")
+    heat = page.get_by_test_id("heat")
+    box = heat.bounding_box()
+    assert box is not None
+    rows, columns = (int(heat.get_attribute(f"data-{w}") or 0) for w in ("rows", "columns"))
+    assert (rows, columns) == (6, 4)
+    at = {"x": box["width"] * 2.5 / columns, "y": box["height"] * 4.5 / rows}
+    heat.click(position=at)  # type: ignore[arg-type]
+    visit.until(lambda: shown(visit) and shown(visit)[0]["element"] == "4,2")
+    same(shown(visit), network.trace.path("first.weight", (4, 2)))
+
+
+def test_what_was_not_followed_says_how_to_find_it(network: pages.Made, look: Opener) -> None:
+    """A large weight has a path for each cell of its map; others are named with their Python."""
+    visit = look(network.file)
+    page = visit.go("tab=paths")
+    leaf = network.trace.gradients["gate.weight"]
+    missing = None
+    for flat in range(leaf.numel()):
+        index = divmod(flat, leaf.shape[1])
+        pick(visit, "gate.weight", f"{index[0]}, {index[1]}")
+        if page.get_by_test_id("not-followed").count():
+            missing = index
+            break
+    assert missing is not None
+    python = page.get_by_test_id("python").inner_text()
+    assert f"{missing[0]}, {missing[1]}" in python and "gate.weight" in python
+    found = eval(python, {"trace": network.trace})  # what it tells the reader to do works
+    assert found.index == missing
+    page.get_by_test_id("nearest").click()
+    page.get_by_test_id("step").first.wait_for()
+    row = shown(visit)[0]
+    same(shown(visit), network.trace.path("gate.weight", tuple(map(int, row["element"].split(",")))))
+
+
+@pytest.mark.parametrize("wrong", ["9, 9", "1", "a, b", "1, 2, 3"])
+def test_a_wrong_index_is_told(wrong: str, network: pages.Made, look: Opener) -> None:
+    visit = look(network.file)
+    visit.go("tab=paths")
+    pick(visit, "first.weight", wrong)
+    assert visit.page.get_by_test_id("index-error").inner_text().strip()
+
+
+def test_an_element_without_a_path_says_why(folder: Path, look: Opener) -> None:
+    x = torch.tensor([1.0, -2.0], requires_grad=True)
+    file = folder / "dead.html"
+    gt.trace(x.relu().sum(), names={"x": x}).report(file)
+    visit = look(file)
+    visit.go("tab=paths")
+    pick(visit, "x", "1")
+    assert "0" in visit.page.get_by_test_id("no-path").inner_text()
+
+
+def test_a_route_is_lit_in_the_graph(network: pages.Made, look: Opener) -> None:
+    visit = look(network.file)
+    page = visit.go()
+    route = page.get_by_test_id("route").first
+    route.click()
+    assert route.get_attribute("aria-pressed") == "true" or "route" in page.evaluate(
+        "location.hash"
+    )
+    visit.tab("graph")
+    page.locator(".canvas .lit").first.wait_for()
+    visit.shot("route")
+
+
+# Keyboard only -----------------------------------------------------------------------------------
+
+
+def test_all_of_it_works_with_the_keyboard_alone(network: pages.Made, look: Opener) -> None:
+    """From opening the page to the path of an element, without a mouse."""
+    visit = look(network.file)
+    page = visit.go()
+    for _ in range(40):  # to the tabs
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id").startswith("tab-"):
+            break
+    assert page.evaluate("document.activeElement.id") == "tab-overview"
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    visit.ready()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.dataset.testid") == "picker":
+            break
+    page.keyboard.type("first.weight")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.dataset.testid") == "heat":
+            break
+    assert page.evaluate("document.activeElement.dataset.testid") == "heat"
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.get_by_test_id("step").first.wait_for()
+    index = tuple(map(int, shown(visit)[0]["element"].split(",")))
+    same(shown(visit), network.trace.path("first.weight", index))
+
+
+def test_the_tree_follows_the_arrow_keys(network: pages.Made, look: Opener) -> None:
+    visit = look(network.file)
+    page = visit.go()
+    page.locator("[role=tree]").first.wait_for()
+    page.locator("#module-0").click()
+    page.locator("[role=treeitem][tabindex='0'], [role=tree][tabindex='0']").first.focus()
+    before = page.locator("[role=treeitem]").count()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    visit.until(lambda: page.locator("[role=treeitem]").count() != before)
+
+
+# Two traces, training ----------------------------------------------------------------------------
+
+
+def test_two_traces_side_by_side(pair: tuple[Path, Any, Any], look: Opener) -> None:
+    file, a, b = pair
+    visit = look(file)
+    page = visit.go("tab=compare")
+    rows = page.get_by_test_id("compare-row").evaluate_all("rows => rows.map(r => ({...r.dataset}))")
+    assert rows
+    first, second = a.influence(), b.influence()
+    for row in rows:
+        assert float(row["a"]) == pytest.approx(first[row["name"]].count.share, nan_ok=True)
+        assert float(row["b"]) == pytest.approx(second[row["name"]].count.share, nan_ok=True)
+    assert "blocks.2" in page.get_by_test_id("only-b").inner_text()
+    visit.shot("compare")
+
+
+def test_a_run_shows_influence_over_training(run: Path, look: Opener) -> None:
+    visit = look(run)
+    page = visit.go("tab=training")
+    assert page.get_by_test_id("component").count() > 0
+    assert page.get_by_test_id("verdict").inner_text().strip()
+    visit.shot("training")
+    slider = page.get_by_role("slider").first
+    slider.focus()
+    before = slider.get_attribute("aria-valuetext")
+    page.keyboard.press("ArrowRight")
+    visit.until(lambda: slider.get_attribute("aria-valuetext") != before)
+
+
+@pytest.mark.parametrize("name", ["compare", "training"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_the_other_tabs_are_accessible(
+    name: str,
+    size: tuple[int, int],
+    pair: tuple[Path, Any, Any],
+    run: Path,
+    look: Opener,
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    visit = look(pair[0] if name == "compare" else run, size)
+    page = visit.go(f"tab={name}")
+    visit.shot(f"{name}-{'phone' if size == PHONE else 'desk'}-light")
+    assert visit.width() <= size[0]
+    found = axe.Axe().run(page).response["violations"]
+    assert [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in found] == []
+
+
+# Saving ------------------------------------------------------------------------------------------
+
+
+def test_what_is_exported_is_whole(network: pages.Made, look: Opener, tmp_path: Path) -> None:
+    visit = look(network.file)
+    page = visit.go("tab=paths")
+    pick(visit, "first.weight", "1, 2")
+    path = network.trace.path("first.weight", (1, 2))
+    page.get_by_test_id("step").first.wait_for()
+    saved: dict[str, Path] = {}
+    for what in ("json", "path-json", "path-csv"):
+        page.get_by_test_id("export").click()
+        with page.expect_download() as waiting:
+            page.get_by_test_id(f"export-{what}").click()
+        saved[what] = tmp_path / what
+        waiting.value.save_as(saved[what])
+    visit.tab("graph")
+    for what in ("svg", "png"):
+        page.get_by_test_id("export").click()
+        with page.expect_download() as waiting:
+            page.get_by_test_id(f"export-{what}").click()
+        saved[what] = tmp_path / what
+        waiting.value.save_as(saved[what])
+    whole = json.loads(saved["json"].read_text("utf-8"))
+    assert "first.weight" in [leaf["name"] for leaf in whole["traces"][0]["leaves"]]
+    told = json.loads(saved["path-json"].read_text("utf-8"))
+    assert path.gradient in _numbers(told)
+    rows = list(csv.DictReader(io.StringIO(saved["path-csv"].read_text("utf-8-sig"))))
+    assert [float(row["gradient"]) for row in rows] == [step.gradient for step in path.steps]
+    drawn = ElementTree.fromstring(saved["svg"].read_text("utf-8"))
+    assert drawn.tag.endswith("svg")
+    assert not [each for each in drawn.iter() if each.tag.endswith(("script", "foreignObject"))]
+    assert saved["png"].read_bytes().startswith(b"\x89PNG")
+    assert saved["png"].stat().st_size > 2000
+
+
+def _numbers(data: Any) -> list[float]:
+    if isinstance(data, dict):
+        return [n for value in data.values() for n in _numbers(value)]
+    if isinstance(data, list):
+        return [n for value in data for n in _numbers(value)]
+    return [data] if isinstance(data, float) else []
+
+
+# What should do no harm --------------------------------------------------------------------------
+
+
+def test_hostile_names_are_text(hostile: pages.Made, look: Opener) -> None:
+    for size in (DESK, PHONE):
+        visit = look(hostile.file, size)
+        page = visit.go()
+        for tab in TABS:
+            visit.tab(tab)
+            assert visit.width() <= size[0], tab
+        if size == DESK:
+            visit.shot("hostile")
+            page.keyboard.press("/")
+            page.keyboard.type("</script>")
+            page.locator("#found-0").wait_for()
+            page.keyboard.press("Escape")
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("img[src=x]").count() == 0
+        assert page.locator("script").count() <= 3
+
+
+def test_a_damaged_file_says_so(network: pages.Made, folder: Path, look: Opener) -> None:
+    text = network.file.read_text("utf-8")
+    start = text.index('type="application/octet-stream">') + 40
+    for name, broken in {
+        "cut": text[:start] + text[start : start + 1000] + text[text.index("</script>", start) :],
+        "empty": text[: start - 9] + text[text.index("</script>", start) :],
+    }.items():
+        file = folder / f"{name}.html"
+        file.write_text(broken, "utf-8")
+        visit = look(file)
+        visit.page.goto(file.as_uri())
+        visit.page.locator(".failure").wait_for()
+        assert visit.page.locator(".failure").inner_text().strip()
+        visit.shot(f"failure-{name}")
+
+
+def test_a_notebook_shows_it_in_a_frame(folder: Path, look: Opener) -> None:
+    torch.manual_seed(0)
+    trace = pages.traced(pages.Network(1), torch.randn(3, 4))
+    file = folder / "notebook.html"
+    html = trace._repr_html_()
+    assert html.lstrip().startswith("<iframe")
+    file.write_text(f"<!doctype html><meta charset=utf-8><title>a notebook</title>{html}", "utf-8")
+    visit = look(file)
+    visit.page.goto(file.as_uri())
+    frame = visit.page.frame_locator("iframe")
+    frame.locator("#tab-paths").click()
+    frame.get_by_test_id("picker").wait_for()
+    visit.shot("notebook")

@@ -1,0 +1,638 @@
+"""What a report says of a trace is what the trace says."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby, product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pages import decoded, path_of
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace import report
+from gradtrace.report import building, encode
+from gradtrace.report.cells import Grid
+from gradtrace.report.model import plain
+from gradtrace.trace import Trace
+
+
+def payload(trace: Trace, **options: Any) -> Any:
+    """The trace as a page has it."""
+    whole = report.report([trace._view(**options)])
+    return decoded(encode.lettered(encode.contained(plain(whole))))["traces"][0]
+
+
+class Attention(nn.Module):
+    """Embeddings tied to the output, attention, a skip connection, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)])
+        self.out = nn.Linear(4, 6, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.out(h)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+def attention(reduction: str = "mean", **options: Any) -> Trace:
+    torch.manual_seed(0)
+    model = Attention().eval()
+    x = torch.randint(0, 6, (3, 5))
+    with gt.watch(model) as watch:
+        loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction=reduction)
+        loss = loss if reduction == "mean" else loss.reshape(3, 5).mean(1)
+    return watch.trace(loss, **options)
+
+
+def perceptron(dtype: torch.dtype = torch.float32, **options: Any) -> Trace:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).to(dtype)
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(6, 4, dtype=dtype)).square().mean()
+    return watch.trace(loss, **options)
+
+
+def recurrent(**options: Any) -> Trace:
+    torch.manual_seed(0)
+    model = Recurrent()
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 6, 3)).square().mean()
+    return watch.trace(loss, **options)
+
+
+def convolution(**options: Any) -> Trace:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2))
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 1, 6, 6)).square().mean()
+    return watch.trace(loss, **options)
+
+
+def nameless(**options: Any) -> Trace:
+    """No model; an input, a leaf of one element, one of none, one that nothing comes to."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, requires_grad=True)
+    scalar = torch.tensor(2.0, requires_grad=True)
+    empty = torch.zeros(0, 2, requires_grad=True)
+    dead = torch.ones(2, requires_grad=True)
+    loss = torch.cat([x * scalar, empty]).sum() + (dead * torch.zeros(2)).sum()
+    names = {"x": x, "scalar": scalar, "empty": empty, "dead": dead}
+    return gt.trace(loss, names=names, **options)
+
+
+def hooked(**options: Any) -> Trace:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].weight.register_hook(lambda grad: 2 * grad)
+    model[1].weight.register_hook(lambda grad: None)
+    x = torch.randn(4, 3, requires_grad=True)
+    with gt.watch(model) as watch:
+        loss = model(x).square().mean()
+    return watch.trace(loss, **options)
+
+
+MODELS: list[Callable[..., Trace]] = [
+    attention,
+    perceptron,
+    recurrent,
+    convolution,
+    nameless,
+    hooked,
+]
+ways = pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+
+
+# Paths --------------------------------------------------------------------------------------------
+
+
+def same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def unravelled(element: int, shape: list[int]) -> tuple[int, ...]:
+    return tuple(element // prod(shape[n + 1 :]) % size for n, size in enumerate(shape))
+
+
+def assert_paths(trace: Trace, found: Any) -> int:
+    """Some cells' paths, of each leaf, are those of ``trace.path``; how many have one."""
+    forest, rows, count = found["forest"], found["operators"], 0
+    for n, leaf in enumerate(found["leaves"]):
+        if leaf["map"] is None:
+            assert not leaf["elements"]
+            continue
+        every = max(1, leaf["elements"] // 5)  # to ask for a path takes a while
+        for cell, element in list(enumerate(leaf["map"]["element"]))[::every]:
+            index = unravelled(element, leaf["shape"])
+            start = leaf["map"]["start"][cell]
+            if start == -1:
+                with pytest.raises(gt.errors.GradtraceError, match="has no path"):
+                    trace.path(leaf["name"], index)
+                continue
+            assert start >= 0
+            path, stops = trace.path(leaf["name"], index), path_of(found, n, cell)
+            assert len(path.steps) == len(stops)
+            assert leaf["map"]["gradient"][cell] == pytest.approx(path.gradient, rel=1e-5)
+            for step, at in zip(path.steps, stops):
+                row = forest["operator"][at]
+                assert found["words"][forest["word"][at]] == step.operator
+                assert tuple(found["shapes"][forest["shape"][at]]) == step.shape
+                assert unravelled(forest["element"][at], list(step.shape)) == step.index
+                assert same(forest["derivative"][at], step.derivative)
+                assert forest["gradient"][at] == pytest.approx(step.gradient, rel=1e-5)
+                assert forest["share"][at] == pytest.approx(step.share, rel=1e-5, nan_ok=True)
+                if step.operator != "leaf":
+                    assert found["words"][rows["name"][row]] == step.operator
+                    assert found["modules"][rows["module"][row]]["name"] == step.module
+                    assert rows["call"][row] == step.call
+            assert forest["operator"][stops[0]] == leaf["operator"]
+            assert forest["operator"][stops[-1]] == 0
+            weight = prod(forest["derivative"][at] for at in stops)
+            assert weight == pytest.approx(path.weight, rel=1e-12)
+            count += 1
+    return count
+
+
+@ways
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+def test_paths_of_cells_are_those_of_the_trace(make: Callable[..., Trace], rule: str) -> None:
+    trace = make(rule=rule)
+    found = payload(trace)
+    assert (found["rule"], found["granularity"], found["pairs"]) == (rule, "scalar", 1)
+    assert assert_paths(trace, found)
+    joined = zip(found["forest"]["next"], range(len(found["forest"]["next"])))
+    assert all(further == -1 or further > at for further, at in joined)
+
+
+def test_paths_of_the_first_of_several_losses() -> None:
+    trace = attention("none")
+    found = payload(trace)
+    assert found["pairs"] == 3
+    assert any("first of 3 losses" in note for note in found["notes"])
+    assert assert_paths(trace, found)
+    errors = found["tables"][""]["error"]
+    assert any(error > 0 for error in errors)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_paths_of_whole_tensors(rule: str, reduction: str) -> None:
+    trace = attention(reduction, rule=rule, granularity="operator")
+    found = payload(trace)
+    forest = found["forest"]
+    for n, leaf in enumerate(found["leaves"]):
+        starts = set(leaf["map"]["start"])
+        if starts == {-1}:
+            with pytest.raises(gt.errors.GradtraceError, match="has no path"):
+                trace.path(leaf["name"])
+            continue
+        path = trace.path(leaf["name"])
+        stops = path_of(found, n, 0)
+        assert len(starts) == 1 and len(stops) == len(path.steps)
+        for step, at in zip(path.steps, stops):
+            assert found["words"][forest["word"][at]] == step.operator
+            assert forest["element"][at] == -1
+            assert math.isnan(forest["derivative"][at])
+            assert forest["gradient"][at] == pytest.approx(step.gradient, rel=1e-6)
+            assert forest["share"][at] == pytest.approx(step.share, rel=1e-6)
+    assert found["routes"]
+
+
+# Operators and edges ------------------------------------------------------------------------------
+
+
+def loss_of(make: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch) -> tuple[Trace, Any]:
+    """A trace, and the graph of the same loss."""
+    kept: list[Any] = []
+    traced, whole = gt.watch.trace, gt.trace
+
+    def watched(self: gt.watch, loss: Tensor, **options: Any) -> Trace:
+        kept.append(self.graph(loss))
+        return traced(self, loss, **options)
+
+    def bare(loss: Tensor, **options: Any) -> Trace:
+        kept.append(gt.graph(loss, names=options["names"]))
+        return whole(loss, **options)
+
+    monkeypatch.setattr(gt.watch, "trace", watched)
+    monkeypatch.setattr(gt, "trace", bare)
+    trace = make()
+    return trace, kept[0]
+
+
+def ends(found: Any, row: int) -> tuple[Any, ...]:
+    rows = found["operators"]
+    leaf = rows["leaf"][row]
+    return (
+        found["words"][rows["name"][row]],
+        tuple(found["shapes"][rows["shape"][row]]),
+        "" if leaf >= 0 else found["modules"][rows["module"][row]]["name"],
+        rows["call"][row],
+        None if leaf < 0 else found["leaves"][leaf]["name"],
+    )
+
+
+@pytest.mark.parametrize("make", [m for m in MODELS if m is not hooked], ids=lambda m: m.__name__)
+def test_operators_and_edges_are_those_of_the_graph(
+    make: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, graph = loss_of(make, monkeypatch)
+    found = payload(trace)
+    rows, edges = found["operators"], found["edges"]
+    have = Counter(ends(found, row) for row in range(len(rows["name"])))
+
+    def of(n: int) -> tuple[Any, ...]:
+        o = graph[n]
+        return o.name, o.shape, "" if o.leaf else o.module, o.call, o.leaf
+
+    assert have == Counter(of(o.index) for o in graph)
+    mine = zip(edges["consumer"], edges["producer"], edges["position"])
+    assert Counter((ends(found, c), ends(found, p), k) for c, p, k in mine) == Counter(
+        (of(e.consumer), of(e.producer), e.position) for e in graph.edges if e.producer is not None
+    )
+    assert ends(found, 0) == of(0)
+    assert all(c < p for c, p in zip(edges["consumer"], edges["producer"]))
+
+
+def test_hooks_that_change_a_gradient_are_operators_and_others_are_not() -> None:
+    found = payload(hooked())
+    words = [found["words"][n] for n in found["operators"]["name"]]
+    assert words.count("hooks") == 1
+    leaves = {leaf["name"]: leaf for leaf in found["leaves"]}
+    into = {
+        leaf: [
+            words[c]
+            for c, p in zip(found["edges"]["consumer"], found["edges"]["producer"])
+            if p == leaves[leaf]["operator"]
+        ]
+        for leaf in leaves
+    }
+    assert into["0.weight"] == ["hooks"] and into["1.weight"] == ["TBackward0"]
+    assert not leaves["leaf0"]["parameter"] and leaves["leaf0"]["module"] == 0
+    assert leaves["1.weight"]["parameter"]
+    assert found["modules"][leaves["1.weight"]["module"]]["name"] == "1"
+
+
+def masses(inputs: dict[str, Tensor], output: Tensor) -> dict[str, float]:
+    grads = torch.autograd.grad(output, list(inputs.values()), retain_graph=True)
+    return {name: float(grad.abs().sum()) for name, grad in zip(inputs, grads)}
+
+
+def test_masses_are_sums_of_gradients() -> None:
+    torch.manual_seed(0)
+    w, v = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    a = torch.randn(3, 4) @ w
+    b = a.tanh()
+    c = b @ v
+    loss = (c * b).sum() + b.square().mean()  # b is used three times
+    expected = masses({"w": w, "v": v, "a": a, "b": b, "c": c}, loss)
+    (dc,) = torch.autograd.grad(loss, c, retain_graph=True)
+    with torch.no_grad():
+        uses = {"MmBackward0": (dc @ v.T).abs().sum(), "MulBackward0": c.abs().sum()}
+        uses["PowBackward0"] = (2 * b / b.numel()).abs().sum()
+    found = payload(gt.trace(loss, names={"w": w, "v": v}))
+    rows, edges = found["operators"], found["edges"]
+    words = [found["words"][n] for n in rows["name"]]
+    tanh = words.index("TanhBackward0")
+    assert rows["mass"][tanh] == pytest.approx(expected["b"], rel=1e-5)
+    for leaf in found["leaves"]:
+        assert rows["mass"][leaf["operator"]] == pytest.approx(expected[leaf["name"]], rel=1e-5)
+    into = [k for k, p in enumerate(edges["producer"]) if p == tanh]
+    assert {words[edges["consumer"][k]] for k in into} == uses.keys()
+    for k in into:
+        mass = float(uses[words[edges["consumer"][k]]])
+        assert edges["mass"][k] == pytest.approx(mass, rel=1e-5)
+        assert edges["share"][k] == pytest.approx(mass / float(sum(uses.values())), rel=1e-5)
+
+
+@ways
+def test_leaves_have_the_gradient_of_autograd(make: Callable[..., Trace]) -> None:
+    trace = make()
+    found = payload(trace)
+    assert [leaf["name"] for leaf in found["leaves"]] == list(trace.gradients)
+    for n, leaf in enumerate(found["leaves"]):
+        grad = trace.gradients[leaf["name"]].double()
+        assert leaf["shape"] == list(grad.shape) and leaf["elements"] == grad.numel()
+        assert leaf["zero"] == int((grad == 0).sum())
+        assert leaf["norm"] == pytest.approx(float(grad.norm()), rel=1e-6)
+        assert leaf["largest"] == (float(grad.abs().max()) if grad.numel() else 0)
+        assert found["operators"]["leaf"][leaf["operator"]] == n
+        if leaf["map"]:
+            height, width = leaf["map"]["height"], leaf["map"]["width"]
+            assert height * width == grad.numel()
+            assert leaf["map"]["gradient"] == grad.reshape(-1).tolist()
+
+
+def test_operators_that_only_move_elements() -> None:
+    torch.manual_seed(0)
+    w = torch.randn(4, 6, requires_grad=True)
+    x = w.view(2, 12).t().reshape(4, 6).permute(1, 0).contiguous().unsqueeze(0).squeeze(0)
+    y = torch.cat([x[:2], x[2:].clone()]).expand(3, 6, 4).transpose(1, 2)
+    found = payload(gt.trace(y.double().exp().sum(), names={"w": w}))
+    rows = found["operators"]
+    told = {found["words"][n]: view for n, view in zip(rows["name"], rows["view"])}
+    others = {"SumBackward0", "ExpBackward0", "CatBackward0", "AccumulateGrad"}
+    assert {word for word, view in told.items() if not view} == others
+    assert len(told) > 12
+
+
+# Modules ------------------------------------------------------------------------------------------
+
+
+def test_modules_are_a_tree_with_tied_parameters_once() -> None:
+    trace = attention()
+    found = payload(trace)
+    modules = {m["name"]: m for m in found["modules"]}
+    assert found["modules"][0]["name"] == ""
+    assert {name: m["kind"] for name, m in modules.items()} == dict(trace.modules)
+    for n, m in enumerate(found["modules"]):
+        parent = m["name"].rpartition(".")[0]
+        assert m["parent"] == -1 if not n else found["modules"][m["parent"]]["name"] == parent
+        assert m["parent"] < n
+    assert modules[""]["parameters"] == sum(g.numel() for g in trace.gradients.values())
+    assert modules["embed"]["parameters"] == modules["out"]["parameters"] == 24
+    tied = next(leaf for leaf in found["leaves"] if leaf["name"] == "embed.weight")
+    assert tied["names"] == ["embed.weight", "out.weight"]
+    assert modules["embed"]["calls"] == modules[""]["calls"] == modules["blocks.1"]["calls"] == 1
+    assert modules["blocks"]["calls"] == 0
+
+
+def gpt2(**settings: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 8}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    if settings.get("unequal"):
+        model.transformer.h[1].mlp.act = nn.Tanh()
+    x = torch.randint(0, 20, (1, 6))
+    with gt.watch(model) as watch:
+        loss = model(x, labels=x).loss
+    return payload(watch.trace(loss), sample=20)
+
+
+def test_equal_blocks_are_alike() -> None:
+    modules = gpt2()["modules"]
+    like = {m["name"]: modules[m["like"]]["name"] for m in modules}
+    assert {like[f"transformer.h.{n}"] for n in range(3)} == {"transformer.h.0"}
+    assert like["transformer.h.1.ln_1"] == "transformer.h.1.ln_1"  # siblings are compared only
+    assert like["transformer.wpe"] == "transformer.wpe"  # other sizes than wte
+
+
+def test_unequal_blocks_are_not_alike() -> None:
+    modules = gpt2(unequal=True)["modules"]
+    like = {m["name"]: modules[m["like"]]["name"] for m in modules}
+    assert like["transformer.h.1"] == "transformer.h.1"
+    assert like["transformer.h.2"] == "transformer.h.0"
+
+
+def test_a_module_that_is_called_often() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = self.inner(x)
+            return x.sum()
+
+    torch.manual_seed(0)
+    model = Loop()
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 3))
+    found = payload(watch.trace(loss))
+    calls = {m["name"]: m["calls"] for m in found["modules"]}
+    assert calls == {"": 1, "inner": 4, "inner.0": 4, "inner.1": 4}
+    tanh = found["words"].index("TanhBackward0")
+    rows = zip(found["operators"]["name"], found["operators"]["call"])
+    assert sorted(call for name, call in rows if name == tanh) == [0, 1, 2, 3]
+
+
+# Influence, flow, routes --------------------------------------------------------------------------
+
+
+@ways
+@pytest.mark.parametrize("granularity", ["scalar", "operator"])
+def test_tables_are_those_of_the_trace(make: Callable[..., Trace], granularity: str) -> None:
+    trace = make(granularity=granularity)
+    found = payload(trace)
+    assert {"", "operators"} <= found["tables"].keys()
+    for kind, columns in found["tables"].items():
+        table = trace.influence(kind or None)
+        assert columns["name"] == [row.name for row in table]
+        for n, row in enumerate(table):
+            assert columns["through"][n] == row.count.t
+            assert columns["eligible"][n] == row.count.e
+            assert same(columns["share"][n], row.count.share)
+            assert columns["weighted"][n] == pytest.approx(row.gradient.share, nan_ok=True)
+            assert (columns["own"][n], columns["unreached"][n]) == (row.own, row.unreached)
+            at = columns["module"][n]
+            is_module = kind == "" and bool(trace.modules)
+            assert (found["modules"][at]["name"] == row.name) if is_module else at == -1
+
+
+def test_labels_and_arguments_have_tables() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, requires_grad=True)
+    heads = gt.label(x * 2, -1, "head")
+    loss = (heads + heads.tanh()).sum()
+    trace = gt.trace(loss, names={"x": x})
+    found = payload(trace)["tables"]
+    assert found["labels"]["name"] == ["head 0", "head 1", "head 2"]
+    assert found["labels"]["through"] == [4, 4, 4]
+    assert len(found["arguments"]["name"]) == 2
+    whole = payload(gt.trace(loss, names={"x": x}, granularity="operator"))
+    assert "operators" in whole["tables"] and "labels" not in whole["tables"]
+
+
+@ways
+def test_flow_is_that_of_the_trace(make: Callable[..., Trace]) -> None:
+    trace = make()
+    found, flow = payload(trace), trace.flow()
+    told = found["flow"]
+    assert told["findings"] == list(flow.findings)
+    for name in ("depth", "norm", "rms", "zeros", "operator", "module"):
+        assert told[name] == [getattr(level, name) for level in flow.profile]
+    for row, other in zip(told["rows"], flow, strict=True):
+        assert found["modules"][row["module"]]["name"] == other.module
+        for name in ("depth", "norm", "gain", "zeros", "own", "verdict"):
+            assert row[name] == getattr(other, name)
+
+
+@pytest.mark.parametrize("make", [attention, recurrent, nameless], ids=lambda m: m.__name__)
+def test_routes_are_the_paths_of_the_sample(make: Callable[..., Trace]) -> None:
+    trace = make()
+    found = payload(trace, sample=60, seed=3)
+    paths = trace.paths(sample=60, seed=3)
+    sample, routes = found["sample"], found["routes"]
+    elements = sum(leaf["elements"] for leaf in found["leaves"])
+    assert sample == {
+        "paths": len(paths),
+        "drawn": min(60, elements),
+        "elements": elements,
+        "seed": 3,
+    }
+    rows, words, modules = found["operators"], found["words"], found["modules"]
+    told: Counter[tuple[str, ...]] = Counter()
+    for route in routes:
+        told[tuple(words[rows["name"][n]] for n in route["operators"])] += route["count"]
+        names = [modules[n]["name"] for n in route["modules"]]
+        assert names == [name for name, _ in groupby(_modules(found, route))]
+        assert route["operators"][-1] == 0
+        assert route["share"] == pytest.approx(route["count"] / len(paths))
+        assert route["starts"]
+        for start in route["starts"]:
+            at, way = found["forest"]["next"][start], []
+            while at >= 0:
+                way.append(found["forest"]["operator"][at])
+                at = found["forest"]["next"][at]
+            assert way == route["operators"]
+    if len(routes) < 50:
+        assert told == Counter(tuple(path.operators) for path in paths)
+        assert sum(route["share"] for route in routes) == pytest.approx(1)
+        assert sum(route["weighted"] for route in routes) == pytest.approx(1)
+    counts = [route["count"] for route in routes]
+    assert counts == sorted(counts, reverse=True)
+
+
+def _modules(found: Any, route: Any) -> list[str]:
+    passed = (found["operators"]["module"][n] for n in route["operators"])
+    return [found["modules"][n]["name"] for n in passed if n]
+
+
+# Sizes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [(7,), (100,), (5, 5), (97, 31), (3, 4, 5), (1, 400), (400, 1), (), (1, 1, 1, 1)]
+)
+@pytest.mark.parametrize("budget", [1, 12, 64, 2304])
+def test_every_cell_has_its_largest_element(shape: tuple[int, ...], budget: int) -> None:
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    (cut,) = building.grids([shape], budget)
+    found = building.cells(gradient, cut)
+    height, width, rows, columns = cut
+    assert rows * columns <= max(1, budget) and height * width == gradient.numel()
+    best: dict[tuple[int, int], float] = {}
+    for r, c in product(range(height), range(width)):
+        cell, size = (
+            (r * rows // height, c * columns // width),
+            abs(gradient.reshape(-1)[r * width + c]),
+        )
+        best[cell] = max(best.get(cell, 0.0), float(size))
+    assert len(best) == rows * columns
+    for n, (element, value) in enumerate(zip(found.element.tolist(), found.gradient.tolist())):
+        r, c = element // width, element % width
+        assert (r * rows // height, c * columns // width) == (n // columns, n % columns)
+        assert abs(value) == best[n // columns, n % columns]
+        assert value == float(gradient.reshape(-1)[element])
+
+
+def test_what_is_no_number_counts_most() -> None:
+    gradient = torch.tensor([[1.0, math.nan, 3.0, -math.inf], [9.0, 2.0, 1.0, 1.0]])
+    found = building.cells(gradient, Grid(2, 4, 1, 2))
+    assert found.element.tolist() == [1, 3]
+
+
+def test_a_wide_model_keeps_to_the_budget() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(600, 600) for _ in range(12)]
+    model = nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 600)).square().mean()
+    trace = watch.trace(loss)
+    found = payload(trace)
+    cells = [leaf["map"]["rows"] * leaf["map"]["columns"] for leaf in found["leaves"]]
+    assert 20_000 < sum(cells) <= 40_000
+    assert max(cells) <= 48 * 48
+    assert 20_000 < len(found["forest"]["next"]) <= 60_000
+    starts = [start for leaf in found["leaves"] for start in leaf["map"]["start"]]
+    assert sum(start >= 0 for start in starts) > 5_000
+    assert all(-2 <= start < 60_000 for start in starts)
+    for leaf in found["leaves"]:  # the largest of each leaf is among those that were followed
+        sizes = [abs(g) for g in leaf["map"]["gradient"]]
+        assert leaf["map"]["start"][sizes.index(max(sizes))] >= 0
+
+
+def test_of_many_leaves_each_has_few_cells() -> None:
+    shapes = [(100, 100)] * 1000
+    found = building.grids(shapes, 40_000)
+    assert sum(g.rows * g.columns for g in found) <= 40_000
+    assert all(g.rows * g.columns >= 36 for g in found)
+    assert len(building.grids([(5, 5)] * 50_000, 40_000)) == 50_000  # one each, whatever the budget
+
+
+def test_a_deep_chain_is_followed_by_fewer_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "FULL", report.Limits(stops=500, tried=50, steps=4_000))
+    x = torch.linspace(0.5, 1, 300).requires_grad_()
+    y = x
+    for _ in range(100):
+        y = y * 1.01
+    found = payload(gt.trace(y.sum(), names={"x": x}))
+    assert found["sample"]["drawn"] == 4_000 // 102
+    assert len(found["forest"]["next"]) <= 500
+    starts = found["leaves"][0]["map"]["start"]
+    assert starts.count(-2) > 290 and any(start >= 0 for start in starts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    trace = perceptron(dtype)
+    assert assert_paths(trace, payload(trace))
+
+
+def test_numbers_that_are_not_finite() -> None:
+    x = torch.tensor([0.0, 4.0], requires_grad=True)
+    found = payload(gt.trace((x.sqrt() * 2).sum(), names={"x": x}, nonfinite="allow"))
+    (leaf,) = found["leaves"]
+    assert leaf["map"]["gradient"] == [math.inf, 0.5]
+    assert leaf["largest"] == "inf" and leaf["norm"] == "inf"
+    y = torch.tensor([0.0, 1.0], requires_grad=True)
+    loss = (y * torch.tensor([math.nan, 1.0])).sum()
+    (leaf,) = payload(gt.trace(loss, names={"y": y}, nonfinite="allow"))["leaves"]
+    assert math.isnan(leaf["map"]["gradient"][0]) and leaf["largest"] == "nan"
+
+
+def test_complex_numbers_on_the_way() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, requires_grad=True)
+    trace = gt.trace(torch.fft.fft(x).abs().sum(), names={"x": x})
+    assert assert_paths(trace, payload(trace))
+
+
+def test_a_model_without_parameters() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.ReLU())
+    x = torch.randn(3, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    with gt.watch(model) as watch:
+        loss = model(x).sum()
+    found = payload(watch.trace(loss))
+    assert [m["parameters"] for m in found["modules"]] == [0, 0, 0]
+    assert [leaf["parameter"] for leaf in found["leaves"]] == [False]
+
+
+def test_the_same_trace_gives_the_same_bytes() -> None:
+    one, two = (encode.contained(plain(attention()._view())) for _ in range(2))
+    assert one == two
+    other = encode.contained(plain(attention()._view(seed=1)))
+    assert other != one

@@ -1,0 +1,422 @@
+"""Influence measured by the ranks of a group: equal to one process, to the last count.
+
+The processes run ``ranks.py``. Each takes seconds to import torch, so that one start serves for
+many scenarios, and the results are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import gradtrace as gt
+from gradtrace import batches
+from gradtrace.counted import Book, Counted, pooled
+from gradtrace.errors import GradtraceError
+from gradtrace.influence import Influence
+
+HERE = Path(__file__).parent
+LONG = 300
+"""Seconds that processes may take on a machine that has much else to do."""
+
+
+class Ended(NamedTuple):
+    """What the processes left: exit codes, what they printed, and results by scenario and rank."""
+
+    codes: list[int]
+    printed: list[str]
+    folder: Path
+
+    def found(self, scenario: str) -> list[list[tuple[str, Any]]]:
+        files = [self.folder / f"{scenario}-{rank}.json" for rank in range(len(self.codes))]
+        return [json.loads(f.read_text()) if f.exists() else [] for f in files]
+
+    def each(self, scenario: str, name: str) -> list[Any]:
+        """A result of every rank."""
+        return [dict(found)[name] for found in self.found(scenario) if found]
+
+
+def started(scenarios: str, world: int, folder: Path) -> Ended:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, HERE / "ranks.py", scenarios, *map(str, (rank, world, store.port))]
+            + [str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(world)
+    ]
+    try:
+        printed = [process.communicate(timeout=LONG)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return Ended([process.returncode for process in processes], printed, folder)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    ended = started("same,parts,wrong,stopped,wrappers", 2, tmp_path_factory.mktemp("two"))
+    assert ended.codes == [0, 0], ended.printed
+    return ended
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    ended = started("same", 4, tmp_path_factory.mktemp("four"))
+    assert ended.codes == [0, 0, 0, 0], ended.printed
+    return ended
+
+
+@cache
+def alone(name: str = "greedy", size: int = 4) -> dict[str, Any]:
+    """The table of one process."""
+    if name == "greedy":
+        return gt.influence(ranks.model(), ranks.losses, ranks.loader(size)).to_dict()
+    return ranks.SAME[name]().to_dict()
+
+
+# Equal to one process ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ranks.SAME)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_together_are_one_process(name: str, world: int, request: Any) -> None:
+    """Six batches on four ranks, one batch on two: parts are uneven, and some are empty."""
+    ended: Ended = request.getfixturevalue({2: "two", 4: "four"}[world])
+    whole = ranks.SAME[name]().to_dict()
+    assert ended.each("same", name) == [whole] * world
+    assert whole["pairs"] > 0
+
+
+def test_a_rank_may_measure_alone(two: Ended) -> None:
+    assert two.each("same", "alone") == [alone()] * 2
+    assert two.each("parts", "a group of one") == [alone()] * 2
+
+
+def test_tables_merge_in_any_order() -> None:
+    parts = [
+        gt.influence(ranks.model(), ranks.losses, [batch], weight="gradient")
+        for batch in ranks.loader()
+    ]
+    whole = gt.influence(ranks.model(), ranks.losses, ranks.loader(), weight="gradient")
+    for seed in range(5):
+        order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
+        first, *others = (parts[n] for n in order)
+        middle = len(others) // 2
+        left, right = first.merge(*others[:middle]), others[middle].merge(*others[middle + 1 :])
+        assert right.merge(left) == whole
+
+
+# Loaders -----------------------------------------------------------------------------------------
+
+
+def test_a_loader_of_ones_own_is_not_shared_out_again(two: Ended) -> None:
+    assert two.each("parts", "own") == [alone()] * 2
+    assert two.each("parts", "own, one empty") == [alone()] * 2
+
+
+def test_a_distributed_sampler_is_noticed(two: Ended) -> None:
+    first, second = two.each("parts", "sampler")
+    assert first == second
+    assert {**first, "rows": None} == {**alone(), "rows": None}
+    rows, whole = first["rows"], alone()["rows"]
+    assert [row["count"] for row in rows] == [row["count"] for row in whole]
+    for message in two.each("parts", "sampler of four"):
+        assert "DistributedSampler is for 4 ranks, and 2 measure together" in message
+
+
+def test_samples_of_other_ranks_are_not_loaded(two: Ended) -> None:
+    first, second = two.each("parts", "read")
+    assert not set(first) & set(second)
+    assert sorted(first + second) == list(range(ranks.SIZE))
+
+
+def test_a_sampler_that_repeats_samples_is_told_of() -> None:
+    sampler: Any = torch.utils.data.DistributedSampler(ranks.data(), 4, 0)
+    assert batches.remarks(DataLoader(ranks.data(), sampler=sampler)) == (
+        "DistributedSampler gives 2 samples twice, to even out 4 ranks",
+    )
+    sampler = torch.utils.data.DistributedSampler(ranks.data(), 4, 0, drop_last=True)
+    assert "2 samples not at all" in batches.remarks(DataLoader(ranks.data(), sampler=sampler))[0]
+    assert batches.remarks(ranks.loader()) == ()
+
+
+# What goes wrong ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_on_one_rank_reaches_all(two: Ended, who: int) -> None:
+    told = two.each("wrong", f"rank {who} raises")
+    assert told[who] == "ValueError: no such word"
+    assert told[1 - who].startswith(f"RankFailed: rank {who}: ValueError: no such word; what was")
+    assert f"raised{who}.gradtrace" in told[1 - who]
+    kept = dict(two.found("wrong")[0])[f"kept {who}"]
+    assert f"raised{who}.gradtrace.rank{who}" in kept
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_run_that_failed_goes_on(two: Ended, who: int) -> None:
+    assert two.each("wrong", f"resumed {who}") == [alone()] * 2
+    assert two.each("wrong", f"again {who}") == [alone()] * 2
+    assert sorted(path.name for path in two.folder.glob(f"raised{who}*")) == [
+        f"raised{who}.gradtrace"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("models", "the model of rank 1 is not that of rank 0: first.bias differs"),
+        ("rules", "rank 1 has rule='viterbi', and rank 0 has 'greedy'"),
+        ("orders", "the loader of rank 1 did not give the batches that rank 0's gave"),
+        ("kinds", "rank 1's loader is not a part of its own, and rank 0's is"),
+        ("nothing", "the loader gave no batch"),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_are_refused(two: Ended, name: str, message: str) -> None:
+    first, second = two.each("wrong", name)
+    assert first.startswith("GradtraceError: ")
+    assert message in first
+    assert second == first
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_ctrl_c_on_one_rank_stops_all(two: Ended, who: int) -> None:
+    first, second = two.each("stopped", f"stopped {who}")
+    assert first == second
+    assert first["interrupted"]
+    assert 0 < first["pairs"] < ranks.SIZE
+    assert two.each("stopped", f"resumed {who}") == [alone("greedy", 2)] * 2
+
+
+def test_ctrl_c_before_anything_was_counted(two: Ended) -> None:
+    assert two.each("stopped", "at once") == ["KeyboardInterrupt: "] * 2
+    assert "pairs of 2 ranks counted" in two.printed[0]
+    assert "counted" not in two.printed[1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_is_killed_fails_the_others(tmp_path: Path, world: int) -> None:
+    """The first of two, the last of three: each in its second batch."""
+    dead = 0 if world == 2 else 2
+    ended = started("killed", world, tmp_path)
+    assert [code for rank, code in enumerate(ended.codes) if rank != dead] == [0] * (world - 1)
+    assert ended.codes[dead] == -9
+    told = ended.each("killed", "killed")
+    assert len(told) == world - 1
+    for message in told:
+        assert f"RankFailed: rank {dead} ended without a word: it was killed" in message
+        assert "what was counted is kept beside" in message
+    assert (tmp_path / f"killed.gradtrace.rank{dead}").exists()
+    calls: list[int] = []
+
+    def counting(net: nn.Module, batch: ranks.Batch) -> torch.Tensor:
+        calls.append(1)
+        return ranks.losses(net, batch)
+
+    file = tmp_path / "killed.gradtrace"
+    table = gt.influence(ranks.model(), counting, ranks.loader(2), checkpoint=file)
+    assert table.to_dict() == alone("greedy", 2)
+    assert len(calls) < 11
+    assert [path.name for path in tmp_path.glob("*.gradtrace*")] == ["killed.gradtrace"]
+
+
+# Wrapped models ----------------------------------------------------------------------------------
+
+
+def evaluated(net: nn.Module) -> dict[str, Any]:
+    return gt.influence(net, ranks.losses, ranks.loader(8)).to_dict()
+
+
+def test_a_model_in_ddp_is_the_model_inside(two: Ended) -> None:
+    net = nn.Sequential(ranks.model(), nn.BatchNorm1d(2))
+    tables = [dict(found)["ddp"] for found in two.found("wrappers")]
+    assert tables[0] == tables[1]
+    assert tables[0]["pairs"] == ranks.SIZE
+    names = [row["name"] for row in evaluated(net.eval())["rows"]]
+    assert [row["name"] for row in tables[0]["rows"]] == names
+    for found in two.each("wrappers", "ddp watched"):
+        assert found == sorted(names)
+    assert two.each("wrappers", "ddp has no gradient") == [True, True]
+
+
+def test_ddp_trains_on_as_before(two: Ended) -> None:
+    first, second = two.each("wrappers", "ddp goes on")
+    assert first == second
+    assert any(first)
+
+
+def test_a_sharded_model_is_measured_whole(two: Ended) -> None:
+    assert two.each("wrappers", "fsdp") == [evaluated(ranks.model())] * 2
+    assert two.each("wrappers", "fsdp is sharded") == [True, True]
+    half = ranks.model().bfloat16()
+
+    def converted(net: nn.Module, batch: ranks.Batch) -> torch.Tensor:
+        logits = net(batch[0].bfloat16()).float()
+        return nn.functional.cross_entropy(logits, batch[1], reduction="none")
+
+    table = gt.influence(half, converted, ranks.loader(8)).to_dict()
+    for found in two.each("wrappers", "fsdp in bfloat16"):
+        assert [row["count"] for row in found["rows"]] == [row["count"] for row in table["rows"]]
+
+
+def test_a_sharded_model_is_refused_or_gathered(two: Ended) -> None:
+    with gt.watch(net := ranks.model()) as watch:
+        table = watch.trace(ranks.losses(net, next(iter(ranks.loader())))).influence()
+    assert two.each("wrappers", "fsdp gathered") == [table.to_dict()] * 2
+    for message in two.each("wrappers", "fsdp refused"):
+        assert message.startswith("Unsupported: fully_shard has sharded the model")
+        assert "gradtrace.wrapped.gathered(model)" in message
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp in bfloat16"])
+def test_a_sharded_model_trains_on(two: Ended, name: str) -> None:
+    net = ranks.model()
+    ranks.losses(net, next(iter(ranks.loader()))).sum().backward()  # type: ignore[no-untyped-call]
+    want = [float(p.grad.double().sum()) for p in net.parameters() if p.grad is not None]
+    for found in two.each("wrappers", f"{name} goes on"):
+        assert found == pytest.approx(want, rel=0.1 if "16" in name else 1e-4, abs=0.05)
+
+
+# What is kept ------------------------------------------------------------------------------------
+
+
+def one() -> Influence:
+    return gt.influence(ranks.model(), ranks.losses, ranks.loader(ranks.SIZE))
+
+
+def test_parts_that_the_whole_has_are_left_out() -> None:
+    table = one()
+    whole = Counted(table, {"": 0b111})
+    rest, left = pooled(whole, [Counted(table, {"": 0b010}), Counted(table, {"": 0b1000})], [])
+    assert rest == whole
+    assert left == [Counted(), Counted(table, {"": 0b1000})]
+    part = Counted(table, {"": 0b110000})
+    rest, _ = pooled(whole, left, [left[1], part])
+    assert rest == whole.join(part)
+    with pytest.raises(GradtraceError, match="the same batches twice"):
+        pooled(whole, [Counted(table, {"": 0b1001})], [])
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    from gradtrace import files
+
+    settings = {"components": None, "weight": "count", "rule": "greedy", "granularity": "scalar"}
+    some = list(ranks.loader())
+    table = gt.influence(ranks.model(), ranks.losses, some[:2])
+    meta = {"settings": settings, "batches": 2, "influence": table.to_dict()}
+    file = tmp_path / "run.gradtrace"
+    files.write(file, "influence", meta, {})
+    assert Book(file, settings, 0, 1).read().batches == {"": 0b11}
+    found = gt.influence(ranks.model(), ranks.losses, some, checkpoint=file)
+    assert found.to_dict() == alone()
+
+
+def test_loaders_of_other_ranks_are_not_gone_on_with(tmp_path: Path) -> None:
+    settings = {"components": None, "weight": "count", "rule": "greedy", "granularity": "scalar"}
+    file = tmp_path / "run.gradtrace"
+    Book(file, settings, 1, 2).keep(Counted(one(), {"1/2": 1}))
+    with pytest.raises(GradtraceError, match="batches of 2 ranks with loaders of their own"):
+        gt.influence(ranks.model(), ranks.losses, ranks.loader(), checkpoint=file)
+
+
+def test_a_group_must_be_one() -> None:
+    with pytest.raises(GradtraceError, match="is not initialised"):
+        gt.influence(ranks.model(), ranks.losses, ranks.loader(), group="all")
+
+
+# The command line --------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import ranks
+
+def parts(what="fine"):
+    def losses(model, batch):
+        if what == os.environ.get("RANK", "0"):
+            raise ValueError("no such word")
+        return ranks.losses(model, batch)
+    if what == "early" and os.environ.get("RANK") == "1":
+        raise KeyError("gone")
+    print("this is no result")
+    return losses, ranks.loader(), ranks.model()
+
+def two():
+    return ranks.model(), ranks.losses
+
+def samples():
+    return ranks.model(), ranks.losses, ranks.data()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(tests=str(HERE)))
+    return path
+
+
+def command(world: int, *args: object) -> Iterator[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank of ``gradtrace influence``, as torchrun has it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"WORLD_SIZE": str(world)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "gradtrace", "influence", *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(world)
+    ]
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=LONG)
+            yield process.returncode, out, err
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_the_command_measures_on_two_ranks(script: Path, tmp_path: Path) -> None:
+    options = ("--json", "--journal", tmp_path / "run.gradtrace")
+    first, second = command(2, f"{script}:parts", *options)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert second[1] == ""
+    found = json.loads(first[1])
+    assert found["pairs"] == ranks.SIZE
+    table = Influence.from_dict(alone()).table()
+    shares = [(row[0], row[1], row[3]) for row in table.rows]
+    assert [(r["component"], r["through"], r["share"]) for r in found["influence"]] == shares
+    assert (tmp_path / "run.gradtrace").exists()
+
+
+def test_the_command_fails_on_all_ranks_with_one(script: Path) -> None:
+    first, second = command(2, f"{script}:parts", "--", "1")
+    assert (first[0], second[0]) == (2, 2)
+    assert "gradtrace: rank 1: ValueError: no such word" in first[2]
+    assert "train.py, line 9: ValueError: no such word" in second[2]
+    assert first[1] == second[1] == ""
