@@ -406,6 +406,23 @@ def test_unequal_blocks_are_not_alike() -> None:
     assert like["transformer.h.2"] == "transformer.h.0"
 
 
+def test_alike_is_by_operators_and_shapes_too() -> None:
+    class Bend(nn.Module):
+        def __init__(self, size: int, smooth: bool) -> None:
+            super().__init__()
+            self.size, self.smooth = size, smooth
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x[: self.size]
+            return x.tanh() if self.smooth else x.sigmoid()
+
+    kinds = [(8, True), (8, True), (8, False), (4, True), (4, False)]
+    model = nn.Sequential(*(Bend(*kind) for kind in kinds))
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(8, requires_grad=True)).sum()
+    assert [m["like"] for m in payload(watch.trace(loss))["modules"]] == [0, 1, 1, 3, 4, 5]
+
+
 def test_a_module_that_is_called_often() -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:
