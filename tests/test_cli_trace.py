@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 import gradtrace as gt
 from gradtrace.cli import app
+from gradtrace.cli.options import KINDS, kinds
 from gradtrace.cli.target import functions
-from gradtrace.cli.trace import KINDS, kinds
 from gradtrace.cli.tracing import Element, components
 from gradtrace.components import KINDS as KNOWN
 from gradtrace.errors import GradtraceError

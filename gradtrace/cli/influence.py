@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import INTERRUPTED
+from gradtrace.cli.options import Components, Granularity, Rule, Top, Weight
 from gradtrace.cli.printing import Json, write_json
 from gradtrace.cli.target import Arguments, Target, functions
-from gradtrace.cli.trace import kinds
 
 
 @app.command(
@@ -33,28 +33,11 @@ def influence(
         ),
     ],
     args: Arguments = None,
-    rule: Annotated[
-        Literal["greedy", "viterbi"],
-        typer.Option(help="Follow the largest contribution, or the largest product."),
-    ] = "greedy",
-    granularity: Annotated[
-        Literal["scalar", "operator"], typer.Option(help="Follow elements, or whole tensors.")
-    ] = "scalar",
-    components: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Influence of modules, classes, operators, labels, arguments (of sums); or of a "
-            "module by name or pattern; or of a group: NAME=PATTERN,PATTERN. May be given again.",
-            autocompletion=kinds,
-        ),
-    ] = None,
-    weight: Annotated[
-        Literal["count", "gradient"],
-        typer.Option(help="Count every element as one, or with its |gradient|."),
-    ] = "count",
-    top: Annotated[
-        int | None, typer.Option(help="Show so many components, those of most influence.", min=1)
-    ] = None,
+    rule: Rule = "greedy",
+    granularity: Granularity = "scalar",
+    components: Components = None,
+    weight: Weight = "count",
+    top: Top = None,
     journal: Annotated[
         Path | None,
         typer.Option(help="Keep what is counted in this file; a run that finds it goes on."),

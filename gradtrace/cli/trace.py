@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from gradtrace.cli.app import app, examples
+from gradtrace.cli.options import Components, Granularity, Rule, Top, Weight
 from gradtrace.cli.printing import Json, working, write_json
 from gradtrace.cli.target import Arguments, Target, functions
-
-KINDS = ("modules", "classes", "operators", "labels", "arguments")
-
-
-def kinds(incomplete: str) -> list[str]:
-    """For the shell."""
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
 @app.command(
@@ -39,33 +33,16 @@ def trace(
         ),
     ],
     args: Arguments = None,
-    rule: Annotated[
-        Literal["greedy", "viterbi"],
-        typer.Option(help="Follow the largest contribution, or the largest product."),
-    ] = "greedy",
-    granularity: Annotated[
-        Literal["scalar", "operator"], typer.Option(help="Follow elements, or whole tensors.")
-    ] = "scalar",
-    components: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Influence of modules, classes, operators, labels, arguments (of sums); or of a "
-            "module by name or pattern; or of a group: NAME=PATTERN,PATTERN. May be given again.",
-            autocompletion=kinds,
-        ),
-    ] = None,
-    weight: Annotated[
-        Literal["count", "gradient"],
-        typer.Option(help="Count every element as one, or with its |gradient|."),
-    ] = "count",
+    rule: Rule = "greedy",
+    granularity: Granularity = "scalar",
+    components: Components = None,
+    weight: Weight = "count",
     sample: Annotated[
         int | None,
         typer.Option(help="Measure influence on so many elements only, drawn at random.", min=1),
     ] = None,
     seed: Annotated[int, typer.Option(help="For the sample.")] = 0,
-    top: Annotated[
-        int | None, typer.Option(help="Show so many components, those of most influence.", min=1)
-    ] = None,
+    top: Top = None,
     path: Annotated[
         list[str] | None,
         typer.Option(
