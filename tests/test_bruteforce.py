@@ -1,4 +1,4 @@
-"""Random graphs, in CI 2,000 of them, against the list of all their paths.
+"""Random graphs, in CI 1,000 of them, against the list of all their paths.
 
 ``python tests/test_bruteforce.py 0 100000`` runs a longer range of seeds, on all processors.
 """
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from randomgraphs import build
 
-GROUPS, EACH = 10, 200
+GROUPS, EACH = 10, 100
 
 
 @pytest.mark.parametrize("group", range(GROUPS))

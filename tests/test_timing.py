@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from gradtrace import gauges
 from gradtrace.errors import GradtraceError, NoGraph
 from gradtrace.pace import Pace, Seen, pace
 
-MODULE = sys.modules["gradtrace.timing"]  # its name is taken by the class
+MODULE = import_module("gradtrace.timing")  # its name is taken by the class
 
 
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
