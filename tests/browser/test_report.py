@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +19,7 @@ import gradtrace as gt
 from gradtrace.paths import Path as Found
 
 from . import pages
-from .conftest import DESK, PHONE, Opener, Visit
+from .conftest import DESK, PHONE, Opener, Visit, chromium
 
 TABS = ("overview", "graph", "paths")
 
@@ -198,6 +200,20 @@ def test_a_long_graph_draws_only_what_is_seen(folder: Path, look: Opener) -> Non
         page.keyboard.press("-")
     visit.ready()
     assert nodes(visit) <= 1500
+
+
+def test_the_time_to_open_is_measured_on_every_tab(network: pages.Made) -> None:
+    """In a process of its own: a thread has one Playwright."""
+    if chromium() is None:
+        pytest.skip("there is no Chromium here")
+    code = (
+        "import sys, pathlib; from gradtrace.bench.opening import opened; "
+        "print([(each.tab, each.nodes > 0) for each in opened(pathlib.Path(sys.argv[1]), 1)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(network.file)], capture_output=True, text=True, check=True
+    )
+    assert eval(done.stdout) == [("overview", False), ("graph", True), ("paths", False)]
 
 
 # Paths -------------------------------------------------------------------------------------------
