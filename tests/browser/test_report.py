@@ -204,6 +204,7 @@ def test_a_long_graph_draws_only_what_is_seen(folder: Path, look: Opener) -> Non
 
 def test_the_time_to_open_is_measured_on_every_tab(network: pages.Made) -> None:
     """In a process of its own: a thread has one Playwright."""
+    pytest.importorskip("playwright")
     if chromium() is None:
         pytest.skip("there is no Chromium here")
     code = (
