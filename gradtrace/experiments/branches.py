@@ -299,7 +299,7 @@ def _line(group: str, way: str, rows: list[Row]) -> Line:
 def _slope(points: Sequence[tuple[float, float, float]]) -> float:
     """Nanoseconds a scalar; nan if a draw has one network only."""
     x, y = [p[0] for p in points], [p[2] for p in points]
-    return linear_fit(x, y).slope * 1e6 if len({*x}) > 1 and len({*y}) > 1 else math.nan
+    return linear_fit(x, y).slope * 1e6
 
 
 def explained(columns: Sequence[Sequence[float]], y: Sequence[float]) -> float:

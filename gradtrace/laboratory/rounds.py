@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,11 +92,20 @@ class Fit:
 
 
 def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
-    """``R² = 1 - Σ (y - line)² / Σ (y - mean)²``."""
+    """``R² = 1 - Σ (y - line)² / Σ (y - mean)²``; 1 where all y are equal, since the line is exact.
+
+    Where all x are equal there is no one line: slope and R² are NaN.
+
+    >>> linear_fit([1, 2, 4], [5, 5, 5])
+    Fit(slope=0.0, r2=1.0, intercept=5.0)
+    """
     n = len(x)
     mean_x, mean_y = sum(x) / n, sum(y) / n
     spread = sum((a - mean_x) ** 2 for a in x)
+    if not spread:
+        return Fit(math.nan, math.nan, mean_y)
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / spread
     rest = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y))
-    r2 = 1 - rest / sum((b - mean_y) ** 2 for b in y)
+    whole = sum((b - mean_y) ** 2 for b in y)
+    r2 = 1 - rest / whole if whole else 1.0
     return Fit(slope, r2, mean_y - slope * mean_x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -52,3 +53,10 @@ def test_linear_fit() -> None:
     # y = x² on -1, 0, 1, 2: the line 1 + x leaves 2, of squares about the mean 1.5 of 9
     bent = linear_fit([-1, 0, 1, 2], [1, 0, 1, 4])
     assert (bent.slope, bent.r2, bent.intercept) == pytest.approx((1, 1 - 4 / 9, 1))
+
+
+def test_a_flat_line_is_exact_and_points_above_each_other_have_none() -> None:
+    flat = linear_fit([2, 3, 7], [0.005859375] * 3)
+    assert (flat.slope, flat.r2, flat.intercept) == (0, 1, 0.005859375)
+    above = linear_fit([2, 2], [1, 3])
+    assert math.isnan(above.slope) and math.isnan(above.r2) and above.intercept == 2
