@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 
+import torch
 from torch import Tensor
 
 from gradtrace import autograd, standins, waiting
@@ -17,13 +18,13 @@ from gradtrace.atlas import NOWHERE, Atlas, placed
 from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Node, learn
 from gradtrace.deferred import Deferred, Part
 from gradtrace.errors import GradtraceError
-from gradtrace.formulas import Formulas
+from gradtrace.formulas import Formulas, Given
 from gradtrace.hooks import HookWatch
 from gradtrace.linear import real_dtype, shape_of
 from gradtrace.maps import Identity, Map
 from gradtrace.nodes import JOINTS, NODES, Edge, summed
 from gradtrace.passes import one_pass
-from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term
+from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term, single
 from gradtrace.recorder import Recorder
 from gradtrace.schedules import walk
 from gradtrace.store import Store
@@ -58,7 +59,8 @@ class Products:
             and (out := self.later(edge, (*a.shape[:-1], b.shape[-1]), grad)) is not None
         ):
             return out
-        return (b.mT @ a.mT).mT if turned else a @ b
+        multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul would ask what they are
+        return multiply(b.mT, a.mT).mT if turned else multiply(a, b)
 
     def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
         """What stands in for the gradient of a leaf, if it is put off."""
@@ -124,26 +126,31 @@ class Record:
         arrived = self.adjoints.pop(node, None)
         if arrived is None:
             return
-        if type(node) is ACCUMULATE:
+        kind = type(node)
+        if kind is ACCUMULATE:
             self._leaf(node.variable, *arrived[0])
             return
+        number = node._sequence_nr()
         takes = {slot: value for slot, (_, value) in arrived.items()}
-        block = Block(autograd.name_of(node), self.atlas.place_of(node), takes)
+        block = Block(kind.__name__, self.atlas.place_at(number), takes, [], {}, [])
         try:
-            given = self._known(node, edges, arrived, block)
+            given = None
+            if number >= self.clear_since:
+                given = self._known(node, edges, arrived, block)
             if given is None:
+                block.operator = autograd.name_of(node)
                 given = self.formulas.follow(node, edges, arrived, block)
         except Exception as error:
             raise self.atlas.place(error, node) from error
-        keeps = self.store.left > 0
-        for position, out in given:
+        adjoints, keeps = self.adjoints, self.store.left > 0
+        for position, out, value in given:
             child, slot = edges[position]
-            value = block.gives[position]
+            block.gives[position] = value
             if keeps and not autograd.ends(child):
                 self.store.add(value, out, block)
-            waiting = self.adjoints.get(child)
+            waiting = adjoints.get(child)
             if waiting is None:
-                self.adjoints[child] = {slot: (out, value)}
+                adjoints[child] = {slot: (out, value)}
                 continue
             there = waiting.get(slot)
             waiting[slot] = (out, value) if there is None else self._merge(block, there, out, value)
@@ -151,14 +158,11 @@ class Record:
 
     def _known(
         self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
-    ) -> list[tuple[int, Tensor]] | None:
+    ) -> list[Given] | None:
         """A node whose maps are known: no need to look inside."""
-        name = block.operator
-        rule = NODES.get(name)
-        if rule is None or node._sequence_nr() < self.clear_since or len(arrived) > 1:
-            return self._joined(node, arrived, block) if name in JOINTS else None
-        if 0 not in arrived:
-            return None
+        rule = NODES.get(block.operator)
+        if rule is None or len(arrived) > 1 or 0 not in arrived:
+            return self._joined(node, arrived, block) if block.operator in JOINTS else None
         grad, value = arrived[0]
         found = None if grad.is_complex() else rule(node, grad, edges, self.products)
         if found is None:
@@ -173,22 +177,17 @@ class Record:
                 out, number = self._conformed(out, chain, value, edge, block)
             else:
                 number = self._chain(chain, value, out, block)
-            block.gives[position] = number
-            if value in self.deferred:
-                self.deferred[number] = self.deferred[value].then(chain)
-            elif self.products.put_off and id(out) in self.products.put_off:
-                self.deferred[number] = Deferred([Part(tuple(chain), grad)])
-                self.store.hold(value, grad)
-            given.append((position, out))
-        self.products.put_off.clear()
+            if self.deferred or self.products.put_off:
+                self._defer(value, grad, chain, number, out)
+            given.append((position, out, number))
         return given
 
     def _chain(self, chain: Sequence[Map], value: int, out: Tensor, block: Block) -> int:
         """The steps of a chain of maps; of none, one that hands the value on."""
-        dtype = out.dtype
-        for step in chain or [Identity(tuple(out.shape))]:
-            result = self.recorder.new()
-            block.steps.append(Step(result, (Term(step, value),), step.out_shape, dtype))
+        dtype, new, steps = out.dtype, self.recorder.new, block.steps
+        for step in chain or (Identity(tuple(out.shape)),):
+            result = new()
+            steps.append(single(result, step, value, dtype))
             value = result
         return value
 
@@ -199,26 +198,36 @@ class Record:
         result is of the dtype that is wanted.
         """
         meta = autograd.wanted(*edge)
-        shape, wanted = tuple(out.shape), tuple(meta.shape)
-        if shape != wanted:
-            chain = [*chain, *summed(shape, wanted)]
-        value = self._chain(chain, value, out, block)
-        same = out.dtype
-        out = autograd.conform(out, meta)
-        return out, value if out.dtype is same else self._chain((), value, out, block)
+        wanted, dtype = tuple(meta.shape), out.dtype
+        total = [] if out.shape == wanted else summed(tuple(out.shape), wanted)
+        value = self._chain([*chain, *total] if total else chain, value, out, block)
+        for step in total:
+            if step.inputs != step.outputs:  # else nothing is added up
+                out = step.apply(out)
+        if out.shape != wanted or dtype is not meta.dtype or out.device != meta.device:
+            out = autograd.conform(out, meta)
+        return out, value if out.dtype is dtype else self._chain((), value, out, block)
+
+    def _defer(self, value: int, grad: Tensor, chain: list[Map], number: int, out: Tensor) -> None:
+        """Note how a gradient that was put off comes about."""
+        if value in self.deferred:
+            self.deferred[number] = self.deferred[value].then(chain)
+        elif self.products.put_off.pop(id(out), None) is not None:
+            self.deferred[number] = Deferred([Part(tuple(chain), grad)])
+            self.store.hold(value, grad)
 
     def _joined(
         self, node: Node, arrived: dict[int, tuple[Tensor, int]], block: Block
-    ) -> list[tuple[int, Tensor]] | None:
+    ) -> list[Given] | None:
         """A node whose cotangents lie side by side in that of its argument."""
         grads = {slot: arrived[slot][0] for slot in sorted(arrived)}
-        if node._sequence_nr() < self.clear_since or any(g.is_complex() for g in grads.values()):
+        if any(grad.is_complex() for grad in grads.values()):
             return None
         out, slots = JOINTS[block.operator](node, grads)
         terms = tuple(Term(map_, arrived[slot][1]) for slot, map_ in slots.items())
-        block.gives[0] = result = self.recorder.new()
+        result = self.recorder.new()
         block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
-        return [(0, out)]
+        return [(0, out, result)]
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
         if leaf._backward_hooks:

@@ -8,6 +8,7 @@ linear.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 elementary operations when these may have to be derived again."""
 
 
+Given: TypeAlias = tuple[int, Tensor, int]
+"""What a node hands on: to the argument at which position, the cotangent, and as which value."""
+
+
 class Formulas:
     """Follows one node after the other.
 
@@ -46,18 +51,18 @@ class Formulas:
 
     def follow(
         self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
-    ) -> list[tuple[int, Tensor]]:
+    ) -> list[Given]:
         """Run the formula of a node and write down what it does; the results, by position."""
         block.label = labels_of(node)
         with self.recorder:
             outs = self._formula(node, arrived, block)
-            given = self._handed(node, edges, outs, block)
+            handed = self._handed(node, edges, outs, block)
         block.opened = self.recorder.opened or type(node).__name__ in COMPOSED
         if not block.opened:
             shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
             resolve(block, self.recorder.new, shapes, next(iter(arrived.values()))[0].device)
             fold(block)
-        return given
+        return [(position, out, block.gives[position]) for position, out in handed]
 
     def _handed(
         self, node: Node, edges: Edges, outs: Sequence[Tensor | None], block: Block

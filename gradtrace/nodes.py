@@ -182,17 +182,19 @@ def multiplied(node: Node, grad: Tensor, edges: Edges, product: Product) -> Foun
 
 def multiple(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``x · number``."""
-    return [_weighed(grad, node._saved_other)]
+    return [(node(grad), [Scale(node._saved_other, tuple(grad.shape))])]
 
 
-def _weighed(grad: Tensor, factor: Tensor | float) -> tuple[Tensor, list[Map]]:
-    factor = _number(factor)
-    return grad * factor, [Scale(factor, tuple(grad.shape))]
+def _weighed(grad: Tensor, factor: Tensor) -> tuple[Tensor, list[Map]]:
+    return grad * factor, [Scale(_number(factor), tuple(grad.shape))]
 
 
-def _number(x: Tensor | float) -> Tensor | float:
+def _number(x: Tensor) -> Tensor | float:
     """A saved factor, which is a number if it was one to the user."""
-    return x.item() if isinstance(x, Tensor) and autograd.is_number(x) else x
+    if not autograd.is_number(x):
+        return x
+    number: Any = x.tolist()  # not item(), which dispatch modes would hand the number itself
+    return number  # type: ignore[no-any-return]
 
 
 def divided(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:

@@ -33,6 +33,16 @@ class Step(NamedTuple):
     dtype: torch.dtype
 
 
+def single(out: int, map_: Map, value: int, dtype: torch.dtype) -> Step:
+    """A step of one term. There is one for nearly every node, so the tuples are made as tuples are;
+    the constructors of named ones, which are Python code, take three times as long.
+    """
+    term = _tuple(Term, (map_, value))
+    return _tuple(Step, (out, (term,), map_.out_shape, dtype))
+
+
+_tuple = tuple.__new__
+
 HOOKS = "hooks"
 """What stands for an operator where a hook on a leaf changes its gradient."""
 
@@ -71,11 +81,6 @@ class Leaf:
     def compute(self) -> Tensor:
         """The gradient."""
         return self.given.total() if isinstance(self.given, Deferred) else self.given
-
-    @property
-    def surely_finite(self) -> bool:
-        """Whether the gradient is known to be finite without being looked at."""
-        return isinstance(self.given, Deferred) and self.given.surely_finite()
 
     @property
     def known(self) -> Tensor | None:

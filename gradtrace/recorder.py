@@ -9,6 +9,7 @@ by the names of objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.limit = limit
         self.bare = bare  # gradients are not wanted
         self.hopes = hopes  # where what should hold is noted, if to look at it would wait
-        self.count = 0
+        self.new: Callable[[], int] = count().__next__  # makes a value not used before
         self.values: dict[int, int] = {}  # by identity of a tensor, which ``alive`` keeps
         self.alive: list[Any] = []
         self.steps: list[Step] = []
@@ -102,11 +103,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.opened = False
         self.values.clear()
         self.alive.clear()
-
-    def new(self) -> int:
-        """A value not used before."""
-        self.count += 1
-        return self.count - 1
 
     def track(self, tensor: Tensor, value: int) -> None:
         """From now on this tensor is that value."""

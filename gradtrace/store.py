@@ -36,7 +36,7 @@ class Store:
                     return
             self.left = left
             self.places.add(place)
-        self.values[value] = as_real(tensor)
+        self.values[value] = as_real(tensor) if tensor.is_complex() else tensor
 
     def hold(self, value: int, tensor: Tensor) -> None:
         """Count a gradient that is held anyway."""

@@ -23,7 +23,6 @@ from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow, flow_of, measure
 from gradtrace.following import Kept
 from gradtrace.influence import Influence, Tally, checked_weight, possible
-from gradtrace.maps import Map
 from gradtrace.marks import Marks, Palette
 from gradtrace.pairs import Pairs
 from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
@@ -532,12 +531,8 @@ def weights_of(program: Program) -> Iterator[Tensor]:
     seen: set[int] = set()
     for step in program.steps():
         for map_, _ in step.terms:
-            for tensor in _tensors(map_):
+            for name in map_.tensors():
+                tensor = getattr(map_, name)
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield tensor
-
-
-def _tensors(map_: Map) -> Iterator[Tensor]:
-    for name in map_.tensors():
-        yield getattr(map_, name)

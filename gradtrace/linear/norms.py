@@ -36,7 +36,7 @@ def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: 
     gain = torch.ones((), dtype=unit.dtype, device=unit.device) if gain is None else gain
     gained = gain * unit
     shape = tuple(unit.shape)
-    pairs = [(-scale / n, gain), (-scale * unit / n, gained)]
+    pairs = [(scale / -n, gain), (scale * unit / -n, gained)]
     return Normaliser((scale * gain).expand(shape), pairs, dims, shape)
 
 
@@ -66,7 +66,7 @@ def rms_norm(call: Call) -> Any:
     unit = x.to(rstd.dtype) * rstd
     shape, kept = tuple(g.shape), tuple(sizes)
     gained = torch.ones((), dtype=unit.dtype, device=x.device) if gain is None else gain
-    pairs = [(-rstd * unit / prod(kept), gained * unit)]
+    pairs = [(rstd * unit / -prod(kept), gained * unit)]
     into = Normaliser((rstd * gained).expand(shape), pairs, inner, shape)
     return [
         [([into], g)] if mask[0] else [],
