@@ -7,13 +7,11 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradtrace import waiting
 from gradtrace.autograd import is_number
 
 _SEEN = (
@@ -136,9 +134,3 @@ class _Called(TorchFunctionMode):
         if name == "where":
             return len(args) == 1
         return name in CALLED and not _of_python(args[0])
-
-
-@pytest.fixture
-def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor counts as one that lies on a GPU."""
-    monkeypatch.setattr(waiting, "avoid", lambda x: True)
