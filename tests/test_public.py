@@ -87,7 +87,8 @@ INTERNALS = {
 """Attributes of autograd that ``gradtrace.autograd`` is there to read."""
 
 TOLERATED = {
-    "capture": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
+    "capture": {"_backward_hooks", "_sequence_nr"},
+    "formulas": {"_sequence_nr"},
     "gradient": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
     "hooks": {"_backward_hooks", "_get_sequence_nr", "hooks_dict_ref", "register_prehook"},
     "watching": {"_get_sequence_nr"},
