@@ -30,11 +30,15 @@ class Palette(NamedTuple):
 
     def marks(self) -> list[int]:
         """The mark of each number, from 0 on."""
-        return [0, *(row | self.extra for row in self.rows)]
+        return [0, *self._whole()]
 
     def then(self, other: Palette) -> Palette:
         """Both: the second's numbers follow those of the first."""
-        return Palette((*self.marks()[1:], *other.marks()[1:]))
+        return Palette((*self._whole(), *other._whole()))
+
+    def _whole(self) -> list[int]:
+        rows, extra = self
+        return [row | extra for row in rows]
 
     def times(self, bits: list[int]) -> Palette:
         """Every mark with every one of some sets of bits; number n with set i becomes number

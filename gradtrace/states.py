@@ -78,7 +78,10 @@ class State(NamedTuple):
 
     def marked(self, bits: int) -> State:
         """More bits in every mark."""
-        return self._replace(palette=self.palette.mark(bits)) if bits else self
+        if not bits:
+            return self
+        value, exponent, numbers, palette, *rest = self
+        return State(value, exponent, numbers, palette.mark(bits), *rest)
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""

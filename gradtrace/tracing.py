@@ -123,10 +123,14 @@ class Tracer:
         """Compute these values (None: all), and drop those that are used up, but for ``keep``; tell
         leaves as they come.
         """
-        last: dict[int, int] = {}
-        for n, step in enumerate(self.program.steps()):
-            if values is None or step.out in values:
-                last.update((term.value, n) for term in step.terms)
+        last = self.program.last_uses
+        if values is not None:
+            last = {
+                term.value: n
+                for n, step in enumerate(self.program.steps())
+                if step.out in values
+                for term in step.terms
+            }
         sums: dict[int, list[State]] = {}
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
