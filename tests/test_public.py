@@ -33,7 +33,7 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout", "trends", "budget", "shards"},
+    {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
     {"semirings", "labels", "loggers"},
     {"maps", "atlas", "hooks", "passes", "testing"},
