@@ -217,12 +217,11 @@ def _of_plain(state: State, gradient: Tensor, pair: int) -> Counts:
     """A leaf all of whose paths have one mark: its elements that are not 0, and those to which
     something came all the same.
     """
-    count, size = fused.magnitude(gradient)
-    if count < gradient.numel() and state.parts:
+    count, size = fused.measured(gradient)
+    if state.parts and int(count) < gradient.numel():
         missed = cancelled(state.parts, gradient)
-        count += 0 if missed is None else int(missed.sum())
-    counts, sums = torch.tensor([count]), torch.tensor([size], dtype=torch.float64)
-    return Counts(counts.to(gradient.device), sums.to(gradient.device), *state.palette, pair)
+        count = count if missed is None else count + missed.sum()
+    return Counts(count.reshape(1), size.reshape(1), *state.palette, pair)
 
 
 def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
@@ -235,7 +234,7 @@ def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
     if not state.parts:
         line, at = laid(gradient, few.at)
         line[at] = 0  # for a moment
-        count, size = fused.magnitude(gradient)
+        count, size = fused.measured(gradient)
         line[at] = few.value
         counts[1] += count
         sizes[1] += size

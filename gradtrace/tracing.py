@@ -31,7 +31,7 @@ from gradtrace.pairs import Pairs, lines
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.rules import RULES, Greedy
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.states import Scope, State, alike, solid
+from gradtrace.states import Scope, State, alike, solid, where
 
 
 class Found(NamedTuple):
@@ -206,8 +206,7 @@ class Tracer:
         if first and map_.moves and state.numbers is not None and not self.absolute:
             state = solid(state)
             assert state.value is not None and state.numbers is not None
-            if not bool(state.value.all()):
-                state = state._replace(numbers=torch.where(state.value != 0, state.numbers, 0))
+            state = state._replace(numbers=where(state.value, state.numbers))
         return state
 
     def _merge(
