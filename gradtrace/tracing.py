@@ -31,7 +31,7 @@ from gradtrace.pairs import Pairs, lines
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.rules import RULES, Greedy
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.states import Scope, State, alike, solid, where
+from gradtrace.states import Scope, State, alike, solid
 
 
 class Found(NamedTuple):
@@ -204,9 +204,7 @@ class Tracer:
         """
         state = self.rule.through(map_, state, step, NOTHING)
         if first and map_.moves and state.numbers is not None and not self.absolute:
-            state = solid(state)
-            assert state.value is not None and state.numbers is not None
-            state = state._replace(numbers=where(state.value, state.numbers))
+            state = solid(state)._replace(loose=True)
         return state
 
     def _merge(
