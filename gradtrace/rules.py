@@ -109,8 +109,8 @@ class Greedy:
             if known is None:
                 total = total + other.value
             theirs = 1 if other.numbers is None else other.numbers
-            fused.merge(size, numbers, wide(other.value), theirs, len(palette.rows))
-            palette = palette.then(other.palette)
+            palette, shift = palette.then(other.palette)
+            fused.merge(size, numbers, wide(other.value), theirs, shift)
         numbers, palette = compact(numbers, palette)
         total = total.to(step.dtype) if known is None else known
         return State(total, 0, numbers, palette, (), size)
@@ -131,9 +131,9 @@ class Greedy:
         line, place = laid(total, at)
         here = line[place]
         size, numbers = wide(here).abs(), (here != 0).int()
-        fused.merge(size, numbers, wide(other), marks, len(first.palette.rows))
+        palette, shift = first.palette.then(states[1].palette)
+        fused.merge(size, numbers, wide(other), marks, shift)
         here = line[place] = (here + other).to(step.dtype)
-        palette = first.palette.then(states[1].palette)
         return State(total, 0, None, palette, few=Few(at, here, numbers))
 
     @staticmethod
@@ -196,8 +196,8 @@ class Viterbi:
         size, numbers, palette = own(values[0]), own(first.numbers), first.palette
         for other, value in zip(states[1:], values[1:]):
             theirs = 1 if other.numbers is None else other.numbers
-            fused.merge(size, numbers, value, theirs, len(palette.rows))
-            palette = palette.then(other.palette)
+            palette, shift = palette.then(other.palette)
+            fused.merge(size, numbers, value, theirs, shift)
         return State(size, exponent, *compact(numbers, palette))
 
 

@@ -85,8 +85,8 @@ class State(NamedTuple):
         """More bits in every mark."""
         if not bits:
             return self
-        value, exponent, numbers, palette, *rest = self
-        return State(value, exponent, numbers, palette.mark(bits), *rest)
+        value, exponent, numbers, palette, parts, size, few, loose = self  # _replace takes longer
+        return State(value, exponent, numbers, palette.mark(bits), parts, size, few, loose)
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""

@@ -129,7 +129,8 @@ class Tally:
         places: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.leaves):
             places.setdefault(leaf.name, []).append(place)
-        leaves, components = [], []
+        leaves: list[int] = []
+        components: list[int] = []
         for n, component in enumerate(self.components):
             for name in component.owns:
                 here = places.get(name, ())

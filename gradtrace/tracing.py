@@ -189,12 +189,12 @@ class Tracer:
         value = tiled(maps, [_shifted(state, exponent) for state in states], order)
         if alike(states):
             return State(value, exponent, None, states[0].palette)
-        numbers, palette = [], Palette(())
+        numbers, palette = [], states[0].palette
         for state in states:
-            written = state.written().numbers
-            assert written is not None
-            numbers.append(torch.where(written == 0, 0, written + len(palette.rows)))
-            palette = palette.then(state.palette)
+            given = state.written().numbers if state.numbers is None else state.numbers
+            assert given is not None
+            palette, shift = palette.then(state.palette)
+            numbers.append(torch.where(given == 0, 0, given + shift) if shift else given)
         both = torch.where(value != 0, tiled(maps, numbers, order), 0)
         return State(value, exponent, *compact(both, palette))
 
