@@ -73,7 +73,9 @@ class Greedy:
             numbers = map_.apply(numbers)
         if known is None and state.value is not None:
             known = map_.apply(state.value).to(step.dtype)
-        parts = tuple(part._replace(moves=(*part.moves, map_)) for part in state.parts)
+        parts = state.parts
+        if parts:
+            parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
         return State(known, 0, numbers, state.palette, parts, None, None, state.loose)
 
     @staticmethod

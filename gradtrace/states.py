@@ -83,7 +83,7 @@ class State(NamedTuple):
 
     def marked(self, bits: int) -> State:
         """More bits in every mark."""
-        if not bits:
+        if not bits & ~self.palette.extra:
             return self
         value, exponent, numbers, palette, parts, size, few, loose = self  # _replace takes longer
         return State(value, exponent, numbers, palette.mark(bits), parts, size, few, loose)
