@@ -19,14 +19,19 @@ from gradtrace.kernels import native
 from gradtrace.kernels.native import checked
 from gradtrace.kernels.reference import argmax
 
-LANES = 4
-"""Elements are summed by place modulo this, so that sums need not wait for one another."""
+LANES = 32
+"""Elements are summed by place modulo this, so that sums need not wait for one another: a lane of a
+GPU's warp each, a few vectors of a processor.
+"""
 
-CHUNK = 1 << 16
-"""How many elements at least are summed on their own; chunks are then added up in order."""
+FEWER = 4, 128
+"""So many lanes instead where there are more marks than this: each lane has a table of them."""
 
-CHUNKS = 64
-"""The most chunks that a tally has."""
+STEPS = 256
+"""How many elements at least a lane has in a chunk: few, so that small leaves keep a GPU busy too."""
+
+SUMS = 1 << 15
+"""The most sums, of lanes in chunks, that a mark has: more than a GPU can have under way."""
 
 ALONE = 1 << 15
 """Elements up to which one thread does it sooner than several."""
@@ -48,7 +53,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     at, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     mark = ctypes.c_int32
     library.gradtrace_merge.argtypes = [flag, number, at, at, at, at, mark, mark, flag]
-    library.gradtrace_tally.argtypes = [flag, number, at, at, number, number, at, at, flag]
+    library.gradtrace_tally.argtypes = [flag, number, at, at, number, number, number, at, at, flag]
     library.gradtrace_magnitude.argtypes = [flag, number, at, number, at, at, flag]
     library.gradtrace_reduce.argtypes = [flag, at, at, at, at, at, flag]
     library.gradtrace_normalise.argtypes = [flag, number, number, flag, at, at, at, at, flag]
@@ -110,8 +115,8 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements of mark m,
     for m below ``count``; on the device of the marks, so that nobody waits for them.
 
-    The order of the sum is fixed: elements of a chunk by place modulo ``LANES``, lanes by pairs,
-    then chunk after chunk.
+    The order of the sum is fixed (``Order``), so that sums are the same bits everywhere. A mark
+    that is not below ``count`` is an error; on a GPU, where nobody waits to be told, it is left out.
     """
     marks, gradient = _together(marks, gradient)
     library = _serving(gradient, marks)
@@ -120,20 +125,20 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     counts = torch.zeros(count, dtype=torch.int64)
     sums = torch.zeros(count, dtype=torch.float64)
     n = gradient.numel()
-    where = (marks.data_ptr(), gradient.data_ptr(), count, _chunks(n, count)[0])
+    order = Order.of(n, count)
+    where = (marks.data_ptr(), gradient.data_ptr(), count, order.length, order.lanes)
     found = (counts.data_ptr(), sums.data_ptr())
     checked(library.gradtrace_tally(_is_wide(gradient), n, *where, *found, _threads(n)))
     return counts, sums
 
 
 def _tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    length, chunks = _chunks(gradient.numel(), count)
-    place = torch.arange(gradient.numel(), device=marks.device)
-    key = (place // length * LANES + place % length % LANES) * count + marks
+    order = Order.of(gradient.numel(), count)
+    key = order.places(gradient.numel(), marks.device) * count + marks
     weights = gradient.abs().double()
-    sums = torch.bincount(key, weights, minlength=chunks * LANES * count)
+    sums = torch.bincount(key, weights, minlength=order.chunks * order.lanes * count).double()
     counts = torch.bincount(marks, minlength=count)
-    return counts, _added(sums.double().reshape(chunks, LANES, count))
+    return counts, _added(sums.reshape(order.chunks, order.lanes, count))
 
 
 def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +150,7 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     if library is None:
         return _measured(flat.reshape(-1))
     count, total, n = ctypes.c_int64(0), ctypes.c_double(0.0), flat.numel()
-    where = (flat.data_ptr(), _chunks(n, 1)[0], ctypes.byref(count), ctypes.byref(total))
+    where = (flat.data_ptr(), Order.of(n, 1).length, ctypes.byref(count), ctypes.byref(total))
     checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
     return torch.tensor(count.value), torch.tensor(total.value, dtype=torch.float64)
 
@@ -157,28 +162,51 @@ def magnitude(gradient: Tensor) -> tuple[int, float]:
 
 
 def _measured(flat: Tensor) -> tuple[Tensor, Tensor]:
-    length, chunks = _chunks(flat.numel(), 1)
-    place = torch.arange(flat.numel(), device=flat.device)
-    key = place // length * LANES + place % length % LANES
-    sums = torch.bincount(key, flat.abs().double(), minlength=chunks * LANES)
-    return flat.count_nonzero(), _added(sums.double().reshape(chunks, LANES, 1)).reshape(())
+    order = Order.of(flat.numel(), 1)
+    key, many = order.places(flat.numel(), flat.device), order.chunks * order.lanes
+    sums = torch.bincount(key, flat.abs().double(), minlength=many).double()
+    return flat.count_nonzero(), _added(sums.reshape(order.chunks, order.lanes, 1)).reshape(())
 
 
-def _chunks(n: int, count: int) -> tuple[int, int]:
-    """How long a chunk is, and how many there are: fewer where each needs a long table."""
-    most = max(1, min(CHUNKS, (1 << 18) // max(count, 1)))
-    length = max(CHUNK, -(-n // most))
-    length += -length % LANES
-    return length, max(1, -(-n // length))
+class Order(NamedTuple):
+    """In which order n numbers are summed: in chunks; in each, by place modulo ``lanes``, one after
+    the other; lanes by halves; chunks as elements are, by number modulo ``LANES``.
+
+    A GPU takes a chunk a warp and an element a lane; a sum in one piece could not be quick there.
+    """
+
+    lanes: int
+    length: int
+    chunks: int
+
+    @classmethod
+    def of(cls, n: int, count: int) -> Order:
+        """For ``count`` marks: chunks are longer where each needs a long table."""
+        lanes = LANES if count <= FEWER[1] else FEWER[0]
+        length = lanes * max(STEPS, 2 * count, -(-n // SUMS))
+        return cls(lanes, length, max(1, -(-n // length)))
+
+    def places(self, n: int, device: torch.device) -> Tensor:
+        """Chunk and lane of each element, as one number."""
+        place = torch.arange(n, device=device)
+        return place // self.length * self.lanes + place % self.length % self.lanes
 
 
 def _added(sums: Tensor) -> Tensor:
-    """(chunks, lanes, marks) summed: lanes by pairs, then chunks in order."""
-    lanes = (sums[:, 0] + sums[:, 1]) + (sums[:, 2] + sums[:, 3])
-    total = lanes[0]
-    for chunk in lanes[1:]:
-        total = total + chunk
-    return total
+    """(chunks, lanes, marks) summed."""
+    lanes = _halved(sums.transpose(0, 1))  # (chunks, marks)
+    padded = torch.cat([lanes, lanes.new_zeros(-len(lanes) % LANES, lanes.shape[1])])
+    total, *rest = padded.reshape(-1, LANES, lanes.shape[1])
+    for some in rest:
+        total = total + some
+    return _halved(total)
+
+
+def _halved(lanes: Tensor) -> Tensor:
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = lanes[:half] + lanes[half:]
+    return lanes[0]
 
 
 def _together(*tensors: Tensor) -> list[Tensor]:
