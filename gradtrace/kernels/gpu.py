@@ -7,19 +7,19 @@ finite; ``pack`` finds that out while it lays them out, and nobody waits for the
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, lru_cache
 from importlib.util import find_spec
-from pathlib import Path
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import reference
+from gradtrace.kernels import launch, reference
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
-SOURCE = Path(__file__).with_name("cuda") / "contract.cu"
+FILE = "contract.cu"
 TILE, INNER, THREADS, STAGES = 128, 16, 256, 3
 SHARED = STAGES * INNER * 2 * TILE * 4 + 64 * THREADS * 4
 """Bytes of shared memory: the tiles that are read ahead, and what results were at a block's end."""
@@ -28,8 +28,15 @@ BLOCKS = 256
 """The most blocks of k in a part: their numbers are bytes."""
 
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
-PACKED = 1 << 28
-"""The most numbers that are laid out at a time."""
+DTYPES = (*KINDS, torch.float64)
+WORKSPACE = 1 << 31
+"""The most bytes that are laid out at a time."""
+
+SMALL = 1 << 26
+"""A workspace up to this is taken without asking how much room there is."""
+
+MANY = 65_535
+"""The most matrices of a launch."""
 
 WORTH = 1 << 22
 """Products from which on laying out pays."""
@@ -37,27 +44,15 @@ WORTH = 1 << 22
 
 def served(*operands: Matrices) -> bool:
     """Whether these are numbers on a GPU that can be worked on here."""
-    datas = [x.data if isinstance(x, Operand) else x for x in operands]
-    return all(x.is_cuda and x.dtype in (*KINDS, torch.float64) for x in datas) and (
-        _cuda() or _triton()
-    )
+    datas = [x.data for x in operands]  # a tensor's data is a tensor
+    if any(x.dtype not in DTYPES for x in datas):
+        return False
+    return launch.serves(FILE, *datas) or (triton() and all(x.is_cuda for x in datas))
 
 
 @cache
-def _triton() -> bool:
+def triton() -> bool:
     return find_spec("triton") is not None
-
-
-@cache
-def _cuda() -> bool:
-    """Whether CUDA can be compiled here, tried once."""
-    if torch.version.hip or not torch.cuda.is_available():
-        return False
-    try:
-        _kernels(INNER, True)
-    except (RuntimeError, OSError, AttributeError, ImportError):
-        return False
-    return True
 
 
 def contraction(
@@ -71,20 +66,22 @@ def contraction(
 ) -> Contraction:
     """``reference.contraction`` on the device of its operands."""
     (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
-    dtype, device = kind(a, b), (a.data if isinstance(a, Operand) else a).device
+    dtype, device = kind(a, b), a.data.device
     make = torch.empty if i and m and k and n else torch.zeros
+    shape = (i, m, n)
     out = Contraction(
-        make((i, m, n), dtype=dtype, device=device) if value else None,
-        make((i, m, n), dtype=torch.int64, device=device) if index else None,
-        make((i, m, n), dtype=torch.int32, device=device) if marks is not None else None,
+        make(shape, dtype=dtype, device=device) if value else None,
+        make(shape, dtype=torch.int64, device=device) if index else None,
+        make(shape, dtype=torch.int32, device=device) if marks is not None else None,
     )
-    if make is torch.zeros or all(x is None for x in out):
+    if make is torch.zeros or not (value or index or marks is not None):
         return out
     marks = None if marks is None else _words(marks)
-    with torch.cuda.device(device):
-        if dtype is torch.float32 and _cuda() and (i * m * n * k >= WORTH or not _triton()):
-            _fast(a, b, out, marks, of_b)
-        elif _triton():
+    worth = i * m * n * k >= WORTH or not triton()
+    with launch.at(device):
+        if dtype is torch.float32 and worth and launch.serves(FILE, a.data, b.data):
+            _Job(i, m, n, k, a, b, marks, of_b, out).run(device)
+        elif triton():
             from gradtrace.kernels import tiles
 
             tiles.contraction(a, b, out, dtype, marks, of_b)
@@ -94,6 +91,8 @@ def contraction(
 
 
 def _words(marks: Matrices) -> Matrices:
+    if marks.data.dtype is torch.int32:
+        return marks
     return marks._replace(data=marks.data.int()) if isinstance(marks, Operand) else marks.int()
 
 
@@ -109,6 +108,7 @@ class Plan(NamedTuple):
     splits: int
 
 
+@lru_cache(4096)
 def plan(batches: int, m: int, n: int, k: int, processors: int) -> Plan:
     """Enough thread blocks for all processors, and parts of at most 256 blocks."""
     block = next((size for size in (16, 32, 64) if k <= size * BLOCKS), 128)
@@ -124,205 +124,181 @@ def _up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def _fast(a: Matrices, b: Matrices, out: Contraction, marks: Matrices | None, of_b: bool) -> None:
-    """Fill in what ``out`` has, by CUDA, some batches or rows at a time."""
-    (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
-    device = (a.data if isinstance(a, Operand) else a).device
-    most = max(1, PACKED // (_up(k, TILE) * (_up(m, TILE) + _up(n, TILE))))
-    lines = m if most > 1 else max(TILE, PACKED // _up(k, TILE) // TILE * TILE)
-    left, right = _Side.of(a, 1, 2), _Side.of(b, 2, 1)
-    given = None if marks is None else _Side.of(marks, *((2, 1) if of_b else (1, 2)))
-    for first in range(0, i, most):
-        some = min(most, i - first)
-        for row in range(0, m, lines):
-            size = min(lines, m - row)
-            job = _Job(plan(some, size, n, k, _processors(device)), first, some, size, n, k)
-            whole = size == m
-            part = Contraction(
-                *(None if x is None else x[first : first + some, row : row + size] for x in out)
-            )
-            here = (
-                part
-                if whole
-                else Contraction(
-                    *(
-                        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-                        for x in part
-                    )
-                )
-            )
-            theirs = given if given is None or of_b else given.below(row)
-            strange = torch.zeros((), dtype=torch.int32, device=device)
-            job.run(left.below(row), right, here, theirs, of_b, strange)
-            if not whole:
-                for x, y in zip(part, here):
-                    if x is not None and y is not None:
-                        x.copy_(y)
+class Space(NamedTuple):
+    """Where things are in the workspace of one launch: bytes from its start, all multiples of 16.
+    The operands k by row and, if the winner is looked for, row by k; results of parts of k.
+    """
+
+    turned: int
+    across: int
+    straight: int
+    along: int
+    parts: int
+    blocks: int
+    size: int
 
 
-class _Side(NamedTuple):
-    """Where the numbers of an operand are."""
-
-    data: Tensor
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None]
-    steps: tuple[int, int, int]
-    offset: int = 0
-
-    @classmethod
-    def of(cls, x: Matrices, rows: int, inner: int) -> _Side:
-        if isinstance(x, Operand):
-            batch, row, k = (table.long().contiguous() for table in x[1:])
-            return cls(x.data.contiguous(), (batch, row, k), (0, 0, 0))
-        steps = x.stride()
-        return cls(x, (None, None, None), (steps[0], steps[rows], steps[inner]))
-
-    def below(self, row: int) -> _Side:
-        """The rows from one on."""
-        batch, rows, inner = self.tables
-        if rows is not None:
-            return self._replace(tables=(batch, rows[row:], inner))
-        return self._replace(offset=self.offset + row * self.steps[1])
-
-    def words(self) -> tuple[int, ...]:
-        """``struct Operand``."""
-        start = self.data.data_ptr() + self.offset * self.data.element_size()
-        return start, *map(_of, self.tables), *self.steps
+@lru_cache(4096)
+def space(how: Plan, batches: int, m: int, n: int, searched: bool) -> Space:
+    """``searched``: the winner is looked for, or only the value."""
+    high, wide = _up(m, TILE), _up(n, TILE)
+    lines = 4 * batches * how.padded
+    results = how.splits * batches * high * wide
+    sizes = (
+        lines * high,
+        lines * wide,
+        lines * m if searched else 0,
+        lines * n if searched else 0,
+        4 * results,
+        results if searched else 0,
+    )
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return Space(*starts)
 
 
-NOWHERE = (0,) * 7
+class Piece(NamedTuple):
+    """So many matrices, rows and columns, from a first of each on."""
+
+    batch: int
+    row: int
+    column: int
+    batches: int
+    rows: int
+    columns: int
 
 
 class _Job(NamedTuple):
-    """One launch of the three kernels."""
+    """One contraction, which fills in what ``out`` has."""
 
-    plan: Plan
-    first: int
-    batches: int
+    i: int
     m: int
     n: int
     k: int
+    a: Matrices
+    b: Matrices
+    marks: Matrices | None
+    of_b: bool
+    out: Contraction
 
-    def run(
+    def run(self, device: torch.device) -> None:
+        """All at once, or as much at a time as there is room for."""
+        searched = self.out.index is not None or self.out.marks is not None
+        processors = launch.processors(device)
+        left, right = _Side.of(self.a, 1, 2), _Side.of(self.b, 2, 1)
+        given = None
+        if self.marks is not None:
+            given = _Side.of(self.marks, *((2, 1) if self.of_b else (1, 2)))
+        for piece in self._pieces(device, processors, searched):
+            how = plan(piece.batches, piece.rows, piece.columns, self.k, processors)
+            self._launch(device, piece, how, searched, left, right, given)
+
+    def _pieces(self, device: torch.device, processors: int, searched: bool) -> Iterator[Piece]:
+        sizes = [min(self.i, MANY), self.m, self.n]
+
+        def needed() -> int:
+            batches, m, n = sizes
+            return space(plan(*sizes, self.k, processors), batches, m, n, searched).size
+
+        if needed() > SMALL:
+            most = min(WORKSPACE, launch.room(device) // 2)
+            while needed() > most:  # fewer matrices, then fewer rows or columns
+                sides = (sizes[1], sizes[2])
+                which = 0 if sizes[0] > 1 else 1 + (sides[1] > sides[0])
+                if sizes[which] <= (TILE if which else 1):
+                    break
+                half = -(-sizes[which] // 2)
+                sizes[which] = _up(half, TILE) if which else half
+        for batch, row, column in product(
+            range(0, self.i, sizes[0]), range(0, self.m, sizes[1]), range(0, self.n, sizes[2])
+        ):
+            yield Piece(
+                batch, row, column, min(sizes[0], self.i - batch),
+                min(sizes[1], self.m - row), min(sizes[2], self.n - column),
+            )  # fmt: skip
+
+    def _launch(
         self,
-        a: _Side,
-        b: _Side,
-        out: Contraction,
-        marks: _Side | None,
-        of_b: bool,
-        strange: Tensor,
+        device: torch.device,
+        piece: Piece,
+        how: Plan,
+        searched: bool,
+        left: _Side,
+        right: _Side,
+        given: _Side | None,
     ) -> None:
-        block, padded, part, splits = self.plan
-        searched = out.index is not None or out.marks is not None
-        kernels = _kernels(block, searched)
-        high, wide = _up(self.m, TILE), _up(self.n, TILE)
-        turned, straight = self._pack(kernels, a, self.m, high, searched, strange)
-        across, along = self._pack(kernels, b, self.n, wide, searched, strange)
-        shape = (splits, self.batches, high, wide)
-        parts = torch.empty(shape, dtype=torch.float32, device=a.data.device)
-        blocks = torch.empty(shape if searched else 1, dtype=torch.uint8, device=a.data.device)
-        between, flag = (_of(parts), _of(blocks)), _of(strange)
-        kernels.contract(
-            (high // TILE * (wide // TILE), splits, self.batches), (THREADS, 1, 1),
-            _of(turned), _of(across), *between, high, wide, padded, part, flag,
+        batch, row, column, batches, m, n = piece
+        block, padded, part, splits = how
+        high, wide = _up(m, TILE), _up(n, TILE)
+        where = space(how, batches, m, n, searched)
+        memory = torch.empty(where.size, dtype=torch.uint8, device=device)
+        strange = torch.zeros((), dtype=torch.int32, device=device)
+        start, flag = memory.data_ptr(), strange.data_ptr()
+        turned, across, straight, along, parts, blocks = (start + at for at in where[:6])
+        rows = (left.words(row), right.words(column))
+        defines = _defines(block, searched)
+        launch.kernel(device, FILE, "pack", defines)(
+            (-(-padded // 32), (high + wide) // 32, batches), (32, 8, 1),
+            (
+                *rows[0], left.kind, m, self.k, high, padded, batch,
+                turned, straight if searched else 0, flag,
+                *rows[1], right.kind, n, self.k, wide, padded, batch,
+                across, along if searched else 0, flag,
+                high // 32,
+            ),
         )  # fmt: skip
-        given = NOWHERE if marks is None else marks.words()
-        kernels.rescan(
-            (-(-self.m // 32) * -(-self.n // 32), 1, self.batches), (THREADS, 1, 1),
-            *map(_of, (straight, along, turned, across)), *between, splits, part, high, wide,
-            padded, self.m, self.n, *map(_of, out), *given, of_b, self.first, flag,
+        launch.kernel(device, FILE, "contract", defines, SHARED)(
+            (high // TILE * (wide // TILE), splits, batches), (THREADS, 1, 1),
+            (turned, across, parts, blocks, high, wide, padded, part, flag), SHARED,
         )  # fmt: skip
-
-    def _pack(
-        self, kernels: Kernels, side: _Side, rows: int, padded: int, both: bool, strange: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """An operand laid out k by row, and row by k if that is needed too."""
-        device, k = side.data.device, self.plan.padded
-        turned = torch.empty((self.batches, k, padded), dtype=torch.float32, device=device)
-        straight = None
-        if both:
-            straight = torch.empty((self.batches, rows, k), dtype=torch.float32, device=device)
-        kernels.pack(
-            (-(-k // 32), padded // 32, self.batches), (32, 8, 1),
-            *side.words(), KINDS[side.data.dtype], rows, self.k, padded, k, self.first,
-            _of(turned), _of(straight), _of(strange),
+        marked = NOWHERE if given is None else given.words(column if self.of_b else row)
+        first = (batch * self.m + row) * self.n + column
+        value, index, marks = self.out
+        launch.kernel(device, FILE, "rescan", defines)(
+            (-(-m // 32) * -(-n // 32), 1, batches), (THREADS, 1, 1),
+            (
+                straight, along, turned, across, parts, blocks, splits, part, high, wide, padded,
+                m, n,
+                0 if value is None else value.data_ptr() + 4 * first,
+                0 if index is None else index.data_ptr() + 8 * first,
+                0 if marks is None else marks.data_ptr() + 4 * first,
+                *marked, self.of_b, batch, self.m * self.n, self.n, flag,
+            ),
         )  # fmt: skip
-        return turned, straight
-
-
-def _of(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 @cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _defines(block: int, searched: bool) -> tuple[str, ...]:
+    return (f"KB {block}", "INDEX") if searched else (f"KB {block}",)
 
 
-class Kernel(NamedTuple):
-    """A compiled function, which takes one structure of 64-bit words."""
+class _Side(NamedTuple):
+    """Where the numbers of an operand are. Tensors that the words name are held on to."""
 
-    function: ctypes.c_void_p
-    shared: int
+    kind: int
+    held: tuple[Tensor, ...]
+    start: int
+    tables: tuple[int, int, int]
+    steps: tuple[int, int, int]
 
-    def __call__(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], *words: int
-    ) -> None:
-        """Launch it on the current stream."""
-        call = (ctypes.c_longlong * len(words))(*words)
-        place = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        launch = _driver().cuLaunchKernel
-        _checked(launch(self.function, *grid, *block, self.shared, stream, place, None))
+    @classmethod
+    def of(cls, x: Matrices, rows: int, inner: int) -> _Side:
+        number = KINDS.get(x.data.dtype, 0)
+        if isinstance(x, Operand):
+            data, *tables = (x.data.contiguous(), *(table.long().contiguous() for table in x[1:]))
+            batch, row, k = (table.data_ptr() for table in tables)
+            return cls(number, (data, *tables), data.data_ptr(), (batch, row, k), (0, 0, 0))
+        steps = x.stride()
+        return cls(number, (x,), x.data_ptr(), (0, 0, 0), (steps[0], steps[rows], steps[inner]))
 
-
-class Kernels(NamedTuple):
-    """What ``contract.cu`` holds."""
-
-    pack: Kernel
-    contract: Kernel
-    rescan: Kernel
-
-
-def _kernels(block: int, index: bool) -> Kernels:
-    return _compiled(torch.cuda.current_device(), block, index)
-
-
-@cache
-def _compiled(device: int, block: int, index: bool) -> Kernels:
-    from torch.cuda._utils import _nvrtc_compile
-
-    names = [
-        f"#define KB {block}",
-        *(["#define INDEX"] if index else []),
-        SOURCE.read_text("utf-8"),
-    ]
-    found = []
-    torch.zeros((), device=f"cuda:{device}")  # there is a context then
-    for name, shared in (("pack", 0), ("contract", SHARED), ("rescan", 0)):
-        binary, mangled = _nvrtc_compile("\n".join(names), name)
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        driver = _driver()
-        _checked(driver.cuModuleLoadData(ctypes.byref(module), binary))
-        _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, mangled.encode()))
-        if shared:
-            _checked(driver.cuFuncSetAttribute(function, 8, shared))  # the limit of dynamic memory
-        found.append(Kernel(function, shared))
-    return Kernels(*found)
+    def words(self, row: int) -> tuple[int, ...]:
+        """``struct Operand``, of the rows from one on."""
+        batch, rows, inners = self.tables
+        if rows:
+            return self.start, batch, rows + 8 * row, inners, *self.steps
+        item = self.held[0].element_size()
+        return self.start + item * row * self.steps[1], 0, 0, 0, *self.steps
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if torch.version.cuda and _windows() else "libcuda.so.1")
-
-
-def _windows() -> bool:
-    import sys
-
-    return sys.platform == "win32"
-
-
-def _checked(code: int) -> None:
-    if code:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"CUDA: {text.value.decode() if text.value else code}")
+NOWHERE = (0,) * 7
