@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,15 +112,17 @@ def tally(
     size = min(count, RANGE)
     ranges = -(-count // size)
     groups = -(-chunks // (32 // lanes))
-    with launch.at(device), _Partial(sums, counts, chunks) as partial:
+    with launch.at(device):
+        partial = _partial(sums, counts, chunks)
         launch.kernel(device, FILE, "tally")(
             (groups * ranges, 1, 1), (32, 1, 1),
             (
                 marks.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], gradient.numel(),
-                count, size, ranges, length, lanes, chunks, *partial,
+                count, size, ranges, length, lanes, chunks, *partial.where,
             ),
             size * 32 * 12,
         )  # fmt: skip
+        partial.add_up()
     return counts, sums
 
 
@@ -128,48 +131,46 @@ def measured(gradient: Tensor, order: tuple[int, int, int]) -> tuple[Tensor, Ten
     device, (_, length, chunks) = gradient.device, order
     total = torch.empty((), dtype=torch.float64, device=device)
     count = torch.empty((), dtype=torch.int64, device=device)
-    with launch.at(device), _Partial(total, count, chunks) as partial:
+    with launch.at(device):
+        partial = _partial(total, count, chunks)
         launch.kernel(device, FILE, "measure")(
             (-(-chunks // 8), 1, 1), WARPS,
             (
                 gradient.data_ptr(), KINDS[gradient.dtype], gradient.numel(), length, chunks,
-                *partial,
+                *partial.where,
             ),
         )  # fmt: skip
+        partial.add_up()
     return count, total
 
 
-class _Partial:
+class _Partial(NamedTuple):
     """Where sums and counts of chunks go: straight to the results if there is one chunk, else to
-    memory between, which is added up at the end.
+    memory between.
     """
 
-    def __init__(self, sums: Tensor, counts: Tensor, chunks: int) -> None:
-        self.results = sums.data_ptr(), counts.data_ptr()
-        self.count, self.chunks, self.device = sums.numel(), chunks, sums.device
-        self.memory = None
-        if chunks > 1:
-            self.memory = torch.empty(
-                2 * self.count * chunks, dtype=torch.float64, device=self.device
-            )
+    where: tuple[int, int]
+    results: tuple[int, int]
+    chunks: int
+    count: int
+    memory: Tensor | None
 
-    def __enter__(self) -> tuple[int, int]:
-        if self.memory is None:
-            return self.results
-        first = self.memory.data_ptr()
-        return first, first + 8 * self.count * self.chunks
+    def add_up(self) -> None:
+        """The chunks, if there are several."""
+        if self.memory is not None:
+            launch.kernel(self.memory.device, FILE, "total")(
+                (-(-self.count // 8), 1, 1), WARPS,
+                (*self.where, self.chunks, self.count, *self.results),
+            )  # fmt: skip
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self.memory is None or kind is not None:
-            return
-        first = self.memory.data_ptr()
-        launch.kernel(self.device, FILE, "total")(
-            (-(-self.count // 8), 1, 1), WARPS,
-            (
-                first, first + 8 * self.count * self.chunks, self.chunks, self.count,
-                *self.results,
-            ),
-        )  # fmt: skip
+
+def _partial(sums: Tensor, counts: Tensor, chunks: int) -> _Partial:
+    results, n = (sums.data_ptr(), counts.data_ptr()), sums.numel()
+    if chunks == 1:
+        return _Partial(results, results, chunks, n, None)
+    memory = torch.empty(2 * n * chunks, dtype=torch.float64, device=sums.device)
+    first = memory.data_ptr()
+    return _Partial((first, first + 8 * n * chunks), results, chunks, n, memory)
 
 
 def reduce(

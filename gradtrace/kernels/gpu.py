@@ -7,7 +7,6 @@ finite; ``pack`` finds that out while it lays them out, and nobody waits for the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import product
@@ -44,14 +43,19 @@ WORTH = 1 << 22
 
 def served(*operands: Matrices) -> bool:
     """Whether these are numbers on a GPU that can be worked on here."""
-    datas = [x.data for x in operands]  # a tensor's data is a tensor
+    datas = [_data(x) for x in operands]
     if any(x.dtype not in DTYPES for x in datas):
         return False
     return launch.serves(FILE, *datas) or (triton() and all(x.is_cuda for x in datas))
 
 
+def _data(x: Matrices) -> Tensor:
+    return x.data if isinstance(x, Operand) else x
+
+
 @cache
 def triton() -> bool:
+    """Whether there is Triton."""
     return find_spec("triton") is not None
 
 
@@ -66,7 +70,10 @@ def contraction(
 ) -> Contraction:
     """``reference.contraction`` on the device of its operands."""
     (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
-    dtype, device = kind(a, b), a.data.device
+    left, right = _data(a), _data(b)
+    device, dtype = left.device, left.dtype
+    if dtype is not torch.float32 or right.dtype is not torch.float32:
+        dtype = kind(left, right)
     make = torch.empty if i and m and k and n else torch.zeros
     shape = (i, m, n)
     out = Contraction(
@@ -76,22 +83,28 @@ def contraction(
     )
     if make is torch.zeros or not (value or index or marks is not None):
         return out
-    marks = None if marks is None else _words(marks)
     worth = i * m * n * k >= WORTH or not triton()
     with launch.at(device):
-        if dtype is torch.float32 and worth and launch.serves(FILE, a.data, b.data):
-            _Job(i, m, n, k, a, b, marks, of_b, out).run(device)
+        if dtype is torch.float32 and worth and launch.serves(FILE, left, right):
+            given = NOWHERE if marks is None else _Side.of(_words(marks), *ROLES[of_b])
+            job = _Job(shape, k, _Side.of(a, 1, 2), _Side.of(b, 2, 1), given, of_b, out)
+            job.run(device, index or marks is not None)
         elif triton():
             from gradtrace.kernels import tiles
 
-            tiles.contraction(a, b, out, dtype, marks, of_b)
+            words = None if marks is None else _words(marks)
+            tiles.contraction(a, b, out, dtype, words, of_b)
         else:
             return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
     return out
 
 
+ROLES = {False: (1, 2), True: (2, 1)}
+"""In which dimensions marks of a, or those of b, have their rows and their k."""
+
+
 def _words(marks: Matrices) -> Matrices:
-    if marks.data.dtype is torch.int32:
+    if _data(marks).dtype is torch.int32:
         return marks
     return marks._replace(data=marks.data.int()) if isinstance(marks, Operand) else marks.int()
 
@@ -158,147 +171,158 @@ def space(how: Plan, batches: int, m: int, n: int, searched: bool) -> Space:
     return Space(*starts)
 
 
-class Piece(NamedTuple):
-    """So many matrices, rows and columns, from a first of each on."""
+class Way(NamedTuple):
+    """How so many matrices, rows and columns are contracted in one go."""
 
-    batch: int
-    row: int
-    column: int
-    batches: int
-    rows: int
-    columns: int
+    plan: Plan
+    space: Space
+    high: int
+    wide: int
+    grids: tuple[launch.Grid, launch.Grid, launch.Grid]
+
+
+@lru_cache(4096)
+def way(shape: tuple[int, int, int], k: int, processors: int, searched: bool) -> Way:
+    """``searched``: the winner is looked for, not only the value."""
+    batches, m, n = shape
+    how = plan(batches, m, n, k, processors)
+    high, wide = _up(m, TILE), _up(n, TILE)
+    grids = (
+        (-(-how.padded // 32), (high + wide) // 32, batches),
+        (high // TILE * (wide // TILE), how.splits, batches),
+        (-(-m // 32) * -(-n // 32), 1, batches),
+    )
+    return Way(how, space(how, batches, m, n, searched), high, wide, grids)
+
+
+@lru_cache(64)
+def _kernels(device: torch.device, block: int, searched: bool) -> tuple[launch.Kernel, ...]:
+    defines = (f"KB {block}", "INDEX") if searched else (f"KB {block}",)
+    return (
+        launch.kernel(device, FILE, "pack", defines),
+        launch.kernel(device, FILE, "contract", defines, SHARED),
+        launch.kernel(device, FILE, "rescan", defines),
+    )
+
+
+PACKING, CONTRACTING = (32, 8, 1), (THREADS, 1, 1)
+FIRST = (0, 0, 0)
 
 
 class _Job(NamedTuple):
     """One contraction, which fills in what ``out`` has."""
 
-    i: int
-    m: int
-    n: int
+    shape: tuple[int, int, int]
     k: int
-    a: Matrices
-    b: Matrices
-    marks: Matrices | None
+    a: _Side
+    b: _Side
+    marks: _Side
     of_b: bool
     out: Contraction
 
-    def run(self, device: torch.device) -> None:
+    def run(self, device: torch.device, searched: bool) -> None:
         """All at once, or as much at a time as there is room for."""
-        searched = self.out.index is not None or self.out.marks is not None
         processors = launch.processors(device)
-        left, right = _Side.of(self.a, 1, 2), _Side.of(self.b, 2, 1)
-        given = None
-        if self.marks is not None:
-            given = _Side.of(self.marks, *((2, 1) if self.of_b else (1, 2)))
-        for piece in self._pieces(device, processors, searched):
-            how = plan(piece.batches, piece.rows, piece.columns, self.k, processors)
-            self._launch(device, piece, how, searched, left, right, given)
+        whole = way(self.shape, self.k, processors, searched)
+        if whole.space.size <= SMALL and self.shape[0] <= MANY:
+            self._launch(device, searched, FIRST, self.shape, whole)
+            return
+        sizes = self._fitting(launch.room(device) // 2, processors, searched)
+        for first in product(*(range(0, n, size) for n, size in zip(self.shape, sizes))):
+            i, m, n = (min(s, n - at) for at, n, s in zip(first, self.shape, sizes))
+            here = way((i, m, n), self.k, processors, searched)
+            self._launch(device, searched, first, (i, m, n), here)
 
-    def _pieces(self, device: torch.device, processors: int, searched: bool) -> Iterator[Piece]:
-        sizes = [min(self.i, MANY), self.m, self.n]
-
-        def needed() -> int:
-            batches, m, n = sizes
-            return space(plan(*sizes, self.k, processors), batches, m, n, searched).size
-
-        if needed() > SMALL:
-            most = min(WORKSPACE, launch.room(device) // 2)
-            while needed() > most:  # fewer matrices, then fewer rows or columns
-                sides = (sizes[1], sizes[2])
-                which = 0 if sizes[0] > 1 else 1 + (sides[1] > sides[0])
-                if sizes[which] <= (TILE if which else 1):
-                    break
-                half = -(-sizes[which] // 2)
-                sizes[which] = _up(half, TILE) if which else half
-        for batch, row, column in product(
-            range(0, self.i, sizes[0]), range(0, self.m, sizes[1]), range(0, self.n, sizes[2])
-        ):
-            yield Piece(
-                batch, row, column, min(sizes[0], self.i - batch),
-                min(sizes[1], self.m - row), min(sizes[2], self.n - column),
-            )  # fmt: skip
+    def _fitting(self, room: int, processors: int, searched: bool) -> tuple[int, int, int]:
+        """How many matrices, then rows and columns, can be laid out at a time."""
+        i, m, n = min(self.shape[0], MANY), *self.shape[1:]
+        most = min(WORKSPACE, room)
+        while way((i, m, n), self.k, processors, searched).space.size > most:
+            if i > 1:
+                i = -(-i // 2)
+            elif max(m, n) <= TILE:
+                break
+            elif m >= n:
+                m = _up(-(-m // 2), TILE)
+            else:
+                n = _up(-(-n // 2), TILE)
+        return i, m, n
 
     def _launch(
         self,
         device: torch.device,
-        piece: Piece,
-        how: Plan,
         searched: bool,
-        left: _Side,
-        right: _Side,
-        given: _Side | None,
+        first: tuple[int, ...],
+        shape: tuple[int, int, int],
+        how: Way,
     ) -> None:
-        batch, row, column, batches, m, n = piece
-        block, padded, part, splits = how
-        high, wide = _up(m, TILE), _up(n, TILE)
-        where = space(how, batches, m, n, searched)
+        (block, padded, part, splits), where, high, wide, grids = how
+        batch, row, column = first
+        _, m, n = shape
         memory = torch.empty(where.size, dtype=torch.uint8, device=device)
         strange = torch.zeros((), dtype=torch.int32, device=device)
         start, flag = memory.data_ptr(), strange.data_ptr()
-        turned, across, straight, along, parts, blocks = (start + at for at in where[:6])
-        rows = (left.words(row), right.words(column))
-        defines = _defines(block, searched)
-        launch.kernel(device, FILE, "pack", defines)(
-            (-(-padded // 32), (high + wide) // 32, batches), (32, 8, 1),
+        turned, across, straight, along, parts, blocks, _ = [start + at for at in where]
+        pack, contract, rescan = _kernels(device, block, searched)
+        pack(
+            grids[0], PACKING,
             (
-                *rows[0], left.kind, m, self.k, high, padded, batch,
+                *self.a.words(row), self.a.kind, m, self.k, high, padded, batch,
                 turned, straight if searched else 0, flag,
-                *rows[1], right.kind, n, self.k, wide, padded, batch,
+                *self.b.words(column), self.b.kind, n, self.k, wide, padded, batch,
                 across, along if searched else 0, flag,
                 high // 32,
             ),
         )  # fmt: skip
-        launch.kernel(device, FILE, "contract", defines, SHARED)(
-            (high // TILE * (wide // TILE), splits, batches), (THREADS, 1, 1),
+        contract(
+            grids[1], CONTRACTING,
             (turned, across, parts, blocks, high, wide, padded, part, flag), SHARED,
         )  # fmt: skip
-        marked = NOWHERE if given is None else given.words(column if self.of_b else row)
-        first = (batch * self.m + row) * self.n + column
+        _, rows, columns = self.shape
+        at = (batch * rows + row) * columns + column
         value, index, marks = self.out
-        launch.kernel(device, FILE, "rescan", defines)(
-            (-(-m // 32) * -(-n // 32), 1, batches), (THREADS, 1, 1),
+        rescan(
+            grids[2], CONTRACTING,
             (
                 straight, along, turned, across, parts, blocks, splits, part, high, wide, padded,
                 m, n,
-                0 if value is None else value.data_ptr() + 4 * first,
-                0 if index is None else index.data_ptr() + 8 * first,
-                0 if marks is None else marks.data_ptr() + 4 * first,
-                *marked, self.of_b, batch, self.m * self.n, self.n, flag,
+                0 if value is None else value.data_ptr() + 4 * at,
+                0 if index is None else index.data_ptr() + 8 * at,
+                0 if marks is None else marks.data_ptr() + 4 * at,
+                *self.marks.words(column if self.of_b else row), self.of_b, batch,
+                rows * columns, columns, flag,
             ),
         )  # fmt: skip
 
 
-@cache
-def _defines(block: int, searched: bool) -> tuple[str, ...]:
-    return (f"KB {block}", "INDEX") if searched else (f"KB {block}",)
-
-
 class _Side(NamedTuple):
-    """Where the numbers of an operand are. Tensors that the words name are held on to."""
+    """Where the numbers of an operand are: ``struct Operand``. Tensors that it names are held."""
 
     kind: int
+    size: int  # of a number
+    place: tuple[int, int, int, int, int, int, int]
     held: tuple[Tensor, ...]
-    start: int
-    tables: tuple[int, int, int]
-    steps: tuple[int, int, int]
 
     @classmethod
     def of(cls, x: Matrices, rows: int, inner: int) -> _Side:
-        number = KINDS.get(x.data.dtype, 0)
         if isinstance(x, Operand):
-            data, *tables = (x.data.contiguous(), *(table.long().contiguous() for table in x[1:]))
+            data = x.data.contiguous()
+            tables = tuple(table.long().contiguous() for table in x[1:])
             batch, row, k = (table.data_ptr() for table in tables)
-            return cls(number, (data, *tables), data.data_ptr(), (batch, row, k), (0, 0, 0))
+            place = (data.data_ptr(), batch, row, k, 0, 0, 0)
+            return cls(KINDS.get(data.dtype, 0), data.itemsize, place, (data, *tables))
         steps = x.stride()
-        return cls(number, (x,), x.data_ptr(), (0, 0, 0), (steps[0], steps[rows], steps[inner]))
+        place = (x.data_ptr(), 0, 0, 0, steps[0], steps[rows], steps[inner])
+        return cls(KINDS.get(x.dtype, 0), x.itemsize, place, (x,))
 
     def words(self, row: int) -> tuple[int, ...]:
-        """``struct Operand``, of the rows from one on."""
-        batch, rows, inners = self.tables
+        """Of the rows from one on."""
+        if not row:
+            return self.place
+        start, batches, rows, inners, *steps = self.place
         if rows:
-            return self.start, batch, rows + 8 * row, inners, *self.steps
-        item = self.held[0].element_size()
-        return self.start + item * row * self.steps[1], 0, 0, 0, *self.steps
+            return start, batches, rows + 8 * row, inners, *steps
+        return start + self.size * row * steps[1], 0, 0, 0, *steps
 
 
-NOWHERE = (0,) * 7
+NOWHERE = _Side(0, 0, (0,) * 7, ())

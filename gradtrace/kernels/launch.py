@@ -8,7 +8,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
+import struct
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -59,21 +62,44 @@ def room(device: torch.device) -> int:
 class Kernel(NamedTuple):
     """A compiled function, which takes one structure of 64-bit words."""
 
-    function: int
+    function: ctypes.c_void_p
     device: int
 
     def __call__(self, grid: Grid, block: Grid, words: tuple[int, ...], shared: int = 0) -> None:
         """Launch it on the current stream, with so many bytes of shared memory more."""
-        given = _array(len(words))(*words)
-        place = ctypes.c_void_p(ctypes.addressof(given))
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        how = (*grid, *block, shared, stream, ctypes.byref(place), None)
+        _packer(len(words))(_GIVEN.words, 0, *words)  # the driver copies them
+        stream = _stream(torch._C._cuda_getCurrentRawStream(self.device))
+        how = (*grid, *block, shared, stream, _GIVEN.place, None)
         code = _driver().cuLaunchKernel(self.function, *how)
         if code == LOST:
             torch.zeros((), device=f"cuda:{self.device}")  # a launch of torch's own tells it
             code = _driver().cuLaunchKernel(self.function, *how)
         if code:
             raise _failure(code)
+
+
+class _Given(threading.local):
+    """Where each thread puts the words of a launch: new memory for each would cost more than the
+    launch.
+    """
+
+    def __init__(self) -> None:
+        self.words = (ctypes.c_longlong * 128)()
+        self.pointer = ctypes.c_void_p(ctypes.addressof(self.words))
+        self.place = ctypes.byref(self.pointer)
+
+
+_GIVEN = _Given()
+
+
+@cache
+def _packer(count: int) -> Callable[..., None]:
+    return struct.Struct(f"{count}q").pack_into
+
+
+@cache
+def _stream(number: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(number)
 
 
 @cache
@@ -86,8 +112,7 @@ def kernel(
     _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     if shared:
         _checked(driver.cuFuncSetAttribute(function, LARGE, shared))
-    assert function.value is not None
-    return Kernel(function.value, device.index)
+    return Kernel(function, device.index)
 
 
 def source(file: str, defines: tuple[str, ...] = ()) -> str:
@@ -132,16 +157,8 @@ def _module(device: int, file: str, defines: tuple[str, ...]) -> ctypes.c_void_p
 
 
 @cache
-def _array(length: int) -> type[ctypes.Array[ctypes.c_longlong]]:
-    return ctypes.c_longlong * length
-
-
-@cache
 def _driver() -> ctypes.CDLL:
-    found = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    found.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    return found
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def _failure(code: int) -> RuntimeError:

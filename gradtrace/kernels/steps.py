@@ -228,8 +228,8 @@ def _together(*tensors: Tensor) -> list[Tensor]:
     no gaps, else row by row.
     """
     first = tensors[0]
-    if len(tensors) == 1 and first.is_contiguous():
-        return [first]  # flat enough
+    if all(x.is_contiguous() for x in tensors):
+        return [x.view(-1) for x in tensors]
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     turned = [x.permute(order) for x in tensors]
     if all(x.is_contiguous() for x in turned):

@@ -109,6 +109,7 @@ class Emulator:
         patch.setattr(launch, "room", lambda device: self.room)
         patch.setattr(launch, "at", lambda device: nullcontext())
         patch.setattr(gpu, "triton", lambda: False)
+        gpu._kernels.cache_clear()
 
 
 def compiler() -> str | None:
