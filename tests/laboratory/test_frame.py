@@ -806,7 +806,8 @@ def test_texts_are_categories(style: str) -> None:
 
 def test_what_cannot_be_drawn_to_scale_is_drawn_without() -> None:
     nothing = Series("zeros", [0, -1], [0.0, float("inf")])
-    for series in ((nothing,), (Series("empty", [], []),), ()):
+    bars = Series("bars", ["a", "b"], [float("inf"), 1.0], style="bars")
+    for series in ((nothing,), (bars,), (Series("empty", [], []),), ()):
         plot = Plot("p", "t", "x", "y", series, log_x=True, log_y=True)
         assert drawing.png(plot).startswith(b"\x89PNG")
 
@@ -877,3 +878,14 @@ def test_a_series_that_is_like_another_has_its_colour() -> None:
     plot = Plot("name", "title", "x", "y", (one, theory, two, Series("d", [1], [1], like="none")))
     colours = [drawing._colour(plot, k) for k in range(4)]
     assert colours[0] == colours[1] and len(set(colours)) == 3
+
+
+def test_each_experiment_is_tried_on_degenerate_measurements() -> None:
+    """A verdict on memory crashed where all cells took as much: no experiment goes untried."""
+    tried = set()
+    for path in (Path(__file__).parents[1] / "experiments").glob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        other = dict(re.findall(r"import (\w+) as (\w+)", text))
+        names = {alias: name for name, alias in other.items()}
+        tried |= {names.get(it, it) for it in re.findall(r"degenerate\.concludes\((\w+)", text)}
+    assert tried == {place.rpartition(".")[2] for place in EXPERIMENTS.values()}
