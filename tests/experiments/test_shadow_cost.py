@@ -18,8 +18,8 @@ from gradtrace.errors import GradtraceError
 from gradtrace.experiments import images, shadow_cost
 from gradtrace.laboratory.findings import Row
 
-SMALL = {**shadow_cost.QUICK, "samples": 200, "batch": 20, "epochs": 4, "hidden": 8}
-BATCHES = 40
+SMALL = {**shadow_cost.QUICK, "samples": 200, "batch": 5, "epochs": 4, "hidden": 8}
+BATCHES = 160
 
 
 @pytest.fixture(scope="module")
