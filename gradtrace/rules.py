@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradtrace import waiting
 from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
 from gradtrace.maps import Identity, Map, Scatter
@@ -17,7 +18,7 @@ from gradtrace.marks import compact
 from gradtrace.program import Step
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import NARROW, shifted, wide
-from gradtrace.states import Part, Scope, State, alike, own, sizes, solid
+from gradtrace.states import Part, Scope, State, alike, own, sizes, solid, where
 
 
 class Rule(Protocol):
@@ -80,11 +81,11 @@ class Greedy:
         assert x is not None
         if x.dtype in NARROW or value.dtype in NARROW:  # 0 by rounding to few digits is not 0
             there = map_.best(x).value != 0
-            if numbers is None and bool((there == (value != 0)).all()):
+            if numbers is None and not waiting.avoid(x) and torch.equal(there, value != 0):
                 return State(value, 0, None, state.palette)
             numbers = there.int() if numbers is None else torch.where(there, numbers, 0)
-        elif numbers is not None and not bool(value.all()):
-            numbers = torch.where(value != 0, numbers, 0)
+        elif numbers is not None:
+            numbers = where(value, numbers)
         return State(value, 0, numbers, state.palette)
 
     def join(self, states: list[State], step: Step, scope: Scope) -> State:
@@ -169,7 +170,7 @@ class Viterbi:
             value, numbers = map_.pull((x,), MAX)[0], None
         elif map_.stays:
             value = map_.pull((x,), MAX)[0]
-            numbers = torch.where(value != 0, numbers, 0)
+            numbers = where(value, numbers)
         else:
             found, numbers = map_.carry(x, numbers, value=True)
             assert found is not None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace import waiting
 from gradtrace.maps import Map
 from gradtrace.maps.scatter import Few
 from gradtrace.marks import Palette
@@ -78,7 +79,10 @@ class State(NamedTuple):
 
     def marked(self, bits: int) -> State:
         """More bits in every mark."""
-        return self._replace(palette=self.palette.mark(bits)) if bits else self
+        if not bits:
+            return self
+        value, exponent, numbers, palette, *rest = self
+        return State(value, exponent, numbers, palette.mark(bits), *rest)
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""
@@ -131,10 +135,11 @@ def solid(state: State) -> State:
 
 def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 though something came to them; None if there is none."""
-    if bool(value.all()):
-        return None
-    if not any(bool(part.x.any()) for part in parts):
-        return None  # nothing came at all
+    if not waiting.avoid(value):
+        if bool(value.all()):
+            return None
+        if not any(bool(part.x.any()) for part in parts):
+            return None  # nothing came at all
     zero = value == 0
     loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
     for part in parts:
@@ -154,7 +159,7 @@ def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     if not bool(reached.any()):
         return None
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
-    found[at[reached]] = True
+    found[at] = reached
     return found.reshape(value.shape)
 
 
@@ -162,6 +167,13 @@ def alike(states: list[State]) -> bool:
     """Whether all are plain, with one and the same mark."""
     mark = states[0].mark
     return mark is not None and all(state.mark == mark for state in states)
+
+
+def where(value: Tensor, numbers: Tensor) -> Tensor:
+    """The numbers of marks, 0 where the value is 0."""
+    if not waiting.avoid(value) and bool(value.all()):  # a look is cheaper than a copy
+        return numbers
+    return torch.where(value != 0, numbers, 0)
 
 
 def sizes(x: Tensor) -> Tensor:

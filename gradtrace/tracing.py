@@ -31,7 +31,7 @@ from gradtrace.pairs import Pairs, lines
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.rules import RULES, Greedy
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.states import Scope, State, alike, solid
+from gradtrace.states import Scope, State, alike, solid, where
 
 
 class Found(NamedTuple):
@@ -123,10 +123,14 @@ class Tracer:
         """Compute these values (None: all), and drop those that are used up, but for ``keep``; tell
         leaves as they come.
         """
-        last: dict[int, int] = {}
-        for n, step in enumerate(self.program.steps()):
-            if values is None or step.out in values:
-                last.update((term.value, n) for term in step.terms)
+        last = self.program.last_uses
+        if values is not None:
+            last = {
+                term.value: n
+                for n, step in enumerate(self.program.steps())
+                if step.out in values
+                for term in step.terms
+            }
         sums: dict[int, list[State]] = {}
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
@@ -202,8 +206,7 @@ class Tracer:
         if first and map_.moves and state.numbers is not None and not self.absolute:
             state = solid(state)
             assert state.value is not None and state.numbers is not None
-            if not bool(state.value.all()):
-                state = state._replace(numbers=torch.where(state.value != 0, state.numbers, 0))
+            state = state._replace(numbers=where(state.value, state.numbers))
         return state
 
     def _merge(

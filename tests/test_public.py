@@ -33,7 +33,7 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout", "trends", "budget", "shards"},
+    {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
     {"semirings", "labels", "loggers"},
     {"maps", "atlas", "hooks", "passes", "testing"},
@@ -45,7 +45,7 @@ LAYERS: tuple[set[str], ...] = (
     {"capture", "catalogue", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
-    {"history"},
+    {"history", "tally"},
     {"report"},
     {"saving", "group"},
     {"trace"},

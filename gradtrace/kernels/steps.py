@@ -108,7 +108,7 @@ def _merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shif
 
 def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements of mark m,
-    for m below ``count``.
+    for m below ``count``; on the device of the marks, so that nobody waits for them.
 
     The order of the sum is fixed: elements of a chunk by place modulo ``LANES``, lanes by pairs,
     then chunk after chunk.
@@ -136,24 +136,32 @@ def _tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]
     return counts, _added(sums.double().reshape(chunks, LANES, count))
 
 
-def magnitude(gradient: Tensor) -> tuple[int, float]:
-    """How many elements are not 0, and the sum of their sizes, in the order of ``tally``."""
+def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """How many elements are not 0 (int64), and the sum of their sizes (float64), in the order of
+    ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
+    """
     (flat,) = _together(gradient)
     library = _serving(flat)
     if library is None:
-        return _magnitude(flat.reshape(-1))
+        return _measured(flat.reshape(-1))
     count, total, n = ctypes.c_int64(0), ctypes.c_double(0.0), flat.numel()
     where = (flat.data_ptr(), _chunks(n, 1)[0], ctypes.byref(count), ctypes.byref(total))
     checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
-    return count.value, total.value
+    return torch.tensor(count.value), torch.tensor(total.value, dtype=torch.float64)
 
 
-def _magnitude(flat: Tensor) -> tuple[int, float]:
+def magnitude(gradient: Tensor) -> tuple[int, float]:
+    """``measured`` as Python's numbers, which waits for a GPU."""
+    count, total = measured(gradient)
+    return int(count), float(total)
+
+
+def _measured(flat: Tensor) -> tuple[Tensor, Tensor]:
     length, chunks = _chunks(flat.numel(), 1)
     place = torch.arange(flat.numel(), device=flat.device)
     key = place // length * LANES + place % length % LANES
     sums = torch.bincount(key, flat.abs().double(), minlength=chunks * LANES)
-    return int(flat.count_nonzero()), float(_added(sums.double().reshape(chunks, LANES, 1)))
+    return flat.count_nonzero(), _added(sums.double().reshape(chunks, LANES, 1)).reshape(())
 
 
 def _chunks(n: int, count: int) -> tuple[int, int]:
