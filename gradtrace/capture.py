@@ -148,12 +148,12 @@ class Record:
             block.gives[position] = value
             if keeps and not autograd.ends(child):
                 self.store.add(value, out, block)
-            waiting = adjoints.get(child)
-            if waiting is None:
+            slots = adjoints.get(child)
+            if slots is None:
                 adjoints[child] = {slot: (out, value)}
                 continue
-            there = waiting.get(slot)
-            waiting[slot] = (out, value) if there is None else self._merge(block, there, out, value)
+            there = slots.get(slot)
+            slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
         self.blocks.append(block)
 
     def _known(

@@ -47,7 +47,7 @@ LAYERS: tuple[set[str], ...] = (
     {"capture", "catalogue", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
-    {"history"},
+    {"history", "tally"},
     {"report"},
     {"saving", "group"},
     {"trace"},
