@@ -198,14 +198,16 @@ class Record:
         result is of the dtype that is wanted.
         """
         meta = autograd.wanted(*edge)
-        wanted, dtype = tuple(meta.shape), out.dtype
-        total = [] if out.shape == wanted else summed(tuple(out.shape), wanted)
+        shape, wanted, dtype = tuple(out.shape), tuple(meta.shape), out.dtype
+        same = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
+        if same and shape:  # scalars may come from another device
+            return out, self._chain(chain, value, out, block)
+        total = [] if shape == wanted else summed(shape, wanted)
         value = self._chain([*chain, *total] if total else chain, value, out, block)
         for step in total:
             if step.inputs != step.outputs:  # else nothing is added up
                 out = step.apply(out)
-        if out.shape != wanted or dtype is not meta.dtype or out.device != meta.device:
-            out = autograd.conform(out, meta)
+        out = autograd.conform(out, meta)
         return out, value if out.dtype is dtype else self._chain((), value, out, block)
 
     def _defer(self, value: int, grad: Tensor, chain: list[Map], number: int, out: Tensor) -> None:

@@ -202,7 +202,9 @@ def divided(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     if edges[1][0] is not None:
         return None
     by = _number(node._saved_other)
-    return _told(Call(aten.div.Tensor, (grad, by), {}, [grad], grad / by, 0))
+    call = Call(aten.div.Tensor, (grad, by), {}, [grad], grad / by, 0)
+    ((chain, _),) = RULES["div"](call)
+    return [(call.out, chain)]
 
 
 # Products ----------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def called(operation: str, arguments: str) -> NodeRule:
     """A formula that is one ATen operation: of the cotangent ``g``, of which arguments have
     ``needed`` a gradient, of the ``dtype`` of the first, and of what the node saved, by name.
     """
-    func = getattr(aten, operation).default
+    func, told = getattr(aten, operation).default, RULES[operation]
     special: dict[str, Callable[[Tensor, Edges], Any]] = {
         "g": lambda grad, edges: grad,
         "needed": lambda grad, edges: [child is not None for child, _ in edges],
@@ -272,17 +274,12 @@ def called(operation: str, arguments: str) -> NodeRule:
         args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
         bare = product.bare and operation == "convolution_backward"
         out = standins.convolution_backward(*args) if bare else func(*args)
-        return _told(Call(func, args, {}, [grad], out, 0))
+        chains = told(Call(func, args, {}, [grad], out, 0))
+        if isinstance(out, Tensor):
+            return [(out, chains[0][0])]
+        return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
 
     return rule
-
-
-def _told(call: Call) -> Found:
-    """What the table of ATen operations says of a call."""
-    chains = RULES[call.func._schema.name.removeprefix("aten::")](call)
-    if isinstance(call.out, Tensor):
-        return [(call.out, chains[0][0])]
-    return [(out, some[0][0]) if some else None for out, some in zip(call.out, chains)]
 
 
 _looked_up = called(

@@ -371,3 +371,10 @@ def test_sparse_cotangents_are_refused() -> None:
     table = torch.randn(5, 3, requires_grad=True)
     with pytest.raises(Unsupported, match="sparse=False"):
         gradtrace.program(F.embedding(words, table, sparse=True).sum())
+
+
+def test_sparse_factors_are_refused() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    loss = torch.sparse.sum(x * torch.eye(2).to_sparse())
+    with pytest.raises(Unsupported, match=r"layout torch.sparse_coo|sparse"):
+        gradtrace.program(loss)
