@@ -22,6 +22,7 @@ from gradtrace.kernels import gpu, launch, native, reference, steps
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
 from gradtrace.maps import Normaliser
+from gradtrace.semirings import TopK
 
 NAN, INF = math.nan, math.inf
 MAKERS = {"generic": maker, "ties": whole, "odd": odd}
@@ -149,6 +150,21 @@ def nothing(device: str) -> None:
     for shape in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)):
         i, m, k, n = shape
         contracted(device, torch.randn(i, m, k), torch.randn(i, k, n), index=True)
+
+
+def top(device: str, many: int, shapes: list[tuple[int, int, int, int]]) -> None:
+    """The largest few: what the generic way gives."""
+    for (i, m, k, n), kind, dtype in product(shapes, MAKERS, FLOATS):
+        semiring = TopK(many)
+        parts = numbers(kind, dtype, many, i, m, k).abs().sort(0, descending=True).values
+        x = tuple(part.to(torch.promote_types(dtype, torch.float32)) for part in parts)
+        weight = numbers(kind, dtype, i, n, k, seed=4)
+        wanted = plainly(semiring.contract, "imk,ink->imn", x, weight)
+        here = tuple(part.to(device) for part in x)
+        found = semiring.contract("imk,ink->imn", here, weight.to(device))
+        assert len(found) == many
+        for mine, theirs in zip(found, wanted):
+            same(mine, theirs)
 
 
 # Steps -------------------------------------------------------------------------------------------

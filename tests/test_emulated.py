@@ -13,7 +13,8 @@ import torch
 from emulated import Emulator, compiler
 from test_maps import KINDS
 
-from gradtrace.kernels import between, contract, gpu, launch
+from gradtrace.kernels import between, contract, gpu, launch, top
+from gradtrace.semirings import TopK
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +99,23 @@ def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
         contract.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
     )
     assert emulator.launches == ["pack", "contract", "rescan"]
+
+
+def test_the_largest_few(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices.top("cpu", 3, [(2, 3, 5, 4), (1, 18, 20, 70), (1, 2, 0, 3), (0, 2, 3, 1)])
+    monkeypatch.setattr(top, "MANY", 2)
+    devices.top("cpu", 3, [(5, 3, 2, 4)])
+    assert set(emulator.launches) == {"top_float", "top_double"}
+
+
+def test_too_many_of_the_largest_are_left_to_torch(emulator: Emulator) -> None:
+    x, weight = torch.rand(9, 1, 2, 3).sort(0, descending=True).values.unbind(), torch.rand(1, 3, 2)
+    assert not top.serves(x, weight)
+    assert not top.serves(x[:2], weight.double())
+    assert top.serves(x[:2], weight)
+    assert len(TopK(9).contract("imk,ikn->imn", x, weight)) == 9
+    assert not emulator.launches
+    TopK(3).contract("imk,ikn->imn", x[:3], weight)
 
 
 # Steps -------------------------------------------------------------------------------------------
@@ -194,6 +212,7 @@ SOURCES = [
     ("contract.cu", ("KB 16", "INDEX")),
     ("contract.cu", ("KB 128",)),
     ("steps.cu", ()),
+    ("top.cu", ("TOP 8",)),
 ]
 
 

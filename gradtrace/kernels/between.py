@@ -152,15 +152,15 @@ class _Partial(NamedTuple):
     where: tuple[int, int]
     results: tuple[int, int]
     chunks: int
-    count: int
+    marks: int
     memory: Tensor | None
 
     def add_up(self) -> None:
         """The chunks, if there are several."""
         if self.memory is not None:
             launch.kernel(self.memory.device, FILE, "total")(
-                (-(-self.count // 8), 1, 1), WARPS,
-                (*self.where, self.chunks, self.count, *self.results),
+                (-(-self.marks // 8), 1, 1), WARPS,
+                (*self.where, self.chunks, self.marks, *self.results),
             )  # fmt: skip
 
 
