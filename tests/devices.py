@@ -367,7 +367,7 @@ def normalise(device: str, kind: str, sizes: tuple[int, ...]) -> None:
 
 def normalise_odd(device: str, seeds: int) -> None:
     """NaN, infinities, and products that leave the range."""
-    for seed, n, dtype in product(range(seeds), (5, 40), WIDE):
+    for seed, n, dtype in product(range(seeds), (5, 100), WIDE):
         d, x, *parts = (numbers("odd", dtype, 3, n, seed=seed + k) for k in range(6))
         _chosen(device, Lines(d, parts[:1], parts[2:3], x))
         _chosen(device, Lines(d, parts[:2], parts[2:], x))
@@ -379,7 +379,7 @@ def normalise_odd(device: str, seeds: int) -> None:
             part[1, seed % n] = kept
     for power, dtype in product((-147, -100, 60, 63, 120), WIDE):
         scale = 2.0 ** (power - 925 if dtype is torch.float64 and power < 0 else power)
-        how = lines_of("gaussian", 40, dtype)
+        how = lines_of("gaussian", 100, dtype)
         _chosen(device, how._replace(x=how.x * scale))
         _chosen(device, how._replace(left=[u * scale for u in how.left]))
         _chosen(device, how._replace(right=[how.right[0], how.right[1] * scale]))

@@ -174,13 +174,15 @@ def test_normalise_expanded(emulator: Emulator) -> None:
     devices.normalise_expanded("cpu")
 
 
-def test_pairs_too_many_to_compare_are_left_to_torch(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(between, "PAIRS", 30)
-    part = torch.randn(2, 4)
-    assert between.normalise(part, [part] * 2, [part] * 2, part, None) is None
-    assert between.normalise(part, [part], [part], part, None) is not None
+def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
+    """But where that cannot be: nearly all are corners, or products may leave the range."""
+    left = torch.zeros(3, dtype=torch.int32)
+    for kind, over in (("gaussian", 0), ("circle", 1)):
+        how = devices.lines_of(kind, 300, torch.float32)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "zeros", lambda *_, **__: left.zero_())
+            between.normalise(how.diagonal, how.left, how.right, how.x, None)
+        assert left.tolist() == [over] * 3, kind
 
 
 # The emulator, and the compiler ------------------------------------------------------------------

@@ -22,10 +22,9 @@ NOTHING = (0, 0, 0, 0)
 
 
 def serves(parts: Sequence[Tensor], weight: Tensor) -> bool:
-    """Whether so many parts of these numbers can be contracted here."""
-    if len(parts) > MOST or weight.dtype not in NAMES:
-        return False
-    if any(part.dtype is not weight.dtype for part in parts):
+    """Whether so many parts can be contracted here with a weight, half precision as single."""
+    dtype = torch.float32 if weight.dtype.itemsize == 2 else weight.dtype
+    if len(parts) > MOST or dtype not in NAMES or any(part.dtype is not dtype for part in parts):
         return False
     return launch.serves(FILE, weight, *parts)
 

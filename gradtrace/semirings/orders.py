@@ -175,7 +175,7 @@ class TopK(Scaled):
         return found.unbind(dim)  # there are k at least: each element has k parts
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
-        if self.log or not top.serves(x, self.weigh(weight[..., :0])[0]):
+        if self.log or not top.serves(x, weight):
             return super().contract(spec, x, weight)
         how = plan(spec, tuple(x[0].shape), tuple(weight.shape))
         right = self.weigh(how.right(weight))[0]
