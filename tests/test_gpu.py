@@ -119,7 +119,7 @@ def test_gather() -> None:
 @on_a_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_normalise(kind: str) -> None:
-    devices.normalise("cuda", kind, (1, 2, 17, 65, 127, 300, 768, 1100, 4097))
+    devices.normalise("cuda", kind, (1, 2, 17, 65, 127, 300, 768, 1100), (4097,))
 
 
 @on_a_gpu

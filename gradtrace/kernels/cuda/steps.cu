@@ -649,16 +649,24 @@ __device__ __forceinline__ void outermost(B& size, int& place, B* sizes, int* pl
     places[threadIdx.x / 32] = place;
   }
   __syncthreads();
-  size = sizes[threadIdx.x % 8];
-  place = places[threadIdx.x % 8];
-  furthest(size, place);
+#pragma unroll
+  for (int w = 0; w < 8; w++) {
+    if (sizes[w] > size || (sizes[w] == size && places[w] < place)) {
+      size = sizes[w];
+      place = places[w];
+    }
+  }
 }
 
 template <typename T>
-__device__ __forceinline__ T largest(T x, typename Kind<T>::Bits* sizes, int* places) {
+__device__ __forceinline__ T largest(T x, typename Kind<T>::Bits* sizes) {
   typename Kind<T>::Bits size = sized(x);
-  int place = 0;
-  outermost(size, place, sizes, places);
+  for (int half = 16; half; half /= 2) size = max(size, __shfl_xor_sync(FULL, size, half));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sizes[threadIdx.x / 32] = size;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < 8; w++) size = max(size, sizes[w]);
   return number(size);
 }
 
@@ -690,7 +698,7 @@ __device__ void pruned(const Normalise<T>& c) {
   }
   odd = __syncthreads_or(odd);
 #pragma unroll
-  for (int k = 0; k < 7; k++) most[k] = largest(most[k], sizes, places);
+  for (int k = 0; k < 7; k++) most[k] = largest(most[k], sizes);
   const T bound = add(mul(most[0], most[2]), mul(most[1], most[3])) * most[4] * T(4);
   T scale[2];
   odd |= !(bound <= highest);
