@@ -22,7 +22,7 @@ def streaming(program: Program, kept: bool = True) -> int:
     dropped.
     """
     last, leaves = (
-        program.last_uses(),
+        program.last_uses,
         {leaf.value for leaf in program.leaves if leaf.known is not None},
     )
     held: dict[int, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -103,8 +104,9 @@ class Program:
             yield from block.steps
             yield from block.merges
 
+    @cached_property
     def last_uses(self) -> dict[int, int]:
-        """For each value the number of the last step that takes it."""
+        """For each value the number of the last step that takes it. Not to be written to."""
         return {term.value: n for n, step in enumerate(self.steps()) for term in step.terms}
 
     def wholes(self) -> dict[int, int]:

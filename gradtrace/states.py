@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace import waiting
 from gradtrace.maps import Map
 from gradtrace.maps.scatter import Few
 from gradtrace.marks import Palette
@@ -60,6 +61,9 @@ class State(NamedTuple):
 
     ``few``, if there are any, are the elements that have something to say, each with its mark; the
     others have a path, with the first mark, where ``value`` is not 0, or none if that is put off.
+
+    Of ``loose`` numbers, those of elements that are 0 do not count. Nobody chooses such an element
+    anyway, so most are never cleared away.
     """
 
     value: Tensor | None
@@ -69,6 +73,7 @@ class State(NamedTuple):
     parts: tuple[Part, ...] = ()
     size: Tensor | None = None  # of the largest term so far, where a sum goes on
     few: Few | None = None
+    loose: bool = False
 
     @property
     def mark(self) -> int | None:
@@ -78,7 +83,10 @@ class State(NamedTuple):
 
     def marked(self, bits: int) -> State:
         """More bits in every mark."""
-        return self._replace(palette=self.palette.mark(bits)) if bits else self
+        if not bits & ~self.palette.extra:
+            return self
+        value, exponent, numbers, palette, parts, size, few, loose = self  # _replace takes longer
+        return State(value, exponent, numbers, palette.mark(bits), parts, size, few, loose)
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""
@@ -87,10 +95,12 @@ class State(NamedTuple):
         return self.palette.marks()[int(state.numbers[index])]
 
     def written(self) -> State:
-        """With a number for each element."""
-        if self.numbers is not None:
+        """With a number for each element, none of them loose."""
+        if self.numbers is not None and not self.loose:
             return self
         assert self.value is not None
+        if self.numbers is not None:
+            return self._replace(numbers=where(self.value, self.numbers), loose=False)
         numbers = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
         torch.ne(self.value, 0, out=numbers)
         if self.few is not None:
@@ -131,10 +141,11 @@ def solid(state: State) -> State:
 
 def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 though something came to them; None if there is none."""
-    if bool(value.all()):
-        return None
-    if not any(bool(part.x.any()) for part in parts):
-        return None  # nothing came at all
+    if not waiting.avoid(value):
+        if bool(value.all()):
+            return None
+        if not any(bool(part.x.any()) for part in parts):
+            return None  # nothing came at all
     zero = value == 0
     loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
     for part in parts:
@@ -154,7 +165,7 @@ def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     if not bool(reached.any()):
         return None
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
-    found[at[reached]] = True
+    found[at] = reached
     return found.reshape(value.shape)
 
 
@@ -162,6 +173,13 @@ def alike(states: list[State]) -> bool:
     """Whether all are plain, with one and the same mark."""
     mark = states[0].mark
     return mark is not None and all(state.mark == mark for state in states)
+
+
+def where(value: Tensor, numbers: Tensor) -> Tensor:
+    """The numbers of marks, 0 where the value is 0."""
+    if not waiting.avoid(value) and bool(value.all()):  # a look is cheaper than a copy
+        return numbers
+    return torch.where(value != 0, numbers, 0)
 
 
 def sizes(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from gradtrace.components import Chosen, Component, Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow, flow_of, measure
 from gradtrace.following import Kept
-from gradtrace.influence import Influence, Tally, checked_weight, possible
+from gradtrace.influence import Influence, checked_weight
 from gradtrace.maps import Map
 from gradtrace.marks import Marks, Palette
 from gradtrace.pairs import Pairs
@@ -30,6 +30,7 @@ from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
+from gradtrace.tally import Tally, possible
 from gradtrace.tracing import Found, Tracer
 
 SAMPLED = 10_000

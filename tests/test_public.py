@@ -33,19 +33,21 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout", "trends", "budget", "shards"},
+    {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
     {"semirings", "labels", "loggers"},
     {"maps", "atlas", "hooks", "passes", "testing"},
-    {"linear", "deferred", "nodes", "schedules", "states"},
-    {"program"},
-    {"values", "engine"},
+    {"linear", "deferred", "schedules", "states"},
+    {"program", "nodes"},
+    {"values", "engine", "store"},
     {"folding", "recorder", "reconverge", "rules", "sizes"}
     | {"gradient", "memory", "pairs", "sampling"},
+    {"matrices"},
+    {"formulas"},
     {"capture", "catalogue", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
-    {"history"},
+    {"history", "tally"},
     {"report"},
     {"saving", "group"},
     {"trace"},
