@@ -16,12 +16,14 @@ import torch
 from test_carry import odd
 from test_maps import apart, maker, whole
 from test_maps import numbers as along_a_line
+from test_steps import every_pair as all_pairs
 from torch import Tensor
 
 from gradtrace.kernels import gpu, launch, native, reference, steps
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
 from gradtrace.maps import Normaliser
+from gradtrace.semirings import TopK
 
 NAN, INF = math.nan, math.inf
 MAKERS = {"generic": maker, "ties": whole, "odd": odd}
@@ -149,6 +151,21 @@ def nothing(device: str) -> None:
     for shape in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)):
         i, m, k, n = shape
         contracted(device, torch.randn(i, m, k), torch.randn(i, k, n), index=True)
+
+
+def top(device: str, many: int, shapes: list[tuple[int, int, int, int]]) -> None:
+    """The largest few: what the generic way gives."""
+    for (i, m, k, n), kind, dtype in product(shapes, MAKERS, FLOATS):
+        semiring = TopK(many)
+        parts = numbers(kind, dtype, many, i, m, k).abs().sort(0, descending=True).values
+        x = tuple(part.to(torch.promote_types(dtype, torch.float32)) for part in parts)
+        weight = numbers(kind, dtype, i, n, k, seed=4)
+        wanted = plainly(semiring.contract, "imk,ink->imn", x, weight)
+        here = tuple(part.to(device) for part in x)
+        found = semiring.contract("imk,ink->imn", here, weight.to(device))
+        assert len(found) == many
+        for mine, theirs in zip(found, wanted):
+            same(mine, theirs)
 
 
 # Steps -------------------------------------------------------------------------------------------
@@ -300,58 +317,73 @@ def lines_of(kind: str, n: int, dtype: torch.dtype) -> Lines:
 
 
 def every_pair(how: Lines) -> tuple[Tensor, Tensor]:
-    """The largest contribution to each element of lines, of all pairs, and its place."""
+    """The largest contribution to each element of lines, and its place: of rank two among all pairs
+    (the hull of ``maps`` is for ordinary numbers), of rank one as ``Normaliser`` has it.
+    """
+    if len(how.left) == 2:
+        return all_pairs(how)
     m = Normaliser(how.diagonal, list(zip(how.left, how.right)), [1], tuple(how.x.shape))
     value, place = m._chosen(how.x)
     return value, torch.where(value == 0, -1, place)
 
 
 def _chosen(device: str, how: Lines) -> None:
-    """Place, value and mark, to the bit; with the diagonal and without, so that others win."""
-    marks = torch.arange(1, how.x.numel() + 1, dtype=torch.int32).reshape(how.x.shape)
-    for diagonal in (how.diagonal, torch.zeros_like(how.diagonal)):
-        given = how._replace(diagonal=diagonal)
-        value, place = plainly(every_pair, given)
-        here = Lines(
-            diagonal.to(device),
-            [part.to(device) for part in given.left],
-            [part.to(device) for part in given.right],
-            given.x.to(device),
-        )
-        found = steps.normalise(here)
-        assert found is not None and found.place is not None and found.marks is None
-        same(found.value, value)
-        same(found.place, place)
-        handed = steps.normalise(here, apart(marks).to(device))
-        assert handed is not None and handed.marks is not None and handed.place is None
-        same(handed.value, value)
-        taken = marks.gather(1, place.clamp(min=0))
-        same(handed.marks, torch.where(place >= 0, taken, 0))
+    """With the diagonal, and without it, so that others win."""
+    _placed(device, how)
+    _marked(device, how)
+    others = how._replace(diagonal=torch.zeros_like(how.diagonal))
+    _placed(device, others)
+    _marked(device, others)
+
+
+def _there(device: str, how: Lines) -> Lines:
+    left, right = ([part.to(device) for part in side] for side in (how.left, how.right))
+    return Lines(how.diagonal.to(device), left, right, how.x.to(device))
+
+
+def _placed(device: str, how: Lines) -> None:
+    """Value and place, to the bit."""
+    value, place = plainly(every_pair, how)
+    found = steps.normalise(_there(device, how))
+    assert found is not None and found.place is not None and found.marks is None
+    same(found.value, value)
+    same(found.place, place)
+
+
+def _marked(device: str, how: Lines) -> None:
+    """Value and mark, to the bit."""
+    value, place = plainly(every_pair, how)
+    marks = torch.arange(1, value.numel() + 1, dtype=torch.int32).reshape(value.shape)
+    found = steps.normalise(_there(device, how), apart(marks).to(device))
+    assert found is not None and found.marks is not None and found.place is None
+    same(found.value, value)
+    taken = marks.gather(1, place.clamp(min=0))
+    same(found.marks, torch.where(place >= 0, taken, 0))
 
 
 def _of_rank_one(how: Lines) -> Lines:
     return Lines(how.diagonal, how.left[1:], how.right[1:], how.x)
 
 
-def normalise(device: str, kind: str, sizes: tuple[int, ...]) -> None:
+def normalise(device: str, kind: str, sizes: tuple[int, ...], long: tuple[int, ...]) -> None:
+    """Lines of some sizes, looked at from all sides, and long ones."""
     for n, dtype in product(sizes, WIDE):
         how = lines_of(kind, n, dtype)
         _chosen(device, how)
         _chosen(device, _of_rank_one(how))
-        _chosen(
-            device,
-            Lines(
-                apart(how.diagonal),
-                [apart(part) for part in how.left],
-                [part.t().contiguous().t() for part in how.right],
-                apart(how.x),
-            ),
-        )
+        left = [apart(part) for part in how.left]
+        right = [part.t().contiguous().t() for part in how.right]
+        _placed(device, Lines(apart(how.diagonal), left, right, apart(how.x)))
+    for n, dtype in product(long, WIDE):
+        how = lines_of(kind, n, dtype)
+        _marked(device, how)
+        _placed(device, how._replace(diagonal=torch.zeros_like(how.diagonal)))
+        _placed(device, _of_rank_one(how))
 
 
 def normalise_odd(device: str, seeds: int) -> None:
     """NaN, infinities, and products that leave the range."""
-    for seed, n, dtype in product(range(seeds), (5, 40), WIDE):
+    for seed, n, dtype in product(range(seeds), (5, 100), WIDE):
         d, x, *parts = (numbers("odd", dtype, 3, n, seed=seed + k) for k in range(6))
         _chosen(device, Lines(d, parts[:1], parts[2:3], x))
         _chosen(device, Lines(d, parts[:2], parts[2:], x))
@@ -359,16 +391,17 @@ def normalise_odd(device: str, seeds: int) -> None:
         for bad, part in product((NAN, INF), (how.x, how.left[1], how.right[0], how.diagonal)):
             kept = part[1, seed % n].clone()
             part[1, seed % n] = bad
-            _chosen(device, how)
+            _placed(device, how)
             part[1, seed % n] = kept
-    for power, dtype in product((-147, -100, 60, 63, 120), WIDE):
+    for power, dtype in product((-147, -100, 63, 120), WIDE):
         scale = 2.0 ** (power - 925 if dtype is torch.float64 and power < 0 else power)
-        how = lines_of("gaussian", 40, dtype)
-        _chosen(device, how._replace(x=how.x * scale))
-        _chosen(device, how._replace(left=[u * scale for u in how.left]))
-        _chosen(device, how._replace(right=[how.right[0], how.right[1] * scale]))
+        how = lines_of("gaussian", 100, dtype)
+        how = how._replace(diagonal=torch.zeros_like(how.diagonal))
+        _placed(device, how._replace(x=how.x * scale))
+        _placed(device, how._replace(left=[u * scale for u in how.left]))
+        _placed(device, how._replace(right=[how.right[0], how.right[1] * scale]))
         both = [u * scale for u in how.right], [u * scale for u in how.left]
-        _chosen(device, how._replace(right=both[0], left=both[1]))
+        _placed(device, how._replace(right=both[0], left=both[1]))
 
 
 def normalise_expanded(device: str) -> None:

@@ -13,7 +13,8 @@ import torch
 from emulated import Emulator, compiler
 from test_maps import KINDS
 
-from gradtrace.kernels import between, contract, gpu, launch
+from gradtrace.kernels import between, contract, gpu, launch, top
+from gradtrace.semirings import TopK
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +90,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(emulator: Emulator) -> 
     devices.tally_of_matrices("cpu")
     devices.reduce("cpu", False)
     devices.scatter("cpu", False)
-    devices.normalise("cpu", "ties", (65,))
+    devices.normalise("cpu", "ties", (17,), (65,))
 
 
 def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
@@ -98,6 +99,23 @@ def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
         contract.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
     )
     assert emulator.launches == ["pack", "contract", "rescan"]
+
+
+def test_the_largest_few(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices.top("cpu", 3, [(2, 3, 5, 4), (1, 18, 20, 70), (1, 2, 0, 3), (0, 2, 3, 1)])
+    monkeypatch.setattr(top, "MANY", 2)
+    devices.top("cpu", 3, [(5, 3, 2, 4)])
+    assert set(emulator.launches) == {"top_float", "top_double"}
+
+
+def test_too_many_of_the_largest_are_left_to_torch(emulator: Emulator) -> None:
+    x, weight = torch.rand(9, 1, 2, 3).sort(0, descending=True).values.unbind(), torch.rand(1, 3, 2)
+    assert not top.serves(x, weight)
+    assert not top.serves(x[:2], weight.double())
+    assert top.serves(x[:2], weight)
+    assert len(TopK(9).contract("imk,ikn->imn", x, weight)) == 9
+    assert not emulator.launches
+    TopK(3).contract("imk,ikn->imn", x[:3], weight)
 
 
 # Steps -------------------------------------------------------------------------------------------
@@ -141,28 +159,30 @@ def test_gather(emulator: Emulator) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_normalise(kind: str, emulator: Emulator) -> None:
-    devices.normalise("cpu", kind, (1, 2, 17, 65, 300))
+    devices.normalise("cpu", kind, (1, 2, 17), (65, 300))
 
 
 def test_normalise_long_lines(emulator: Emulator) -> None:
-    devices.normalise("cpu", "norm with ties", (1100,))
+    devices.normalise("cpu", "norm with ties", (), (1100,))
 
 
 def test_normalise_what_is_not_finite(emulator: Emulator) -> None:
-    devices.normalise_odd("cpu", 4)
+    devices.normalise_odd("cpu", 1)
 
 
 def test_normalise_expanded(emulator: Emulator) -> None:
     devices.normalise_expanded("cpu")
 
 
-def test_pairs_too_many_to_compare_are_left_to_torch(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(between, "PAIRS", 30)
-    part = torch.randn(2, 4)
-    assert between.normalise(part, [part] * 2, [part] * 2, part, None) is None
-    assert between.normalise(part, [part], [part], part, None) is not None
+def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
+    """But where that cannot be: nearly all are corners, or products may leave the range."""
+    left = torch.zeros(3, dtype=torch.int32)
+    for kind, over in (("gaussian", 0), ("circle", 1)):
+        how = devices.lines_of(kind, 300, torch.float32)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "zeros", lambda *_, **__: left.zero_())
+            between.normalise(how.diagonal, how.left, how.right, how.x, None)
+        assert left.tolist() == [over] * 3, kind
 
 
 # The emulator, and the compiler ------------------------------------------------------------------
@@ -194,6 +214,7 @@ SOURCES = [
     ("contract.cu", ("KB 16", "INDEX")),
     ("contract.cu", ("KB 128",)),
     ("steps.cu", ()),
+    ("top.cu", ("TOP 8",)),
 ]
 
 

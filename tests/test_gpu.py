@@ -85,6 +85,12 @@ def test_a_contraction_too_large_for_the_room_goes_in_pieces(
 
 
 @on_a_gpu
+@pytest.mark.parametrize("many", [1, 2, 5, 8])
+def test_the_largest_few(many: int) -> None:
+    devices.top("cuda", many, [(2, 3, 5, 4), (1, 2, 0, 3), (3, 130, 257, 170)])
+
+
+@on_a_gpu
 def test_merge() -> None:
     devices.merge("cuda", True)
 
@@ -113,7 +119,7 @@ def test_gather() -> None:
 @on_a_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_normalise(kind: str) -> None:
-    devices.normalise("cuda", kind, (1, 2, 17, 65, 127, 300, 768, 1100, 4097))
+    devices.normalise("cuda", kind, (1, 2, 17, 65, 127, 300, 768, 1100), (4097,))
 
 
 @on_a_gpu

@@ -26,8 +26,8 @@ RANGE = 128
 EACH, TILE = 4, 256
 """Elements that a thread compares with all others, and the most threads of a block."""
 
-PAIRS = 1 << 37
-"""Pairs of elements of lines up to which all are compared: some 30 ms."""
+PLAIN = 64
+"""Lines of at most this many elements are compared one with another."""
 
 LOST = (0, 0, 0)
 """Lines that are not there."""
@@ -152,15 +152,15 @@ class _Partial(NamedTuple):
     where: tuple[int, int]
     results: tuple[int, int]
     chunks: int
-    count: int
+    marks: int
     memory: Tensor | None
 
     def add_up(self) -> None:
         """The chunks, if there are several."""
         if self.memory is not None:
             launch.kernel(self.memory.device, FILE, "total")(
-                (-(-self.count // 8), 1, 1), WARPS,
-                (*self.where, self.chunks, self.count, *self.results),
+                (-(-self.marks // 8), 1, 1), WARPS,
+                (*self.where, self.chunks, self.marks, *self.results),
             )  # fmt: skip
 
 
@@ -256,12 +256,10 @@ def normalise(
     right: Sequence[Tensor],
     x: Tensor,
     marks: Tensor | None,
-) -> tuple[Tensor, Tensor] | None:
-    """``steps.normalise``: values, and places or marks; None where it would take too long."""
+) -> tuple[Tensor, Tensor]:
+    """``steps.normalise``: values, and places or marks."""
     lines, n = x.shape
     rank, device = len(left), x.device
-    if rank == 2 and lines * n * n > PAIRS:
-        return None
     value = torch.empty((lines, n), dtype=x.dtype, device=device)
     kind = torch.int64 if marks is None else torch.int32
     found = torch.empty((lines, n), dtype=kind, device=device)
@@ -270,15 +268,32 @@ def normalise(
     second = (left[1], right[1]) if rank == 2 else (None, None)
     parts = (diagonal, x, left[0], second[0], right[0], second[1], marks)
     words = (*(word for part in parts for word in _line(part)), lines, n, rows, value.data_ptr())
-    if rank == 1:
-        grid, threads = -(-lines // (256 // rows)), 256
-    else:
-        threads = min(TILE, -(-n // (32 * EACH)) * 32)
-        grid = lines * -(-n // (EACH * threads))
     with launch.at(device):
-        name = f"{'ranked' if rank == 1 else 'paired'}_{WIDE[x.dtype]}"
-        launch.kernel(device, FILE, name)((grid, 1, 1), (threads, 1, 1), (*words, *where))
+        if rank == 1:
+            grid = -(-lines // (256 // rows)), 1, 1
+            _named("ranked", x)(grid, THREADS, (*words, *where, 0))
+        else:
+            _pairs(x, (*words, *where))
     return value, found
+
+
+def _named(name: str, x: Tensor) -> launch.Kernel:
+    return launch.kernel(x.device, FILE, f"{name}_{WIDE[x.dtype]}")
+
+
+def _pairs(x: Tensor, words: tuple[int, ...]) -> None:
+    """Rank two. Of long lines, elements that cannot be largest are left out first; lines where
+    that cannot be are left over.
+    """
+    lines, n = x.shape
+    left = 0
+    if n > PLAIN:
+        over = torch.zeros(lines, dtype=torch.int32, device=x.device)
+        left = over.data_ptr()
+        _named("pruned", x)((lines, 1, 1), THREADS, (*words, left))
+    threads = min(TILE, -(-n // (32 * EACH)) * 32)
+    grid = lines * -(-n // (EACH * threads)), 1, 1
+    _named("paired", x)(grid, (threads, 1, 1), (*words, left))
 
 
 def _line(part: Tensor | None) -> tuple[int, int, int]:

@@ -126,7 +126,7 @@ def names(text: str) -> list[str]:
     return re.findall(r"^KERNEL\(\w+, (\w+),", text, re.MULTILINE)
 
 
-FIRST = {"contract.cu": ("KB 16", "INDEX")}
+FIRST = {"contract.cu": ("KB 16", "INDEX"), "top.cu": ("TOP 2",)}
 """With which macros it is tried whether a file compiles."""
 
 

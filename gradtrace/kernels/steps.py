@@ -393,12 +393,8 @@ def normalise(how: Lines, marks: Tensor | None = None) -> Chosen | None:
     if any(part.dtype is not how.x.dtype for part in parts):
         return None
     if how.x.dtype in between.WIDE and between.serves(*parts):
-        found = between.normalise(how.diagonal, how.left, how.right, how.x, marks)
-        if found is None:
-            return None
-        return Chosen(
-            found[0], found[1] if marks is None else None, None if marks is None else found[1]
-        )
+        size, found = between.normalise(how.diagonal, how.left, how.right, how.x, marks)
+        return Chosen(size, found, None) if marks is None else Chosen(size, None, found)
     library = _serving(how.x, *parts)
     if library is None:
         return None

@@ -21,6 +21,7 @@ from gradtrace.kernels import gpu, launch
 HEADER = Path(__file__).with_name("device.h")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
 QUIET = ("-U_FORTIFY_SOURCE", "-w")
+HIDDEN = "-fvisibility=hidden"  # else libraries would share the static variables of templates
 PROCESSORS = 5
 
 
@@ -67,7 +68,7 @@ class Emulator:
             for name in launch.names(source)
         )
         entry = (
-            'extern "C" const char* emulate(const char* name, const unsigned* shape,'
+            'extern "C" __attribute__((visibility("default"))) const char* emulate(const char* name, const unsigned* shape,'
             " int64_t shared, const void* words, int64_t count, int backwards) {\n"
             f'{tells}  return "there is no such kernel";\n}}\n'
         )
@@ -76,7 +77,7 @@ class Emulator:
         place.write_text(f'#include "{HEADER}"\n{source}\n{entry}')
         library = self.folder / f"{number}.so"
         done = subprocess.run(
-            [self.compiler, *FLAGS, *QUIET, "-o", str(library), str(place)],
+            [self.compiler, *FLAGS, *QUIET, HIDDEN, "-o", str(library), str(place)],
             capture_output=True,
             text=True,
             check=False,

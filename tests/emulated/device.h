@@ -42,6 +42,7 @@ struct Fiber {
   std::jmp_buf here;
   ucontext_t start;
   std::vector<char> stack;
+  dim3 place;  // threadIdx
   State state = DONE;
   bool started = false;
   unsigned mask = 0;  // of the lanes that are waited for
@@ -78,8 +79,7 @@ static void live() {
 inline void resume(int thread) {
   Fiber& fiber = *fibers[thread];
   current = thread;
-  const unsigned x = blockDim.x, y = blockDim.y, at = thread;
-  threadIdx = {at % x, at / x % y, at / x / y};
+  threadIdx = fiber.place;
   if (_setjmp(scheduler)) return;
   if (fiber.started) _longjmp(fiber.here, 1);
   fiber.started = true;
@@ -135,6 +135,8 @@ inline bool release() {
 inline void block(bool backwards) {
   std::memset(dynamic.data(), 0xff, dynamic.size());
   for (int t = 0; t < threads; t++) {
+    const unsigned x = blockDim.x, y = blockDim.y, at = t;
+    fibers[t]->place = {at % x, at / x % y, at / x / y};
     fibers[t]->state = READY;
     fibers[t]->turn = 0;
   }

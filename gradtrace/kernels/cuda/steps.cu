@@ -374,6 +374,7 @@ struct Normalise {
   T* value;
   i64* place;  // or
   int* out;
+  int* left;  // which lines are left to paired; all of them where it is absent
 };
 
 // The own element wins ties against later ones only.
@@ -493,6 +494,7 @@ __device__ void paired(const Normalise<T>& c) {
   const int n = c.n, threads = blockDim.x, tid = threadIdx.x;
   const int tiles = (n + EACH * threads - 1) / (EACH * threads);
   const i64 line = blockIdx.x / tiles;
+  if (c.left && !c.left[line]) return;  // the whole block
   const int first = blockIdx.x % tiles * EACH * threads + tid;
   T u0[EACH], u1[EACH];
   bool odd = false;
@@ -600,3 +602,238 @@ __device__ void paired(const Normalise<T>& c) {
 
 KERNEL(256, paired_float, Normalise<float>) { paired<float>(c); }
 KERNEL(256, paired_double, Normalise<double>) { paired<double>(c); }
+
+// Of rank two, most j are largest for no i at all: +-(v0 x, v1 x) are points in the plane, the largest j
+// for i is the one furthest in the direction (u0, u1), and that is a corner of their hull. So points
+// well inside a polygon of outermost points are left out. cpu/steps.cpp has the same, and why it is
+// exact: computed products differ from true ones by a few roundings of |u0| reach0 + |u1| reach1, so
+// a point may be left out if, moved by MARGIN along either axis, it stays inside.
+
+#define TURNS 16  // directions of half a circle
+#define FEW 512   // points that may be left
+
+__device__ const double COSINES[9] = {1.0, 0.9807852804032304, 0.9238795325112867, 0.8314696123025452, 0.7071067811865476, 0.5555702330196023, 0.38268343236508984, 0.19509032201612833, 6.123233995736766e-17};
+
+template <typename T> struct Hull;
+template <> struct Hull<float> {
+  static __device__ __forceinline__ float tiny() { return 0x1p-110f; }  // below, rounding is not relative
+  static __device__ __forceinline__ float margin() { return 0x1p-18f; }  // 32 roundings
+  static __device__ __forceinline__ float most() { return 3.402823466e38f; }
+};
+template <> struct Hull<double> {
+  static __device__ __forceinline__ double tiny() { return 0x1p-1000; }
+  static __device__ __forceinline__ double margin() { return 0x1p-47; }
+  static __device__ __forceinline__ double most() { return 1.7976931348623157e308; }
+};
+
+// The largest of a warp, the lowest place of equals; all lanes get it.
+template <typename B>
+__device__ __forceinline__ void furthest(B& size, int& place) {
+  for (int half = 16; half; half /= 2) {
+    const B other = __shfl_xor_sync(FULL, size, half);
+    const int there = __shfl_xor_sync(FULL, place, half);
+    if (other > size || (other == size && there < place)) {
+      size = other;
+      place = there;
+    }
+  }
+}
+
+// The same of a block of 256, by way of 8 places in shared memory.
+template <typename B>
+__device__ __forceinline__ void outermost(B& size, int& place, B* sizes, int* places) {
+  furthest(size, place);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    sizes[threadIdx.x / 32] = size;
+    places[threadIdx.x / 32] = place;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < 8; w++) {
+    if (sizes[w] > size || (sizes[w] == size && places[w] < place)) {
+      size = sizes[w];
+      place = places[w];
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T largest(T x, typename Kind<T>::Bits* sizes) {
+  typename Kind<T>::Bits size = sized(x);
+  for (int half = 16; half; half /= 2) size = max(size, __shfl_xor_sync(FULL, size, half));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sizes[threadIdx.x / 32] = size;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < 8; w++) size = max(size, sizes[w]);
+  return number(size);
+}
+
+// A line a block, of 256 threads; lines that it cannot do it leaves to paired. n > 1.
+template <typename T>
+__device__ void pruned(const Normalise<T>& c) {
+  typedef typename Kind<T>::Bits B;
+  __shared__ Point<T> points[FEW];
+  __shared__ int few[FEW], list[256], places[8], waiting;
+  __shared__ B sizes[8], found[256];
+  __shared__ int at_found[256];
+  __shared__ T edges[TURNS][3], corners[TURNS + 1][2];
+  const int n = c.n, tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  const i64 line = blockIdx.x;
+  const T highest = Hull<T>::most();
+
+  // Whether no product leaves the range of numbers, and the points are exact to a few roundings.
+  T most[7] = {T(0), T(0), T(0), T(0), T(0), T(0), T(0)};
+  bool odd = false;
+  for (int j = tid; j < n; j += 256) {
+    const T u0 = c.u0.at(line, j), u1 = c.u1.at(line, j), x = c.x.at(line, j);
+    const T v0 = c.v0.at(line, j), v1 = c.v1.at(line, j);
+    const T some[7] = {u0, u1, v0, v1, x, mul(v0, x), mul(v1, x)};
+#pragma unroll
+    for (int k = 0; k < 7; k++) {
+      odd |= !(fabs(some[k]) <= highest);
+      most[k] = most_of(most[k], some[k]);
+    }
+  }
+  odd = __syncthreads_or(odd);
+#pragma unroll
+  for (int k = 0; k < 7; k++) most[k] = largest(most[k], sizes);
+  const T bound = add(mul(most[0], most[2]), mul(most[1], most[3])) * most[4] * T(4);
+  T scale[2];
+  odd |= !(bound <= highest);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const bool nothing = most[2 + r] == T(0) || most[4] == T(0);
+    scale[r] = nothing ? T(1) : T(1) / most[5 + r];
+    odd |= !nothing && !(most[5 + r] >= Hull<T>::tiny());
+    odd |= !(scale[r] <= highest);
+  }
+  if (odd) {  // all threads know the same
+    if (tid == 0) c.left[line] = 1;
+    return;
+  }
+  T limit = Hull<T>::tiny() * (most[4] > T(1) ? most[4] : T(1));
+
+  auto across = [&](int j) { return mul(mul(c.v0.at(line, j), c.x.at(line, j)), scale[0]); };
+  auto up = [&](int j) { return mul(mul(c.v1.at(line, j), c.x.at(line, j)), scale[1]); };
+  for (int d = 0; d < TURNS; d++) {
+    const T p = T(d <= 8 ? COSINES[d] : -COSINES[16 - d]), q = T(COSINES[d < 8 ? 8 - d : d - 8]);
+    B size = -1;
+    int place = 0;
+    for (int j = tid; j < n; j += 256) {
+      const B here = sized(add(mul(across(j), p), mul(up(j), q)));
+      if (here > size) {
+        size = here;
+        place = j;
+      }
+    }
+    outermost(size, place, sizes, places);
+    if (tid == 0) {
+      const T a = across(place), b = up(place);
+      const bool turn = add(mul(a, p), mul(b, q)) < T(0);
+      corners[d][0] = turn ? -a : a;
+      corners[d][1] = turn ? -b : b;
+    }
+  }
+  __syncthreads();
+  if (tid == 0) {  // half a turn on, the mirror image
+    corners[TURNS][0] = -corners[0][0];
+    corners[TURNS][1] = -corners[0][1];
+    waiting = 0;
+  }
+  __syncthreads();
+  if (tid < TURNS) {
+    const T a = corners[tid + 1][1] - corners[tid][1], b = corners[tid][0] - corners[tid + 1][0];
+    const T size = add(fabs(a), fabs(b));
+    const bool there = size > T(0);  // two directions with one corner have no edge between them
+    const T edge = add(mul(a, corners[tid][0]), mul(b, corners[tid][1]));
+    edges[tid][0] = there ? a : T(0);
+    edges[tid][1] = there ? b : T(0);
+    edges[tid][2] = there ? add(edge, -mul(Hull<T>::margin(), size)) : T(0);
+  }
+  __syncthreads();
+
+  int count = 0;
+  for (int base = 0; base < n; base += 256) {
+    const int j = base + tid;
+    bool kept = false;
+    if (j < n && c.x.at(line, j) != T(0)) {
+      const T a = across(j), b = up(j);
+#pragma unroll
+      for (int k = 0; k < TURNS; k++)
+        kept |= !(fabs(add(mul(edges[k][0], a), mul(edges[k][1], b))) <= edges[k][2]);
+    }
+    const u32 which = __ballot_sync(FULL, kept);
+    __syncthreads();
+    if (lane == 0) places[warp] = __popc(which);
+    __syncthreads();
+    int to = count + __popc(which & ((1u << lane) - 1));
+    for (int w = 0; w < 8; w++) {
+      if (w < warp) to += places[w];
+      count += places[w];
+    }
+    if (kept && to < FEW) few[to] = j;
+  }
+  __syncthreads();
+  if (count > FEW || 2 * count > n) {
+    if (tid == 0) c.left[line] = 1;
+    return;
+  }
+  if (!count) limit = T(0);
+  for (int f = tid; f < count; f += 256) {
+    const int j = few[f];
+    Point<T> p = {c.v0.at(line, j), c.v1.at(line, j), c.x.at(line, j), T(0)};
+    points[f] = p;
+  }
+  __syncthreads();
+
+  for (int base = 0; base < n; base += 256) {
+    const int i = base + tid;
+    const T u0 = i < n ? c.u0.at(line, i) : T(0), u1 = i < n ? c.u1.at(line, i) : T(0);
+    B size = -1;
+    int at = -1;
+    for (int f = 0; f < count; f++) {
+      const B here = sized(product(u0, u1, points[f]));
+      if (here > size) {
+        size = here;
+        at = few[f];
+      }
+    }
+    // An i that is itself one of the few, or so small that roundings are not relative, is compared
+    // with every other, by a warp.
+    const bool small = add(mul(fabs(u0), most[5]), mul(fabs(u1), most[6])) < limit;
+    const bool again = i < n && (at == i || small);
+    if (again) list[atomicAdd(&waiting, 1)] = i;
+    __syncthreads();
+    for (int w = warp; w < waiting; w += 8) {
+      const int mine = list[w];
+      const T m0 = c.u0.at(line, mine), m1 = c.u1.at(line, mine);
+      B best = -1;
+      int place = n;
+      for (int j = lane; j < n; j += 32) {
+        const Point<T> p = {c.v0.at(line, j), c.v1.at(line, j), c.x.at(line, j), T(0)};
+        const B here = sized(product(m0, m1, p));
+        if (here > best && j != mine) {
+          best = here;
+          place = j;
+        }
+      }
+      furthest(best, place);
+      if (lane == 0) {
+        found[mine - base] = best;
+        at_found[mine - base] = place;
+      }
+    }
+    __syncthreads();
+    if (tid == 0) waiting = 0;
+    if (again) {
+      size = found[tid];
+      at = at_found[tid];
+    }
+    if (i < n) chosen<T, 2>(c, line, i, at < 0 ? 0 : size, at);
+    __syncthreads();
+  }
+}
+KERNEL(256, pruned_float, Normalise<float>) { pruned<float>(c); }
+KERNEL(256, pruned_double, Normalise<double>) { pruned<double>(c); }
