@@ -121,6 +121,7 @@ class Layout(NamedTuple):
     shape: list[int]
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The tensor laid out so."""
         return (x if self.order is None else x.permute(self.order)).reshape(self.shape)
 
 

@@ -34,9 +34,16 @@ class Palette(NamedTuple):
         """The mark of each number, from 0 on."""
         return [0, *self._whole()]
 
-    def then(self, other: Palette) -> Palette:
-        """Both: the second's numbers follow those of the first."""
-        return Palette((*self._whole(), *other._whole()))
+    def then(self, other: Palette) -> tuple[Palette, int]:
+        """Both, and what the second's numbers grow by: they follow those of the first, unless the
+        two are one and the same.
+
+        >>> Palette((1, 3)).then(Palette((5,)))
+        (Palette(rows=(1, 3, 5), extra=0), 2)
+        """
+        if self.rows is other.rows and self.extra == other.extra:
+            return self, 0
+        return Palette((*self._whole(), *other._whole())), len(self.rows)
 
     def _whole(self) -> list[int]:
         rows, extra = self
@@ -69,7 +76,7 @@ def _used(numbers: Tensor, count: int) -> list[bool]:
         there[numbers] = True
     else:
         there = torch.bincount(numbers.reshape(-1), minlength=count + 1) != 0
-    return there[1:].tolist()  # type: ignore[no-any-return]
+    return there[1:].tolist()
 
 
 @dataclass

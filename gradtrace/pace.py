@@ -296,6 +296,8 @@ def _means(times: Sequence[float], epochs: Sequence[int], left: int) -> list[flo
 
 def _change(change: Interval) -> str:
     """``+3.1% (95% interval +2.0% to +4.2%)``."""
+    if not all(map(isfinite, change)):
+        return "by a share that cannot be told"
     value, low, high = (f"{part:+.1%}" if abs(part) < 0.1 else f"{part:+.0%}" for part in change)
     return f"{value} ({LEVEL:.0%} interval {low} to {high})"
 

@@ -66,13 +66,17 @@ class Greedy:
             if isinstance(map_, Identity):
                 return state
             state = solid(state)
+        if state.loose and state.value is not None and state.value.dtype is not step.dtype:
+            state = state.written()  # what is 0 by rounding is not 0
         numbers = state.numbers
         if numbers is not None:
             numbers = map_.apply(numbers)
         if known is None and state.value is not None:
             known = map_.apply(state.value).to(step.dtype)
-        parts = tuple(part._replace(moves=(*part.moves, map_)) for part in state.parts)
-        return State(known, 0, numbers, state.palette, parts)
+        parts = state.parts
+        if parts:
+            parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
+        return State(known, 0, numbers, state.palette, parts, None, None, state.loose)
 
     @staticmethod
     def _stayed(map_: Map, state: State, value: Tensor) -> State:
@@ -84,9 +88,8 @@ class Greedy:
             if numbers is None and not waiting.avoid(x) and torch.equal(there, value != 0):
                 return State(value, 0, None, state.palette)
             numbers = there.int() if numbers is None else torch.where(there, numbers, 0)
-        elif numbers is not None:
-            numbers = where(value, numbers)
-        return State(value, 0, numbers, state.palette)
+            return State(value, 0, numbers, state.palette)
+        return State(value, 0, numbers, state.palette, loose=numbers is not None)
 
     def join(self, states: list[State], step: Step, scope: Scope) -> State:
         """The sum, and the mark of the largest term."""
@@ -96,20 +99,20 @@ class Greedy:
         if known is None and step.out in scope.ends and (found := self._patched(states, step)):
             return found
         first, *rest = map(solid, states)
-        fresh = first.numbers is None
+        given = first.numbers
         first = first.written()
         assert first.value is not None and first.numbers is not None
         total, palette = first.value, first.palette
         size, numbers = first.size, first.numbers
         if size is None:
-            size, numbers = sizes(total), numbers if fresh else own(numbers)
+            size, numbers = sizes(total), own(numbers) if numbers is given else numbers
         for other in rest:
             assert other.value is not None
             if known is None:
                 total = total + other.value
             theirs = 1 if other.numbers is None else other.numbers
-            fused.merge(size, numbers, wide(other.value), theirs, len(palette.rows))
-            palette = palette.then(other.palette)
+            palette, shift = palette.then(other.palette)
+            fused.merge(size, numbers, wide(other.value), theirs, shift)
         numbers, palette = compact(numbers, palette)
         total = total.to(step.dtype) if known is None else known
         return State(total, 0, numbers, palette, (), size)
@@ -130,9 +133,9 @@ class Greedy:
         line, place = laid(total, at)
         here = line[place]
         size, numbers = wide(here).abs(), (here != 0).int()
-        fused.merge(size, numbers, wide(other), marks, len(first.palette.rows))
+        palette, shift = first.palette.then(states[1].palette)
+        fused.merge(size, numbers, wide(other), marks, shift)
         here = line[place] = (here + other).to(step.dtype)
-        palette = first.palette.then(states[1].palette)
         return State(total, 0, None, palette, few=Few(at, here, numbers))
 
     @staticmethod
@@ -195,8 +198,8 @@ class Viterbi:
         size, numbers, palette = own(values[0]), own(first.numbers), first.palette
         for other, value in zip(states[1:], values[1:]):
             theirs = 1 if other.numbers is None else other.numbers
-            fused.merge(size, numbers, value, theirs, len(palette.rows))
-            palette = palette.then(other.palette)
+            palette, shift = palette.then(other.palette)
+            fused.merge(size, numbers, value, theirs, shift)
         return State(size, exponent, *compact(numbers, palette))
 
 

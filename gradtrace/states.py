@@ -61,6 +61,9 @@ class State(NamedTuple):
 
     ``few``, if there are any, are the elements that have something to say, each with its mark; the
     others have a path, with the first mark, where ``value`` is not 0, or none if that is put off.
+
+    Of ``loose`` numbers, those of elements that are 0 do not count. Nobody chooses such an element
+    anyway, so most are never cleared away.
     """
 
     value: Tensor | None
@@ -70,6 +73,7 @@ class State(NamedTuple):
     parts: tuple[Part, ...] = ()
     size: Tensor | None = None  # of the largest term so far, where a sum goes on
     few: Few | None = None
+    loose: bool = False
 
     @property
     def mark(self) -> int | None:
@@ -79,10 +83,10 @@ class State(NamedTuple):
 
     def marked(self, bits: int) -> State:
         """More bits in every mark."""
-        if not bits:
+        if not bits & ~self.palette.extra:
             return self
-        value, exponent, numbers, palette, *rest = self
-        return State(value, exponent, numbers, palette.mark(bits), *rest)
+        value, exponent, numbers, palette, parts, size, few, loose = self  # _replace takes longer
+        return State(value, exponent, numbers, palette.mark(bits), parts, size, few, loose)
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""
@@ -91,10 +95,12 @@ class State(NamedTuple):
         return self.palette.marks()[int(state.numbers[index])]
 
     def written(self) -> State:
-        """With a number for each element."""
-        if self.numbers is not None:
+        """With a number for each element, none of them loose."""
+        if self.numbers is not None and not self.loose:
             return self
         assert self.value is not None
+        if self.numbers is not None:
+            return self._replace(numbers=where(self.value, self.numbers), loose=False)
         numbers = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
         torch.ne(self.value, 0, out=numbers)
         if self.few is not None:

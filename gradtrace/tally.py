@@ -17,7 +17,7 @@ from gradtrace.influence import Influence, Moments, Row, Weight
 from gradtrace.kernels import steps as fused
 from gradtrace.maps.places import laid
 from gradtrace.marks import Marks
-from gradtrace.program import Program
+from gradtrace.program import Program, Step
 from gradtrace.states import State, cancelled, solid
 from gradtrace.tracing import Found
 
@@ -129,7 +129,8 @@ class Tally:
         places: dict[str, list[int]] = {}
         for place, leaf in enumerate(self.leaves):
             places.setdefault(leaf.name, []).append(place)
-        leaves, components = [], []
+        leaves: list[int] = []
+        components: list[int] = []
         for n, component in enumerate(self.components):
             for name in component.owns:
                 here = places.get(name, ())
@@ -273,16 +274,16 @@ def possible(program: Program, marks: Marks) -> dict[int, int]:
         for value in block.takes.values():
             found[value] |= bits
         for step in block.steps:
-            found[step.out] = _any(found[term.value] for term in step.terms)
+            found[step.out] = _any(found, step)
         for position, value in block.gives.items():
             found[value] |= marks.position.get((number, position), 0)
         for step in block.merges:
-            found[step.out] = _any(found[term.value] for term in step.terms)
+            found[step.out] = _any(found, step)
     return found
 
 
-def _any(bits: Iterable[int]) -> int:
+def _any(found: dict[int, int], step: Step) -> int:
     total = 0
-    for each in bits:
-        total |= each
+    for _, value in step.terms:
+        total |= found[value]
     return total

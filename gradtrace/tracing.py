@@ -31,7 +31,7 @@ from gradtrace.pairs import Pairs, lines
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.rules import RULES, Greedy
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.states import Scope, State, alike, solid, where
+from gradtrace.states import Scope, State, alike, solid
 
 
 class Found(NamedTuple):
@@ -189,12 +189,12 @@ class Tracer:
         value = tiled(maps, [_shifted(state, exponent) for state in states], order)
         if alike(states):
             return State(value, exponent, None, states[0].palette)
-        numbers, palette = [], Palette(())
+        numbers, palette = [], states[0].palette
         for state in states:
-            written = state.written().numbers
-            assert written is not None
-            numbers.append(torch.where(written == 0, 0, written + len(palette.rows)))
-            palette = palette.then(state.palette)
+            given = state.written().numbers if state.numbers is None else state.numbers
+            assert given is not None
+            palette, shift = palette.then(state.palette)
+            numbers.append(torch.where(given == 0, 0, given + shift) if shift else given)
         both = torch.where(value != 0, tiled(maps, numbers, order), 0)
         return State(value, exponent, *compact(both, palette))
 
@@ -204,9 +204,7 @@ class Tracer:
         """
         state = self.rule.through(map_, state, step, NOTHING)
         if first and map_.moves and state.numbers is not None and not self.absolute:
-            state = solid(state)
-            assert state.value is not None and state.numbers is not None
-            state = state._replace(numbers=where(state.value, state.numbers))
+            state = solid(state)._replace(loose=True)
         return state
 
     def _merge(

@@ -74,8 +74,10 @@ class Trend(NamedTuple):
         return self.slope.sign if self.p < 1 - LEVEL else 0
 
     def relative(self, steps: float = 1.0) -> Interval:
-        """The change over so many steps as a share of the middle."""
-        scale = steps / self.middle if self.middle else nan
+        """The change over so many steps as a share of the middle; of 0 only no change is one."""
+        if not self.middle:
+            return Interval(*(nan if value else 0.0 for value in self.slope))
+        scale = steps / self.middle
         return Interval(*(value * scale for value in self.slope))
 
 
@@ -157,7 +159,7 @@ def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
 
     The regional Kendall test: slopes are taken within each series and their median over all; S and
     its variance (inflated for each as in ``trend``) add up, as the series are independent. x counts
-    the numbers of a series.
+    the numbers of a series. One whose median is 0 has no shares, and is left out.
 
     >>> found = pooled([[2.0 + 0.02 * i for i in range(50)], [40.0 + 0.4 * i for i in range(50)]])
     >>> found.sign, round(found.slope.value, 4)
@@ -166,12 +168,9 @@ def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
     slopes, factors, s, variance, points = [], [], 0, 0.0, 0
     for numbers in series:
         b = floats(numbers)
-        if len(b) < FEW:
+        if len(b) < FEW or not (whole := float(np.median(b))):
             continue
-        a, b = (
-            medians(np.arange(len(b), dtype=np.float64), blocks),
-            medians(b, blocks) / np.median(b),
-        )
+        a, b = medians(np.arange(len(b), dtype=np.float64), blocks), medians(b, blocks) / whole
         each = _slopes(a, b)
         factors.append(inflation_of(b - float(np.median(each)) * a))
         s += mann_kendall(b).s

@@ -45,12 +45,15 @@ class Hopes:
 
     def __init__(self) -> None:
         self._flags: list[Tensor] = []
+        self._true = True
 
     def add(self, holds: Tensor) -> None:
         """A condition: all elements of this tensor are true."""
         self._flags.append(holds if not holds.dim() else holds.all())
 
     def fulfilled(self) -> bool:
-        """Whether all held since this was last asked; to find out waits once, if at all."""
-        flags, self._flags = self._flags, []
-        return not flags or all(look(flags))
+        """Whether all held so far; to find out waits once, if there are new ones."""
+        if self._flags:
+            self._true &= all(look(self._flags))
+            self._flags.clear()
+        return self._true

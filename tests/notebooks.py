@@ -38,8 +38,9 @@ def run(notebook: NotebookNode) -> NotebookNode:
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, settings):
         place = {"metadata": {"path": folder}}
         client = NotebookClient(
-            fresh, kernel_name="python3", timeout=120, resources=place, coalesce_streams=True
+            fresh, kernel_name="python3", timeout=600, resources=place, coalesce_streams=True
         )
+        client.startup_timeout = 300
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", f"{folder}/kernel"  # files, not ports
         client.execute()

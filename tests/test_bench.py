@@ -372,3 +372,10 @@ def test_the_products_of_a_trained_model_are_its_gradients() -> None:
 def test_training_lowers_the_loss() -> None:
     found = trained.products(30, 16)
     assert found.after < found.before - 0.3
+
+
+def test_of_what_was_not_told_nothing_is_said() -> None:
+    """A ratio to a time of 0 is no number, and a page has none that JSON does not know."""
+    section = Section("t", [Column("a"), Column("b", ".2f"), Column("c", "d")])
+    section.add("x", float("nan"), 3)
+    assert section.rows == [["x", None, 3]]

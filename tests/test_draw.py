@@ -209,9 +209,9 @@ def test_a_long_name_is_shortened_on_the_vertex_and_told_in_its_title() -> None:
 
 def test_a_long_chain_is_cut_soon_and_says_so() -> None:
     graph = chain(100_000)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: another's load does not count
     svg = draw(graph)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert vertices(svg).keys() == set(range(LIMIT))
     assert f"{100_000 - LIMIT:,} more" in svg
     assert aside(svg) == ["1 left out"]

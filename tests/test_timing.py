@@ -264,6 +264,18 @@ def test_few_steps_tell_nothing(n: int) -> None:
     json.dumps(report.to_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("times", [[0.0] * 40, [0.0] * 30 + [1.0] * 10, [0.004] * 40])
+def test_a_clock_that_stands_still_tells_little_but_something(times: list[float]) -> None:
+    seen = {"x": Seen(gauges.RESIDENT, list(range(1, 41)), times)}
+    report = pace(times, list(range(0, 40, 3)), seen)
+    assert "nan" not in report.verdict and "inf" not in report.verdict
+    assert report.slower == 0
+    if not any(times):
+        assert report.verdict.startswith("Steps do not slow down: 0 ns each, +0.0%")
+    assert str(report)
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
 def test_steady_steps() -> None:
     report = told(noise(2000))
     assert report.verdict.startswith("Steps do not slow down: 1.0")

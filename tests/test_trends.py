@@ -9,7 +9,16 @@ from math import isinf, isnan
 import numpy as np
 import pytest
 
-from gradtrace.trends import FEW, inflation_of, mann_kendall, medians, shift, theil_sen, trend
+from gradtrace.trends import (
+    FEW,
+    inflation_of,
+    mann_kendall,
+    medians,
+    pooled,
+    shift,
+    theil_sen,
+    trend,
+)
 
 
 def noise(seed: int, n: int, rho: float) -> np.ndarray:
@@ -110,3 +119,15 @@ def test_a_jump_is_no_trend_but_is_told() -> None:
 
 def test_noise_has_no_jump() -> None:
     assert not any(shift(noise(seed, 500, 0.5)) for seed in range(50))
+
+
+def test_of_nothing_there_are_no_shares() -> None:
+    rising = [1.0 + 0.1 * at for at in range(40)]
+    alone = pooled([rising])
+    assert pooled([[0.0] * 40, rising]) == alone  # left out
+    nothing = pooled([[0.0] * 40])
+    assert nothing.points == 0 and nothing.sign == 0 and isnan(nothing.slope.value)
+    still = trend([0.0] * 40)
+    assert still.relative(40) == (0, 0, 0)
+    some = trend([-1.0, 1.0] * 8 + [0.0, *range(1, 18)])._replace(middle=0.0)
+    assert isnan(some.relative(3).value)

@@ -81,7 +81,8 @@ def test_hopes_are_looked_at_once() -> None:
         assert hopes.fulfilled()
     hopes.add(X > 1)
     assert not hopes.fulfilled()
-    assert hopes.fulfilled()  # each is looked at once
+    hopes.add(X > 0)
+    assert not hopes.fulfilled()  # what was dashed stays so
 
 
 def test_tensors_of_the_cpu_are_looked_at_as_one_likes() -> None:

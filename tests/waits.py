@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrace import waiting
+from gradtrace.autograd import is_number
 
 _SEEN = (
     "_local_scalar_dense nonzero nonzero_static masked_select equal allclose unique_dim "
@@ -91,6 +92,11 @@ def _masked(args: Any) -> bool:
     return _is_mask(at) or (isinstance(at, (list, tuple)) and any(map(_is_mask, at)))
 
 
+def _of_python(x: Any) -> bool:
+    """Whether a tensor was a number in Python, so that it never lies on a GPU."""
+    return isinstance(x, Tensor) and is_number(x)
+
+
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, waits: Waits) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,9 +104,8 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if not self.waits._inside and (
-            name in SEEN or (name in ("index", "index_put", "index_put_") and _masked(args))
-        ):
+        masked = name in ("index", "index_put", "index_put_") and _masked(args)
+        if not self.waits._inside and (masked or (name in SEEN and not _of_python(args[0]))):
             self.waits.note(name)
         return func(*args, **(kwargs or {}))
 
@@ -130,7 +135,7 @@ class _Called(TorchFunctionMode):
             return "cpu" in (str(a) for a in (*args[1:], *kwargs.values()))
         if name == "where":
             return len(args) == 1
-        return name in CALLED
+        return name in CALLED and not _of_python(args[0])
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import dataclass, field
+from math import isfinite
 
 Cell = str | float | None
 """None where there is nothing to say."""
@@ -63,10 +64,11 @@ class Section:
     where: str = ""
 
     def add(self, *row: Cell) -> None:
-        """Append a row, and show it."""
+        """Append a row, and show it; of a number that could not be told there is nothing to say."""
         assert len(row) == len(self.columns)
-        self.rows.append(list(row))
-        say("  " + "  ".join(text(cell, column) for cell, column in zip(row, self.columns)))
+        cells = [None if isinstance(x, float) and not isfinite(x) else x for x in row]
+        self.rows.append(cells)
+        say("  " + "  ".join(text(cell, column) for cell, column in zip(cells, self.columns)))
 
     def note(self, sentence: str) -> None:
         """Append a sentence, and show it."""

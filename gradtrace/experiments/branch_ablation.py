@@ -185,9 +185,10 @@ def _generator(cell: Cell, *what: str) -> Generator:
 def conclude(rows: Sequence[Row]) -> Findings:
     """Correlations among rivals, among those of equal size, and among all components."""
     order = sorted(rows, key=lambda row: (str(row.cell["kind"]), int(row.cell["seed"])))
-    found = [(_trial(row), row.result["rivals"]) for row in order if row.result["rivals"]]
+    trained = [(_trial(row), row.result["rivals"]) for row in order]
+    found = [(trial, pairs) for trial, pairs in trained if pairs and trial.finite]
     if not found:
-        return Findings("No network had a diamond, so nothing can be said.")
+        return Findings("No network had a diamond and a finite loss, so nothing can be said.")
     rivals = [_network(trial, pairs) for trial, pairs in found]
     equal = _equal(rivals)
     whole = [trial.network() for trial, _ in found]

@@ -52,7 +52,7 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.rounds import Way, Ways, interleaved, linear_fit
+from gradtrace.laboratory.rounds import Way, Ways, interleaved, linear_fit, quotient, told
 from gradtrace.laboratory.statistics import Interval, bootstrap
 
 QUICK = {"stacks": [2, 4, 8], "each": 2, "rounds": 5, "counted": 2_000, "drawn": 3}
@@ -292,7 +292,7 @@ def _line(group: str, way: str, rows: list[Row]) -> Line:
         explained([size], time),
         explained([operators], time),
         explained([size, operators], time),
-        float(np.median([_time(r, way) / _time(r, TORCH) for r in rows])),
+        float(np.median([quotient(_time(r, way), _time(r, TORCH)) for r in rows])),
     )
 
 
@@ -303,7 +303,9 @@ def _slope(points: Sequence[tuple[float, float, float]]) -> float:
 
 
 def explained(columns: Sequence[Sequence[float]], y: Sequence[float]) -> float:
-    """R² of the least-squares fit ``y = a + Σ b·x`` over columns x; nan if no column varies.
+    """R² of the least-squares fit ``y = a + Σ b·x`` over columns x.
+
+    It is 1 where all y are equal, as the fit is exact; nan where one is not finite.
 
     >>> round(explained([[1, 2, 3, 4], [0, 1, 0, 1]], [1, 4, 3, 6]), 6)
     1.0
@@ -311,9 +313,11 @@ def explained(columns: Sequence[Sequence[float]], y: Sequence[float]) -> float:
     x = np.array([[value / max(column) for value in column] for column in columns]).T
     design = np.column_stack([np.ones(len(y)), x])
     target = np.array(y)
+    if not np.isfinite(target).all():
+        return math.nan
     rest = target - design @ np.linalg.lstsq(design, target, rcond=None)[0]
     spread = float(((target - target.mean()) ** 2).sum())
-    return 1 - float((rest**2).sum()) / spread if spread else math.nan
+    return 1 - float((rest**2).sum()) / spread if spread else 1.0
 
 
 def _shares(result: Result) -> Iterator[tuple[int, int, float, float, float]]:
@@ -332,9 +336,11 @@ def _shares(result: Result) -> Iterator[tuple[int, int, float, float, float]]:
 
 def _sentence(lines: list[Line], groups: Mapping[str, list[Row]], networks: list[Row]) -> str:
     parts = [_of_group([x for x in lines if x.group == g], rows) for g, rows in groups.items()]
-    equal = max((row.result["difference"] for row in networks), default=math.nan)
+    if not networks:
+        return "No network was measured."
+    apart = told(max(row.result["difference"] for row in networks), ".1g")
     parts.append(
-        f"The own engine's gradients differ from autograd's by {equal:.1g} of the largest element "
+        f"The own engine's gradients differ from autograd's by {apart} of the largest element "
         "at most."
     )
     return " ".join(part for part in parts if part)
@@ -346,7 +352,7 @@ def _of_group(lines: list[Line], rows: list[Row]) -> str:
     sizes = [_size(row) for row in rows]
     straight = [x.way for x in lines if x.scalars >= LINEAR]
     bent = [x.way for x in lines if not x.scalars >= LINEAR]
-    fits = ", ".join(f"{x.way} {x.scalars:.3f}" for x in lines)
+    fits = ", ".join(f"{x.way} {told(x.scalars, '.3f')}" for x in lines)
     text = (
         f"On {len(rows)} {_GROUP[lines[0].group]} (|V'| + |E'| from {min(sizes):,.0f} to "
         f"{max(sizes):,.0f}) the line through times over size has R² of {fits}: "
@@ -359,9 +365,9 @@ def _of_group(lines: list[Line], rows: list[Row]) -> str:
     else:
         text += f"none reaches {LINEAR}, so the chapter's plain line is too simple here. "
     if better:
-        found = ", ".join(f"{x.way} {x.operators:.3f}" for x in lines if x.way in better)
+        found = ", ".join(f"{x.way} {told(x.operators, '.3f')}" for x in lines if x.way in better)
         text += f"The number of operators says more than the scalars do about {found}; "
-    both = ", ".join(f"{x.way} {x.both:.3f}" for x in lines)
+    both = ", ".join(f"{x.way} {told(x.both, '.3f')}" for x in lines)
     return f"{text}{'b' if better else 'B'}oth together reach {both}."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log2
+from math import isfinite, log2
 from typing import Any
 
 from gradtrace.experiments.rivals import (
@@ -48,6 +48,13 @@ class Trial:
     curves: Mapping[frozenset[str], Curve]
     scores: Sequence[Mapping[str, Any]]
     zeroed: Mapping[str, float]
+
+    @property
+    def finite(self) -> bool:
+        """Whether it has numbers to compare: of a loss that became NaN there are none."""
+        losses = [loss for curve in self.curves.values() for _, loss in curve]
+        scores = [score for kind in self.means.values() for score in kind.values()]
+        return all(map(isfinite, (*losses, *scores, *self.zeroed.values())))
 
     @property
     def budget(self) -> float:
@@ -139,13 +146,16 @@ def trials(rows: Sequence[Row]) -> list[Trial]:
 
 def conclude(rows: Sequence[Row]) -> Findings:
     """Correlations, the chapter's procedure, and how influence went over training."""
-    found = trials(rows)
+    complete = trials(rows)
+    found = [trial for trial in complete if trial.finite]
     if not found:
         return Findings("Nothing was measured to the end, so nothing can be said.")
+    lost = len(complete) - len(found)
     networks = [trial.network() for trial in found]
     tasks = sorted({trial.task for trial in found})
     return Findings(
-        f"{_introduction(found)} {sentence(networks, 'samples', WHAT)} {_chain(found)}",
+        f"{_introduction(found)} {sentence(networks, 'samples', WHAT)} {_chain(found)}"
+        + (f" {_number(lost, 'network')} with a loss that is not finite: left out." * bool(lost)),
         tables=(
             correlations(networks, COSTS, "Scores against the cost of removal"),
             differences(networks, "samples", "Influence against the baselines"),

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from math import inf
+from math import inf, isfinite
 from statistics import mean, median
 from typing import Any
 
@@ -41,7 +41,7 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.rounds import Fit, Way, interleaved, linear_fit
+from gradtrace.laboratory.rounds import Fit, Way, interleaved, linear_fit, quotient
 
 QUICK = {"layers": [1, 10, 30, 100, 200, 300], "rounds": 3}
 FULL = {"layers": [1, *range(25, 1001, 25)], "rounds": 9}
@@ -209,7 +209,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
     best = {way: [min(found) for found in times[way]] for way in WAYS}
     means = {way: [mean(found) for found in times[way]] for way in WAYS}
     fits = {way: linear_fit(depths, best[way]) for way in WAYS}
-    ratios = {way: fits[way].slope / fits[PYTORCH].slope for way in WAYS}
+    ratios = {way: quotient(fits[way].slope, fits[PYTORCH].slope) for way in WAYS}
     refused = [row.cell["layers"] for row in rows if row.result["refused"]]
     facts = {
         "exactly_linear": _exact(depths, [sizes[n] for n in depths]),
@@ -249,7 +249,7 @@ def _spikes(x: Sequence[int], y: Sequence[float]) -> dict[str, float]:
     found = {}
     for k in range(1, len(x) - 1):
         part = (x[k] - x[k - 1]) / (x[k + 1] - x[k - 1])
-        above = y[k] / (y[k - 1] + part * (y[k + 1] - y[k - 1])) - 1
+        above = quotient(y[k], y[k - 1] + part * (y[k + 1] - y[k - 1])) - 1
         if above > SPIKE:
             found[str(x[k])] = above
     return found
@@ -257,8 +257,8 @@ def _spikes(x: Sequence[int], y: Sequence[float]) -> dict[str, float]:
 
 def _sentence(depths: Sequence[int], facts: Mapping[str, Any], fits: Mapping[str, Fit]) -> str:
     bent = [way for way in WAYS if facts["r2"][way] < LINEAR]
-    straight = [way for way in WAYS if way not in bent]
-    told = []
+    straight = [way for way in WAYS if facts["r2"][way] >= LINEAR]
+    told = [] if bent or straight else ["There is no line through these times"]
     if straight:
         least = min(facts["r2"][way] for way in straight)
         told.append(
@@ -268,13 +268,21 @@ def _sentence(depths: Sequence[int], facts: Mapping[str, Any], fits: Mapping[str
     if bent:
         listed = ", ".join(f"{way} (R² {facts['r2'][way]:.3f})" for way in bent)
         told.append(f"{'not' if straight else 'Time is not'} linear here for {listed}")
-    ratio = facts["ratio"]
     return (
-        f"{'; '.join(told)}. A layer takes PyTorch {fits[PYTORCH].slope * 1e6:.0f} µs, our engine "
-        f"{ratio['kahn']:.1f} times that by Kahn's schedule, {ratio['creation']:.1f} in creation "
-        f"order and {ratio['recursive']:.1f} by recursion, recording {ratio[RECORDING]:.1f} and an "
-        f"influence trace {ratio[INFLUENCE]:.1f}. {_stack(facts['refused_from'])}"
-        f"{_about_spikes(len(depths), facts)}"
+        f"{'; '.join(told)}. {_of_a_layer(fits[PYTORCH].slope, facts['ratio'])} "
+        f"{_stack(facts['refused_from'])}{_about_spikes(len(depths), facts)}"
+    )
+
+
+def _of_a_layer(seconds: float, ratio: Mapping[str, float]) -> str:
+    """What PyTorch takes, and how many times that the others do."""
+    if not all(map(isfinite, (seconds, *ratio.values()))):
+        return "What a layer takes cannot be told."
+    return (
+        f"A layer takes PyTorch {seconds * 1e6:.0f} µs, our engine {ratio['kahn']:.1f} times that "
+        f"by Kahn's schedule, {ratio['creation']:.1f} in creation order and "
+        f"{ratio['recursive']:.1f} by recursion, recording {ratio[RECORDING]:.1f} and an influence "
+        f"trace {ratio[INFLUENCE]:.1f}."
     )
 
 
@@ -289,8 +297,10 @@ def _stack(depth: int | None) -> str:
 
 def _about_spikes(depths: int, facts: Mapping[str, Any]) -> str:
     """What can be said of the chapter's spikes, for the mean times that it shows."""
-    inner, means = depths - 2, facts["spikes"]
+    inner, means = max(depths - 2, 0), facts["spikes"]
     ours, theirs, still = (len(means[way]) for way in ("kahn", PYTORCH, STILL))
+    if not inner:
+        return "A spike has neighbours: it takes three depths to see one."
     if not ours and not theirs:
         return f"We see no spikes: of {inner} inner depths no mean is 20% above its neighbours."
     best = len(facts["spikes_of_best"]["kahn"])
@@ -314,14 +324,15 @@ def _lines_table(
 ) -> Table:
     rows = []
     for way in WAYS:
-        typical = [median(a) / median(b) for a, b in zip(times[way], times[PYTORCH])]
+        pairs = zip(times[way], times[PYTORCH])
+        typical = [quotient(median(a), median(b)) for a, b in pairs]
         rows.append(
             (
                 way,
                 fits[way].slope * 1e6,
                 fits[way].r2,
                 facts["ratio"][way],
-                min(times[way][-1]) / min(times[PYTORCH][-1]),
+                quotient(min(times[way][-1]), min(times[PYTORCH][-1])),
                 typical[-1],
                 len(facts["spikes"][way]),
                 len(facts["spikes_of_best"][way]),

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradtrace.laboratory.findings import Plot, Series, Table
+from gradtrace.laboratory.rounds import told
 from gradtrace.laboratory.statistics import Floats, Interval, percentiles, ranks, resample
 
 RULES = {"greedy": "influence (greedy)", "viterbi": "influence (viterbi)"}
@@ -188,7 +189,7 @@ def sentence(networks: Networks, cost: str, what: str) -> str:
     question, n = f"Does influence predict {what}?", len(networks)
     found = {name: correlation(networks, name, cost) for name in (*RULES.values(), *BASELINES)}
     if n < FEWEST:
-        values = [f"{name} {each.value:.2f}" for name, each in found.items()]
+        values = [f"{name} {told(each.value, '.2f')}" for name, each in found.items()]
         return (
             f"{question} {counted(n)} too few to tell; it takes {FEWEST}, and many more to be "
             f"sure. Rank correlations of these: {', '.join(values)}."

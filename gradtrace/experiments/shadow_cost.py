@@ -51,6 +51,7 @@ from gradtrace.laboratory.findings import (
     Tick,
 )
 from gradtrace.laboratory.resident import apart
+from gradtrace.laboratory.rounds import told
 from gradtrace.laboratory.statistics import Interval, Trend, medians, pooled, theil_sen
 
 Floats = npt.NDArray[np.float64]
@@ -88,6 +89,10 @@ second, there is none to speak of.
 
 STILL = 0.1
 """Objects a batch: less is no leak."""
+
+DIGITS = 7
+TICK = 10.0**-DIGITS
+"""Times are written with so many digits: a shorter one is 0, and counts as this many seconds."""
 
 OBJECTS, TENSORS, MEMORY = "live Python objects", "live tensors", "resident memory"
 WORDS = {
@@ -265,7 +270,7 @@ def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _rounded(times: Sequence[float]) -> list[float]:
-    return [round(seconds, 7) for seconds in times]
+    return [round(seconds, DIGITS) for seconds in times]
 
 
 # What came out ------------------------------------------------------------------------------------
@@ -273,7 +278,9 @@ def _rounded(times: Sequence[float]) -> list[float]:
 
 def conclude(rows: Sequence[Row]) -> Findings:
     """Whose time grows, by how much, and what lives longer than it should."""
-    rows = sorted(rows, key=lambda row: (row.cell["group"], row.cell["seed"]))
+    rows = sorted(filter(_told_all, rows), key=lambda row: (row.cell["group"], row.cell["seed"]))
+    if not rows:
+        return Findings("No times were told, so nothing can be said.")
     groups = [group for group in GROUPS if any(row.cell["group"] == group for row in rows)]
     names = [name for group in groups for name in GROUPS[group]]
     found = {name: Measured(name, _rows(rows, name)) for name in names}
@@ -291,6 +298,12 @@ def conclude(rows: Sequence[Row]) -> Findings:
     )
 
 
+def _told_all(row: Row) -> bool:
+    """Whether the clock and the gauges told every number."""
+    parts = (*row.result["times"].values(), *row.result["live"].values())
+    return all(bool(np.isfinite(part).all()) for part in parts)
+
+
 class Measured:
     """What was measured of one engine, over all seeds."""
 
@@ -299,7 +312,8 @@ class Measured:
         self.times = [np.array(row.result["times"][name]) for row in rows]
         self.control = [np.array(row.result["times"][CONTROL]) for row in rows]
         self.batches = int(rows[0].result["batches"])
-        ratios = [(a / b)[self.batches :] for a, b in zip(self.times, self.control)]
+        self.ratios = [a / np.maximum(b, TICK) for a, b in zip(self.times, self.control)]
+        ratios = [some[self.batches :] for some in self.ratios]
         self.raw = pooled([times[self.batches :] for times in self.times])
         self.trend = pooled(ratios)
         self.epochs = pooled([np.median(self.rounds(some), axis=1) for some in ratios])
@@ -375,7 +389,7 @@ def _told(one: Measured) -> str:
 
 
 def _share(change: Interval) -> str:
-    value, low, high = (f"{part:+.1%}" for part in change)
+    value, low, high = (told(part, "+.1%") for part in change)
     return f"{value} (95% interval {low} to {high})"
 
 
@@ -404,7 +418,8 @@ def _honest(start: str, honest: Sequence[Measured]) -> Iterator[str]:
         words = "is constant" if still else "changes"
         yield f"The number of live objects {words} with these engines ({rate.value:+.2f} a batch)."
     apart = max(one.difference for one in honest)
-    yield f"Their gradients differ from PyTorch's by {apart:.1g} of the largest at most."
+    differ = told(apart, ".1g")
+    yield f"Their gradients differ from PyTorch's by {differ} of the largest at most."
 
 
 def _table(found: Any, rows: Sequence[Row]) -> Table:
@@ -486,7 +501,7 @@ def _plots(found: Sequence[Measured], batches: int) -> Iterator[Plot]:
 
 
 def _relative(one: Measured) -> Series:
-    lines = [medians(a / b) / np.median(a / b) for a, b in zip(one.times, one.control)]
+    lines = [medians(some) / (np.median(some) or 1.0) for some in one.ratios]
     x = medians(list(range(len(one.times[0]))))
     return Series(one.word, x.tolist(), np.median(lines, axis=0).tolist())
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -42,7 +43,15 @@ from gradtrace.laboratory.findings import (
     Tick,
 )
 from gradtrace.laboratory.resident import apart, beyond
-from gradtrace.laboratory.rounds import Fit, Way, Ways, interleaved, linear_fit
+from gradtrace.laboratory.rounds import (
+    Fit,
+    Way,
+    Ways,
+    interleaved,
+    linear_fit,
+    quotient,
+    told,
+)
 
 QUICK = {"words": 1_000, "units": 100, "steps": [10, 20, 40], "rounds": 3}
 FULL = {"words": 10_000, "units": 1_000, "steps": [*range(10, 101, 10)], "rounds": 3}
@@ -361,19 +370,21 @@ def _on_cost(points: list[Point], sizes: tuple[int, int]) -> str:
     steps = [float(p.steps) for p in points]
     time = linear_fit(steps, [p.times[TRACING] for p in points])
     memory = linear_fit(steps, [p.memory[TRACING] for p in points])
-    ratios = [p.times[TRACING] / p.times[TORCH] for p in points]
+    ratios = [quotient(p.times[TRACING], p.times[TORCH]) for p in points]
     last = points[-1]
     return (
         f"With {sizes[0]:,} words and {sizes[1]:,} units, n = {points[0].steps}..{last.steps}: an "
-        f"influence trace takes {time.slope:.3g} ms a step ({_verdict(time)}), "
-        f"{min(ratios):.1f} to {max(ratios):.1f} times loss.backward(), and at n = {last.steps} "
-        f"{last.memory[TRACING]:.0f} MiB beyond model and activations "
-        f"({memory.slope:+.2g} MiB a step, {_verdict(memory)}), where loss.backward() takes "
-        f"{last.memory[TORCH]:.0f}."
+        f"influence trace takes {told(time.slope, '.3g')} ms a step ({_verdict(time)}), "
+        f"{told(min(ratios), '.1f')} to {told(max(ratios), '.1f')} times loss.backward(), and at "
+        f"n = {last.steps} {told(last.memory[TRACING], '.0f')} MiB beyond model and activations "
+        f"({told(memory.slope, '+.2g')} MiB a step, {_verdict(memory)}), where loss.backward() "
+        f"takes {told(last.memory[TORCH], '.0f')}."
     )
 
 
 def _verdict(fit: Fit) -> str:
+    if not isfinite(fit.r2):
+        return "no line can be told"
     return f"R² {fit.r2:.3f}, {'linear' if fit.r2 >= LINEAR else 'not a plain line'}"
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import io
 import warnings
 from collections.abc import Sequence
-from math import isfinite, log10
+from math import isfinite, log10, nan
 from typing import Any
 
 from gradtrace.laboratory.findings import Plot, Series
@@ -92,7 +92,7 @@ def _categories(plot: Plot) -> list[str]:
 def _add(axes: Any, plot: Plot, number: int, names: Sequence[str]) -> None:
     series, colour = plot.series[number], _colour(plot, number)
     x = [float(names.index(str(v))) if names else float(v) for v in series.x]
-    y = [float("nan") if v is None else float(v) for v in series.y]
+    y = [float(v) if v is not None and isfinite(v) else nan for v in series.y]
     label = plain(series.label)
     if series.style == "bars":
         _bars(axes, plot, number, (x, y), label)

@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -52,7 +53,8 @@ def processes(work: Work, cells: Sequence[Cell], workers: int) -> Generator[Done
     alive, leash = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(min(workers, len(cells)), context, _begin, (alive, work))
     try:
-        futures = {pool.submit(_do, cell): cell for cell in cells}
+        with _deaf():  # the processes are started here
+            futures = {pool.submit(_do, cell): cell for cell in cells}
         for future in as_completed(futures):
             yield Done(futures[future], _error(future))
     except BrokenProcessPool as error:
@@ -63,6 +65,22 @@ def processes(work: Work, cells: Sequence[Cell], workers: int) -> Generator[Done
     finally:
         leash.close()  # workers see it and end, at whatever they are
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started meanwhile hear no Ctrl-C, from their first moment on: one that
+    came as they import torch would end in a traceback. This one hears it afterwards.
+    """
+    mask = getattr(signal, "pthread_sigmask", None)  # not on Windows
+    if mask is None:
+        yield
+        return
+    before = mask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        mask(signal.SIG_SETMASK, before)
 
 
 def _error(future: Future[None]) -> Failed | None:

@@ -58,7 +58,7 @@ class Timed:
 
     def ratio(self, way: str) -> float:
         """``best(way) / baseline``."""
-        return self.best(way) / self.baseline
+        return quotient(self.best(way), self.baseline)
 
     def middle(self, way: str) -> float:
         """The median time of a way."""
@@ -66,7 +66,25 @@ class Timed:
 
     def typical(self, way: str) -> float:
         """The median over rounds of the way's time over the baseline's in the same round."""
-        return median(a / b for a, b in zip(self.seconds[way], self._base))
+        return median(quotient(a, b) for a, b in zip(self.seconds[way], self._base))
+
+
+def quotient(a: float, b: float) -> float:
+    """``a / b``; NaN where b is 0, as a clock that is too coarse tells nothing of a ratio.
+
+    >>> quotient(3.0, 2.0), quotient(3.0, 0.0)
+    (1.5, nan)
+    """
+    return a / b if b else math.nan
+
+
+def told(value: float, form: str) -> str:
+    """A measured number in a sentence; one that could not be told is "?".
+
+    >>> told(1.25, ".1f"), told(math.nan, ".1f")
+    ('1.2', '?')
+    """
+    return f"{value:{form}}" if math.isfinite(value) else "?"
 
 
 def interleaved(
@@ -111,7 +129,7 @@ class Fit:
 def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
     """``R² = 1 - Σ (y - line)² / Σ (y - mean)²``; 1 where all y are equal, since the line is exact.
 
-    Where all x are equal there is no one line: slope and R² are NaN.
+    Where all x are equal, or y is not finite, there is no one line: slope and R² are NaN.
 
     >>> linear_fit([1, 2, 4], [5, 5, 5])
     Fit(slope=0.0, r2=1.0, intercept=5.0)

@@ -110,7 +110,7 @@ def bootstrap(
 
     Each round draws as many clusters as there are, with replacement, and takes the statistic of
     them. What lies in one cluster stays together, so it need not be independent. Draws whose
-    statistic is nan are left out; with fewer than two clusters nothing can be told.
+    statistic is not finite are left out; with fewer than two clusters nothing can be told.
 
     >>> mean = lambda clusters: sum(map(sum, clusters)) / sum(map(len, clusters))
     >>> bootstrap([[1, 2], [3, 4], [5, 6]], mean, seed=1)
@@ -130,8 +130,8 @@ def resample(clusters: int, rounds: int = 2000, seed: int = 0) -> npt.NDArray[np
 
 
 def percentiles(value: float, found: Floats, level: float = 0.95) -> Interval:
-    """The middle ``level`` of what the rounds found, nan left out."""
-    found = found[~np.isnan(found)]
+    """The middle ``level`` of what the rounds found; what is not finite is left out."""
+    found = found[np.isfinite(found)]
     if not len(found):
         return Interval(value, -np.inf, np.inf)
     low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])

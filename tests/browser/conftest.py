@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 DESK, PHONE = (1280, 900), (390, 844)
+PATIENCE = 120_000
+"""Milliseconds that a page may take on a machine that has much else to do."""
 
 
 def chromium() -> str | None:
@@ -60,7 +62,7 @@ class Visit:
 
     def until(self, true: Callable[[], object]) -> None:
         """Wait until something holds. The page's policy forbids to wait in its own scripts."""
-        for _ in range(400):
+        for _ in range(PATIENCE // 50):
             if true():
                 return
             self.page.wait_for_timeout(50)
@@ -102,7 +104,7 @@ class Opener:
             has_touch=size == PHONE,
             **options,
         )
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(PATIENCE)
         self.contexts.append(context)
         visit = Visit(context.new_page(), file)
         self.visits.append(visit)

@@ -6,6 +6,7 @@ import random
 from typing import Any
 from xml.etree import ElementTree
 
+import degenerate
 import pytest
 
 from gradtrace.experiments import branches
@@ -110,3 +111,8 @@ def test_some_may_be_linear() -> None:
     assert "PyTorch, own engine and recording are linear (R² of 0.99 or more), tracing is not" in (
         sentence
     )
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(branches, rows, kind)

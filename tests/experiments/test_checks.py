@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import degenerate
 import pytest
 import torch
 
@@ -91,3 +92,8 @@ def test_lines_in_logarithms() -> None:
     assert exponent([(1, 3), (10, 300), (100, 30000)]) == pytest.approx(2)
     assert exponent([(1, 1), (2, 2)]) is None
     assert geometric([1, 100]) == pytest.approx(10)
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(checks, rows, kind)

@@ -8,6 +8,7 @@ from math import log2
 from pathlib import Path
 from random import Random
 
+import degenerate
 import pytest
 import torch
 from torch import Tensor, nn
@@ -400,3 +401,15 @@ def test_sides_of_equal_size_are_told() -> None:
     other = Rivals(("a", "b"), {"size": [3.0, 4.0]}, {})
     found = branch_ablation._equal([Network("x", 0, (same, other)), Network("x", 1, (other,))])
     assert found == [Network("x", 0, (same,))]
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(competition, rows, kind)
+
+
+@degenerate.every
+def test_branches_are_concluded_from_degenerate_measurements(
+    branches: tuple[list[Row], Findings], kind: str
+) -> None:
+    degenerate.concludes(branch_ablation, branches[0], kind)

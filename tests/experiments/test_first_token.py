@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import degenerate
 import pytest
 import torch
 
@@ -134,3 +135,8 @@ def test_the_shortest_training_that_was_enough(rows: list[Row]) -> None:
     assert found.facts["epochs"] == 2 and "in 2 epochs" in found.sentence
     assert "after 2 epochs" in found.sentence and "after 3 epochs" in found.sentence
     assert experiment.conclude(many[::-1]) == found
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(experiment, rows, kind)

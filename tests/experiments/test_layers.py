@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import degenerate
 import pytest
 import torch
 
@@ -151,3 +152,8 @@ def test_a_curve_is_not_called_a_line() -> None:
     ]
     bent = layers.conclude(rows)
     assert "Time is not linear here" in bent.sentence != found.sentence
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(layers, rows, kind)

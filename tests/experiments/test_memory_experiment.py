@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import degenerate
 import pytest
 import torch
 
@@ -169,3 +170,8 @@ def test_the_ledger_tells_gradients_apart() -> None:
         torch.ones(1)
     assert x.grad is not None and ledger.now() == 32
     assert ledger.held == ledger.peak  # before the gradient was handed over
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(memory, rows, kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import degenerate
 import pytest
 import torch
 
@@ -93,3 +94,8 @@ def test_conclusions(rows: list[Row]) -> None:
 def _moved(row: Row, sign: int) -> dict[str, dict[str, object]]:
     shift = {loss: [float(sign), 0.0, 0.0, 0.0] for loss in experiment.PATHS}
     return {epochs: {**found, **shift} for epochs, found in row.result.items()}
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(experiment, rows, kind)

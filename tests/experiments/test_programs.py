@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import degenerate
 import pytest
 import torch
 
@@ -228,3 +229,8 @@ def test_settings_are_alike() -> None:
     assert programs.QUICK.keys() == programs.FULL.keys() == set(programs.PARTS)
     cells = programs.cells(programs.FULL, programs.SEEDS.full)
     assert len({json.dumps(cell, sort_keys=True) for cell in cells}) == len(cells)
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(programs, rows, kind)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import degenerate
 import numpy as np
 import pytest
 import torch
@@ -17,8 +18,8 @@ from gradtrace.errors import GradtraceError
 from gradtrace.experiments import images, shadow_cost
 from gradtrace.laboratory.findings import Row
 
-SMALL = {**shadow_cost.QUICK, "samples": 200, "batch": 20, "epochs": 4, "hidden": 8}
-BATCHES = 40
+SMALL = {**shadow_cost.QUICK, "samples": 200, "batch": 5, "epochs": 4, "hidden": 8}
+BATCHES = 160
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +181,8 @@ def test_other_files_are_refused(tmp_path: Path, name: str, content: bytes | Non
         path.write_bytes(content)
     with pytest.raises(GradtraceError, match="mnist is an idx file"):
         images.mnist(path)
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(shadow_cost, rows, kind)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import degenerate
 import pytest
 import torch
 
@@ -109,3 +110,8 @@ def test_costs_that_are_no_line_are_not_called_linear(rows: list[Row]) -> None:
 
     assert paid(1).count("R² 1.000, linear") == 2
     assert paid(4).count("not a plain line") == 2
+
+
+@degenerate.every
+def test_degenerate_measurements_are_concluded_from(rows: list[Row], kind: str) -> None:
+    degenerate.concludes(scale, rows, kind)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from typer.testing import CliRunner, Result
 
 from gradtrace.cli import app
@@ -48,15 +48,15 @@ import torch
 import beside
 from gradtrace.laboratory.findings import Findings, Plot, Seeds, Series, Table
 
-QUICK = {"n": 6, "wait": 0.0, "text": None, "broken": []}
-FULL = {"n": 8, "wait": 0.0, "text": None, "broken": []}
+QUICK = {"n": 6, "held": [], "text": None, "broken": []}
+FULL = {"n": 8, "held": [], "text": None, "broken": []}
 SEEDS = Seeds(quick=1, full=2)
 TIMED = False
 
 
 def cells(settings, seeds):
     print("a result goes to stdout, and this is none")
-    rest = {"wait": settings["wait"], "broken": settings["broken"]}
+    rest = {"held": settings["held"], "broken": settings["broken"]}
     return [{"k": k, "seed": s, **rest} for s in range(seeds) for k in range(settings["n"])]
 
 
@@ -64,7 +64,8 @@ def measure(cell, tick):
     tick(f"k = {cell['k']}")
     if cell["k"] in cell["broken"]:
         raise ValueError("broken on purpose")
-    time.sleep(cell["wait"])
+    while cell["k"] in cell["held"] and not Path(__file__).with_name("gate").exists():
+        time.sleep(0.01)
     drawn = torch.randn(1000, generator=torch.Generator().manual_seed(cell["seed"]))
     loose = torch.rand(3).sum()  # from the global generator
     return {"y": (drawn**2).sum().item() + cell["k"], "loose": loose.item(), "pair": (1, 2)}
@@ -188,23 +189,29 @@ def test_a_result_does_not_depend_on_the_process(mine: Path) -> None:
 # Killed -------------------------------------------------------------------------------------------
 
 
+LONG = 300
+"""Seconds that processes may take on a machine that has much else to do."""
+
+HEARS = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+runpy.run_module("gradtrace", run_name="__main__", alter_sys=True)
+"""
+
+
 def started(*args: object, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gradtrace", "experiment", *map(str, args)]
     return subprocess.Popen(
-        command,
+        [sys.executable, "-c", HEARS, "experiment", *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **env},
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # background jobs ignore it
     )
 
 
 def wait_for_rows(out: Path, rows: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONG
     while rows_in(out) < rows:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
@@ -228,12 +235,12 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_table(
     mine: Path, tmp_path: Path, workers: int
 ) -> None:
     out, whole = tmp_path / "killed", tmp_path / "whole"
-    args = (mine, "--quick", "--set", "wait=0.3", "--workers", workers, "--out")
-    process = started(*args, out)
+    args = (mine, "--quick", "--set", "held=[2,3,4,5]", "--out")
+    process = started(*args, out, "--workers", workers)
     wait_for_rows(out, 2, process)
     process.kill()  # -9
     process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONG / 5
     while alive(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = alive(process.pid)
@@ -241,12 +248,12 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_table(
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert left == [], "workers outlive the run"
-    kept = rows_in(out)
-    assert 2 <= kept < 6
-    result = run(mine, "--quick", "--set", "wait=0.3", "--out", out)
+    assert rows_in(out) == 2
+    (tmp_path / "gate").touch()
+    result = run(*args, out)
     assert result.exit_code == 0, result.stderr
-    assert f"{kept} of 6 cells are there already" in result.stderr
-    assert run(mine, "--quick", "--set", "wait=0.3", "--out", whole).exit_code == 0
+    assert "2 of 6 cells are there already" in result.stderr
+    assert run(*args, whole).exit_code == 0
     assert table(out) == table(whole)
 
 
@@ -255,18 +262,15 @@ def test_ctrl_c_stops_at_once_and_says_how_to_go_on(
     mine: Path, tmp_path: Path, workers: int
 ) -> None:
     out = tmp_path / "o"
-    process = started(
-        mine, "--quick", "--set", "wait=0.5", "--set", "n=60", "--workers", workers, "--out", out
-    )
+    held = "held=[1,2,3,4,5]"  # for ever: it would not end by itself
+    process = started(mine, "--quick", "--set", held, "--workers", workers, "--out", out)
     wait_for_rows(out, 1, process)
-    begun = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=LONG)
     assert process.returncode == 130, told
-    assert time.monotonic() - begun < 15
     assert "Traceback" not in told
     assert "the same command goes on from there" in told.splitlines()[-1]
-    assert 1 <= rows_in(out) < 60
+    assert rows_in(out) == 1
 
 
 # The journal --------------------------------------------------------------------------------------
@@ -418,12 +422,12 @@ def test_workers_give_the_same_table(mine: Path, whole: Path, tmp_path: Path) ->
 
 def ranks(world: int, *args: object) -> list[tuple[int, str, str]]:
     """What processes that are started as torchrun does say, rank by rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # A port that was looked up and closed may be another's when rank 0 comes to open it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"WORLD_SIZE": str(world), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     found = [started(*args, RANK=str(rank), **shared) for rank in range(world)]
-    told = [process.communicate(timeout=120) for process in found]
+    told = [process.communicate(timeout=LONG) for process in found]
     return [(process.returncode, *said) for process, said in zip(found, told)]
 
 
@@ -440,7 +444,7 @@ def test_torchrun_gives_the_same_table(mine: Path, whole: Path, tmp_path: Path) 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, "-m", "gradtrace", "experiment", mine, "--quick"]
     done = subprocess.run(
-        [*command, "--out", tmp_path / "two"], capture_output=True, text=True, timeout=120
+        [*command, "--out", tmp_path / "two"], capture_output=True, text=True, timeout=LONG
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("6 sums") == 1
@@ -551,7 +555,7 @@ def test_a_lost_task_of_ray_is_told(
 def test_a_cell_that_fails_leaves_the_others_their_rows(mine: Path, tmp_path: Path) -> None:
     out = tmp_path / "o"
     line = refused(run(mine, "--quick", "--set", "broken=[2]", "--out", out))
-    assert 'cell {"broken": [2], "k": 2' in line and "mine.py, line" in line
+    assert 'cell {"broken": [2], "held": [], "k": 2' in line and "mine.py, line" in line
     assert "ValueError: broken on purpose" in line and rows_in(out) == 5
 
 
@@ -567,7 +571,7 @@ def test_a_run_that_always_fails_is_given_up(mine: Path, tmp_path: Path) -> None
 
 
 def test_a_worker_that_dies_is_told(mine: Path, tmp_path: Path) -> None:
-    mine.write_text(MINE.replace("    time.sleep", "    import os; os._exit(9)\n    time.sleep"))
+    mine.write_text(MINE.replace("    drawn =", "    import os; os._exit(9)\n    drawn ="))
     line = refused(run(mine, "--quick", "--workers", 2, "--out", tmp_path / "o"))
     assert "a worker process was killed" in line and "fewer --workers" in line
 
@@ -749,7 +753,7 @@ def test_a_page_tells_the_command_that_made_it(mine: Path, whole: Path, tmp_path
     plain = json.loads((whole / "mine" / "results.json").read_text())
     assert plain["command"] == "gradtrace experiment mine.py --quick"
     told = run(
-        mine, "--set", "n=3", "--set", "wait=0.0", "--workers", 2, "--out", tmp_path / "o", "--json"
+        mine, "--set", "n=3", "--set", "held=[]", "--workers", 2, "--out", tmp_path / "o", "--json"
     )
     data = json.loads(told.stdout)["experiments"]["mine"]
     assert data["command"] == "gradtrace experiment mine.py --set n=3"
@@ -806,7 +810,8 @@ def test_texts_are_categories(style: str) -> None:
 
 def test_what_cannot_be_drawn_to_scale_is_drawn_without() -> None:
     nothing = Series("zeros", [0, -1], [0.0, float("inf")])
-    for series in ((nothing,), (Series("empty", [], []),), ()):
+    bars = Series("bars", ["a", "b"], [float("inf"), 1.0], style="bars")
+    for series in ((nothing,), (bars,), (Series("empty", [], []),), ()):
         plot = Plot("p", "t", "x", "y", series, log_x=True, log_y=True)
         assert drawing.png(plot).startswith(b"\x89PNG")
 
@@ -877,3 +882,14 @@ def test_a_series_that_is_like_another_has_its_colour() -> None:
     plot = Plot("name", "title", "x", "y", (one, theory, two, Series("d", [1], [1], like="none")))
     colours = [drawing._colour(plot, k) for k in range(4)]
     assert colours[0] == colours[1] and len(set(colours)) == 3
+
+
+def test_each_experiment_is_tried_on_degenerate_measurements() -> None:
+    """A verdict on memory crashed where all cells took as much: no experiment goes untried."""
+    tried = set()
+    for path in (Path(__file__).parents[1] / "experiments").glob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        other = dict(re.findall(r"import (\w+) as (\w+)", text))
+        names = {alias: name for name, alias in other.items()}
+        tried |= {names.get(it, it) for it in re.findall(r"degenerate\.concludes\((\w+)", text)}
+    assert tried == {place.rpartition(".")[2] for place in EXPERIMENTS.values()}

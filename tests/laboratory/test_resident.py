@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -40,18 +41,22 @@ def rises(*sizes: int) -> list[tuple[bool, float, float]]:
 def wide() -> float:
     """A wide layer on one sample: its gradient is all that its backward pass needs."""
     x = torch.randn(1, 4096)
-    for size in (2, 4096):
-        more = resident.beyond(nn.Linear(4096, size)(x).sum().backward)[1]
-    return more
+    more = [
+        resident.beyond(nn.Linear(4096, size)(x).sum().backward)[1]
+        for size in (2, 4096, 4096, 4096)
+    ]
+    return median(more[1:])
 
 
 @LINUX
 def test_peak_memory_is_that_of_the_time_since_and_of_what_was_freed() -> None:
-    large, small = apart(f"{__name__}:rises", 64, 32)
-    if not large[0]:
+    """Medians: the system may take away or bring back pages of code at any time."""
+    found = apart(f"{__name__}:rises", *[64, 32] * 5)
+    if not all(reset for reset, *_ in found):
         pytest.skip("the system does not allow it")
-    assert large[1:] == [pytest.approx(64, abs=4), pytest.approx(0, abs=4)]
-    assert small[1:] == [pytest.approx(32, abs=4), pytest.approx(0, abs=4)]
+    for some, size in ((found[::2], 64), (found[1::2], 32)):
+        assert median(rise for _, rise, _ in some) == pytest.approx(size, abs=4)
+        assert median(stays for *_, stays in some) == pytest.approx(0, abs=4)
 
 
 @LINUX
@@ -73,18 +78,18 @@ def test_the_new_process_ends_with_the_one_that_waits(tmp_path: Path) -> None:
     code = f"from gradtrace.laboratory.resident import apart; {call}"
     waiting = subprocess.Popen([sys.executable, "-c", code])
     try:
-        assert _within(60, lambda: told.exists() and told.read_text().endswith("."))
+        assert _within(300, lambda: told.exists() and told.read_text().endswith("."))
         child = int(told.read_text().rstrip("."))
         assert _lives(child)
     finally:
         waiting.kill()
         waiting.wait()
-    assert _within(20, lambda: not _lives(child))
+    assert _within(60, lambda: not _lives(child))
 
 
 def long(told: str) -> None:
     Path(told).write_text(f"{os.getpid()}.")
-    time.sleep(120)
+    time.sleep(600)
 
 
 def _within(seconds: float, true: Callable[[], bool]) -> bool:

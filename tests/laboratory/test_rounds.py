@@ -72,3 +72,8 @@ def test_a_flat_line_is_exact_and_points_above_each_other_have_none() -> None:
     assert (flat.slope, flat.r2, flat.intercept) == (0, 1, 0.005859375)
     above = linear_fit([2, 2], [1, 3])
     assert math.isnan(above.slope) and math.isnan(above.r2) and above.intercept == 2
+
+
+def test_a_clock_too_coarse_tells_no_ratio() -> None:
+    timed = Timed({"torch": [0.0, 0.0], "ours": [1.0, 0.0]})
+    assert math.isnan(timed.ratio("ours")) and math.isnan(timed.typical("ours"))

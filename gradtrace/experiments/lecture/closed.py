@@ -152,7 +152,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
 def _lines(lines: Sequence[Result]) -> tuple[str, tuple[Plot, ...], dict[str, Any]]:
     facts = {
         "slope": max(r["slope"] for r in lines),
-        "distance": max(r["end"] / r["distances"][0] for r in lines),
+        "distance": max(r["end"] / (r["distances"][0] or 1.0) for r in lines),
         "bounded": all(
             d <= r["distances"][0] * r["kept"] ** i * (1 + 1e-6) + 1e-12
             for r in lines
@@ -208,7 +208,7 @@ def _ridges(rows: Sequence[Row]) -> tuple[str, Table, dict[str, Any]]:
         "linear model with almost as many features as samples; R is the lecture's program; "
         "'off closed form' is ‖w - ŵ‖/‖ŵ‖ after the last step, the most over seeds",
     )
-    off = max(x for p in penalties for x in of("ridge", p, "distance") if p)
+    off = max((x for p in penalties for x in of("ridge", p, "distance") if p), default=0.0)
     tests = {p: mean(of("ridge", p, "test")) for p in penalties}
     best = min(penalties, key=tests.__getitem__)
     facts = {

@@ -156,13 +156,20 @@ def _facts(groups: Mapping[tuple[str, str], Sequence[Row]]) -> dict[str, Any]:
     for name, root in zip(TUNED, (1, 2)):
         for row in groups.get(("valley", name), ()):
             k = row.cell["condition"] ** (1 / root)
-            excess = row.result["excess"]
-            last = max(i for i, e in enumerate(excess) if e > 1e-20)
-            half = last // 2
-            kept = (excess[last] / excess[half]) ** (0.5 / (last - half))
-            facts.setdefault("kept", {}).setdefault(name, []).append(kept)
-            facts.setdefault("theory", {})[name] = (k - 1) / (k + 1)
+            kept = _kept(row.result["excess"])
+            if kept is not None:
+                facts.setdefault("kept", {}).setdefault(name, []).append(kept)
+                facts.setdefault("theory", {})[name] = (k - 1) / (k + 1)
     return facts
+
+
+def _kept(excess: Sequence[float]) -> float | None:
+    """The share of the distance that a step keeps, over the later half of what is no rounding."""
+    last = max((i for i, e in enumerate(excess) if 1e-20 < e < math.inf), default=0)
+    half = last // 2
+    if not last or not 0 < excess[half] < math.inf:
+        return None
+    return float((excess[last] / excess[half]) ** (0.5 / (last - half)))
 
 
 def _edge(groups: Mapping[tuple[str, str], Sequence[Row]]) -> list[str]:

@@ -136,14 +136,25 @@ def _factors(rows: Sequence[Row]) -> dict[str, Any]:
     """How much of the gradient at the last layer comes to the first, of each seed and by theory."""
     cell = rows[0].cell
     return {
-        "measured": [row.result["norms"][-1] / row.result["norms"][0] for row in rows],
+        "measured": [_scaled(row)[-1] for row in rows],
         "theory": predicted(cell["shape"], SCALES[cell["start"]], cell["depth"])[-1],
         "verdicts": sorted({row.result["verdict"] for row in rows}),
     }
 
 
+def _scaled(row: Row) -> list[float]:
+    """Norms as shares of the last layer's; a gradient of 0 is nowhere left."""
+    norms = row.result["norms"]
+    return [x / norms[0] if norms[0] else 0.0 for x in norms]
+
+
 def _mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+    return math.exp(sum(map(math.log, values)) / len(values)) if all(values) else 0.0
+
+
+def _far(factor: float) -> float:
+    """How far a factor is from 1, in nats; 0 is as far as can be."""
+    return abs(math.log(factor)) if factor else math.inf
 
 
 def _line(rows: Sequence[Row]) -> tuple[str | float, ...]:
@@ -165,7 +176,7 @@ def _sentence(groups: Mapping[tuple[str, str], Sequence[Row]], depth: int) -> st
         means = {start: _mean(found["measured"]) for start, found in factors.items()}
         if not means:
             continue
-        best = min(means, key=lambda start: abs(math.log(means[start])))
+        best = min(means, key=lambda start: _far(means[start]))
         words = ", ".join(
             f"{start} {means[start]:.1e} ({_word(means[start])})"
             for start in SCALES
@@ -177,11 +188,13 @@ def _sentence(groups: Mapping[tuple[str, str], Sequence[Row]], depth: int) -> st
             as_said += f" (by theory it is Xavier from {crossing()} layers on)"
         said.append(f"{shape}: {words}; {best} changes it least, {as_said}.")
         for found in factors.values():
-            off += [abs(math.log(m / found["theory"])) / (depth - 1) for m in found["measured"]]
+            off += [_far(m / found["theory"]) / (depth - 1) for m in found["measured"]]
+    away = 100 * (math.exp(max(off)) - 1)
+    theory = f"is within {away:.1f}% of" if math.isfinite(away) else "has nothing to do with"
     return (
         f"Initialisation: what is left at the first of {depth} layers of the gradient at the last. "
         + " ".join(said)
-        + f" A layer's factor is within {100 * (math.exp(max(off)) - 1):.1f}% of mean-field theory."
+        + f" A layer's factor {theory} mean-field theory."
     )
 
 
@@ -200,7 +213,7 @@ def _plots(groups: Mapping[tuple[str, str], Sequence[Row]]) -> list[Plot]:
                 continue
             depth = rows[0].cell["depth"]
             layers = list(range(depth, 0, -1))
-            scaled = [[x / row.result["norms"][0] for x in row.result["norms"]] for row in rows]
+            scaled = [_scaled(row) for row in rows]
             series += [
                 Series(start, layers, [_mean(values) for values in zip(*scaled)]),
                 Series(

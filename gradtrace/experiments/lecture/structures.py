@@ -254,13 +254,18 @@ def _facts(rows: Sequence[Row]) -> dict[str, Any]:
         "hand": max(row.result["hand"] for row in rows),
         "summed": max(row.result["summed"] for row in rows),
         "counts": all(row.result["paths"] == row.result["counted"] for row in rows),
-        "fitted": max(row.result["after"] / row.result["before"] for row in rows),
+        "fitted": max(_left(row.result) for row in rows),
         "paths": {row.cell["kind"]: row.result["paths"] for row in rows if not row.cell["seed"]},
     }
     for row in rows:
         if "across" in row.result:
             facts |= {key: row.result[key] for key in ("beside", "branch", "across")}
     return facts
+
+
+def _left(result: Result) -> float:
+    """The share of the first loss that is left; all of one that was 0."""
+    return float(result["after"] / result["before"]) if result["before"] else 1.0
 
 
 def _sentence(facts: Mapping[str, Any]) -> str:
@@ -292,7 +297,7 @@ def _table(rows: Sequence[Row]) -> Table:
                 ", ".join(f"{key}: {n}" for key, n in first["paths"].items()),
                 max(r["summed"] for r in chosen),
                 max(r["hand"] for r in chosen),
-                max(r["after"] / r["before"] for r in chosen),
+                max(_left(r) for r in chosen),
                 max(r["off"] for r in chosen),
             )
         )

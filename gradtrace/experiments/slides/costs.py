@@ -20,6 +20,7 @@ from gradtrace.experiments.slides.formulas import Weights
 from gradtrace.experiments.slides.gradients import ORDER, analytic, best_step, numerical
 from gradtrace.experiments.slides.logarithms import exponent
 from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
+from gradtrace.laboratory.rounds import told
 
 ROUNDS = 5
 WAYS = {
@@ -95,11 +96,12 @@ def _counts(costs: Mapping[int, Result]) -> dict[str, Any]:
 
 def _sentence(costs: Mapping[int, Result], facts: Mapping[str, Any]) -> str:
     size, last = list(costs.items())[-1]
+    seconds = [f"{told(last[way][1], '.2g')} s" for way in ("forward", "central", "analytic")]
     held = facts["forward"] and facts["central"] and facts["one"]
     text = (
         f"Cost: {'for each d' if held else 'NOT always'} d + 1 evaluations forward, 2d central, "
-        f"and one with a backward pass; at d = {size:,} that took {last['forward'][1]:.2g} s, "
-        f"{last['central'][1]:.2g} s and {last['analytic'][1]:.2g} s. gt.check samples, and needed "
+        f"and one with a backward pass; at d = {size:,} that took "
+        f"{', '.join(seconds[:2])} and {seconds[2]}. gt.check samples, and needed "
         f"{last['check'][0]:,} evaluations there: the slides' 'at least d + 1' is the price of "
         "all derivatives, not of a check."
     )

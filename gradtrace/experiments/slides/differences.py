@@ -29,6 +29,7 @@ from gradtrace.experiments.slides.gradients import (
 )
 from gradtrace.experiments.slides.logarithms import exponent, geometric
 from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
+from gradtrace.laboratory.rounds import told
 
 DECADES = {"float32": 9, "float64": 17}
 """How far h goes down: until it drowns in the numbers it is added to."""
@@ -131,12 +132,12 @@ def _sentence(curves: Mapping[str, Any]) -> str:
                 step = geometric([one["step"] for one in some])
                 error = geometric([one["error"] for one in some])
                 said.append(
-                    f"{scheme} differences in {kind} are best at h = {step:.0e} "
-                    f"(theory {some[0]['theory']:.0e}), with an error of {error:.0e} "
+                    f"{scheme} differences in {kind} are best at h = {told(step, '.0e')} "
+                    f"(theory {some[0]['theory']:.0e}), with an error of {told(error, '.0e')} "
                     f"({some[0]['error_theory']:.0e})"
                 )
     exact = [one["analytic"] for key, one in curves.items() if key.startswith("wave float64")]
-    own = f"; our gradient misses the slides' formula by {max(exact):.0e}" if exact else ""
+    own = f"; our gradient misses the slides' formula by {told(max(exact), '.0e')}" if exact else ""
     return f"{shaped} of {len(curves)} curves are U-shaped: " + "; ".join(said) + own + "."
 
 
