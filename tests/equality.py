@@ -89,6 +89,7 @@ DEFINITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     steps.measured: _measured,
     steps.reduce: lambda x, marks, dims: steps._reduce(steps._wide(x), marks, dims),
     steps.scatter: lambda x, marks, *how: steps._scatter(steps._wide(x), marks, *how),
+    steps.gather: steps.gather,
     steps.normalise: _normalised,
     rows.products: rows._products,
     rows.others: rows._others,
