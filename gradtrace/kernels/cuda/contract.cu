@@ -156,16 +156,20 @@ KERNEL(ALONE, contract, Contract) {
     const float* pa = sa + stage * BK * BM + ty * 4;
     const float* pb = sb + stage * BK * BN + tx * 4;
 #pragma unroll
-    for (int k = 0; k < BK; k++) {
-      float x[8], y[8];
-      *(float4*)&x[0] = *(const float4*)(pa + k * BM);
-      *(float4*)&x[4] = *(const float4*)(pa + k * BM + 64);
-      *(float4*)&y[0] = *(const float4*)(pb + k * BN);
-      *(float4*)&y[4] = *(const float4*)(pb + k * BN + 64);
+    for (int k = 0; k < BK; k += 2) {  // two at a time: the larger of them and of what was there
+      float x[2][8], y[2][8];
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        *(float4*)&x[t][0] = *(const float4*)(pa + (k + t) * BM);
+        *(float4*)&x[t][4] = *(const float4*)(pa + (k + t) * BM + 64);
+        *(float4*)&y[t][0] = *(const float4*)(pb + (k + t) * BN);
+        *(float4*)&y[t][4] = *(const float4*)(pb + (k + t) * BN + 64);
+      }
 #pragma unroll
       for (int i = 0; i < 8; i++)
 #pragma unroll
-        for (int j = 0; j < 8; j++) most[i][j] = fmaxf(most[i][j], x[i] * y[j]);
+        for (int j = 0; j < 8; j++)
+          most[i][j] = largest(most[i][j], x[0][i] * y[0][j], x[1][i] * y[1][j]);
     }
 #ifdef INDEX
     if ((done + BK) % KB == 0) {
