@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -221,7 +222,8 @@ def counts_of(found: Found, gradient: Tensor, pairs: int) -> Counts:
 def _of_pieces(state: State, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
     """A large leaf: marks are worked out and counted a piece at a time."""
     rows, extra = state.palette
-    counts, sizes = fused.summed(fused.tally(*piece, len(rows) + 1) for piece in pieces)
+    counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
+    counts, sizes = fused.summed(counted)  # each piece is gone when the next one comes
     return Counts(counts[1:], sizes[1:], rows, extra, pair)
 
 
