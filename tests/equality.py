@@ -100,15 +100,8 @@ IN_PLACE = {steps.merge}
 """Kernels that write to their first two operands."""
 
 DERIVED = {
-    "largest",
-    "winner",
-    "magnitude",
-    "survivors",
-    "compiled",
-    "isa",
-    "isas",
-    "use_isa",
-    "flat",
+    *("largest", "winner", "magnitude", "summed"),
+    *("survivors", "compiled", "isa", "isas", "use_isa", "flat"),
 }
 """Functions of the kernels' modules that are made of these, or only tell something."""
 
