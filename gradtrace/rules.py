@@ -11,7 +11,7 @@ from torch import Tensor
 from gradtrace import waiting
 from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
-from gradtrace.maps import Identity, Map, Scatter
+from gradtrace.maps import Contract, Identity, Map, Scatter
 from gradtrace.maps.places import filled, laid
 from gradtrace.maps.scatter import Few
 from gradtrace.marks import compact
@@ -51,6 +51,8 @@ class Greedy:
             if value is None and isinstance(map_, Scatter) and map_.sparse:
                 few = map_.few(x, state.numbers)
                 return State(None, 0, None, state.palette, (Part(map_, x),), None, few)
+            if later and map_.outputs > fused.PIECE and _by_rows(map_):
+                return State(value, 0, None, state.palette, (Part(map_, x, (), state.numbers),))
             numbers = map_.carry(x, state.numbers)[1]
             parts = (Part(map_, x),) if value is None else ()
             return State(value, 0, numbers, state.palette, parts)
@@ -154,6 +156,11 @@ class Greedy:
             known = total.to(step.dtype)
         found = State(known, 0, None, states[0].palette, tuple(parts))
         return found if step.out in scope.tails else solid(found)
+
+
+def _by_rows(map_: Map) -> bool:
+    """Whether marks can be had a row of the result after the other, as they are counted."""
+    return isinstance(map_, Contract) and map_.plan().turned
 
 
 @dataclass(frozen=True)

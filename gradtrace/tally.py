@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -201,7 +202,11 @@ def counts_of(found: Found, gradient: Tensor, pairs: int) -> Counts:
     state, pair = found.state, found.pair
     if state.few is not None and isinstance(pair, int):
         return _of_few(state, gradient, pair)
-    if state.numbers is None and isinstance(pair, int) and state.value is gradient:
+    if state.late and isinstance(pair, int):
+        pieces = state.parts[0].pieces(gradient, fused.PIECE)
+        if pieces is not None:
+            return _of_pieces(state, pieces, pair)
+    if state.mark is not None and isinstance(pair, int) and state.value is gradient:
         return _of_plain(state, gradient, pair)
     state = solid(state).written()
     numbers, (rows, extra) = state.numbers, state.palette
@@ -212,6 +217,14 @@ def counts_of(found: Found, gradient: Tensor, pairs: int) -> Counts:
     parts, first = (pairs, 0) if isinstance(pair, Tensor) else (1, pair)
     counts, sizes = fused.tally(numbers, gradient, parts * len(rows) + 1)
     return Counts(counts[1:], sizes[1:], rows, extra, first)
+
+
+def _of_pieces(state: State, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
+    """A large leaf: marks are worked out and counted a piece at a time."""
+    rows, extra = state.palette
+    counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
+    counts, sizes = fused.summed(counted)  # each piece is gone when the next one comes
+    return Counts(counts[1:], sizes[1:], rows, extra, pair)
 
 
 def _of_plain(state: State, gradient: Tensor, pair: int) -> Counts:

@@ -305,15 +305,15 @@ class Trace:
             self._count_some(tally, chosen.marks, sample, seed)
             drawn = sum(leaf.total for leaf in tally.leaves) // self.pairs
             return tally.result(self.rule, "count", (f"paths of {drawn:,} elements", *self.notes))
+        what = "measuring influence"
+        remedy = (
+            "trace fewer samples at a time, sampled elements: influence(sample=10_000), or whole "
+            "tensors: granularity='operator'"
+        )
         if self.granularity == "scalar":
-            memory.see(
-                memory.streaming(self.program, self._uses_kept),
-                self._device,
-                "measuring influence",
-                "trace fewer samples at a time, sampled elements: influence(sample=10_000), or "
-                "whole tensors: granularity='operator'",
-            )
-        with torch.no_grad():
+            needed = memory.streaming(self.program, self._uses_kept)
+            memory.see(needed, self._device, what, remedy)
+        with torch.no_grad(), memory.within(self._device, what, remedy):
             for found, gradient in self._found(chosen.marks):
                 tally.add(found, gradient)
         return tally.result(self.rule, "count", self.notes)

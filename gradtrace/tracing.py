@@ -203,7 +203,8 @@ class Tracer:
         of terms that follow, 0 counts for nothing anyway.
         """
         state = self.rule.through(map_, state, step, NOTHING)
-        if first and map_.moves and state.numbers is not None and not self.absolute:
+        marked = state.numbers is not None or state.late
+        if first and map_.moves and marked and not self.absolute:
             state = solid(state)._replace(loose=True)
         return state
 

@@ -8,7 +8,7 @@ of ``between``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -33,6 +33,10 @@ STEPS = 256
 
 SUMS = 1 << 15
 """The most sums, of lanes in chunks, that a mark has: more than a GPU can have under way."""
+
+PIECE = 1 << 24
+"""More elements than these are summed a piece after the other, so that marks of large leaves need
+not be there all at once."""
 
 ALONE = 1 << 15
 """Elements up to which one thread does it sooner than several."""
@@ -123,10 +127,30 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements of mark m,
     for m below ``count``; on the device of the marks, so that nobody waits for them.
 
-    The order of the sum is fixed (``Order``), so that sums are the same bits everywhere. A mark
-    that is not below ``count`` is an error; on a GPU, where nobody waits for it, it is left out.
+    The order of the sum is fixed (``Order``), so that sums are the same bits everywhere; more
+    elements than a ``PIECE`` are summed a piece after the other. A mark that is not below ``count``
+    is an error; on a GPU, where nobody waits for it, it is left out.
     """
     marks, gradient = _together(marks, gradient)
+    if gradient.numel() <= PIECE:
+        return _piece(marks, gradient, count)
+    pieces = (
+        _piece(marks[first : first + PIECE], gradient[first : first + PIECE], count)
+        for first in range(0, gradient.numel(), PIECE)
+    )
+    return summed(pieces)
+
+
+def summed(pieces: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Counts and sums of pieces, added up in their order."""
+    found: tuple[Tensor, Tensor] | None = None
+    for counts, sums in pieces:
+        found = (counts, sums) if found is None else (found[0] + counts, found[1] + sums)
+    assert found is not None
+    return found
+
+
+def _piece(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     order = Order.of(gradient.numel(), count)
     if count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
         return between.tally(marks, gradient, count, order)
@@ -157,6 +181,13 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
     """
     (flat,) = _together(gradient)
+    if flat.numel() <= PIECE:
+        return _measured_piece(flat)
+    pieces = (flat[first : first + PIECE] for first in range(0, flat.numel(), PIECE))
+    return summed(map(_measured_piece, pieces))
+
+
+def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
     if _on_gpu(flat):
         return between.measured(flat, Order.of(flat.numel(), 1))
     flat = _wide(flat)
