@@ -76,8 +76,19 @@ def sharding_hooks(hooks: Mapping[int, Any]) -> list[int]:
     return [k for k, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(home)]
 
 
+def refuse_flat(model: nn.Module) -> None:
+    """Refuse a model whose parameters lie in one tensor, behind names that are not the user's."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise Unsupported(
+            "the model is wrapped in FullyShardedDataParallel, whose parameters are slices of one "
+            "flat tensor: shard it with torch.distributed.fsdp.fully_shard, or load its full state "
+            "dict into a plain module and trace that"
+        )
+
+
 def refuse_sharded(model: nn.Module) -> None:
     """Refuse a model of which each rank holds a part."""
+    refuse_flat(model)
     for module in sharded_modules(model):
         if sharding_hooks(module._forward_pre_hooks):
             raise Unsupported(

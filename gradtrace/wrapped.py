@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from gradtrace.batches import digested
-from gradtrace.errors import Unsupported
-from gradtrace.watching import named_modules, sharded_modules, sharding_hooks
+from gradtrace.watching import named_modules, refuse_flat, sharded_modules, sharding_hooks
 
 Hook = Callable[..., Any]
 
@@ -30,16 +29,11 @@ def apart(model: nn.Module) -> Iterator[None]:
 
     Sharded parameters are gathered first, so there must be memory for the whole model.
     """
+    refuse_flat(model)
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(_alone(module))
-            if type(module).__name__ == "FullyShardedDataParallel":
-                raise Unsupported(
-                    "the model is wrapped in FullyShardedDataParallel, whose parameters are slices "
-                    "of one flat tensor: shard it with torch.distributed.fsdp.fully_shard, or load "
-                    "its full state dict into a plain module and trace that"
-                )
         stack.enter_context(gathered(model))
         yield
 

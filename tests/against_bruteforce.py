@@ -42,7 +42,7 @@ def check_semirings(program: Program, trace: Trace, graph: ScalarGraph, sample: 
     }
     exact = sharp(graph, sample.loss, sample.leaves) and not hazy(sample)
     # What is so small beside the rest of the graph is rounding of other numbers.
-    least = 1e-6 * largest_mass(graph) + 1e-300
+    least = 1e-6 * graph.largest + 1e-300
     for name in trace.gradients:
         for semiring, (statistic, scale) in STATISTICS.items():
             found = values[semiring][sample.leaves[name]]
@@ -140,7 +140,7 @@ def check_path(
         return
     same = graph.matching(name, element, hops_of(path))
     assert same, f"{name}[{element}] has no such path:\n{path}"
-    slack = NOISE * largest_mass(graph)
+    slack = NOISE * graph.largest
     near = [p for p in same if abs(p.weight - path.weight) <= 1e-9 * abs(p.weight) + slack]
     assert near, f"{path.weight} is the weight of none of {[p.weight for p in same]}"
     faults = [fault(p.edges, name, element) for p in near]
@@ -151,20 +151,16 @@ def lost(rule: str, name: str, element: int, graph: ScalarGraph) -> bool:
     """Whether all that comes here is rounding: a softmax that is all but 1 and 0 subtracts numbers
     that are equal but for what is nothing beside the rest of the graph.
     """
-    vertex, least = graph.vertex(name, element), NOISE * largest_mass(graph)
+    vertex, least = graph.vertex(name, element), NOISE * graph.largest
     if vertex is None or graph.mass(vertex) < least:
         return True
     handed = [abs(use.contribution) for use in graph.consumers(vertex)]
     return rule == "greedy" and max(handed, default=0.0) < least
 
 
-def largest_mass(graph: ScalarGraph) -> float:
-    return max(graph.mass(at) for at in range(len(graph.places)))
-
-
 def check_best(trace: Trace, name: str, graph: ScalarGraph) -> None:
     """The k best paths of the first element."""
-    least = NOISE * largest_mass(graph)
+    least = NOISE * graph.largest
     wanted = [w for w in graph.weights(name, 0).top(K) if w > least]
     index = _unravel(0, graph.shapes[name])
     found = [abs(path.weight) for path in trace.paths(name, index, k=K)]

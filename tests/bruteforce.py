@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -297,6 +298,11 @@ class ScalarGraph:
     def mass(self, vertex: int) -> float:
         """The sum of |weight| over all paths: what the rounding of ``g`` is relative to."""
         return self._summed()[vertex][1]
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest mass of all vertices."""
+        return max(size for _, size in self._summed())
 
     def _summed(self) -> list[tuple[float, float]]:
         known = self._gradients

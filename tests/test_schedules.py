@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -285,63 +283,6 @@ def test_names_of_unnamed_leaves_do_not_hang_on_the_schedule() -> None:
 
 
 # Deep graphs -------------------------------------------------------------------------------------
-
-DEEP = 100_000
-
-
-@pytest.fixture
-def deep() -> Iterator[tuple[Tensor, Tensor]]:
-    x = torch.tensor(1.0, requires_grad=True)
-    y = x
-    for _ in range(DEEP):
-        y = -y
-    yield x, y
-    free(y)
-
-
-def free(loss: Tensor) -> None:
-    """Let go of a deep graph node by node, root first.
-
-    PyTorch 2.13 frees a graph whose nodes were looked at from Python one call inside another, and
-    runs out of stack at some 40,000.
-    """
-    nodes = []
-    node = loss.grad_fn
-    while node is not None:
-        nodes.append(node)
-        node = node.next_functions[0][0] if node.next_functions else None
-    loss.detach_()
-    nodes.reverse()
-    while nodes:
-        nodes.pop()
-
-
-@pytest.mark.parametrize("order", ["kahn", "creation"])
-def test_a_very_deep_graph(deep: tuple[Tensor, Tensor], order: str) -> None:
-    x, y = deep
-    assert gradtrace.backward(y, names={"x": x}, schedule=order)["x"] == 1.0
-
-
-SCRIPT = """
-import torch, gradtrace
-x = torch.tensor(1.0, requires_grad=True)
-y = x
-for _ in range(100_000):
-    y = -y
-gradtrace.backward(y, names={"x": x})
-del y
-print("freed")
-"""
-
-
-def test_a_very_deep_graph_can_be_freed_after_it_was_walked() -> None:
-    """A plain walk from Python makes PyTorch 2.13 overflow its stack when the loss goes."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "freed")
-
-
-def test_the_graph_of_a_very_deep_loss(deep: tuple[Tensor, Tensor]) -> None:
-    assert len(gradtrace.graph(deep[1])) == DEEP + 1
 
 
 def test_recursion_on_a_deep_loss_says_what_to_do() -> None:

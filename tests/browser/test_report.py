@@ -61,6 +61,12 @@ def shown(visit: Visit) -> list[dict[str, str]]:
     return steps
 
 
+def is_at(visit: Visit, index: tuple[int, ...]) -> bool:
+    """Whether the page shows the path of this element."""
+    steps = shown(visit)
+    return bool(steps) and steps[0]["element"] == ",".join(map(str, index))
+
+
 def same(steps: list[dict[str, str]], path: Found) -> None:
     """The page shows this path, to the last digit."""
     assert len(steps) == len(path.steps)
@@ -133,6 +139,7 @@ def test_a_place_can_be_sent_to_others(network: pages.Made, look: Opener) -> Non
     page = visit.go()
     visit.tab("paths")
     pick(visit, "first.weight", "1, 2")
+    visit.until(lambda: is_at(visit, (1, 2)))
     there, address = shown(visit), page.evaluate("location.hash")
     page.go_back()
     visit.until(lambda: shown(visit) != there)
@@ -231,7 +238,7 @@ def test_an_element_shows_the_path_of_the_trace(
     visit.go("tab=paths")
     pick(visit, name, ", ".join(map(str, index)))
     path = network.trace.path(name, index)
-    visit.page.get_by_test_id("step").first.wait_for()
+    visit.until(lambda: is_at(visit, index))
     same(shown(visit), path)
     weight = visit.page.get_by_test_id("path-weight").get_attribute("data-value")
     gradient = visit.page.get_by_test_id("path-gradient").get_attribute("data-value")
@@ -251,7 +258,7 @@ def test_a_click_on_the_heat_map_picks_its_element(network: pages.Made, look: Op
     assert (rows, columns) == (6, 4)
     at = {"x": box["width"] * 2.5 / columns, "y": box["height"] * 4.5 / rows}
     heat.click(position=at)  # type: ignore[arg-type]
-    visit.until(lambda: shown(visit) and shown(visit)[0]["element"] == "4,2")
+    visit.until(lambda: is_at(visit, (4, 2)))
     same(shown(visit), network.trace.path("first.weight", (4, 2)))
 
 
@@ -264,7 +271,11 @@ def test_what_was_not_followed_says_how_to_find_it(network: pages.Made, look: Op
     for flat in range(leaf.numel()):
         index = divmod(flat, leaf.shape[1])
         pick(visit, "gate.weight", f"{index[0]}, {index[1]}")
-        if page.get_by_test_id("not-followed").count():
+        skipped = page.get_by_test_id("not-followed").filter(
+            has_text=f"of [{index[0]}, {index[1]}] is"
+        )
+        visit.until(lambda: skipped.count() or is_at(visit, index))  # noqa: B023  # called here
+        if skipped.count():
             missing = index
             break
     assert missing is not None
@@ -280,22 +291,60 @@ def test_what_was_not_followed_says_how_to_find_it(network: pages.Made, look: Op
     )
 
 
-@pytest.mark.parametrize("wrong", ["9, 9", "1", "a, b", "1, 2, 3"])
+WRONG = {
+    "9, 9": "Dimension 0 goes from 0 to 5; 9 is outside.",
+    "1, -5": "Dimension 1 goes from 0 to 3; -5 is outside.",
+    "1": "An element of 6×4 has 2 numbers; there is 1 here.",
+    "1, 2, 3": "An element of 6×4 has 2 numbers; there are 3 here.",
+    "a, b": "“a” is not a whole number.",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_index_is_told(wrong: str, network: pages.Made, look: Opener) -> None:
+    """In these words, and what was shown stays; the next that is right takes them away."""
     visit = look(network.file)
-    visit.go("tab=paths")
-    pick(visit, "first.weight", wrong)
-    assert visit.page.get_by_test_id("index-error").inner_text().strip()
+    page = visit.go("tab=paths")
+    box, error = page.get_by_test_id("index"), page.get_by_test_id("index-error")
+    pick(visit, "first.weight", "1, 2")
+    visit.until(lambda: is_at(visit, (1, 2)))
+    assert error.inner_text() == "" and box.get_attribute("aria-invalid") == "false"
+    place, steps = page.url, shown(visit)
+    box.fill(wrong)
+    box.press("Enter")
+    visit.until(lambda: error.inner_text())
+    assert error.inner_text() == WRONG[wrong]
+    assert box.get_attribute("aria-invalid") == "true" and box.input_value() == wrong
+    assert page.url == place and shown(visit) == steps
+    box.fill("4, 0")
+    box.press("Enter")
+    visit.until(lambda: is_at(visit, (4, 0)))
+    visit.until(lambda: error.inner_text() == "")
+    same(shown(visit), network.trace.path("first.weight", (4, 0)))
 
 
 def test_an_element_without_a_path_says_why(folder: Path, look: Opener) -> None:
     x = torch.tensor([1.0, -2.0], requires_grad=True)
     file = folder / "dead.html"
-    gt.trace(x.relu().sum(), names={"x": x}).report(file)
+    trace = gt.trace(x.relu().sum(), names={"x": x})
+    trace.report(file)
     visit = look(file)
-    visit.go("tab=paths")
+    page = visit.go("tab=paths")
     pick(visit, "x", "1")
-    assert "0" in visit.page.get_by_test_id("no-path").inner_text()
+    none = page.get_by_test_id("no-path")
+    none.wait_for()
+    title, why = none.inner_text().split("\n", 1)
+    assert title == "Element [1] has no path"
+    assert " ".join(why.split()) == (
+        "Every contribution to its gradient is 0, so there is no way to show. An activation that "
+        "is off, a mask, an embedding row that no token used or a factor of 0 does this."
+    )
+    assert page.get_by_test_id("step").count() == page.get_by_test_id("not-followed").count() == 0
+    assert page.get_by_test_id("index-error").inner_text() == ""
+    pick(visit, "x", "0")  # the other has one
+    page.get_by_test_id("step").first.wait_for()
+    assert none.count() == 0
+    same(shown(visit), trace.path("x", 0))
 
 
 def test_a_route_is_lit_in_the_graph(network: pages.Made, look: Opener) -> None:
@@ -336,13 +385,12 @@ def test_all_of_it_works_with_the_keyboard_alone(network: pages.Made, look: Open
         if page.evaluate("document.activeElement.dataset.testid") == "heat":
             break
     assert page.evaluate("document.activeElement.dataset.testid") == "heat"
-    page.keyboard.press("Home")
+    page.keyboard.press("Control+Home")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
-    page.get_by_test_id("step").first.wait_for()
-    index = tuple(map(int, shown(visit)[0]["element"].split(",")))
-    same(shown(visit), network.trace.path("first.weight", index))
+    visit.until(lambda: is_at(visit, (1, 1)))
+    same(shown(visit), network.trace.path("first.weight", (1, 1)))
 
 
 def test_the_tree_follows_the_arrow_keys(network: pages.Made, look: Opener) -> None:
@@ -417,7 +465,7 @@ def test_what_is_exported_is_whole(network: pages.Made, look: Opener, tmp_path: 
     page = visit.go("tab=paths")
     pick(visit, "first.weight", "1, 2")
     path = network.trace.path("first.weight", (1, 2))
-    page.get_by_test_id("step").first.wait_for()
+    visit.until(lambda: is_at(visit, (1, 2)))
     saved: dict[str, Path] = {}
     for what in ("json", "path-json", "path-csv"):
         page.get_by_test_id("export").click()
@@ -474,20 +522,51 @@ def test_hostile_names_are_text(hostile: pages.Made, look: Opener) -> None:
         assert page.locator("script").count() <= 3
 
 
-def test_a_damaged_file_says_so(network: pages.Made, folder: Path, look: Opener) -> None:
+DAMAGED = (
+    "This report is damaged",
+    "Its data cannot be read. The file may have been cut off on its way, or changed by a program "
+    "that rewrites HTML.",
+    "Copy the file again, or write it anew from the trace.",
+)
+EMPTY = (
+    "There is no report in this file",
+    "This is the page that gradtrace fills with data; nobody has filled this copy.",
+    'Write a report with trace.report("report.html"), or on the command line with gradtrace '
+    "report FILE.",
+)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "reason"),
+    [
+        ("cut", DAMAGED, "the data does not decompress"),
+        ("changed", DAMAGED, "the data is not base64"),
+        ("empty", EMPTY, "no data"),
+    ],
+)
+def test_a_damaged_file_says_so(
+    damage: str,
+    words: tuple[str, ...],
+    reason: str,
+    network: pages.Made,
+    folder: Path,
+    look: Opener,
+) -> None:
+    """In these words, and shows nothing beside them."""
     text = network.file.read_text("utf-8")
-    start = text.index('type="application/octet-stream">') + 40
-    for name, broken in {
-        "cut": text[:start] + text[start : start + 1000] + text[text.index("</script>", start) :],
-        "empty": text[: start - 9] + text[text.index("</script>", start) :],
-    }.items():
-        file = folder / f"{name}.html"
-        file.write_text(broken, "utf-8")
-        visit = look(file)
-        visit.page.goto(file.as_uri())
-        visit.page.locator(".failure").wait_for()
-        assert visit.page.locator(".failure").inner_text().strip()
-        visit.shot(f"failure-{name}")
+    start = text.index('type="application/octet-stream">') + len('type="application/octet-stream">')
+    end = text.index("</script>", start)
+    data = {"cut": text[start : start + 1000], "changed": f"?{text[start:end]}", "empty": ""}
+    file = folder / f"{damage}.html"
+    file.write_text(text[:start] + data[damage] + text[end:], "utf-8")
+    visit = look(file)
+    page = visit.page
+    page.goto(file.as_uri())
+    page.locator(".failure").wait_for()
+    told = [page.locator(".failure h1"), *page.locator(".failure p").all()]
+    assert [each.inner_text() for each in told] == [words[0], "∂", *words[1:], f"Reason: {reason}."]
+    assert page.locator("#panel, [role=tab], [data-testid]").count() == 0
+    visit.shot(f"failure-{damage}")
 
 
 def test_a_notebook_shows_it_in_a_frame(folder: Path, look: Opener) -> None:

@@ -1,5 +1,5 @@
 /** The explorer: a parameter, one of its elements, and the way its gradient came. */
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useState } from "preact/hooks";
 import { count, counted, element as spelt, number, percent, shape, short, unravel } from "../format";
 import type { Leaf, Trace } from "../types";
 import type { View } from "../view";
@@ -147,7 +147,8 @@ function Index({ leaf, element, show, best }: {
   const spell = (flat: number): string => unravel(flat, leaf.shape).join(", ");
   const [text, setText] = useState(spell(element));
   const [error, setError] = useState("");
-  useEffect(() => {
+  // At once: an effect that comes after the next frame would undo what was typed by then.
+  useLayoutEffect(() => {
     setText(spell(element));
     setError("");
   }, [element, leaf]);
