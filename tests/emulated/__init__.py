@@ -68,7 +68,8 @@ class Emulator:
             for name in launch.names(source)
         )
         entry = (
-            'extern "C" __attribute__((visibility("default"))) const char* emulate(const char* name, const unsigned* shape,'
+            'extern "C" __attribute__((visibility("default")))'
+            " const char* emulate(const char* name, const unsigned* shape,"
             " int64_t shared, const void* words, int64_t count, int backwards) {\n"
             f'{tells}  return "there is no such kernel";\n}}\n'
         )
