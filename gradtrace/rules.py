@@ -107,7 +107,8 @@ class Greedy:
         total, palette = first.value, first.palette
         size, numbers = first.size, first.numbers
         if size is None:
-            size, numbers = sizes(total), own(numbers) if numbers is given else numbers
+            free = numbers is not given and numbers.is_contiguous()
+            size, numbers = sizes(total), numbers if free else own(numbers)
         for other in rest:
             assert other.value is not None
             if known is None:

@@ -33,7 +33,7 @@ import gradtrace
 from gradtrace.kernels import contract, reference, rows, steps
 from gradtrace.trace import Trace
 
-SAMPLE = ("gpt2", "resnet"), 24
+SAMPLE = ("gpt2", "resnet", "mamba2"), 24
 """How many are tried where no device is named: these architectures, and so many operators."""
 
 

@@ -98,6 +98,19 @@ def test_merge_of_many(threads: int) -> None:
         assert torch.equal(found[1], plain[1])
 
 
+def test_merge_into_what_lies_otherwise() -> None:
+    """Marks and sizes are written where they are, whatever their strides."""
+    size, value = numbers("generic", torch.float32, 6, 5).abs(), torch.randn(6, 5)
+    marks, other = marks_like(size, seed=1), marks_like(size)
+    wanted = size.clone(), marks.clone()
+    steps.merge(*wanted, value, other, 3)
+    for turns in product((False, True), repeat=4):
+        parts = zip((size, marks, value, other), turns)
+        given = [x.T.contiguous().T if turn else x.clone() for x, turn in parts]
+        steps.merge(given[0], given[1], given[2], given[3], 3)
+        assert torch.equal(given[0], wanted[0]) and torch.equal(given[1], wanted[1])
+
+
 def test_what_is_0_never_wins() -> None:
     size, marks = torch.zeros(2), torch.zeros(2, dtype=torch.int32)
     steps.merge(size, marks, torch.tensor([0.0, -0.0]), 7)

@@ -101,7 +101,7 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
     if _on_gpu(size, marks, value) and between.merge(size, marks, value, other, shift):
         return
     library = _serving(size)
-    if library is None:
+    if library is None or not (size.is_contiguous() and marks.is_contiguous()):
         return _merge(size, marks, value, other, shift)
     if isinstance(other, int) and not other:
         return
