@@ -12,15 +12,17 @@ from torch import Tensor
 from gradtrace import autograd, engine
 from gradtrace.atlas import Atlas, Gradients, Lazy
 from gradtrace.capture import DENSE_LIMIT, record
+from gradtrace.deferred import Deferred, sizes_of
 from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, Unsupported
 from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
 from gradtrace.graph import Graph, build
 from gradtrace.hooks import HookWatch
 from gradtrace.paths import Paths
-from gradtrace.program import Program
+from gradtrace.program import Leaf, Program
 from gradtrace.schedules import walk
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
+from gradtrace.waiting import look
 
 T = TypeVar("T")
 
@@ -223,8 +225,8 @@ def trace_of(
     named, others = _named(found, atlas, loss)
     gradients = Lazy({name: leaf.compute for name, leaf in named.items()}, others)
     if nonfinite == "raise":
-        doubtful = [name for name, leaf in named.items() if not leaf.surely_finite]
-        _refuse_nonfinite(loss, seed, atlas, watch, {name: gradients[name] for name in doubtful})
+        doubtful = {name: gradients[name] for name in _doubtful(named)}
+        _refuse_nonfinite(loss, seed, atlas, watch, doubtful)
     names = {leaf.value: name for name, leaf in named.items()}
     aliases: dict[str, tuple[str, ...]] = {}
     for other, name in others.items():
@@ -318,6 +320,14 @@ def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None
         raise UnknownName(f"nonfinite is 'raise' or 'allow', not {nonfinite!r}")
 
 
+def _doubtful(named: Mapping[str, Leaf]) -> list[str]:
+    """The leaves whose gradients must be looked at to be sure that they are finite."""
+    later = {n: leaf.given for n, leaf in named.items() if isinstance(leaf.given, Deferred)}
+    sizes = sizes_of(later.values())
+    sure = {name for name, sum_ in later.items() if sum_.surely_finite(sizes)}
+    return [name for name in named if name not in sure]
+
+
 def _refuse_nonfinite(
     loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, named: Mapping[str, Tensor]
 ) -> None:
@@ -347,7 +357,7 @@ def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
             sums.append(grad.sum())
     for some in kinds.values():
         sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
-    return all(math.isfinite(float(x)) for x in sums)
+    return all(map(math.isfinite, look(sums)))
 
 
 SMALL = 1 << 12

@@ -89,8 +89,10 @@ class Atlas:
     def place_of(self, node: Node) -> Place:
         """The innermost module call in whose forward the node was made."""
         number = sequence_of(node)
-        if number is None:
-            return NOWHERE
+        return NOWHERE if number is None else self.place_at(number)
+
+    def place_at(self, number: int) -> Place:
+        """The innermost module call that a node of this sequence number was made in."""
         at = bisect_right(self.starts, number) - 1
         return self.places[at] if at >= 0 else NOWHERE
 

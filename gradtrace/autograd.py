@@ -89,6 +89,30 @@ def shapes_of(node: Node) -> tuple[Shape, ...]:
     return tuple(tuple(meta.shape) for meta in node._input_metadata)
 
 
+def outputs_of(node: Node) -> int:
+    """How many outputs the operator has."""
+    return len(node._input_metadata)
+
+
+def wanted(node: Node, slot: int) -> Any:
+    """What the gradient of an output of a node is to be like: it has shape, dtype and device."""
+    return node.variable if type(node) is ACCUMULATE else node._input_metadata[slot]
+
+
+_NARROW = {
+    torch.float64: torch.empty((), dtype=torch.float16),
+    torch.int64: torch.empty((), dtype=torch.int8),
+}
+
+
+def is_number(x: Tensor) -> bool:
+    """Whether PyTorch made a tensor of a number, as of the 2 in ``y * 2``. It lies in the CPU's
+    memory, whatever y does, and does not widen the dtype of a result, by which it is told.
+    """
+    narrow = _NARROW.get(x.dtype) if x.is_cpu and not x.dim() else None
+    return narrow is not None and torch.result_type(narrow, x) is narrow.dtype
+
+
 def refuse_layout(grad: Tensor) -> NoReturn:
     """Say that a sparse gradient is not followed."""
     raise Unsupported(

@@ -7,7 +7,7 @@ the other, it need not wait in memory for its turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.maps import Contract, Map, Scatter
+from gradtrace.waiting import look
 
 SOURCE = "mn,mk->kn"
 """The gradient of w in ``x @ w``: summed over the rows, so that several are one product."""
@@ -32,12 +33,18 @@ class Part:
         """The contribution."""
         return _through(self.maps, self.x)
 
-    def bound(self) -> float:
-        """No partial sum of an element is larger than this; NaN or infinite if nobody knows."""
-        most = _largest(self.x)
+    def factors(self) -> list[Tensor]:
+        """What is multiplied: the cotangent, and the operands of products."""
+        return [self.x, *(map_.weight for map_ in self.maps if isinstance(map_, Contract))]
+
+    def bound(self, sizes: Mapping[int, float]) -> float:
+        """No partial sum of an element is larger than this; NaN or infinite if nobody knows.
+        ``sizes`` are the largest magnitudes of the factors, by id.
+        """
+        most = sizes[id(self.x)]
         for map_ in self.maps:
             if isinstance(map_, Contract):
-                most *= _largest(map_.weight) * map_.width
+                most *= sizes[id(map_.weight)] * map_.width
             elif isinstance(map_, Scatter):
                 most *= map_.inputs
             elif not map_.moves:
@@ -74,9 +81,9 @@ class Deferred:
         self.versions += other.versions
         return self
 
-    def surely_finite(self) -> bool:
-        """Whether no element can be NaN or infinite, as far as the sizes of the factors tell."""
-        most = sum(part.bound() for part in self.parts)
+    def surely_finite(self, sizes: Mapping[int, float]) -> bool:
+        """Whether no element can be NaN or infinite, as far as the ``sizes`` of factors tell."""
+        most = sum(part.bound(sizes) for part in self.parts)
         return isfinite(most) and most < torch.finfo(self.parts[0].x.dtype).max
 
     def total(self) -> Tensor:
@@ -145,6 +152,16 @@ def _operands(maps: Sequence[Map]) -> list[Tensor]:
     return [getattr(map_, name) for map_ in maps for name in map_.tensors()]
 
 
-def _largest(x: Tensor) -> float:
-    low, high = torch.aminmax(x.detach()) if x.numel() else (0.0, 0.0)
-    return max(abs(float(low)), abs(float(high)))
+def sizes_of(sums: Iterable[Deferred]) -> dict[int, float]:
+    """The largest magnitude of each factor of these sums, by id; NaN if it holds NaN. Those of all
+    are looked at together, and so waited for once.
+    """
+    factors = {id(x): x for each in sums for part in each.parts for x in part.factors()}
+    ends = [end for x in factors.values() for end in _ends(x)]
+    found = iter(look(ends))
+    return {key: max(abs(low), abs(high)) for key, low, high in zip(factors, found, found)}
+
+
+def _ends(x: Tensor) -> Sequence[Tensor]:
+    """The least and the largest element."""
+    return torch.aminmax(x.detach()) if x.numel() else (x.new_zeros(()), x.new_zeros(()))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +20,9 @@ class Plan:
     Letters: b are in all three, m the input's and the result's, n the weight's and the result's, k
     those of the input that the result lacks, in the order of the input, so that a larger k is a
     later element. Letters of the weight alone are summed.
+
+    A plan is made once and used for every product of its shapes, so what follows from the letters
+    is worked out once.
     """
 
     x: str
@@ -25,22 +30,22 @@ class Plan:
     out: str
     sizes: dict[str, int]
 
-    @property
+    @cached_property
     def batch(self) -> str:
         """In all three."""
         return "".join(c for c in self.out if c in self.x and c in self.w)
 
-    @property
+    @cached_property
     def rows(self) -> str:
         """Of the input and the result."""
         return "".join(c for c in self.out if c in self.x and c not in self.w)
 
-    @property
+    @cached_property
     def columns(self) -> str:
         """Of the weight and the result."""
         return "".join(c for c in self.out if c not in self.x)
 
-    @property
+    @cached_property
     def inner(self) -> str:
         """Of the input, not of the result: what the sum runs over."""
         return "".join(c for c in self.x if c not in self.out)
@@ -51,28 +56,49 @@ class Plan:
 
     def left(self, x: Tensor) -> Tensor:
         """The input as (b, m, k)."""
-        groups = (self.batch, self.rows, self.inner)
-        x = x.permute([self.x.index(c) for c in "".join(groups)])
-        return x.reshape([self.size(group) for group in groups])
+        return self._left(x)
+
+    @cached_property
+    def _left(self) -> Layout:
+        return self._layout(self.x, (self.batch, self.rows, self.inner))
 
     def right(self, w: Tensor) -> Tensor:
         """The weight as (b, k, n)."""
-        spec, w = together(f"{self.x},{self.w}->{self.out}", w)
-        kept = list(spec.split(",")[1].split("->")[0])
-        groups = (self.batch, self.inner, self.columns)
-        for c in self.inner:
-            if c not in kept:  # the same weight for all of them
-                w, kept = w.unsqueeze(-1).expand(*w.shape, self.sizes[c]), [*kept, c]
-        w = w.permute([kept.index(c) for c in "".join(groups)])
-        return w.reshape([self.size(group) for group in groups])
+        alone, missing, layout = self._right
+        if alone:  # two elements have one weight
+            w = w.sum(alone)
+        for size in missing:  # the same weight for all of them
+            w = w.unsqueeze(-1).expand(*w.shape, size)
+        return layout(w)
+
+    @cached_property
+    def _right(self) -> tuple[list[int], list[int], Layout]:
+        """Dimensions of the weight alone, sizes of those it lacks, and how the rest is laid out."""
+        alone = [d for d, c in enumerate(self.w) if c not in self.x and c not in self.out]
+        missing = [c for c in self.inner if c not in self.w]
+        kept = "".join([c for d, c in enumerate(self.w) if d not in alone] + missing)
+        layout = self._layout(kept, (self.batch, self.inner, self.columns))
+        return alone, [self.sizes[c] for c in missing], layout
 
     def back(self, out: Tensor) -> Tensor:
         """(b, m, n) in the shape of the result."""
-        letters = self.batch + self.rows + self.columns
-        out = out.reshape([self.sizes[c] for c in letters])
-        return out.permute([letters.index(c) for c in self.out])
+        shape, order = self._back
+        out = out.reshape(shape)
+        return out if order is None else out.permute(order)
 
-    @property
+    @cached_property
+    def _back(self) -> tuple[list[int], list[int] | None]:
+        letters = self.batch + self.rows + self.columns
+        order = [letters.index(c) for c in self.out]
+        return [self.sizes[c] for c in letters], None if letters == self.out else order
+
+    def _layout(self, letters: str, groups: Sequence[str]) -> Layout:
+        """From dimensions of these letters to one for each group of them."""
+        wanted = "".join(groups)
+        order = None if wanted == letters else [letters.index(c) for c in wanted]
+        return Layout(order, [self.size(group) for group in groups])
+
+    @cached_property
     def turned(self) -> bool:
         """Whether the result has its columns before its rows."""
         return bool(self.rows and self.columns) and self.out == (
@@ -86,6 +112,17 @@ class Plan:
             found[c] = step
             step *= self.sizes[c]
         return found
+
+
+class Layout(NamedTuple):
+    """Dimensions in another order (None: as they are), then in another shape."""
+
+    order: list[int] | None
+    shape: list[int]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The tensor laid out so."""
+        return (x if self.order is None else x.permute(self.order)).reshape(self.shape)
 
 
 @lru_cache(maxsize=4096)

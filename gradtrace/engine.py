@@ -31,7 +31,7 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     A tensor, or a tuple for semirings whose values have several parts. Values are dropped after
     their last use, so memory is as for a backward pass.
     """
-    last = program.last_uses()
+    last = program.last_uses
     keep = {leaf.value for leaf in program.leaves}
     ends = keep - last.keys()  # nothing is multiplied with them any more
     with torch.no_grad():

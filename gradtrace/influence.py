@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import nan, sqrt
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.nn import Parameter
-
-from gradtrace.components import Component
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.kernels import steps as fused
-from gradtrace.maps.places import laid
-from gradtrace.marks import Marks
-from gradtrace.program import Program
-from gradtrace.states import State, cancelled, solid
 from gradtrace.tables import Column, Table
-from gradtrace.tracing import Found
 
-Bools: TypeAlias = npt.NDArray[np.bool_]
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.intp]
 Weight = Literal["count", "gradient"]
 
 
@@ -47,11 +31,11 @@ class Moments:
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
         """Those of one pair."""
-        e = Fraction(eligible)
+        e = Fraction.from_float(eligible)
         ee = e * e
         if through == eligible:
             return cls(e, e, ee, ee, ee)
-        t = Fraction(through)
+        t = Fraction.from_float(through)
         return cls(t, e, t * t, t * e, ee) if t else cls(t, e, t, t, ee)
 
     @classmethod
@@ -285,230 +269,3 @@ def _order(first: tuple[Row, ...], second: tuple[Row, ...]) -> Any:
         place = {row.name: n for n, row in enumerate(first)}
         return lambda name: place[name]
     return lambda name: name
-
-
-# Counting -----------------------------------------------------------------------------------------
-
-
-class Groups(NamedTuple):
-    """The elements of a leaf that have a path, by pair and mark: how many, and Σ |gradient|."""
-
-    pairs: list[int]
-    marks: list[int]
-    sums: Floats  # (groups, 2), in float64: counts are exact below 2**53
-
-
-@dataclass
-class Counted:
-    """A leaf's elements: those that have a path in groups, and how many there are in all."""
-
-    name: str
-    could: int
-    size: int
-    total: int
-    groups: Groups
-
-
-@dataclass
-class Tally:
-    """Counts paths as leaves come in. ``could`` says which bits each leaf's value may have."""
-
-    components: list[Component]
-    could: dict[int, int]
-    names: dict[int, str]
-    pairs: int
-    leaves: list[Counted] = field(default_factory=list)
-    sized: set[str] = field(default_factory=set)
-
-    def add(self, found: Found, gradient: Tensor) -> None:
-        """Count the paths of a leaf."""
-        value, total = found.leaf.value, gradient.numel()
-        if isinstance(found.pair, Tensor):
-            # A parameter is there for every pair, even if no two of them meet in an element of it
-            # (an embedding whose rows are each used once); an input is there once, each part for
-            # its pair.
-            shared = isinstance(found.leaf.tensor, Parameter) or bool((found.pair == 0).any())
-            total = total * self.pairs if shared else total
-        self._count(value, gradient.numel(), total, groups_of(found, gradient, self.pairs))
-
-    def add_some(
-        self, value: int, pair: int, marks: list[int], number: Tensor, gradient: Tensor, size: int
-    ) -> None:
-        """Count the paths of some elements of a leaf, which has ``size`` of them: each element's
-        number among the marks, and its gradient.
-        """
-        counts, sizes = fused.tally(number.int(), gradient, len(marks))
-        there = [n for n in counts.nonzero().reshape(-1).tolist() if marks[n] & 1]
-        sums = np.stack([counts.double().numpy(), sizes.numpy()], 1)[there]
-        groups = Groups([pair] * len(there), [marks[n] for n in there], sums)
-        self._count(value, size, len(number), groups)
-
-    def _count(self, value: int, size: int, total: int, groups: Groups) -> None:
-        name = self.names[value]
-        own = 0 if name in self.sized else size
-        self.sized.add(name)
-        self.leaves.append(Counted(name, self.could[value], own, total, groups))
-
-    def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
-        """The table."""
-        owns = self._owned()
-        bits = [component.bits for component in self.components]
-        could = hits([leaf.could for leaf in self.leaves], bits) & ~owns
-        sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
-        reached = [leaf.groups.sums[:, 0].sum() for leaf in self.leaves]
-        totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
-        missing = totals - np.array(reached, dtype=float)
-        own, unreached = sizes @ owns.astype(float), missing @ could.astype(float)
-        eligible, through = self._sums(could, bits)
-        if not all(np.isfinite(leaf.groups.sums).all() for leaf in self.leaves):
-            notes = (*notes, NONFINITE)
-        rows = []
-        for n, component in enumerate(self.components):
-            count, gradient = (
-                Moments.over(through[:, n, k].tolist(), eligible[:, n, k].tolist()) for k in (0, 1)
-            )
-            rows.append(Row(component.name, int(own[n]), int(unreached[n]), count, gradient))
-        return Influence(tuple(rows), self.pairs, weight, rule, tuple(notes))
-
-    def _owned(self) -> Bools:
-        """Which leaf belongs to which component."""
-        places: dict[str, list[int]] = {}
-        for place, leaf in enumerate(self.leaves):
-            places.setdefault(leaf.name, []).append(place)
-        owns = np.zeros((len(self.leaves), len(self.components)), dtype=bool)
-        for n, component in enumerate(self.components):
-            for name in component.owns:
-                owns[places.get(name, []), n] = True
-        return owns
-
-    def _sums(self, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
-        """By pair and component, how many elements could pass and how many do, and the same by
-        |gradient|, in the order of the leaves.
-        """
-        shape = (self.pairs, len(self.components), 2)
-        eligible, through = np.zeros(shape), np.zeros(shape)
-        groups = [leaf.groups for leaf in self.leaves]
-        pairs = np.array([pair for some in groups for pair in some.pairs], dtype=np.intp)
-        marks = [mark for some in groups for mark in some.marks]
-        known = {mark: n for n, mark in enumerate(dict.fromkeys(marks))}
-        kinds = np.array([known[mark] for mark in marks], dtype=np.intp)
-        passes = hits(list(known), bits)
-        whose = np.repeat(np.arange(len(groups)), [len(some.pairs) for some in groups])
-        sums = np.concatenate([NOBODY.sums, *(some.sums for some in groups)])
-        sums = np.where(np.isfinite(sums), sums, 0.0)
-        order = np.argsort(pairs, kind="stable")
-        most = max(1, ENTRIES // max(1, len(bits)))
-        for pair, mine in _runs(order, pairs):
-            for n in range(0, len(mine), most):
-                some = mine[n : n + most]
-                can = could[whose[some]]
-                eligible[pair] += can.T.astype(float) @ sums[some]
-                through[pair] += (can & passes[kinds[some]]).T.astype(float) @ sums[some]
-        return eligible, through
-
-
-ENTRIES = 1 << 22
-"""How many pairs of a group and a component to look at in one go."""
-
-
-def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each pair with its groups."""
-    cuts = np.flatnonzero(np.diff(pairs[order])) + 1
-    for mine in np.split(order, cuts):
-        if len(mine):
-            yield int(pairs[mine[0]]), mine
-
-
-def groups_of(found: Found, gradient: Tensor, pairs: int) -> Groups:
-    """The elements of a leaf that have a path, by pair and mark."""
-    state, pair = found.state, found.pair
-    if state.few is not None and isinstance(pair, int):
-        return _of_few(state, gradient, pair)
-    if state.numbers is None and isinstance(pair, int) and state.value is gradient:
-        count, size = fused.magnitude(gradient)
-        if count < gradient.numel() and state.parts:
-            missed = cancelled(state.parts, gradient)
-            count += 0 if missed is None else int(missed.sum())
-        sums = np.array([[float(count), size]])
-        return Groups([pair], state.palette.marks()[1:], sums) if count else NOBODY
-    state = solid(state).written()
-    assert state.numbers is not None
-    marks = state.palette.marks()[1:]
-    numbers, many = state.numbers, len(marks)
-    if isinstance(pair, Tensor):
-        there = (pair > 0) & (numbers > 0)
-        numbers = torch.where(there, (pair.int() - 1) * many + numbers, 0)
-    parts = pairs if isinstance(pair, Tensor) else 1
-    counts, sizes = fused.tally(numbers, gradient, parts * many + 1)
-    sums = np.stack([counts.double().cpu().numpy(), sizes.cpu().numpy()], 1)[1:]
-    used = np.flatnonzero(sums[:, 0]).tolist()
-    whose = [n // many if isinstance(pair, Tensor) else pair for n in used]
-    return Groups(whose, [marks[n % many] for n in used], sums[used])
-
-
-def _of_few(state: State, gradient: Tensor, pair: int) -> Groups:
-    """A leaf of which few elements have marks of their own: these are counted by themselves, and
-    the others, unless they have nothing, as a plain leaf is.
-    """
-    few, marks = state.few, state.palette.marks()[1:]
-    assert few is not None
-    counts, sizes = fused.tally(few.marks, few.value, len(marks) + 1)
-    sums = np.stack([counts.double().cpu().numpy(), sizes.cpu().numpy()], 1)[1:]
-    if not state.parts:
-        line, at = laid(gradient, few.at)
-        line[at] = 0  # for a moment
-        sums[0] += fused.magnitude(gradient)
-        line[at] = few.value
-    used = np.flatnonzero(sums[:, 0]).tolist()
-    return Groups([pair] * len(used), [marks[n] for n in used], sums[used])
-
-
-NOBODY = Groups([], [], np.zeros((0, 2)))
-NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
-
-
-def hits(marks: list[int], bits: list[int]) -> Bools:
-    """Which marks have any of some bits, as a matrix of marks by sets of bits."""
-    width = -(-max((b.bit_length() for b in (*marks, *bits)), default=1) // 8) or 1
-    table = np.frombuffer(b"".join(m.to_bytes(width, "little") for m in marks), np.uint8)
-    atoms = np.unpackbits(table.reshape(len(marks), width), axis=1, bitorder="little")
-    atoms = np.ascontiguousarray(atoms.T)  # a row for each bit
-    found = np.zeros((len(marks), len(bits)), dtype=bool)
-    for n, some in enumerate(bits):
-        places = list(_places(some))
-        if places:
-            found[:, n] = np.bitwise_or.reduce(atoms[places], axis=0)
-    return found
-
-
-def _places(bits: int) -> Iterator[int]:
-    """The numbers of the bits that are set."""
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
-
-
-def possible(program: Program, marks: Marks) -> dict[int, int]:
-    """For each value the bits that some route of operators from it to the root would give."""
-    found = {program.root: 1}
-    for number, block in enumerate(program.blocks):
-        bits = marks.block.get(number, 0)
-        for each in marks.slices.get(number, (0, []))[1]:
-            bits |= each
-        for value in block.takes.values():
-            found[value] |= bits
-        for step in block.steps:
-            found[step.out] = _any(found[term.value] for term in step.terms)
-        for position, value in block.gives.items():
-            found[value] |= marks.position.get((number, position), 0)
-        for step in block.merges:
-            found[step.out] = _any(found[term.value] for term in step.terms)
-    return found
-
-
-def _any(bits: Iterable[int]) -> int:
-    total = 0
-    for each in bits:
-        total |= each
-    return total

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace import waiting
+
 MANY = 512
 """A palette with more entries is looked through for those that are equal, or that nobody uses."""
 
@@ -30,11 +32,22 @@ class Palette(NamedTuple):
 
     def marks(self) -> list[int]:
         """The mark of each number, from 0 on."""
-        return [0, *(row | self.extra for row in self.rows)]
+        return [0, *self._whole()]
 
-    def then(self, other: Palette) -> Palette:
-        """Both: the second's numbers follow those of the first."""
-        return Palette((*self.marks()[1:], *other.marks()[1:]))
+    def then(self, other: Palette) -> tuple[Palette, int]:
+        """Both, and what the second's numbers grow by: they follow those of the first, unless the
+        two are one and the same.
+
+        >>> Palette((1, 3)).then(Palette((5,)))
+        (Palette(rows=(1, 3, 5), extra=0), 2)
+        """
+        if self.rows is other.rows and self.extra == other.extra:
+            return self, 0
+        return Palette((*self._whole(), *other._whole())), len(self.rows)
+
+    def _whole(self) -> list[int]:
+        rows, extra = self
+        return [row | extra for row in rows]
 
     def times(self, bits: list[int]) -> Palette:
         """Every mark with every one of some sets of bits; number n with set i becomes number
@@ -48,16 +61,22 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
     count = len(palette.rows)
     if count <= MANY:
         return numbers, palette
-    used = torch.bincount(numbers.reshape(-1), minlength=count + 1)[1:].nonzero().reshape(-1)
     places: dict[int, int] = {}
-    remap = torch.zeros(count + 1, dtype=torch.int32)
-    there = used.tolist()
-    remap[used.cpu() + 1] = torch.tensor(
-        [places.setdefault(palette.rows[n] | palette.extra, len(places)) + 1 for n in there],
-        dtype=torch.int32,
-    )
-    found = remap.to(numbers.device)[numbers.reshape(-1)].reshape(numbers.shape)
-    return found, Palette(tuple(places) or (1,))
+    (rows, extra), remap = palette, [0]
+    for row, there in zip(rows, _used(numbers, count)):
+        remap.append(places.setdefault(row | extra, len(places)) + 1 if there else 0)
+    table = torch.tensor(remap, dtype=torch.int32).to(numbers.device, non_blocking=True)
+    return table[numbers], Palette(tuple(places) or (1,))
+
+
+def _used(numbers: Tensor, count: int) -> list[bool]:
+    """Which numbers, from 1 on, are there."""
+    if waiting.avoid(numbers):  # to count them would wait for how many there are
+        there = numbers.new_zeros(count + 1, dtype=torch.bool)
+        there[numbers] = True
+    else:
+        there = torch.bincount(numbers.reshape(-1), minlength=count + 1) != 0
+    return there[1:].tolist()
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -22,7 +24,7 @@ def streaming(program: Program, kept: bool = True) -> int:
     dropped.
     """
     last, leaves = (
-        program.last_uses(),
+        program.last_uses,
         {leaf.value for leaf in program.leaves if leaf.known is not None},
     )
     held: dict[int, int] = {}
@@ -55,7 +57,11 @@ def _bytes(step: Step, known: bool) -> int:
 def available(device: torch.device) -> int | None:
     """How many bytes can still be had on a device; None if nobody tells."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - used  # PyTorch's own, in nobody's use
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        return max(0, min(free + cached, allowed - used))
     if device.type != "cpu":
         return None
     told = [free for free in (_free(), _allowed()) if free is not None]
@@ -95,7 +101,28 @@ def see(needed: int, device: torch.device, what: str, remedy: str) -> None:
     """Refuse work that does not fit."""
     free = available(device)
     if free is not None and needed > free:
-        raise TooLarge(f"{what} takes about {spelt(needed)}, and {spelt(free)} are free; {remedy}")
+        where = "" if device.type == "cpu" else f" on {spoken(device)}"
+        raise TooLarge(
+            f"{what} takes about {spelt(needed)}{where}, and {spelt(free)} are free; {remedy}"
+        )
+
+
+def spoken(device: torch.device) -> str:
+    """A device as people say it."""
+    if device.type == "cuda":
+        return f"the GPU ({device}, {torch.cuda.get_device_name(device)})"
+    return str(device)
+
+
+@contextmanager
+def within(device: torch.device, what: str, remedy: str) -> Iterator[None]:
+    """Say what to do where memory ends all the same; estimates know nothing of other programs."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = available(device)
+        left = "" if free is None else f" ({spelt(free)} are free now)"
+        raise TooLarge(f"{what} ran out of memory on {spoken(device)}{left}; {remedy}") from error
 
 
 def spelt(size: int) -> str:

@@ -1,21 +1,28 @@
-"""Nodes that are one map for each argument, so that nobody need look inside.
+"""Nodes whose maps are known, so that nobody need look inside.
 
 To watch a formula costs several times what a small formula costs. Most nodes of most models are
-products with a saved matrix, elementwise functions and views: for these the node's own formula, or
-the operands it saved, tell the map. Every row must agree with what watching the formula gives.
+products with a saved operand, elementwise functions, views, sums, or one ATen operation of what was
+saved: for these the node's own formula, or what it saved, tells the maps. Every row must agree with
+what watching the formula gives. A row asks for each saved value once, as checkpoints demand, and
+has asked for none when it gives up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gradtrace import autograd, standins
 from gradtrace.autograd import Edges, Node
-from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale, Scatter
+from gradtrace.linear import RULES, Call
+from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale, Scatter, Slot
 from gradtrace.shapes import Shape
+
+aten = torch.ops.aten
 
 Found: TypeAlias = "list[tuple[Tensor, list[Map]] | None] | None"
 """For each argument, its cotangent and the maps that lead to it (none: it is the same). None
@@ -25,7 +32,12 @@ Edge: TypeAlias = "tuple[Node | None, int]"
 
 
 class Product(Protocol):
-    """Computes the products of matrices that are handed to an edge, or what stands in for them."""
+    """Computes the products of matrices that are handed to an edge, or what stands in for them.
+
+    For a ``bare`` program nobody wants them, nor convolutions.
+    """
+
+    bare: bool
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -40,11 +52,19 @@ class Product(Protocol):
 
 NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], Found]
 
+# Movements ---------------------------------------------------------------------------------------
+
 
 def turned(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """A permutation: the node itself is the movement."""
     out = node(grad)
     return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), injective=True)])]
+
+
+def placed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """A part, put back among zeros: the node itself is the movement."""
+    out = node(grad)
+    return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), True, injective=True)])]
 
 
 def reshaped(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -53,10 +73,141 @@ def reshaped(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(out, [Identity(tuple(grad.shape), tuple(out.shape))])]
 
 
+def converted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """The same numbers in another dtype, or on another device."""
+    out = node(grad)
+    return None if out.is_complex() else [(out, [])]
+
+
+def parted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``cat``: each argument is a stretch; an empty one may have any number of dimensions."""
+    dim, start, shape = _signed(node._saved_dim) % grad.dim(), 0, tuple(grad.shape)
+    found: list[tuple[Tensor, list[Map]] | None] = []
+    for out in _several(node(grad)):
+        cut = tuple(out.shape)
+        if cut == (0,):
+            found.append(None)
+            continue
+        found.append((out, [Index(_narrow(dim, start, cut[dim]), shape, cut, injective=True)]))
+        start += cut[dim]
+    return found
+
+
+def _narrow(dim: int, start: int, length: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.narrow(dim, start, length)
+
+
+def stacked(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``stack``: each argument is a slice."""
+    dim, shape = _signed(node._saved_dim) % grad.dim(), tuple(grad.shape)
+    return [
+        (out, [Index(_slice(dim, k), shape, tuple(out.shape), injective=True)])
+        for k, out in enumerate(_several(node(grad)))
+    ]
+
+
+def _slice(dim: int, k: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.select(dim, k)
+
+
+def _several(outs: Any) -> Iterable[Tensor]:
+    return outs if type(outs) is tuple else (outs,)
+
+
+def _signed(value: Any) -> Any:
+    """A saved number; PyTorch shows negative ones as if they had no sign."""
+    return value - (1 << 64) if type(value) is int and value >> 63 else value
+
+
+# Sums --------------------------------------------------------------------------------------------
+
+
+def widened(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``expand``: what was repeated is added up."""
+    out = node(grad)
+    shape, wanted = tuple(grad.shape), tuple(out.shape)
+    return [(out, [] if shape == wanted else summed(shape, wanted))]
+
+
+def summed(shape: Shape, wanted: Shape) -> list[Map]:
+    """The undoing of broadcasting."""
+    extra = len(shape) - len(wanted)
+    over = [d for d, n in enumerate(shape) if d < extra or (n != 1 and wanted[d - extra] == 1)]
+    return [Reduce(over, shape, wanted)]
+
+
+def repeated(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``sum`` and ``mean``: every element that was added up gets the cotangent of the sum."""
+    out = node(grad)
+    shape, wide = tuple(grad.shape), tuple(out.shape)
+    thin = shape
+    if len(shape) < len(wide):
+        over = getattr(node, "_saved_dim", None) or range(len(wide))
+        dims = {_signed(d) % len(wide) for d in over}
+        thin = tuple(1 if d in dims else n for d, n in enumerate(wide))
+    chain: list[Map] = [Index(lambda x: x.reshape(thin).expand(wide), shape, wide)]
+    if type(node).__name__.startswith("Mean"):
+        chain.append(Scale(1 / max(1, out.numel() // max(1, grad.numel())), wide))
+    return [(out, chain)]
+
+
+# Elementwise -------------------------------------------------------------------------------------
+
+
 def scaled(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """Elementwise: what the node makes of ones. It is called once, as checkpoints demand."""
     weight = node(torch.ones_like(grad))
     return [(weight * grad, [Scale(weight, tuple(grad.shape))])]
+
+
+def added(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x + y``."""
+    return [(grad, []), (grad, [])] if node._saved_alpha == 1 else None
+
+
+def subtracted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x - y``."""
+    if node._saved_alpha != 1:
+        return None
+    minus: list[Map] = [Scale(-1, tuple(grad.shape))]
+    return [(grad, []), None if edges[1][0] is None else (-grad, minus)]
+
+
+def multiplied(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x · y``, where a node saves a factor only if the other needs a gradient."""
+    x = None if edges[0][0] is None else _weighed(grad, node._saved_other)
+    y = None if edges[1][0] is None else _weighed(grad, node._saved_self)
+    return [x, y]
+
+
+def multiple(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x · number``."""
+    return [(node(grad), [Scale(node._saved_other, tuple(grad.shape))])]
+
+
+def _weighed(grad: Tensor, factor: Tensor) -> tuple[Tensor, list[Map]]:
+    return grad * factor, [Scale(_number(factor), tuple(grad.shape))]
+
+
+def _number(x: Tensor) -> Tensor | float:
+    """A saved factor, which is a number if it was one to the user."""
+    if not autograd.is_number(x):
+        return x
+    number: Any = x.tolist()  # not item(), which dispatch modes would hand the number itself
+    return number  # type: ignore[no-any-return]
+
+
+def divided(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x / constant``."""
+    if edges[1][0] is not None:
+        return None
+    by = _number(node._saved_other)
+    call = Call(aten.div.Tensor, (grad, by), {}, [grad], grad / by, 0)
+    ((chain, _),) = RULES["div"](call)
+    return [(call.out, chain)]
+
+
+# Products ----------------------------------------------------------------------------------------
 
 
 def matrix(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -103,38 +254,163 @@ def _right(
     return out, [Contract(spec, x, tuple(grad.shape), tuple(out.shape))]
 
 
+# One operation of what was saved ------------------------------------------------------------------
+
+
+def called(operation: str, arguments: str) -> NodeRule:
+    """A formula that is one ATen operation: of the cotangent ``g``, of which arguments have
+    ``needed`` a gradient, of the ``dtype`` of the first, and of what the node saved, by name.
+    """
+    func, told = getattr(aten, operation).default, RULES[operation]
+    special: dict[str, Callable[[Tensor, Edges], Any]] = {
+        "g": lambda grad, edges: grad,
+        "needed": lambda grad, edges: [child is not None for child, _ in edges],
+        "dtype": lambda grad, edges: autograd.wanted(*edges[0]).dtype,
+        "0": lambda grad, edges: 0,
+    }
+    names = [(special.get(name), f"_saved_{name}") for name in arguments.split()]
+
+    def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+        args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
+        bare = product.bare and operation == "convolution_backward"
+        out = standins.convolution_backward(*args) if bare else func(*args)
+        chains = told(Call(func, args, {}, [grad], out, 0))
+        if isinstance(out, Tensor):
+            return [(out, chains[0][0])]
+        return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
+
+    return rule
+
+
+_looked_up = called(
+    "embedding_dense_backward",
+    "g indices weight_sym_argsize_0 padding_idx scale_grad_by_freq",
+)
+
+
 def looked_up(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """Rows of a table: known only where the whole table's gradient can be put off."""
-    if node._saved_scale_grad_by_freq or node._saved_sparse:
+    """Rows of a table."""
+    if node._saved_sparse:
         return None
     rows = node._saved_weight_sym_argsize_0
-    out = product.later(edges[0], (rows, grad.shape[-1]), grad)
-    if out is None:
-        return None
-    padding = node._saved_padding_idx
-    return [(out, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
-
-
-def summed(shape: Shape, wanted: Shape) -> list[Map]:
-    """The undoing of broadcasting."""
-    extra = len(shape) - len(wanted)
-    over = [d for d, n in enumerate(shape) if d < extra or (n != 1 and wanted[d - extra] == 1)]
-    return [Reduce(over, shape, wanted)]
+    later = None
+    if not node._saved_scale_grad_by_freq:
+        later = product.later(edges[0], (rows, grad.shape[-1]), grad)
+    if later is None:
+        return _looked_up(node, grad, edges, product)
+    padding = _signed(node._saved_padding_idx)
+    return [(later, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
 
 
 _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (turned, "T0 Transpose0 Permute0"),
-    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Clone0"),
+    (placed, "Slice0 Select0"),
+    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2 Clone0"),
+    (reshaped, "Alias0"),
+    (converted, "ToCopy0"),
+    (parted, "Cat0"),
+    (stacked, "Stack0"),
+    (widened, "Expand0"),
+    (repeated, "Sum0 Sum1 Mean0 Mean1"),
     (scaled, "Tanh0 Sigmoid0 Gelu0 Silu0 Exp0 Pow0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
+    (scaled, "NativeDropout0"),
+    (added, "Add0"),
+    (subtracted, "Sub0"),
+    (multiplied, "Mul0"),
+    (multiple, "Mul1"),
+    (divided, "Div0"),
     (matrix, "Mm0 Bmm0"),
     (affine, "Addmm0"),
     (looked_up, "Embedding0"),
 )
 
+_CALLS = (
+    ("Relu0", "threshold_backward", "g result 0"),
+    ("Softmax0 SafeSoftmax0", "_softmax_backward_data", "g result dim dtype"),
+    ("LogSoftmax0", "_log_softmax_backward_data", "g result dim dtype"),
+    (
+        "NativeLayerNorm0",
+        "native_layer_norm_backward",
+        "g input normalized_shape result1 result2 weight bias needed",
+    ),
+    (
+        "NativeGroupNorm0",
+        "native_group_norm_backward",
+        "g input result1 result2 weight N C HxW group needed",
+    ),
+    (
+        "NativeBatchNorm0",
+        "native_batch_norm_backward",
+        "g input weight running_mean running_var result1 result2 training eps needed",
+    ),
+    (
+        "Convolution0",
+        "convolution_backward",
+        "g input weight bias_sym_sizes_opt stride padding dilation transposed output_padding "
+        "groups needed",
+    ),
+    (
+        "MaxPool2DWithIndices0",
+        "max_pool2d_with_indices_backward",
+        "g self kernel_size stride padding dilation ceil_mode result1",
+    ),
+    (
+        "NllLoss0",
+        "nll_loss_backward",
+        "g self target weight reduction ignore_index total_weight",
+    ),
+)
+
+
+def _named(rows: Iterable[tuple[NodeRule, str]]) -> dict[str, NodeRule]:
+    return {
+        f"{name[:-1]}Backward{name[-1]}": rule for rule, names in rows for name in names.split()
+    }
+
+
 NODES: dict[str, NodeRule] = {
-    f"{name[:-1]}Backward{name[-1]}": rule for rule, names in _ROWS for name in names.split()
+    **_named(_ROWS),
+    **_named((called(operation, arguments), names) for names, operation, arguments in _CALLS),
 }
 """By type of node."""
 
-UNDONE = {"AddmmBackward0": 0}
-"""The argument position at which a node's result may still have to be summed over."""
+# Several cotangents ------------------------------------------------------------------------------
+
+Joined: TypeAlias = "tuple[Tensor, dict[int, Slot]]"
+"""The cotangent of the one argument, and where in it that of each output lies."""
+
+
+def split(node: Node, grads: Mapping[int, Tensor]) -> Joined:
+    """``split``: every output is a stretch of the argument."""
+    out, dim = _handed(node, grads)
+    if type(node).__name__.startswith("SplitWithSizes"):
+        starts = [0, *accumulate(node._saved_split_sizes)]
+    else:
+        starts = [k * node._saved_split_size for k in range(max(grads) + 1)]
+    return out, {k: _stretch(g, out, dim, starts[k], tuple(g.shape)) for k, g in grads.items()}
+
+
+def unbound(node: Node, grads: Mapping[int, Tensor]) -> Joined:
+    """``unbind``: every output is a slice of the argument."""
+    out, dim = _handed(node, grads)
+    cuts = {k: (*g.shape[:dim], 1, *g.shape[dim:]) for k, g in grads.items()}
+    return out, {k: _stretch(g, out, dim, k, cuts[k]) for k, g in grads.items()}
+
+
+def _handed(node: Node, grads: Mapping[int, Tensor]) -> tuple[Tensor, int]:
+    """What the node makes of its cotangents, and the dimension they lie along."""
+    out = node(*[grads.get(k) for k in range(autograd.outputs_of(node))])
+    return out, _signed(node._saved_dim) % out.dim()
+
+
+def _stretch(grad: Tensor, out: Tensor, dim: int, start: int, cut: Shape) -> Slot:
+    return Slot(dim, start, cut, tuple(grad.shape), tuple(out.shape))
+
+
+JOINTS: dict[str, Callable[[Node, Mapping[int, Tensor]], Joined]] = {
+    "SplitBackward0": split,
+    "SplitWithSizesBackward0": split,
+    "UnsafeSplitBackward0": split,
+    "UnbindBackward0": unbound,
+}
+"""By type of node: those that take several cotangents, side by side."""

@@ -32,7 +32,7 @@ class Pairs:
         spans = {program.root: (up, up.flip(0))}
         apart, of = {program.root}, {}
         chains = Chains(program)
-        last = program.last_uses()
+        last = program.last_uses
         leaves = {leaf.value for leaf in program.leaves}
         for n, step in enumerate(program.steps()):
             if all(term.value in apart for term in step.terms):

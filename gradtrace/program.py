@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,16 @@ class Step(NamedTuple):
     shape: Shape
     dtype: torch.dtype
 
+
+def single(out: int, map_: Map, value: int, dtype: torch.dtype) -> Step:
+    """A step of one term. There is one for nearly every node, so the tuples are made as tuples are;
+    the constructors of named ones, which are Python code, take three times as long.
+    """
+    term = _tuple(Term, (map_, value))
+    return _tuple(Step, (out, (term,), map_.out_shape, dtype))
+
+
+_tuple = tuple.__new__
 
 HOOKS = "hooks"
 """What stands for an operator where a hook on a leaf changes its gradient."""
@@ -73,11 +84,6 @@ class Leaf:
         return self.given.total() if isinstance(self.given, Deferred) else self.given
 
     @property
-    def surely_finite(self) -> bool:
-        """Whether the gradient is known to be finite without being looked at."""
-        return isinstance(self.given, Deferred) and self.given.surely_finite()
-
-    @property
     def known(self) -> Tensor | None:
         """The gradient if it was computed already."""
         return None if isinstance(self.given, Deferred) else self.given
@@ -103,8 +109,9 @@ class Program:
             yield from block.steps
             yield from block.merges
 
+    @cached_property
     def last_uses(self) -> dict[int, int]:
-        """For each value the number of the last step that takes it."""
+        """For each value the number of the last step that takes it. Not to be written to."""
         return {term.value: n for n, step in enumerate(self.steps()) for term in step.terms}
 
     def wholes(self) -> dict[int, int]:

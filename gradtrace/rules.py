@@ -8,16 +8,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradtrace import waiting
 from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
-from gradtrace.maps import Identity, Map, Scatter
+from gradtrace.maps import Contract, Identity, Map, Scatter
 from gradtrace.maps.places import filled, laid
 from gradtrace.maps.scatter import Few
 from gradtrace.marks import compact
 from gradtrace.program import Step
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import NARROW, shifted, wide
-from gradtrace.states import Part, Scope, State, alike, own, sizes, solid
+from gradtrace.states import Part, Scope, State, alike, own, sizes, solid, where
 
 
 class Rule(Protocol):
@@ -50,6 +51,8 @@ class Greedy:
             if value is None and isinstance(map_, Scatter) and map_.sparse:
                 few = map_.few(x, state.numbers)
                 return State(None, 0, None, state.palette, (Part(map_, x),), None, few)
+            if later and map_.outputs > fused.PIECE and _by_rows(map_):
+                return State(value, 0, None, state.palette, (Part(map_, x, (), state.numbers),))
             numbers = map_.carry(x, state.numbers)[1]
             parts = (Part(map_, x),) if value is None else ()
             return State(value, 0, numbers, state.palette, parts)
@@ -65,13 +68,17 @@ class Greedy:
             if isinstance(map_, Identity):
                 return state
             state = solid(state)
+        if state.loose and state.value is not None and state.value.dtype is not step.dtype:
+            state = state.written()  # what is 0 by rounding is not 0
         numbers = state.numbers
         if numbers is not None:
             numbers = map_.apply(numbers)
         if known is None and state.value is not None:
             known = map_.apply(state.value).to(step.dtype)
-        parts = tuple(part._replace(moves=(*part.moves, map_)) for part in state.parts)
-        return State(known, 0, numbers, state.palette, parts)
+        parts = state.parts
+        if parts:
+            parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
+        return State(known, 0, numbers, state.palette, parts, None, None, state.loose)
 
     @staticmethod
     def _stayed(map_: Map, state: State, value: Tensor) -> State:
@@ -80,12 +87,11 @@ class Greedy:
         assert x is not None
         if x.dtype in NARROW or value.dtype in NARROW:  # 0 by rounding to few digits is not 0
             there = map_.best(x).value != 0
-            if numbers is None and bool((there == (value != 0)).all()):
+            if numbers is None and not waiting.avoid(x) and torch.equal(there, value != 0):
                 return State(value, 0, None, state.palette)
             numbers = there.int() if numbers is None else torch.where(there, numbers, 0)
-        elif numbers is not None and not bool(value.all()):
-            numbers = torch.where(value != 0, numbers, 0)
-        return State(value, 0, numbers, state.palette)
+            return State(value, 0, numbers, state.palette)
+        return State(value, 0, numbers, state.palette, loose=numbers is not None)
 
     def join(self, states: list[State], step: Step, scope: Scope) -> State:
         """The sum, and the mark of the largest term."""
@@ -95,20 +101,20 @@ class Greedy:
         if known is None and step.out in scope.ends and (found := self._patched(states, step)):
             return found
         first, *rest = map(solid, states)
-        fresh = first.numbers is None
+        given = first.numbers
         first = first.written()
         assert first.value is not None and first.numbers is not None
         total, palette = first.value, first.palette
         size, numbers = first.size, first.numbers
         if size is None:
-            size, numbers = sizes(total), numbers if fresh else own(numbers)
+            size, numbers = sizes(total), own(numbers) if numbers is given else numbers
         for other in rest:
             assert other.value is not None
             if known is None:
                 total = total + other.value
             theirs = 1 if other.numbers is None else other.numbers
-            fused.merge(size, numbers, wide(other.value), theirs, len(palette.rows))
-            palette = palette.then(other.palette)
+            palette, shift = palette.then(other.palette)
+            fused.merge(size, numbers, wide(other.value), theirs, shift)
         numbers, palette = compact(numbers, palette)
         total = total.to(step.dtype) if known is None else known
         return State(total, 0, numbers, palette, (), size)
@@ -129,9 +135,9 @@ class Greedy:
         line, place = laid(total, at)
         here = line[place]
         size, numbers = wide(here).abs(), (here != 0).int()
-        fused.merge(size, numbers, wide(other), marks, len(first.palette.rows))
+        palette, shift = first.palette.then(states[1].palette)
+        fused.merge(size, numbers, wide(other), marks, shift)
         here = line[place] = (here + other).to(step.dtype)
-        palette = first.palette.then(states[1].palette)
         return State(total, 0, None, palette, few=Few(at, here, numbers))
 
     @staticmethod
@@ -152,6 +158,11 @@ class Greedy:
         return found if step.out in scope.tails else solid(found)
 
 
+def _by_rows(map_: Map) -> bool:
+    """Whether marks can be had a row of the result after the other, as they are counted."""
+    return isinstance(map_, Contract) and map_.plan().turned
+
+
 @dataclass(frozen=True)
 class Viterbi:
     """Values are the largest |product| over the paths."""
@@ -169,7 +180,7 @@ class Viterbi:
             value, numbers = map_.pull((x,), MAX)[0], None
         elif map_.stays:
             value = map_.pull((x,), MAX)[0]
-            numbers = torch.where(value != 0, numbers, 0)
+            numbers = where(value, numbers)
         else:
             found, numbers = map_.carry(x, numbers, value=True)
             assert found is not None
@@ -194,8 +205,8 @@ class Viterbi:
         size, numbers, palette = own(values[0]), own(first.numbers), first.palette
         for other, value in zip(states[1:], values[1:]):
             theirs = 1 if other.numbers is None else other.numbers
-            fused.merge(size, numbers, value, theirs, len(palette.rows))
-            palette = palette.then(other.palette)
+            palette, shift = palette.then(other.palette)
+            fused.merge(size, numbers, value, theirs, shift)
         return State(size, exponent, *compact(numbers, palette))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradtrace.maps import Map
+from gradtrace import waiting
+from gradtrace.maps import Contract, Map
 from gradtrace.maps.scatter import Few
 from gradtrace.marks import Palette
 from gradtrace.semirings.base import wide
@@ -18,11 +19,14 @@ SINGLE = 64
 
 
 class Part(NamedTuple):
-    """A contribution that was not worked out: ``map(x)``, then moved."""
+    """A contribution that was not worked out: ``map(x)``, then moved; with the numbers of the marks
+    of x, if those of the result were not worked out either.
+    """
 
     map: Map
     x: Tensor
     moves: tuple[Map, ...] = ()
+    marks: Tensor | None = None
 
     def value(self) -> Tensor:
         """The summed contribution."""
@@ -44,6 +48,35 @@ class Part(NamedTuple):
             there, at = there & (source >= 0), source.clamp(min=0)
         return there & (self.map.best(self.x, at).value != 0)
 
+    def numbers(self) -> Tensor:
+        """Those of the marks of the result."""
+        assert self.marks is not None
+        return self._moved(self.map.carry(self.x, self.marks)[1])
+
+    def pieces(self, gradient: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]] | None:
+        """So many elements of the result at a time, as the gradient lies in memory: the numbers of
+        their marks, and their gradients. None where all marks would be counted in another order.
+        """
+        assert isinstance(self.map, Contract)
+        result = torch.empty(self.map.out_shape, device="meta")
+        moved = self._moved(result)
+        if moved is not result and moved._base is not result:
+            return None
+        if not gradient.is_contiguous() and moved.stride() != gradient.stride():
+            return None
+        steps = result.stride()
+        if sorted(moved.stride()) != sorted(steps) or len({*steps}) < len(steps):
+            return None  # not only turned
+        along = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+        order = [steps.index(moved.stride(d)) for d in along]
+        return self._pieces(gradient.permute(along).reshape(-1), order, size)
+
+    def _pieces(self, line: Tensor, order: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        assert isinstance(self.map, Contract) and self.marks is not None
+        for first in range(0, len(line), size):
+            last = min(first + size, len(line))
+            yield self.map.carry_some(self.x, self.marks, order, first, last), line[first:last]
+
     def _moved(self, x: Tensor) -> Tensor:
         for move in self.moves:
             x = move.apply(x)
@@ -60,6 +93,12 @@ class State(NamedTuple):
 
     ``few``, if there are any, are the elements that have something to say, each with its mark; the
     others have a path, with the first mark, where ``value`` is not 0, or none if that is put off.
+
+    A part with marks is the only one, and says what the numbers will be: those of a large leaf are
+    *late*, worked out a piece at a time when they are counted.
+
+    Of ``loose`` numbers, those of elements that are 0 do not count. Nobody chooses such an element
+    anyway, so most are never cleared away.
     """
 
     value: Tensor | None
@@ -69,16 +108,25 @@ class State(NamedTuple):
     parts: tuple[Part, ...] = ()
     size: Tensor | None = None  # of the largest term so far, where a sum goes on
     few: Few | None = None
+    loose: bool = False
 
     @property
     def mark(self) -> int | None:
         """The one mark of a plain value."""
-        plain = self.numbers is None and self.few is None
+        plain = self.numbers is None and self.few is None and not self.late
         return self.palette.rows[0] | self.palette.extra if plain else None
+
+    @property
+    def late(self) -> bool:
+        """Whether numbers have not been worked out."""
+        return bool(self.parts) and self.parts[0].marks is not None
 
     def marked(self, bits: int) -> State:
         """More bits in every mark."""
-        return self._replace(palette=self.palette.mark(bits)) if bits else self
+        if not bits & ~self.palette.extra:
+            return self
+        value, exponent, numbers, palette, parts, size, few, loose = self  # _replace takes longer
+        return State(value, exponent, numbers, palette.mark(bits), parts, size, few, loose)
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""
@@ -87,10 +135,12 @@ class State(NamedTuple):
         return self.palette.marks()[int(state.numbers[index])]
 
     def written(self) -> State:
-        """With a number for each element."""
-        if self.numbers is not None:
+        """With a number for each element, none of them loose."""
+        if self.numbers is not None and not self.loose:
             return self
         assert self.value is not None
+        if self.numbers is not None:
+            return self._replace(numbers=where(self.value, self.numbers), loose=False)
         numbers = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
         torch.ne(self.value, 0, out=numbers)
         if self.few is not None:
@@ -122,6 +172,8 @@ def solid(state: State) -> State:
         value = state.parts[0].value()
         for part in state.parts[1:]:
             value = value + part.value()
+    if state.late:
+        return state._replace(value=value, numbers=state.parts[0].numbers(), parts=())
     if state.numbers is not None:
         return state._replace(value=value, parts=())
     missed = cancelled(state.parts, value)
@@ -131,10 +183,11 @@ def solid(state: State) -> State:
 
 def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 though something came to them; None if there is none."""
-    if bool(value.all()):
-        return None
-    if not any(bool(part.x.any()) for part in parts):
-        return None  # nothing came at all
+    if not waiting.avoid(value):
+        if bool(value.all()):
+            return None
+        if not any(bool(part.x.any()) for part in parts):
+            return None  # nothing came at all
     zero = value == 0
     loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
     for part in parts:
@@ -154,7 +207,7 @@ def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     if not bool(reached.any()):
         return None
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
-    found[at[reached]] = True
+    found[at] = reached
     return found.reshape(value.shape)
 
 
@@ -162,6 +215,13 @@ def alike(states: list[State]) -> bool:
     """Whether all are plain, with one and the same mark."""
     mark = states[0].mark
     return mark is not None and all(state.mark == mark for state in states)
+
+
+def where(value: Tensor, numbers: Tensor) -> Tensor:
+    """The numbers of marks, 0 where the value is 0."""
+    if not waiting.avoid(value) and bool(value.all()):  # a look is cheaper than a copy
+        return numbers
+    return torch.where(value != 0, numbers, 0)
 
 
 def sizes(x: Tensor) -> Tensor:

@@ -22,14 +22,14 @@ from gradtrace.components import Chosen, Component, Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow, flow_of, measure
 from gradtrace.following import Kept
-from gradtrace.influence import Influence, Tally, checked_weight, possible
-from gradtrace.maps import Map
+from gradtrace.influence import Influence, checked_weight
 from gradtrace.marks import Marks, Palette
 from gradtrace.pairs import Pairs
 from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
+from gradtrace.tally import Tally, possible
 from gradtrace.tracing import Found, Tracer
 
 SAMPLED = 10_000
@@ -305,15 +305,15 @@ class Trace:
             self._count_some(tally, chosen.marks, sample, seed)
             drawn = sum(leaf.total for leaf in tally.leaves) // self.pairs
             return tally.result(self.rule, "count", (f"paths of {drawn:,} elements", *self.notes))
+        what = "measuring influence"
+        remedy = (
+            "trace fewer samples at a time, sampled elements: influence(sample=10_000), or whole "
+            "tensors: granularity='operator'"
+        )
         if self.granularity == "scalar":
-            memory.see(
-                memory.streaming(self.program, self._uses_kept),
-                self._device,
-                "measuring influence",
-                "trace fewer samples at a time, sampled elements: influence(sample=10_000), or "
-                "whole tensors: granularity='operator'",
-            )
-        with torch.no_grad():
+            needed = memory.streaming(self.program, self._uses_kept)
+            memory.see(needed, self._device, what, remedy)
+        with torch.no_grad(), memory.within(self._device, what, remedy):
             for found, gradient in self._found(chosen.marks):
                 tally.add(found, gradient)
         return tally.result(self.rule, "count", self.notes)
@@ -532,12 +532,8 @@ def weights_of(program: Program) -> Iterator[Tensor]:
     seen: set[int] = set()
     for step in program.steps():
         for map_, _ in step.terms:
-            for tensor in _tensors(map_):
+            for name in map_.tensors():
+                tensor = getattr(map_, name)
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield tensor
-
-
-def _tensors(map_: Map) -> Iterator[Tensor]:
-    for name in map_.tensors():
-        yield getattr(map_, name)

@@ -123,10 +123,14 @@ class Tracer:
         """Compute these values (None: all), and drop those that are used up, but for ``keep``; tell
         leaves as they come.
         """
-        last: dict[int, int] = {}
-        for n, step in enumerate(self.program.steps()):
-            if values is None or step.out in values:
-                last.update((term.value, n) for term in step.terms)
+        last = self.program.last_uses
+        if values is not None:
+            last = {
+                term.value: n
+                for n, step in enumerate(self.program.steps())
+                if step.out in values
+                for term in step.terms
+            }
         sums: dict[int, list[State]] = {}
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
@@ -185,12 +189,12 @@ class Tracer:
         value = tiled(maps, [_shifted(state, exponent) for state in states], order)
         if alike(states):
             return State(value, exponent, None, states[0].palette)
-        numbers, palette = [], Palette(())
+        numbers, palette = [], states[0].palette
         for state in states:
-            written = state.written().numbers
-            assert written is not None
-            numbers.append(torch.where(written == 0, 0, written + len(palette.rows)))
-            palette = palette.then(state.palette)
+            given = state.written().numbers if state.numbers is None else state.numbers
+            assert given is not None
+            palette, shift = palette.then(state.palette)
+            numbers.append(torch.where(given == 0, 0, given + shift) if shift else given)
         both = torch.where(value != 0, tiled(maps, numbers, order), 0)
         return State(value, exponent, *compact(both, palette))
 
@@ -199,11 +203,9 @@ class Tracer:
         of terms that follow, 0 counts for nothing anyway.
         """
         state = self.rule.through(map_, state, step, NOTHING)
-        if first and map_.moves and state.numbers is not None and not self.absolute:
-            state = solid(state)
-            assert state.value is not None and state.numbers is not None
-            if not bool(state.value.all()):
-                state = state._replace(numbers=torch.where(state.value != 0, state.numbers, 0))
+        marked = state.numbers is not None or state.late
+        if first and map_.moves and marked and not self.absolute:
+            state = solid(state)._replace(loose=True)
         return state
 
     def _merge(

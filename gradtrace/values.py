@@ -45,7 +45,7 @@ class Stretches(Generic[V]):
     ) -> None:
         self.compute = compute
         self.steps = [*program.steps()]
-        self.last = program.last_uses()
+        self.last = program.last_uses
         self.where, self.starts = _cut(self.steps, budget // 2)
         self.kept: dict[int, V] = {program.root: root}
         self.here: dict[int, V] = {}

@@ -138,7 +138,8 @@ def _builder(
         batch = inputs()
 
         def loss(model: torch.nn.Module) -> torch.Tensor:
-            value: torch.Tensor = model(**batch).loss
+            device = next(model.parameters()).device
+            value: torch.Tensor = model(**{name: x.to(device) for name, x in batch.items()}).loss
             return value
 
         return model, loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,18 +12,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-DEVICE = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
-def entries() -> list[Any]:
-    """Every entry of the database that PyTorch differentiates on the CPU in float32."""
+def entries(device: torch.device = CPU) -> list[Any]:
+    """Every entry of the database that PyTorch differentiates on the CPU, and on a device, in
+    float32.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     return [
         op
         for op in op_db
-        if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
+        if op.supports_autograd
+        and all(torch.float32 in op.supported_backward_dtypes(d) for d in {"cpu", device.type})
     ]
 
 
@@ -35,14 +39,18 @@ def _wanted(x: object) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def losses(op: Any, dtype: torch.dtype, most: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """A scalar loss of each of the first samples, with the leaves it is to be derived by."""
+def losses(
+    op: Any, dtype: torch.dtype, most: int, device: torch.device = CPU
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """A scalar loss of each of the first samples, with the leaves it is to be derived by. Samples
+    are drawn on the CPU, so that they are the same on every device.
+    """
     torch.manual_seed(0)
-    samples = op.sample_inputs(DEVICE, dtype, requires_grad=True)
+    samples = op.sample_inputs(CPU, dtype, requires_grad=True)
     found = 0
     for sample in islice(samples, 4 * most):
         inputs = tree_map(
-            lambda x: x.detach().requires_grad_() if _wanted(x) else x,
+            partial(_moved, device),
             (sample.input, sample.args, sample.kwargs),
         )
         leaves = [x for x in tree_flatten(inputs)[0] if _wanted(x)]
@@ -61,14 +69,23 @@ def losses(op: Any, dtype: torch.dtype, most: int) -> Iterator[tuple[Tensor, lis
             return
 
 
+def _moved(device: torch.device, x: Any) -> Any:
+    """A leaf on the device where a gradient is wanted; else the same, there."""
+    if isinstance(x, torch.device):
+        return device
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().to(device).requires_grad_() if _wanted(x) else x.to(device)
+
+
 def _scalar(outs: list[Tensor]) -> Tensor:
     """The outputs, weighed by fixed numbers and added up."""
     generator = torch.Generator().manual_seed(1)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=outs[0].device)
     for out in outs:
         if out.layout is not torch.strided:
             out = out.to_dense()
         part = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
         weight = torch.rand(part.shape, generator=generator, dtype=torch.float64) + 0.5
-        total = total + (part * weight.to(part.dtype)).sum().double()
+        total = total + (part * weight.to(part.device, part.dtype)).sum().double()
     return total

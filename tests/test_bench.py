@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +19,8 @@ from typer.testing import CliRunner, Result
 from gradtrace.bench import cases, trained
 from gradtrace.bench import run as running
 from gradtrace.bench.page import markdown
-from gradtrace.bench.results import Column, Section, Setting
+from gradtrace.bench.results import Absent, Column, Section, Setting
+from gradtrace.bench.table import ELSEWHERE
 from gradtrace.cli import app
 from gradtrace.experiments.branching import Branching, branching
 from gradtrace.laboratory import machine
@@ -36,7 +39,8 @@ def bench(*args: object) -> Result:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page, the JSON and the figures of a quick run of everything."""
     folder = tmp_path_factory.mktemp("bench")
-    result = bench("--quick", "--out", folder / "page.md", "--figures", folder / "figures")
+    places = ("--out", folder / "page.md", "--figures", folder / "figures")
+    result = bench("--quick", "--device", "cpu", *places)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("# Benchmarks")
     return folder
@@ -194,6 +198,97 @@ def test_without_optional_packages_the_rest_runs(
     assert "](" not in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
+# For a GPU ---------------------------------------------------------------------------------------
+
+
+def test_sections_for_a_gpu_say_where_they_were_taken(data: dict[str, Any], written: Path) -> None:
+    page = (written / "page.md").read_text(encoding="utf-8")
+    for name in ELSEWHERE:
+        section = data["sections"][name]
+        assert "Not on a GPU: a trial of the benchmark." in section["notes"]
+        assert f"torch {torch.__version__}" in section["where"] and section["where"] in page
+        assert data["machine"]["processor"] in section["where"]
+    sizes = [row[0] for row in data["sections"]["gpu-tokens"]["rows"]]
+    assert sizes == [8, 16]
+    assert sum("tokens^" in note for note in data["sections"]["gpu-tokens"]["notes"]) == 4
+    ways = [row[0] for row in data["sections"]["gpu-billion"]["rows"]]
+    assert ways[0] == "loss.backward()" and len(ways) == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_said_and_what_the_page_has_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "page.md"
+    result = bench("--quick", "--only", "gpu-contraction", "--out", out)
+    assert result.exit_code == 0
+    assert "- gpu-contraction: no GPU here" in out.read_text(encoding="utf-8")
+    bench("--quick", "--only", "gpu-contraction", "--device", "cpu", "--out", out)
+    before = json.loads(out.with_suffix(".json").read_text())["sections"]
+    result = bench("--quick", "--only", "gpu-contraction", "--out", out)
+    assert "no GPU here; the figures that the page has are kept" in result.stderr
+    data = json.loads(out.with_suffix(".json").read_text())
+    assert data["sections"] == before and not data["left_out"]
+    result = bench("--quick", "--only", "gpu-gpt2", "--device", "nowhere")
+    assert result.exit_code == 0 and "no device 'nowhere' here" in result.stdout
+
+
+def test_sections_of_two_machines_stand_on_one_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in running.SECTIONS:
+        monkeypatch.setitem(running.SECTIONS, name, lambda _: Section("here", []))
+    out, read = tmp_path / "page.md", lambda: json.loads((tmp_path / "page.json").read_text())
+    bench("--only", "contraction", "--out", out)
+    first = read()
+    monkeypatch.setattr(machine, "machine", lambda: {**first["machine"], "processor": "another"})
+    monkeypatch.setitem(running.SECTIONS, "gpu-gpt2", lambda _: Section("there", []))
+    bench("--only", "gpu-gpt2", "--out", out)
+    both = read()
+    assert {n: one["title"] for n, one in both["sections"].items()} == {
+        "contraction": "here",
+        "gpu-gpt2": "there",
+    }
+    assert both["machine"] == first["machine"]  # that of all sections that do not name theirs
+
+    def absent(_: Setting) -> Section:
+        raise Absent("no GPU here")
+
+    monkeypatch.setitem(running.SECTIONS, "gpu-gpt2", absent)
+    bench("--out", out)  # all of them, on the other machine
+    whole = read()
+    assert whole["machine"]["processor"] == "another"
+    assert whole["sections"]["gpu-gpt2"]["title"] == "there"
+    assert list(whole["sections"]) == list(running.SECTIONS)
+
+
+def test_any_failure_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(_: Setting) -> Section:
+        raise KeyError("a bug")
+
+    monkeypatch.setitem(running.SECTIONS, "gpu-gpt2", fails)
+    monkeypatch.setitem(running.SECTIONS, "gpu-width", lambda _: Section("there", []))
+    out = tmp_path / "page.md"
+    result = bench("--only", "gpu-gpt2", "--only", "gpu-width", "--out", out)
+    assert result.exit_code == 1 and "Traceback" in result.stderr
+    assert list(json.loads(out.with_suffix(".json").read_text())["sections"]) == ["gpu-width"]
+
+
+def test_it_runs_with_torch_and_numpy_alone() -> None:
+    """On the GPU's machine nothing can be installed."""
+    program = (
+        "import sys\n"
+        "for name in ('typer', 'click', 'rich', 'networkx', 'safetensors', 'pandas', 'scipy',\n"
+        "             'matplotlib', 'sklearn', 'hypothesis'):\n"
+        "    sys.modules[name] = None\n"
+        "from gradtrace.bench.__main__ import main\n"
+        "print(main(['--quick', '--device', 'cpu', '--only', 'gpu-contraction', '--only', 'x']))\n"
+        "sys.exit(main(['--quick', '--device', 'cpu', '--only', 'gpu-contraction']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2\n# Benchmarks") and "| smaller | (1, 3, 5, 2) |" in done.stdout
+    assert "there is no section 'x'" in done.stderr
+
+
 # The page ----------------------------------------------------------------------------------------
 
 
@@ -203,8 +298,9 @@ def test_a_target_says_whether_it_was_met() -> None:
         "columns": [
             {"title": "ratio", "form": ".1f", "limits": ""},
             {"title": "aim", "form": ".1f", "limits": "ratio"},
+            {"title": "floor", "form": ".0f", "limits": "ratio", "least": True},
         ],
-        "rows": [[1.5, 2.0], [2.5, 2.0], [2.5, None], [None, 2.0]],
+        "rows": [[1.5, 2.0, None], [2.5, 2.0, 3], [2.5, None, 2], [None, 2.0, None]],
         "notes": [],
         "figures": [],
     }
@@ -220,10 +316,10 @@ def test_a_target_says_whether_it_was_met() -> None:
             "left_out": [],
         }
     )
-    assert "| 1.5 | 2.0 met |" in page
-    assert "| 2.5 | 2.0 **missed** |" in page
-    assert "| 2.5 |  |" in page
-    assert "|  | 2.0 |" in page
+    assert "| 1.5 | 2.0 met |  |" in page
+    assert "| 2.5 | 2.0 **missed** | 3 **missed** |" in page
+    assert "| 2.5 |  | 2 met |" in page
+    assert "|  | 2.0 |  |" in page
 
 
 def test_rows_of_another_width_are_an_error() -> None:

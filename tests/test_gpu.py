@@ -1,15 +1,16 @@
-"""The contraction on a GPU gives the bits of the reference. Skipped where there is none."""
+"""The kernels on a GPU give the bits of plain torch on the CPU. Skipped where there is none.
+
+``test_emulated`` runs the same cases, and the same sources, on the processor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import devices
 import pytest
 import torch
-from torch import Tensor
+from test_maps import KINDS
 
 from gradtrace.kernels import gpu, reference
-from gradtrace.kernels.reference import Contraction, Operand
 
 SHAPES = [
     (1, 128, 128, 300),
@@ -20,36 +21,7 @@ SHAPES = [
     (1, 3, 40_000, 64),
     (3, 2, 1, 5),
 ]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def spoilt(x: Tensor, number: float) -> Tensor:
-    x = x.clone()
-    x[0, 0, x.shape[2] // 2] = number
-    return x
-
-
-DATA: dict[str, Callable[[Tensor], Tensor]] = {
-    "Gaussian": lambda x: x,
-    "ties": lambda x: (2 * x).round(),
-    "zeros": lambda x: torch.where(x > 1, x, 0),
-    "NaN": lambda x: spoilt(x, float("nan")),
-    "infinite": lambda x: spoilt(x, float("inf")),
-    "denormal": lambda x: x * 1e-20,
-    "turned": lambda x: x.mT.contiguous().mT,
-    "apart": lambda x: torch.stack([x, x], -1)[..., 0],
-}
-
-
-def same(found: Contraction, wanted: Contraction) -> bool:
-    assert found.value is not None and wanted.value is not None
-    there = wanted.value != 0
-    if not torch.equal(found.value.nan_to_num(7), wanted.value.nan_to_num(7)):
-        return False
-    if found.index is not None and wanted.index is not None:
-        return torch.equal(found.index[there], wanted.index[there])
-    assert found.marks is not None and wanted.marks is not None
-    return torch.equal(found.marks, wanted.marks)
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def test_a_plan_covers_all_k_in_parts_of_whole_blocks() -> None:
@@ -62,53 +34,95 @@ def test_a_plan_covers_all_k_in_parts_of_whole_blocks() -> None:
             assert found.splits * found.part >= found.padded > (found.splits - 1) * found.part
 
 
+def test_a_workspace_holds_all_and_nothing_overlaps() -> None:
+    for m, n, k in ((1, 1, 1), (130, 257, 40_000)):
+        for searched in (False, True):
+            how = gpu.plan(3, m, n, k, 132)
+            where = gpu.space(how, 3, m, n, searched)
+            assert list(where) == sorted(where)
+            assert all(start % 16 == 0 for start in where)
+            high, wide = -(-m // 128) * 128, -(-n // 128) * 128
+            assert where.across - where.turned >= 4 * 3 * how.padded * high
+            assert where.blocks - where.parts >= 4 * how.splits * 3 * high * wide
+
+
 def test_cpu_tensors_are_not_served() -> None:
     assert not gpu.served(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", DATA)
-def test_the_bits_are_those_of_the_reference(
+@on_a_gpu
+@pytest.mark.parametrize("shape", [*SHAPES, *devices.SMALL], ids=str)
+@pytest.mark.parametrize("dtype", devices.FLOATS, ids=str)
+@pytest.mark.parametrize("name", devices.DATA)
+def test_contraction(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    i, m, k, n = shape
-    monkeypatch.setattr(reference, "LIMIT", 1 << 29)
-    draw = torch.Generator("cuda").manual_seed(0)
-    a = DATA[name](torch.randn(i, m, k, device="cuda", generator=draw)).to(dtype)
-    b = DATA[name](torch.randn(i, k, n, device="cuda", generator=draw)).to(dtype)
-    assert same(gpu.contraction(a, b, index=True), reference.contraction(a, b, index=True))
-    for of_b, size in ((False, (i, m, k)), (True, (i, k, n))):
-        marks = torch.randint(1, 1 << 20, size, dtype=torch.int32, device="cuda", generator=draw)
-        found = gpu.contraction(a, b, marks=marks, of_b=of_b)
-        assert same(found, reference.contraction(a, b, marks=marks, of_b=of_b))
-    value = gpu.contraction(a, b).value
-    wanted = reference.contraction(a, b).value
-    assert value is not None and wanted is not None
-    assert torch.equal(value.nan_to_num(7), wanted.nan_to_num(7))
+    monkeypatch.setattr(reference, "LIMIT", 1 << 26)
+    devices.contraction("cuda", shape, name, dtype)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_windows_are_read_where_they_lie() -> None:
-    data = torch.randn(40_000, device="cuda")
-    words = torch.randint(1, 999, (40_000,), dtype=torch.int32, device="cuda")
-    tables = [torch.arange(n, device="cuda") * step for n, step in ((2, 500), (300, 7), (300, 3))]
-    windows, b = Operand(data, *tables), torch.randn(2, 300, 400, device="cuda")
-    marks = windows._replace(data=words)
-    found = gpu.contraction(windows, b, marks=marks)
-    assert same(found, reference.contraction(windows, b, marks=marks))
-    a = torch.randn(2, 200, 300, device="cuda")
-    found = gpu.contraction(a, windows, marks=marks, of_b=True)
-    assert same(found, reference.contraction(a, windows, marks=marks, of_b=True))
+@on_a_gpu
+@pytest.mark.parametrize("worth", [0, 1 << 62], ids=["CUDA", "Triton"])
+def test_windows_are_read_where_they_lie(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "WORTH", worth)
+    devices.windows("cuda", 10)
+    devices.mixed("cuda")
+    devices.nothing("cuda")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_matrix_too_large_to_lay_out_goes_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = torch.randn(2, 700, 64, device="cuda"), torch.randn(2, 64, 300, device="cuda")
-    wanted = gpu.contraction(a, b, index=True)
-    monkeypatch.setattr(gpu, "PACKED", 256 * 128)
-    assert same(gpu.contraction(a, b, index=True), wanted)
+@on_a_gpu
+def test_a_contraction_too_large_for_the_room_goes_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "SMALL", 0)
+    monkeypatch.setattr(gpu, "WORTH", 0)
+    for most in (3_000_000, 700_000, 1):
+        monkeypatch.setattr(gpu, "WORKSPACE", most)
+        devices.contraction("cuda", (2, 700, 64, 300), "ties", torch.float32)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("many", [1, 2, 5, 8])
+def test_the_largest_few(many: int) -> None:
+    devices.top("cuda", many, [(2, 3, 5, 4), (1, 2, 0, 3), (3, 130, 257, 170)])
+
+
+@on_a_gpu
+def test_merge() -> None:
+    devices.merge("cuda", True)
+
+
+@on_a_gpu
+def test_tally() -> None:
+    devices.tally("cuda", True)
+    devices.tally_of_matrices("cuda")
+
+
+@on_a_gpu
+def test_reduce() -> None:
+    devices.reduce("cuda", True)
+
+
+@on_a_gpu
+def test_scatter() -> None:
+    devices.scatter("cuda", True)
+
+
+@on_a_gpu
+def test_gather() -> None:
+    devices.gather("cuda")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_normalise(kind: str) -> None:
+    devices.normalise("cuda", kind, (1, 2, 17, 65, 127, 300, 768, 1100), (4097,))
+
+
+@on_a_gpu
+def test_normalise_what_is_not_finite() -> None:
+    devices.normalise_odd("cuda", 10)
+    devices.normalise_expanded("cuda")

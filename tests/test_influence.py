@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.components import Component, within
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.influence import Influence, Moments, Row, hits
+from gradtrace.influence import Influence, Moments, Row
+from gradtrace.tally import hits
 from gradtrace.trace import Trace
 
 RULES = pytest.mark.parametrize("rule", ["greedy", "viterbi"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace import marks
+from gradtrace import marks, waiting
 from gradtrace.marks import Palette, compact, sliced
 
 
@@ -25,24 +26,28 @@ def test_more_bits_for_all_cost_nothing() -> None:
 
 def test_one_palette_after_another() -> None:
     first, second = Palette((1, 3)).mark(8), Palette((1, 5)).mark(16)
-    both = first.then(second)
+    both, shift = first.then(second)
     assert both.marks() == [0, 9, 11, 17, 21]
-    assert (
-        both.marks()[2 + 1] == second.marks()[1]
-    )  # numbers of the second follow those of the first
+    assert [both.marks()[n + shift] for n in (1, 2)] == second.marks()[1:]
 
 
+def test_a_palette_after_itself_is_itself() -> None:
+    palette = Palette((1, 3))
+    assert palette.mark(8).then(palette.mark(8)) == (palette.mark(8), 0)
+    assert palette.mark(8).then(palette.mark(16)) == (Palette((9, 11, 17, 19)), 2)
+
+
+@pytest.mark.parametrize("waits", [True, False])
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 2**80))
-def test_compact_changes_no_mark(drawn: list[int], extra: int) -> None:
+def test_compact_changes_no_mark(waits: bool, drawn: list[int], extra: int) -> None:
     rows = tuple(1 | (n % 4) << 70 for n in range(9))  # some are equal
     palette = Palette(rows, extra)
     numbers = torch.tensor(drawn, dtype=torch.int32)
-    before, most = read(numbers, palette), marks.MANY
-    try:
-        marks.MANY = 2
+    before = read(numbers, palette)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marks, "MANY", 2)
+        patch.setattr(waiting, "avoid", lambda x: waits)
         found, smaller = compact(numbers, palette)
-    finally:
-        marks.MANY = most
     assert read(found, smaller) == before
     assert found.dtype is torch.int32
     used = {palette.marks()[n] for n in drawn if n}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace import memory
+from gradtrace import memory, tally
 from gradtrace.errors import TooLarge
 from gradtrace.memory import MARK
 from gradtrace.trace import Trace
@@ -71,3 +71,58 @@ def test_gradients_are_kept_within_bounds() -> None:
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.values()}
     leaves = sum(p.nbytes for p in model.parameters())
     assert 0 < sum(sizes.values()) <= max(leaves, 1 << 24)
+
+
+class Card:
+    """A GPU's memory as PyTorch tells it: free, in all, allocated, reserved, and the share that
+    this process may have.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *sizes: int, share: float = 1.0) -> None:
+        free, total, allocated, reserved = sizes
+        told = {
+            "mem_get_info": (free, total),
+            "memory_allocated": allocated,
+            "memory_reserved": reserved,
+            "get_per_process_memory_fraction": share,
+            "get_device_name": "H200",
+        }
+        for name, answer in told.items():
+            monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_on_a_gpu_what_pytorch_has_reserved_and_nobody_uses_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Card(monkeypatch, 100, 1000, 300, 700)
+    assert memory.available(GPU) == 100 + 400
+    Card(monkeypatch, 100, 1000, 300, 700, share=0.5)
+    assert memory.available(GPU) == 500 - 300
+    Card(monkeypatch, 0, 1000, 300, 300, share=0.2)
+    assert memory.available(GPU) == 0
+
+
+def test_errors_name_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, 1 << 20, 1 << 30, 0, 0)
+    wanted = r"^a takes about 2\.0 MiB on the GPU \(cuda:0, H200\), and 1\.0 MiB are free; b$"
+    with pytest.raises(TooLarge, match=wanted):
+        memory.see(2 << 20, GPU, "a", "b")
+    wanted = r"^a ran out of memory on the GPU \(cuda:0, H200\) \(1\.0 MiB are free now\); b$"
+    with pytest.raises(TooLarge, match=wanted), memory.within(GPU, "a", "b"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_running_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = chain(3, keep=False)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(tally.Tally, "add", full)
+    with pytest.raises(
+        TooLarge, match=r"measuring influence ran out of memory on cpu.*sample=10_000"
+    ):
+        trace.influence("operators")

@@ -33,19 +33,21 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout", "trends", "budget", "shards"},
+    {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
     {"semirings", "labels", "loggers"},
     {"maps", "atlas", "hooks", "passes", "testing"},
-    {"linear", "deferred", "nodes", "schedules", "states"},
-    {"program"},
-    {"values", "engine"},
+    {"linear", "deferred", "schedules", "states"},
+    {"program", "nodes"},
+    {"values", "engine", "store"},
     {"folding", "recorder", "reconverge", "rules", "sizes"}
     | {"gradient", "memory", "pairs", "sampling"},
+    {"matrices"},
+    {"formulas"},
     {"capture", "catalogue", "graph", "tracing", "following", "coarse", "flow", "pace"},
     {"components", "paths", "timing"},
     {"influence"},
-    {"history"},
+    {"history", "tally"},
     {"report"},
     {"saving", "group"},
     {"trace"},
@@ -85,7 +87,8 @@ INTERNALS = {
 """Attributes of autograd that ``gradtrace.autograd`` is there to read."""
 
 TOLERATED = {
-    "capture": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
+    "capture": {"_backward_hooks", "_sequence_nr"},
+    "formulas": {"_sequence_nr"},
     "gradient": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
     "hooks": {"_backward_hooks", "_get_sequence_nr", "hooks_dict_ref", "register_prehook"},
     "watching": {"_get_sequence_nr"},

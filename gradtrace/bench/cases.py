@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -85,6 +86,39 @@ def gpt2(tokens: int, **sizes: int) -> Problem:
     model = GPT2LMHeadModel(config).eval()
     ids = torch.randint(0, config.vocab_size, (1, tokens))
     return Problem(model, lambda: model(input_ids=ids, labels=ids).loss)
+
+
+def llama(tokens: int, dtype: torch.dtype, **sizes: int) -> Problem:
+    """A transformer of Llama's build: 1.1 billion parameters, 8 heads of keys, unless told."""
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+    logging.set_verbosity_error()
+    config = LlamaConfig(
+        **{
+            "vocab_size": 32_000,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            **sizes,
+        }
+    )
+    with _default(dtype):  # not cast afterwards: tables of angles stay in float32
+        model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, config.vocab_size, (1, tokens))
+    return Problem(model, lambda: model(input_ids=ids, labels=ids).loss)
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors have a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def resnet(pixels: int, **sizes: list[int] | int) -> Problem:

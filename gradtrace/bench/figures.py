@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradtrace.bench.results import Curve, Figure, Section
+from gradtrace.bench.results import Curve, Figure
 from gradtrace.laboratory import drawing
 
 COLOURS = ("#1f5a8c", "#8a8a8a", "#b5651d")
@@ -17,10 +18,14 @@ STYLE: dict[str, Any] = {
 }
 
 
-def draw(sections: list[Section], folder: Path) -> list[Path]:
-    """Draw all figures into a folder."""
+def draw(sections: Iterable[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw all figures of sections, as the page's data have them, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [_drawn(figure, folder) for section in sections for figure in section.figures]
+    return [_drawn(_read(figure), folder) for some in sections for figure in some["figures"]]
+
+
+def _read(figure: Mapping[str, Any]) -> Figure:
+    return Figure(**{**figure, "curves": [Curve(**curve) for curve in figure["curves"]]})
 
 
 def _drawn(figure: Figure, folder: Path) -> Path:

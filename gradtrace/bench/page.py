@@ -14,7 +14,8 @@ def markdown(data: dict[str, Any], figures: str | None = None) -> str:
         "",
         "Written by `gradtrace bench` (`make bench`). Ways are timed in turns, in one process;",
         "ratios are those of the best of many rounds, or, where it says so, the median of the",
-        "ratios of single rounds. A target is the most that is aimed at.",
+        "ratios of single rounds. A target is the most that is aimed at, or, where it says so, the",
+        "least.",
         "",
         *_where(data),
     ]
@@ -25,7 +26,8 @@ def markdown(data: dict[str, Any], figures: str | None = None) -> str:
         for note in section["notes"]:
             lines += ["", note]
         if section.get("taken"):
-            lines += ["", f"Taken {section['taken']}, in {section['seconds']:.0f} s."]
+            place = f" {section['where']}" if section.get("where") else ""
+            lines += ["", f"Taken {section['taken']}, in {section['seconds']:.0f} s.{place}"]
         for figure in section["figures"] if figures is not None else ():
             lines += ["", f"![{figure['title']}]({figures}/{figure['name']}.svg)"]
     if data["left_out"]:
@@ -63,4 +65,5 @@ def _cell(row: list[Any], columns: list[Column], k: int) -> str:
     measured = row[titles.index(columns[k].limits)]
     if measured is None:
         return told
-    return f"{told} met" if measured <= row[k] else f"{told} **missed**"
+    met = measured >= row[k] if columns[k].least else measured <= row[k]
+    return f"{told} met" if met else f"{told} **missed**"

@@ -14,12 +14,13 @@ Cell = str | float | None
 @dataclass(frozen=True)
 class Column:
     """A column of a table: ``form`` is how its numbers are written, ``limits`` the title of the
-    column for which this one holds the most that is aimed at.
+    column for which this one holds the most that is aimed at, or the ``least``.
     """
 
     title: str
     form: str = ""
     limits: str = ""
+    least: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Figure:
 @dataclass
 class Section:
     """A table under a title; ``notes`` are sentences below it, ``seconds`` what it took in all,
-    ``taken`` when, and beside what load.
+    ``taken`` when, and beside what load; ``where``, if that is not the machine of the page.
     """
 
     title: str
@@ -60,6 +61,7 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     seconds: float = 0.0
     taken: str = ""
+    where: str = ""
 
     def add(self, *row: Cell) -> None:
         """Append a row, and show it; of a number that could not be told there is nothing to say."""
@@ -81,12 +83,19 @@ def text(cell: Cell, column: Column) -> str:
     return cell if isinstance(cell, str) else format(cell, column.form)
 
 
+class Absent(Exception):
+    """Why a section cannot be taken here, in words; it is no failure."""
+
+
 @dataclass
 class Setting:
-    """How to run: on small cases only, with how many rounds; and what had to be left out."""
+    """How to run: on small cases only, with how many rounds, on which device what is meant for a
+    GPU (the first GPU unless told); and what had to be left out.
+    """
 
     quick: bool = False
     rounds: int | None = None
+    device: str | None = None
     left_out: list[str] = field(default_factory=list)
 
     def turns(self, own: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 
 from gradtrace.bench import figures
 from gradtrace.bench.page import markdown
-from gradtrace.bench.results import Section, Setting, say
+from gradtrace.bench.results import Absent, Section, Setting, say
+from gradtrace.bench.table import ELSEWHERE, section
 from gradtrace.bench.table import SECTIONS as NAMES
-from gradtrace.bench.table import section
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, close
 from gradtrace.laboratory import machine
 
 SECTIONS: dict[str, Callable[[Setting], Section]] = {name: section(name) for name in NAMES}
@@ -39,6 +40,7 @@ class Run:
     places: Places
     sections: dict[str, Section] = field(default_factory=dict)
     earlier: dict[str, Any] = field(default_factory=dict)  # of the page that is there
+    head: dict[str, Any] = field(default_factory=dict)  # its machine, where that stays
     failed: bool = False
     load: float = field(default_factory=machine.load)
     begun: float = field(default_factory=time.perf_counter)
@@ -46,13 +48,17 @@ class Run:
     def data(self) -> dict[str, Any]:
         """All numbers, with the machine, versions and load."""
         found = self.earlier | {name: asdict(one) for name, one in self.sections.items()}
-        return {
+        own = {
             "machine": machine.machine(),
             "versions": machine.versions(),
             "load": {"start": self.load, "end": machine.load()},
             "date": time.strftime("%Y-%m-%d"),
             "seconds": round(time.perf_counter() - self.begun, 1),
             "quick": self.setting.quick,
+        }
+        return {
+            **own,
+            **self.head,
             "sections": {name: found[name] for name in SECTIONS if name in found},
             "left_out": self.setting.left_out,
         }
@@ -66,8 +72,15 @@ class Run:
             found = self.sections[name] = SECTIONS[name](self.setting)
             found.seconds = round(time.perf_counter() - begun, 1)
             found.taken = f"{time.strftime('%Y-%m-%d %H:%M')}, load {load:.2f} before"
-        except (GradtraceError, RuntimeError, MemoryError) as error:
+        except Absent as reason:
+            if name in self.earlier:
+                say(f"  {reason}; the figures that the page has are kept")
+            else:
+                self.setting.leave_out(f"{name}: {reason}")
+        except Exception as error:  # whatever one dies of, hours of others are not lost
             self.failed = True
+            if not isinstance(error, (GradtraceError, RuntimeError, MemoryError)):
+                traceback.print_exc()
             self.setting.leave_out(f"{name}: {type(error).__name__}: {error}")
 
     def save(self) -> None:
@@ -82,9 +95,9 @@ class Run:
             path.write_text(markdown(data, self._folder()), encoding="utf-8")
 
     def draw(self) -> None:
-        """Draw the curves."""
+        """Draw the curves, also those of sections that were kept."""
         if self.places.pictures is not None:
-            figures.draw(list(self.sections.values()), self.places.pictures)
+            figures.draw(self.data()["sections"].values(), self.places.pictures)
 
     def _folder(self) -> str | None:
         """The folder of pictures, as seen from the page."""
@@ -92,20 +105,31 @@ class Run:
             return None
         return Path(os.path.relpath(self.places.pictures, self.places.page.parent)).as_posix()
 
+    def keep(self, names: set[str]) -> None:
+        """Take over from the page that is there what is not run again.
 
-def _earlier(page: Path | None) -> dict[str, Any]:
-    """The sections of the page that is there, to keep those that are not run again."""
-    if page is None or not page.with_suffix(".json").exists():
-        return {}
-    data = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
-    here = machine.machine()
-    if data["machine"] != here:
-        raise GradtraceError(
-            f"{page} is of another machine ({data['machine']['processor']}); run all sections, or "
-            "give another --out"
-        )
-    sections: dict[str, Any] = data["sections"]
-    return sections
+        Sections that were taken elsewhere stay; the others only beside those of the same machine.
+        """
+        page = self.places.page
+        if page is None or not page.with_suffix(".json").exists():
+            return
+        data = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+        if names <= ELSEWHERE:
+            self.head = {name: data[name] for name in HEAD}
+            self.earlier = data["sections"]
+        elif names | ELSEWHERE >= set(SECTIONS):
+            self.earlier = {n: one for n, one in data["sections"].items() if n in ELSEWHERE}
+        elif data["machine"] == machine.machine():
+            self.earlier = data["sections"]
+        else:
+            raise GradtraceError(
+                f"{page} is of another machine ({data['machine']['processor']}); run all sections, "
+                "or give another --out"
+            )
+
+
+HEAD = ("machine", "versions", "load", "date", "seconds", "quick")
+"""What a page says of the run at its top."""
 
 
 def run(names: Iterable[str], setting: Setting, places: Places) -> Run:
@@ -114,11 +138,21 @@ def run(names: Iterable[str], setting: Setting, places: Places) -> Run:
         places = Places(places.page)
     names = list(names)
     found = Run(setting, places)
-    if set(names) < set(SECTIONS):
-        found.earlier = _earlier(places.page)
+    found.keep(set(names))
     with torch.random.fork_rng():
         for name in names:
             found.do(name)
             found.save()
     found.draw()
     return found
+
+
+def known(names: Iterable[str]) -> list[str]:
+    """Names of sections, checked; all of them if there are none."""
+    names = list(names)
+    for name in names:
+        if name not in SECTIONS:
+            raise GradtraceError(
+                f"there is no section {name!r}{close(name, sorted(SECTIONS), most=99)}"
+            )
+    return names or list(SECTIONS)

@@ -23,7 +23,15 @@ SECTIONS = {
     "gradient": "passes.gradient",
     "large": "passes.large_graphs",
     "repeated": "passes.repeated",
+    "gpu-contraction": "gpu.contractions",
+    "gpu-gpt2": "gpu.gpt2_small",
+    "gpu-billion": "gpu.billion",
+    "gpu-tokens": "gpu.over_tokens",
+    "gpu-width": "gpu.over_width",
 }
+
+ELSEWHERE = frozenset(name for name in SECTIONS if name.startswith("gpu-"))
+"""Sections for a GPU, which each say where they were taken: seldom on the machine of the others."""
 
 
 def section(name: str) -> Callable[[Setting], Section]:

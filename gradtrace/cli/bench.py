@@ -10,7 +10,6 @@ import typer
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import FAILED
 from gradtrace.cli.printing import Json, write_json
-from gradtrace.errors import GradtraceError, close
 
 
 def sections(incomplete: str) -> list[str]:
@@ -45,18 +44,18 @@ def bench(
         Path | None, typer.Option(help="Write a Markdown page, and beside it the same as JSON.")
     ] = None,
     figures: Annotated[Path | None, typer.Option(help="Draw the curves into this folder.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where sections for a GPU run, in place of the first; cpu to try them."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Time tracing beside PyTorch's own passes; takes up to 20 minutes."""
     from gradtrace.bench import page
     from gradtrace.bench.results import Setting
-    from gradtrace.bench.run import SECTIONS, Places, run
+    from gradtrace.bench.run import Places, known, run
 
-    for name in only or ():
-        if name not in SECTIONS:
-            near = close(name, sorted(SECTIONS), most=99)
-            raise GradtraceError(f"there is no section {name!r}{near}")
-    found = run(only or SECTIONS, Setting(quick, rounds), Places(out, figures))
+    found = run(known(only or ()), Setting(quick, rounds, device), Places(out, figures))
     if as_json:
         write_json(found.data())
     else:

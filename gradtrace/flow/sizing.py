@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 def measure(program: Program, seed: Tensor) -> dict[int, Size]:
     """The sizes of all cotangents that operators take and give, each dropped after its last use."""
-    last, wanted = program.last_uses(), _wanted(program)
+    last, wanted = program.last_uses, _wanted(program)
     kept = program.kept if seed is program.seed else {}
     values, found = {program.root: seed}, dict[int, Tensor]()
     shapes = {program.root: (seed.numel(), seed.dtype)}

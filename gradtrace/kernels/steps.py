@@ -1,13 +1,14 @@
 """What lies between contractions: value and mark of every element in one pass over memory.
 
 A *mark* is an int32 number beside an element; 0 says that no path reaches it. Each function is
-here in plain torch, its definition, and calls the compiled one where that can serve.
+here in plain torch, its definition, and calls the compiled one where that can serve; on a GPU those
+of ``between``.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -15,18 +16,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import native
+from gradtrace.kernels import between, native
 from gradtrace.kernels.native import checked
 from gradtrace.kernels.reference import argmax
 
-LANES = 4
-"""Elements are summed by place modulo this, so that sums need not wait for one another."""
+LANES = 32
+"""Elements are summed by place modulo this, so that sums need not wait for one another: a lane of a
+GPU's warp each, a few vectors of a processor.
+"""
 
-CHUNK = 1 << 16
-"""How many elements at least are summed on their own; chunks are then added up in order."""
+FEWER = 4, 128
+"""So many lanes instead where there are more marks than this: each lane has a table of them."""
 
-CHUNKS = 64
-"""The most chunks that a tally has."""
+STEPS = 256
+"""How many elements at least a lane has in a chunk: few, so that small leaves keep a GPU busy."""
+
+SUMS = 1 << 15
+"""The most sums, of lanes in chunks, that a mark has: more than a GPU can have under way."""
+
+PIECE = 1 << 24
+"""More elements than these are summed a piece after the other, so that marks of large leaves need
+not be there all at once."""
 
 ALONE = 1 << 15
 """Elements up to which one thread does it sooner than several."""
@@ -48,7 +58,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     at, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     mark = ctypes.c_int32
     library.gradtrace_merge.argtypes = [flag, number, at, at, at, at, mark, mark, flag]
-    library.gradtrace_tally.argtypes = [flag, number, at, at, number, number, at, at, flag]
+    library.gradtrace_tally.argtypes = [flag, number, at, at, number, number, number, at, at, flag]
     library.gradtrace_magnitude.argtypes = [flag, number, at, number, at, at, flag]
     library.gradtrace_reduce.argtypes = [flag, at, at, at, at, at, flag]
     library.gradtrace_normalise.argtypes = [flag, number, number, flag, at, at, at, at, flag]
@@ -64,6 +74,11 @@ def _serving(value: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     if value.is_cuda or any(x.device != value.device for x in others) or value.device.type != "cpu":
         return None
     return _typed(library)
+
+
+def _on_gpu(value: Tensor, *others: Tensor) -> bool:
+    """Whether a GPU's kernels can serve."""
+    return value.dtype in between.KINDS and between.serves(value, *others)
 
 
 def _is_wide(x: Tensor) -> bool:
@@ -83,6 +98,8 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
 
     What is 0 never wins, nor where ``other``, a mark or one for each element, is 0.
     """
+    if _on_gpu(size, marks, value) and between.merge(size, marks, value, other, shift):
+        return
     library = _serving(size)
     if library is None:
         return _merge(size, marks, value, other, shift)
@@ -108,83 +125,147 @@ def _merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shif
 
 def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements of mark m,
-    for m below ``count``.
+    for m below ``count``; on the device of the marks, so that nobody waits for them.
 
-    The order of the sum is fixed: elements of a chunk by place modulo ``LANES``, lanes by pairs,
-    then chunk after chunk.
+    The order of the sum is fixed (``Order``), so that sums are the same bits everywhere; more
+    elements than a ``PIECE`` are summed a piece after the other. A mark that is not below ``count``
+    is an error; on a GPU, where nobody waits for it, it is left out.
     """
     marks, gradient = _together(marks, gradient)
+    if gradient.numel() <= PIECE:
+        return _piece(marks, gradient, count)
+    pieces = (
+        _piece(marks[first : first + PIECE], gradient[first : first + PIECE], count)
+        for first in range(0, gradient.numel(), PIECE)
+    )
+    return summed(pieces)
+
+
+def summed(pieces: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Counts and sums of pieces, added up in their order."""
+    found: tuple[Tensor, Tensor] | None = None
+    for counts, sums in pieces:
+        found = (counts, sums) if found is None else (found[0] + counts, found[1] + sums)
+    assert found is not None
+    return found
+
+
+def _piece(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    order = Order.of(gradient.numel(), count)
+    if count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
+        return between.tally(marks, gradient, count, order)
+    gradient = _wide(gradient)
     library = _serving(gradient, marks)
     if library is None:
         return _tally(marks, gradient, count)
     counts = torch.zeros(count, dtype=torch.int64)
     sums = torch.zeros(count, dtype=torch.float64)
     n = gradient.numel()
-    where = (marks.data_ptr(), gradient.data_ptr(), count, _chunks(n, count)[0])
+    where = (marks.data_ptr(), gradient.data_ptr(), count, order.length, order.lanes)
     found = (counts.data_ptr(), sums.data_ptr())
     checked(library.gradtrace_tally(_is_wide(gradient), n, *where, *found, _threads(n)))
     return counts, sums
 
 
 def _tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    length, chunks = _chunks(gradient.numel(), count)
-    place = torch.arange(gradient.numel(), device=marks.device)
-    key = (place // length * LANES + place % length % LANES) * count + marks
+    order = Order.of(gradient.numel(), count)
+    key = order.places(gradient.numel(), marks.device) * count + marks
     weights = gradient.abs().double()
-    sums = torch.bincount(key, weights, minlength=chunks * LANES * count)
+    sums = torch.bincount(key, weights, minlength=order.chunks * order.lanes * count).double()
     counts = torch.bincount(marks, minlength=count)
-    return counts, _added(sums.double().reshape(chunks, LANES, count))
+    return counts, _added(sums.reshape(order.chunks, order.lanes, count))
+
+
+def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """How many elements are not 0 (int64), and the sum of their sizes (float64), in the order of
+    ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
+    """
+    (flat,) = _together(gradient)
+    if flat.numel() <= PIECE:
+        return _measured_piece(flat)
+    pieces = (flat[first : first + PIECE] for first in range(0, flat.numel(), PIECE))
+    return summed(map(_measured_piece, pieces))
+
+
+def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
+    if _on_gpu(flat):
+        return between.measured(flat, Order.of(flat.numel(), 1))
+    flat = _wide(flat)
+    library = _serving(flat)
+    if library is None:
+        return _measured(flat.reshape(-1))
+    count, total, n = ctypes.c_int64(0), ctypes.c_double(0.0), flat.numel()
+    where = (flat.data_ptr(), Order.of(n, 1).length, ctypes.byref(count), ctypes.byref(total))
+    checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
+    return torch.tensor(count.value), torch.tensor(total.value, dtype=torch.float64)
 
 
 def magnitude(gradient: Tensor) -> tuple[int, float]:
-    """How many elements are not 0, and the sum of their sizes, in the order of ``tally``."""
-    (flat,) = _together(gradient)
-    library = _serving(flat)
-    if library is None:
-        return _magnitude(flat.reshape(-1))
-    count, total, n = ctypes.c_int64(0), ctypes.c_double(0.0), flat.numel()
-    where = (flat.data_ptr(), _chunks(n, 1)[0], ctypes.byref(count), ctypes.byref(total))
-    checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
-    return count.value, total.value
+    """``measured`` as Python's numbers, which waits for a GPU."""
+    count, total = measured(gradient)
+    return int(count), float(total)
 
 
-def _magnitude(flat: Tensor) -> tuple[int, float]:
-    length, chunks = _chunks(flat.numel(), 1)
-    place = torch.arange(flat.numel(), device=flat.device)
-    key = place // length * LANES + place % length % LANES
-    sums = torch.bincount(key, flat.abs().double(), minlength=chunks * LANES)
-    return int(flat.count_nonzero()), float(_added(sums.double().reshape(chunks, LANES, 1)))
+def _measured(flat: Tensor) -> tuple[Tensor, Tensor]:
+    order = Order.of(flat.numel(), 1)
+    key, many = order.places(flat.numel(), flat.device), order.chunks * order.lanes
+    sums = torch.bincount(key, flat.abs().double(), minlength=many).double()
+    return flat.count_nonzero(), _added(sums.reshape(order.chunks, order.lanes, 1)).reshape(())
 
 
-def _chunks(n: int, count: int) -> tuple[int, int]:
-    """How long a chunk is, and how many there are: fewer where each needs a long table."""
-    most = max(1, min(CHUNKS, (1 << 18) // max(count, 1)))
-    length = max(CHUNK, -(-n // most))
-    length += -length % LANES
-    return length, max(1, -(-n // length))
+class Order(NamedTuple):
+    """In which order n numbers are summed: in chunks; in each, by place modulo ``lanes``, one after
+    the other; lanes by halves; chunks as elements are, by number modulo ``LANES``.
+
+    A GPU takes a chunk a warp and an element a lane; a sum in one piece could not be quick there.
+    """
+
+    lanes: int
+    length: int
+    chunks: int
+
+    @classmethod
+    def of(cls, n: int, count: int) -> Order:
+        """For ``count`` marks: chunks are longer where each needs a long table."""
+        lanes = LANES if count <= FEWER[1] else FEWER[0]
+        length = lanes * max(STEPS, 2 * count, -(-n // SUMS))
+        return cls(lanes, length, max(1, -(-n // length)))
+
+    def places(self, n: int, device: torch.device) -> Tensor:
+        """Chunk and lane of each element, as one number."""
+        place = torch.arange(n, device=device)
+        return place // self.length * self.lanes + place % self.length % self.lanes
 
 
 def _added(sums: Tensor) -> Tensor:
-    """(chunks, lanes, marks) summed: lanes by pairs, then chunks in order."""
-    lanes = (sums[:, 0] + sums[:, 1]) + (sums[:, 2] + sums[:, 3])
-    total = lanes[0]
-    for chunk in lanes[1:]:
-        total = total + chunk
-    return total
+    """(chunks, lanes, marks) summed."""
+    lanes = _halved(sums.transpose(0, 1))  # (chunks, marks)
+    padded = torch.cat([lanes, lanes.new_zeros(-len(lanes) % LANES, lanes.shape[1])])
+    total, *rest = padded.reshape(-1, LANES, lanes.shape[1])
+    for some in rest:
+        total = total + some
+    return _halved(total)
+
+
+def _halved(lanes: Tensor) -> Tensor:
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = lanes[:half] + lanes[half:]
+    return lanes[0]
 
 
 def _together(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one shape as flat ones, in the order of memory if all have the same strides and
-    no gaps, else row by row. Half precision is widened.
+    no gaps, else row by row.
     """
     first = tensors[0]
-    if len(tensors) == 1 and first.is_contiguous():
-        return [_wide(first)]  # flat enough
+    if all(x.is_contiguous() for x in tensors):
+        return [x.view(-1) for x in tensors]
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     turned = [x.permute(order) for x in tensors]
     if all(x.is_contiguous() for x in turned):
         tensors = tuple(turned)
-    return [_wide(x).reshape(-1).contiguous() for x in tensors]
+    return [x.reshape(-1).contiguous() for x in tensors]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -196,12 +277,16 @@ def _wide(x: Tensor) -> Tensor:
 
 def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     """The largest |x| over dimensions, which are gone then, and the mark of the first of equals."""
+    short = x.numel() and prod(x.shape[d] for d in dims) < 1 << 31
+    shape = [x.shape[d] for d in range(x.dim()) if d not in dims]
+    if short and marks.dtype is torch.int32 and _on_gpu(x, marks):
+        x, marks, levels = _leveled(x, marks, dims)
+        return Carried(*between.reduce(x, marks, levels, shape))
     x = _wide(x)
     library = _serving(x, marks)
-    if library is None or not x.numel() or prod(x.shape[d] for d in dims) >= 1 << 31:
+    if library is None or not short:
         return _reduce(x, marks, dims)
     x, marks, levels = _leveled(x, marks, dims)
-    shape = [x.shape[d] for d in range(x.dim()) if d not in dims]
     value, out = x.new_empty(shape), marks.new_empty(shape)
     how = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
     where = (x.data_ptr(), marks.data_ptr(), how, value.data_ptr(), out.data_ptr())
@@ -269,6 +354,9 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     """``max |x[j]|`` over ``target[j] = i`` (-1: goes nowhere) for each i below ``size``, and the
     mark of the first of equals. Flat.
     """
+    if marks.dtype is torch.int32 and _on_gpu(x, marks, target):
+        flat = (x.contiguous(), marks.contiguous(), target.long().contiguous())
+        return Carried(*between.scatter(*flat, size))
     x = _wide(x)
     library = _serving(x, marks, target)
     if library is None:
@@ -291,6 +379,15 @@ def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     there = (value != 0) & (first < n)
     padded = torch.cat([marks, marks.new_zeros(1)])
     return Carried(value[:-1], torch.where(there, padded[first], 0)[:-1])
+
+
+def gather(marks: Tensor, source: Tensor) -> Tensor:
+    """The marks (flat) of the elements pointed to; 0 for -1."""
+    if marks.dtype is torch.int32 and source.dtype is torch.int64 and between.serves(marks, source):
+        return between.gather(marks.contiguous(), source.contiguous())
+    if not marks.numel():
+        return marks.new_zeros(source.shape)
+    return torch.where(source >= 0, marks[source.clamp(min=0)], 0)
 
 
 # Diagonal plus low rank --------------------------------------------------------------------------
@@ -321,11 +418,16 @@ def normalise(how: Lines, marks: Tensor | None = None) -> Chosen | None:
     None where the compiled kernel cannot serve; ``maps.normaliser`` has it in plain torch.
     """
     parts = (how.diagonal, how.x, *how.left, *how.right)
-    library = _serving(how.x, *parts)
     rank, (lines, n) = len(how.left), how.x.shape
-    if library is None or rank not in (1, 2) or not how.x.numel() or n >= 1 << 31:
+    if rank not in (1, 2) or not how.x.numel() or n >= 1 << 31:
         return None
     if any(part.dtype is not how.x.dtype for part in parts):
+        return None
+    if how.x.dtype in between.WIDE and between.serves(*parts):
+        size, found = between.normalise(how.diagonal, how.left, how.right, how.x, marks)
+        return Chosen(size, found, None) if marks is None else Chosen(size, None, found)
+    library = _serving(how.x, *parts)
+    if library is None:
         return None
     value = how.x.new_empty(lines, n)
     place = torch.empty(lines, n, dtype=torch.int64) if marks is None else None
@@ -333,7 +435,7 @@ def normalise(how: Lines, marks: Tensor | None = None) -> Chosen | None:
     given = [*parts, *([] if marks is None else [marks])]
     numbers = [number for part in given for number in (part.data_ptr(), *part.stride())]
     where = (ctypes.c_int64 * (3 * len(parts) + 3))(*numbers)
-    found = (0 if each is None else each.data_ptr() for each in (value, place, out))
+    results = (0 if each is None else each.data_ptr() for each in (value, place, out))
     threads = _threads(how.x.numel() * 16)
-    checked(library.gradtrace_normalise(_is_wide(how.x), lines, n, rank, where, *found, threads))
+    checked(library.gradtrace_normalise(_is_wide(how.x), lines, n, rank, where, *results, threads))
     return Chosen(value, place, out)

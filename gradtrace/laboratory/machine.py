@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -41,6 +43,31 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def gpu(device: torch.device) -> str:
+    """A device in words: name, memory, driver; of a CPU, the processor."""
+    if device.type != "cuda":
+        return _processor()
+    about = torch.cuda.get_device_properties(device)
+    return (
+        f"{about.name}, {about.total_memory / 2**30:.0f} GiB, "
+        f"{about.multi_processor_count} multiprocessors, driver {_driver()}, "
+        f"CUDA {torch.version.cuda}"
+    )
+
+
+def _driver() -> str:
+    """The version of the GPU's driver."""
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        told = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if told.returncode == 0 and told.stdout.strip():
+            return told.stdout.split()[0]
+    with contextlib.suppress(OSError, IndexError):
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        return line.split("Module")[-1].split()[0]
+    return "unknown"
 
 
 def load() -> float:

@@ -17,6 +17,18 @@ Ways = Mapping[str, Way]
 PATIENCE = 45.0
 """Seconds after which no further round is begun."""
 
+Clock = Callable[[Callable[[], object]], float]
+"""Runs something, and says how many seconds it took."""
+
+
+def wall(run: Callable[[], object]) -> float:
+    """By the clock of the process; what was computed is freed afterwards."""
+    start = time.perf_counter()
+    result = run()
+    taken = time.perf_counter() - start
+    del result
+    return taken
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -48,6 +60,10 @@ class Timed:
         """``best(way) / baseline``."""
         return quotient(self.best(way), self.baseline)
 
+    def middle(self, way: str) -> float:
+        """The median time of a way."""
+        return median(self.seconds[way])
+
     def typical(self, way: str) -> float:
         """The median over rounds of the way's time over the baseline's in the same round."""
         return median(quotient(a, b) for a, b in zip(self.seconds[way], self._base))
@@ -72,7 +88,12 @@ def told(value: float, form: str) -> str:
 
 
 def interleaved(
-    ways: Ways, rounds: int, *, patience: float = PATIENCE, collect: bool = True
+    ways: Ways,
+    rounds: int,
+    *,
+    patience: float = PATIENCE,
+    collect: bool = True,
+    clock: Clock = wall,
 ) -> Timed:
     """Time each way in turns, ``rounds`` times, or until ``patience`` is at an end.
 
@@ -85,19 +106,15 @@ def interleaved(
         if done and time.perf_counter() - begun > patience:
             break
         for name, way in ways.items():
-            seconds[name].append(_once(way, collect))
+            seconds[name].append(_once(way, collect, clock))
     return Timed(seconds)
 
 
-def _once(way: Way, collect: bool) -> float:
+def _once(way: Way, collect: bool, clock: Clock) -> float:
     timed = way()
     if collect:
         gc.collect()
-    start = time.perf_counter()
-    result = timed()
-    taken = time.perf_counter() - start
-    del result
-    return taken
+    return clock(timed)
 
 
 @dataclass(frozen=True)
@@ -127,3 +144,13 @@ def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
     whole = sum((b - mean_y) ** 2 for b in y)
     r2 = 1 - rest / whole if whole else 1.0
     return Fit(slope, r2, mean_y - slope * mean_x)
+
+
+def power_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
+    """``y = c·xᵖ`` by least squares of logarithms: the slope is p, the intercept log c.
+
+    >>> fit = power_fit([1, 2, 4], [3, 12, 48])
+    >>> round(fit.slope, 9), round(fit.r2, 9)
+    (2.0, 1.0)
+    """
+    return linear_fit([math.log(a) for a in x], [math.log(b) for b in y])

@@ -6,7 +6,7 @@ the call is part of. ``RULES`` is the table; what it lacks is opened with a deco
 (elementwise operations), moved (views), or written out as a matrix.
 """
 
-from gradtrace.linear.call import Call, Chains, Undecided, shape_of, spread
+from gradtrace.linear.call import Call, Chains, Undecided, as_real, real_dtype, shape_of, spread
 from gradtrace.linear.elementwise import kept, probe
 from gradtrace.linear.general import dense
 from gradtrace.linear.movement import view
@@ -19,9 +19,11 @@ __all__ = [
     "Call",
     "Chains",
     "Undecided",
+    "as_real",
     "dense",
     "kept",
     "probe",
+    "real_dtype",
     "shape_of",
     "spread",
     "view",

@@ -140,6 +140,16 @@ def shape_of(x: Tensor) -> Shape:
     return (*x.shape, 2) if x.is_complex() else tuple(x.shape)
 
 
+def real_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a tensor's real representation."""
+    return x.dtype.to_real() if x.is_complex() else x.dtype
+
+
+def as_real(x: Tensor) -> Tensor:
+    """A tensor's real representation."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def pairwise(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A movement of complex elements, as one of their parts."""
     return lambda x: torch.stack([move(x[..., 0]), move(x[..., 1])], -1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradtrace.linear.call import Call, Chains, as_shape, from_shape, shape_of
 from gradtrace.maps import Map, Normaliser, Reduce, Scale
+from gradtrace.shapes import Shape
 
 
 def softmax(call: Call) -> Chains:
@@ -36,8 +37,13 @@ def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: 
     gain = torch.ones((), dtype=unit.dtype, device=unit.device) if gain is None else gain
     gained = gain * unit
     shape = tuple(unit.shape)
-    pairs = [(-scale / n, gain), (-scale * unit / n, gained)]
-    return Normaliser((scale * gain).expand(shape), pairs, dims, shape)
+    pairs = [(scale / -n, gain), (scale * unit / -n, gained)]
+    return Normaliser(_wide(scale * gain, shape), pairs, dims, shape)
+
+
+def _wide(x: Tensor, shape: Shape) -> Tensor:
+    """``x.expand(shape)``; to ask whether it has that shape already is quicker."""
+    return x if x.shape == shape else x.expand(shape)
 
 
 def layer_norm(call: Call) -> Any:
@@ -66,8 +72,8 @@ def rms_norm(call: Call) -> Any:
     unit = x.to(rstd.dtype) * rstd
     shape, kept = tuple(g.shape), tuple(sizes)
     gained = torch.ones((), dtype=unit.dtype, device=x.device) if gain is None else gain
-    pairs = [(-rstd * unit / prod(kept), gained * unit)]
-    into = Normaliser((rstd * gained).expand(shape), pairs, inner, shape)
+    pairs = [(rstd * unit / -prod(kept), gained * unit)]
+    into = Normaliser(_wide(rstd * gained, shape), pairs, inner, shape)
     return [
         [([into], g)] if mask[0] else [],
         [([Scale(unit, shape), Reduce(outer, shape, kept)], g)] if mask[1] else [],

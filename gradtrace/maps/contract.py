@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from string import ascii_letters
@@ -101,6 +102,28 @@ class Contract(Map):
             return largest, found.marks.reshape(shape)
         largest = None if found.value is None else how.back(found.value)
         return largest, how.back(found.marks)
+
+    def carry_some(
+        self, x: Tensor, marks: Tensor, order: Sequence[int], first: int, last: int
+    ) -> Tensor:
+        """The marks of ``carry(x, marks)[1].permute(order)`` for the elements from one number on to
+        another, flat. Only the slices that they lie in are worked out.
+        """
+        dim = order[0]
+        row = self.outputs // self.out_shape[dim]
+        rows = slice(first // row, -(-last // row))
+        letter = self.letters()[2][dim]
+        x, marks = (self._part(t, 0, letter, rows) for t in (x, marks))
+        weight = self._part(self.weight, 1, letter, rows)
+        shape = resized(self.out_shape, dim, rows.stop - rows.start)
+        here = Contract(self.spec, weight, tuple(x.shape), shape)
+        found = here.carry(x, marks)[1].permute(*order).reshape(-1)
+        return found[first - rows.start * row : last - rows.start * row]
+
+    def _part(self, x: Tensor, which: int, letter: str, rows: slice) -> Tensor:
+        """An operand at some places along a letter, if it has that."""
+        at = self.letters()[which].find(letter)
+        return x if at < 0 else x.narrow(at, rows.start, rows.stop - rows.start)
 
     def rows(self, at: Tensor) -> Rows:
         how = self.plan()

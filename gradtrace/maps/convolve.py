@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import Contraction, contraction
+from gradtrace.kernels.exact import exact
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, resized
 from gradtrace.maps.windowed import Dimension, Products, to_input, to_kernel, with_margins
-from gradtrace.semirings import MAX, Semiring, Value
+from gradtrace.semirings import MAX, SUM, Semiring, Value
 from gradtrace.shapes import Shape
 
 aten = torch.ops.aten
@@ -75,7 +77,8 @@ class Convolve(Map):
             return self.generic(x, semiring)
         out: dict[int, Tensor] = {}
         for i, o, weight in pieces:
-            part = self._weighed(x[i], weight.to(x[i].dtype))
+            with nullcontext() if semiring == SUM else exact(x[i]):
+                part = self._weighed(x[i], weight.to(x[i].dtype))
             out[o] = out[o] + part if o in out else part
         return tuple(out[o] for o in sorted(out))
 

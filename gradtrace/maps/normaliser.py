@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -52,17 +53,14 @@ class Normaliser(Map):
 
     def _lines(self, x: Tensor) -> Tensor:
         """A tensor that broadcasts to the shape, as (lines, elements of a line)."""
-        x = x.expand(self.in_shape)
-        if not self.dims:
-            return x.reshape(-1, 1)
-        kept = [d for d in range(x.dim()) if d not in self.dims]
-        return x.permute(*kept, *self.dims).reshape(-1, self.width)
+        x, (order, _, width) = x.expand(self.in_shape), _ordered(self.in_shape, self.dims)
+        return (x if order is None else x.permute(order)).reshape(-1, width)
 
     def _back(self, lines: Tensor) -> Tensor:
-        kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
-        order = [*kept, *self.dims]
-        lines = lines.reshape([self.in_shape[d] for d in order])
-        return lines.permute([order.index(d) for d in range(len(order))])
+        order, back, _ = _ordered(self.in_shape, self.dims)
+        if order is None or back is None:
+            return lines.reshape(self.in_shape)
+        return lines.reshape([self.in_shape[d] for d in order]).permute(back)
 
     def _own(self) -> Tensor:
         """``J[i, i]``."""
@@ -224,6 +222,18 @@ class Normaliser(Map):
             total = count.sum(self.dims, keepdim=True) if self.dims else count
             return total.expand(self.out_shape)
         return count * prod(self.in_shape[d] for d in self.dims)
+
+
+@lru_cache(maxsize=4096)
+def _ordered(shape: Shape, dims: Shape) -> tuple[Shape | None, Shape | None, int]:
+    """The order of dimensions in which lines come last, and back (None: they do), and how long a
+    line is.
+    """
+    order = (*(d for d in range(len(shape)) if d not in dims), *dims)
+    width = prod(shape[d] for d in dims)
+    if order == tuple(range(len(shape))):
+        return None, None, width
+    return order, tuple(order.index(d) for d in range(len(order))), width
 
 
 def _at(x: Tensor, number: Tensor, shape: Shape) -> Tensor:

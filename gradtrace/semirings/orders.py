@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.einsum import plan, together
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import largest
+from gradtrace.kernels import largest, top
 from gradtrace.semirings.base import Semiring, Value, each, shifted
 
 
@@ -173,6 +173,13 @@ class TopK(Scaled):
         together = torch.cat(x, dim)
         found = together.topk(min(self.k, together.shape[dim]), dim).values
         return found.unbind(dim)  # there are k at least: each element has k parts
+
+    def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
+        if self.log or not top.serves(x, weight):
+            return super().contract(spec, x, weight)
+        how = plan(spec, tuple(x[0].shape), tuple(weight.shape))
+        right = self.weigh(how.right(weight))[0]
+        return tuple(how.back(part) for part in top.contraction(each(x, how.left), right))
 
     def logs(self) -> str:
         return f"TopK({self.k}, log=True)"

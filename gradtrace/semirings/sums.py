@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradtrace.einsum import together
 from gradtrace.errors import OutOfRange
+from gradtrace.kernels.exact import exact
 from gradtrace.semirings.base import Piece, Semiring, Value, each, shifted, wide
 
 
@@ -38,9 +39,14 @@ class Additive(Semiring):
         assert pieces is not None
         out: dict[int, Tensor] = {}
         for i, o, w in pieces:
-            part = torch.einsum(spec, x[i], w.to(x[i].dtype))
+            part = self.product(spec, x[i], w.to(x[i].dtype))
             out[o] = out[o] + part if o in out else part
         return tuple(out[o] for o in sorted(out))
+
+    def product(self, spec: str, x: Tensor, weight: Tensor) -> Tensor:
+        """An einsum, exact to float32."""
+        with exact(x):
+            return torch.einsum(spec, x, weight)
 
     def linear(self, weight: Tensor) -> list[Piece] | None:
         return [(0, 0, self.weigh(weight)[0])]
@@ -72,6 +78,9 @@ class Sum(Additive):
 
     def weigh(self, weight: Tensor) -> Value:
         return (weight,)
+
+    def product(self, spec: str, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum(spec, x, weight)  # as PyTorch computes it, TF32 and all
 
     def settle(self, x: Value, dtype: torch.dtype) -> Value:
         return (x[0].to(dtype),)

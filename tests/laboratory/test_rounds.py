@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gradtrace.laboratory.rounds import Timed, interleaved, linear_fit
+from gradtrace.laboratory.rounds import Timed, interleaved, linear_fit, power_fit
 
 
 def test_ways_take_turns_and_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,18 @@ def test_ratios() -> None:
     assert timed.baseline == 1.0 and timed.best("ours") == 4.0
     assert timed.ratio("ours") == 4.0  # best over best
     assert timed.typical("ours") == 3.0  # of 3, 1, 5
+    assert timed.middle("ours") == 5.0
+
+
+def test_another_clock_may_be_used() -> None:
+    ways = {"a": lambda: lambda: 3.0, "b": lambda: lambda: 5.0}
+    timed = interleaved(ways, 2, collect=False, clock=lambda run: float(str(run())))
+    assert timed.seconds == {"a": [3, 3], "b": [5, 5]}
+
+
+def test_power_fit() -> None:
+    cube = power_fit([1, 10, 100], [2, 2e3, 2e6])
+    assert (cube.slope, cube.r2, cube.intercept) == pytest.approx((3, 1, math.log(2)))
 
 
 def test_linear_fit() -> None:

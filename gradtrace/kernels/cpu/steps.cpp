@@ -79,63 +79,107 @@ void merge(int64_t n, T* __restrict size, int32_t* __restrict marks, const T* __
 
 // Counting --------------------------------------------------------------------------------------
 
-constexpr int LANES = 4;
-
-double added(const double* lanes) { return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]); }
-
-// What is known of a mark in one chunk, for each lane.
-struct Entry {
-  double sum[LANES];
-  int64_t count[LANES];
-};
-
-// The table of one chunk. While the mark stays the same, its sums are kept in registers; the order
-// of additions is that of the elements all the same.
-template <typename T>
-void tally(int64_t n, const int32_t* marks, const T* gradient, int64_t count, Entry* table) {
-  const auto one = [&](int64_t i, int lane) {
-    if (marks[i] < 0 || marks[i] >= count) throw std::out_of_range("a mark that is not counted");
-    Entry& entry = table[marks[i]];
-    entry.sum[lane] += std::fabs(double(gradient[i]));
-    entry.count[lane]++;
-  };
-  int64_t i = 0;
-  while (i + LANES <= n) {
-    for (int lane = 0; lane < LANES; lane++) one(i + lane, lane);
-    const int32_t mark = marks[i];
-    const auto stays = [&](const int32_t* at) {
-      return (at[0] == mark) & (at[1] == mark) & (at[2] == mark) & (at[3] == mark);
-    };
-    const bool uniform = stays(marks + i);
-    i += LANES;
-    if (!uniform || i + LANES > n || !stays(marks + i)) continue;
-    Entry held = table[mark];
-    const int64_t first = i;
-    for (; i + LANES <= n && stays(marks + i); i += LANES) {
-      for (int lane = 0; lane < LANES; lane++) held.sum[lane] += std::fabs(double(gradient[i + lane]));
-    }
-    for (int lane = 0; lane < LANES; lane++) held.count[lane] += (i - first) / LANES;
-    table[mark] = held;
+// Lanes by halves: x[l] + x[l + lanes / 2], and so on.
+template <int LANES>
+double halved(const double* lanes) {
+  double sums[LANES];
+  std::memcpy(sums, lanes, sizeof sums);
+  for (int half = LANES / 2; half; half /= 2) {
+    for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
   }
-  for (int lane = 0; i < n; i++, lane++) one(i, lane);
+  return sums[0];
 }
 
+// The table of one chunk: for each mark a sum for each lane, and counts. While the mark stays the
+// same, its sums are kept in registers; the order of additions is that of the elements all the same.
+template <int LANES>
+struct Table {
+  static constexpr int SOME = 4;  // counts of a mark, so that they need not wait for one another
+  std::vector<double> sum;
+  std::vector<int64_t> number;
+
+  explicit Table(int64_t count) : sum(count * LANES), number(count * SOME) {}
+
+  template <typename T>
+  void add(int64_t n, const int32_t* marks, const T* gradient) {
+    const int64_t count = number.size() / SOME;
+    const auto one = [&](int64_t i, int lane) {
+      if (marks[i] < 0 || marks[i] >= count) throw std::out_of_range("a mark that is not counted");
+      sum[int64_t(marks[i]) * LANES + lane] += std::fabs(double(gradient[i]));
+      number[int64_t(marks[i]) * SOME + lane % SOME]++;
+    };
+    int64_t i = 0;
+    while (i + LANES <= n) {
+      for (int lane = 0; lane < LANES; lane++) one(i + lane, lane);
+      const int32_t mark = marks[i];
+      const auto stays = [&](const int32_t* at) {
+        int32_t differs = 0;
+        for (int lane = 0; lane < LANES; lane++) differs |= at[lane] ^ mark;
+        return !differs;
+      };
+      const bool uniform = stays(marks + i);
+      i += LANES;
+      if (!uniform || i + LANES > n || !stays(marks + i)) continue;
+      double held[LANES];
+      std::memcpy(held, &sum[int64_t(mark) * LANES], sizeof held);
+      const int64_t first = i;
+      for (; i + LANES <= n && stays(marks + i); i += LANES) {
+        for (int lane = 0; lane < LANES; lane++) held[lane] += std::fabs(double(gradient[i + lane]));
+      }
+      std::memcpy(&sum[int64_t(mark) * LANES], held, sizeof held);
+      number[int64_t(mark) * SOME] += i - first;
+    }
+    for (int lane = 0; i < n; i++, lane++) one(i, lane);
+  }
+
+  // Hand over what was counted, and begin anew.
+  void finish(double* sums, int64_t* counts) {
+    const int64_t count = number.size() / SOME;
+    for (int64_t mark = 0; mark < count; mark++) {
+      const int64_t* some = &number[mark * SOME];
+      counts[mark] = (some[0] + some[1]) + (some[2] + some[3]);
+      sums[mark] = counts[mark] ? halved<LANES>(&sum[mark * LANES]) : 0.0;
+    }
+    std::fill(sum.begin(), sum.end(), 0.0);
+    std::fill(number.begin(), number.end(), 0);
+  }
+};
+
+constexpr int64_t WIDE_LANES = 32;
+
 template <typename T>
-void magnitude(int64_t n, const T* gradient, int64_t* count, double* sums) {
-  double held[LANES] = {};
+void magnitude(int64_t n, const T* gradient, int64_t* count, double* sum) {
+  double held[WIDE_LANES] = {};
   int64_t zeros = 0, i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    for (int lane = 0; lane < LANES; lane++) {
+  for (; i + WIDE_LANES <= n; i += WIDE_LANES) {
+    for (int lane = 0; lane < WIDE_LANES; lane++) {
       held[lane] += std::fabs(double(gradient[i + lane]));
       zeros += gradient[i + lane] == 0;
     }
   }
-  for (; i < n; i++) {
-    held[i % LANES] += std::fabs(double(gradient[i]));
+  for (int lane = 0; i < n; i++, lane++) {
+    held[lane] += std::fabs(double(gradient[i]));
     zeros += gradient[i] == 0;
   }
   *count = n - zeros;
-  std::memcpy(sums, held, sizeof held);
+  *sum = halved<WIDE_LANES>(held);
+}
+
+// Rows of sums, one for each chunk, added up as elements are: by place modulo WIDE_LANES, then by
+// halves. They are overwritten.
+void chunked(double* rows, int64_t chunks, int64_t count, double* sums) {
+  const auto add = [&](int64_t to, int64_t from) {
+    double* __restrict here = rows + to * count;
+    const double* __restrict there = rows + from * count;
+    for (int64_t mark = 0; mark < count; mark++) here[mark] += there[mark];
+  };
+  for (int64_t chunk = WIDE_LANES; chunk < chunks; chunk++) add(chunk % WIDE_LANES, chunk);
+  for (int64_t half = WIDE_LANES / 2; half; half /= 2) {
+    for (int64_t lane = 0; lane < half; lane++) {
+      if (lane + half < chunks) add(lane, lane + half);
+    }
+  }
+  if (chunks) std::copy(rows, rows + count, sums);
 }
 
 // Choosing along lines --------------------------------------------------------------------------
@@ -648,25 +692,36 @@ GRADTRACE_API int gradtrace_merge(int wide, int64_t n, void* size, int32_t* mark
   });
 }
 
+// lanes: 32, or 4 where tables are long.
 GRADTRACE_API int gradtrace_tally(int wide, int64_t n, const int32_t* marks, const void* gradient,
-                                  int64_t count, int64_t length, int64_t* counts, double* sums,
-                                  int threads) {
-  return guarded([&] {
+                                  int64_t count, int64_t length, int64_t lanes, int64_t* counts,
+                                  double* sums, int threads) {
+  const auto run = [&](auto table) {
     const int64_t chunks = gradtrace::parts(n, length);
-    std::vector<gradtrace::Entry> tables(chunks * count);
-    gradtrace::pieces(n, length, threads, [&](int64_t i, int64_t j) {
-      gradtrace::Entry* table = tables.data() + i / length * count;
-      if (wide) {
-        gradtrace::tally(j - i, marks + i, static_cast<const double*>(gradient) + i, count, table);
-      } else {
-        gradtrace::tally(j - i, marks + i, static_cast<const float*>(gradient) + i, count, table);
+    const int64_t tasks = std::min<int64_t>(chunks, threads);
+    std::vector<double> partial(chunks * count);
+    std::vector<int64_t> number(chunks * count);
+    gradtrace::each(tasks, threads, [&](int64_t task) {
+      auto mine = table;
+      for (int64_t chunk = task; chunk < chunks; chunk += tasks) {
+        const int64_t i = chunk * length, size = std::min(n - i, length);
+        if (wide) {
+          mine.add(size, marks + i, static_cast<const double*>(gradient) + i);
+        } else {
+          mine.add(size, marks + i, static_cast<const float*>(gradient) + i);
+        }
+        mine.finish(&partial[chunk * count], &number[chunk * count]);
       }
     });
-    for (int64_t at = 0; at < chunks * count; at++) {
-      const gradtrace::Entry& entry = tables[at];
-      sums[at % count] += gradtrace::added(entry.sum);
-      for (const int64_t some : entry.count) counts[at % count] += some;
+    gradtrace::chunked(partial.data(), chunks, count, sums);
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      const int64_t* here = &number[chunk * count];
+      for (int64_t mark = 0; mark < count; mark++) counts[mark] += here[mark];
     }
+  };
+  return guarded([&] {
+    lanes == gradtrace::WIDE_LANES ? run(gradtrace::Table<gradtrace::WIDE_LANES>(count))
+                                   : run(gradtrace::Table<4>(count));
   });
 }
 
@@ -674,21 +729,19 @@ GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient,
                                       int64_t* count, double* sum, int threads) {
   return guarded([&] {
     const int64_t chunks = gradtrace::parts(n, length);
-    std::vector<double> lanes(chunks * gradtrace::LANES);
+    std::vector<double> sums(chunks);
     std::vector<int64_t> number(chunks);
     gradtrace::pieces(n, length, threads, [&](int64_t i, int64_t j) {
       int64_t* c = &number[i / length];
-      double* s = &lanes[i / length * gradtrace::LANES];
+      double* s = &sums[i / length];
       if (wide) {
         gradtrace::magnitude(j - i, static_cast<const double*>(gradient) + i, c, s);
       } else {
         gradtrace::magnitude(j - i, static_cast<const float*>(gradient) + i, c, s);
       }
     });
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      *sum += gradtrace::added(&lanes[chunk * gradtrace::LANES]);
-      *count += number[chunk];
-    }
+    gradtrace::chunked(sums.data(), chunks, 1, sum);
+    for (const int64_t some : number) *count += some;
   });
 }
 

@@ -1,5 +1,5 @@
 // The contraction in (max, x) on NVIDIA GPUs: value[m, n] = max_k |a[m, k] b[k, n]| in float32, and
-// the lowest k that attains it. Compiled when first used (gradtrace/kernels/gpu.py), which defines
+// the lowest k that attains it. Compiled when first used, by gradtrace/kernels/gpu.py, which defines
 // KB, how many k make a block, and INDEX where the winner is wanted.
 //
 //   pack      reads an operand wherever its numbers are, and lays their sizes out twice: k by row,
@@ -12,15 +12,12 @@
 // Sizes are not negative, so 0 is the least. NaN would be lost in fmaxf: where there are numbers that
 // are not finite, contract does nothing, and rescan goes through all k by itself, with care.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef long long i64;
-
 #define BM 128
 #define BN 128
 #define BK 16
 #define STAGES 3
 #define THREADS 256
+#define ALONE THREADS, 1  // a block has a multiprocessor to itself, and may take its registers
 #define LANES (KB / 4)   // of a warp, for each result of rescan
 #define AT_ONCE (32 / LANES)
 
@@ -38,6 +35,12 @@ struct Pack {
   int* strange;
 };
 
+// Both operands, in one launch.
+struct Packs {
+  Pack a, b;
+  i64 tiles;  // of 32 rows, that the first has
+};
+
 struct Contract {
   const float *a, *b;  // k by m, k by n
   float* parts;        // (parts of k, batches, m, n)
@@ -52,34 +55,29 @@ struct Rescan {
   const float* parts;
   const u8* blocks;
   i64 splits, part, M, N, K, R, C;
-  float* value;  // (batches, R, C); each of the three may be absent
+  float* value;  // (batches, R, C), with gaps; each of the three may be absent
   i64* index;
   int* marks;
   Operand given;  // marks of a, or of b
   i64 ofb, first;
+  i64 plane, pitch;  // from matrix to matrix and from row to row of what is written
   const int* strange;
 };
 
-__device__ __forceinline__ i64 place(const i64* table, i64 step, i64 n) {
-  return table ? table[n] : n * step;
-}
-
-// Half and bfloat16 by their bits, so that no header is needed.
 __device__ __forceinline__ float read(const void* data, int kind, i64 at) {
   if (kind == 0) return ((const float*)data)[at];
-  unsigned short bits = ((const unsigned short*)data)[at];
-  if (kind == 3) return __uint_as_float((u32)bits << 16);
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-  return x;
+  const unsigned short bits = ((const unsigned short*)data)[at];
+  return kind == 3 ? of_bfloat(bits) : of_half(bits);
 }
 
-// grid: (columns of k / 32, rows / 32, batches), 32 x 8 threads.
-extern "C" __global__ __launch_bounds__(256) void pack(const __grid_constant__ Pack c) {
+// grid: (columns of k / 32, rows of both / 32, batches), 32 x 8 threads.
+KERNEL(256, pack, Packs) {
   __shared__ float tile[32][33];
-  const Operand& x = c.x;
-  const int k0 = blockIdx.x * 32, r0 = blockIdx.y * 32;
-  const i64 i = blockIdx.z, from = place(x.batches, x.batch, c.first + i);
+  const bool second = blockIdx.y >= c.tiles;
+  const Pack& p = second ? c.b : c.a;
+  const Operand& x = p.x;
+  const int k0 = blockIdx.x * 32, r0 = (blockIdx.y - (second ? (int)c.tiles : 0)) * 32;
+  const i64 i = blockIdx.z, from = place(x.batches, x.batch, p.first + i);
   bool odd = false;
   // Neighbouring threads read along whichever dimension lies together.
   const bool along = x.inners || x.inner == 1 || x.row != 1;
@@ -88,33 +86,26 @@ extern "C" __global__ __launch_bounds__(256) void pack(const __grid_constant__ P
     const int dr = along ? step : threadIdx.x, dk = along ? threadIdx.x : step;
     const int r = r0 + dr, k = k0 + dk;
     float size = 0.f;
-    if (r < c.R && k < c.K)
-      size = fabsf(read(x.data, c.kind, from + place(x.rows, x.row, r) + place(x.inners, x.inner, k)));
+    if (r < p.R && k < p.K)
+      size = fabsf(read(x.data, p.kind, from + place(x.rows, x.row, r) + place(x.inners, x.inner, k)));
     odd |= !(size <= 3.402823466e38f);
     tile[dr][dk] = size;
   }
-  if (__syncthreads_or(odd) && threadIdx.x == 0 && threadIdx.y == 0) *c.strange = 1;
+  if (__syncthreads_or(odd) && threadIdx.x == 0 && threadIdx.y == 0) *p.strange = 1;
 #pragma unroll
   for (int step = threadIdx.y; step < 32; step += 8) {
-    if (k0 + step < c.Kp && r0 + threadIdx.x < c.Rp)
-      c.turned[(i * c.Kp + k0 + step) * c.Rp + r0 + threadIdx.x] = tile[threadIdx.x][step];
-    if (c.straight && r0 + step < c.R && k0 + threadIdx.x < c.Kp)
-      c.straight[(i * c.R + r0 + step) * c.Kp + k0 + threadIdx.x] = tile[step][threadIdx.x];
+    if (k0 + step < p.Kp && r0 + threadIdx.x < p.Rp)
+      p.turned[(i * p.Kp + k0 + step) * p.Rp + r0 + threadIdx.x] = tile[threadIdx.x][step];
+    if (p.straight && r0 + step < p.R && k0 + threadIdx.x < p.Kp)
+      p.straight[(i * p.R + r0 + step) * p.Kp + k0 + threadIdx.x] = tile[step][threadIdx.x];
   }
 }
 
-__device__ __forceinline__ void fetch(void* to, const void* from) {
-  u32 shared = (u32)__cvta_generic_to_shared(to);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from));
-}
-
-#define COMMIT asm volatile("cp.async.commit_group;")
-
 // grid: (tiles, parts of k, batches).
-extern "C" __global__ __launch_bounds__(THREADS, 1) void contract(const __grid_constant__ Contract c) {
+KERNEL(ALONE, contract, Contract) {
   if (*c.strange) return;
   const int M = c.M, N = c.N, K = c.K, part = c.part;
-  extern __shared__ float4 memory[];
+  DYNAMIC(float4, memory);
   float* sa = (float*)memory;                      // [STAGES][BK][BM]
   float* sb = sa + STAGES * BK * BM;               // [STAGES][BK][BN]
   float4* before = (float4*)(sb + STAGES * BK * BN);  // [16][THREADS]: what the results were
@@ -157,7 +148,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void contract(const __grid_c
   }
   int stage = 0;
   for (int done = 0; done < count; done += BK) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+    AWAIT(STAGES - 2);
     __syncthreads();
     const int next = done + (STAGES - 1) * BK;
     if (next < count) load((stage + STAGES - 1) % STAGES, first + next);
@@ -165,16 +156,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void contract(const __grid_c
     const float* pa = sa + stage * BK * BM + ty * 4;
     const float* pb = sb + stage * BK * BN + tx * 4;
 #pragma unroll
-    for (int k = 0; k < BK; k++) {
-      float x[8], y[8];
-      *(float4*)&x[0] = *(const float4*)(pa + k * BM);
-      *(float4*)&x[4] = *(const float4*)(pa + k * BM + 64);
-      *(float4*)&y[0] = *(const float4*)(pb + k * BN);
-      *(float4*)&y[4] = *(const float4*)(pb + k * BN + 64);
+    for (int k = 0; k < BK; k += 2) {  // two at a time: the larger of them and of what was there
+      float x[2][8], y[2][8];
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        *(float4*)&x[t][0] = *(const float4*)(pa + (k + t) * BM);
+        *(float4*)&x[t][4] = *(const float4*)(pa + (k + t) * BM + 64);
+        *(float4*)&y[t][0] = *(const float4*)(pb + (k + t) * BN);
+        *(float4*)&y[t][4] = *(const float4*)(pb + (k + t) * BN + 64);
+      }
 #pragma unroll
       for (int i = 0; i < 8; i++)
 #pragma unroll
-        for (int j = 0; j < 8; j++) most[i][j] = fmaxf(most[i][j], x[i] * y[j]);
+        for (int j = 0; j < 8; j++)
+          most[i][j] = largest(most[i][j], x[0][i] * y[0][j], x[1][i] * y[1][j]);
     }
 #ifdef INDEX
     if ((done + BK) % KB == 0) {
@@ -207,7 +202,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void contract(const __grid_c
 }
 
 __device__ __forceinline__ void put(const Rescan& c, i64 i, int m, int n, float best, int k) {
-  const i64 o = (i * c.R + m) * c.C + n;
+  const i64 o = i * c.plane + m * c.pitch + n;
   const bool nothing = best == 0.f;
   if (c.index) c.index[o] = nothing ? 0 : k;
   if (!c.marks) return;
@@ -228,13 +223,13 @@ __device__ void careful(const Rescan& c, int m0, int n0) {
       const float p = c.turned[(i * c.K + k) * c.M + m] * c.across[(i * c.K + k) * c.N + n];
       if (p > best || (p != p && best == best)) { best = p; at = k; }
     }
-    if (c.value) c.value[(i * c.R + m) * c.C + n] = best;
+    if (c.value) c.value[i * c.plane + m * c.pitch + n] = best;
     put(c, i, m, n, best, at);
   }
 }
 
 // grid: (tiles of 32 x 32 results, 1, batches).
-extern "C" __global__ __launch_bounds__(256) void rescan(const __grid_constant__ Rescan c) {
+KERNEL(256, rescan, Rescan) {
   const int R = c.R, C = c.C, K = c.K;
   const int wide = (C + 31) / 32, m0 = blockIdx.x / wide * 32, n0 = blockIdx.x % wide * 32;
   if (*c.strange) return careful(c, m0, n0);
@@ -282,7 +277,7 @@ extern "C" __global__ __launch_bounds__(256) void rescan(const __grid_constant__
 #pragma unroll
       for (int u = 0; u < 4; u++) {
         const int n = n0 + column + u * AT_ONCE + who;
-        if (c.value && n < C && sub == 0) c.value[(i * R + m) * C + n] = best[u];
+        if (c.value && n < C && sub == 0) c.value[i * c.plane + m * c.pitch + n] = best[u];
 #ifdef INDEX
         int at = x[u].w * y[u].w == best[u] ? 3 : 4;
         at = x[u].z * y[u].z == best[u] ? 2 : at;

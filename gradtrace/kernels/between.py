@@ -1,0 +1,303 @@
+"""The steps of ``steps`` on a GPU, by ``cuda/steps.cu``. Nothing here waits for the device.
+
+Tensors are read as they lie, half precisions too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import launch
+
+FILE = "steps.cu"
+KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+WIDE = {torch.float32: "float", torch.float64: "double"}
+DIMS = 6
+"""The most dimensions that ``merge`` takes, after those that lie together are made one."""
+
+RANGE = 128
+"""Marks of which a warp has tables in shared memory."""
+
+EACH, TILE = 4, 256
+"""Elements that a thread compares with all others, and the most threads of a block."""
+
+PLAIN = 64
+"""Lines of at most this many elements are compared one with another."""
+
+LOST = (0, 0, 0)
+"""Lines that are not there."""
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether these can be worked on: on one GPU, for which the kernels can be compiled."""
+    return launch.serves(FILE, *tensors)
+
+
+def _blocks(n: int) -> tuple[int, int, int]:
+    """A thread for each of n, or for every so many."""
+    return min(-(-n // 256), 1 << 20), 1, 1
+
+
+THREADS = (256, 1, 1)
+WARPS = (32, 8, 1)
+
+
+def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int) -> bool:
+    """``steps.merge``; False where it cannot be done."""
+    n = size.numel()
+    if not n or (isinstance(other, int) and not other):
+        return True
+    if value.dtype not in KINDS or size.dtype not in WIDE or marks.dtype is not torch.int32:
+        return False
+    shape = size.shape
+    value = value if value.shape == shape else value.expand(shape)
+    beside, constant = marks, other
+    if isinstance(other, Tensor):
+        beside, constant = other.to(torch.int32), 0
+        beside = beside if beside.shape == shape else beside.expand(shape)
+    steps = size.stride(), marks.stride(), value.stride(), beside.stride()
+    how = _together(shape, *steps)
+    if how is None:
+        return False
+    there = 0 if isinstance(other, int) else beside.data_ptr()
+    device = size.device
+    with launch.at(device):
+        launch.kernel(device, FILE, f"merge_{WIDE[size.dtype]}")(
+            _blocks(n), THREADS,
+            (
+                size.data_ptr(), marks.data_ptr(), value.data_ptr(), there, int(constant), shift,
+                KINDS[value.dtype], n, *how,
+            ),
+        )  # fmt: skip
+    return True
+
+
+@lru_cache(4096)
+def _together(shape: Sequence[int], *steps: Sequence[int]) -> tuple[int, ...] | None:
+    """How many dimensions there are, innermost first, once those that lie together in all tensors
+    are one, their sizes, and the steps of each tensor; None if they are too many.
+    """
+    sizes: list[int] = []
+    found: list[tuple[int, ...]] = []
+    for d in reversed(range(len(shape))):
+        here = tuple(step[d] for step in steps)
+        if shape[d] == 1:
+            continue
+        if sizes and here == tuple(sizes[-1] * step for step in found[-1]):
+            sizes[-1] *= shape[d]
+            continue
+        sizes.append(shape[d])
+        found.append(here)
+    if len(sizes) > DIMS:
+        return None
+    rest = DIMS - len(sizes)
+    words = [len(sizes), *sizes, *[1] * rest]
+    for k in range(len(steps)):
+        words += [*(step[k] for step in found), *[0] * rest]
+    return tuple(words)
+
+
+def tally(
+    marks: Tensor, gradient: Tensor, count: int, order: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """``steps.tally`` of flat tensors, in an ``Order``."""
+    device, (lanes, length, chunks) = gradient.device, order
+    sums = torch.empty(count, dtype=torch.float64, device=device)
+    counts = torch.empty(count, dtype=torch.int64, device=device)
+    size = min(count, RANGE)
+    ranges = -(-count // size)
+    groups = -(-chunks // (32 // lanes))
+    with launch.at(device):
+        partial = _partial(sums, counts, chunks)
+        launch.kernel(device, FILE, "tally")(
+            (groups * ranges, 1, 1), (32, 1, 1),
+            (
+                marks.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], gradient.numel(),
+                count, size, ranges, length, lanes, chunks, *partial.where,
+            ),
+            size * 32 * 12,
+        )  # fmt: skip
+        partial.add_up()
+    return counts, sums
+
+
+def measured(gradient: Tensor, order: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """``steps.measured`` of a tensor without gaps, in an ``Order``."""
+    device, (_, length, chunks) = gradient.device, order
+    total = torch.empty((), dtype=torch.float64, device=device)
+    count = torch.empty((), dtype=torch.int64, device=device)
+    with launch.at(device):
+        partial = _partial(total, count, chunks)
+        launch.kernel(device, FILE, "measure")(
+            (-(-chunks // 8), 1, 1), WARPS,
+            (
+                gradient.data_ptr(), KINDS[gradient.dtype], gradient.numel(), length, chunks,
+                *partial.where,
+            ),
+        )  # fmt: skip
+        partial.add_up()
+    return count, total
+
+
+class _Partial(NamedTuple):
+    """Where sums and counts of chunks go: straight to the results if there is one chunk, else to
+    memory between.
+    """
+
+    where: tuple[int, int]
+    results: tuple[int, int]
+    chunks: int
+    marks: int
+    memory: Tensor | None
+
+    def add_up(self) -> None:
+        """The chunks, if there are several."""
+        if self.memory is not None:
+            launch.kernel(self.memory.device, FILE, "total")(
+                (-(-self.marks // 8), 1, 1), WARPS,
+                (*self.where, self.chunks, self.marks, *self.results),
+            )  # fmt: skip
+
+
+def _partial(sums: Tensor, counts: Tensor, chunks: int) -> _Partial:
+    results, n = (sums.data_ptr(), counts.data_ptr()), sums.numel()
+    if chunks == 1:
+        return _Partial(results, results, chunks, n, None)
+    memory = torch.empty(2 * n * chunks, dtype=torch.float64, device=sums.device)
+    first = memory.data_ptr()
+    return _Partial((first, first + 8 * n * chunks), results, chunks, n, memory)
+
+
+def reduce(
+    x: Tensor, marks: Tensor, levels: Sequence[tuple[int, int, int]], shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """``steps.reduce`` of tensors whose dimensions are four levels."""
+    device = x.device
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    value = torch.empty(shape, dtype=dtype, device=device)
+    out = torch.empty(shape, dtype=torch.int32, device=device)
+    (r1, *_), (k1, *_), (r2, *_), (k2, *_) = levels
+    columns, rows, cuts, length = divided(r1 * r2, k1 * k2, k2 > 1, launch.processors(device))
+    between = None
+    if cuts > 1:
+        between = torch.empty((2, cuts, k1 * k2), dtype=torch.int64, device=device)
+    most = 0 if between is None else between.data_ptr()
+    words = (
+        x.data_ptr(), marks.data_ptr(), KINDS[x.dtype],
+        *(level[part] for part in range(3) for level in levels),
+        int(k2 > 1), columns, rows, cuts, length,
+        most, most + 8 * cuts * k1 * k2, value.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    with launch.at(device):
+        name = WIDE[dtype]
+        grid = (-(-k1 * k2 // columns), cuts, 1)
+        launch.kernel(device, FILE, f"reduce_{name}")(grid, THREADS, words)
+        if between is not None:
+            grid = (-(-k1 * k2 // 256), 1, 1)
+            launch.kernel(device, FILE, f"settle_{name}")(grid, THREADS, words)
+    return value, out
+
+
+@lru_cache(4096)
+def divided(reduced: int, results: int, beside: bool, processors: int) -> tuple[int, int, int, int]:
+    """How many results a block of 256 threads has, how many threads each of them, into how many
+    parts lines are cut so that all processors have work, and how long these are.
+    """
+    whole = 1 << max(0, reduced - 1).bit_length()  # a power of two
+    if beside:  # 32 neighbours, or 8: that is how much memory hands out at once
+        columns = 32 if -(-results // 32) >= 2 * processors else 8
+        rows = min(256 // columns, whole)
+    else:
+        rows = min(whole, 32 if reduced <= 512 else 256)
+    columns = 256 // rows
+    blocks = -(-results // columns)
+    cuts = max(1, min(2 * processors // blocks, reduced // (8 * rows)))
+    length = -(-reduced // cuts)
+    return columns, rows, -(-reduced // length), length
+
+
+def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """``steps.scatter`` of flat tensors without gaps, the target int64."""
+    device, n = x.device, x.numel()
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    value = torch.zeros(size, dtype=dtype, device=device)
+    first = torch.full((size,), n, dtype=torch.int64, device=device)
+    words = (
+        x.data_ptr(), target.data_ptr(), KINDS[x.dtype], n, size, value.data_ptr(),
+        first.data_ptr(),
+    )  # fmt: skip
+    with launch.at(device):
+        for name in ("send", "find") if n and size else ():
+            launch.kernel(device, FILE, f"{name}_{WIDE[dtype]}")(_blocks(n), THREADS, words)
+        return value, gather(marks, first)
+
+
+def gather(marks: Tensor, source: Tensor) -> Tensor:
+    """``marks[source]``, flat and without gaps; 0 where there is no such place."""
+    out = torch.empty(source.shape, dtype=torch.int32, device=marks.device)
+    n = source.numel()
+    if n:
+        with launch.at(marks.device):
+            launch.kernel(marks.device, FILE, "gather")(
+                _blocks(n), THREADS,
+                (marks.data_ptr(), source.data_ptr(), n, marks.numel(), out.data_ptr()),
+            )  # fmt: skip
+    return out
+
+
+def normalise(
+    diagonal: Tensor,
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    x: Tensor,
+    marks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``steps.normalise``: values, and places or marks."""
+    lines, n = x.shape
+    rank, device = len(left), x.device
+    value = torch.empty((lines, n), dtype=x.dtype, device=device)
+    kind = torch.int64 if marks is None else torch.int32
+    found = torch.empty((lines, n), dtype=kind, device=device)
+    rows = 32 if n <= 512 else 256
+    where = (found.data_ptr(), 0) if marks is None else (0, found.data_ptr())
+    second = (left[1], right[1]) if rank == 2 else (None, None)
+    parts = (diagonal, x, left[0], second[0], right[0], second[1], marks)
+    words = (*(word for part in parts for word in _line(part)), lines, n, rows, value.data_ptr())
+    with launch.at(device):
+        if rank == 1:
+            grid = -(-lines // (256 // rows)), 1, 1
+            _named("ranked", x)(grid, THREADS, (*words, *where, 0))
+        else:
+            _pairs(x, (*words, *where))
+    return value, found
+
+
+def _named(name: str, x: Tensor) -> launch.Kernel:
+    return launch.kernel(x.device, FILE, f"{name}_{WIDE[x.dtype]}")
+
+
+def _pairs(x: Tensor, words: tuple[int, ...]) -> None:
+    """Rank two. Of long lines, elements that cannot be largest are left out first; lines where
+    that cannot be are left over.
+    """
+    lines, n = x.shape
+    left = 0
+    if n > PLAIN:
+        over = torch.zeros(lines, dtype=torch.int32, device=x.device)
+        left = over.data_ptr()
+        _named("pruned", x)((lines, 1, 1), THREADS, (*words, left))
+    threads = min(TILE, -(-n // (32 * EACH)) * 32)
+    grid = lines * -(-n // (EACH * threads)), 1, 1
+    _named("paired", x)(grid, (threads, 1, 1), (*words, left))
+
+
+def _line(part: Tensor | None) -> tuple[int, int, int]:
+    if part is None:
+        return LOST
+    line, step = part.stride()
+    return part.data_ptr(), line, step

@@ -1,0 +1,60 @@
+// What the CUDA sources share; put in front of each (gradtrace/kernels/launch.py). EMULATED is defined
+// where they are compiled for a processor (tests/emulated).
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// A kernel of so many threads at most, which takes one structure, c; launch.py finds it by this word.
+#define KERNEL(threads, name, given) \
+  extern "C" __global__ __launch_bounds__(threads) void name(const __grid_constant__ given c)
+
+#ifndef EMULATED
+#define DYNAMIC(type, name) extern __shared__ type name[]  // as much as the launch asks for
+
+__device__ __forceinline__ float of_half(unsigned short bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+
+// 16 bytes from global to shared memory, meanwhile.
+__device__ __forceinline__ void fetch(void* to, const void* from) {
+  u32 shared = (u32)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from));
+}
+
+#define COMMIT asm volatile("cp.async.commit_group;")
+#define AWAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n))
+#endif
+
+__device__ __forceinline__ i64 place(const i64* table, i64 step, i64 n) {
+  return table ? table[n] : n * step;
+}
+
+// Half and bfloat16 by their bits, so that no header is needed.
+__device__ __forceinline__ float of_bfloat(unsigned short bits) {
+  return __uint_as_float((u32)bits << 16);
+}
+
+// |x| as bits that order as numbers do. A NaN is the largest of all, and all NaNs are equal, so that
+// the first of them stays.
+__device__ __forceinline__ int sized(float x) { return min(__float_as_int(x) & 0x7fffffff, 0x7fc00000); }
+
+__device__ __forceinline__ i64 sized(double x) {
+  const i64 bits = __double_as_longlong(x) & 0x7fffffffffffffffLL;
+  return bits < 0x7ff8000000000000LL ? bits : 0x7ff8000000000000LL;
+}
+
+// Of three numbers that are not negative, which order as their bits do: one instruction on Hopper.
+__device__ __forceinline__ float largest(float a, float b, float c) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return __int_as_float(__vimax3_s32(__float_as_int(a), __float_as_int(b), __float_as_int(c)));
+#else
+  return fmaxf(fmaxf(a, b), c);
+#endif
+}
+
+__device__ __forceinline__ float number(int bits) { return __int_as_float(bits); }
+__device__ __forceinline__ double number(i64 bits) { return __longlong_as_double(bits); }

@@ -1,0 +1,839 @@
+// What lies between contractions, on NVIDIA GPUs: value and mark of every element in one pass over
+// memory. gradtrace/kernels/steps.py says what each does; the bits are the same.
+//
+// For float and double; half precisions are read as float.
+
+#define FULL 0xffffffffu
+
+template <typename T> struct Kind;
+template <> struct Kind<float> { typedef int Bits; };
+template <> struct Kind<double> { typedef i64 Bits; };
+
+// A number as T; kinds are those of gpu.py: float, double, half, bfloat16.
+template <typename T>
+__device__ __forceinline__ T get(const void* data, int kind, i64 at) {
+  if (kind == 0) return (T)((const float*)data)[at];
+  if (kind == 1) return (T)((const double*)data)[at];
+  const unsigned short bits = ((const unsigned short*)data)[at];
+  return (T)(kind == 3 ? of_bfloat(bits) : of_half(bits));
+}
+
+// Products and sums that are rounded one by one: the compiler must not fuse them.
+__device__ __forceinline__ float mul(float x, float y) { return __fmul_rn(x, y); }
+__device__ __forceinline__ double mul(double x, double y) { return __dmul_rn(x, y); }
+__device__ __forceinline__ float add(float x, float y) { return __fadd_rn(x, y); }
+__device__ __forceinline__ double add(double x, double y) { return __dadd_rn(x, y); }
+__device__ __forceinline__ float most_of(float x, float y) { return fmaxf(x, fabsf(y)); }
+__device__ __forceinline__ double most_of(double x, double y) { return fmax(x, fabs(y)); }
+
+// Choosing among terms ------------------------------------------------------------------------
+
+#define DIMS 6
+
+struct Merge {
+  void* size;
+  int* marks;
+  const void* value;
+  const int* other;  // or, if it is absent, the constant
+  i64 constant, shift, kind, n, dims;
+  i64 shape[DIMS], step[4][DIMS];  // of size, marks, value, other; innermost first
+};
+
+template <typename T>
+__device__ void merge(const Merge& c) {
+  for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
+    i64 at[4] = {0, 0, 0, 0}, rest = i;
+#pragma unroll
+    for (int d = 0; d < DIMS; d++) {
+      if (d >= c.dims) break;
+      i64 here = rest;
+      if (d + 1 < c.dims) {
+        const i64 size = c.shape[d];
+        // 32 bits where they do: division is slow.
+        const i64 more = (rest | size) >> 32 ? rest / size : (i64)((u32)rest / (u32)size);
+        here = rest - more * size;
+        rest = more;
+      }
+      for (int k = 0; k < 4; k++) at[k] += here * c.step[k][d];
+    }
+    const int mark = c.other ? c.other[at[3]] : (int)c.constant;
+    const T value = get<T>(c.value, c.kind, at[2]);
+    T* size = (T*)c.size + at[0];
+    if (mark && sized(value) > sized(*size)) {
+      *size = number(sized(value));
+      c.marks[at[1]] = mark + (int)c.shift;
+    }
+  }
+}
+KERNEL(256, merge_float, Merge) { merge<float>(c); }
+KERNEL(256, merge_double, Merge) { merge<double>(c); }
+
+// Counting ------------------------------------------------------------------------------------
+
+struct Tally {
+  const int* marks;
+  const void* gradient;
+  i64 kind, n, count, range, ranges, length, lanes, chunks;
+  double* sums;  // (marks, chunks)
+  i64* counts;
+};
+
+// A lane's sums and its neighbours', by halves.
+__device__ __forceinline__ double halved(double x, int lanes) {
+  for (int half = lanes / 2; half; half /= 2) x = x + __shfl_xor_sync(FULL, x, half);
+  return x;
+}
+
+__device__ __forceinline__ u32 counted(u32 x, int lanes) {
+  for (int half = lanes / 2; half; half /= 2) x += __shfl_xor_sync(FULL, x, half);
+  return x;
+}
+
+// A warp: 32 lanes of one chunk, or 4 of each of 8; of the marks, those of a range. Each lane has a
+// table of its own, and keeps the mark that it is at in registers.
+// grid: (groups of chunks x ranges), 32 threads.
+KERNEL(32, tally, Tally) {
+  DYNAMIC(double, sums);  // [range][32]
+  const int lane = threadIdx.x, lanes = c.lanes, range = c.range;
+  u32* counts = (u32*)(sums + range * 32);
+  const int low = blockIdx.x % c.ranges * range, size = min((int)c.count - low, range);
+  const i64 chunk = blockIdx.x / c.ranges * (32 / lanes) + lane / lanes;
+  for (int r = 0; r < range; r++) {
+    sums[r * 32 + lane] = 0.0;
+    counts[r * 32 + lane] = 0;
+  }
+  const i64 last = min((chunk + 1) * c.length, c.n);
+  int held = -1;
+  double sum = 0.0;
+  u32 count = 0;
+  for (i64 i = chunk * c.length + lane % lanes; i < last; i += 8 * lanes) {
+    int mark[8];
+    double more[8];
+#pragma unroll
+    for (int u = 0; u < 8; u++) {  // many reads at a time
+      const i64 at = i + u * lanes;
+      mark[u] = at < last ? c.marks[at] - low : -1;
+      more[u] = at < last ? fabs(get<double>(c.gradient, c.kind, at)) : 0.0;
+    }
+#pragma unroll
+    for (int u = 0; u < 8; u++) {
+      if (mark[u] < 0 || mark[u] >= size) continue;
+      if (mark[u] != held) {
+        if (held >= 0) {
+          sums[held * 32 + lane] = sum;
+          counts[held * 32 + lane] = count;
+        }
+        held = mark[u];
+        sum = sums[held * 32 + lane];
+        count = counts[held * 32 + lane];
+      }
+      sum = sum + more[u];
+      count++;
+    }
+  }
+  if (held >= 0) {
+    sums[held * 32 + lane] = sum;
+    counts[held * 32 + lane] = count;
+  }
+  for (int r = 0; r < size; r++) {
+    double total = sums[r * 32 + lane];
+    u32 number = counts[r * 32 + lane];
+    if (__any_sync(FULL, number)) {
+      total = halved(total, lanes);
+      number = counted(number, lanes);
+    }
+    if (lane % lanes == 0 && chunk < c.chunks) {
+      c.sums[(low + r) * c.chunks + chunk] = total;
+      c.counts[(low + r) * c.chunks + chunk] = number;
+    }
+  }
+}
+
+struct Measure {
+  const void* gradient;
+  i64 kind, n, length, chunks;
+  double* sums;
+  i64* counts;
+};
+
+// A warp a chunk, of 32 lanes. grid: (chunks / 8), 32 x 8 threads.
+KERNEL(256, measure, Measure) {
+  const int lane = threadIdx.x;
+  const i64 chunk = (i64)blockIdx.x * 8 + threadIdx.y, last = min((chunk + 1) * c.length, c.n);
+  double sum = 0.0;
+  u32 count = 0;
+  for (i64 i = chunk * c.length + lane; i < last; i += 8 * 32) {
+    double more[8];
+#pragma unroll
+    for (int u = 0; u < 8; u++) {
+      const i64 at = i + u * 32;
+      more[u] = at < last ? fabs(get<double>(c.gradient, c.kind, at)) : 0.0;
+    }
+#pragma unroll
+    for (int u = 0; u < 8; u++) {
+      sum = sum + more[u];
+      count += more[u] != 0.0;
+    }
+  }
+  sum = halved(sum, 32);
+  count = counted(count, 32);
+  if (lane == 0 && chunk < c.chunks) {
+    c.sums[chunk] = sum;
+    c.counts[chunk] = count;
+  }
+}
+
+struct Total {
+  const double* sums;  // (marks, chunks)
+  const i64* counts;
+  i64 chunks, count;
+  double* sum;
+  i64* number;
+};
+
+// Chunks are added up as elements are. A warp a mark. grid: (marks / 8), 32 x 8 threads.
+KERNEL(256, total, Total) {
+  const int lane = threadIdx.x;
+  const i64 mark = (i64)blockIdx.x * 8 + threadIdx.y;
+  if (mark >= c.count) return;  // the whole warp
+  double sum = 0.0;
+  i64 number = 0;
+#pragma unroll 4
+  for (i64 chunk = lane; chunk < c.chunks; chunk += 32) {
+    sum = sum + c.sums[mark * c.chunks + chunk];
+    number += c.counts[mark * c.chunks + chunk];
+  }
+  sum = halved(sum, 32);
+  for (int half = 16; half; half /= 2) number += __shfl_xor_sync(FULL, number, half);
+  if (lane == 0) {
+    c.sum[mark] = sum;
+    c.number[mark] = number;
+  }
+}
+
+// Choosing along lines ------------------------------------------------------------------------
+
+// Dimensions as four levels, from the outermost: reduced, kept, reduced, kept.
+struct Reduce {
+  const void* x;
+  const int* marks;
+  i64 kind, size[4], step[4], along[4];
+  i64 beside, columns, rows;  // threads of a block: for columns results, rows for each of them
+  i64 cuts, length;           // of what is reduced, among thread blocks
+  i64 *most, *places;         // (cuts, results), if there are several
+  void* value;
+  int* out;
+};
+
+template <typename T>
+__device__ __forceinline__ void put(const Reduce& c, i64 k, typename Kind<T>::Bits most, i64 r) {
+  ((T*)c.value)[k] = number(most);
+  const i64 r1 = r / c.size[2], r2 = r % c.size[2], k1 = k / c.size[3], k2 = k % c.size[3];
+  const i64 from = r1 * c.along[0] + k1 * c.along[1] + r2 * c.along[2] + k2 * c.along[3];
+  c.out[k] = most ? c.marks[from] : 0;
+}
+
+// Neighbouring threads read along whichever lies together: results (beside), or what is reduced.
+// grid: (results / columns, cuts), 256 threads.
+template <typename T>
+__device__ void reduce(const Reduce& c) {
+  typedef typename Kind<T>::Bits B;
+  __shared__ B mosts[256];
+  __shared__ i64 places[256];
+  const int columns = c.columns, rows = c.rows, tid = threadIdx.x;
+  const int column = c.beside ? tid % columns : tid / rows;
+  const int row = c.beside ? tid / columns : tid % rows;
+  const i64 results = c.size[1] * c.size[3], reduced = c.size[0] * c.size[2];
+  const i64 k = (i64)blockIdx.x * columns + column;
+  const i64 low = blockIdx.y * c.length, high = min(reduced, low + c.length);
+  B most = 0;
+  i64 place = low;
+  if (k < results) {
+    const i64 base = k / c.size[3] * c.step[1] + k % c.size[3] * c.step[3];
+    const bool whole = c.size[0] == 1;  // no division then
+#pragma unroll 4
+    for (i64 r = low + row; r < high; r += rows) {
+      const i64 at = whole ? r * c.step[2] : r / c.size[2] * c.step[0] + r % c.size[2] * c.step[2];
+      const B size = sized(get<T>(c.x, c.kind, base + at));
+      if (size > most) {
+        most = size;
+        place = r;
+      }
+    }
+  }
+  const int mine = row * columns + column;
+  mosts[mine] = most;
+  places[mine] = place;
+  __syncthreads();
+  for (int half = rows / 2; half; half /= 2) {
+    if (row < half) {
+      const int other = mine + half * columns;
+      const bool wins = mosts[other] > mosts[mine] ||
+                        (mosts[other] == mosts[mine] && places[other] < places[mine]);
+      if (wins) {
+        mosts[mine] = mosts[other];
+        places[mine] = places[other];
+      }
+    }
+    __syncthreads();
+  }
+  if (row || k >= results) return;
+  if (c.cuts == 1) {
+    put<T>(c, k, mosts[mine], places[mine]);
+  } else {
+    c.most[blockIdx.y * results + k] = mosts[mine];
+    c.places[blockIdx.y * results + k] = places[mine];
+  }
+}
+KERNEL(256, reduce_float, Reduce) { reduce<float>(c); }
+KERNEL(256, reduce_double, Reduce) { reduce<double>(c); }
+
+// Cuts of lines, compared in order. grid: (results / 256), 256 threads.
+template <typename T>
+__device__ void settle(const Reduce& c) {
+  const i64 k = (i64)blockIdx.x * 256 + threadIdx.x, results = c.size[1] * c.size[3];
+  if (k >= results) return;
+  i64 most = c.most[k], place = c.places[k];
+  for (i64 cut = 1; cut < c.cuts; cut++) {
+    const i64 other = c.most[cut * results + k];
+    if (other > most) {
+      most = other;
+      place = c.places[cut * results + k];
+    }
+  }
+  put<T>(c, k, (typename Kind<T>::Bits)most, place);
+}
+KERNEL(256, settle_float, Reduce) { settle<float>(c); }
+KERNEL(256, settle_double, Reduce) { settle<double>(c); }
+
+struct Scatter {
+  const void* x;
+  const i64* target;
+  i64 kind, n, size;
+  void* value;  // 0 at first
+  i64* first;   // n at first
+};
+
+// The largest of what is sent to each place: sizes order as whole numbers do.
+template <typename T>
+__device__ void send(const Scatter& c) {
+  typedef typename Kind<T>::Bits B;
+  for (i64 j = (i64)blockIdx.x * 256 + threadIdx.x; j < c.n; j += (i64)gridDim.x * 256) {
+    const i64 i = c.target[j];
+    if (i < 0 || i >= c.size) continue;
+    const B size = sized(get<T>(c.x, c.kind, j));
+    if (size) atomicMax((B*)c.value + i, size);
+  }
+}
+KERNEL(256, send_float, Scatter) { send<float>(c); }
+KERNEL(256, send_double, Scatter) { send<double>(c); }
+
+// The first that is as large.
+template <typename T>
+__device__ void find(const Scatter& c) {
+  typedef typename Kind<T>::Bits B;
+  for (i64 j = (i64)blockIdx.x * 256 + threadIdx.x; j < c.n; j += (i64)gridDim.x * 256) {
+    const i64 i = c.target[j];
+    if (i < 0 || i >= c.size) continue;
+    const B size = sized(get<T>(c.x, c.kind, j));
+    if (size && size == ((const B*)c.value)[i]) atomicMin(c.first + i, j);
+  }
+}
+KERNEL(256, find_float, Scatter) { find<float>(c); }
+KERNEL(256, find_double, Scatter) { find<double>(c); }
+
+struct Gather {
+  const int* marks;
+  const i64* source;
+  i64 n, most;  // 0 for a source that is not in 0 .. most - 1
+  int* out;
+};
+
+KERNEL(256, gather, Gather) {
+  for (i64 j = (i64)blockIdx.x * 256 + threadIdx.x; j < c.n; j += (i64)gridDim.x * 256) {
+    const i64 from = c.source[j];
+    c.out[j] = from >= 0 && from < c.most ? c.marks[from] : 0;
+  }
+}
+
+// Diagonal plus low rank ----------------------------------------------------------------------
+
+// A number for each element of each line: lines are `line` apart, elements `step`.
+template <typename T>
+struct Lines {
+  const T* data;
+  i64 line, step;
+  __device__ __forceinline__ T at(i64 l, i64 i) const { return data[l * line + i * step]; }
+};
+
+template <typename T>
+struct Normalise {
+  Lines<T> d, x, u0, u1, v0, v1;
+  Lines<int> marks;
+  i64 lines, n, rows;
+  T* value;
+  i64* place;  // or
+  int* out;
+  int* left;  // which lines are left to paired; all of them where it is absent
+};
+
+// The own element wins ties against later ones only.
+template <typename T, int RANK>
+__device__ __forceinline__ void chosen(const Normalise<T>& c, i64 line, int i,
+                                       typename Kind<T>::Bits most, int at) {
+  typedef typename Kind<T>::Bits B;
+  T weight = add(c.d.at(line, i), mul(c.u0.at(line, i), c.v0.at(line, i)));
+  if (RANK == 2) weight = add(weight, mul(c.u1.at(line, i), c.v1.at(line, i)));
+  const B own = sized(mul(weight, c.x.at(line, i)));
+  if (own > most || (own == most && i < at) || at < 0) {
+    most = own;
+    at = i;
+  }
+  const i64 to = line * c.n + i;
+  c.value[to] = number(most);
+  if (c.place) c.place[to] = most ? at : -1;
+  if (c.out) c.out[to] = most ? c.marks.at(line, at) : 0;
+}
+
+// The two largest of a line, the lowest of equals; -1 where there is none.
+template <typename B>
+struct Two {
+  B first, second;
+  int i, j;
+
+  __device__ __forceinline__ static bool before(B a, int i, B b, int j) {
+    return a > b || (a == b && i < j);
+  }
+
+  __device__ __forceinline__ void take(const Two& other) {
+    if (before(other.first, other.i, first, i)) {
+      const bool mine = before(first, i, other.second, other.j);
+      second = mine ? first : other.second;
+      j = mine ? i : other.j;
+      first = other.first;
+      i = other.i;
+    } else if (before(other.first, other.i, second, j)) {
+      second = other.first;
+      j = other.i;
+    }
+  }
+};
+
+// Rank one: the largest of the line, or the second largest where that is the own one.
+// grid: (lines / (256 / rows)), 256 threads, rows of them for each line.
+template <typename T>
+__device__ void ranked(const Normalise<T>& c) {
+  typedef typename Kind<T>::Bits B;
+  __shared__ Two<B> found[256];
+  const int rows = c.rows, row = threadIdx.x % rows, mine = threadIdx.x;
+  const i64 line = (i64)blockIdx.x * (256 / rows) + threadIdx.x / rows;
+  const int n = c.n;
+  Two<B> two = {-1, -1, -1, -1};
+  if (line < c.lines) {
+    for (int j = row; j < n; j += rows) {
+      const B size = sized(mul(c.v0.at(line, j), c.x.at(line, j)));
+      if (size > two.first) {
+        two.second = two.first;
+        two.j = two.i;
+        two.first = size;
+        two.i = j;
+      } else if (size > two.second) {
+        two.second = size;
+        two.j = j;
+      }
+    }
+  }
+  found[mine] = two;
+  __syncthreads();
+  for (int half = rows / 2; half; half /= 2) {
+    if (row < half) found[mine].take(found[mine + half]);
+    __syncthreads();
+  }
+  two = found[mine - row];
+  if (line >= c.lines) return;
+  for (int i = row; i < n; i += rows) {
+    const bool own = i == two.i;
+    const B other = own ? two.second : two.first;
+    const B most = other < 0 ? 0 : sized(mul(c.u0.at(line, i), number(other)));
+    chosen<T, 1>(c, line, i, most, own ? two.j : two.i);
+  }
+}
+
+KERNEL(256, ranked_float, Normalise<float>) { ranked<float>(c); }
+KERNEL(256, ranked_double, Normalise<double>) { ranked<double>(c); }
+
+#define EACH 4     // i of a thread
+#define STRETCH 16 // j that are compared before it is asked whether there is a new largest
+#define TILE 1024  // j that are in shared memory at a time
+
+template <typename T>
+struct alignas(16) Point {
+  T v0, v1, x, none;
+};
+
+template <typename T> struct Far;  // beyond it, a product of two might not be finite
+template <> struct Far<float> { static __device__ __forceinline__ float far() { return 0x1p62f; } };
+template <> struct Far<double> { static __device__ __forceinline__ double far() { return 0x1p510; } };
+
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+__device__ __forceinline__ bool is_finite(double x) { return fabs(x) <= 1.7976931348623157e308; }
+
+template <typename T>
+__device__ __forceinline__ T product(T u0, T u1, const Point<T>& p) {
+  return mul(add(mul(u0, p.v0), mul(u1, p.v1)), p.x);
+}
+
+// Rank two: every i with every other j. The maximum alone is kept at every j; at the end of a stretch
+// an i that has a larger one takes its number, and that stretch is looked through at the end. Where
+// products might be no numbers all is compared with care instead.
+// grid: (lines x tiles of i), a multiple of 32 threads.
+template <typename T>
+__device__ void paired(const Normalise<T>& c) {
+  typedef typename Kind<T>::Bits B;
+  __shared__ Point<T> points[TILE];
+  const int n = c.n, threads = blockDim.x, tid = threadIdx.x;
+  const int tiles = (n + EACH * threads - 1) / (EACH * threads);
+  const i64 line = blockIdx.x / tiles;
+  if (c.left && !c.left[line]) return;  // the whole block
+  const int first = blockIdx.x % tiles * EACH * threads + tid;
+  T u0[EACH], u1[EACH];
+  bool odd = false;
+  const T far = Far<T>::far();
+#pragma unroll
+  for (int k = 0; k < EACH; k++) {
+    const int i = first + k * threads;
+    u0[k] = i < n ? c.u0.at(line, i) : T(0);
+    u1[k] = i < n ? c.u1.at(line, i) : T(0);
+    odd |= !(fabs(u0[k]) <= far && fabs(u1[k]) <= far);
+  }
+  for (int j = tid; j < n; j += threads) {
+    const T v0 = c.v0.at(line, j), v1 = c.v1.at(line, j);
+    odd |= !(fabs(v0) <= far && fabs(v1) <= far && is_finite(c.x.at(line, j)));
+  }
+  const bool careful = __syncthreads_or(odd);
+  T most[EACH], before[EACH];
+  int winner[EACH];  // a stretch; with care, a place
+  B sizes[EACH];
+#pragma unroll
+  for (int k = 0; k < EACH; k++) {
+    most[k] = before[k] = T(0);
+    winner[k] = careful ? -1 : 0;
+    sizes[k] = -1;
+  }
+  for (int j0 = 0; j0 < n; j0 += TILE) {
+    const int count = min(n - j0, TILE), padded = (count + STRETCH - 1) / STRETCH * STRETCH;
+    if (j0) __syncthreads();
+    for (int j = tid; j < padded; j += threads) {
+      Point<T> p = {T(0), T(0), T(0), T(0)};
+      if (j < count) {
+        p.v0 = c.v0.at(line, j0 + j);
+        p.v1 = c.v1.at(line, j0 + j);
+        p.x = c.x.at(line, j0 + j);
+      }
+      points[j] = p;
+    }
+    __syncthreads();
+    if (careful) {
+      for (int j = 0; j < count; j++) {
+        const Point<T> p = points[j];
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+          const B size = sized(product(u0[k], u1[k], p));
+          if (size > sizes[k] && j0 + j != first + k * threads) {
+            sizes[k] = size;
+            winner[k] = j0 + j;
+          }
+        }
+      }
+      continue;
+    }
+    for (int s = 0; s < padded; s += STRETCH) {
+      const int from = j0 + s;
+      // A warp's i lie in EACH runs of 32. Where the stretch is in one of them, i = j is left out.
+      bool own = false;
+#pragma unroll
+      for (int k = 0; k < EACH; k++) own |= (first + k * threads) / 32 == from / 32;
+      if (own) {
+        for (int j = 0; j < STRETCH; j++) {
+          const Point<T> p = points[s + j];
+#pragma unroll
+          for (int k = 0; k < EACH; k++) {
+            const T size = product(u0[k], u1[k], p);
+            most[k] = most_of(most[k], from + j == first + k * threads ? T(0) : size);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < STRETCH; j++) {
+          const Point<T> p = points[s + j];
+#pragma unroll
+          for (int k = 0; k < EACH; k++) most[k] = most_of(most[k], product(u0[k], u1[k], p));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        if (most[k] > before[k]) winner[k] = from;
+        before[k] = most[k];
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < EACH; k++) {
+    const int i = first + k * threads;
+    int at = winner[k];
+    if (!careful) {
+      for (int j = min(winner[k] + STRETCH, n) - 1; j >= winner[k]; j--) {
+        Point<T> p;
+        if (n <= TILE) {
+          p = points[j];
+        } else {
+          p.v0 = c.v0.at(line, j);
+          p.v1 = c.v1.at(line, j);
+          p.x = c.x.at(line, j);
+        }
+        if (j != i && fabs(product(u0[k], u1[k], p)) == most[k]) at = j;
+      }
+      sizes[k] = sized(most[k]);
+    }
+    if (n == 1) at = -1;
+    if (i < n) chosen<T, 2>(c, line, i, at < 0 ? 0 : sizes[k], at);
+  }
+}
+
+KERNEL(256, paired_float, Normalise<float>) { paired<float>(c); }
+KERNEL(256, paired_double, Normalise<double>) { paired<double>(c); }
+
+// Of rank two, most j are largest for no i at all: +-(v0 x, v1 x) are points in the plane, the largest j
+// for i is the one furthest in the direction (u0, u1), and that is a corner of their hull. So points
+// well inside a polygon of outermost points are left out. cpu/steps.cpp has the same, and why it is
+// exact: computed products differ from true ones by a few roundings of |u0| reach0 + |u1| reach1, so
+// a point may be left out if, moved by MARGIN along either axis, it stays inside.
+
+#define TURNS 16  // directions of half a circle
+#define FEW 512   // points that may be left
+
+__device__ const double COSINES[9] = {1.0, 0.9807852804032304, 0.9238795325112867, 0.8314696123025452, 0.7071067811865476, 0.5555702330196023, 0.38268343236508984, 0.19509032201612833, 6.123233995736766e-17};
+
+template <typename T> struct Hull;
+template <> struct Hull<float> {
+  static __device__ __forceinline__ float tiny() { return 0x1p-110f; }  // below, rounding is not relative
+  static __device__ __forceinline__ float margin() { return 0x1p-18f; }  // 32 roundings
+  static __device__ __forceinline__ float most() { return 3.402823466e38f; }
+};
+template <> struct Hull<double> {
+  static __device__ __forceinline__ double tiny() { return 0x1p-1000; }
+  static __device__ __forceinline__ double margin() { return 0x1p-47; }
+  static __device__ __forceinline__ double most() { return 1.7976931348623157e308; }
+};
+
+// The largest of a warp, the lowest place of equals; all lanes get it.
+template <typename B>
+__device__ __forceinline__ void furthest(B& size, int& place) {
+  for (int half = 16; half; half /= 2) {
+    const B other = __shfl_xor_sync(FULL, size, half);
+    const int there = __shfl_xor_sync(FULL, place, half);
+    if (other > size || (other == size && there < place)) {
+      size = other;
+      place = there;
+    }
+  }
+}
+
+// The same of a block of 256, by way of 8 places in shared memory.
+template <typename B>
+__device__ __forceinline__ void outermost(B& size, int& place, B* sizes, int* places) {
+  furthest(size, place);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    sizes[threadIdx.x / 32] = size;
+    places[threadIdx.x / 32] = place;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < 8; w++) {
+    if (sizes[w] > size || (sizes[w] == size && places[w] < place)) {
+      size = sizes[w];
+      place = places[w];
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T largest(T x, typename Kind<T>::Bits* sizes) {
+  typename Kind<T>::Bits size = sized(x);
+  for (int half = 16; half; half /= 2) size = max(size, __shfl_xor_sync(FULL, size, half));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sizes[threadIdx.x / 32] = size;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < 8; w++) size = max(size, sizes[w]);
+  return number(size);
+}
+
+// A line a block, of 256 threads; lines that it cannot do it leaves to paired. n > 1.
+template <typename T>
+__device__ void pruned(const Normalise<T>& c) {
+  typedef typename Kind<T>::Bits B;
+  __shared__ Point<T> points[FEW];
+  __shared__ int few[FEW], list[256], places[8], waiting;
+  __shared__ B sizes[8], found[256];
+  __shared__ int at_found[256];
+  __shared__ T edges[TURNS][3], corners[TURNS + 1][2];
+  const int n = c.n, tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  const i64 line = blockIdx.x;
+  const T highest = Hull<T>::most();
+
+  // Whether no product leaves the range of numbers, and the points are exact to a few roundings.
+  T most[7] = {T(0), T(0), T(0), T(0), T(0), T(0), T(0)};
+  bool odd = false;
+  for (int j = tid; j < n; j += 256) {
+    const T u0 = c.u0.at(line, j), u1 = c.u1.at(line, j), x = c.x.at(line, j);
+    const T v0 = c.v0.at(line, j), v1 = c.v1.at(line, j);
+    const T some[7] = {u0, u1, v0, v1, x, mul(v0, x), mul(v1, x)};
+#pragma unroll
+    for (int k = 0; k < 7; k++) {
+      odd |= !(fabs(some[k]) <= highest);
+      most[k] = most_of(most[k], some[k]);
+    }
+  }
+  odd = __syncthreads_or(odd);
+#pragma unroll
+  for (int k = 0; k < 7; k++) most[k] = largest(most[k], sizes);
+  const T bound = add(mul(most[0], most[2]), mul(most[1], most[3])) * most[4] * T(4);
+  T scale[2];
+  odd |= !(bound <= highest);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const bool nothing = most[2 + r] == T(0) || most[4] == T(0);
+    scale[r] = nothing ? T(1) : T(1) / most[5 + r];
+    odd |= !nothing && !(most[5 + r] >= Hull<T>::tiny());
+    odd |= !(scale[r] <= highest);
+  }
+  if (odd) {  // all threads know the same
+    if (tid == 0) c.left[line] = 1;
+    return;
+  }
+  T limit = Hull<T>::tiny() * (most[4] > T(1) ? most[4] : T(1));
+
+  auto across = [&](int j) { return mul(mul(c.v0.at(line, j), c.x.at(line, j)), scale[0]); };
+  auto up = [&](int j) { return mul(mul(c.v1.at(line, j), c.x.at(line, j)), scale[1]); };
+  for (int d = 0; d < TURNS; d++) {
+    const T p = T(d <= 8 ? COSINES[d] : -COSINES[16 - d]), q = T(COSINES[d < 8 ? 8 - d : d - 8]);
+    B size = -1;
+    int place = 0;
+    for (int j = tid; j < n; j += 256) {
+      const B here = sized(add(mul(across(j), p), mul(up(j), q)));
+      if (here > size) {
+        size = here;
+        place = j;
+      }
+    }
+    outermost(size, place, sizes, places);
+    if (tid == 0) {
+      const T a = across(place), b = up(place);
+      const bool turn = add(mul(a, p), mul(b, q)) < T(0);
+      corners[d][0] = turn ? -a : a;
+      corners[d][1] = turn ? -b : b;
+    }
+  }
+  __syncthreads();
+  if (tid == 0) {  // half a turn on, the mirror image
+    corners[TURNS][0] = -corners[0][0];
+    corners[TURNS][1] = -corners[0][1];
+    waiting = 0;
+  }
+  __syncthreads();
+  if (tid < TURNS) {
+    const T a = corners[tid + 1][1] - corners[tid][1], b = corners[tid][0] - corners[tid + 1][0];
+    const T size = add(fabs(a), fabs(b));
+    const bool there = size > T(0);  // two directions with one corner have no edge between them
+    const T edge = add(mul(a, corners[tid][0]), mul(b, corners[tid][1]));
+    edges[tid][0] = there ? a : T(0);
+    edges[tid][1] = there ? b : T(0);
+    edges[tid][2] = there ? add(edge, -mul(Hull<T>::margin(), size)) : T(0);
+  }
+  __syncthreads();
+
+  int count = 0;
+  for (int base = 0; base < n; base += 256) {
+    const int j = base + tid;
+    bool kept = false;
+    if (j < n && c.x.at(line, j) != T(0)) {
+      const T a = across(j), b = up(j);
+#pragma unroll
+      for (int k = 0; k < TURNS; k++)
+        kept |= !(fabs(add(mul(edges[k][0], a), mul(edges[k][1], b))) <= edges[k][2]);
+    }
+    const u32 which = __ballot_sync(FULL, kept);
+    __syncthreads();
+    if (lane == 0) places[warp] = __popc(which);
+    __syncthreads();
+    int to = count + __popc(which & ((1u << lane) - 1));
+    for (int w = 0; w < 8; w++) {
+      if (w < warp) to += places[w];
+      count += places[w];
+    }
+    if (kept && to < FEW) few[to] = j;
+  }
+  __syncthreads();
+  if (count > FEW || 2 * count > n) {
+    if (tid == 0) c.left[line] = 1;
+    return;
+  }
+  if (!count) limit = T(0);
+  for (int f = tid; f < count; f += 256) {
+    const int j = few[f];
+    Point<T> p = {c.v0.at(line, j), c.v1.at(line, j), c.x.at(line, j), T(0)};
+    points[f] = p;
+  }
+  __syncthreads();
+
+  for (int base = 0; base < n; base += 256) {
+    const int i = base + tid;
+    const T u0 = i < n ? c.u0.at(line, i) : T(0), u1 = i < n ? c.u1.at(line, i) : T(0);
+    B size = -1;
+    int at = -1;
+    for (int f = 0; f < count; f++) {
+      const B here = sized(product(u0, u1, points[f]));
+      if (here > size) {
+        size = here;
+        at = few[f];
+      }
+    }
+    // An i that is itself one of the few, or so small that roundings are not relative, is compared
+    // with every other, by a warp.
+    const bool small = add(mul(fabs(u0), most[5]), mul(fabs(u1), most[6])) < limit;
+    const bool again = i < n && (at == i || small);
+    if (again) list[atomicAdd(&waiting, 1)] = i;
+    __syncthreads();
+    for (int w = warp; w < waiting; w += 8) {
+      const int mine = list[w];
+      const T m0 = c.u0.at(line, mine), m1 = c.u1.at(line, mine);
+      B best = -1;
+      int place = n;
+      for (int j = lane; j < n; j += 32) {
+        const Point<T> p = {c.v0.at(line, j), c.v1.at(line, j), c.x.at(line, j), T(0)};
+        const B here = sized(product(m0, m1, p));
+        if (here > best && j != mine) {
+          best = here;
+          place = j;
+        }
+      }
+      furthest(best, place);
+      if (lane == 0) {
+        found[mine - base] = best;
+        at_found[mine - base] = place;
+      }
+    }
+    __syncthreads();
+    if (tid == 0) waiting = 0;
+    if (again) {
+      size = found[tid];
+      at = at_found[tid];
+    }
+    if (i < n) chosen<T, 2>(c, line, i, at < 0 ? 0 : size, at);
+    __syncthreads();
+  }
+}
+KERNEL(256, pruned_float, Normalise<float>) { pruned<float>(c); }
+KERNEL(256, pruned_double, Normalise<double>) { pruned<double>(c); }

@@ -1,0 +1,172 @@
+"""CUDA sources of ``cuda/``, compiled when first used, and launched.
+
+The compiler is NVRTC, which torch brings along, so that users need none of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).with_name("cuda")
+LARGE = 8
+"""The driver's name for the limit of the shared memory that a launch asks for."""
+
+LOST = 201
+"""The driver's word for a thread that has not been told of its device yet."""
+
+Grid: TypeAlias = tuple[int, int, int]
+_log = logging.getLogger("gradtrace")
+
+
+def serves(file: str, *tensors: Tensor) -> bool:
+    """Whether the kernels of a file can work on these: all of them on one GPU, and compilable."""
+    first = tensors[0]
+    if not first.is_cuda or any(x.device != first.device for x in tensors):
+        return False
+    return _compiles(first.device.index, file)
+
+
+def at(device: torch.device) -> AbstractContextManager[object]:
+    """What launches on a device stand in."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def room(device: torch.device) -> int:
+    """How many bytes there are for more tensors."""
+    free, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + held)
+
+
+class Kernel(NamedTuple):
+    """A compiled function, which takes one structure of 64-bit words."""
+
+    function: ctypes.c_void_p
+    device: int
+
+    def __call__(self, grid: Grid, block: Grid, words: tuple[int, ...], shared: int = 0) -> None:
+        """Launch it on the current stream, with so many bytes of shared memory more."""
+        _packer(len(words))(_GIVEN.words, 0, *words)  # the driver copies them
+        stream = _stream(torch._C._cuda_getCurrentRawStream(self.device))
+        how = (*grid, *block, shared, stream, _GIVEN.place, None)
+        code = _driver().cuLaunchKernel(self.function, *how)
+        if code == LOST:
+            torch.zeros((), device=f"cuda:{self.device}")  # a launch of torch's own tells it
+            code = _driver().cuLaunchKernel(self.function, *how)
+        if code:
+            raise _failure(code)
+
+
+class _Given(threading.local):
+    """Where each thread puts the words of a launch: new memory for each would cost more than the
+    launch.
+    """
+
+    def __init__(self) -> None:
+        self.words = (ctypes.c_longlong * 128)()
+        self.pointer = ctypes.c_void_p(ctypes.addressof(self.words))
+        self.place = ctypes.byref(self.pointer)
+
+
+_GIVEN = _Given()
+
+
+@cache
+def _packer(count: int) -> Callable[..., None]:
+    return struct.Struct(f"{count}q").pack_into
+
+
+@cache
+def _stream(number: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(number)
+
+
+@cache
+def kernel(
+    device: torch.device, file: str, name: str, defines: tuple[str, ...] = (), shared: int = 0
+) -> Kernel:
+    """A kernel of a file compiled with macros, which may be launched with so much shared memory."""
+    function, driver = ctypes.c_void_p(), _driver()
+    module = _module(device.index, file, defines)
+    _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+    if shared:
+        _checked(driver.cuFuncSetAttribute(function, LARGE, shared))
+    return Kernel(function, device.index)
+
+
+def source(file: str, defines: tuple[str, ...] = ()) -> str:
+    """What is compiled."""
+    parts = [(SOURCES / each).read_text("utf-8") for each in ("prelude.cu", file)]
+    return "\n".join([*(f"#define {line}" for line in defines), *parts])
+
+
+def names(text: str) -> list[str]:
+    """The kernels in a source."""
+    return re.findall(r"^KERNEL\(\w+, (\w+),", text, re.MULTILINE)
+
+
+FIRST = {"contract.cu": ("KB 16", "INDEX"), "top.cu": ("TOP 2",)}
+"""With which macros it is tried whether a file compiles."""
+
+
+@cache
+def _compiles(device: int, file: str) -> bool:
+    if torch.version.hip:
+        return False
+    try:
+        _module(device, file, FIRST.get(file, ()))
+    except (RuntimeError, OSError, AttributeError, ImportError) as error:
+        _log.warning("gradtrace runs without its CUDA kernels of %s, slower: %s", file, error)
+        return False
+    return True
+
+
+@cache
+def _module(device: int, file: str, defines: tuple[str, ...]) -> ctypes.c_void_p:
+    """All kernels of a file, in one compilation."""
+    from torch.cuda._utils import _nvrtc_compile
+
+    text = source(file, defines)
+    with torch.cuda.device(device):
+        torch.zeros((), device=f"cuda:{device}")  # there is a context then
+        binary, _ = _nvrtc_compile(text, names(text)[0])
+        module = ctypes.c_void_p()
+        _checked(_driver().cuModuleLoadData(ctypes.byref(module), binary))
+    return module
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _failure(code: int) -> RuntimeError:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(code, ctypes.byref(text))
+    return RuntimeError(f"CUDA: {text.value.decode() if text.value else code}")
+
+
+def _checked(code: int) -> None:
+    if code:
+        raise _failure(code)

@@ -1,0 +1,302 @@
+"""Counting paths: how many of each mark end at each leaf, and the table that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import starmap
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradtrace.components import Component
+from gradtrace.influence import Influence, Moments, Row, Weight
+from gradtrace.kernels import steps as fused
+from gradtrace.maps.places import laid
+from gradtrace.marks import Marks
+from gradtrace.program import Program, Step
+from gradtrace.states import State, cancelled, solid
+from gradtrace.tracing import Found
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.intp]
+
+NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
+
+ENTRIES = 1 << 22
+"""How many pairs of a group and a component to look at in one go."""
+
+
+class Counts(NamedTuple):
+    """The elements of a leaf by mark: how many (int64), and Σ |gradient| (float64).
+
+    Entry n is for the mark ``rows[n % len(rows)] | extra``, a path if that has bit 0, and for pair
+    ``pair + n // len(rows)``. They stay on the leaf's device until all leaves are counted, so that
+    nobody waits for them.
+    """
+
+    counts: Tensor
+    sums: Tensor
+    rows: Sequence[int]
+    extra: int
+    pair: int
+
+
+@dataclass
+class Counted:
+    """A leaf, how many elements it has, and how many paths there could be."""
+
+    name: str
+    could: int
+    size: int
+    total: int
+    found: Counts
+
+
+class Groups(NamedTuple):
+    """The elements of all leaves that have a path, by leaf, pair and mark."""
+
+    leaf: Ints
+    pair: Ints
+    kind: Ints  # of mark
+    marks: list[int]  # of each kind
+    sums: Floats  # (groups, 2): how many, and Σ |gradient|; counts are exact below 2**53
+
+
+@dataclass
+class Tally:
+    """Counts paths as leaves come in. ``could`` says which bits each leaf's value may have."""
+
+    components: list[Component]
+    could: dict[int, int]
+    names: dict[int, str]
+    pairs: int
+    leaves: list[Counted] = field(default_factory=list)
+    sized: set[str] = field(default_factory=set)
+
+    def add(self, found: Found, gradient: Tensor) -> None:
+        """Count the paths of a leaf."""
+        value, total = found.leaf.value, gradient.numel()
+        if isinstance(found.pair, Tensor):
+            # A parameter is there for every pair, even if no two of them meet in an element of it
+            # (an embedding whose rows are each used once); an input is there once, each part for
+            # its pair.
+            shared = isinstance(found.leaf.tensor, Parameter) or bool((found.pair == 0).any())
+            total = total * self.pairs if shared else total
+        self._count(value, gradient.numel(), total, counts_of(found, gradient, self.pairs))
+
+    def add_some(
+        self, value: int, pair: int, marks: list[int], number: Tensor, gradient: Tensor, size: int
+    ) -> None:
+        """Count the paths of some elements of a leaf, which has ``size`` of them: each element's
+        number among the marks, and its gradient.
+        """
+        counts, sizes = fused.tally(number.int(), gradient, len(marks))
+        self._count(value, size, len(number), Counts(counts, sizes, marks, 0, pair))
+
+    def _count(self, value: int, size: int, total: int, found: Counts) -> None:
+        name = self.names[value]
+        own = 0 if name in self.sized else size
+        self.sized.add(name)
+        self.leaves.append(Counted(name, self.could[value], own, total, found))
+
+    def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
+        """The table."""
+        owns, groups = self._owned(), grouped([leaf.found for leaf in self.leaves])
+        bits = [component.bits for component in self.components]
+        could = hits([leaf.could for leaf in self.leaves], bits) & ~owns
+        sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
+        totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
+        missing = totals - np.bincount(groups.leaf, groups.sums[:, 0], len(self.leaves))
+        own, unreached = sizes @ owns.astype(float), missing @ could.astype(float)
+        if not np.isfinite(groups.sums).all():
+            notes = (*notes, NONFINITE)
+        eligible, through = self._sums(groups, could, bits)
+        rows = []
+        for n, component in enumerate(self.components):
+            count, gradient = (
+                Moments.over(through[:, n, k].tolist(), eligible[:, n, k].tolist()) for k in (0, 1)
+            )
+            rows.append(Row(component.name, int(own[n]), int(unreached[n]), count, gradient))
+        return Influence(tuple(rows), self.pairs, weight, rule, tuple(notes))
+
+    def _owned(self) -> Bools:
+        """Which leaf belongs to which component."""
+        places: dict[str, list[int]] = {}
+        for place, leaf in enumerate(self.leaves):
+            places.setdefault(leaf.name, []).append(place)
+        leaves: list[int] = []
+        components: list[int] = []
+        for n, component in enumerate(self.components):
+            for name in component.owns:
+                here = places.get(name, ())
+                leaves += here
+                components += [n] * len(here)
+        owns = np.zeros((len(self.leaves), len(self.components)), dtype=bool)
+        owns[leaves, components] = True
+        return owns
+
+    def _sums(self, groups: Groups, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
+        """By pair and component, how many elements could pass and how many do, and the same by
+        |gradient|, in the order of the leaves.
+        """
+        shape = (self.pairs, len(self.components), 2)
+        eligible, through = np.zeros(shape), np.zeros(shape)
+        passes = hits(groups.marks, bits)
+        sums = np.where(np.isfinite(groups.sums), groups.sums, 0.0)
+        order = np.argsort(groups.pair, kind="stable")
+        most = max(1, ENTRIES // max(1, len(bits)))
+        for pair, mine in _runs(order, groups.pair):
+            for n in range(0, len(mine), most):
+                some = mine[n : n + most]
+                can = could[groups.leaf[some]]
+                eligible[pair] += can.T.astype(float) @ sums[some]
+                through[pair] += (can & passes[groups.kind[some]]).T.astype(float) @ sums[some]
+        return eligible, through
+
+
+def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each pair with its groups."""
+    cuts = np.flatnonzero(np.diff(pairs[order])) + 1
+    for mine in np.split(order, cuts):
+        if len(mine):
+            yield int(pairs[mine[0]]), mine
+
+
+def grouped(found: Sequence[Counts]) -> Groups:
+    """What was counted, of all leaves, without what nobody has."""
+    counts = _fetched([each.counts for each in found], np.int64)
+    sizes = _fetched([each.sums for each in found], np.float64)
+    starts = np.cumsum([0, *(len(each.counts) for each in found)])
+    used = np.flatnonzero(counts)
+    leaf = np.searchsorted(starts, used, side="right") - 1
+    kinds: dict[int, int] = {}
+    there, pairs, marks = [], [], []
+    for n, (whose, place) in enumerate(zip(leaf.tolist(), (used - starts[leaf]).tolist())):
+        each = found[whose]
+        pair, row = divmod(place, len(each.rows))
+        mark = each.rows[row] | each.extra
+        if mark & 1:
+            there.append(n)
+            pairs.append(each.pair + pair)
+            marks.append(kinds.setdefault(mark, len(kinds)))
+    used, leaf = used[there], leaf[there]
+    sums = np.stack([counts[used].astype(float), sizes[used]], 1)
+    return Groups(leaf, np.array(pairs, np.intp), np.array(marks, np.intp), list(kinds), sums)
+
+
+def _fetched(tensors: Sequence[Tensor], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+    """One after the other, as an array; those of one device come all at once."""
+    if len({tensor.device for tensor in tensors}) == 1:
+        tensors = [torch.cat(list(tensors))]
+    return np.concatenate([np.zeros(0, dtype), *(tensor.cpu().numpy() for tensor in tensors)])
+
+
+def counts_of(found: Found, gradient: Tensor, pairs: int) -> Counts:
+    """The elements of a leaf by pair and mark."""
+    state, pair = found.state, found.pair
+    if state.few is not None and isinstance(pair, int):
+        return _of_few(state, gradient, pair)
+    if state.late and isinstance(pair, int):
+        pieces = state.parts[0].pieces(gradient, fused.PIECE)
+        if pieces is not None:
+            return _of_pieces(state, pieces, pair)
+    if state.mark is not None and isinstance(pair, int) and state.value is gradient:
+        return _of_plain(state, gradient, pair)
+    state = solid(state).written()
+    numbers, (rows, extra) = state.numbers, state.palette
+    assert numbers is not None
+    if isinstance(pair, Tensor):
+        there = (pair > 0) & (numbers > 0)
+        numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
+    parts, first = (pairs, 0) if isinstance(pair, Tensor) else (1, pair)
+    counts, sizes = fused.tally(numbers, gradient, parts * len(rows) + 1)
+    return Counts(counts[1:], sizes[1:], rows, extra, first)
+
+
+def _of_pieces(state: State, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
+    """A large leaf: marks are worked out and counted a piece at a time."""
+    rows, extra = state.palette
+    counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
+    counts, sizes = fused.summed(counted)  # each piece is gone when the next one comes
+    return Counts(counts[1:], sizes[1:], rows, extra, pair)
+
+
+def _of_plain(state: State, gradient: Tensor, pair: int) -> Counts:
+    """A leaf all of whose paths have one mark: its elements that are not 0, and those to which
+    something came all the same.
+    """
+    count, size = fused.measured(gradient)
+    if state.parts and int(count) < gradient.numel():
+        missed = cancelled(state.parts, gradient)
+        count = count if missed is None else count + missed.sum()
+    return Counts(count.reshape(1), size.reshape(1), *state.palette, pair)
+
+
+def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
+    """A leaf of which few elements have marks of their own: these are counted by themselves, and
+    the others, unless they have nothing, as a plain leaf is.
+    """
+    few, (rows, extra) = state.few, state.palette
+    assert few is not None
+    counts, sizes = fused.tally(few.marks, few.value, len(rows) + 1)
+    if not state.parts:
+        line, at = laid(gradient, few.at)
+        line[at] = 0  # for a moment
+        count, size = fused.measured(gradient)
+        line[at] = few.value
+        counts[1] += count
+        sizes[1] += size
+    return Counts(counts[1:], sizes[1:], rows, extra, pair)
+
+
+def hits(marks: list[int], bits: list[int]) -> Bools:
+    """Which marks have any of some bits, as a matrix of marks by sets of bits."""
+    width = -(-max((b.bit_length() for b in (*marks, *bits)), default=1) // 8) or 1
+    table = np.frombuffer(b"".join(m.to_bytes(width, "little") for m in marks), np.uint8)
+    atoms = np.unpackbits(table.reshape(len(marks), width), axis=1, bitorder="little")
+    atoms = np.ascontiguousarray(atoms.T)  # a row for each bit
+    found = np.zeros((len(marks), len(bits)), dtype=bool)
+    for n, some in enumerate(bits):
+        places = list(_places(some))
+        if places:
+            found[:, n] = np.bitwise_or.reduce(atoms[places], axis=0)
+    return found
+
+
+def _places(bits: int) -> Iterator[int]:
+    """The numbers of the bits that are set."""
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
+
+
+def possible(program: Program, marks: Marks) -> dict[int, int]:
+    """For each value the bits that some route of operators from it to the root would give."""
+    found = {program.root: 1}
+    for number, block in enumerate(program.blocks):
+        bits = marks.block.get(number, 0)
+        for each in marks.slices.get(number, (0, []))[1]:
+            bits |= each
+        for value in block.takes.values():
+            found[value] |= bits
+        for step in block.steps:
+            found[step.out] = _any(found, step)
+        for position, value in block.gives.items():
+            found[value] |= marks.position.get((number, position), 0)
+        for step in block.merges:
+            found[step.out] = _any(found, step)
+    return found
+
+
+def _any(found: dict[int, int], step: Step) -> int:
+    total = 0
+    for _, value in step.terms:
+        total |= found[value]
+    return total

@@ -1,0 +1,59 @@
+"""How not to wait for a GPU.
+
+Python runs ahead of a GPU: what it calls is put in a queue. To look at a single element of a
+result (``bool(x)``, ``float(x)``, ``x.tolist()``, ``x.nonzero()``, ``x.cpu()``) waits until the
+queue is empty, and to copy from memory that is not pinned to the GPU does so too. So nobody looks
+at a tensor that ``avoid`` names but through ``look``, which waits once for many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def avoid(x: Tensor) -> bool:
+    """Whether to look at the elements of this tensor would make Python wait.
+
+    Callers write ``waiting.avoid(x)``, so that tests can put another answer in its place.
+    """
+    return x.is_cuda
+
+
+def look(numbers: Sequence[Tensor]) -> list[float]:
+    """The elements of tensors that have one each, as floats, with one wait for each device.
+
+    >>> look([torch.tensor(2), torch.tensor([0.5]), torch.tensor(True)])
+    [2.0, 0.5, 1.0]
+    """
+    found = [0.0] * len(numbers)
+    alike: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for n, number in enumerate(numbers):
+        alike.setdefault(number.device, {}).setdefault(number.dtype, []).append(n)
+    for kinds in alike.values():
+        parts = [torch.stack([numbers[n].reshape(()) for n in some]) for some in kinds.values()]
+        line = torch.cat([part.double() for part in parts])
+        for n, value in zip([n for some in kinds.values() for n in some], line.tolist()):
+            found[n] = value
+    return found
+
+
+class Hopes:
+    """Conditions that should hold, noted when they come up and looked at once, later."""
+
+    def __init__(self) -> None:
+        self._flags: list[Tensor] = []
+        self._true = True
+
+    def add(self, holds: Tensor) -> None:
+        """A condition: all elements of this tensor are true."""
+        self._flags.append(holds if not holds.dim() else holds.all())
+
+    def fulfilled(self) -> bool:
+        """Whether all held so far; to find out waits once, if there are new ones."""
+        if self._flags:
+            self._true &= all(look(self._flags))
+            self._flags.clear()
+        return self._true

@@ -1,0 +1,412 @@
+"""What a GPU's kernels must give, to the bit: cases for ``test_gpu`` (on a GPU) and
+``test_emulated`` (the same sources on the processor).
+
+Each takes the device that its tensors are to be on, and compares with plain torch on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from test_carry import odd
+from test_maps import apart, maker, whole
+from test_maps import numbers as along_a_line
+from test_steps import every_pair as all_pairs
+from torch import Tensor
+
+from gradtrace.kernels import gpu, launch, native, reference, steps
+from gradtrace.kernels.reference import Contraction, Matrices, Operand
+from gradtrace.kernels.steps import Lines
+from gradtrace.maps import Normaliser
+from gradtrace.semirings import TopK
+
+NAN, INF = math.nan, math.inf
+MAKERS = {"generic": maker, "ties": whole, "odd": odd}
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+WIDE = FLOATS[:2]
+
+
+def plainly(f: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    """Neither compiled nor on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        patch.setattr(launch, "serves", lambda *_: False)
+        return f(*given, **more)
+
+
+def numbers(kind: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return MAKERS[kind](seed, torch.float64)(*shape).to(dtype)
+
+
+def words(n: int, most: int, seed: int = 3) -> Tensor:
+    return torch.randint(0, most, (n,), generator=torch.Generator().manual_seed(seed)).int()
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    """To the bit, but that all NaNs are alike."""
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def strided(x: Tensor) -> list[Tensor]:
+    """The same numbers, lying otherwise."""
+    back = list(reversed(range(x.dim())))
+    return [x, apart(x), x.permute(back).contiguous().permute(back)]
+
+
+# The contraction ---------------------------------------------------------------------------------
+
+
+def spoilt(x: Tensor, number: float) -> Tensor:
+    x = x.clone()
+    x[0, 0, x.shape[2] // 2] = number
+    return x
+
+
+DATA: dict[str, Callable[[Tensor], Tensor]] = {
+    "Gaussian": lambda x: x,
+    "ties": lambda x: (2 * x).round(),
+    "zeros": lambda x: torch.where(x > 1, x, 0),
+    "nothing": torch.zeros_like,
+    "NaN": lambda x: spoilt(x, NAN),
+    "infinite": lambda x: spoilt(x, INF),
+    "denormal": lambda x: x * 1e-20,
+    "turned": lambda x: x.mT.contiguous().mT,
+    "apart": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+SMALL = [(1, 5, 3, 4), (2, 130, 37, 33), (1, 40, 300, 140), (3, 2, 1, 5)]
+"""Matrices, m, k, n."""
+
+
+def alike(found: Contraction, wanted: Contraction) -> None:
+    there = None if wanted.value is None else wanted.value != 0
+    for mine, theirs in zip(found, wanted):
+        assert (mine is None) == (theirs is None)
+        if mine is None or theirs is None:
+            continue
+        if theirs is wanted.index:  # it means nothing where the value is 0
+            assert there is not None
+            mine, theirs = mine.cpu()[there], theirs[there]
+        same(mine, theirs)
+
+
+def sent(x: Matrices, device: str) -> Matrices:
+    return Operand(*(part.to(device) for part in x)) if isinstance(x, Operand) else x.to(device)
+
+
+def contracted(device: str, a: Matrices, b: Matrices, **how: Any) -> None:
+    """What ``gpu`` gives and what the reference does."""
+    here: dict[str, Any] = {k: sent(x, device) if k == "marks" else x for k, x in how.items()}
+    found = gpu.contraction(sent(a, device), sent(b, device), **here)
+    alike(found, reference.contraction(a, b, **how))
+
+
+def contraction(
+    device: str, shape: tuple[int, int, int, int], name: str, dtype: torch.dtype
+) -> None:
+    """Index, marks of either side, value alone, marks alone."""
+    i, m, k, n = shape
+    draw = torch.Generator().manual_seed(0)
+    a = DATA[name](torch.randn(i, m, k, generator=draw)).to(dtype)
+    b = DATA[name](torch.randn(i, k, n, generator=draw)).to(dtype)
+    contracted(device, a, b, index=True)
+    contracted(device, a, b)
+    for of_b, size in ((False, (i, m, k)), (True, (i, k, n))):
+        marks = torch.randint(1, 1 << 20, size, dtype=torch.int32, generator=draw)
+        contracted(device, a, b, marks=marks, of_b=of_b)
+        contracted(device, a, b, value=False, marks=marks.long().mT.contiguous().mT, of_b=of_b)
+
+
+def windows(device: str, scale: int = 1) -> None:
+    """Operands with tables are read where they lie."""
+    draw = torch.Generator().manual_seed(0)
+    sides = ((2, 500), (30 * scale, 7), (30 * scale, 3))
+    data = torch.randn(500 + sides[1][0] * 7 + sides[2][0] * 3, generator=draw)
+    tables = [torch.arange(n) * step for n, step in sides]
+    some = Operand(data, *tables)
+    marks = some._replace(data=torch.randint(1, 999, data.shape, generator=draw).int())
+    b = torch.randn(2, 30 * scale, 40, generator=draw)
+    contracted(device, some, b, marks=marks)
+    contracted(device, some, b, index=True)
+    a = torch.randn(2, 20, 30 * scale, generator=draw)
+    contracted(device, a, some, marks=marks, of_b=True)
+    contracted(device, a, b.mT.contiguous().mT, marks=marks._replace(rows=tables[1][:20]))
+
+
+def mixed(device: str) -> None:
+    """Operands of different precisions."""
+    a, b = torch.randn(2, 9, 30), torch.randn(2, 30, 7)
+    contracted(device, a.half(), b, index=True)
+    contracted(device, a, b.bfloat16(), index=True)
+    contracted(device, a.half(), b.bfloat16(), index=True)
+
+
+def nothing(device: str) -> None:
+    """Sizes of 0."""
+    for shape in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)):
+        i, m, k, n = shape
+        contracted(device, torch.randn(i, m, k), torch.randn(i, k, n), index=True)
+
+
+def top(device: str, many: int, shapes: list[tuple[int, int, int, int]]) -> None:
+    """The largest few: what the generic way gives."""
+    for (i, m, k, n), kind, dtype in product(shapes, MAKERS, FLOATS):
+        semiring = TopK(many)
+        parts = numbers(kind, dtype, many, i, m, k).abs().sort(0, descending=True).values
+        x = tuple(part.to(torch.promote_types(dtype, torch.float32)) for part in parts)
+        weight = numbers(kind, dtype, i, n, k, seed=4)
+        wanted = plainly(semiring.contract, "imk,ink->imn", x, weight)
+        here = tuple(part.to(device) for part in x)
+        found = semiring.contract("imk,ink->imn", here, weight.to(device))
+        assert len(found) == many
+        for mine, theirs in zip(found, wanted):
+            same(mine, theirs)
+
+
+# Steps -------------------------------------------------------------------------------------------
+
+
+def merge(device: str, large: bool) -> None:
+    shapes = [(), (0, 3), (37,), (2, 3, 4)] + [(300, 1111)] * large
+    for kind, dtype, shape in product(MAKERS, WIDE, shapes):
+        size = numbers(kind, dtype, *shape).abs()
+        marks, other = (words(size.numel(), 5, seed).reshape(shape) for seed in (1, 2))
+        value = numbers(kind, torch.float64, *shape, seed=1)
+        for read in FLOATS:
+            given: list[Tensor | int] = [*strided(other)[1:], 4]
+            for there, beside in zip(strided(value.to(read)), given):
+                _merged(device, size, marks, there, beside, 3)
+        _merged(device, size, marks, value, 0, 3)
+    size, marks = torch.rand(3, 4, 5), words(60, 4).reshape(3, 4, 5)
+    expanded = torch.randn(4, 1).expand(3, 4, 5)
+    _merged(device, size, marks, expanded, words(5, 3).expand(3, 4, 5), 0)
+    _merged(device, size, marks, torch.randn(()), 2, 0)
+    many = torch.rand([2] * 9).permute(8, 6, 4, 2, 0, 7, 5, 3, 1)
+    _merged(device, torch.rand([2] * 9), torch.zeros([2] * 9).int(), many, 7, 0)
+
+
+def _merged(
+    device: str, size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int
+) -> None:
+    wanted = size.clone(), marks.clone()
+    found = size.clone().to(device), marks.clone().to(device)
+    plainly(steps.merge, *wanted, value, other, shift)
+    there = other.to(device) if isinstance(other, Tensor) else other
+    steps.merge(*found, value.to(device), there, shift)
+    same(found[0], wanted[0])
+    same(found[1], wanted[1])
+
+
+def tally(device: str, large: bool) -> None:
+    """Sums to the bit, over several chunks, in long runs of a mark and in short ones."""
+    most = 3_000_000 if large else 20_000
+    for n, count, dtype in product((0, 1, 31, most), (1, 7, 129, 500), FLOATS):
+        if n == most and dtype not in WIDE:
+            continue
+        gradient = numbers("generic", dtype, n) * 1.7
+        for runs in (1, 300):
+            marks = words(-(-n // runs), count).repeat_interleave(runs)[:n]
+            found = steps.tally(marks.to(device), gradient.to(device), count)
+            for mine, theirs in zip(found, plainly(steps.tally, marks, gradient, count)):
+                same(mine, theirs)
+        for mine, theirs in zip(
+            steps.measured(gradient.to(device)), plainly(steps.measured, gradient)
+        ):
+            same(mine, theirs)
+
+
+def tally_of_matrices(device: str) -> None:
+    """As they lie; NaN spoils only its own sum."""
+    gradient, marks = numbers("odd", torch.float32, 9, 11), words(99, 5).reshape(9, 11)
+    for mine, beside in product(strided(gradient), strided(marks)):
+        found = steps.tally(beside.to(device), mine.to(device), 5)
+        for got, wanted in zip(found, plainly(steps.tally, beside, mine, 5)):
+            same(got, wanted)
+        for got, wanted in zip(steps.measured(mine.to(device)), plainly(steps.measured, mine)):
+            same(got, wanted)
+    counts, sums = steps.tally(
+        words(0, 1).to(device), torch.zeros(0, device=device), 0
+    )  # no mark at all
+    assert (counts.tolist(), sums.tolist()) == ([], [])
+
+
+SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((7,), (0,)),
+    ((3, 5), (0,)),
+    ((3, 5), (1,)),
+    ((3, 5), (0, 1)),
+    ((3, 5), ()),
+    ((2, 3, 4), (1,)),
+    ((2, 3, 4), (0, 2)),
+    ((2, 3, 2, 3), (0, 2)),
+    ((2, 3, 2, 3), (1, 3)),
+    ((2, 3, 2, 3, 2), (0, 2, 4)),
+    ((2, 1, 3), (1,)),
+    ((), ()),
+    ((0, 3), (0,)),
+    ((3, 0), (0,)),
+    ((600, 3), (0,)),
+    ((3, 600), (1,)),
+    ((2, 3, 1100), (0, 2)),
+    ((2, 1100), (0,)),
+    ((70, 65), (0,)),
+]
+MANY: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((700_001,), (0,)),
+    ((3, 500_000), (1,)),
+    ((500_000, 3), (0,)),
+    ((900, 7000), (0,)),
+    ((900, 7000), (1,)),
+    ((12, 64, 64, 65), (0, 2)),
+]
+
+
+def reduce(device: str, large: bool) -> None:
+    for (shape, dims), kind in product(SHAPES + MANY * large, MAKERS):
+        for dtype in WIDE if kind == "odd" else FLOATS:
+            x = numbers(kind, dtype, *shape)
+            marks = torch.arange(1, x.numel() + 1, dtype=torch.int32).reshape(shape)
+            wanted = plainly(steps.reduce, x, marks, dims)
+            for mine, beside in zip(strided(x), (*strided(marks)[1:], marks)):
+                found = steps.reduce(mine.to(device), beside.to(device), dims)
+                same(found.value, wanted.value)
+                same(found.marks, wanted.marks)
+
+
+def scatter(device: str, large: bool) -> None:
+    for (n, size), kind, dtype in product(
+        [(0, 3), (1, 1), (20, 7), (500, 20), (9, 0)] + [(300_000, 1000)] * large, MAKERS, FLOATS
+    ):
+        x = numbers(kind, dtype, n)
+        draw = torch.Generator().manual_seed(n)
+        target = torch.randint(-1, max(size, 1), (n,), generator=draw)
+        target = target if size else target.clamp(max=-1)
+        marks = torch.arange(1, n + 1, dtype=torch.int32)
+        wanted = plainly(steps.scatter, x, marks, target, size)
+        for mine, where in ((x, target), (apart(x), target.int())):
+            found = steps.scatter(mine.to(device), marks.to(device), where.to(device), size)
+            same(found.value, wanted.value)
+            same(found.marks, wanted.marks)
+
+
+def gather(device: str) -> None:
+    marks = words(50, 1000) + 1
+    source = torch.tensor([[3, -1, 49], [0, 7, -1]])
+    for there in (source, source.t(), source[:0]):
+        found = steps.gather(marks.to(device), there.to(device))
+        same(found, plainly(steps.gather, marks, there))
+    empty = steps.gather(marks[:0].to(device), torch.full((3,), -1, device=device))
+    assert empty.tolist() == [0, 0, 0]
+
+
+# Diagonal plus low rank --------------------------------------------------------------------------
+
+
+def lines_of(kind: str, n: int, dtype: torch.dtype) -> Lines:
+    """Three lines of a kind, two pairs."""
+    some = [along_a_line(kind, n, seed) for seed in range(3)]
+    u0, u1, v0, v1, x = (
+        torch.stack(part).to(dtype) for part in zip(*((*u, *v, x) for u, v, x in some))
+    )
+    return Lines(-u1 - 0.5, (u0, u1), (v0, v1), x)
+
+
+def every_pair(how: Lines) -> tuple[Tensor, Tensor]:
+    """The largest contribution to each element of lines, and its place: of rank two among all pairs
+    (the hull of ``maps`` is for ordinary numbers), of rank one as ``Normaliser`` has it.
+    """
+    if len(how.left) == 2:
+        return all_pairs(how)
+    m = Normaliser(how.diagonal, list(zip(how.left, how.right)), [1], tuple(how.x.shape))
+    value, place = m._chosen(how.x)
+    return value, torch.where(value == 0, -1, place)
+
+
+def _chosen(device: str, how: Lines) -> None:
+    """With the diagonal, and without it, so that others win."""
+    _placed(device, how)
+    _marked(device, how)
+    others = how._replace(diagonal=torch.zeros_like(how.diagonal))
+    _placed(device, others)
+    _marked(device, others)
+
+
+def _there(device: str, how: Lines) -> Lines:
+    left, right = ([part.to(device) for part in side] for side in (how.left, how.right))
+    return Lines(how.diagonal.to(device), left, right, how.x.to(device))
+
+
+def _placed(device: str, how: Lines) -> None:
+    """Value and place, to the bit."""
+    value, place = plainly(every_pair, how)
+    found = steps.normalise(_there(device, how))
+    assert found is not None and found.place is not None and found.marks is None
+    same(found.value, value)
+    same(found.place, place)
+
+
+def _marked(device: str, how: Lines) -> None:
+    """Value and mark, to the bit."""
+    value, place = plainly(every_pair, how)
+    marks = torch.arange(1, value.numel() + 1, dtype=torch.int32).reshape(value.shape)
+    found = steps.normalise(_there(device, how), apart(marks).to(device))
+    assert found is not None and found.marks is not None and found.place is None
+    same(found.value, value)
+    taken = marks.gather(1, place.clamp(min=0))
+    same(found.marks, torch.where(place >= 0, taken, 0))
+
+
+def _of_rank_one(how: Lines) -> Lines:
+    return Lines(how.diagonal, how.left[1:], how.right[1:], how.x)
+
+
+def normalise(device: str, kind: str, sizes: tuple[int, ...], long: tuple[int, ...]) -> None:
+    """Lines of some sizes, looked at from all sides, and long ones."""
+    for n, dtype in product(sizes, WIDE):
+        how = lines_of(kind, n, dtype)
+        _chosen(device, how)
+        _chosen(device, _of_rank_one(how))
+        left = [apart(part) for part in how.left]
+        right = [part.t().contiguous().t() for part in how.right]
+        _placed(device, Lines(apart(how.diagonal), left, right, apart(how.x)))
+    for n, dtype in product(long, WIDE):
+        how = lines_of(kind, n, dtype)
+        _marked(device, how)
+        _placed(device, how._replace(diagonal=torch.zeros_like(how.diagonal)))
+        _placed(device, _of_rank_one(how))
+
+
+def normalise_odd(device: str, seeds: int) -> None:
+    """NaN, infinities, and products that leave the range."""
+    for seed, n, dtype in product(range(seeds), (5, 100), WIDE):
+        d, x, *parts = (numbers("odd", dtype, 3, n, seed=seed + k) for k in range(6))
+        _chosen(device, Lines(d, parts[:1], parts[2:3], x))
+        _chosen(device, Lines(d, parts[:2], parts[2:], x))
+        how = lines_of("gaussian", n, dtype)
+        for bad, part in product((NAN, INF), (how.x, how.left[1], how.right[0], how.diagonal)):
+            kept = part[1, seed % n].clone()
+            part[1, seed % n] = bad
+            _placed(device, how)
+            part[1, seed % n] = kept
+    for power, dtype in product((-147, -100, 63, 120), WIDE):
+        scale = 2.0 ** (power - 925 if dtype is torch.float64 and power < 0 else power)
+        how = lines_of("gaussian", 100, dtype)
+        how = how._replace(diagonal=torch.zeros_like(how.diagonal))
+        _placed(device, how._replace(x=how.x * scale))
+        _placed(device, how._replace(left=[u * scale for u in how.left]))
+        _placed(device, how._replace(right=[how.right[0], how.right[1] * scale]))
+        both = [u * scale for u in how.right], [u * scale for u in how.left]
+        _placed(device, how._replace(right=both[0], left=both[1]))
+
+
+def normalise_expanded(device: str) -> None:
+    """As layer norm makes them: a number a line, a number an element."""
+    unit, g = numbers("generic", torch.float32, 7, 100), numbers("ties", torch.float32, 7, 100)
+    gain, scale = numbers("generic", torch.float32, 100), numbers("generic", torch.float32, 7, 1)
+    left = [(-scale / 100).expand(7, 100), -scale * unit / 100]
+    _chosen(device, Lines(scale * gain, left, [gain.expand(7, 100), gain * unit], g))

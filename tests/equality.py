@@ -1,0 +1,361 @@
+"""What the kernels of a device find equals, bit for bit, what their definitions find on the CPU.
+
+The operators and architectures of the other tests are traced twice on a device: once as a user
+would, and once inside ``defined()``, where every kernel is its plain-torch definition, computed on
+the CPU from the very same operands. Marks, values, tables and paths must be the same.
+
+    GRADTRACE_DEVICE=cuda python -m pytest tests/test_equality.py
+    python tests/equality.py --device cuda --jobs 16
+
+The second way needs torch, numpy, transformers and expecttest, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from agreement import WAYS, assert_agree
+from architectures import ARCHITECTURES
+from operators import CPU, entries, label, losses
+
+import gradtrace
+from gradtrace import engine
+from gradtrace.kernels import contract, reference, rows, steps
+from gradtrace.maps import Normaliser
+from gradtrace.marks import Marks
+from gradtrace.semirings import MAX
+from gradtrace.states import solid
+from gradtrace.trace import Trace
+from gradtrace.tracing import Tracer
+
+DEVICE = torch.device(os.environ.get("GRADTRACE_DEVICE", "cpu"))
+SPARSE = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
+NOISY = {"native_layer_norm", "nn.functional.layer_norm"}
+"""As in the operator tests: what is refused, and what PyTorch itself computes roughly."""
+
+RULES = ("greedy", "viterbi")
+
+# The seam -----------------------------------------------------------------------------------------
+
+
+def _tallied(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return steps._tally(*steps._together(marks, gradient), count)
+
+
+def _measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return steps._measured(steps._together(gradient)[0].reshape(-1))
+
+
+def _normalised(how: steps.Lines, marks: Tensor | None = None) -> steps.Chosen:
+    """As ``maps.normaliser`` has it, where no kernel can serve."""
+    pairs = list(zip(how.left, how.right))
+    value, place = Normaliser(how.diagonal, pairs, (1,), tuple(how.x.shape))._chosen(how.x)
+    if marks is None:
+        return steps.Chosen(value, place, None)
+    found = marks.gather(1, place.clamp(min=0)).masked_fill((value == 0) | (place < 0), 0)
+    return steps.Chosen(value, None, found)
+
+
+def _merged(
+    size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int = 0
+) -> None:
+    steps._merge(size, marks, value, other, shift)
+
+
+DEFINITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    contract.contraction: reference.contraction,
+    reference.argmax: reference.argmax,
+    steps.merge: _merged,
+    steps.tally: _tallied,
+    steps.measured: _measured,
+    steps.reduce: lambda x, marks, dims: steps._reduce(steps._wide(x), marks, dims),
+    steps.scatter: lambda x, marks, *how: steps._scatter(steps._wide(x), marks, *how),
+    steps.gather: steps.gather,
+    steps.normalise: _normalised,
+    rows.products: rows._products,
+    rows.others: rows._others,
+}
+"""What each kernel is, in plain torch."""
+
+IN_PLACE = {steps.merge}
+"""Kernels that write to their first two operands."""
+
+DERIVED = {
+    *("largest", "winner", "magnitude", "summed"),
+    *("survivors", "compiled", "isa", "isas", "use_isa", "flat"),
+}
+"""Functions of the kernels' modules that are made of these, or only tell something."""
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A copy that lies in memory as the tensor does, gaps and all."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
+    line = x.detach().as_strided((extent if x.numel() else 0,), (1,))
+    return line.to(device, copy=True).as_strided(x.shape, x.stride(), 0)
+
+
+def _here(x: Any) -> Any:
+    return moved(x, CPU) if isinstance(x, Tensor) else x
+
+
+def defining(kernel: Callable[..., Any], used: Counter[str]) -> Callable[..., Any]:
+    """The definition of a kernel, on the CPU, wherever its operands are."""
+
+    def run(*args: Any, **named: Any) -> Any:
+        used[f"{kernel.__module__.rsplit('.', 1)[-1]}.{kernel.__name__}"] += 1
+        device = next(x.device for x in tree_leaves((args, named)) if isinstance(x, Tensor))
+        there, by_name = tree_map(_here, (args, named))
+        found = DEFINITIONS[kernel](*there, **by_name)
+        if kernel in IN_PLACE:
+            for mine, theirs in zip(args[:2], there[:2]):
+                mine.copy_(theirs)
+        return tree_map(lambda x: moved(x, device) if isinstance(x, Tensor) else x, found)
+
+    return run
+
+
+@contextmanager
+def defined() -> Iterator[Counter[str]]:
+    """No kernel is called in here, but its definition on the CPU; tells how often each was."""
+    used: Counter[str] = Counter()
+    by = {kernel: defining(kernel, used) for kernel in DEFINITIONS}
+    put: list[tuple[Any, str, Any]] = []
+    for name, module in list(sys.modules.items()):
+        if name == "gradtrace" or name.startswith("gradtrace."):
+            for word, value in list(vars(module).items()):
+                if callable(value) and _known(value, by):
+                    put.append((module, word, value))
+    try:
+        for module, word, value in put:
+            setattr(module, word, by[value])
+        yield used
+    finally:
+        for module, word, value in put:
+            setattr(module, word, value)
+
+
+def _known(value: Any, by: dict[Callable[..., Any], Any]) -> bool:
+    try:
+        return value in by
+    except TypeError:  # not everything can be looked up
+        return False
+
+
+# What is compared ---------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """All that was found about a loss: tensors and tables, by what they are. Marks are numbers of
+    what ``kinds`` holds.
+    """
+
+    tensors: dict[str, Tensor]
+    tables: dict[str, Any]
+
+
+def outcome(trace: Trace, marks: Marks, kinds: dict[int, int], paths: int = 0) -> Outcome:
+    """Values in MAX; by each rule the mark of every element, the table, some paths."""
+    program, tensors, tables = trace.program, {}, {}
+    leaves = {leaf.tensor: str(leaf.value) for leaf in program.leaves}
+    for tensor, value in engine.run(program, MAX).items():
+        tensors[f"MAX of {leaves[tensor]}"] = value
+    for rule in RULES:
+        here = dataclasses.replace(trace, rule=rule)
+        with torch.no_grad():
+            for found in Tracer(program, rule, marks).run(program.seed):
+                state = solid(found.state).written()
+                assert state.numbers is not None
+                ids = [kinds.setdefault(mark, len(kinds)) for mark in state.palette.marks()]
+                table = torch.tensor(ids, device=state.numbers.device)
+                name = f"{rule} {found.leaf.value}"
+                tensors[f"mark of {name}"] = table[state.numbers.long()]
+                assert state.value is not None
+                tensors[f"value of {name}"] = state.value
+        tables[f"influence, {rule}"] = here.influence().to_dict()
+        if paths:
+            tables[f"paths, {rule}"] = [
+                (path.name, path.index, path.operators) for path in here.paths(sample=paths)
+            ]
+    return Outcome(tensors, tables)
+
+
+def by_block(trace: Trace) -> Marks:
+    """A bit for each block of the program."""
+    blocks = range(len(trace.program.blocks))
+    return Marks(len(blocks) + 1, {n: 2 << n for n in blocks}, {}, {})
+
+
+def assert_equal(trace: Trace, paths: int = 0) -> Counter[str]:
+    """The kernels' outcome is that of their definitions; which of these were used."""
+    marks = by_block(trace)
+    kinds: dict[int, int] = {}
+    found = outcome(trace, marks, kinds, paths)
+    with defined() as used:
+        wanted = outcome(trace, marks, kinds, paths)
+    assert found.tensors.keys() == wanted.tensors.keys()
+    for name, tensor in found.tensors.items():
+        assert same(tensor, wanted.tensors[name]), name
+    assert found.tables == wanted.tables
+    return used
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal, shape and dtype too; all NaN count as one."""
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    equal = a == b
+    return bool((equal | (a.isnan() & b.isnan()) if a.is_floating_point() else equal).all())
+
+
+# Cases --------------------------------------------------------------------------------------------
+
+
+def check_operator(name: str, device: torch.device = DEVICE, most: int = 4) -> Counter[str]:
+    """SUM equals autograd, and kernels their definitions, on samples of an operator."""
+    op, used = {label(op): op for op in entries(device)}[name], Counter[str]()
+    seen = 0
+    for loss, leaves in _samples(op, most, device):
+        seen += 1
+        wanted = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        for way in WAYS.values():
+            assert_agree(way(loss), leaves, wanted, 1e-3 if name in NOISY else 0)
+        used += assert_equal(gradtrace.trace(loss, nonfinite="allow"))
+    assert seen
+    return used
+
+
+def _samples(op: Any, most: int, device: torch.device) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Losses; where PyTorch itself cannot run an operator on the device, that is told. Nothing of
+    gradtrace runs in here.
+    """
+    try:
+        yield from losses(op, torch.float32, most, device)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        if device.type == "cpu":
+            raise
+        raise NotHere(f"PyTorch on {device}: {type(error).__name__}: {error}") from error
+
+
+class NotHere(Exception):
+    """An operator that PyTorch cannot run on a device."""
+
+
+def check_architecture(name: str, device: torch.device = DEVICE, paths: int = 40) -> Counter[str]:
+    """The same on a whole model in training."""
+    model, loss_of = ARCHITECTURES[name]()
+    model.to(device)
+    torch.manual_seed(0)
+    with gradtrace.watch(model) as watch:
+        loss = loss_of(model)
+    trace = watch.trace(loss)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    leaves = list(named.values())
+    wanted = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    assert_agree(engine.run(trace.program, gradtrace.SUM), leaves, wanted)
+    ours = {named[name]: grad for name, grad in trace.gradients.items() if name in named}
+    assert_agree(ours, leaves, wanted)
+    return assert_equal(trace, paths)
+
+
+CHECKS: dict[str, Callable[..., Counter[str]]] = {
+    "operator": check_operator,
+    "architecture": check_architecture,
+}
+
+
+def cases(device: torch.device = DEVICE) -> list[tuple[str, str]]:
+    """All, or the shard of them that ``GRADTRACE_SHARD=i/n`` names; from 0 on."""
+    operators = sorted({label(op) for op in entries(device)} - SPARSE)
+    found = [("architecture", n) for n in ARCHITECTURES] + [("operator", n) for n in operators]
+    shard, of = map(int, os.environ.get("GRADTRACE_SHARD", "0/1").split("/"))
+    return found[shard::of]
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """The same twice: no sums in any order, no TF32."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with cudnn.flags(enabled=cudnn.enabled, allow_tf32=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the samples, of transformers, of the above
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# Without pytest -----------------------------------------------------------------------------------
+
+
+def run(device: torch.device) -> int:
+    """One shard after the other case; says what failed, and which definitions were used."""
+    failed, away, used, begun = 0, [], Counter[str](), time.perf_counter()
+    found = cases(device)
+    for kind, name in found:
+        try:
+            with exactly():
+                used += CHECKS[kind](name, device)
+        except NotHere as reason:
+            away.append(f"{name}: {reason}")
+        except Exception:
+            failed += 1
+            print(f"FAILED {kind} {name}\n{traceback.format_exc()}", flush=True)
+    for line in away:
+        print(f"not here: {line}")
+    print(f"definitions used: {dict(sorted(used.items()))}")
+    print(
+        f"{len(found) - failed - len(away)} passed, {failed} failed, {len(away)} not here, of "
+        f"{len(found)}, in {time.perf_counter() - begun:.0f} s on {device}",
+        flush=True,
+    )
+    return int(failed > 0)
+
+
+def main() -> int:
+    """All cases, over so many processes."""
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--device", default=str(DEVICE))
+    ask.add_argument("--jobs", type=int, default=1)
+    ask.add_argument("--only", help="one case, by its name")
+    got = ask.parse_args()
+    torch.set_num_threads(1)
+    if got.only:
+        with exactly():
+            print(
+                CHECKS["architecture" if got.only in ARCHITECTURES else "operator"](
+                    got.only, torch.device(got.device)
+                )
+            )
+        return 0
+    if got.jobs == 1:
+        return run(torch.device(got.device))
+    command = [sys.executable, __file__, "--device", got.device]
+    started = [
+        subprocess.Popen(command, env={**os.environ, "GRADTRACE_SHARD": f"{n}/{got.jobs}"})
+        for n in range(got.jobs)
+    ]
+    return max(process.wait() for process in started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

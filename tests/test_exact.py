@@ -1,0 +1,124 @@
+"""TF32 is off in products that must be exact, and as it was afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import gradtrace as gt
+from gradtrace.kernels.exact import exact, without_tf32
+from gradtrace.semirings import ABS, ENTROPY, SUM, Semiring
+
+BACKENDS: Any = torch.backends  # whose newer names mypy does not know
+MATMUL = BACKENDS.cuda.matmul
+
+
+def by_the_new() -> None:
+    MATMUL.fp32_precision = "tf32"
+
+
+def everywhere() -> None:
+    BACKENDS.fp32_precision = "tf32"
+
+
+def by_the_old() -> None:
+    MATMUL.allow_tf32 = True
+
+
+def by_name() -> None:
+    torch.set_float32_matmul_precision("medium")
+
+
+def high() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+WAYS: list[Callable[[], None]] = [by_the_new, everywhere, by_the_old, by_name, high]
+
+
+def state() -> tuple[str, ...]:
+    """All that a user can read."""
+    found = [MATMUL.fp32_precision, BACKENDS.fp32_precision]
+    found += [BACKENDS.mkldnn.matmul.fp32_precision, BACKENDS.cudnn.conv.fp32_precision]
+    readers: list[Callable[[], object]] = [
+        torch.get_float32_matmul_precision,
+        lambda: MATMUL.allow_tf32,
+        lambda: BACKENDS.cudnn.allow_tf32,
+    ]
+    for read in readers:
+        try:
+            found.append(str(read()))
+        except RuntimeError:  # of a user of the new interface
+            found.append("refused")
+    return tuple(found)
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """As torch starts."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.fp32_precision = "none"
+    MATMUL.fp32_precision = "none"
+    BACKENDS.mkldnn.matmul.fp32_precision = "none"
+    BACKENDS.cudnn.conv.fp32_precision = "tf32"
+    assert state() == ("none", "none", "none", "tf32", "highest", "False", "True")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.__name__))
+def test_tf32_is_off_for_the_moment(way: Callable[[], None], clean: None) -> None:
+    way()
+    before = state()
+    assert before[0] == "tf32"
+    with without_tf32():
+        assert MATMUL.fp32_precision == "ieee"
+        assert BACKENDS.cudnn.conv.fp32_precision == "ieee"
+        assert MATMUL.allow_tf32 is False  # old and new agree, so that torch does not refuse
+        with without_tf32():
+            assert MATMUL.fp32_precision == "ieee"
+        assert MATMUL.fp32_precision == "ieee"
+    assert state() == before
+    with pytest.raises(ZeroDivisionError), without_tf32():
+        raise ZeroDivisionError
+    assert state() == before
+
+
+def test_where_it_is_off_nothing_is_touched(clean: None) -> None:
+    for precision in ("none", "ieee"):
+        MATMUL.fp32_precision = BACKENDS.cudnn.conv.fp32_precision = precision
+        before = state()
+        with without_tf32():
+            assert state() == before
+        assert state() == before
+
+
+def test_on_the_cpu_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradtrace.kernels.exact.without_tf32", lambda: 1 / 0)
+    with exact(torch.ones(2)):
+        pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.__name__))
+@pytest.mark.parametrize("semiring", [ABS, ENTROPY, SUM], ids=lambda s: str(s.name))
+def test_products_on_a_gpu(way: Callable[[], None], semiring: Semiring, clean: None) -> None:
+    x, w = (torch.rand(512, 512, device="cuda") + 1 for _ in range(2))
+    wanted = semiring.contract("mk,kn->mn", semiring.lift(x.double()), w.double())
+    way()
+    found = semiring.contract("mk,kn->mn", semiring.lift(x), w)
+    error = max(float(((a - b).abs() / b.abs().amax()).amax()) for a, b in zip(found, wanted))
+    assert (error < 1e-5) == (semiring is not SUM)  # that is as the user has asked for
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_convolutions_on_a_gpu(clean: None) -> None:
+    x = torch.rand(8, 64, 20, 20, device="cuda", requires_grad=True)
+    w = torch.rand(64, 64, 3, 3, device="cuda") + 1
+    found, wanted = (
+        gt.backward(torch.conv2d(a, b).sum(), ABS, names={"x": a})["x"]
+        for a, b in ((x, w), (x.detach().double().requires_grad_(), w.double()))
+    )
+    assert float(((found - wanted).abs() / wanted).amax()) < 1e-4

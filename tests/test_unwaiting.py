@@ -1,0 +1,57 @@
+"""Influence as it is measured on a GPU: nobody looks at what is not there yet; nothing changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradtrace as gt
+from gradtrace import waiting
+from gradtrace.bench import cases
+from gradtrace.influence import Influence
+from tests.waits import Waits
+
+pytest.importorskip("transformers")
+
+
+def problem(layers: int) -> cases.Problem:
+    torch.manual_seed(0)
+    return cases.gpt2(8, vocab_size=30, n_embd=12, n_layer=layers, n_head=2, n_positions=8)
+
+
+def measured(given: cases.Problem, rule: str = "greedy") -> Influence:
+    with gt.watch(given.model) as watch:
+        loss = given.loss()
+    return watch.trace(loss, rule=rule).influence()
+
+
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+def test_nothing_changes(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(2)
+    before = measured(given, rule)
+    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    assert measured(given, rule) == before
+
+
+def test_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(2)
+    given.model.bfloat16()
+    before = measured(given)
+    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    assert measured(given) == before
+
+
+def test_waits_do_not_grow_with_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer has twelve leaves and some seventy steps."""
+    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    counts = []
+    for layers in (2, 4):
+        given = problem(layers)
+        with gt.watch(given.model) as watch:
+            loss = given.loss()
+        trace = watch.trace(loss)
+        with Waits() as waits:
+            trace.influence()
+        counts.append(waits.count)
+    assert counts[1] - counts[0] <= 4, counts
+    assert counts[0] <= 40, counts
