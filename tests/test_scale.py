@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 import gradtrace
 from gradtrace import engine
-from gradtrace.errors import FreedGraph
 
 MANY = 100_000
 ROUNDS = 12
@@ -76,47 +76,80 @@ print("done")
 
 def test_a_deep_graph_that_was_walked_can_be_freed() -> None:
     """Nodes that Python has seen free one another by recursion, unless we see to it."""
-    here = __file__.rsplit("/", 1)[0]
-    done = subprocess.run(
-        [sys.executable, "-c", FREE], cwd=here, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", FREE]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"
 
 
-def _tensors() -> int:
+LEFT = """
+import gc, json, sys
+import torch, gradtrace
+from gradtrace import engine
+from test_scale import branches, chain
+
+def tensors():
     gc.collect()
-    return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
+def walked(loss):
+    gradtrace.backward(loss)
 
-@pytest.mark.parametrize("make", [chain, branches])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_nothing_is_left_behind(make, recorded: bool) -> None:
-    loss, leaf = make(3_000)
-    counts = []
-    gc.freeze()  # what is there already is not looked through again and again
+def recorded(loss):
+    engine.run(gradtrace.program(loss), gradtrace.SUM)
+
+def refused(loss):
     try:
-        for _ in range(ROUNDS):
-            if recorded:
-                engine.run(gradtrace.program(loss), gradtrace.SUM)
-            else:
-                gradtrace.backward(loss)
-            counts.append((_tensors(), len(gc.get_objects())))
-    finally:
-        gc.unfreeze()
-    assert counts[-1] == counts[2], "objects pile up"
-    assert leaf.grad is None
+        gradtrace.backward(loss)
+    except gradtrace.errors.FreedGraph as error:
+        assert "retain_graph" in str(error)
+    else:
+        raise AssertionError("the graph is freed")
 
-
-def test_an_error_in_a_deep_graph_leaves_nothing_behind() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    x = leaf.exp()
-    for _ in range(5_000):
-        x = x.neg()
-    loss = x.sum()
+def freed(_):
+    loss, leaf = chain(1_000)
+    loss = loss * leaf.exp().sum()  # what exp saves is gone after backward
     loss.backward()
-    before = _tensors()
-    for _ in range(3):
-        with pytest.raises(FreedGraph, match="retain_graph"):
-            gradtrace.backward(loss)
-    assert _tensors() == before
+    leaf.grad = None
+    return loss, leaf
+
+found = {}
+for make, act in ((chain, walked), (branches, walked), (chain, recorded), (branches, recorded),
+                  (freed, refused)):
+    loss, leaf = make(1_000)
+    counts = []
+    gc.collect()
+    gc.freeze()  # what is there already is not looked through again and again
+    for _ in range(int(sys.argv[1])):
+        act(loss)
+        counts.append((tensors(), len(gc.get_objects())))
+    gc.unfreeze()
+    assert leaf.grad is None
+    found[f"{act.__name__} {make.__name__}"] = counts
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def left() -> dict[str, list[list[int]]]:
+    """How many tensors and objects there are after each pass, in a process in which no other test
+    left threads or garbage behind.
+    """
+    command = [sys.executable, "-c", LEFT, str(ROUNDS)]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[list[int]]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("walked chain", "walked branches", "recorded chain", "recorded branches"),
+        "refused freed",
+    ],
+)
+def test_nothing_is_left_behind(left: dict[str, list[list[int]]], what: str) -> None:
+    counts = left[what]
+    assert len(counts) == ROUNDS
+    assert counts[-1] == counts[2], "objects pile up"
