@@ -202,11 +202,9 @@ class Record:
         same = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
         if same and shape:  # scalars may come from another device
             return out, self._chain(chain, value, out, block)
-        total = [] if shape == wanted else summed(shape, wanted)
-        value = self._chain([*chain, *total] if total else chain, value, out, block)
-        for step in total:
-            if step.inputs != step.outputs:  # else nothing is added up
-                out = step.apply(out)
+        if shape != wanted:
+            chain = [*chain, *summed(shape, wanted)]
+        value = self._chain(chain, value, out, block)
         out = autograd.conform(out, meta)
         return out, value if out.dtype is dtype else self._chain((), value, out, block)
 

@@ -324,6 +324,7 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (looked_up, "Embedding0"),
 )
 
+# As they stand in PyTorch's derivatives.yaml, with nothing before the call and nothing after.
 _CALLS = (
     ("Relu0", "threshold_backward", "g result 0"),
     ("Softmax0 SafeSoftmax0", "_softmax_backward_data", "g result dim dtype"),
@@ -332,11 +333,6 @@ _CALLS = (
         "NativeLayerNorm0",
         "native_layer_norm_backward",
         "g input normalized_shape result1 result2 weight bias needed",
-    ),
-    (
-        "NativeGroupNorm0",
-        "native_group_norm_backward",
-        "g input result1 result2 weight N C HxW group needed",
     ),
     (
         "NativeBatchNorm0",
