@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from gradtrace import autograd, standins
 from gradtrace.autograd import Edges, Node
@@ -272,6 +273,8 @@ def called(operation: str, arguments: str) -> NodeRule:
 
     def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
         args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
+        if operation == "native_group_norm_backward":
+            args[0] = grad = _laid(grad, args[1])
         bare = product.bare and operation == "convolution_backward"
         out = standins.convolution_backward(*args) if bare else func(*args)
         chains = told(Call(func, args, {}, [grad], out, 0))
@@ -280,6 +283,14 @@ def called(operation: str, arguments: str) -> NodeRule:
         return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
 
     return rule
+
+
+def _laid(grad: Tensor, x: Tensor) -> Tensor:
+    """A cotangent laid out as autograd's formula does it before group norm's kernel, which takes
+    memory as it comes: of one that is expanded it would read what lies behind.
+    """
+    form = suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+    return grad.contiguous(memory_format=form)
 
 
 _looked_up = called(
