@@ -431,3 +431,59 @@ def test_formulas_are_the_calls_that_pytorch_makes() -> None:
         call = f"{operation}({said})"
         plain = [f": {call}\n", f': "grad.defined() ? {call} : std::tuple']
         assert any(text in formulas for text in plain), names
+
+
+# Cotangents of any layout ------------------------------------------------------------------------
+
+BEHIND: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda y: y.sum(),
+    "expanded in part": lambda y: (y.sum(0) * numbers(y[0])).sum(),
+    "turned": lambda y: (y.transpose(0, -1) * numbers(y.transpose(0, -1))).sum(),
+    "zeros between": lambda y: (y[..., ::2] * numbers(y[..., ::2])).sum(),
+}
+"""What follows a node, by how the cotangent lies that comes from there."""
+
+KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "group_norm": lambda x, w: F.group_norm(x, 2, w[:4], w[4:8]),
+    "group_norm, plain": lambda x, w: F.group_norm(x, 1),
+    "group_norm, channels last": lambda x, w: F.group_norm(last(x), 2, w[:4]),
+    "layer_norm": lambda x, w: F.layer_norm(x, x.shape[-1:], w[:6], w[6:12]),
+    "batch_norm": lambda x, w: F.batch_norm(x, None, None, w[:4], w[4:8], training=True),
+    "batch_norm, fixed": lambda x, w: F.batch_norm(x, torch.zeros(4), torch.ones(4), w[:4]),
+    "conv2d": lambda x, w: F.conv2d(x, w[:144].reshape(4, 4, 3, 3)),
+    "conv2d, channels last": lambda x, w: F.conv2d(last(x), w[:144].reshape(4, 4, 3, 3)),
+    "max_pool2d": lambda x, w: F.max_pool2d(x, 2),
+    "max_pool2d, channels last": lambda x, w: F.max_pool2d(last(x), 2),
+    "softmax": lambda x, w: x.softmax(1) * w[0],
+    "log_softmax": lambda x, w: x.log_softmax(1),
+    "relu": lambda x, w: x.relu(),
+    "embedding": lambda x, w: F.embedding(torch.tensor([[1, 0], [2, 1]]), w[:24].reshape(4, 6)),
+    "nll_loss": lambda x, w: F.nll_loss(x.flatten(1), torch.tensor([1, 2, 0]), reduction="none"),
+}
+
+
+def numbers(like: Tensor) -> Tensor:
+    return torch.arange(1.0, like.numel() + 1).reshape(like.shape)
+
+
+def last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("layout", BEHIND)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_cotangent_may_lie_in_any_way(kernel: str, layout: str) -> None:
+    """A kernel that reads memory as it comes would find numbers of others beyond it."""
+    gradtrace.backward(torch.ones(2, requires_grad=True).sum())  # from now on nodes are known
+    torch.manual_seed(0)
+    leaves = {"x": torch.randn(3, 4, 6, 6), "w": torch.randn(160)}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    y = KERNELS[kernel](leaves["x"], leaves["w"])
+    loss = BEHIND[layout](y if y.dim() > 1 else y.reshape(1, -1))
+    found = gradtrace.trace(loss, names=leaves).gradients
+    wanted = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    for name, gradient in zip(leaves, wanted):
+        assert (name in found) == (gradient is not None)
+        if gradient is not None:
+            torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-3)
