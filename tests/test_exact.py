@@ -21,7 +21,13 @@ def by_the_new() -> None:
 
 
 def everywhere() -> None:
-    BACKENDS.fp32_precision = "tf32"
+    general("tf32")
+
+
+def general(precision: str) -> None:
+    """Set that of everything, even after PyTorch's own test suite was imported and forbids it."""
+    with BACKENDS.__allow_nonbracketed_mutation():
+        BACKENDS.fp32_precision = precision
 
 
 def by_the_old() -> None:
@@ -61,7 +67,7 @@ def clean() -> Iterator[None]:
     """As torch starts."""
     yield
     torch.set_float32_matmul_precision("highest")
-    BACKENDS.fp32_precision = "none"
+    general("none")
     MATMUL.fp32_precision = "none"
     BACKENDS.mkldnn.matmul.fp32_precision = "none"
     BACKENDS.cudnn.conv.fp32_precision = "tf32"
