@@ -16,6 +16,7 @@ import torch
 from test_carry import odd
 from test_maps import apart, maker, whole
 from test_maps import numbers as along_a_line
+from test_steps import SHAPES as LINES
 from test_steps import every_pair as all_pairs
 from torch import Tensor
 
@@ -235,27 +236,7 @@ def tally_of_matrices(device: str) -> None:
     assert (counts.tolist(), sums.tolist()) == ([], [])
 
 
-SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
-    ((7,), (0,)),
-    ((3, 5), (0,)),
-    ((3, 5), (1,)),
-    ((3, 5), (0, 1)),
-    ((3, 5), ()),
-    ((2, 3, 4), (1,)),
-    ((2, 3, 4), (0, 2)),
-    ((2, 3, 2, 3), (0, 2)),
-    ((2, 3, 2, 3), (1, 3)),
-    ((2, 3, 2, 3, 2), (0, 2, 4)),
-    ((2, 1, 3), (1,)),
-    ((), ()),
-    ((0, 3), (0,)),
-    ((3, 0), (0,)),
-    ((600, 3), (0,)),
-    ((3, 600), (1,)),
-    ((2, 3, 1100), (0, 2)),
-    ((2, 1100), (0,)),
-    ((70, 65), (0,)),
-]
+SHAPES = [*LINES, ((70, 65), (0,))]
 MANY: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     ((700_001,), (0,)),
     ((3, 500_000), (1,)),

@@ -194,10 +194,11 @@ def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
     library = _serving(flat)
     if library is None:
         return _measured(flat.reshape(-1))
-    count, total, n = ctypes.c_int64(0), ctypes.c_double(0.0), flat.numel()
-    where = (flat.data_ptr(), Order.of(n, 1).length, ctypes.byref(count), ctypes.byref(total))
+    n = flat.numel()
+    count, total = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.float64)
+    where = (flat.data_ptr(), Order.of(n, 1).length, count.data_ptr(), total.data_ptr())
     checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
-    return torch.tensor(count.value), torch.tensor(total.value, dtype=torch.float64)
+    return count, total
 
 
 def magnitude(gradient: Tensor) -> tuple[int, float]:
