@@ -126,7 +126,11 @@ def names(text: str) -> list[str]:
     return re.findall(r"^KERNEL\(\w+, (\w+),", text, re.MULTILINE)
 
 
-FIRST = {"contract.cu": ("KB 16", "INDEX"), "top.cu": ("TOP 2",)}
+FIRST = {
+    "contract.cu": ("KB 16", "BM 128", "BN 128", "INDEX"),
+    "rescan.cu": ("KB 16",),
+    "top.cu": ("TOP 2",),
+}
 """With which macros it is tried whether a file compiles."""
 
 
