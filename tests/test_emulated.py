@@ -98,7 +98,7 @@ def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     monkeypatch.setattr(gpu, "SMALL", 0)
     a, b = (torch.randn(2, 300, 20).round(), torch.randn(2, 20, 270).round())
     marks = torch.randint(1, 99, (2, 20, 270)).int()
-    for room, pieces in ((1 << 40, 1), (1_300_000, 2), (900_000, 4), (1, 8)):
+    for room, pieces in ((1 << 40, 1), (200_000, 2), (140_000, 4), (1, 8)):
         emulator.room = room
         emulator.launches.clear()
         devices.contracted("cpu", a, b, index=True)

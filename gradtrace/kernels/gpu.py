@@ -34,7 +34,7 @@ HELD, MOST = 48 << 10, 72 << 10
 """The most bytes that are held of 8 rows that lie apart, and of all that is held."""
 
 LEAST = 8
-"""Steps that are worth a thread block."""
+"""Steps of a tile that are worth a thread block."""
 
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 DTYPES = (*KINDS, torch.float64)
@@ -169,7 +169,7 @@ def plan(batches: int, m: int, n: int, k: int, processors: int) -> Plan:
     each = max(1, block // INNER)  # steps of a block
     steps = _up(k, each * INNER) // INNER
     total = batches * -(-m // rows) * -(-n // columns) * steps
-    share = _up(max(-(-total // processors), LEAST), each)
+    share = _up(max(-(-total // processors), min(LEAST, steps)), each)
     if min(share, steps) * INNER > BLOCKS * block:
         share = BLOCKS * block // INNER
     return Plan(block, rows, columns, steps, min(share, total), total)
