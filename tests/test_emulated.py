@@ -244,9 +244,10 @@ def nvrtc() -> ctypes.CDLL | None:
 SOURCES = [
     *(
         ("contract.cu", (f"KB {block}", f"BM {rows}", f"BN {columns}", "INDEX"))
-        for block in (8, 16, 32)
+        for block in (8, 16)
         for rows, columns in gpu.TILES
     ),
+    ("contract.cu", ("KB 32", "BM 128", "BN 128", "INDEX")),
     ("contract.cu", ("KB 64", "BM 128", "BN 128", "INDEX")),
     ("contract.cu", ("KB 128", "BM 128", "BN 128", "INDEX")),
     ("contract.cu", ("KB 128", "BM 128", "BN 128")),

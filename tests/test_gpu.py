@@ -46,6 +46,9 @@ def test_shares_are_equal_and_tiles_fit() -> None:
         assert found.total * gpu.INNER * found.rows * found.columns == i * m * k * n
     assert gpu.plan(12, 1024, 64, 1024, 132)[1:3] == (256, 64)
     assert gpu.plan(12, 64, 1024, 1024, 132)[1:3] == (64, 256)
+    for k in (4096, 4097):  # other tiles have no larger blocks
+        found = gpu.plan(1, 1024, 64, k, 132)
+        assert found[:3] == ((16, 256, 64) if k == 4096 else (32, 128, 128))
 
 
 @pytest.mark.parametrize("asked", [(True, False), (True, True), (False, True)], ids=str)

@@ -6,6 +6,7 @@ The CUDA kernels take float32 (half precisions are copied as such), and read it 
 
 from __future__ import annotations
 
+import threading
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import product
@@ -44,6 +45,9 @@ WORKSPACE = 1 << 31
 SMALL = 1 << 26
 """A workspace up to this is taken without asking how much room there is."""
 
+KEEP = 1 << 25
+"""A workspace up to this is kept for what comes next."""
+
 FAR, LONG = 1 << 24, 1 << 31
 """Steps between rows, and between k, from which on an operand is copied; also columns, and steps of
 all tiles, of which there are no more in a launch: kernels count in 32 bits.
@@ -58,9 +62,10 @@ WORTH = 1 << 22
 
 def served(*operands: Matrices) -> bool:
     """Whether these are numbers on a GPU that can be worked on here."""
-    datas = [_data(x) for x in operands]
-    if any(x.dtype not in DTYPES for x in datas):
-        return False
+    datas = [x.data if isinstance(x, Operand) else x for x in operands]
+    for x in datas:
+        if x.dtype not in DTYPES:
+            return False
     return launch.serves(FILE, *datas) or (triton() and all(x.is_cuda for x in datas))
 
 
@@ -131,8 +136,8 @@ Steps: TypeAlias = tuple[int, int, int]
 
 
 class Plan(NamedTuple):
-    """How the work is divided: k into blocks, results into tiles, the steps of all tiles into shares
-    of one thread block each.
+    """How the work is divided: k into blocks, results into tiles, the steps of all tiles into a
+    share for each thread block.
     """
 
     block: int
@@ -144,6 +149,7 @@ class Plan(NamedTuple):
 
     @property
     def padded(self) -> int:
+        """How many k, with zeros after them."""
         return self.steps * INNER
 
     @property
@@ -163,9 +169,10 @@ def plan(batches: int, m: int, n: int, k: int, processors: int) -> Plan:
     less of contracting and more of looking for the winner: in proportion to k over their size, and
     to their size.
     """
-    sizes = ((8, FEW), (16, 2048), (32, 8192), (64, 16384))
+    tiles = TILES if k <= BLOCKS * INNER else TILES[:1]  # registers are short with large blocks
+    rows, columns = min(tiles, key=lambda tile: _up(m, tile[0]) * _up(n, tile[1]))
+    sizes = ((8, FEW), (16, 2048 if rows == columns else 4096), (32, 8192), (64, 16384))
     block = next((size for size, most in sizes if k <= most), 128)
-    rows, columns = min(TILES, key=lambda tile: _up(m, tile[0]) * _up(n, tile[1]))
     each = max(1, block // INNER)  # steps of a block
     steps = _up(k, each * INNER) // INNER
     total = batches * -(-m // rows) * -(-n // columns) * steps
@@ -181,8 +188,8 @@ def _up(n: int, step: int) -> int:
 
 class Space(NamedTuple):
     """Where things are in the workspace of one launch: bytes from its start, all multiples of 16.
-    Copies of operands, row by k; results where nobody asked for them; which blocks they are from; the
-    same two of who goes on with a tile.
+    Copies of operands, row by k; results where nobody asked for them; which blocks they are from;
+    the same two of who goes on with a tile.
     """
 
     left: int
@@ -205,6 +212,9 @@ class Way(NamedTuple):
     shared: tuple[int, int]  # bytes of shared memory: of contracting and of searching
     grids: tuple[launch.Grid, launch.Grid, launch.Grid]
     joined: bool  # whether there is something to do after contracting
+    work: tuple[int, ...]  # the last words of contracting
+    whole: tuple[int, ...]  # of searching: the sizes
+    tile: tuple[int, ...]  # and how tiles were divided
 
 
 @lru_cache(4096)
@@ -247,17 +257,21 @@ def way(
     )
     ahead = STAGES * INNER * (how.rows + how.columns + 8) * 4
     shared = (32 * THREADS + ahead + 64 * THREADS * 4, 4 * (high * held[0] + wide * held[1]))
+    divided = how.steps, how.share
     return Way(
-        how, Space(*starts), copied, held, searching, shared, grids, searched or how.cut
+        how, Space(*starts), copied, held, searching, shared, grids, searched or how.cut,
+        (m, n, k, *divided, how.total),
+        (m, n, k, *searching),
+        (how.rows, how.columns, *divided, INNER),
     )  # fmt: skip
 
 
 def _held(
     how: Plan, shape: tuple[int, int, int], lie: tuple[Steps | None, Steps | None], searched: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Which rows are read into shared memory to look for the winner, and how many results at a time.
-    All of them if k is small; some of one side if they lie apart and hardly any results are of each,
-    so that copying them would cost more.
+    """Which rows are read into shared memory to look for the winner, and how many results at a
+    time. All of them if k is small; some of one side if they lie apart and hardly any results are
+    of each, so that copying them would cost more.
     """
     line = how.padded + 4
     if not searched:
@@ -287,6 +301,27 @@ def _kernels(
         launch.kernel(device, BESIDE, "rescan", defines[:1], MOST),
     )
 
+
+class _Kept(threading.local):
+    """Workspaces that a thread uses again, one for each stream: what is launched on a stream comes
+    after what was launched there before. A new tensor each time would cost more than a launch.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[int | None, int], Tensor] = {}
+
+    def memory(self, device: torch.device, size: int) -> Tensor:
+        """At least so many bytes, for what is launched on the current stream now."""
+        key = device.index, launch.stream(device)
+        found = self.tensors.get(key)
+        if found is None or found.numel() < size:
+            found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+            if size <= KEEP:
+                self.tensors[key] = found
+        return found
+
+
+_KEPT = _Kept()
 
 PACKING, CONTRACTING = (32, 8, 1), (THREADS, 1, 1)
 FIRST = (0, 0, 0)
@@ -343,45 +378,41 @@ class _Job(NamedTuple):
         return i, m, n
 
     def _launch(self, first: tuple[int, ...], shape: tuple[int, int, int], how: Way) -> None:
-        at, where, k = how.plan, how.space, self.k
-        _, m, n = shape
+        a, b, (value, index, marks) = self.a, self.b, self.out
         batch, row, column = first
-        memory = torch.empty(where.size, dtype=torch.uint8, device=self.device)
+        _, m, n = shape
+        memory = _KEPT.memory(self.device, how.space.size)
         start = memory.data_ptr()
-        value, index, marks = self.out
+        left, right, spare, blocks, parts, numbers, _ = [start + each for each in how.space]
         searched = index is not None or marks is not None
-        tile = at.block, at.rows, at.columns
+        tile = how.plan.block, how.plan.rows, how.plan.columns
         pack, contract, rescan = _kernels(self.device, tile, searched, how.shared[0])
-        left, right = self.a.words(batch, row), self.b.words(batch, column)
-        here, there = left[:1] + left[4:], right[:1] + right[4:]
-        if any(how.copied):
-            (mine, theirs), padded = how.copied, at.padded
+        mine, theirs = a.words(batch, row), b.words(batch, column)
+        here, there = (mine[0], *mine[4:]), (theirs[0], *theirs[4:])
+        copy, other = here, there
+        (ours, yours), padded = how.copied, how.plan.padded
+        if ours or yours:
             pack(
                 how.grids[0], PACKING,
                 (
-                    *((*left, self.a.kind, m, k, padded, start) if mine else UNPACKED),
-                    *((*right, self.b.kind, n, k, padded, start + where.right) if theirs else UNPACKED),
-                    -(-m // 32) if mine else 0,
+                    *((*mine, a.kind, m, self.k, padded, left) if ours else UNPACKED),
+                    *((*theirs, b.kind, n, self.k, padded, right) if yours else UNPACKED),
+                    -(-m // 32) if ours else 0,
                 ),
             )  # fmt: skip
-        copies = (
-            (start, m * at.padded, at.padded, 1),
-            (start + where.right, n * at.padded, at.padded, 1),
-        )
+            copy = (left, m * padded, padded, 1) if ours else here
+            other = (right, n * padded, padded, 1) if yours else there
         _, rows, columns = self.shape
         corner, plane = (batch * rows + row) * columns + column, rows * columns
-        if value is None:
-            results = start + where.value, m * n, n
-        else:
-            results = value.data_ptr() + 4 * corner, plane, columns
-        blocks = start + where.blocks if searched else 0
-        parts, numbers = start + where.parts, start + where.numbers
+        at = (spare, m * n, n)
+        if value is not None:
+            at = (value.data_ptr() + 4 * corner, plane, columns)
+        results = (*at, blocks if searched else 0, parts, numbers)
         contract(
             how.grids[1], CONTRACTING,
             (
-                *(copies[0] if self.a.lie is None else here),
-                *(copies[1] if self.b.lie is None else there),
-                *results, blocks, parts, numbers, m, n, k, at.steps, at.share, at.total,
+                *(copy if a.lie is None else here), *(other if b.lie is None else there),
+                *results, *how.work,
             ),
             how.shared[0],
         )  # fmt: skip
@@ -390,14 +421,10 @@ class _Job(NamedTuple):
         rescan(
             how.grids[2], CONTRACTING,
             (
-                *(copies[0] if how.copied[0] else here), how.held[0],
-                *(copies[1] if how.copied[1] else there), how.held[1],
-                m, n, k, *how.searching, *results, blocks, parts, numbers,
-                at.rows, at.columns, at.steps, at.share, INNER,
+                *copy, how.held[0], *other, how.held[1], *how.whole, *results, *how.tile,
                 0 if index is None else index.data_ptr() + 8 * corner,
                 0 if marks is None else marks.data_ptr() + 4 * corner,
-                plane, columns,
-                *self.marks.words(batch, column if self.of_b else row), self.of_b,
+                plane, columns, *self.marks.words(batch, column if self.of_b else row), self.of_b,
             ),
             how.shared[1],
         )  # fmt: skip
@@ -425,10 +452,12 @@ class _Side(NamedTuple):
             place = (data.data_ptr(), batch, row, k, 0, 0, 0)
             return cls(KINDS.get(data.dtype, 0), data.itemsize, place, None, (data, *tables))
         steps = x.stride()
-        steps = steps[0], steps[rows], steps[inner]
-        near = x.dtype is torch.float32 and steps[1] < FAR and steps[2] < LONG
-        place = (x.data_ptr(), 0, 0, 0, *steps)
-        return cls(KINDS.get(x.dtype, 0), x.itemsize, place, steps if near else None, (x,))
+        batch, row, k = steps[0], steps[rows], steps[inner]
+        place = (x.data_ptr(), 0, 0, 0, batch, row, k)
+        if x.dtype is torch.float32:
+            near = row < FAR and k < LONG
+            return cls(0, 4, place, (batch, row, k) if near else None, (x,))
+        return cls(KINDS.get(x.dtype, 0), x.itemsize, place, None, (x,))
 
     def words(self, batch: int, row: int) -> tuple[int, ...]:
         """Of the matrices and the rows from these on."""

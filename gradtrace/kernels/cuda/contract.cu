@@ -197,15 +197,17 @@ KERNEL(ALONE, contract, Contract) {
 #ifdef INDEX
         if (KB < BK ? (k + 2) % KB == 0 : k + 2 == BK && (done + 1) % (KB / BK) == 0) {
           const u32 block = (done * BK + k) / KB;
+          int me = tid;
+          AFRESH(me);
 #pragma unroll
           for (int q = 0; q < 16; q++) {
             const int i = q / 2, j = (q % 2) * 4;
-            const float4 was = before[q * THREADS + tid];
+            const float4 was = before[q * THREADS + me];
             if (larger(most[i][j], was.x)) winner[q] = __byte_perm(winner[q], block, 0x3214);
             if (larger(most[i][j + 1], was.y)) winner[q] = __byte_perm(winner[q], block, 0x3240);
             if (larger(most[i][j + 2], was.z)) winner[q] = __byte_perm(winner[q], block, 0x3410);
             if (larger(most[i][j + 3], was.w)) winner[q] = __byte_perm(winner[q], block, 0x4210);
-            before[q * THREADS + tid] =
+            before[q * THREADS + me] =
                 make_float4(most[i][j], most[i][j + 1], most[i][j + 2], most[i][j + 3]);
           }
         }
