@@ -211,12 +211,12 @@ def counts_of(found: Found, gradient: Tensor, pairs: int) -> Counts:
     state = solid(state).written()
     numbers, (rows, extra) = state.numbers, state.palette
     assert numbers is not None
-    if isinstance(pair, Tensor):
-        there = (pair > 0) & (numbers > 0)
-        numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
-    parts, first = (pairs, 0) if isinstance(pair, Tensor) else (1, pair)
-    counts, sizes = fused.tally(numbers, gradient, parts * len(rows) + 1)
-    return Counts(counts[1:], sizes[1:], rows, extra, first)
+    if isinstance(pair, int):
+        return Counts(*fused.tally(numbers, gradient, len(rows) + 1), (0, *rows), extra, pair)
+    there = (pair > 0) & (numbers > 0)
+    numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
+    counts, sizes = fused.tally(numbers, gradient, pairs * len(rows) + 1)
+    return Counts(counts[1:], sizes[1:], rows, extra, 0)
 
 
 def _of_pieces(state: State, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
