@@ -106,6 +106,9 @@ def _summed(through: Sequence[float], eligible: Sequence[float]) -> tuple[Fracti
     )
 
 
+NOTHING = Moments()
+
+
 @dataclass(frozen=True)
 class Row:
     """What is known of one component."""
@@ -113,8 +116,8 @@ class Row:
     name: str
     own: int = 0
     unreached: int = 0
-    count: Moments = Moments()
-    gradient: Moments = Moments()
+    count: Moments = NOTHING
+    gradient: Moments = NOTHING
 
     def __add__(self, other: Row) -> Row:
         return replace(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gradtrace.errors import TooLarge
-from gradtrace.program import Program, Step
+from gradtrace.program import Program
 
 MARK = 4
 """Bytes of an element's mark."""
@@ -23,19 +23,20 @@ def streaming(program: Program, kept: bool = True) -> int:
     these were kept and are of use, as gradients are to the greedy rule. A leaf is counted and
     dropped.
     """
-    last, leaves = (
-        program.last_uses,
-        {leaf.value for leaf in program.leaves if leaf.known is not None},
-    )
+    last = program.last_uses
+    known = {*program.kept, *(leaf.value for leaf in program.leaves if leaf.known is not None)}
     held: dict[int, int] = {}
     now = most = 0
     for n, step in enumerate(program.steps()):
-        known = kept and (step.out in program.kept or step.out in leaves)
-        size = _bytes(step, known)
-        most = max(most, now + size)
-        if step.out in last:
-            held[step.out] = size
-            now += size
+        out = step.out
+        held[out] = size = prod(step.shape) * (
+            MARK if kept and out in known else MARK + step.dtype.itemsize
+        )
+        now += size
+        if now > most:
+            most = now
+        if out not in last:
+            now -= held.pop(out)
         for term in step.terms:
             if last[term.value] == n:
                 now -= held.pop(term.value, 0)
@@ -48,10 +49,6 @@ def whole(program: Program, kept: bool = True) -> int:
     """
     steps = (s for s in program.steps() if not kept or s.out not in program.kept)
     return sum(prod(step.shape) * step.dtype.itemsize for step in steps)
-
-
-def _bytes(step: Step, known: bool) -> int:
-    return prod(step.shape) * (MARK + (0 if known else step.dtype.itemsize))
 
 
 def available(device: torch.device) -> int | None:
