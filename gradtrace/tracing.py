@@ -225,7 +225,7 @@ class Tracer:
         elif alike(found):
             sums[step.out] = found
         else:
-            sums[step.out] = [self.rule.join(found, step, NOTHING)]
+            sums[step.out] = [self.rule.join(found, step, NOTHING, on=True)]
 
     def _map(self, map_: Map, value: int) -> Map:
         if value not in self.places:
