@@ -242,7 +242,7 @@ def _added(sums: Tensor) -> Tensor:
     """(chunks, lanes, marks) summed."""
     lanes = _halved(sums.transpose(0, 1))  # (chunks, marks)
     padded = torch.cat([lanes, lanes.new_zeros(-len(lanes) % LANES, lanes.shape[1])])
-    total, *rest = padded.reshape(-1, LANES, lanes.shape[1])
+    total, *rest = padded.unflatten(0, (len(padded) // LANES, LANES))
     for some in rest:
         total = total + some
     return _halved(total)
