@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.maps import Map, tiled, tiling
+from gradtrace.maps.places import nearby
 from gradtrace.marks import NO_MARKS, Marks, Palette, compact, sliced
 from gradtrace.pairs import Pairs, lines
 from gradtrace.program import Leaf, Program, Step
@@ -111,6 +112,8 @@ class Tracer:
         for leaf in self.program.leaves:
             if leaf.known is not None:
                 known[leaf.value] = leaf.known
+        device = self.program.seed.device
+        known = {value: nearby(grad, device) for value, grad in known.items()}
         return Scope(known, tails(self.program) - self.partial, frozenset(self.leaves))
 
     def passage(
