@@ -48,7 +48,7 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
         if spared:
             here += spared * sum(sizes.get(term.value, 0) for term in step.terms)
         if processors:
-            here += max(workspace(term.map, processors) for term in step.terms)
+            here += max((workspace(t.map, processors) for t in step.terms), default=0)
         most = max(most, now + here)
         if step.out in last:
             sizes[step.out] = prod(step.shape)
