@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at
-from gradtrace.maps.places import picked
+from gradtrace.maps.places import nearby, picked
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -75,7 +75,7 @@ class Scale(Map):
 
     def _weight(self, like: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
-            return self.weight
+            return nearby(self.weight, like.device)
         dtype = like.dtype if like.is_floating_point() else torch.float64
         return torch.full((), self.weight, dtype=dtype, device=like.device)  # nobody waits for it
 
