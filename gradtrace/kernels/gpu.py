@@ -266,6 +266,19 @@ def way(
     )  # fmt: skip
 
 
+def workspace(shape: tuple[int, int, int], k: int, processors: int) -> int:
+    """The bytes that a contraction with the winner asks for at most, however its operands lie: for
+    all at once if that is little, else for as little as it can do with.
+    """
+    if not (k and all(shape)):
+        return 0
+    least = (1, min(shape[1], LARGEST), min(shape[2], LARGEST))
+    whole, few = (
+        way(sizes, k, (None, None), (True, True), processors).space.size for sizes in (shape, least)
+    )
+    return min(whole, max(few, SMALL))
+
+
 def _held(
     how: Plan, shape: tuple[int, int, int], lie: tuple[Steps | None, Steps | None], searched: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
