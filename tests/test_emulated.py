@@ -13,7 +13,7 @@ import torch
 from emulated import Emulator, compiler
 from test_maps import KINDS
 
-from gradtrace.kernels import between, contract, gpu, launch, top
+from gradtrace.kernels import between, contract, gpu, launch, steps, top
 from gradtrace.semirings import TopK
 
 
@@ -88,6 +88,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(emulator: Emulator) -> 
     devices.contraction("cpu", (2, 130, 37, 33), "ties", torch.float32)
     devices.contraction("cpu", (1, 3, 700, 5), "NaN", torch.float32)
     devices.tally_of_matrices("cpu")
+    devices.tally_of_far_numbers("cpu")
     devices.reduce("cpu", False)
     devices.scatter("cpu", False)
     devices.normalise("cpu", "ties", (17,), (65,))
@@ -128,12 +129,31 @@ def test_merge(emulator: Emulator) -> None:
 def test_tally(emulator: Emulator) -> None:
     devices.tally("cpu", False)
     devices.tally_of_matrices("cpu")
+    devices.tally_of_far_numbers("cpu")
+    assert all(not work.any() for work in between._WORK.values())  # left as the next one needs it
+
+
+def test_marks_that_are_too_many_are_counted_some_at_a_time(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(between, "WORK", 5000)
+    between._counting.cache_clear()
+    devices._tallied("cpu", devices.words(500, 40), torch.randn(500), 40)
+    assert emulator.launches.count("tally_float") == 3
+    between._counting.cache_clear()
+
+
+def test_one_launch_counts_a_leaf(emulator: Emulator) -> None:
+    for n in (5, 60_000):
+        steps.tally(devices.words(n, 9), torch.ones(n), 9)
+        steps.measured(torch.ones(n))
+    assert emulator.launches == ["tally_float", "measure_float"] * 2
 
 
 def test_a_mark_that_is_not_in_the_table_is_left_out(emulator: Emulator) -> None:
     """As no GPU is waited for; the compiled kernels of the CPU refuse it."""
     marks = torch.tensor([-1, 0, 2, 5, 130], dtype=torch.int32)
-    counts, _ = between.tally(marks, torch.ones(5), 3, (32, 8192, 1))
+    counts, _ = between.tally(marks, torch.ones(5), 3)
     assert counts.tolist() == [1, 0, 1]
 
 

@@ -99,6 +99,7 @@ def test_merge() -> None:
 def test_tally() -> None:
     devices.tally("cuda", True)
     devices.tally_of_matrices("cuda")
+    devices.tally_of_far_numbers("cuda")
 
 
 @on_a_gpu

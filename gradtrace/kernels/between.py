@@ -20,8 +20,14 @@ WIDE = {torch.float32: "float", torch.float64: "double"}
 DIMS = 6
 """The most dimensions that ``merge`` takes, after those that lie together are made one."""
 
-RANGE = 128
-"""Marks of which a warp has tables in shared memory."""
+BINS = {False: (40, 8), True: (264, 12)}
+"""Bins of float and double in ``steps.cu``, and how many of them are in shared memory."""
+
+HEAD, LEAST = 16, 4096
+"""Words before the bins, and how many elements are worth another block."""
+
+SHARED, WORK, KEPT = 48 << 10, 1 << 27, 1 << 18
+"""Bytes of shared memory for bins, the most bytes of memory, and the words that are kept."""
 
 EACH, TILE = 4, 256
 """Elements that a thread compares with all others, and the most threads of a block."""
@@ -43,8 +49,7 @@ def _blocks(n: int) -> tuple[int, int, int]:
     return min(-(-n // 256), 1 << 20), 1, 1
 
 
-THREADS = (256, 1, 1)
-WARPS = (32, 8, 1)
+THREADS, COUNTERS = (256, 1, 1), (512, 1, 1)
 
 
 def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int) -> bool:
@@ -102,75 +107,85 @@ def _together(shape: Sequence[int], *steps: Sequence[int]) -> tuple[int, ...] | 
     return tuple(words)
 
 
-def tally(
-    marks: Tensor, gradient: Tensor, count: int, order: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
-    """``steps.tally`` of flat tensors, in an ``Order``."""
-    device, (lanes, length, chunks) = gradient.device, order
+def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``steps.tally`` of flat tensors, at most ``steps.PIECE`` elements and one mark at least."""
+    device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
     sums = torch.empty(count, dtype=torch.float64, device=device)
     counts = torch.empty(count, dtype=torch.int64, device=device)
-    size = min(count, RANGE)
-    ranges = -(-count // size)
-    groups = -(-chunks // (32 // lanes))
+    plan = _counting(n, count, kind == 1, launch.processors(device))
     with launch.at(device):
-        partial = _partial(sums, counts, chunks)
-        launch.kernel(device, FILE, "tally")(
-            (groups * ranges, 1, 1), (32, 1, 1),
-            (
-                marks.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], gradient.numel(),
-                count, size, ranges, length, lanes, chunks, *partial.where,
-            ),
-            size * 32 * 12,
-        )  # fmt: skip
-        partial.add_up()
+        kernel = launch.kernel(device, FILE, "tally_double" if kind == 1 else "tally_float")
+        where = marks.data_ptr(), gradient.data_ptr(), kind, n
+        work = _work(device, plan.words)
+        for low in range(0, count, plan.marks):
+            mine = min(plan.marks, count - low)
+            kernel(
+                (plan.blocks, 1, 1), COUNTERS,
+                (
+                    *where, mine, low, min(plan.slots, mine), plan.length, work.data_ptr(),
+                    sums.data_ptr() + 8 * low, counts.data_ptr() + 8 * low,
+                ),
+                plan.shared,
+            )  # fmt: skip
     return counts, sums
 
 
-def measured(gradient: Tensor, order: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """``steps.measured`` of a tensor without gaps, in an ``Order``."""
-    device, (_, length, chunks) = gradient.device, order
+def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """``steps.measured`` of a tensor without gaps, of at most ``steps.PIECE`` elements."""
+    device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
     total = torch.empty((), dtype=torch.float64, device=device)
     count = torch.empty((), dtype=torch.int64, device=device)
+    plan = _counting(n, 1, kind == 1, launch.processors(device))
     with launch.at(device):
-        partial = _partial(total, count, chunks)
-        launch.kernel(device, FILE, "measure")(
-            (-(-chunks // 8), 1, 1), WARPS,
+        launch.kernel(device, FILE, "measure_double" if kind == 1 else "measure_float")(
+            (plan.blocks, 1, 1), COUNTERS,
             (
-                gradient.data_ptr(), KINDS[gradient.dtype], gradient.numel(), length, chunks,
-                *partial.where,
+                gradient.data_ptr(), kind, n, plan.length, _work(device, plan.words).data_ptr(),
+                total.data_ptr(), count.data_ptr(),
             ),
         )  # fmt: skip
-        partial.add_up()
     return count, total
 
 
-class _Partial(NamedTuple):
-    """Where sums and counts of chunks go: straight to the results if there is one chunk, else to
-    memory between.
+class Counting(NamedTuple):
+    """How a leaf is counted: by how many blocks, each of how many elements, with how many marks in
+    shared memory, of so many bytes; of how many marks at a time, so that the work has so many
+    words.
     """
 
-    where: tuple[int, int]
-    results: tuple[int, int]
-    chunks: int
+    blocks: int
+    length: int
+    slots: int
+    shared: int
     marks: int
-    memory: Tensor | None
-
-    def add_up(self) -> None:
-        """The chunks, if there are several."""
-        if self.memory is not None:
-            launch.kernel(self.memory.device, FILE, "total")(
-                (-(-self.marks // 8), 1, 1), WARPS,
-                (*self.where, self.chunks, self.marks, *self.results),
-            )  # fmt: skip
+    words: int
 
 
-def _partial(sums: Tensor, counts: Tensor, chunks: int) -> _Partial:
-    results, n = (sums.data_ptr(), counts.data_ptr()), sums.numel()
-    if chunks == 1:
-        return _Partial(results, results, chunks, n, None)
-    memory = torch.empty(2 * n * chunks, dtype=torch.float64, device=sums.device)
-    first = memory.data_ptr()
-    return _Partial((first, first + 8 * n * chunks), results, chunks, n, memory)
+@lru_cache(4096)
+def _counting(n: int, count: int, wide: bool, processors: int) -> Counting:
+    bins, window = BINS[wide]
+    blocks = max(1, min(-(-n // LEAST), 2 * processors))
+    length = -(-n // blocks // 32) * 32 or 32  # whole lines of memory
+    marks = min(count, WORK // (8 * (bins + 2)))
+    slots = min(marks, SHARED // (4 * (2 * window + 2)))
+    shared = 4 * slots * (2 * window + (2 if slots < marks else 1))
+    return Counting(
+        max(1, -(-n // length)), length, slots, shared, marks, HEAD + (bins + 2) * marks
+    )
+
+
+_WORK: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _work(device: torch.device, words: int) -> Tensor:
+    """So many words that are 0, as kernels leave them: one tensor for each stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    found = _WORK.get((device, stream))
+    if found is None or len(found) < words:
+        found = torch.zeros(max(words, KEPT), dtype=torch.int64, device=device)
+        if words <= KEPT:
+            _WORK[device, stream] = found
+    return found
 
 
 def reduce(

@@ -20,23 +20,9 @@ from gradtrace.kernels import between, native
 from gradtrace.kernels.native import checked
 from gradtrace.kernels.reference import argmax
 
-LANES = 32
-"""Elements are summed by place modulo this, so that sums need not wait for one another: a lane of a
-GPU's warp each, a few vectors of a processor.
-"""
-
-FEWER = 4, 128
-"""So many lanes instead where there are more marks than this: each lane has a table of them."""
-
-STEPS = 256
-"""How many elements at least a lane has in a chunk: few, so that small leaves keep a GPU busy."""
-
-SUMS = 1 << 15
-"""The most sums, of lanes in chunks, that a mark has: more than a GPU can have under way."""
-
 PIECE = 1 << 24
 """More elements than these are summed a piece after the other, so that marks of large leaves need
-not be there all at once."""
+not be there all at once, and exact sums of a piece fit into 64 bits for each bin."""
 
 ALONE = 1 << 15
 """Elements up to which one thread does it sooner than several."""
@@ -58,8 +44,8 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     at, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     mark = ctypes.c_int32
     library.gradtrace_merge.argtypes = [flag, number, at, at, at, at, mark, mark, flag]
-    library.gradtrace_tally.argtypes = [flag, number, at, at, number, number, number, at, at, flag]
-    library.gradtrace_magnitude.argtypes = [flag, number, at, number, at, at, flag]
+    library.gradtrace_tally.argtypes = [flag, number, at, at, number, at, at, flag]
+    library.gradtrace_magnitude.argtypes = [flag, number, at, at, at, flag]
     library.gradtrace_reduce.argtypes = [flag, at, at, at, at, at, flag]
     library.gradtrace_normalise.argtypes = [flag, number, number, flag, at, at, at, at, flag]
     library.gradtrace_scatter.argtypes = [flag, number, at, at, at, number, at, at]
@@ -127,9 +113,9 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements of mark m,
     for m below ``count``; on the device of the marks, so that nobody waits for them.
 
-    The order of the sum is fixed (``Order``), so that sums are the same bits everywhere; more
-    elements than a ``PIECE`` are summed a piece after the other. A mark that is not below ``count``
-    is an error; on a GPU, where nobody waits for it, it is left out.
+    Sums are exact and rounded once, so that they are the same bits everywhere, in whatever order
+    elements come; more of them than a ``PIECE`` are summed a piece after the other. A mark that is
+    not below ``count`` is an error; on a GPU, where nobody waits for it, it is left out.
     """
     marks, gradient = _together(marks, gradient)
     if gradient.numel() <= PIECE:
@@ -151,34 +137,28 @@ def summed(pieces: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _piece(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    order = Order.of(gradient.numel(), count)
     if count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
-        return between.tally(marks, gradient, count, order)
+        return between.tally(marks, gradient, count)
     gradient = _wide(gradient)
     library = _serving(gradient, marks)
     if library is None:
         return _tally(marks, gradient, count)
-    counts = torch.zeros(count, dtype=torch.int64)
-    sums = torch.zeros(count, dtype=torch.float64)
+    counts = torch.empty(count, dtype=torch.int64)
+    sums = torch.empty(count, dtype=torch.float64)
     n = gradient.numel()
-    where = (marks.data_ptr(), gradient.data_ptr(), count, order.length, order.lanes)
+    where = (marks.data_ptr(), gradient.data_ptr(), count)
     found = (counts.data_ptr(), sums.data_ptr())
     checked(library.gradtrace_tally(_is_wide(gradient), n, *where, *found, _threads(n)))
     return counts, sums
 
 
 def _tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    order = Order.of(gradient.numel(), count)
-    key = order.places(gradient.numel(), marks.device) * count + marks
-    weights = gradient.abs().double()
-    sums = torch.bincount(key, weights, minlength=order.chunks * order.lanes * count).double()
-    counts = torch.bincount(marks, minlength=count)
-    return counts, _added(sums.reshape(order.chunks, order.lanes, count))
+    return torch.bincount(marks, minlength=count), _summed(marks, gradient, count)
 
 
 def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """How many elements are not 0 (int64), and the sum of their sizes (float64), in the order of
-    ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
+    """How many elements are not 0 (int64), and the sum of their sizes (float64), as exact as those
+    of ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
     """
     (flat,) = _together(gradient)
     if flat.numel() <= PIECE:
@@ -189,14 +169,14 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
     if _on_gpu(flat):
-        return between.measured(flat, Order.of(flat.numel(), 1))
+        return between.measured(flat)
     flat = _wide(flat)
     library = _serving(flat)
     if library is None:
         return _measured(flat.reshape(-1))
     n = flat.numel()
-    count, total = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.float64)
-    where = (flat.data_ptr(), Order.of(n, 1).length, count.data_ptr(), total.data_ptr())
+    count, total = torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.float64)
+    where = (flat.data_ptr(), count.data_ptr(), total.data_ptr())
     checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
     return count, total
 
@@ -208,51 +188,72 @@ def magnitude(gradient: Tensor) -> tuple[int, float]:
 
 
 def _measured(flat: Tensor) -> tuple[Tensor, Tensor]:
-    order = Order.of(flat.numel(), 1)
-    key, many = order.places(flat.numel(), flat.device), order.chunks * order.lanes
-    sums = torch.bincount(key, flat.abs().double(), minlength=many).double()
-    return flat.count_nonzero(), _added(sums.reshape(order.chunks, order.lanes, 1)).reshape(())
+    all_of_them = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+    return flat.count_nonzero(), _summed(all_of_them, flat, 1).reshape(())
 
 
-class Order(NamedTuple):
-    """In which order n numbers are summed: in chunks; in each, by place modulo ``lanes``, one after
-    the other; lanes by halves; chunks as elements are, by number modulo ``LANES``.
+UNIT = -1074
+"""All numbers are whole numbers of 2**UNIT."""
 
-    A GPU takes a chunk a warp and an element a lane; a sum in one piece could not be quick there.
+BIN = 8
+"""How many bits bins are apart."""
+
+
+def _summed(marks: Tensor, gradient: Tensor, count: int) -> Tensor:
+    """Σ |gradient| by mark, exactly, rounded once.
+
+    Each number is a whole number of units: at most 60 bits from the start of a bin on. Its lower 32
+    are added up in that bin, the others in the bin where they begin.
     """
-
-    lanes: int
-    length: int
-    chunks: int
-
-    @classmethod
-    def of(cls, n: int, count: int) -> Order:
-        """For ``count`` marks: chunks are longer where each needs a long table."""
-        lanes = LANES if count <= FEWER[1] else FEWER[0]
-        length = lanes * max(STEPS, 2 * count, -(-n // SUMS))
-        return cls(lanes, length, max(1, -(-n // length)))
-
-    def places(self, n: int, device: torch.device) -> Tensor:
-        """Chunk and lane of each element, as one number."""
-        place = torch.arange(n, device=device)
-        return place // self.length * self.lanes + place % self.length % self.lanes
-
-
-def _added(sums: Tensor) -> Tensor:
-    """(chunks, lanes, marks) summed."""
-    lanes = _halved(sums.transpose(0, 1))  # (chunks, marks)
-    padded = torch.cat([lanes, lanes.new_zeros(-len(lanes) % LANES, lanes.shape[1])])
-    total, *rest = padded.reshape(-1, LANES, lanes.shape[1])
-    for some in rest:
-        total = total + some
-    return _halved(total)
+    size = gradient.double().abs()
+    finite, bits = size.isfinite(), size.view(torch.int64)
+    field = bits >> 52
+    shift = (field - 1).clamp(min=0)
+    whole = bits & (1 << 52) - 1 | (field > 0).long() << 52
+    whole = torch.where(finite, whole, 0)
+    there = shift[whole > 0]
+    if not len(there):
+        lowest = rows = 0
+    else:
+        lowest = int(there.min()) // BIN
+        rows = int(there.max()) // BIN - lowest + 1 + 32 // BIN
+    units, row = whole << shift % BIN, torch.where(whole > 0, shift // BIN - lowest, 0)
+    bins = torch.zeros(max(rows, 5) * count, dtype=torch.int64, device=marks.device)
+    bins.index_add_(0, row * count + marks, units & (1 << 32) - 1)
+    bins.index_add_(0, (row + 32 // BIN) * count + marks, units >> 32)
+    odd = torch.zeros(count, dtype=torch.float64, device=marks.device)
+    odd.index_add_(0, marks, torch.where(finite, 0.0, size))
+    return _rounded(bins.reshape(-1, count), BIN * lowest + UNIT) + odd
 
 
-def _halved(lanes: Tensor) -> Tensor:
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = lanes[:half] + lanes[half:]
-    return lanes[0]
+def _rounded(bins: Tensor, power: int) -> Tensor:
+    """``Σᵢ bins[i]·2**(power + BIN·i)`` as float64, to the nearest, ties to even.
+
+    Of the digits of BIN bits the highest that is not 0 and the seven after it are put in two whole
+    numbers, whose sum is rounded once; of all that is below it matters only whether it is 0.
+    """
+    carry = torch.zeros_like(bins[0])
+    high, low, lost = carry, carry, carry
+    held = [carry] * 4
+    mask = (1 << BIN) - 1
+    for n in range(len(bins) + 64 // BIN):
+        carry = carry + bins[n] if n < len(bins) else carry
+        digit, carry = carry & mask, carry >> BIN
+        lost = lost | low & mask
+        low = low >> BIN | (high & mask) << 32 - BIN
+        high = high >> BIN | digit << 32 - BIN
+        now = (high, low, lost, torch.full_like(carry, n))
+        held = [torch.where(digit > 0, new, old) for new, old in zip(now, held)]
+    high, low, lost, top = held
+    total = high.double() * 2.0**32 + (low | (lost > 0).long()).double()
+    power_of_two = power + BIN * (top - 7)
+    first = power_of_two.clamp(min=-1000)
+    return total * _two(first) * _two(power_of_two - first)  # no number in between is too small
+
+
+def _two(power: Tensor) -> Tensor:
+    """2 to a power, exactly."""
+    return (power + 1023 << 52).view(torch.float64)
 
 
 def _together(*tensors: Tensor) -> list[Tensor]:

@@ -246,6 +246,7 @@ inline T __shfl_sync(unsigned mask, T mine, int from) {
 }
 
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
+inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned how) {
@@ -271,6 +272,27 @@ inline T atomicAdd(T* at, T x) {
   const T was = *at;
   *at = was + x;
   return was;
+}
+
+template <typename T>
+inline T atomicOr(T* at, T x) {
+  const T was = *at;
+  *at = was | x;
+  return was;
+}
+
+template <typename T>
+inline T atomicCAS(T* at, T wanted, T x) {
+  const T was = *at;
+  if (was == wanted) *at = x;
+  return was;
+}
+
+inline void __threadfence() {}
+
+template <typename T>
+inline T __ldcg(const T* at) {
+  return *at;
 }
 
 template <typename T>

@@ -70,146 +70,380 @@ KERNEL(256, merge_double, Merge) { merge<double>(c); }
 
 // Counting ------------------------------------------------------------------------------------
 
+// Sums are exact and rounded once, at the end, so that nobody's order matters: a number is a whole
+// number of units, the smallest number there is, cut into one or two pieces of 32 bits, and each is
+// added up in the bin of its place, 8 bits from the next. A block has bins of its own in shared
+// memory, of 32 bits and a count of what they carried over, for those that most numbers fall in;
+// the rest goes to memory straight away.
+
+#define COUNTERS 512  // threads of a block
+#define BATCH 8       // elements that a thread reads at a time
+#define HEAD 16       // words at the start of the work: how many blocks are done, and which bins are used
+
+template <typename T> struct Cut;
+template <> struct Cut<float> {
+  static const int BINS = 40, WINDOW = 8, ABOVE = 0, UNIT = -149;
+};
+template <> struct Cut<double> {
+  static const int BINS = 264, WINDOW = 12, ABOVE = 4, UNIT = -1074;
+};
+
+// A number of units as a few bits, and how many places to the left they are; 255 or 2047 in the field
+// of the exponent says that it is none.
+struct Parts {
+  u64 bits;
+  int shift;
+  bool finite;
+};
+
+__device__ __forceinline__ Parts parts(int size) {
+  const int field = size >> 23;
+  return {(u64)(u32)((size & 0x7fffff) | (field ? 0x800000 : 0)), field ? field - 1 : 0, field < 255};
+}
+
+__device__ __forceinline__ Parts parts(i64 size) {
+  const int field = (int)(size >> 52);
+  const u64 rest = (u64)size & 0xfffffffffffffULL;
+  return {field ? rest | 1ULL << 52 : rest, field ? field - 1 : 0, field < 2047};
+}
+
 struct Tally {
   const int* marks;
   const void* gradient;
-  i64 kind, n, count, range, ranges, length, lanes, chunks;
-  double* sums;  // (marks, chunks)
-  i64* counts;
-};
-
-// A lane's sums and its neighbours', by halves.
-__device__ __forceinline__ double halved(double x, int lanes) {
-  for (int half = lanes / 2; half; half /= 2) x = x + __shfl_xor_sync(FULL, x, half);
-  return x;
-}
-
-__device__ __forceinline__ u32 counted(u32 x, int lanes) {
-  for (int half = lanes / 2; half; half /= 2) x += __shfl_xor_sync(FULL, x, half);
-  return x;
-}
-
-// A warp: 32 lanes of one chunk, or 4 of each of 8; of the marks, those of a range. Each lane has a
-// table of its own, and keeps the mark that it is at in registers.
-// grid: (groups of chunks x ranges), 32 threads.
-KERNEL(32, tally, Tally) {
-  DYNAMIC(double, sums);  // [range][32]
-  const int lane = threadIdx.x, lanes = c.lanes, range = c.range;
-  u32* counts = (u32*)(sums + range * 32);
-  const int low = blockIdx.x % c.ranges * range, size = min((int)c.count - low, range);
-  const i64 chunk = blockIdx.x / c.ranges * (32 / lanes) + lane / lanes;
-  for (int r = 0; r < range; r++) {
-    sums[r * 32 + lane] = 0.0;
-    counts[r * 32 + lane] = 0;
-  }
-  const i64 last = min((chunk + 1) * c.length, c.n);
-  int held = -1;
-  double sum = 0.0;
-  u32 count = 0;
-  for (i64 i = chunk * c.length + lane % lanes; i < last; i += 8 * lanes) {
-    int mark[8];
-    double more[8];
-#pragma unroll
-    for (int u = 0; u < 8; u++) {  // many reads at a time
-      const i64 at = i + u * lanes;
-      mark[u] = at < last ? c.marks[at] - low : -1;
-      more[u] = at < last ? fabs(get<double>(c.gradient, c.kind, at)) : 0.0;
-    }
-#pragma unroll
-    for (int u = 0; u < 8; u++) {
-      if (mark[u] < 0 || mark[u] >= size) continue;
-      if (mark[u] != held) {
-        if (held >= 0) {
-          sums[held * 32 + lane] = sum;
-          counts[held * 32 + lane] = count;
-        }
-        held = mark[u];
-        sum = sums[held * 32 + lane];
-        count = counts[held * 32 + lane];
-      }
-      sum = sum + more[u];
-      count++;
-    }
-  }
-  if (held >= 0) {
-    sums[held * 32 + lane] = sum;
-    counts[held * 32 + lane] = count;
-  }
-  for (int r = 0; r < size; r++) {
-    double total = sums[r * 32 + lane];
-    u32 number = counts[r * 32 + lane];
-    if (__any_sync(FULL, number)) {
-      total = halved(total, lanes);
-      number = counted(number, lanes);
-    }
-    if (lane % lanes == 0 && chunk < c.chunks) {
-      c.sums[(low + r) * c.chunks + chunk] = total;
-      c.counts[(low + r) * c.chunks + chunk] = number;
-    }
-  }
-}
-
-struct Measure {
-  const void* gradient;
-  i64 kind, n, length, chunks;
+  i64 kind, n, count, low;  // marks from low to low + count
+  i64 slots, length;        // marks in shared memory, elements of a block
+  u64* work;                // 0 before and after: HEAD, then rows of count: numbers, oddities, bins
   double* sums;
   i64* counts;
 };
 
-// A warp a chunk, of 32 lanes. grid: (chunks / 8), 32 x 8 threads.
-KERNEL(256, measure, Measure) {
-  const int lane = threadIdx.x;
-  const i64 chunk = (i64)blockIdx.x * 8 + threadIdx.y, last = min((chunk + 1) * c.length, c.n);
-  double sum = 0.0;
-  u32 count = 0;
-  for (i64 i = chunk * c.length + lane; i < last; i += 8 * 32) {
-    double more[8];
+#define INFINITE 1ULL
+#define NO_NUMBER 2ULL
+
+// Sizes of the elements of a thread, many at a time; 0 for what is not there.
+template <typename T>
+__device__ __forceinline__ void read(const void* data, int kind, i64 at, i64 end,
+                                     typename Kind<T>::Bits* size) {
+  if (kind == (sizeof(T) == 4 ? 0 : 1)) {
 #pragma unroll
-    for (int u = 0; u < 8; u++) {
-      const i64 at = i + u * 32;
-      more[u] = at < last ? fabs(get<double>(c.gradient, c.kind, at)) : 0.0;
+    for (int u = 0; u < BATCH; u++) {
+      const i64 i = at + u * COUNTERS;
+      size[u] = i < end ? sized(((const T*)data)[i]) : 0;
     }
+  } else {
 #pragma unroll
-    for (int u = 0; u < 8; u++) {
-      sum = sum + more[u];
-      count += more[u] != 0.0;
+    for (int u = 0; u < BATCH; u++) {
+      const i64 i = at + u * COUNTERS;
+      const unsigned short bits = i < end ? ((const unsigned short*)data)[i] : 0;
+      size[u] = sized((T)(kind == 3 ? of_bfloat(bits) : of_half(bits)));
     }
-  }
-  sum = halved(sum, 32);
-  count = counted(count, 32);
-  if (lane == 0 && chunk < c.chunks) {
-    c.sums[chunk] = sum;
-    c.counts[chunk] = count;
   }
 }
 
-struct Total {
-  const double* sums;  // (marks, chunks)
-  const i64* counts;
-  i64 chunks, count;
+template <typename T>
+struct Work {
+  u64* rows;
+  i64 count;
+  u32* used;  // which bins, of the block
+
+  __device__ __forceinline__ u64* bin(int b, int mark) const { return rows + (2 + b) * count + mark; }
+
+  __device__ __forceinline__ void use(int b) const {
+    if (!(used[b / 32] >> b % 32 & 1)) atomicOr(used + b / 32, 1u << b % 32);
+  }
+
+  __device__ __forceinline__ void add(int b, int mark, u64 units) const {
+    use(b);
+    atomicAdd(bin(b, mark), units);
+  }
+
+  // A number, straight to memory.
+  __device__ __forceinline__ void take(int mark, typename Kind<T>::Bits size) const {
+    const Parts number = parts(size);
+    if (!number.finite) {
+      const bool infinite = !(size & (((typename Kind<T>::Bits)1 << (sizeof(T) == 4 ? 23 : 52)) - 1));
+      atomicOr(rows + count + mark, infinite ? INFINITE : NO_NUMBER);
+      return;
+    }
+    const u64 units = number.bits << (number.shift & 7);
+    if ((u32)units) add(number.shift >> 3, mark, (u32)units);
+    if (units >> 32) add((number.shift >> 3) + 4, mark, units >> 32);
+  }
+};
+
+// The bins of a mark as a number, rounded to the nearest, ties to even: the highest 64 bits are made
+// of two numbers that are exact; what is below says only whether there is anything.
+template <typename T>
+__device__ __forceinline__ double rounded(const Work<T>& work, int mark, int first, int last) {
+  u64 carry = 0, window = 0, held = 0;
+  bool lost = false, below = false;
+  int top = 0;
+#pragma unroll 8
+  for (int b = first; b <= last; b++) {
+    if (work.used[b / 32] >> b % 32 & 1) carry += __ldcg(work.bin(b, mark));
+    const u64 digit = carry & 255;
+    carry >>= 8;
+    lost |= (window & 255) != 0;
+    window = window >> 8 | digit << 56;
+    if (digit) {
+      held = window;
+      below = lost;
+      top = b;
+    }
+  }
+  for (int b = last + 1; carry; b++) {
+    const u64 digit = carry & 255;
+    carry >>= 8;
+    lost |= (window & 255) != 0;
+    window = window >> 8 | digit << 56;
+    if (digit) {
+      held = window;
+      below = lost;
+      top = b;
+    }
+  }
+  const double high = (double)(u32)(held >> 32) * 0x1p32, low = (double)((u32)held | (u32)below);
+  const int power = 8 * (top - 7) + Cut<T>::UNIT, some = max(power, -1000);
+  return __dadd_rn(high, low) * __longlong_as_double((i64)(some + 1023) << 52) *
+         __longlong_as_double((i64)(power - some + 1023) << 52);
+}
+
+// The last block to come here rounds what all of them have added up, and leaves the work at 0.
+template <typename T>
+__device__ void finish(u64* head, const Work<T>& work, double* sums, i64* counts) {
+  const int tid = threadIdx.x, words = (Cut<T>::BINS + 31) / 32;
+  __syncthreads();
+  if (gridDim.x > 1) {
+    __shared__ bool last;
+    if (tid < words && work.used[tid]) atomicOr((u32*)(head + 1) + tid, work.used[tid]);
+    __threadfence();
+    __syncthreads();
+    if (tid == 0) last = atomicAdd((u32*)head, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    if (tid < words) work.used[tid] = __ldcg((u32*)(head + 1) + tid);
+    __syncthreads();
+  }
+  int lowest = Cut<T>::BINS, highest = -1;
+  for (int w = 0; w < words; w++) {
+    const u32 here = work.used[w];
+    if (!here) continue;
+    lowest = min(lowest, 32 * w + __ffs(here) - 1);
+    highest = 32 * w + 31 - __clz(here);
+  }
+  for (int mark = tid; mark < work.count; mark += COUNTERS) {
+    u64* at = work.rows + mark;
+    const u64 number = __ldcg(at);
+    double sum = 0.0;
+    if (number) {
+      const u64 odd = __ldcg(at + work.count);
+      sum = rounded<T>(work, mark, lowest, highest);
+      if (odd) sum = __longlong_as_double(odd & NO_NUMBER ? 0x7ff8000000000000LL : 0x7ff0000000000000LL);
+      at[0] = at[work.count] = 0;
+      for (int b = lowest; b <= highest; b++) {
+        if (work.used[b / 32] >> b % 32 & 1) *work.bin(b, mark) = 0;
+      }
+    }
+    counts[mark] = number;
+    sums[mark] = sum;
+  }
+  if (gridDim.x > 1 && tid < HEAD) head[tid] = 0;
+}
+
+// The largest bin of what the block reads first, or somewhat more.
+template <typename T>
+__device__ __forceinline__ int highest_bin(typename Kind<T>::Bits most, int* top) {
+  int bin = (parts(most).shift >> 3) + Cut<T>::ABOVE;
+  for (int half = 16; half; half /= 2) bin = max(bin, __shfl_xor_sync(FULL, bin, half));
+  if (threadIdx.x % 32 == 0) atomicMax(top, bin);
+  __syncthreads();
+  return min(*top + 1, Cut<T>::BINS - 1);
+}
+
+// grid: (n / length), COUNTERS threads; shared memory: as many words as table says.
+template <typename T>
+__device__ void tally(const Tally& c) {
+  typedef typename Kind<T>::Bits B;
+  const int WINDOW = Cut<T>::WINDOW;
+  DYNAMIC(u32, table);  // [slots] numbers, [WINDOW][slots] bins, [WINDOW][slots] carries, [slots] owners
+  __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
+  __shared__ int top;
+  const int tid = threadIdx.x, slots = c.slots, count = c.count, low = c.low;
+  const bool shares = count > slots;  // several marks may want one place: the first has it
+  u32* bins = table + slots;
+  int* owners = (int*)(table + (1 + 2 * WINDOW) * slots);
+  const Work<T> work = {c.work + HEAD, c.count, used};
+  const i64 first = (i64)blockIdx.x * c.length, end = min(c.n, first + c.length);
+  for (int k = tid; k < (1 + 2 * WINDOW) * slots; k += COUNTERS) table[k] = 0;
+  if (shares) {
+    for (int k = tid; k < slots; k += COUNTERS) owners[k] = -1;
+  }
+  if (tid < (Cut<T>::BINS + 31) / 32) used[tid] = 0;
+  if (tid == 0) top = 0;
+
+  int mark[BATCH];
+  B size[BATCH];
+  int base = 0;
+  for (i64 i = first; i < end; i += COUNTERS * BATCH) {
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {  // many reads at a time
+      const i64 at = i + tid + u * COUNTERS;
+      mark[u] = at < end ? c.marks[at] - low : -1;
+    }
+    read<T>(c.gradient, c.kind, i + tid, end, size);
+    if (i == first) {
+      __syncthreads();
+      B most = 0;
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) most = max(most, size[u]);
+      base = highest_bin<T>(most, &top) - (WINDOW - 1);
+    }
+    u32 rest = 0;  // what has no place in shared memory
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {
+      if ((u32)mark[u] >= (u32)count) continue;
+      int slot = mark[u];
+      bool fits = true;
+      if (shares) {
+        slot = mark[u] % slots;
+        int owner = owners[slot];
+        if (owner < 0) owner = atomicCAS(owners + slot, -1, mark[u]);
+        fits = owner < 0 || owner == mark[u];
+      }
+      const Parts number = parts(size[u]);
+      const u64 units = number.bits << (number.shift & 7);
+      const int bin = (number.shift >> 3) - base;
+      const u32 near = (u32)units, far = (u32)(units >> 32);
+      fits &= number.finite && (!near || (u32)bin < (u32)WINDOW) && (!far || (u32)(bin + 4) < (u32)WINDOW);
+      if (!fits) {
+        rest |= 1u << u;
+        continue;
+      }
+      atomicAdd(table + slot, 1u);
+      u32* at = bins + bin * slots + slot;
+      if (near && atomicAdd(at, near) > ~near) atomicAdd(at + WINDOW * slots, 1u);
+      at += 4 * slots;
+      if (far && atomicAdd(at, far) > ~far) atomicAdd(at + WINDOW * slots, 1u);
+    }
+    for (; rest; rest &= rest - 1) {
+      const i64 at = i + tid + (__ffs(rest) - 1) * COUNTERS;
+      const int mine = c.marks[at] - low;
+      atomicAdd(work.rows + mine, 1ULL);
+      work.take(mine, sized(get<T>(c.gradient, c.kind, at)));
+    }
+  }
+  __syncthreads();
+  for (int slot = tid; slot < slots; slot += COUNTERS) {
+    const u32 number = table[slot];
+    if (!number) continue;
+    const int mine = shares ? owners[slot] : slot;
+    atomicAdd(work.rows + mine, (u64)number);
+#pragma unroll
+    for (int w = 0; w < WINDOW; w++) {
+      const u32* at = bins + w * slots + slot;
+      const u64 units = (u64)at[WINDOW * slots] << 32 | at[0];
+      if (units) work.add(base + w, mine, units);
+    }
+  }
+  finish<T>(c.work, work, c.sums, c.counts);
+}
+KERNEL(512, tally_float, Tally) { tally<float>(c); }
+KERNEL(512, tally_double, Tally) { tally<double>(c); }
+
+__device__ __forceinline__ u32 counted(u32 x) {
+  for (int half = 16; half; half /= 2) x += __shfl_xor_sync(FULL, x, half);
+  return x;
+}
+
+struct Measure {
+  const void* gradient;
+  i64 kind, n, length;
+  u64* work;
   double* sum;
   i64* number;
 };
 
-// Chunks are added up as elements are. A warp a mark. grid: (marks / 8), 32 x 8 threads.
-KERNEL(256, total, Total) {
-  const int lane = threadIdx.x;
-  const i64 mark = (i64)blockIdx.x * 8 + threadIdx.y;
-  if (mark >= c.count) return;  // the whole warp
-  double sum = 0.0;
-  i64 number = 0;
-#pragma unroll 4
-  for (i64 chunk = lane; chunk < c.chunks; chunk += 32) {
-    sum = sum + c.sums[mark * c.chunks + chunk];
-    number += c.counts[mark * c.chunks + chunk];
+// A whole number of 128 bits.
+struct Long {
+  u64 low, high;
+  __device__ __forceinline__ void add(u64 l, u64 h) {
+    low += l;
+    high += h + (low < l);
   }
-  sum = halved(sum, 32);
-  for (int half = 16; half; half /= 2) number += __shfl_xor_sync(FULL, number, half);
-  if (lane == 0) {
-    c.sum[mark] = sum;
-    c.number[mark] = number;
+};
+
+// All that is not 0, as one mark: a thread has the 128 bits that most numbers fall in.
+// grid: (n / length), COUNTERS threads.
+template <typename T>
+__device__ void measure(const Measure& c) {
+  typedef typename Kind<T>::Bits B;
+  const int REACH = sizeof(T) == 4 ? 64 : 48;  // 24 more bits are for how many there are
+  __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
+  __shared__ int top;
+  __shared__ Long sums[COUNTERS / 32];
+  __shared__ u32 numbers[COUNTERS / 32];
+  const int tid = threadIdx.x;
+  const Work<T> work = {c.work + HEAD, 1, used};
+  const i64 first = (i64)blockIdx.x * c.length, end = min(c.n, first + c.length);
+  if (tid < (Cut<T>::BINS + 31) / 32) used[tid] = 0;
+  if (tid == 0) top = 0;
+  B size[BATCH];
+  Long sum = {0, 0};
+  u32 number = 0;
+  int base = 0;
+  for (i64 i = first; i < end; i += COUNTERS * BATCH) {
+    read<T>(c.gradient, c.kind, i + tid, end, size);
+    if (i == first) {
+      __syncthreads();
+      B most = 0;
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) most = max(most, size[u]);
+      base = max(0, highest_bin<T>(most, &top) - Cut<T>::ABOVE - REACH / 8 + 1);
+    }
+    u32 rest = 0;
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {
+      number += size[u] != 0;
+      const Parts part = parts(size[u]);
+      const int shift = part.shift - 8 * base;
+      if ((u32)shift < (u32)REACH && part.finite) {
+        sum.add(part.bits << shift, shift ? part.bits >> (64 - shift) : 0);
+      } else if (size[u]) {
+        rest |= 1u << u;
+      }
+    }
+    for (; rest; rest &= rest - 1) {
+      const i64 at = i + tid + (__ffs(rest) - 1) * COUNTERS;
+      work.take(0, sized(get<T>(c.gradient, c.kind, at)));
+    }
   }
+  for (int half = 16; half; half /= 2) {
+    const u64 l = __shfl_xor_sync(FULL, sum.low, half), h = __shfl_xor_sync(FULL, sum.high, half);
+    sum.add(l, h);
+  }
+  number = counted(number);
+  if (tid % 32 == 0) {
+    sums[tid / 32] = sum;
+    numbers[tid / 32] = number;
+  }
+  __syncthreads();
+  if (tid == 0) {
+    u64 total = number;
+    for (int w = 1; w < COUNTERS / 32; w++) {
+      sum.add(sums[w].low, sums[w].high);
+      total += numbers[w];
+    }
+    if (total) atomicAdd(work.rows, total);
+    const u64 pieces[4] = {sum.low & 0xffffffff, sum.low >> 32, sum.high & 0xffffffff, sum.high >> 32};
+    for (int k = 0; k < 4; k++) {
+      if (pieces[k]) work.add(base + 4 * k, 0, pieces[k]);
+    }
+  }
+  finish<T>(c.work, work, c.sum, c.number);
 }
+KERNEL(512, measure_float, Measure) { measure<float>(c); }
+KERNEL(512, measure_double, Measure) { measure<double>(c); }
 
 // Choosing along lines ------------------------------------------------------------------------
 
