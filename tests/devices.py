@@ -414,6 +414,20 @@ def normalise_odd(device: str, seeds: int) -> None:
         _placed(device, how._replace(right=both[0], left=both[1]))
 
 
+def normalise_many(device: str, lines: int) -> None:
+    """More lines than processors, of some length; and lines none of whose products are exact to a
+    few roundings, so that each element must be compared with every other.
+    """
+    for n, dtype in product((600, 1030), WIDE):
+        d, x, *parts = (numbers("generic", dtype, lines, n, seed=k) for k in range(4))
+        _chosen(device, Lines(d, parts[:1], parts[1:], x))
+        parts = [part.t().contiguous().t() for part in parts]
+        _placed(device, Lines(d, parts[:1], parts[1:], x))
+    for dtype, tiny in ((torch.float32, 2.0**-115), (torch.float64, 2.0**-1005)):
+        d, x, *parts = (numbers("generic", dtype, 2, 700, seed=k) for k in range(6))
+        _placed(device, Lines(d, [part * tiny for part in parts[:2]], parts[2:], x))
+
+
 def normalise_expanded(device: str) -> None:
     """As layer norm makes them: a number a line, a number an element."""
     unit, g = numbers("generic", torch.float32, 7, 100), numbers("ties", torch.float32, 7, 100)

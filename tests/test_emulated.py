@@ -186,6 +186,10 @@ def test_normalise_long_lines(emulator: Emulator) -> None:
     devices.normalise("cpu", "norm with ties", (), (1100,))
 
 
+def test_normalise_many_lines(emulator: Emulator) -> None:
+    devices.normalise_many("cpu", 81)
+
+
 def test_normalise_what_is_not_finite(emulator: Emulator) -> None:
     devices.normalise_odd("cpu", 1)
 

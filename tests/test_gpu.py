@@ -125,5 +125,6 @@ def test_normalise(kind: str) -> None:
 
 @on_a_gpu
 def test_normalise_what_is_not_finite() -> None:
+    devices.normalise_many("cuda", 3000)
     devices.normalise_odd("cuda", 10)
     devices.normalise_expanded("cuda")

@@ -278,7 +278,8 @@ def normalise(
     value = torch.empty((lines, n), dtype=x.dtype, device=device)
     kind = torch.int64 if marks is None else torch.int32
     found = torch.empty((lines, n), dtype=kind, device=device)
-    rows = 32 if n <= 512 else 256
+    # A warp has a line where there are lines enough for all, else a block.
+    rows = 32 if n <= 512 or lines >= 16 * launch.processors(device) else 256
     where = (found.data_ptr(), 0) if marks is None else (0, found.data_ptr())
     second = (left[1], right[1]) if rank == 2 else (None, None)
     parts = (diagonal, x, left[0], second[0], right[0], second[1], marks)
