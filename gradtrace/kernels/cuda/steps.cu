@@ -302,7 +302,10 @@ __device__ void tally(const Tally& c) {
     u32 rest = 0;  // what has no place in shared memory
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      if ((u32)mark[u] >= (u32)count) continue;
+      if ((u32)mark[u] >= (u32)count) {
+        mark[u] = -1;
+        continue;
+      }
       int slot = mark[u];
       bool fits = true;
       if (shares) {
@@ -316,15 +319,25 @@ __device__ void tally(const Tally& c) {
       const int bin = (number.shift >> 3) - base;
       const u32 near = (u32)units, far = (u32)(units >> 32);
       fits &= number.finite && (!near || (u32)bin < (u32)WINDOW) && (!far || (u32)(bin + 4) < (u32)WINDOW);
-      if (!fits) {
-        rest |= 1u << u;
-        continue;
+      rest |= fits ? 0 : 1u << u;
+      if (fits) atomicAdd(table + slot, 1u);
+      mark[u] = fits && units ? bin * slots + slot : -1;  // from here on, where it belongs
+      size[u] = (B)units;
+    }
+    // Nobody waits for an addition before the next one is under way.
+#pragma unroll
+    for (int k = 0; k <= (Cut<T>::ABOVE ? 1 : 0); k++) {
+      u32 was[BATCH];
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) {
+        const u32 piece = (u32)((u64)size[u] >> 32 * k);
+        was[u] = mark[u] >= 0 && piece ? atomicAdd(bins + mark[u] + 4 * k * slots, piece) : 0;
       }
-      atomicAdd(table + slot, 1u);
-      u32* at = bins + bin * slots + slot;
-      if (near && atomicAdd(at, near) > ~near) atomicAdd(at + WINDOW * slots, 1u);
-      at += 4 * slots;
-      if (far && atomicAdd(at, far) > ~far) atomicAdd(at + WINDOW * slots, 1u);
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) {
+        const u32 piece = (u32)((u64)size[u] >> 32 * k);
+        if (was[u] > ~piece) atomicAdd(bins + mark[u] + (4 * k + WINDOW) * slots, 1u);
+      }
     }
     for (; rest; rest &= rest - 1) {
       const i64 at = i + tid + (__ffs(rest) - 1) * COUNTERS;
