@@ -222,10 +222,10 @@ def tally_of_far_numbers(device: str) -> None:
     places for in shared memory; and, of numbers that are rounded, always the nearest.
     """
     for dtype, spread, count in product(WIDE, (15.0, 200.0), (3, 900)):
-        gradient = numbers("generic", torch.float64, 9000)
-        gradient *= torch.exp(numbers("generic", torch.float64, 9000).flip(0) * spread)
+        gradient = numbers("generic", torch.float64, 5000)
+        gradient *= torch.exp(numbers("generic", torch.float64, 5000).flip(0) * spread)
         for few in (gradient, gradient.sort().values, gradient.abs().sort(descending=True).values):
-            _tallied(device, words(9000, count), few.to(dtype), count)
+            _tallied(device, words(5000, count), few.to(dtype), count)
             _measured(device, few.to(dtype))
     for dtype, tiny in ((torch.float32, 1e-42), (torch.float64, 1e-320)):
         _tallied(

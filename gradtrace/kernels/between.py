@@ -38,6 +38,9 @@ PLAIN = 64
 LOST = (0, 0, 0)
 """Lines that are not there."""
 
+Levels = tuple[tuple[int, int, int], ...]
+"""Of each of four levels a size, and what a step adds to the place of a value and of a mark."""
+
 
 def serves(*tensors: Tensor) -> bool:
     """Whether these can be worked on: on one GPU, for which the kernels can be compiled."""
@@ -63,7 +66,7 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
     value = value if value.shape == shape else value.expand(shape)
     beside, constant = marks, other
     if isinstance(other, Tensor):
-        beside, constant = other.to(torch.int32), 0
+        beside, constant = other if other.dtype is torch.int32 else other.to(torch.int32), 0
         beside = beside if beside.shape == shape else beside.expand(shape)
     steps = size.stride(), marks.stride(), value.stride(), beside.stride()
     how = _together(shape, *steps)
@@ -188,34 +191,53 @@ def _work(device: torch.device, words: int) -> Tensor:
     return found
 
 
-def reduce(
-    x: Tensor, marks: Tensor, levels: Sequence[tuple[int, int, int]], shape: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def reduce(x: Tensor, marks: Tensor, levels: Levels, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """``steps.reduce`` of tensors whose dimensions are four levels."""
     device = x.device
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     value = torch.empty(shape, dtype=dtype, device=device)
     out = torch.empty(shape, dtype=torch.int32, device=device)
-    (r1, *_), (k1, *_), (r2, *_), (k2, *_) = levels
-    columns, rows, cuts, length = divided(r1 * r2, k1 * k2, k2 > 1, launch.processors(device))
-    between = None
-    if cuts > 1:
-        between = torch.empty((2, cuts, k1 * k2), dtype=torch.int64, device=device)
-    most = 0 if between is None else between.data_ptr()
+    cut = _cut(levels, launch.processors(device))
+    between, most = None, 0
+    if cut.settle:
+        between = torch.empty(2 * cut.places, dtype=torch.int64, device=device)
+        most = between.data_ptr()
     words = (
-        x.data_ptr(), marks.data_ptr(), KINDS[x.dtype],
-        *(level[part] for part in range(3) for level in levels),
-        int(k2 > 1), columns, rows, cuts, length,
-        most, most + 8 * cuts * k1 * k2, value.data_ptr(), out.data_ptr(),
+        x.data_ptr(), marks.data_ptr(), KINDS[x.dtype], *cut.words,
+        most, most + 8 * cut.places, value.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     with launch.at(device):
-        name = WIDE[dtype]
-        grid = (-(-k1 * k2 // columns), cuts, 1)
-        launch.kernel(device, FILE, f"reduce_{name}")(grid, THREADS, words)
-        if between is not None:
-            grid = (-(-k1 * k2 // 256), 1, 1)
-            launch.kernel(device, FILE, f"settle_{name}")(grid, THREADS, words)
+        launch.kernel(device, FILE, REDUCE[dtype])(cut.grid, THREADS, words)
+        if cut.settle:
+            launch.kernel(device, FILE, SETTLE[dtype])(cut.settle, THREADS, words)
     return value, out
+
+
+REDUCE = {dtype: f"reduce_{name}" for dtype, name in WIDE.items()}
+SETTLE = {dtype: f"settle_{name}" for dtype, name in WIDE.items()}
+
+
+class Cut(NamedTuple):
+    """How lines are reduced: by which blocks, with what words for the kernel; by which blocks the
+    parts of lines are compared then, if there are several, and how many parts all lines have.
+    """
+
+    grid: launch.Grid
+    words: tuple[int, ...]
+    settle: launch.Grid | None
+    places: int
+
+
+@lru_cache(4096)
+def _cut(levels: Levels, processors: int) -> Cut:
+    (r1, *_), (k1, *_), (r2, *_), (k2, *_) = levels
+    columns, rows, cuts, length = divided(r1 * r2, k1 * k2, k2 > 1, processors)
+    words = (
+        *(level[part] for part in range(3) for level in levels),
+        int(k2 > 1), columns, rows, cuts, length,
+    )  # fmt: skip
+    settle = (-(-k1 * k2 // 256), 1, 1) if cuts > 1 else None
+    return Cut((-(-k1 * k2 // columns), cuts, 1), words, settle, cuts * k1 * k2)
 
 
 @lru_cache(4096)
@@ -273,23 +295,24 @@ def normalise(
     marks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``steps.normalise``: values, and places or marks."""
-    lines, n = x.shape
-    rank, device = len(left), x.device
+    (lines, n), rank, device = x.shape, len(left), x.device
     value = torch.empty((lines, n), dtype=x.dtype, device=device)
     kind = torch.int64 if marks is None else torch.int32
     found = torch.empty((lines, n), dtype=kind, device=device)
     # A warp has a line where there are lines enough for all, else a block.
     rows = 32 if n <= 512 or lines >= 16 * launch.processors(device) else 256
     where = (found.data_ptr(), 0) if marks is None else (0, found.data_ptr())
-    second = (left[1], right[1]) if rank == 2 else (None, None)
-    parts = (diagonal, x, left[0], second[0], right[0], second[1], marks)
-    words = (*(word for part in parts for word in _line(part)), lines, n, rows, value.data_ptr())
+    second = (_line(left[1]), _line(right[1])) if rank == 2 else (LOST, LOST)
+    words = (
+        *_line(diagonal), *_line(x), *_line(left[0]), *second[0], *_line(right[0]), *second[1],
+        *(LOST if marks is None else _line(marks)), lines, n, rows, value.data_ptr(), *where,
+    )  # fmt: skip
     with launch.at(device):
         if rank == 1:
             grid = -(-lines // (256 // rows)), 1, 1
-            _named("ranked", x)(grid, THREADS, (*words, *where, 0))
+            _named("ranked", x)(grid, THREADS, (*words, 0))
         else:
-            _pairs(x, (*words, *where))
+            _pairs(x, lines, n, words)
     return value, found
 
 
@@ -297,14 +320,13 @@ def _named(name: str, x: Tensor) -> launch.Kernel:
     return launch.kernel(x.device, FILE, f"{name}_{WIDE[x.dtype]}")
 
 
-def _pairs(x: Tensor, words: tuple[int, ...]) -> None:
+def _pairs(x: Tensor, lines: int, n: int, words: tuple[int, ...]) -> None:
     """Rank two. Of long lines, elements that cannot be largest are left out first; lines where
     that cannot be are left over.
     """
-    lines, n = x.shape
     left = 0
     if n > PLAIN:
-        over = torch.zeros(lines, dtype=torch.int32, device=x.device)
+        over = torch.empty(lines, dtype=torch.int32, device=x.device)
         left = over.data_ptr()
         _named("pruned", x)((lines, 1, 1), THREADS, (*words, left))
     threads = min(TILE, -(-n // (32 * EACH)) * 32)
@@ -312,8 +334,6 @@ def _pairs(x: Tensor, words: tuple[int, ...]) -> None:
     _named("paired", x)(grid, (threads, 1, 1), (*words, left))
 
 
-def _line(part: Tensor | None) -> tuple[int, int, int]:
-    if part is None:
-        return LOST
+def _line(part: Tensor) -> tuple[int, int, int]:
     line, step = part.stride()
     return part.data_ptr(), line, step

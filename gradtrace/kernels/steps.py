@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -117,6 +117,8 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     elements come; more of them than a ``PIECE`` are summed a piece after the other. A mark that is
     not below ``count`` is an error; on a GPU, where nobody waits for it, it is left out.
     """
+    if _flat(marks, gradient) and count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
+        return between.tally(marks, gradient, count)
     marks, gradient = _together(marks, gradient)
     if gradient.numel() <= PIECE:
         return _piece(marks, gradient, count)
@@ -160,6 +162,8 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """How many elements are not 0 (int64), and the sum of their sizes (float64), as exact as those
     of ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
     """
+    if _flat(gradient) and _on_gpu(gradient):
+        return between.measured(gradient)
     (flat,) = _together(gradient)
     if flat.numel() <= PIECE:
         return _measured_piece(flat)
@@ -256,6 +260,11 @@ def _two(power: Tensor) -> Tensor:
     return (power + 1023 << 52).view(torch.float64)
 
 
+def _flat(*tensors: Tensor) -> bool:
+    """Whether these are one piece, and flat as they lie."""
+    return tensors[0].numel() <= PIECE and all(x.is_contiguous() for x in tensors)
+
+
 def _together(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one shape as flat ones, in the order of memory if all have the same strides and
     no gaps, else row by row.
@@ -279,19 +288,18 @@ def _wide(x: Tensor) -> Tensor:
 
 def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     """The largest |x| over dimensions, which are gone then, and the mark of the first of equals."""
-    short = x.numel() and prod(x.shape[d] for d in dims) < 1 << 31
-    shape = [x.shape[d] for d in range(x.dim()) if d not in dims]
-    if short and marks.dtype is torch.int32 and _on_gpu(x, marks):
-        x, marks, levels = _leveled(x, marks, dims)
-        return Carried(*between.reduce(x, marks, levels, shape))
+    how = _reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
+    if how.short and marks.dtype is torch.int32 and _on_gpu(x, marks):
+        x, marks, levels = _leveled(x, marks, dims, how.levels)
+        return Carried(*between.reduce(x, marks, levels, how.shape))
     x = _wide(x)
     library = _serving(x, marks)
-    if library is None or not short:
+    if library is None or not how.short:
         return _reduce(x, marks, dims)
-    x, marks, levels = _leveled(x, marks, dims)
-    value, out = x.new_empty(shape), marks.new_empty(shape)
-    how = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
-    where = (x.data_ptr(), marks.data_ptr(), how, value.data_ptr(), out.data_ptr())
+    x, marks, levels = _leveled(x, marks, dims, how.levels)
+    value, out = x.new_empty(how.shape), marks.new_empty(how.shape)
+    numbers = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
+    where = (x.data_ptr(), marks.data_ptr(), numbers, value.data_ptr(), out.data_ptr())
     checked(library.gradtrace_reduce(_is_wide(x), *where, _threads(x.numel())))
     return Carried(value, out)
 
@@ -299,41 +307,65 @@ def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
 Level = tuple[int, int, int]
 """A size, and what a step along it adds to the place of a value and of a mark."""
 
+Levels = tuple[Level, Level, Level, Level]
 
-def _leveled(x: Tensor, marks: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, list[Level]]:
+
+class Reduction(NamedTuple):
+    """Whether there is something, and not too much, what shape is left, and the four levels of the
+    tensors as they lie, if they have no more.
+    """
+
+    short: bool
+    shape: tuple[int, ...]
+    levels: Levels | None
+
+
+@lru_cache(4096)
+def _reduction(
+    shape: Sequence[int], steps: Sequence[int], along: Sequence[int], dims: tuple[int, ...]
+) -> Reduction:
+    short = prod(shape) > 0 and prod(shape[d] for d in dims) < 1 << 31
+    kept = tuple(size for d, size in enumerate(shape) if d not in dims)
+    return Reduction(short, kept, _levels(shape, steps, along, dims))
+
+
+def _leveled(
+    x: Tensor, marks: Tensor, dims: Sequence[int], levels: Levels | None
+) -> tuple[Tensor, Tensor, Levels]:
     """Tensors, copied if need be, whose dimensions are four levels: reduced, kept, reduced, kept,
     each of a size that may be 1.
     """
-    levels = _levels(x, marks, dims)
     if levels is None:
         kept = [d for d in range(x.dim()) if d not in dims]
         order = [*kept, *sorted(dims)]
         back = [order.index(d) for d in range(x.dim())]
         x, marks = (t.permute(order).contiguous().permute(back) for t in (x, marks))
         n, width = prod(x.shape[d] for d in kept), prod(x.shape[d] for d in dims)
-        levels = [(1, 0, 0), (n, width, width), (width, 1, 1), (1, 0, 0)]
+        levels = ((1, 0, 0), (n, width, width), (width, 1, 1), (1, 0, 0))
     return x, marks, levels
 
 
-def _levels(x: Tensor, marks: Tensor, dims: Sequence[int]) -> list[Level] | None:
+def _levels(
+    shape: Sequence[int], steps: Sequence[int], others: Sequence[int], dims: Sequence[int]
+) -> Levels | None:
     """The four levels of tensors as they lie, or None if they have more."""
     found: list[Level] = [(1, 0, 0)] * 4
     level = 4
-    for d in reversed(range(x.dim())):
-        size, step, along = x.shape[d], x.stride(d), marks.stride(d)
+    for d in reversed(range(len(shape))):
+        size, step, along = shape[d], steps[d], others[d]
         if size == 1:
             continue
         reduced = d in dims
         if level < 4 and (level % 2 == 0) == reduced:
-            inner, *steps = found[level]
-            if [step, along] == [inner * each for each in steps]:
-                found[level] = (inner * size, steps[0], steps[1])
+            inner, *before = found[level]
+            if [step, along] == [inner * each for each in before]:
+                found[level] = (inner * size, before[0], before[1])
                 continue
         level -= 1 if (level % 2 == 1) == reduced else 2
         if level < 0:
             return None
         found[level] = (size, step, along)
-    return found
+    return found[0], found[1], found[2], found[3]
 
 
 def _reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:

@@ -1188,10 +1188,8 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     }
   }
   __syncthreads();
-  if (waiting > FEW) {
-    if (tid == 0) c.left[line] = 1;
-    return;
-  }
+  if (tid == 0) c.left[line] = waiting > FEW;
+  if (waiting > FEW) return;
   for (int w = warp; w < waiting; w += 8) {
     const int i = list[w];
     const T m0 = u0s.at(i), m1 = u1s.at(i);
