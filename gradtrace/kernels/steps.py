@@ -86,7 +86,7 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
     """
     if _on_gpu(size, marks, value) and between.merge(size, marks, value, other, shift):
         return
-    library = _serving(size)
+    library = _serving(size, marks, value)
     if library is None or not (size.is_contiguous() and marks.is_contiguous()):
         return _merge(size, marks, value, other, shift)
     if isinstance(other, int) and not other:
@@ -119,6 +119,8 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     if _flat(marks, gradient) and count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
         return between.tally(marks, gradient, count)
+    if gradient.device != marks.device:  # that of a scalar of the CPU among tensors of a GPU
+        gradient = gradient.to(marks.device)
     marks, gradient = _together(marks, gradient)
     if gradient.numel() <= PIECE:
         return _piece(marks, gradient, count)
@@ -222,12 +224,13 @@ def _summed(marks: Tensor, gradient: Tensor, count: int) -> Tensor:
         lowest = int(there.min()) // BIN
         rows = int(there.max()) // BIN - lowest + 1 + 32 // BIN
     units, row = whole << shift % BIN, torch.where(whole > 0, shift // BIN - lowest, 0)
-    bins = torch.zeros(max(rows, 5) * count, dtype=torch.int64, device=marks.device)
+    rows = max(rows, 1 + 32 // BIN)
+    bins = torch.zeros(rows * count, dtype=torch.int64, device=marks.device)
     bins.index_add_(0, row * count + marks, units & (1 << 32) - 1)
     bins.index_add_(0, (row + 32 // BIN) * count + marks, units >> 32)
     odd = torch.zeros(count, dtype=torch.float64, device=marks.device)
     odd.index_add_(0, marks, torch.where(finite, 0.0, size))
-    return _rounded(bins.reshape(-1, count), BIN * lowest + UNIT) + odd
+    return _rounded(bins.reshape(rows, count), BIN * lowest + UNIT) + odd
 
 
 def _rounded(bins: Tensor, power: int) -> Tensor:
