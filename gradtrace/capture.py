@@ -6,25 +6,26 @@ followed (``gradtrace.formulas``).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradtrace import autograd, standins, waiting
 from gradtrace.atlas import NOWHERE, Atlas, placed
-from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Node, learn
+from gradtrace.autograd import ACCUMULATE, FACTS, VIEWS, Edges, Node, learn
 from gradtrace.deferred import Deferred, Part
 from gradtrace.errors import GradtraceError
 from gradtrace.formulas import Formulas, Given
 from gradtrace.hooks import HookWatch
 from gradtrace.linear import real_dtype, shape_of
-from gradtrace.maps import Identity, Map
-from gradtrace.nodes import JOINTS, NODES, Edge, summed
+from gradtrace.nodes import JOINTS, NODES, Chain, Edge, NodeRule, same, summed
 from gradtrace.passes import one_pass
-from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term, single
+from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term, double, single
 from gradtrace.recorder import Recorder
 from gradtrace.schedules import walk
 from gradtrace.store import Store
@@ -47,6 +48,7 @@ class Products:
         self.bare = bare
         self.put_off: dict[int, Tensor] = {}  # by id: what stands in for results
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
+        self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -75,6 +77,14 @@ class Products:
         self.put_off[id(out)] = out
         return out
 
+    def one(self, like: Tensor) -> Tensor:
+        """A single 1 of this dtype, on this device."""
+        kind = like.dtype, like.device
+        found = self.ones.get(kind)
+        if found is None:
+            found = self.ones[kind] = torch.ones((), dtype=kind[0], device=kind[1])
+        return found
+
     def _leaf(self, node: Node | None) -> Tensor | None:
         """The leaf whose gradient this node is handed, if no code but PyTorch's own sees it
         before.
@@ -87,6 +97,15 @@ class Products:
             return None
         leaf: Tensor = node.variable
         return leaf
+
+
+class Kind(NamedTuple):
+    """What is known of the nodes of a type."""
+
+    name: str
+    rule: NodeRule | None
+    joint: bool
+    asked: tuple[int, ...] | None  # argument positions to conform; None: all
 
 
 class Record:
@@ -120,6 +139,8 @@ class Record:
         }
         self.blocks: list[Block] = []
         self.leaves: list[Leaf] = []
+        self.kinds: dict[type, Kind] = {}
+        self.places = [NOWHERE, *atlas.places]
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Record the formula of a node and hand its results to its arguments."""
@@ -130,24 +151,26 @@ class Record:
         if kind is ACCUMULATE:
             self._leaf(node.variable, *arrived[0])
             return
+        known = self.kinds.get(kind) or self._kind(kind)
         number = node._sequence_nr()
         takes = {slot: value for slot, (_, value) in arrived.items()}
-        block = Block(kind.__name__, self.atlas.place_at(number), takes, [], {}, [])
+        place = self.places[bisect_right(self.atlas.starts, number)]
+        block = Block(known.name, place, takes, [], {}, [])
         try:
             given = None
             if number >= self.clear_since:
-                given = self._known(node, edges, arrived, block)
+                given = self._known(known, node, edges, arrived, block)
             if given is None:
                 block.operator = autograd.name_of(node)
                 given = self.formulas.follow(node, edges, arrived, block)
         except Exception as error:
             raise self.atlas.place(error, node) from error
-        adjoints, keeps = self.adjoints, self.store.left > 0
+        adjoints, store, gives = self.adjoints, self.store, block.gives
         for position, out, value in given:
             child, slot = edges[position]
-            block.gives[position] = value
-            if keeps and not autograd.ends(child):
-                self.store.add(value, out, block)
+            gives[position] = value
+            if store.left > 0 and not _ends(child):
+                store.add(value, out, block)
             slots = adjoints.get(child)
             if slots is None:
                 adjoints[child] = {slot: (out, value)}
@@ -156,18 +179,28 @@ class Record:
             slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
         self.blocks.append(block)
 
+    def _kind(self, kind: type) -> Kind:
+        """Find out once what is known of a type of node."""
+        name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
+        found = self.kinds[kind] = Kind(name, NODES.get(name), name in JOINTS, facts.asked)
+        return found
+
     def _known(
-        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
+        self,
+        kind: Kind,
+        node: Node,
+        edges: Edges,
+        arrived: dict[int, tuple[Tensor, int]],
+        block: Block,
     ) -> list[Given] | None:
         """A node whose maps are known: no need to look inside."""
-        rule = NODES.get(block.operator)
+        rule, asked = kind.rule, kind.asked
         if rule is None or len(arrived) > 1 or 0 not in arrived:
-            return self._joined(node, arrived, block) if block.operator in JOINTS else None
+            return self._joined(node, arrived, block) if kind.joint else None
         grad, value = arrived[0]
         found = None if grad.is_complex() else rule(node, grad, edges, self.products)
         if found is None:
             return None
-        asked = (FACTS.get(type(node)) or learn(type(node))).asked
         given = []
         for position, result in enumerate(found):
             if result is None or (edge := edges[position])[0] is None:
@@ -182,25 +215,25 @@ class Record:
             given.append((position, out, number))
         return given
 
-    def _chain(self, chain: Sequence[Map], value: int, out: Tensor, block: Block) -> int:
+    def _chain(self, chain: Chain, value: int, out: Tensor, block: Block) -> int:
         """The steps of a chain of maps; of none, one that hands the value on."""
         dtype, new, steps = out.dtype, self.recorder.new, block.steps
-        for step in chain or (Identity(tuple(out.shape)),):
+        for step in chain or same(out.shape, out.shape):
             result = new()
             steps.append(single(result, step, value, dtype))
             value = result
         return value
 
     def _conformed(
-        self, out: Tensor, chain: list[Map], value: int, edge: Edge, block: Block
+        self, out: Tensor, chain: Chain, value: int, edge: Edge, block: Block
     ) -> tuple[Tensor, int]:
         """``_chain``, and what PyTorch's engine does after it: broadcasting is undone, and the
         result is of the dtype that is wanted.
         """
         meta = autograd.wanted(*edge)
-        shape, wanted, dtype = tuple(out.shape), tuple(meta.shape), out.dtype
-        same = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
-        if same and shape:  # scalars may come from another device
+        shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
+        alike = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
+        if alike and wanted:  # scalars may come from another device
             return out, self._chain(chain, value, out, block)
         if shape != wanted:
             chain = [*chain, *summed(shape, wanted)]
@@ -208,7 +241,7 @@ class Record:
         out = autograd.conform(out, meta)
         return out, value if out.dtype is dtype else self._chain((), value, out, block)
 
-    def _defer(self, value: int, grad: Tensor, chain: list[Map], number: int, out: Tensor) -> None:
+    def _defer(self, value: int, grad: Tensor, chain: Chain, number: int, out: Tensor) -> None:
         """Note how a gradient that was put off comes about."""
         if value in self.deferred:
             self.deferred[number] = self.deferred[value].then(chain)
@@ -255,12 +288,18 @@ class Record:
         elif there[1] not in self.sums:  # each is compared with the others
             for tensor, number in (there, (out, value)):
                 self.store.add(number, tensor, True)
-        terms = (Term(Identity(shape), there[1]), Term(Identity(shape), value))
-        block.merges.append(Step(result, terms, shape, real_dtype(out)))
+        (move,) = same(shape, shape)
+        block.merges.append(double(result, move, (there[1], value), real_dtype(out)))
         self.sums.add(result)
         if result not in self.deferred:
             self.store.add(result, total, False)
         return total, result
+
+
+def _ends(node: Node) -> bool:
+    """``autograd.ends``, asked only where a look at the type does not tell."""
+    kind = type(node)
+    return kind is ACCUMULATE or (kind.__name__ in VIEWS and autograd.ends(node))
 
 
 def _unseen(loss: Tensor, clear_since: int) -> bool:

@@ -42,6 +42,12 @@ def single(out: int, map_: Map, value: int, dtype: torch.dtype) -> Step:
     return _tuple(Step, (out, (term,), map_.out_shape, dtype))
 
 
+def double(out: int, map_: Map, values: tuple[int, int], dtype: torch.dtype) -> Step:
+    """A sum of two values, each through the same map."""
+    terms = tuple([_tuple(Term, (map_, value)) for value in values])
+    return _tuple(Step, (out, terms, map_.out_shape, dtype))
+
+
 _tuple = tuple.__new__
 
 HOOKS = "hooks"
