@@ -20,9 +20,9 @@ from gradtrace.atlas import NOWHERE, Atlas, placed
 from gradtrace.autograd import ACCUMULATE, FACTS, VIEWS, Edges, Node, learn
 from gradtrace.deferred import Deferred, Part
 from gradtrace.errors import GradtraceError
-from gradtrace.formulas import Formulas, Given
+from gradtrace.formulas import Formulas
 from gradtrace.hooks import HookWatch
-from gradtrace.linear import real_dtype, shape_of
+from gradtrace.linear import Together, real_dtype, shape_of
 from gradtrace.nodes import JOINTS, NODES, Chain, Edge, NodeRule, same, summed
 from gradtrace.passes import one_pass
 from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term, double, single
@@ -49,6 +49,7 @@ class Products:
         self.put_off: dict[int, Tensor] = {}  # by id: what stands in for results
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
         self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self.together = Together()
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -140,7 +141,8 @@ class Record:
         self.blocks: list[Block] = []
         self.leaves: list[Leaf] = []
         self.kinds: dict[type, Kind] = {}
-        self.places = [NOWHERE, *atlas.places]
+        self.new = self.recorder.new
+        self.place, self.start, self.end = NOWHERE, 0, 0  # nodes from start on lie in this place
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Record the formula of a node and hand its results to its arguments."""
@@ -153,30 +155,19 @@ class Record:
             return
         known = self.kinds.get(kind) or self._kind(kind)
         number = node._sequence_nr()
-        takes = {slot: value for slot, (_, value) in arrived.items()}
-        place = self.places[bisect_right(self.atlas.starts, number)]
-        block = Block(known.name, place, takes, [], {}, [])
+        if not self.start <= number < self.end:
+            self._enter(number)
+        block = Block(known.name, self.place, {}, [], {})
+        takes = block.takes
+        for slot in arrived:
+            takes[slot] = arrived[slot][1]
         try:
-            given = None
-            if number >= self.clear_since:
-                given = self._known(known, node, edges, arrived, block)
-            if given is None:
+            if number < self.clear_since or not self._known(known, node, edges, arrived, block):
                 block.operator = autograd.name_of(node)
-                given = self.formulas.follow(node, edges, arrived, block)
+                for position, out, value in self.formulas.follow(node, edges, arrived, block):
+                    self._hand(block, position, edges[position], out, value)
         except Exception as error:
             raise self.atlas.place(error, node) from error
-        adjoints, store, gives = self.adjoints, self.store, block.gives
-        for position, out, value in given:
-            child, slot = edges[position]
-            gives[position] = value
-            if store.left > 0 and not _ends(child):
-                store.add(value, out, block)
-            slots = adjoints.get(child)
-            if slots is None:
-                adjoints[child] = {slot: (out, value)}
-                continue
-            there = slots.get(slot)
-            slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
         self.blocks.append(block)
 
     def _kind(self, kind: type) -> Kind:
@@ -185,6 +176,13 @@ class Record:
         found = self.kinds[kind] = Kind(name, NODES.get(name), name in JOINTS, facts.asked)
         return found
 
+    def _enter(self, number: int) -> None:
+        """Find the module call of a node, and which nodes beside it were made there."""
+        starts, at = self.atlas.starts, bisect_right(self.atlas.starts, number)
+        self.place = self.atlas.places[at - 1] if at else NOWHERE
+        self.start = starts[at - 1] if at else 0
+        self.end = starts[at] if at < len(starts) else number + 1
+
     def _known(
         self,
         kind: Kind,
@@ -192,16 +190,15 @@ class Record:
         edges: Edges,
         arrived: dict[int, tuple[Tensor, int]],
         block: Block,
-    ) -> list[Given] | None:
-        """A node whose maps are known: no need to look inside."""
-        rule, asked = kind.rule, kind.asked
+    ) -> bool:
+        """A node whose maps are known: no need to look inside. False if they are not."""
+        _, rule, joint, asked = kind
         if rule is None or len(arrived) > 1 or 0 not in arrived:
-            return self._joined(node, arrived, block) if kind.joint else None
+            return joint and self._joined(node, edges, arrived, block)
         grad, value = arrived[0]
         found = None if grad.is_complex() else rule(node, grad, edges, self.products)
         if found is None:
-            return None
-        given = []
+            return False
         for position, result in enumerate(found):
             if result is None or (edge := edges[position])[0] is None:
                 continue
@@ -212,15 +209,28 @@ class Record:
                 number = self._chain(chain, value, out, block)
             if self.deferred or self.products.put_off:
                 self._defer(value, grad, chain, number, out)
-            given.append((position, out, number))
-        return given
+            self._hand(block, position, edge, out, number)
+        return True
+
+    def _hand(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
+        """A result of a block, to the node that it is the cotangent of."""
+        child, slot = edge
+        block.gives[position] = value
+        if self.store.left > 0 and not _ends(child):
+            self.store.add(value, out, block)
+        slots = self.adjoints.get(child)
+        if slots is None:
+            self.adjoints[child] = {slot: (out, value)}
+            return
+        there = slots.get(slot)
+        slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
 
     def _chain(self, chain: Chain, value: int, out: Tensor, block: Block) -> int:
         """The steps of a chain of maps; of none, one that hands the value on."""
-        dtype, new, steps = out.dtype, self.recorder.new, block.steps
+        dtype = out.dtype
         for step in chain or same(out.shape, out.shape):
-            result = new()
-            steps.append(single(result, step, value, dtype))
+            result = self.new()
+            block.steps.append(single(result, step, value, dtype))
             value = result
         return value
 
@@ -250,17 +260,18 @@ class Record:
             self.store.hold(value, grad)
 
     def _joined(
-        self, node: Node, arrived: dict[int, tuple[Tensor, int]], block: Block
-    ) -> list[Given] | None:
+        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
+    ) -> bool:
         """A node whose cotangents lie side by side in that of its argument."""
         grads = {slot: arrived[slot][0] for slot in sorted(arrived)}
         if any(grad.is_complex() for grad in grads.values()):
-            return None
+            return False
         out, slots = JOINTS[block.operator](node, grads)
-        terms = tuple(Term(map_, arrived[slot][1]) for slot, map_ in slots.items())
-        result = self.recorder.new()
+        terms = tuple([Term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
+        result = self.new()
         block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
-        return [(0, out, result)]
+        self._hand(block, 0, edges[0], out, result)
+        return True
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
         if leaf._backward_hooks:
@@ -289,7 +300,11 @@ class Record:
             for tensor, number in (there, (out, value)):
                 self.store.add(number, tensor, True)
         (move,) = same(shape, shape)
-        block.merges.append(double(result, move, (there[1], value), real_dtype(out)))
+        step = double(result, move, (there[1], value), real_dtype(out))
+        if isinstance(block.merges, list):
+            block.merges.append(step)
+        else:
+            block.merges = [step]
         self.sums.add(result)
         if result not in self.deferred:
             self.store.add(result, total, False)
@@ -343,6 +358,7 @@ def record(
         try:
             with one_pass():
                 walk(loss, pen.visit, order)
+                pen.products.together.settle()
         except Exception:
             if hopes is None or hopes.fulfilled():
                 raise

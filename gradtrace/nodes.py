@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradtrace import autograd, standins
 from gradtrace.autograd import Edges, Node
-from gradtrace.linear import RULES, Call
+from gradtrace.linear import RULES, Call, Together
 from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale, Scatter, Slot
 from gradtrace.shapes import Shape
 
@@ -37,10 +37,12 @@ Edge: TypeAlias = "tuple[Node | None, int]"
 class Product(Protocol):
     """Computes the products of matrices that are handed to an edge, or what stands in for them.
 
-    For a ``bare`` program nobody wants them, nor convolutions.
+    For a ``bare`` program nobody wants them, nor convolutions. Weights of maps that gradients do
+    not wait for are asked for ``together``.
     """
 
     bare: bool
+    together: Together
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -229,19 +231,37 @@ def scaled(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(weight * grad, [Scale(weight, tuple(grad.shape))])]
 
 
-def bent(operation: str) -> NodeRule:
-    """A formula ``operation(g, y)`` of the result y. A single 1 does for ones where y lies in
-    memory as the cotangent does, and so what is made of both.
+def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """As ``scaled``, but a single 1 does for ones where the result lies in memory as the cotangent
+    does, and so what is made of both.
     """
-    func = getattr(aten, operation).default
+    y = node._saved_result
+    ones = product.one(grad) if y.stride() == grad.stride() else torch.ones_like(grad)
+    weight = aten.sigmoid_backward.default(ones, y)
+    return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
 
-    def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-        y = node._saved_result
-        alike = y.stride() == grad.stride()
-        weight = func(product.one(grad) if alike else torch.ones_like(grad), y)
+
+def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``g · (1 - y²)``. Narrow types round ``1 - y²`` if it stands alone; in others the product is
+    the same with it and without, so that the weight can wait.
+    """
+    y = node._saved_result
+    if y.stride() != grad.stride() or y.dtype not in (torch.float32, torch.float64):
+        weight = aten.tanh_backward.default(torch.ones_like(grad), y)
         return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
+    scale = Scale(y, tuple(grad.shape))
 
-    return rule
+    def fill(weight: Tensor) -> None:
+        scale.weight = weight
+
+    product.together.ask(_slopes, (y,), fill)
+    return [(aten.tanh_backward.default(grad, y), (scale,))]
+
+
+def _slopes(y: Tensor) -> tuple[Tensor]:
+    """``1 - y²``."""
+    one = torch.ones((), dtype=y.dtype, device=y.device)
+    return (aten.tanh_backward.default(one, y),)
 
 
 def raised(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -367,7 +387,7 @@ def called(operation: str, arguments: str) -> NodeRule:
         args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
         bare = product.bare and operation == "convolution_backward"
         out = standins.convolution_backward(*args) if bare else func(*args)
-        chains = told(Call(func, args, {}, [grad], out, 0))
+        chains = told(Call(func, args, {}, [grad], out, 0, product.together))
         if isinstance(out, Tensor):
             return [(out, chains[0][0])]
         return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
@@ -408,8 +428,8 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (widened, "Expand0"),
     (repeated, "Sum0 Sum1 Mean0 Mean1"),
     (scaled, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
-    (bent("tanh_backward"), "Tanh0"),
-    (bent("sigmoid_backward"), "Sigmoid0"),
+    (tanh, "Tanh0"),
+    (sigmoid, "Sigmoid0"),
     (raised, "Pow0"),
     (scaled, "NativeDropout0"),
     (added, "Add0"),

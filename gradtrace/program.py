@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class Block:
     takes: dict[int, int]
     steps: list[Step] = field(default_factory=list)
     gives: dict[int, int] = field(default_factory=dict)
-    merges: list[Step] = field(default_factory=list)
+    merges: Sequence[Step] = ()  # most blocks have none
     opened: bool = False
     note: str = ""
     label: tuple[int, tuple[str | None, ...]] | None = None
