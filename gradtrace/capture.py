@@ -41,10 +41,14 @@ LARGE = 1 << 16
 class Products:
     """Products of matrices: computed; or put off, where they are the gradient of a large leaf and
     what is held for it is not larger; or, for a ``bare`` program, never computed.
+
+    On a GPU, which waits for Python while a pass is recorded and which Python waits for later,
+    nothing is put off as long as the store has memory for it.
     """
 
-    def __init__(self, clear_since: int, bare: bool) -> None:
+    def __init__(self, clear_since: int, bare: bool, store: Store) -> None:
         self.clear_since = clear_since
+        self.store = store
         self.bare = bare
         self.put_off: dict[int, Tensor] = {}  # by id: what stands in for results
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
@@ -69,6 +73,8 @@ class Products:
         """What stands in for the gradient of a leaf, if it is put off."""
         size = prod(shape)
         if self.bare or size < LARGE or (leaf := self._leaf(edge[0])) is None:
+            return None
+        if waiting.avoid(grad) and self.store.spend(size * grad.itemsize):
             return None
         held = self.held.get(id(leaf), 0) + grad.numel()
         if held > size:
@@ -131,7 +137,7 @@ class Record:
         self.recorder = Recorder(limit, bare, hopes)
         self.formulas = Formulas(self.recorder, self.clear_since, opaque)
         self.bare = bare
-        self.products = Products(self.clear_since, bare)
+        self.products = Products(self.clear_since, bare, self.store)
         self.deferred: dict[int, Deferred] = {}
         self.seed = seed
         self.first = self.recorder.new()

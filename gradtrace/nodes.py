@@ -155,6 +155,11 @@ def reshaped(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(out, same(grad.shape, out.shape))]
 
 
+def untouched(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """The same elements in memory of their own, or under another name."""
+    return [(grad, ())]
+
+
 def converted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """The same numbers in another dtype, or on another device."""
     out = node(grad)
@@ -202,9 +207,11 @@ def _signed(value: Any) -> Any:
 
 def widened(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``expand``: what was repeated is added up."""
+    shape = grad.shape
+    if shape == node._saved_self_sym_sizes:
+        return [(grad, ())]
     out = node(grad)
-    shape, wanted = grad.shape, out.shape
-    return [(out, () if shape == wanted else summed(shape, wanted))]
+    return [(out, summed(shape, out.shape))]
 
 
 def repeated(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -420,8 +427,8 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (transposed, "Transpose0"),
     (reordered, "Permute0"),
     (placed, "Slice0 Select0"),
-    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2 Clone0"),
-    (reshaped, "Alias0"),
+    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2"),
+    (untouched, "Clone0 Alias0"),
     (converted, "ToCopy0"),
     (parted, "Cat0"),
     (stacked, "Stack0"),
