@@ -113,6 +113,7 @@ class Kind(NamedTuple):
     rule: NodeRule | None
     joint: bool
     asked: tuple[int, ...] | None  # argument positions to conform; None: all
+    ending: bool  # stands for a leaf, or may stand right before one
 
 
 class Record:
@@ -179,7 +180,9 @@ class Record:
     def _kind(self, kind: type) -> Kind:
         """Find out once what is known of a type of node."""
         name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
-        found = self.kinds[kind] = Kind(name, NODES.get(name), name in JOINTS, facts.asked)
+        ending = kind is ACCUMULATE or name in VIEWS
+        found = Kind(name, NODES.get(name), name in JOINTS, facts.asked, ending)
+        self.kinds[kind] = found
         return found
 
     def _enter(self, number: int) -> None:
@@ -198,7 +201,7 @@ class Record:
         block: Block,
     ) -> bool:
         """A node whose maps are known: no need to look inside. False if they are not."""
-        _, rule, joint, asked = kind
+        _, rule, joint, asked, _ = kind
         if rule is None or len(arrived) > 1 or 0 not in arrived:
             return joint and self._joined(node, edges, arrived, block)
         grad, value = arrived[0]
@@ -222,8 +225,10 @@ class Record:
         """A result of a block, to the node that it is the cotangent of."""
         child, slot = edge
         block.gives[position] = value
-        if self.store.left > 0 and not _ends(child):
-            self.store.add(value, out, block)
+        if self.store.left > 0:
+            kind = self.kinds.get(type(child)) or self._kind(type(child))
+            if not kind.ending or not autograd.ends(child):
+                self.store.add(value, out, block)
         slots = self.adjoints.get(child)
         if slots is None:
             self.adjoints[child] = {slot: (out, value)}
@@ -315,12 +320,6 @@ class Record:
         if result not in self.deferred:
             self.store.add(result, total, False)
         return total, result
-
-
-def _ends(node: Node) -> bool:
-    """``autograd.ends``, asked only where a look at the type does not tell."""
-    kind = type(node)
-    return kind is ACCUMULATE or (kind.__name__ in VIEWS and autograd.ends(node))
 
 
 def _unseen(loss: Tensor, clear_since: int) -> bool:

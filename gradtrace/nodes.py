@@ -60,7 +60,7 @@ class Product(Protocol):
 
 NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], Found]
 
-# Maps without a tensor are the same for all nodes that are alike, such as those of a model's layers,
+# Maps without a tensor are the same for all nodes that are alike, as those of a model's layers are,
 # so they are made once. Shapes may come as torch.Size: both find the same map.
 
 shared = lru_cache(1 << 12)

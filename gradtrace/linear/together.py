@@ -12,11 +12,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gradtrace import waiting
+
 Formula: TypeAlias = Callable[..., Sequence[Tensor]]
 """From tensors whose first dimension is that of the nodes, and numbers, to such tensors."""
 
 Fill: TypeAlias = Callable[..., object]
 """Takes the results for one node."""
+
+Asked: TypeAlias = tuple[Sequence[Tensor], Fill]
+"""What one node gives, and where the results go."""
 
 SMALL = 1 << 16
 """Bytes of a tensor up to which a call costs more than what it does, on a CPU."""
@@ -32,7 +37,7 @@ class Together:
     """What was asked for, by what is alike."""
 
     def __init__(self) -> None:
-        self._asked: dict[object, list[tuple[Sequence[Tensor], Fill]]] = {}
+        self._asked: dict[tuple[Formula, tuple[Any, ...], object], list[Asked]] = {}
 
     def ask(self, formula: Formula, given: Sequence[Tensor], fill: Fill, *numbers: Any) -> None:
         """Call ``fill`` with what a formula makes of tensors and numbers, at the latest when
@@ -47,8 +52,7 @@ class Together:
     def settle(self) -> None:
         """Work out all that was asked for."""
         asked, self._asked = self._asked, {}
-        for key, nodes in asked.items():
-            formula, numbers, _ = key  # type: ignore[misc]
+        for (formula, numbers, _), nodes in asked.items():
             for some in _portions(nodes):
                 sides = [torch.stack(side) for side in zip(*(given for given, _ in some))]
                 results = zip(*(x.unbind() for x in formula(*sides, *numbers)))
@@ -57,14 +61,12 @@ class Together:
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether a tensor would lie in memory beside others as it lies there alone, and is worth it."""
+    """Whether a tensor lies in memory beside others as it does alone, and a call for it is dear."""
     size = x.nbytes
-    return (x.is_cuda or size <= SMALL) and x.is_contiguous() and not size % ALIGNED
+    return (size <= SMALL or waiting.avoid(x)) and not size % ALIGNED and x.is_contiguous()
 
 
-def _portions(
-    nodes: list[tuple[Sequence[Tensor], Fill]],
-) -> Iterator[list[tuple[Sequence[Tensor], Fill]]]:
+def _portions(nodes: list[Asked]) -> Iterator[list[Asked]]:
     """As many at a time as may lie side by side."""
     each = max(1, MOST // max(1, sum(x.nbytes for x in nodes[0][0])))
     for first in range(0, len(nodes), each):
