@@ -19,7 +19,7 @@ from gradtrace import autograd, standins, waiting
 from gradtrace.atlas import NOWHERE, Atlas, placed
 from gradtrace.autograd import ACCUMULATE, FACTS, VIEWS, Edges, Node, learn
 from gradtrace.deferred import Deferred, Part
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.formulas import Formulas
 from gradtrace.hooks import HookWatch
 from gradtrace.linear import Together, real_dtype, shape_of
@@ -285,6 +285,13 @@ class Record:
         return True
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
+        if leaf.device != self.seed.device and leaf.dim():
+            name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            raise Unsupported(
+                f"leaf {name} is on {leaf.device} and the loss on {self.seed.device}; gradient is "
+                "followed on one device: bring the model, what it is given, and the loss to one "
+                "(gradtrace.backward(loss) takes graphs over several)"
+            )
         if leaf._backward_hooks:
             block = Block(HOOKS, NOWHERE, {0: value})
             name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")

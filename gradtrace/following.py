@@ -20,7 +20,7 @@ from torch import Tensor
 from gradtrace.engine import Held, balanced, gradient_of, value_of
 from gradtrace.maps import Identity, Index, Map, Scale
 from gradtrace.maps.base import Best
-from gradtrace.maps.places import picked
+from gradtrace.maps.places import nearby, picked
 from gradtrace.program import Block, Program, Step, Term
 from gradtrace.sampling import Forest, Growth, Hops
 from gradtrace.semirings import MAX
@@ -70,7 +70,8 @@ def kept_by(program: Program) -> dict[int, Tensor]:
     """The gradients that are known since recording: of leaves, and of what was kept."""
     known = {leaf.value: leaf.known for leaf in program.leaves}
     real = {v: grad for v, grad in known.items() if grad is not None and not grad.is_complex()}
-    return {**real, **program.kept}
+    device = program.seed.device
+    return {v: nearby(grad, device) for v, grad in {**real, **program.kept}.items()}
 
 
 @dataclass

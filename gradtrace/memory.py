@@ -4,42 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
 import torch
 
+from gradtrace.einsum import plan
 from gradtrace.errors import TooLarge
-from gradtrace.program import Program, Step
+from gradtrace.kernels import gpu, launch
+from gradtrace.maps import Contract, Map
+from gradtrace.program import Program
+from gradtrace.shapes import Shape
 
 MARK = 4
 """Bytes of an element's mark."""
 
+PARKED = 2
+"""The same while it waits and is narrow; or 1 where marks are few, which nobody knows yet."""
 
-def streaming(program: Program, kept: bool = True) -> int:
+COMFORT = 2
+"""Memory is not short where there is so many times what is needed."""
+
+
+def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
     """The most bytes that a streaming pass holds at a time, beyond the program itself.
 
     Every value that is waiting to be used counts with its marks, and with its elements unless
     these were kept and are of use, as gradients are to the greedy rule. A leaf is counted and
-    dropped.
+    dropped. ``narrow`` marks grow when they are used. On a GPU a contraction lays its operands
+    out, in as much room as there is: the least that it asks for counts.
     """
-    last, leaves = (
-        program.last_uses,
-        {leaf.value for leaf in program.leaves if leaf.known is not None},
-    )
+    seed = program.seed
+    processors = launch.processors(seed.device) if seed.is_cuda else 0
+    last = program.last_uses
+    known = {*program.kept, *(leaf.value for leaf in program.leaves if leaf.known is not None)}
+    known = known if kept else set()
+    spared = MARK - PARKED if narrow else 0
     held: dict[int, int] = {}
+    sizes: dict[int, int] = {}  # elements of what waits
     now = most = 0
     for n, step in enumerate(program.steps()):
-        known = kept and (step.out in program.kept or step.out in leaves)
-        size = _bytes(step, known)
-        most = max(most, now + size)
-        if step.out in last:
-            held[step.out] = size
-            now += size
+        out, count = step.out, prod(step.shape)
+        size = here = count * (MARK if out in known else MARK + step.dtype.itemsize)
+        if spared:
+            here += spared * sum(sizes.get(term.value, 0) for term in step.terms)
+        if processors:
+            here += max((workspace(t.map, processors) for t in step.terms), default=0)
+        if now + here > most:
+            most = now + here
+        if out in last:
+            sizes[out] = count
+            held[out] = size - spared * count
+            now += held[out]
         for term in step.terms:
             if last[term.value] == n:
                 now -= held.pop(term.value, 0)
+                sizes.pop(term.value, None)
     return most
+
+
+def workspace(map_: Map, processors: int) -> int:
+    """The bytes that a contraction asks for beside its result, on a GPU of so many processors (0:
+    on none): all that it would lay out if that is little, else a tile at a time will do.
+    """
+    if not processors or not isinstance(map_, Contract):
+        return 0
+    return _workspace(map_.spec, map_.in_shape, tuple(map_.weight.shape), processors)
+
+
+@lru_cache(4096)
+def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
+    how = plan(spec, x, w)
+    shape = (how.size(how.batch), how.size(how.rows), how.size(how.columns))
+    k = how.size(how.inner)
+    if not (k and all(shape)):
+        return 0
+    least = tuple(min(size, most) for size, most in zip(shape, (1, gpu.TILE, gpu.TILE)))
+    whole, tile = (gpu.way(sizes, k, processors, True).space.size for sizes in (shape, least))
+    return min(whole, max(tile, gpu.SMALL))
 
 
 def whole(program: Program, kept: bool = True) -> int:
@@ -48,10 +91,6 @@ def whole(program: Program, kept: bool = True) -> int:
     """
     steps = (s for s in program.steps() if not kept or s.out not in program.kept)
     return sum(prod(step.shape) * step.dtype.itemsize for step in steps)
-
-
-def _bytes(step: Step, known: bool) -> int:
-    return prod(step.shape) * (MARK + (0 if known else step.dtype.itemsize))
 
 
 def available(device: torch.device) -> int | None:
@@ -95,6 +134,12 @@ def _allowed() -> int | None:
             continue
         return max(0, most - now + int(told.get(cached, 0)))
     return None
+
+
+def short(needed: int, device: torch.device, budget: int | None = None) -> bool:
+    """Whether that is more than a part of what is free, or of a budget."""
+    free = available(device) if budget is None else budget
+    return free is not None and COMFORT * needed > free
 
 
 def see(needed: int, device: torch.device, what: str, remedy: str) -> None:

@@ -30,6 +30,7 @@ from gradtrace.maps import (
     Scatter,
     gather,
 )
+from gradtrace.maps.places import nearby
 from gradtrace.program import Block, Step, Term
 from gradtrace.shapes import Shape
 
@@ -339,7 +340,8 @@ def _sent(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     weight = torch.ones(prod(shape), dtype=dtype)
     for link in chain:
         if isinstance(link, Scale):
-            here = torch.as_tensor(link.weight).expand(link.in_shape).reshape(-1)
+            number = nearby(torch.as_tensor(link.weight), target.device)
+            here = number.expand(link.in_shape).reshape(-1)
             weight = torch.where(target >= 0, weight * here[target.clamp(min=0)].to(dtype), weight)
             continue
         if isinstance(link, Index):

@@ -29,7 +29,7 @@ from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
-from gradtrace.tally import Tally, possible
+from gradtrace.tally import Tally
 from gradtrace.tracing import Found, Tracer
 
 SAMPLED = 10_000
@@ -53,9 +53,10 @@ class Trace:
 
     ``gradients`` are those of autograd, by name; ``rule`` is ``"greedy"`` or ``"viterbi"``;
     ``pairs`` is the number of losses. ``budget`` can be set to the bytes that the values behind
-    paths may take; those that do not fit (None: in what is free) are computed again. Paths and
-    influence are found when asked for, from the weights and activations of the forward pass: ask
-    before these are changed in place, as an optimiser does.
+    paths may take; those that do not fit (None: in what is free) are computed again. Where
+    influence takes more than half as many, marks wait for their use in one or two bytes, not in
+    four. Paths and influence are found when asked for, from the weights and activations of the
+    forward pass: ask before these are changed in place, as an optimiser does.
     """
 
     program: Program = field(repr=False)
@@ -299,8 +300,7 @@ class Trace:
 
     def _counted(self, chosen: Chosen, sample: int | None = None, seed: int = 0) -> Influence:
         """The table of some components, by the paths of all elements or of a sample."""
-        could = possible(self.program, chosen.marks)
-        tally = Tally(chosen.components, could, self.names, self.pairs)
+        tally = Tally(chosen.components, self.program, chosen.marks, self.names, self.pairs)
         if sample is not None:
             self._count_some(tally, chosen.marks, sample, seed)
             drawn = sum(leaf.total for leaf in tally.leaves) // self.pairs
@@ -310,13 +310,21 @@ class Trace:
             "trace fewer samples at a time, sampled elements: influence(sample=10_000), or whole "
             "tensors: granularity='operator'"
         )
-        if self.granularity == "scalar":
-            needed = memory.streaming(self.program, self._uses_kept)
-            memory.see(needed, self._device, what, remedy)
+        narrow = self.granularity == "scalar" and self._sparing(what, remedy)
         with torch.no_grad(), memory.within(self._device, what, remedy):
-            for found, gradient in self._found(chosen.marks):
+            for found, gradient in self._found(chosen.marks, narrow):
                 tally.add(found, gradient)
         return tally.result(self.rule, "count", self.notes)
+
+    def _sparing(self, what: str, remedy: str) -> bool:
+        """Whether marks are to be narrow while they wait; a pass that does not fit is refused."""
+        needed = memory.streaming(self.program, self._uses_kept)
+        narrow = memory.short(needed, self._device, self.budget)
+        if narrow:
+            needed = memory.streaming(self.program, self._uses_kept, narrow)
+        if narrow or self.budget is not None:  # else there is more than enough
+            memory.see(needed, self._device, what, remedy)
+        return narrow
 
     def _count_some(self, tally: Tally, marks: Marks, sample: int, seed: int) -> None:
         """Follow the paths of sampled elements, for each pair."""
@@ -458,13 +466,13 @@ class Trace:
         words += [] if len(blocks) > MANY else ["arguments"]
         return kinds | {word: word for word in words}
 
-    def _found(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
+    def _found(self, marks: Marks, narrow: bool = False) -> Iterator[tuple[Found, Tensor]]:
         """The leaves after a pass, each with its gradient."""
         seed = self.program.seed
         if self.granularity == "operator":
             yield from self._coarsely(marks)
             return
-        tracer = Tracer(self.program, self.rule, marks)
+        tracer = Tracer(self.program, self.rule, marks, narrow)
         if self.pairs == 1:
             for found in tracer.run(seed):
                 if self.rule == "viterbi" or found.state.value is None:

@@ -19,6 +19,7 @@ nothing is compared. Gradients that recording has kept are not computed again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,8 +27,10 @@ import torch
 from torch import Tensor
 
 from gradtrace.maps import Map, tiled, tiling
+from gradtrace.maps.places import nearby
 from gradtrace.marks import NO_MARKS, Marks, Palette, compact, sliced
 from gradtrace.pairs import Pairs, lines
+from gradtrace.parked import Shelf, packed, take, unpacked
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.rules import RULES, Greedy
 from gradtrace.semirings.base import shifted, wide
@@ -53,10 +56,15 @@ NOTHING = Scope({}, frozenset())
 
 
 class Tracer:
-    """Passes over a program by a rule, with marks."""
+    """Passes over a program by a rule, with marks; ``narrow`` ones while they wait, where memory
+    is short.
+    """
 
-    def __init__(self, program: Program, rule: str, marks: Marks = NO_MARKS) -> None:
+    def __init__(
+        self, program: Program, rule: str, marks: Marks = NO_MARKS, narrow: bool = False
+    ) -> None:
         self.program = program
+        self.narrow = narrow
         self.rule = RULES[rule]
         self.absolute = rule == "viterbi"
         self.marks = marks
@@ -71,9 +79,13 @@ class Tracer:
     def run(self, seed: Tensor) -> Iterator[Found]:
         """The leaves of one loss, each as soon as it is complete."""
         scope = self._scope() if isinstance(self.rule, Greedy) else NOTHING
-        states = {self.program.root: self.root(seed)}
+        states = self._states()
+        states[self.program.root] = self.root(seed)
         for leaf in self.passage(states, None, frozenset(), scope):
-            yield Found(leaf, states.pop(leaf.value), 0)
+            yield Found(leaf, take(states, leaf.value), 0)
+
+    def _states(self) -> dict[int, State]:
+        return Shelf() if self.narrow else {}
 
     def run_pairs(self, seed: Tensor, pairs: Pairs) -> Iterator[Found]:
         """The leaves of a vector of losses, each apart.
@@ -81,25 +93,25 @@ class Tracer:
         What belongs to one pair only is computed for all of them at once; what mixes them, for each
         in turn.
         """
-        states = {self.program.root: self.root(seed)}
+        states = self._states()
+        states[self.program.root] = self.root(seed)
         for leaf in self.passage(states, pairs.apart, frozenset(pairs.of), NOTHING):
             yield Found(leaf, states[leaf.value], pairs.of[leaf.value])
         mixed = pairs.mixed(self.program)
         along = pairs.summed(self.program, mixed)
-        kept = {value: states[value] for value in along}
         for pair in range(len(seed)):
-            here = {}
+            here = self._states()
             self.places = {}
-            for value, state in kept.items():
+            for value, dim in along.items():
+                state = states[value]
                 there = pairs.of[value] == pair + 1
-                dim = along[value]
                 if dim is not None:  # only where the pair is: the rest is summed over anyway
                     index = lines(there, dim)
                     self.places[value] = (dim, index)
                     state, there = _narrowed(state, dim, index), there.index_select(dim, index)
                 here[value] = _only(state, there)
             for leaf in self.passage(here, mixed, frozenset(), NOTHING):
-                yield Found(leaf, here.pop(leaf.value), pair)
+                yield Found(leaf, take(here, leaf.value), pair)
         self.places = {}
 
     def root(self, seed: Tensor) -> State:
@@ -111,6 +123,8 @@ class Tracer:
         for leaf in self.program.leaves:
             if leaf.known is not None:
                 known[leaf.value] = leaf.known
+        device = self.program.seed.device
+        known = {value: nearby(grad, device) for value, grad in known.items()}
         return Scope(known, tails(self.program) - self.partial, frozenset(self.leaves))
 
     def passage(
@@ -134,7 +148,7 @@ class Tracer:
         sums: dict[int, list[State]] = {}
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
-        n = -1
+        n, leaves, positions = -1, self.leaves, self.marks.position
         for number, block in enumerate(self.program.blocks):
             for value in block.takes.values():
                 if value in states:
@@ -144,8 +158,8 @@ class Tracer:
                 if values is None or step.out in values:
                     states[step.out] = self._step(step, states, scope)
                     _drop(step, n, states, last, keep)
-            for position, value in block.gives.items():
-                bits = self.marks.position.get((number, position), 0)
+            for position, value in block.gives.items() if positions else ():
+                bits = positions.get((number, position), 0)
                 if bits and value in states:
                     states[value] = states[value].marked(bits)
             for step in block.merges:
@@ -153,13 +167,18 @@ class Tracer:
                 if values is None or step.out in values:
                     self._merge(step, states, sums, scope)
                     _drop(step, n, states, last, keep)
-            for value in (*block.gives.values(), *(step.out for step in block.merges)):
-                if value in self.leaves and value in states:
-                    yield self.leaves[value]
+            for value in block.gives.values():
+                if value in leaves and value in states:
+                    yield leaves[value]
+            for step in block.merges:
+                if step.out in leaves and step.out in states:
+                    yield leaves[step.out]
 
     def _enter(self, number: int, state: State) -> State:
         """Marks at the output of a block's operator."""
-        state = state.marked(self.marks.block.get(number, 0))
+        bits = self.marks.block.get(number, 0)
+        if bits & ~state.palette.extra:
+            state = state.marked(bits)
         if number not in self.marks.slices:
             return state
         state = solid(state).written()
@@ -170,7 +189,8 @@ class Tracer:
     def _step(self, step: Step, states: dict[int, State], scope: Scope) -> State:
         if len(step.terms) == 1:
             map_, value = step.terms[0]
-            return self.rule.through(self._map(map_, value), states[value], step, scope)
+            map_ = self._map(map_, value) if self.places else map_
+            return self.rule.through(map_, states[value], step, scope)
         maps = [self._map(map_, value) for map_, value in step.terms]
         if order := tiling(maps):
             found = self._tiled(maps, [states[value] for _, value in step.terms], order)
@@ -215,7 +235,7 @@ class Tracer:
         found: list[State] = []
         for map_, value in step.terms:
             if value in sums:
-                found += sums.pop(value)
+                found += map(unpacked, sums.pop(value))
             else:
                 state = states[value]
                 found.append(self._term(self._map(map_, value), state, step, not found))
@@ -224,7 +244,8 @@ class Tracer:
         elif alike(found):
             sums[step.out] = found
         else:
-            sums[step.out] = [self.rule.join(found, step, NOTHING)]
+            total = self.rule.join(found, step, NOTHING, on=True)
+            sums[step.out] = [packed(total) if self.narrow else total]
 
     def _map(self, map_: Map, value: int) -> Map:
         if value not in self.places:
@@ -249,15 +270,16 @@ def _drop(
 
 def tails(program: Program) -> set[int]:
     """Values that nothing but a leaf is made of: moved and added up with others, no more."""
-    uses: dict[int, int] = {}
-    for step in program.steps():
-        for term in step.terms:
-            uses[term.value] = uses.get(term.value, 0) + 1
+    uses = Counter([term.value for step in program.steps() for term in step.terms])
+    makers = {step.out: step for step in program.steps()}
     found = {leaf.value for leaf in program.leaves}
-    for block in reversed(program.blocks):
-        for step in (*reversed(block.merges), *reversed(block.steps)):
-            if step.out in found:
-                found.update(t.value for t in step.terms if t.map.moves and uses[t.value] == 1)
+    ahead = list(found)
+    while ahead:
+        step = makers.get(ahead.pop())
+        for map_, value in () if step is None else step.terms:
+            if map_.moves and uses[value] == 1 and value not in found:
+                found.add(value)
+                ahead.append(value)
     return found
 
 

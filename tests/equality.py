@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -22,8 +23,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +37,7 @@ if __name__ == "__main__":
 
 from agreement import WAYS, assert_agree
 from architectures import ARCHITECTURES
-from operators import CPU, entries, label, losses
+from operators import CPU, Problem, entries, label, makers
 
 import gradtrace
 from gradtrace import engine
@@ -229,37 +231,77 @@ def same(a: Tensor, b: Tensor) -> bool:
 # Cases --------------------------------------------------------------------------------------------
 
 
-def check_operator(name: str, device: torch.device = DEVICE, most: int = 4) -> Counter[str]:
+class NotHere(Exception):
+    """What PyTorch cannot run on a device."""
+
+
+class Checked(NamedTuple):
+    """Which definitions were used, and the samples that PyTorch itself cannot run, with why."""
+
+    used: Counter[str]
+    left: list[str]
+
+
+def check_operator(name: str, device: torch.device = DEVICE, most: int = 4) -> Checked:
     """SUM equals autograd, and kernels their definitions, on samples of an operator."""
-    op, used = {label(op): op for op in entries(device)}[name], Counter[str]()
+    op, found = {label(op): op for op in entries(device)}[name], Checked(Counter(), [])
     seen = 0
-    for loss, leaves in _samples(op, most, device):
-        seen += 1
-        wanted = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-        for way in WAYS.values():
-            assert_agree(way(loss), leaves, wanted, 1e-3 if name in NOISY else 0)
-        used += assert_equal(gradtrace.trace(loss, nonfinite="allow"))
+    for make in makers(op, torch.float32, most, device):
+        with ExitStack() as calmly:
+            try:
+                sample = _sample(make, device, calmly)
+            except NotHere as reason:
+                found.left.append(str(reason))
+                continue
+            if sample is None:
+                continue
+            seen += 1
+            loss, leaves, wanted = sample
+            for way in WAYS.values():
+                assert_agree(way(loss), leaves, wanted, 1e-3 if name in NOISY else 0)
+            found.used.update(assert_equal(gradtrace.trace(loss, nonfinite="allow")))
+        if seen == most:
+            break
+    if not seen and found.left:
+        raise NotHere(found.left[0])
     assert seen
-    return used
+    return found
 
 
-def _samples(op: Any, most: int, device: torch.device) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Losses; where PyTorch itself cannot run an operator on the device, that is told. Nothing of
-    gradtrace runs in here.
+REFUSED = (RuntimeError, TypeError, NotImplementedError, IndexError)
+"""What PyTorch raises where it cannot run something."""
+
+Sample = tuple[Tensor, list[Tensor], tuple[Tensor | None, ...]]
+
+
+def _sample(
+    make: Callable[[], Problem | None], device: torch.device, calmly: ExitStack
+) -> Sample | None:
+    """A loss, its leaves and PyTorch's gradients; nothing of gradtrace runs in here.
+
+    What PyTorch cannot run on the device by deterministic algorithms (``index_add`` of tensors
+    without dimensions) is run by others, as all that follows on the stack.
     """
+    if device.type == "cpu":
+        return _derived(make())
     try:
-        yield from losses(op, torch.float32, most, device)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        if device.type == "cpu":
-            raise
+        return _derived(make())
+    except REFUSED:
+        calmly.enter_context(freely())
+    try:
+        return _derived(make())
+    except REFUSED as error:
         raise NotHere(f"PyTorch on {device}: {type(error).__name__}: {error}") from error
 
 
-class NotHere(Exception):
-    """An operator that PyTorch cannot run on a device."""
+def _derived(problem: Problem | None) -> Sample | None:
+    if problem is None:
+        return None
+    loss, leaves = problem
+    return loss, leaves, torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
 
 
-def check_architecture(name: str, device: torch.device = DEVICE, paths: int = 40) -> Counter[str]:
+def check_architecture(name: str, device: torch.device = DEVICE, paths: int = 40) -> Checked:
     """The same on a whole model in training."""
     model, loss_of = ARCHITECTURES[name]()
     model.to(device)
@@ -273,10 +315,10 @@ def check_architecture(name: str, device: torch.device = DEVICE, paths: int = 40
     assert_agree(engine.run(trace.program, gradtrace.SUM), leaves, wanted)
     ours = {named[name]: grad for name, grad in trace.gradients.items() if name in named}
     assert_agree(ours, leaves, wanted)
-    return assert_equal(trace, paths)
+    return Checked(assert_equal(trace, paths), [])
 
 
-CHECKS: dict[str, Callable[..., Counter[str]]] = {
+CHECKS: dict[str, Callable[..., Checked]] = {
     "operator": check_operator,
     "architecture": check_architecture,
 }
@@ -304,31 +346,87 @@ def exactly() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
+@contextmanager
+def freely() -> Iterator[None]:
+    """By any algorithm."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=True)
+
+
 # Without pytest -----------------------------------------------------------------------------------
 
 
-def run(device: torch.device) -> int:
+class Score(NamedTuple):
+    """How many cases, and how many samples of those that passed were left out."""
+
+    passed: int = 0
+    failed: int = 0
+    away: int = 0
+    left: int = 0
+
+    def __str__(self) -> str:
+        spared = f" ({self.left} samples of them not here)" if self.left else ""
+        return f"{self.passed} passed{spared}, {self.failed} failed, {self.away} not here"
+
+
+def run(device: torch.device) -> Score:
     """One shard after the other case; says what failed, and which definitions were used."""
-    failed, away, used, begun = 0, [], Counter[str](), time.perf_counter()
+    passed, failed, away, left = 0, 0, 0, 0
+    used, begun = Counter[str](), time.perf_counter()
     found = cases(device)
     for kind, name in found:
         try:
             with exactly():
-                used += CHECKS[kind](name, device)
+                checked = CHECKS[kind](name, device)
         except NotHere as reason:
-            away.append(f"{name}: {reason}")
+            away += 1
+            print(f"not here: {name}: {_line(reason)}", flush=True)
         except Exception:
             failed += 1
             print(f"FAILED {kind} {name}\n{traceback.format_exc()}", flush=True)
-    for line in away:
-        print(f"not here: {line}")
+        else:
+            passed += 1
+            left += len(checked.left)
+            used += checked.used
+            for reason, many in Counter(map(_line, checked.left)).items():
+                print(f"not here: {name}, {many} of its samples: {reason}", flush=True)
+    score = Score(passed, failed, away, left)
     print(f"definitions used: {dict(sorted(used.items()))}")
-    print(
-        f"{len(found) - failed - len(away)} passed, {failed} failed, {len(away)} not here, of "
-        f"{len(found)}, in {time.perf_counter() - begun:.0f} s on {device}",
-        flush=True,
-    )
-    return int(failed > 0)
+    print(f"{score}, of {len(found)}, in {time.perf_counter() - begun:.0f} s on {device}")
+    return score
+
+
+def _line(reason: object) -> str:
+    """The first line of a message."""
+    return str(reason).partition("\n")[0]
+
+
+def shared(device: str, jobs: int) -> Score:
+    """The same in so many processes. One that ends without a word has failed."""
+    with TemporaryDirectory() as folder:
+        files = [Path(folder, str(n)) for n in range(jobs)]
+        # PyTorch's threads print what they warn of: that put_ is not deterministic, a line each
+        calm = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        started = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--device", device, "--score", str(file)],
+                env={**calm, "GRADTRACE_SHARD": f"{n}/{jobs}"} if jobs > 1 else calm,
+            )
+            for n, file in enumerate(files)
+        ]
+        codes = [process.wait() for process in started]
+        scores = []
+        for n, (file, code) in enumerate(zip(files, codes)):
+            if file.exists():
+                scores.append(Score(*json.loads(file.read_text())))
+            else:
+                print(f"FAILED shard {n}: its process ended with status {code}, in the middle")
+                scores.append(Score(failed=1))
+    return Score(*map(sum, zip(*scores)))
 
 
 def main() -> int:
@@ -337,24 +435,25 @@ def main() -> int:
     ask.add_argument("--device", default=str(DEVICE))
     ask.add_argument("--jobs", type=int, default=1)
     ask.add_argument("--only", help="one case, by its name")
+    ask.add_argument("--score", type=Path, help=argparse.SUPPRESS)  # one process of several
     got = ask.parse_args()
     torch.set_num_threads(1)
+    device = torch.device(got.device)
     if got.only:
         with exactly():
             print(
                 CHECKS["architecture" if got.only in ARCHITECTURES else "operator"](
-                    got.only, torch.device(got.device)
+                    got.only, device
                 )
             )
         return 0
-    if got.jobs == 1:
-        return run(torch.device(got.device))
-    command = [sys.executable, __file__, "--device", got.device]
-    started = [
-        subprocess.Popen(command, env={**os.environ, "GRADTRACE_SHARD": f"{n}/{got.jobs}"})
-        for n in range(got.jobs)
-    ]
-    return max(process.wait() for process in started)
+    if got.score:
+        got.score.write_text(json.dumps(run(device)))
+        return 0
+    begun = time.perf_counter()
+    score = shared(got.device, got.jobs)
+    print(f"in all: {score}, in {time.perf_counter() - begun:.0f} s on {device}", flush=True)
+    return int(score.failed > 0)
 
 
 if __name__ == "__main__":

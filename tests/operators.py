@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,34 +39,46 @@ def _wanted(x: object) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def losses(
+Problem: TypeAlias = "tuple[Tensor, list[Tensor]]"
+"""A scalar loss, and the leaves it is to be derived by."""
+
+
+def losses(op: Any, dtype: torch.dtype, most: int, device: torch.device = CPU) -> Iterator[Problem]:
+    """The loss of each of the first samples."""
+    found = 0
+    for make in makers(op, dtype, most, device):
+        problem = make()
+        if problem is not None:
+            yield problem
+            found += 1
+        if found == most:
+            return
+
+
+def makers(
     op: Any, dtype: torch.dtype, most: int, device: torch.device = CPU
-) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """A scalar loss of each of the first samples, with the leaves it is to be derived by. Samples
-    are drawn on the CPU, so that they are the same on every device.
+) -> Iterator[Callable[[], Problem | None]]:
+    """What calls the operator on each of the first samples; more of them than ``most``, since some
+    have nothing to derive by. Samples are drawn on the CPU, so that they are the same on every
+    device.
     """
     torch.manual_seed(0)
     samples = op.sample_inputs(CPU, dtype, requires_grad=True)
-    found = 0
     for sample in islice(samples, 4 * most):
-        inputs = tree_map(
-            partial(_moved, device),
-            (sample.input, sample.args, sample.kwargs),
-        )
-        leaves = [x for x in tree_flatten(inputs)[0] if _wanted(x)]
-        if not leaves:
-            continue
-        first, args, kwargs = inputs
-        result = op(first, *args, **kwargs)
-        if sample.output_process_fn_grad is not None:
-            result = sample.output_process_fn_grad(result)
-        outs = [o for o in tree_flatten(result)[0] if _wanted(o)]
-        if not outs:
-            continue
-        yield _scalar(outs), leaves
-        found += 1
-        if found == most:
-            return
+        yield partial(_problem, op, sample, device)
+
+
+def _problem(op: Any, sample: Any, device: torch.device) -> Problem | None:
+    inputs = tree_map(partial(_moved, device), (sample.input, sample.args, sample.kwargs))
+    leaves = [x for x in tree_flatten(inputs)[0] if _wanted(x)]
+    if not leaves:
+        return None
+    first, args, kwargs = inputs
+    result = op(first, *args, **kwargs)
+    if sample.output_process_fn_grad is not None:
+        result = sample.output_process_fn_grad(result)
+    outs = [o for o in tree_flatten(result)[0] if _wanted(o)]
+    return (_scalar(outs), leaves) if outs else None
 
 
 def _moved(device: torch.device, x: Any) -> Any:

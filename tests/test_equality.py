@@ -9,6 +9,8 @@ import inspect
 import os
 import random
 from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import equality
@@ -19,15 +21,17 @@ from equality import (
     DEFINITIONS,
     DERIVED,
     DEVICE,
+    Checked,
     NotHere,
     assert_equal,
     cases,
+    check_operator,
     defined,
     exactly,
     moved,
     same,
 )
-from torch import nn
+from torch import Tensor, nn
 
 import gradtrace
 from gradtrace.kernels import contract, reference, rows, steps
@@ -150,16 +154,102 @@ def test_shards_are_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_runner_tells_what_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(name: str, device: torch.device) -> Counter[str]:
+    def fails(name: str, device: torch.device) -> Checked:
         if name == "a":
             raise AssertionError("not equal")
         if name == "b":
-            raise NotHere("no kernel")
-        return Counter({"steps.merge": 2})
+            raise NotHere("no kernel\nat all")
+        return Checked(Counter({"steps.merge": 2}), ["no way"] * 3 if name == "c" else [])
 
     monkeypatch.setitem(CHECKS, "operator", fails)
     monkeypatch.setattr(equality, "cases", lambda _: [("operator", n) for n in "abcd"])
-    assert equality.run(DEVICE) == 1
+    assert equality.run(DEVICE) == (2, 1, 1, 3)
     told = capsys.readouterr().out
-    assert "FAILED operator a" in told and "not equal" in told and "not here: b: no kernel" in told
-    assert "{'steps.merge': 4}" in told and "2 passed, 1 failed, 1 not here, of 4" in told
+    assert (
+        "FAILED operator a" in told and "not equal" in told and "not here: b: no kernel\n" in told
+    )
+    assert "not here: c, 3 of its samples: no way" in told
+    assert "{'steps.merge': 4}" in told
+    assert "2 passed (3 samples of them not here), 1 failed, 1 not here, of 4" in told
+
+
+def problem() -> tuple[Tensor, list[Tensor]]:
+    x = torch.ones(3, requires_grad=True)
+    return (x * 2).sum(), [x]
+
+
+def picky() -> tuple[Tensor, list[Tensor]]:
+    """What PyTorch cannot run by deterministic algorithms."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise IndexError("too many indices for tensor of dimension 0 (got 1)")
+    return problem()
+
+
+def impossible() -> None:
+    raise RuntimeError("not on a GPU")
+
+
+ELSEWHERE = torch.device("meta")
+
+
+def test_a_sample_that_is_not_deterministic_is_run_by_other_algorithms() -> None:
+    with exactly():
+        with ExitStack() as stack:
+            assert equality._sample(picky, ELSEWHERE, stack) is not None
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        with ExitStack() as stack, pytest.raises(IndexError):  # on the CPU that is an error
+            equality._sample(picky, torch.device("cpu"), stack)
+        with ExitStack() as stack, pytest.raises(NotHere, match="on meta: RuntimeError: not on a"):
+            equality._sample(impossible, ELSEWHERE, stack)
+
+
+def only_one(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the only operator there is."""
+    first = equality.entries()[0]
+    monkeypatch.setattr(equality, "entries", lambda _: [first])
+    return equality.label(first)
+
+
+def test_samples_are_left_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = [impossible, problem, lambda: None, picky, impossible]
+    monkeypatch.setattr(equality, "makers", lambda *_: given)
+    name = only_one(monkeypatch)
+    with exactly():
+        found = check_operator(name, ELSEWHERE)
+        assert len(found.left) == 2 and found.used
+        assert not check_operator(name, ELSEWHERE, most=1).left[1:]
+        given[:] = [impossible]
+        with pytest.raises(NotHere, match="not on a GPU"):
+            check_operator(name, ELSEWHERE)
+        given[:] = []
+        with pytest.raises(AssertionError):
+            check_operator(name, ELSEWHERE)
+
+
+def test_what_gradtrace_does_wrong_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **named: object) -> None:
+        raise IndexError("too many indices for tensor of dimension 0 (got 1)")
+
+    monkeypatch.setattr(equality, "makers", lambda *_: [problem])
+    monkeypatch.setattr(gradtrace, "trace", broken)
+    name = only_one(monkeypatch)
+    with exactly(), pytest.raises(IndexError):
+        check_operator(name, ELSEWHERE)
+
+
+def test_a_process_that_dies_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Dead:
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            if env["GRADTRACE_SHARD"] == "0/2":
+                Path(command[-1]).write_text("[5, 0, 1, 2]")
+
+        def wait(self) -> int:
+            return -9
+
+    monkeypatch.setattr(equality.subprocess, "Popen", Dead)
+    assert equality.shared("cpu", 2) == (5, 1, 1, 2)
+    assert "FAILED shard 1: its process ended with status -9" in capsys.readouterr().out

@@ -40,7 +40,7 @@ LAYERS: tuple[set[str], ...] = (
     {"linear", "deferred", "schedules", "states"},
     {"program", "nodes"},
     {"values", "engine", "store"},
-    {"folding", "recorder", "reconverge", "rules", "sizes"}
+    {"folding", "parked", "recorder", "reconverge", "rules", "sizes"}
     | {"gradient", "memory", "pairs", "sampling"},
     {"matrices"},
     {"formulas"},

@@ -183,6 +183,14 @@ def test_a_mark_beyond_the_table_is_refused() -> None:
             steps.tally(torch.tensor([mark], dtype=torch.int32), torch.ones(1), 3)
 
 
+def test_no_mark_at_all() -> None:
+    """Nothing to count, in no row."""
+    nothing = torch.zeros(0, dtype=torch.int32), torch.zeros(0), 0
+    for counts, sums in (steps.tally(*nothing), plainly(steps.tally, *nothing)):
+        assert (counts.tolist(), sums.tolist()) == ([], [])
+        assert (counts.dtype, sums.dtype) == (torch.int64, torch.float64)
+
+
 def turned(x: Tensor) -> Tensor:
     """The same, with the last dimension outermost in memory."""
     back = list(reversed(range(x.dim())))

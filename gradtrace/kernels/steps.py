@@ -100,7 +100,7 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
     """
     if _on_gpu(size, marks, value) and between.merge(size, marks, value, other, shift):
         return
-    library = _serving(size)
+    library = _serving(size, marks, value)
     if library is None or not (size.is_contiguous() and marks.is_contiguous()):
         return _merge(size, marks, value, other, shift)
     if isinstance(other, int) and not other:
@@ -131,6 +131,8 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     elements than a ``PIECE`` are summed a piece after the other. A mark that is not below ``count``
     is an error; on a GPU, where nobody waits for it, it is left out.
     """
+    if gradient.device != marks.device:  # that of a scalar of the CPU among tensors of a GPU
+        gradient = gradient.to(marks.device)
     marks, gradient = _together(marks, gradient)
     if gradient.numel() <= PIECE:
         return _piece(marks, gradient, count)
@@ -242,7 +244,7 @@ def _added(sums: Tensor) -> Tensor:
     """(chunks, lanes, marks) summed."""
     lanes = _halved(sums.transpose(0, 1))  # (chunks, marks)
     padded = torch.cat([lanes, lanes.new_zeros(-len(lanes) % LANES, lanes.shape[1])])
-    total, *rest = padded.reshape(-1, LANES, lanes.shape[1])
+    total, *rest = padded.reshape(len(padded) // LANES, LANES, lanes.shape[1])
     for some in rest:
         total = total + some
     return _halved(total)

@@ -18,6 +18,7 @@ from gradtrace.linear.call import (
     spread,
 )
 from gradtrace.maps import Contract, Identity, Index, Map, Scale
+from gradtrace.maps.places import nearby
 from gradtrace.shapes import Shape
 
 
@@ -59,7 +60,8 @@ def weigh(dep: Tensor, out: Tensor, weight: Any) -> Chain:
         isinstance(weight, Tensor) and weight.is_complex()
     )
     if complex_weight:
-        parts = torch.view_as_real(torch.as_tensor(weight).resolve_conj())
+        number = nearby(torch.as_tensor(weight), dep.device)
+        parts = torch.view_as_real(number.resolve_conj())
         re, im = parts[..., 0], parts[..., 1]
         return _mixed(chain, dep, out, re, im)
     if out.is_complex() and isinstance(weight, Tensor) and weight.dim():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,23 @@ def located(at: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     return torch.zeros_like(at) if total is None else total
 
 
+def nearby(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor without dimensions on a device; any other, as it is.
+
+    PyTorch lets such a tensor of the CPU meet those of a GPU (``x * torch.tensor(2.0)``), but only
+    as long as nothing is expanded or indexed. Its number is filled in: a copy could wait.
+    """
+    if x.dim() or x.device == device:
+        return x
+    if not x.is_cpu:
+        return x.to(device)
+    number: Any = x.tolist()  # not item(), which dispatch modes would see
+    return torch.full((), number, dtype=x.dtype, device=device)
+
+
 def picked(x: Tensor, shape: Shape, at: Tensor) -> Tensor:
     """Elements by number of a tensor that broadcasts to a shape."""
+    x = nearby(x, at.device)
     if not at.numel():
         return x.new_empty(at.shape)
     if not x.dim():
