@@ -6,14 +6,16 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import devices
 import pytest
 import torch
 from emulated import Emulator, compiler
 from test_maps import KINDS
+from torch import Tensor
 
-from gradtrace.kernels import between, contract, gpu, launch, top
+from gradtrace.kernels import between, contract, gpu, launch, steps, top
 from gradtrace.semirings import TopK
 
 
@@ -119,6 +121,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(emulator: Emulator) -> 
     devices.contraction("cpu", (2, 130, 37, 33), "ties", torch.float32)
     devices.contraction("cpu", (1, 3, 700, 5), "NaN", torch.float32)
     devices.tally_of_matrices("cpu")
+    devices.tally_of_far_numbers("cpu")
     devices.reduce("cpu", False)
     devices.scatter("cpu", False)
     devices.normalise("cpu", "ties", (17,), (65,))
@@ -159,12 +162,31 @@ def test_merge(emulator: Emulator) -> None:
 def test_tally(emulator: Emulator) -> None:
     devices.tally("cpu", False)
     devices.tally_of_matrices("cpu")
+    devices.tally_of_far_numbers("cpu")
+    assert all(not work.any() for work in between._WORK.values())  # left as the next one needs it
+
+
+def test_marks_that_are_too_many_are_counted_some_at_a_time(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(between, "WORK", 5000)
+    between._counting.cache_clear()
+    devices._tallied("cpu", devices.words(500, 40), torch.randn(500), 40)
+    assert emulator.launches.count("tally_float") == 3
+    between._counting.cache_clear()
+
+
+def test_one_launch_counts_a_leaf(emulator: Emulator) -> None:
+    for n in (5, 60_000):
+        steps.tally(devices.words(n, 9), torch.ones(n), 9)
+        steps.measured(torch.ones(n))
+    assert emulator.launches == ["tally_float", "measure_float"] * 2
 
 
 def test_a_mark_that_is_not_in_the_table_is_left_out(emulator: Emulator) -> None:
     """As no GPU is waited for; the compiled kernels of the CPU refuse it."""
     marks = torch.tensor([-1, 0, 2, 5, 130], dtype=torch.int32)
-    counts, _ = between.tally(marks, torch.ones(5), 3, (32, 8192, 1))
+    counts, _ = between.tally(marks, torch.ones(5), 3)
     assert counts.tolist() == [1, 0, 1]
 
 
@@ -197,6 +219,10 @@ def test_normalise_long_lines(emulator: Emulator) -> None:
     devices.normalise("cpu", "norm with ties", (), (1100,))
 
 
+def test_normalise_many_lines(emulator: Emulator) -> None:
+    devices.normalise_many("cpu", 81)
+
+
 def test_normalise_what_is_not_finite(emulator: Emulator) -> None:
     devices.normalise_odd("cpu", 1)
 
@@ -207,11 +233,15 @@ def test_normalise_expanded(emulator: Emulator) -> None:
 
 def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
     """But where that cannot be: nearly all are corners, or products may leave the range."""
-    left = torch.zeros(3, dtype=torch.int32)
+    left, empty = torch.zeros(3, dtype=torch.int32), torch.empty
+
+    def made(*shape: object, **how: Any) -> Tensor:
+        return left.fill_(7) if shape == (3,) else empty(*shape, **how)  # type: ignore[call-overload]
+
     for kind, over in (("gaussian", 0), ("circle", 1)):
         how = devices.lines_of(kind, 300, torch.float32)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "zeros", lambda *_, **__: left.zero_())
+            patch.setattr(torch, "empty", made)
             between.normalise(how.diagonal, how.left, how.right, how.x, None)
         assert left.tolist() == [over] * 3, kind
 

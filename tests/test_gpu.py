@@ -129,6 +129,7 @@ def test_the_larger_of_two_terms() -> None:
 def test_tally() -> None:
     devices.tally("cuda", True)
     devices.tally_of_matrices("cuda")
+    devices.tally_of_far_numbers("cuda")
 
 
 @on_a_gpu
@@ -154,5 +155,6 @@ def test_normalise(kind: str) -> None:
 
 @on_a_gpu
 def test_normalise_what_is_not_finite() -> None:
+    devices.normalise_many("cuda", 3000)
     devices.normalise_odd("cuda", 10)
     devices.normalise_expanded("cuda")

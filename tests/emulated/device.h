@@ -280,6 +280,27 @@ inline T atomicAdd(T* at, T x) {
 }
 
 template <typename T>
+inline T atomicOr(T* at, T x) {
+  const T was = *at;
+  *at = was | x;
+  return was;
+}
+
+template <typename T>
+inline T atomicCAS(T* at, T wanted, T x) {
+  const T was = *at;
+  if (was == wanted) *at = x;
+  return was;
+}
+
+inline void __threadfence() {}
+
+template <typename T>
+inline T __ldcg(const T* at) {
+  return *at;
+}
+
+template <typename T>
 inline T atomicMax(T* at, T x) {
   const T was = *at;
   if (x > was) *at = x;
