@@ -64,8 +64,7 @@ class Groups(NamedTuple):
 
     leaf: Ints
     pair: Ints
-    kind: Ints  # of mark
-    passes: Bools  # (kinds, components): which marks have any bit of which component
+    passes: Bools  # (groups, components): whose mark has any bit of which component
     sums: Floats  # (groups, 2): how many, and Σ |gradient|; counts are exact below 2**53
 
 
@@ -158,9 +157,7 @@ class Tally:
                 some = mine[n : n + most]
                 can = could[groups.leaf[some]]
                 eligible[pair] += can.T.astype(float) @ sums[some]
-                through[pair] += (can & groups.passes[groups.kind[some]]).T.astype(float) @ sums[
-                    some
-                ]
+                through[pair] += (can & groups.passes[some]).T.astype(float) @ sums[some]
         return eligible, through
 
 
@@ -174,36 +171,42 @@ def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
 
 def grouped(found: Sequence[Counts], bits: list[int]) -> Groups:
     """What was counted, of all leaves, without what nobody has, by marks that have any of some
-    bits. Counts are fetched last.
+    bits.
+
+    A mark is a row of a palette and the bits of its leaf. Leaves have rows in common, so each row
+    that is used, and each leaf, is looked at once.
     """
-    kinds: dict[int, int] = {}
-    rows: dict[tuple[int, int], Ints] = {}  # leaves have palettes in common
-    lines, pairs = [], []
-    for each in found:
-        key = id(each.rows), each.extra
-        if key not in rows:
-            rows[key] = _kinds(each, kinds)
-        many = (len(each.counts) - each.blank) // max(1, len(each.rows))
-        lines += [np.full(each.blank, -1), np.tile(rows[key], many)]
-        each_pair = np.arange(each.pair, each.pair + many)
-        pairs += [np.zeros(each.blank, np.intp), np.repeat(each_pair, len(each.rows))]
-    passes = hits(list(kinds), bits)
-    starts = np.cumsum([0, *(len(each.counts) for each in found)])
     counts = _fetched([each.counts for each in found], np.int64)
     sizes = _fetched([each.sums for each in found], np.float64)
-    kind = np.concatenate([np.zeros(0, np.intp), *lines])
-    used = np.flatnonzero((counts != 0) & (kind >= 0))
-    pair = np.concatenate([np.zeros(0, np.intp), *pairs])[used]
+    starts = np.cumsum([0, *(len(each.counts) for each in found)])
+    used = np.flatnonzero(counts)
+    leaf = np.searchsorted(starts, used, side="right") - 1
+    place = used - starts[leaf] - np.array([each.blank for each in found], np.intp)[leaf]
+    pair, row = np.divmod(place, np.array([len(each.rows) or 1 for each in found], np.intp)[leaf])
+    firsts, rows = _rows(found)
+    which, back = np.unique(firsts[leaf] + row, return_inverse=True)
+    marks = [rows[n] for n in which.tolist()]
+    path = np.array([mark & 1 for mark in marks], bool)[back]
+    path |= np.array([each.extra & 1 for each in found], bool)[leaf]
+    there = path & (place >= 0)
+    used, leaf, back = used[there], leaf[there], back[there]
+    passes = hits(marks, bits)[back] | hits([each.extra for each in found], bits)[leaf]
+    pairs = pair[there] + np.array([each.pair for each in found], np.intp)[leaf]
     sums = np.stack([counts[used].astype(float), sizes[used]], 1)
-    return Groups(np.searchsorted(starts, used, side="right") - 1, pair, kind[used], passes, sums)
+    return Groups(leaf, pairs, passes, sums)
 
 
-def _kinds(found: Counts, kinds: dict[int, int]) -> Ints:
-    """Which kind each mark of a palette is, new ones from there on; -1 for no path."""
-    marks = [row | found.extra for row in found.rows]
-    return np.array(
-        [kinds.setdefault(mark, len(kinds)) if mark & 1 else -1 for mark in marks], np.intp
-    )
+def _rows(found: Sequence[Counts]) -> tuple[Ints, list[int]]:
+    """The rows of all palettes, one after the other, and where those of each leaf begin; the first
+    comes after one that stands for no path.
+    """
+    places: dict[int, int] = {}
+    rows = [0]
+    for each in found:
+        if id(each.rows) not in places:
+            places[id(each.rows)] = len(rows)
+            rows += each.rows
+    return np.array([places[id(each.rows)] for each in found], np.intp), rows
 
 
 def _fetched(tensors: Sequence[Tensor], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
