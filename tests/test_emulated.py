@@ -50,12 +50,43 @@ def test_contraction_of_half_precision(dtype: torch.dtype, emulator: Emulator) -
     devices.mixed("cpu")
 
 
-def test_long_contractions_are_split(emulator: Emulator) -> None:
-    """K in parts, and in larger blocks."""
-    assert gpu.plan(1, 3, 5, 700, 5).splits > 1
-    assert gpu.plan(1, 3, 5, 4200, 5).block == 32
+def test_long_contractions_are_cut(emulator: Emulator) -> None:
+    """Several thread blocks work on a tile, and k are in larger blocks."""
+    assert gpu.plan(1, 3, 5, 700, 5).parts > 1
     devices.contraction("cpu", (1, 3, 700, 5), "ties", torch.float32)
-    devices.contracted("cpu", torch.randn(1, 3, 4200), torch.randn(1, 4200, 5), index=True)
+    for k, block in ((2100, 32), (17_000, 128)):
+        assert gpu.plan(1, 3, 5, k, 5).block == block
+        a, b = torch.randn(1, 3, k).round(), torch.randn(1, k, 5).round()
+        devices.contracted("cpu", a, b, index=True)
+        devices.contracted("cpu", a.mT.contiguous().mT, b, index=True)
+
+
+@pytest.mark.parametrize("m, k, n", [(300, 150, 20), (20, 150, 300), (70, 150, 70)], ids=str)
+@pytest.mark.parametrize("gap", [0, 1], ids=["aligned", "not aligned"])
+def test_operands_are_read_as_they_lie(
+    m: int, k: int, n: int, gap: int, emulator: Emulator
+) -> None:
+    """Rows together or k together; held in shared memory or not; with wide tiles and high ones."""
+    draw = torch.Generator().manual_seed(0)
+    flat = torch.randn(3 * (k + 4 + gap) * 304, generator=draw).mul(3).round()
+    for turned_a, turned_b in ((False, False), (True, True), (False, True), (True, False)):
+        a, b = (
+            flat[gap:].as_strided((2, rows, k), _steps(rows, k + 2, turned, gap))
+            for rows, turned in ((m, turned_a), (n, turned_b))
+        )
+        marks = torch.randint(1, 1 << 20, (2, n, k), generator=draw).int().mT
+        devices.contracted("cpu", a, b.mT, marks=marks, of_b=True)
+        devices.contracted("cpu", a, b.mT, index=True)
+        devices.contracted("cpu", a, b.mT)
+    apart: tuple[int, int, int] = (0, 1, 400)
+    held = gpu.way((2, m, n), k, (apart, apart), (True, True), 5).held
+    assert [line > 0 for line in held] == [n < 300, n == 300]
+
+
+def _steps(rows: int, k: int, turned: bool, gap: int) -> tuple[int, int, int]:
+    """Of matrices with row by k, or k by row; with gaps, rows are no multiples of 4 apart."""
+    line = -(-(rows if turned else k) // 4) * 4 + gap
+    return (line * 2, 1, line) if turned else (line * 2, line, 1)
 
 
 def test_windows_are_read_where_they_lie(emulator: Emulator) -> None:
@@ -69,11 +100,11 @@ def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     monkeypatch.setattr(gpu, "SMALL", 0)
     a, b = (torch.randn(2, 300, 20).round(), torch.randn(2, 20, 270).round())
     marks = torch.randint(1, 99, (2, 20, 270)).int()
-    for room, pieces in ((1 << 40, 1), (2_000_000, 2), (1_000_000, 8), (1, 18)):
+    for room, pieces in ((1 << 40, 1), (200_000, 2), (140_000, 4), (1, 8)):
         emulator.room = room
         emulator.launches.clear()
         devices.contracted("cpu", a, b, index=True)
-        assert emulator.launches.count("pack") == pieces
+        assert emulator.launches.count("contract") == pieces
         devices.contracted("cpu", a, b, marks=marks, of_b=True)
         devices.contracted("cpu", a, b)
     devices.windows("cpu")
@@ -101,7 +132,7 @@ def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
     assert torch.equal(
         contract.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
     )
-    assert emulator.launches == ["pack", "contract", "rescan"]
+    assert emulator.launches == ["contract"]
 
 
 def test_the_largest_few(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +272,18 @@ def nvrtc() -> ctypes.CDLL | None:
 
 
 SOURCES = [
-    ("contract.cu", ("KB 16", "INDEX")),
-    ("contract.cu", ("KB 128",)),
+    *(
+        ("contract.cu", (f"KB {block}", f"BM {rows}", f"BN {columns}", "INDEX"))
+        for block in (8, 16)
+        for rows, columns in gpu.TILES
+    ),
+    ("contract.cu", ("KB 32", "BM 128", "BN 128", "INDEX")),
+    ("contract.cu", ("KB 64", "BM 128", "BN 128", "INDEX")),
+    ("contract.cu", ("KB 128", "BM 128", "BN 128", "INDEX")),
+    ("contract.cu", ("KB 128", "BM 128", "BN 128")),
+    ("rescan.cu", ("KB 8",)),
+    ("rescan.cu", ("KB 16",)),
+    ("rescan.cu", ("KB 128",)),
     ("steps.cu", ()),
     ("top.cu", ("TOP 8",)),
     ("larger.cu", ()),
