@@ -26,7 +26,7 @@ BINS = {False: (40, 8), True: (264, 12)}
 HEAD, LEAST = 16, 4096
 """Words before the bins, and how many elements are worth another block."""
 
-SHARED, WORK, KEPT = 48 << 10, 1 << 27, 1 << 18
+SHARED, WORK, KEPT = 47 << 10, 1 << 27, 1 << 18
 """Bytes of shared memory for bins, the most bytes of memory, and the words that are kept."""
 
 EACH, TILE = 4, 256

@@ -480,6 +480,32 @@ __device__ __forceinline__ void put(const Reduce& c, i64 k, typename Kind<T>::Bi
   c.out[k] = most ? c.marks[from] : 0;
 }
 
+// The largest of every so many of a line, the first of equals. OWN: numbers that are T already, so that
+// nothing stands between many reads at a time.
+template <typename T, bool OWN>
+__device__ __forceinline__ void scan(const Reduce& c, i64 base, i64 first, i64 high,
+                                     typename Kind<T>::Bits& most, i64& place) {
+  typedef typename Kind<T>::Bits B;
+  const int rows = c.rows;
+  const bool whole = c.size[0] == 1;  // no division then
+  for (i64 r0 = first; r0 < high; r0 += 8 * rows) {
+    T x[8];
+#pragma unroll
+    for (int u = 0; u < 8; u++) {
+      const i64 r = min(r0 + u * rows, high - 1);
+      const i64 at = whole ? r * c.step[2] : r / c.size[2] * c.step[0] + r % c.size[2] * c.step[2];
+      x[u] = OWN ? ((const T*)c.x)[base + at] : get<T>(c.x, c.kind, base + at);
+    }
+#pragma unroll
+    for (int u = 0; u < 8; u++) {
+      const B size = sized(x[u]);
+      const bool wins = size > most && r0 + u * rows < high;
+      most = wins ? size : most;
+      place = wins ? r0 + u * rows : place;
+    }
+  }
+}
+
 // Neighbouring threads read along whichever lies together: results (beside), or what is reduced.
 // grid: (results / columns, cuts), 256 threads.
 template <typename T>
@@ -497,15 +523,10 @@ __device__ void reduce(const Reduce& c) {
   i64 place = low;
   if (k < results) {
     const i64 base = k / c.size[3] * c.step[1] + k % c.size[3] * c.step[3];
-    const bool whole = c.size[0] == 1;  // no division then
-#pragma unroll 4
-    for (i64 r = low + row; r < high; r += rows) {
-      const i64 at = whole ? r * c.step[2] : r / c.size[2] * c.step[0] + r % c.size[2] * c.step[2];
-      const B size = sized(get<T>(c.x, c.kind, base + at));
-      if (size > most) {
-        most = size;
-        place = r;
-      }
+    if (c.kind == (sizeof(T) == 4 ? 0 : 1)) {
+      scan<T, true>(c, base, low + row, high, most, place);
+    } else {
+      scan<T, false>(c, base, low + row, high, most, place);
     }
   }
   const int mine = row * columns + column;
