@@ -77,12 +77,7 @@ def workspace(map_: Map, processors: int) -> int:
 def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
     how = plan(spec, x, w)
     shape = (how.size(how.batch), how.size(how.rows), how.size(how.columns))
-    k = how.size(how.inner)
-    if not (k and all(shape)):
-        return 0
-    least = tuple(min(size, most) for size, most in zip(shape, (1, gpu.TILE, gpu.TILE)))
-    whole, tile = (gpu.way(sizes, k, processors, True).space.size for sizes in (shape, least))
-    return min(whole, max(tile, gpu.SMALL))
+    return gpu.workspace(shape, how.size(how.inner), processors)
 
 
 def whole(program: Program, kept: bool = True) -> int:
