@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradtrace import autograd, engine
+from gradtrace import autograd, engine, memory
 from gradtrace.atlas import Atlas, Gradients, Lazy
 from gradtrace.capture import DENSE_LIMIT, record
 from gradtrace.deferred import Deferred, sizes_of
@@ -219,7 +219,9 @@ def trace_of(
         raise NotScalar("the loss is an empty vector; there is nothing to trace")
     seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
     opaque = granularity == "operator"
-    recorded = record(loss, seed, atlas, watch, "kahn", dense_limit, opaque, room(atlas))
+    recorded = record(
+        loss, seed, atlas, watch, "kahn", dense_limit, opaque, room(atlas, loss.device)
+    )
     RECENT.refresh()
     found = [(leaf.tensor, leaf) for leaf in recorded.leaves]
     named, others = _named(found, atlas, loss)
@@ -234,9 +236,13 @@ def trace_of(
     return Trace(recorded, gradients, rule, granularity, loss.numel(), modules, names, aliases)
 
 
-def room(atlas: Atlas) -> int:
-    """How many bytes of gradients a trace keeps: half as many as its leaves have."""
-    return max(KEPT, sum(leaf.nbytes for leaf, _ in atlas.leaves.values()) // 2)
+def room(atlas: Atlas, device: torch.device) -> int:
+    """How many bytes of gradients a trace keeps: half as many as its leaves have. A GPU's memory is
+    for its one user, so there a quarter of what is free, if that is more.
+    """
+    least = max(KEPT, sum(leaf.nbytes for leaf, _ in atlas.leaves.values()) // 2)
+    free = memory.available(device) if device.type == "cuda" else None
+    return least if free is None else max(min(least, free // 2), free // 4)
 
 
 KEPT = 1 << 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from gradtrace.atlas import unknown
 from gradtrace.errors import GradtraceError, UnknownName
@@ -286,10 +286,11 @@ def within(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(module + ".")
 
 
-def ancestors(name: str) -> list[str]:
+@lru_cache(65_536)
+def ancestors(name: str) -> tuple[str, ...]:
     """``a.b.c``: ``a``, ``a.b``, ``a.b.c``."""
     parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return tuple(".".join(parts[:n]) for n in range(1, len(parts) + 1))
 
 
 def union(bits: Iterable[int]) -> int:

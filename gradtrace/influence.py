@@ -14,54 +14,66 @@ from gradtrace.tables import Column, Table
 Weight = Literal["count", "gradient"]
 
 
-@dataclass(frozen=True)
 class Moments:
     """Sums over pairs of ``through`` (t) and ``eligible`` (e): Σt, Σe, Σt², Σte, Σe², exact.
 
     Gradients are floats, whose sums depend on their order; so they are kept as fractions, and the
-    sums of parts are the sum of the whole, to the last bit.
+    sums of parts are the sum of the whole, to the last bit. Those of floats are worked out when
+    somebody asks: many a table is made that nobody looks at in all its rows.
     """
 
-    t: Fraction = Fraction(0)
-    e: Fraction = Fraction(0)
-    tt: Fraction = Fraction(0)
-    te: Fraction = Fraction(0)
-    ee: Fraction = Fraction(0)
+    __slots__ = ("_pairs", "_parts")
+
+    def __init__(
+        self,
+        t: Fraction = Fraction(0),
+        e: Fraction = Fraction(0),
+        tt: Fraction = Fraction(0),
+        te: Fraction = Fraction(0),
+        ee: Fraction = Fraction(0),
+    ) -> None:
+        self._parts: tuple[Fraction, ...] | None = (t, e, tt, te, ee)
+        self._pairs: tuple[Sequence[float], Sequence[float]] = ((), ())
 
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
         """Those of one pair."""
-        e = Fraction.from_float(eligible)
-        ee = e * e
-        if through == eligible:
-            return cls(e, e, ee, ee, ee)
-        t = Fraction.from_float(through)
-        return cls(t, e, t * t, t * e, ee) if t else cls(t, e, t, t, ee)
+        return cls.over((float(through),), (float(eligible),))
 
     @classmethod
     def over(cls, through: Sequence[float], eligible: Sequence[float]) -> Moments:
-        """Those of many pairs: in whole numbers, times a power of two that suits all of them."""
-        if len(through) == 1:
-            return cls.of(through[0], eligible[0])
-        ratios = [x.as_integer_ratio() for x in (*through, *eligible)]
-        power = max((below.bit_length() for _, below in ratios), default=1) - 1
-        whole = [above << (power + 1 - below.bit_length()) for above, below in ratios]
-        t, e = whole[: len(through)], whole[len(through) :]
-        one, two = 1 << power, 1 << 2 * power
-        return cls(
-            Fraction(sum(t), one),
-            Fraction(sum(e), one),
-            Fraction(sum(x * x for x in t), two),
-            Fraction(sum(x * y for x, y in zip(t, e)), two),
-            Fraction(sum(y * y for y in e), two),
-        )
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(*(a + b for a, b in zip(self.parts(), other.parts())))
+        """Those of many pairs."""
+        found = cls.__new__(cls)
+        found._parts, found._pairs = None, (through, eligible)
+        return found
 
     def parts(self) -> tuple[Fraction, ...]:
         """The five sums."""
-        return self.t, self.e, self.tt, self.te, self.ee
+        if self._parts is None:
+            self._parts = _summed(*self._pairs)
+        return self._parts
+
+    @property
+    def t(self) -> Fraction:
+        """``Σt``."""
+        return self.parts()[0]
+
+    @property
+    def e(self) -> Fraction:
+        """``Σe``."""
+        return self.parts()[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moments) and self.parts() == other.parts()
+
+    def __hash__(self) -> int:
+        return hash(self.parts())
+
+    def __repr__(self) -> str:
+        return f"Moments({', '.join(map(str, self.parts()))})"
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(*(a + b for a, b in zip(self.parts(), other.parts())))
 
     @property
     def share(self) -> float:
@@ -70,11 +82,31 @@ class Moments:
 
     def error(self, pairs: int) -> float:
         """The standard error of the share over pairs: that of a ratio of sums."""
-        if pairs < 2 or not self.e:
+        t, e, tt, te, ee = self.parts()
+        if pairs < 2 or not e:
             return nan
-        share = self.t / self.e
-        residual = self.tt - 2 * share * self.te + share * share * self.ee
-        return sqrt(max(0.0, float(residual * pairs / (pairs - 1) / self.e**2)))
+        share = t / e
+        residual = tt - 2 * share * te + share * share * ee
+        return sqrt(max(0.0, float(residual * pairs / (pairs - 1) / e**2)))
+
+
+def _summed(through: Sequence[float], eligible: Sequence[float]) -> tuple[Fraction, ...]:
+    """Σt, Σe, Σt², Σte, Σe²: in whole numbers, times a power of two that suits all of them."""
+    ratios = [x.as_integer_ratio() for x in (*through, *eligible)]
+    power = max((below.bit_length() for _, below in ratios), default=1) - 1
+    whole = [above << (power + 1 - below.bit_length()) for above, below in ratios]
+    t, e = whole[: len(through)], whole[len(through) :]
+    one, two = 1 << power, 1 << 2 * power
+    return (
+        Fraction(sum(t), one),
+        Fraction(sum(e), one),
+        Fraction(sum(x * x for x in t), two),
+        Fraction(sum(x * y for x, y in zip(t, e)), two),
+        Fraction(sum(y * y for y in e), two),
+    )
+
+
+NOTHING = Moments()
 
 
 @dataclass(frozen=True)
@@ -84,8 +116,8 @@ class Row:
     name: str
     own: int = 0
     unreached: int = 0
-    count: Moments = Moments()
-    gradient: Moments = Moments()
+    count: Moments = NOTHING
+    gradient: Moments = NOTHING
 
     def __add__(self, other: Row) -> Row:
         return replace(

@@ -12,7 +12,7 @@ import torch
 from gradtrace.errors import TooLarge
 from gradtrace.kernels import gpu, launch
 from gradtrace.maps import Contract, Map
-from gradtrace.program import Program, Step
+from gradtrace.program import Program
 
 MARK = 4
 """Bytes of an element's mark."""
@@ -32,28 +32,27 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
     dropped. ``narrow`` marks grow when they are used. On a GPU a contraction lays its operands
     out, in as much room as there is: the least that it asks for counts.
     """
-    seed = program.seed
-    processors = launch.processors(seed.device) if seed.is_cuda else 0
-    last, leaves = (
-        program.last_uses,
-        {leaf.value for leaf in program.leaves if leaf.known is not None},
-    )
+    processors = launch.processors(program.seed.device) if program.seed.is_cuda else 0
     spared = MARK - PARKED if narrow else 0
+    last = program.last_uses
+    known = {*program.kept, *(leaf.value for leaf in program.leaves if leaf.known is not None)}
     held: dict[int, int] = {}
     sizes: dict[int, int] = {}  # elements of what waits
     now = most = 0
     for n, step in enumerate(program.steps()):
-        known = kept and (step.out in program.kept or step.out in leaves)
-        size = here = _bytes(step, known)
+        out, elements = step.out, prod(step.shape)
+        size = elements * (MARK if kept and out in known else MARK + step.dtype.itemsize)
+        here = now + size
         if spared:
             here += spared * sum(sizes.get(term.value, 0) for term in step.terms)
         if processors:
-            here += max((workspace(t.map, processors) for t in step.terms), default=0)
-        most = max(most, now + here)
-        if step.out in last:
-            sizes[step.out] = prod(step.shape)
-            held[step.out] = size - spared * sizes[step.out]
-            now += held[step.out]
+            here += max((workspace(term.map, processors) for term in step.terms), default=0)
+        if here > most:
+            most = here
+        if out in last:
+            sizes[out] = elements
+            held[out] = size - spared * elements
+            now += held[out]
         for term in step.terms:
             if last[term.value] == n:
                 now -= held.pop(term.value, 0)
@@ -83,10 +82,6 @@ def whole(program: Program, kept: bool = True) -> int:
     """
     steps = (s for s in program.steps() if not kept or s.out not in program.kept)
     return sum(prod(step.shape) * step.dtype.itemsize for step in steps)
-
-
-def _bytes(step: Step, known: bool) -> int:
-    return prod(step.shape) * (MARK + (0 if known else step.dtype.itemsize))
 
 
 def available(device: torch.device) -> int | None:

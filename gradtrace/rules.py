@@ -11,13 +11,14 @@ from torch import Tensor
 from gradtrace import waiting
 from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
+from gradtrace.kernels.larger import larger
 from gradtrace.maps import Contract, Identity, Map, Scatter
 from gradtrace.maps.places import filled, laid
 from gradtrace.maps.scatter import Few
 from gradtrace.marks import compact
 from gradtrace.program import Step
 from gradtrace.semirings import MAX
-from gradtrace.semirings.base import NARROW, shifted, wide
+from gradtrace.semirings.base import NARROW, cast, shifted, wide
 from gradtrace.states import Part, Scope, State, alike, own, sizes, solid, where
 
 
@@ -27,8 +28,8 @@ class Rule(Protocol):
     def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
         """What a value becomes by a map, if nothing is added to it."""
 
-    def join(self, states: list[State], step: Step, scope: Scope) -> State:
-        """The state of a sum. Its terms are complete."""
+    def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
+        """The state of a sum. Its terms are complete; ``on`` if more of them follow."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Greedy:
         assert x is not None
         choosing = not map_.stays
         later = choosing and step.out in scope.tails
-        value = known if known is not None or later else map_.apply(x).to(step.dtype)
+        value = known if known is not None or later else cast(map_.apply(x), step.dtype)
         if choosing and len(state.palette.rows) > 1:
             assert state.numbers is not None
             if value is None and isinstance(map_, Scatter) and map_.sparse:
@@ -74,7 +75,7 @@ class Greedy:
         if numbers is not None:
             numbers = map_.apply(numbers)
         if known is None and state.value is not None:
-            known = map_.apply(state.value).to(step.dtype)
+            known = cast(map_.apply(state.value), step.dtype)
         parts = state.parts
         if parts:
             parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
@@ -93,7 +94,7 @@ class Greedy:
             return State(value, 0, numbers, state.palette)
         return State(value, 0, numbers, state.palette, loose=numbers is not None)
 
-    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+    def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
         """The sum, and the mark of the largest term."""
         known = scope.known.get(step.out)
         if alike(states):
@@ -101,6 +102,8 @@ class Greedy:
         if known is None and step.out in scope.ends and (found := self._patched(states, step)):
             return found
         first, *rest = map(solid, states)
+        if len(rest) == 1 and not on and (found := self._larger(first, rest[0], step, known)):
+            return found
         given = first.numbers
         first = first.written()
         assert first.value is not None and first.numbers is not None
@@ -117,8 +120,31 @@ class Greedy:
             palette, shift = palette.then(other.palette)
             fused.merge(size, numbers, wide(other.value), theirs, shift)
         numbers, palette = compact(numbers, palette)
-        total = total.to(step.dtype) if known is None else known
+        total = cast(total, step.dtype) if known is None else known
         return State(total, 0, numbers, palette, (), size)
+
+    @staticmethod
+    def _larger(first: State, second: State, step: Step, known: Tensor | None) -> State | None:
+        """``join`` of two terms in one step, where there is a kernel for it."""
+        if first.size is not None:
+            return None
+        assert first.value is not None and second.value is not None
+        plain = first.numbers is None
+        palette, shift = first.palette.then(second.palette)
+        numbers = larger(
+            first.value,
+            1 if first.numbers is None else first.numbers,
+            plain or first.loose,
+            second.value,
+            1 if second.numbers is None else second.numbers,
+            shift,
+        )
+        if numbers is None:
+            return None
+        total = known
+        if total is None:
+            total = cast(first.value + second.value, step.dtype)
+        return State(total, 0, *compact(numbers, palette))
 
     @staticmethod
     def _patched(states: list[State], step: Step) -> State | None:
@@ -189,7 +215,7 @@ class Viterbi:
         held = balanced(Held((value,), state.exponent), MAX)
         return State(held.value[0], held.exponent, numbers, state.palette)
 
-    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+    def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
         """The largest term, and its mark."""
         exponent = max(state.exponent for state in states)
         values = []
@@ -220,7 +246,7 @@ class Gradient:
         assert state.value is not None
         return state._replace(value=map_.apply(state.value).to(step.dtype))
 
-    def join(self, states: list[State], step: Step, scope: Scope) -> State:
+    def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
         """The sum."""
         total = states[0].value
         for state in states[1:]:

@@ -183,11 +183,10 @@ def solid(state: State) -> State:
 
 def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 though something came to them; None if there is none."""
-    if not waiting.avoid(value):
-        if bool(value.all()):
-            return None
-        if not any(bool(part.x.any()) for part in parts):
-            return None  # nothing came at all
+    if bool(value.all()):
+        return None
+    if not waiting.avoid(value) and not any(bool(part.x.any()) for part in parts):
+        return None  # nothing came at all
     zero = value == 0
     loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
     for part in parts:
@@ -221,12 +220,14 @@ def where(value: Tensor, numbers: Tensor) -> Tensor:
     """The numbers of marks, 0 where the value is 0."""
     if not waiting.avoid(value) and bool(value.all()):  # a look is cheaper than a copy
         return numbers
-    return torch.where(value != 0, numbers, 0)
+    return numbers * (value != 0)
 
 
 def sizes(x: Tensor) -> Tensor:
     """|x| in a memory of its own, row by row."""
     x = wide(x)
+    if x.is_contiguous():
+        return x.abs()
     return torch.abs(x, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 

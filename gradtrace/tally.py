@@ -35,9 +35,9 @@ ENTRIES = 1 << 22
 class Counts(NamedTuple):
     """The elements of a leaf by mark: how many (int64), and Σ |gradient| (float64).
 
-    Entry n is for the mark ``rows[n % len(rows)] | extra``, a path if that has bit 0, and for pair
-    ``pair + n // len(rows)``. They stay on the leaf's device until all leaves are counted, so that
-    nobody waits for them.
+    Entry ``blank + n`` is for the mark ``rows[n % len(rows)] | extra``, a path if that has bit 0,
+    and for pair ``pair + n // len(rows)``; those before it are for no path. They stay on the leaf's
+    device until all leaves are counted, so that nobody waits for them.
     """
 
     counts: Tensor
@@ -45,14 +45,15 @@ class Counts(NamedTuple):
     rows: Sequence[int]
     extra: int
     pair: int
+    blank: int = 0
 
 
 @dataclass
 class Counted:
-    """A leaf, how many elements it has, and how many paths there could be."""
+    """A leaf by name and value, how many elements it has, and how many paths there could be."""
 
     name: str
-    could: int
+    value: int
     size: int
     total: int
     found: Counts
@@ -64,16 +65,17 @@ class Groups(NamedTuple):
     leaf: Ints
     pair: Ints
     kind: Ints  # of mark
-    marks: list[int]  # of each kind
+    passes: Bools  # (kinds, components): which marks have any bit of which component
     sums: Floats  # (groups, 2): how many, and Σ |gradient|; counts are exact below 2**53
 
 
 @dataclass
 class Tally:
-    """Counts paths as leaves come in. ``could`` says which bits each leaf's value may have."""
+    """Counts paths as leaves come in: those of a program, by marks that components are made of."""
 
     components: list[Component]
-    could: dict[int, int]
+    program: Program
+    marks: Marks
     names: dict[int, str]
     pairs: int
     leaves: list[Counted] = field(default_factory=list)
@@ -103,20 +105,21 @@ class Tally:
         name = self.names[value]
         own = 0 if name in self.sized else size
         self.sized.add(name)
-        self.leaves.append(Counted(name, self.could[value], own, total, found))
+        self.leaves.append(Counted(name, value, own, total, found))
 
     def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
-        """The table."""
-        owns, groups = self._owned(), grouped([leaf.found for leaf in self.leaves])
+        """The table. What can be said without the counts comes first: a GPU may still be busy."""
+        owns, reached = self._owned(), possible(self.program, self.marks)
         bits = [component.bits for component in self.components]
-        could = hits([leaf.could for leaf in self.leaves], bits) & ~owns
+        could = hits([reached[leaf.value] for leaf in self.leaves], bits) & ~owns
+        groups = grouped([leaf.found for leaf in self.leaves], bits)
         sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
         missing = totals - np.bincount(groups.leaf, groups.sums[:, 0], len(self.leaves))
         own, unreached = sizes @ owns.astype(float), missing @ could.astype(float)
         if not np.isfinite(groups.sums).all():
             notes = (*notes, NONFINITE)
-        eligible, through = self._sums(groups, could, bits)
+        eligible, through = self._sums(groups, could)
         rows = []
         for n, component in enumerate(self.components):
             count, gradient = (
@@ -141,22 +144,23 @@ class Tally:
         owns[leaves, components] = True
         return owns
 
-    def _sums(self, groups: Groups, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
+    def _sums(self, groups: Groups, could: Bools) -> tuple[Floats, Floats]:
         """By pair and component, how many elements could pass and how many do, and the same by
         |gradient|, in the order of the leaves.
         """
         shape = (self.pairs, len(self.components), 2)
         eligible, through = np.zeros(shape), np.zeros(shape)
-        passes = hits(groups.marks, bits)
         sums = np.where(np.isfinite(groups.sums), groups.sums, 0.0)
         order = np.argsort(groups.pair, kind="stable")
-        most = max(1, ENTRIES // max(1, len(bits)))
+        most = max(1, ENTRIES // max(1, len(self.components)))
         for pair, mine in _runs(order, groups.pair):
             for n in range(0, len(mine), most):
                 some = mine[n : n + most]
                 can = could[groups.leaf[some]]
                 eligible[pair] += can.T.astype(float) @ sums[some]
-                through[pair] += (can & passes[groups.kind[some]]).T.astype(float) @ sums[some]
+                through[pair] += (can & groups.passes[groups.kind[some]]).T.astype(float) @ sums[
+                    some
+                ]
         return eligible, through
 
 
@@ -168,26 +172,38 @@ def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
             yield int(pairs[mine[0]]), mine
 
 
-def grouped(found: Sequence[Counts]) -> Groups:
-    """What was counted, of all leaves, without what nobody has."""
+def grouped(found: Sequence[Counts], bits: list[int]) -> Groups:
+    """What was counted, of all leaves, without what nobody has, by marks that have any of some
+    bits. Counts are fetched last.
+    """
+    kinds: dict[int, int] = {}
+    rows: dict[tuple[int, int], Ints] = {}  # leaves have palettes in common
+    lines, pairs = [], []
+    for each in found:
+        key = id(each.rows), each.extra
+        if key not in rows:
+            rows[key] = _kinds(each, kinds)
+        many = (len(each.counts) - each.blank) // max(1, len(each.rows))
+        lines += [np.full(each.blank, -1), np.tile(rows[key], many)]
+        each_pair = np.arange(each.pair, each.pair + many)
+        pairs += [np.zeros(each.blank, np.intp), np.repeat(each_pair, len(each.rows))]
+    passes = hits(list(kinds), bits)
+    starts = np.cumsum([0, *(len(each.counts) for each in found)])
     counts = _fetched([each.counts for each in found], np.int64)
     sizes = _fetched([each.sums for each in found], np.float64)
-    starts = np.cumsum([0, *(len(each.counts) for each in found)])
-    used = np.flatnonzero(counts)
-    leaf = np.searchsorted(starts, used, side="right") - 1
-    kinds: dict[int, int] = {}
-    there, pairs, marks = [], [], []
-    for n, (whose, place) in enumerate(zip(leaf.tolist(), (used - starts[leaf]).tolist())):
-        each = found[whose]
-        pair, row = divmod(place, len(each.rows))
-        mark = each.rows[row] | each.extra
-        if mark & 1:
-            there.append(n)
-            pairs.append(each.pair + pair)
-            marks.append(kinds.setdefault(mark, len(kinds)))
-    used, leaf = used[there], leaf[there]
+    kind = np.concatenate([np.zeros(0, np.intp), *lines])
+    used = np.flatnonzero((counts != 0) & (kind >= 0))
+    pair = np.concatenate([np.zeros(0, np.intp), *pairs])[used]
     sums = np.stack([counts[used].astype(float), sizes[used]], 1)
-    return Groups(leaf, np.array(pairs, np.intp), np.array(marks, np.intp), list(kinds), sums)
+    return Groups(np.searchsorted(starts, used, side="right") - 1, pair, kind[used], passes, sums)
+
+
+def _kinds(found: Counts, kinds: dict[int, int]) -> Ints:
+    """Which kind each mark of a palette is, new ones from there on; -1 for no path."""
+    marks = [row | found.extra for row in found.rows]
+    return np.array(
+        [kinds.setdefault(mark, len(kinds)) if mark & 1 else -1 for mark in marks], np.intp
+    )
 
 
 def _fetched(tensors: Sequence[Tensor], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
@@ -211,20 +227,19 @@ def counts_of(found: Found, gradient: Tensor, pairs: int) -> Counts:
     state = solid(state).written()
     numbers, (rows, extra) = state.numbers, state.palette
     assert numbers is not None
-    if isinstance(pair, Tensor):
-        there = (pair > 0) & (numbers > 0)
-        numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
-    parts, first = (pairs, 0) if isinstance(pair, Tensor) else (1, pair)
-    counts, sizes = fused.tally(numbers, gradient, parts * len(rows) + 1)
-    return Counts(counts[1:], sizes[1:], rows, extra, first)
+    if isinstance(pair, int):
+        return Counts(*fused.tally(numbers, gradient, len(rows) + 1), rows, extra, pair, 1)
+    there = (pair > 0) & (numbers > 0)
+    numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
+    return Counts(*fused.tally(numbers, gradient, pairs * len(rows) + 1), rows, extra, 0, 1)
 
 
 def _of_pieces(state: State, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
     """A large leaf: marks are worked out and counted a piece at a time."""
     rows, extra = state.palette
     counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
-    counts, sizes = fused.summed(counted)  # each piece is gone when the next one comes
-    return Counts(counts[1:], sizes[1:], rows, extra, pair)
+    # each piece is gone when the next one comes
+    return Counts(*fused.summed(counted), rows, extra, pair, 1)
 
 
 def _of_plain(state: State, gradient: Tensor, pair: int) -> Counts:
@@ -252,29 +267,23 @@ def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
         line[at] = few.value
         counts[1] += count
         sizes[1] += size
-    return Counts(counts[1:], sizes[1:], rows, extra, pair)
+    return Counts(counts, sizes, rows, extra, pair, 1)
 
 
 def hits(marks: list[int], bits: list[int]) -> Bools:
     """Which marks have any of some bits, as a matrix of marks by sets of bits."""
-    width = -(-max((b.bit_length() for b in (*marks, *bits)), default=1) // 8) or 1
-    table = np.frombuffer(b"".join(m.to_bytes(width, "little") for m in marks), np.uint8)
-    atoms = np.unpackbits(table.reshape(len(marks), width), axis=1, bitorder="little")
-    atoms = np.ascontiguousarray(atoms.T)  # a row for each bit
-    found = np.zeros((len(marks), len(bits)), dtype=bool)
-    for n, some in enumerate(bits):
-        places = list(_places(some))
-        if places:
-            found[:, n] = np.bitwise_or.reduce(atoms[places], axis=0)
-    return found
+    width = -(-max((b.bit_length() for b in (*marks, *bits)), default=1) // 64) or 1
+    found = np.zeros((len(bits), len(marks)), dtype=bool)
+    for here, there in zip(_words(bits, width), _words(marks, width)):
+        found |= (here[:, None] & there) != 0
+    return found.T
 
 
-def _places(bits: int) -> Iterator[int]:
-    """The numbers of the bits that are set."""
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
+def _words(numbers: list[int], width: int) -> npt.NDArray[np.uint64]:
+    """Whole numbers as so many words each: (words, numbers)."""
+    line = b"".join([number.to_bytes(8 * width, "little") for number in numbers])
+    table = np.frombuffer(line, np.dtype("<u8")).reshape(len(numbers), width)
+    return np.ascontiguousarray(table.T)
 
 
 def possible(program: Program, marks: Marks) -> dict[int, int]:

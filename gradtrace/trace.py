@@ -29,7 +29,7 @@ from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
-from gradtrace.tally import Tally, possible
+from gradtrace.tally import Tally
 from gradtrace.tracing import Found, Tracer
 
 SAMPLED = 10_000
@@ -300,8 +300,7 @@ class Trace:
 
     def _counted(self, chosen: Chosen, sample: int | None = None, seed: int = 0) -> Influence:
         """The table of some components, by the paths of all elements or of a sample."""
-        could = possible(self.program, chosen.marks)
-        tally = Tally(chosen.components, could, self.names, self.pairs)
+        tally = Tally(chosen.components, self.program, chosen.marks, self.names, self.pairs)
         if sample is not None:
             self._count_some(tally, chosen.marks, sample, seed)
             drawn = sum(leaf.total for leaf in tally.leaves) // self.pairs

@@ -19,6 +19,7 @@ nothing is compared. Gradients that recording has kept are not computed again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -228,7 +229,8 @@ class Tracer:
         found: list[State] = []
         for map_, value in step.terms:
             if value in sums:
-                found += map(unpacked, sums.pop(value))
+                some = sums.pop(value)
+                found += map(unpacked, some) if self.narrow else some
             else:
                 state = states[value]
                 found.append(self._term(self._map(map_, value), state, step, not found))
@@ -237,7 +239,7 @@ class Tracer:
         elif alike(found):
             sums[step.out] = found
         else:
-            total = self.rule.join(found, step, NOTHING)
+            total = self.rule.join(found, step, NOTHING, on=True)
             sums[step.out] = [packed(total) if self.narrow else total]
 
     def _map(self, map_: Map, value: int) -> Map:
@@ -263,15 +265,16 @@ def _drop(
 
 def tails(program: Program) -> set[int]:
     """Values that nothing but a leaf is made of: moved and added up with others, no more."""
-    uses: dict[int, int] = {}
-    for step in program.steps():
-        for term in step.terms:
-            uses[term.value] = uses.get(term.value, 0) + 1
+    uses = Counter([term.value for step in program.steps() for term in step.terms])
+    makers = {step.out: step for step in program.steps()}
     found = {leaf.value for leaf in program.leaves}
-    for block in reversed(program.blocks):
-        for step in (*reversed(block.merges), *reversed(block.steps)):
-            if step.out in found:
-                found.update(t.value for t in step.terms if t.map.moves and uses[t.value] == 1)
+    ahead = list(found)
+    while ahead:
+        step = makers.get(ahead.pop())
+        for map_, value in () if step is None else step.terms:
+            if map_.moves and uses[value] == 1 and value not in found:
+                found.add(value)
+                ahead.append(value)
     return found
 
 

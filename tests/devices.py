@@ -21,6 +21,7 @@ from test_steps import every_pair as all_pairs
 from torch import Tensor
 
 from gradtrace.kernels import gpu, launch, native, reference, steps
+from gradtrace.kernels.larger import larger
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
 from gradtrace.maps import Normaliser
@@ -391,3 +392,45 @@ def normalise_expanded(device: str) -> None:
     gain, scale = numbers("generic", torch.float32, 100), numbers("generic", torch.float32, 7, 1)
     left = [(-scale / 100).expand(7, 100), -scale * unit / 100]
     _chosen(device, Lines(scale * gain, left, [gain.expand(7, 100), gain * unit], g))
+
+
+# Of two terms ------------------------------------------------------------------------------------
+
+
+def duel(device: str) -> None:
+    """``larger`` says what ``written`` and ``steps.merge`` say, in one step."""
+    for kind, dtype, shape in product(MAKERS, FLOATS, [(), (37,), (2, 3, 4), (5, 400)]):
+        first, second = (numbers(kind, dtype, *shape, seed=seed) for seed in (0, 1))
+        n = first.numel()
+        mine, theirs = (words(n, 5, seed).reshape(shape) for seed in (1, 2))
+        ways = zip(strided(first), strided(mine), strided(second)[::-1], strided(theirs))
+        for a, marks, b, others in ways:
+            for loose in (False, True):
+                _larger(device, a, marks, loose, b, others, 3)
+            _larger(device, a, 1, True, b, others, 1)
+            _larger(device, a, marks, True, b, 1, 4)
+    many = torch.rand([2] * 9).permute(8, 6, 4, 2, 0, 7, 5, 3, 1)
+    nine = torch.rand([2] * 9).to(device)
+    assert larger(nine, 1, True, many.to(device), 1, 1) is None  # too many steps
+    assert larger(nine, 1, True, nine[0], 1, 1) is None
+    assert larger(nine[:0], 1, True, nine[:0], 1, 1) is None
+
+
+def _larger(
+    device: str,
+    first: Tensor,
+    marks: Tensor | int,
+    loose: bool,
+    second: Tensor,
+    others: Tensor | int,
+    shift: int,
+) -> None:
+    size = first.to(first.dtype if first.dtype in WIDE else torch.float32).abs().contiguous()
+    wanted = torch.where((size != 0) | (not loose), marks, 0).int().contiguous()
+    plainly(steps.merge, size, wanted, second, others, shift)
+    there = [x.to(device) if isinstance(x, Tensor) else x for x in (first, marks, second, others)]
+    a, mine, b, theirs = there
+    assert isinstance(a, Tensor) and isinstance(b, Tensor)
+    found = larger(a, mine, loose, b, theirs, shift)
+    assert found is not None
+    same(found, wanted)

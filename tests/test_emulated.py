@@ -215,7 +215,12 @@ SOURCES = [
     ("contract.cu", ("KB 128",)),
     ("steps.cu", ()),
     ("top.cu", ("TOP 8",)),
+    ("larger.cu", ()),
 ]
+
+
+def test_the_larger_of_two_terms(emulator: Emulator) -> None:
+    devices.duel("cpu")
 
 
 @pytest.mark.parametrize("file, defines", SOURCES, ids=str)

@@ -96,6 +96,11 @@ def test_merge() -> None:
 
 
 @on_a_gpu
+def test_the_larger_of_two_terms() -> None:
+    devices.duel("cuda")
+
+
+@on_a_gpu
 def test_tally() -> None:
     devices.tally("cuda", True)
     devices.tally_of_matrices("cuda")

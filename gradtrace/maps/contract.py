@@ -17,7 +17,7 @@ from gradtrace.kernels.rows import Lines, flat, products
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
 from gradtrace.maps.places import located
 from gradtrace.semirings import Semiring, Value
-from gradtrace.semirings.base import wide
+from gradtrace.semirings.base import cast, wide
 from gradtrace.shapes import Shape
 
 
@@ -59,7 +59,7 @@ class Contract(Map):
         return {d for d, letter in enumerate(out) if letter not in x}
 
     def apply(self, x: Tensor) -> Tensor:
-        return torch.einsum(self.spec, x, self.weight.to(x.dtype))
+        return torch.einsum(self.spec, x, cast(self.weight, x.dtype))
 
     def pull(self, x: Value, semiring: Semiring) -> Value:
         return semiring.contract(self.spec, x, self.weight)

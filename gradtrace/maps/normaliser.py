@@ -53,13 +53,15 @@ class Normaliser(Map):
 
     def _lines(self, x: Tensor) -> Tensor:
         """A tensor that broadcasts to the shape, as (lines, elements of a line)."""
-        x, (order, _, width) = x.expand(self.in_shape), _ordered(self.in_shape, self.dims)
-        return (x if order is None else x.permute(order)).reshape(-1, width)
+        order, _, width = _ordered(self.in_shape, self.dims)
+        if x.shape != self.in_shape:
+            x = x.expand(*self.in_shape)
+        return torch.reshape(x if order is None else torch.permute(x, order), (-1, width))
 
     def _back(self, lines: Tensor) -> Tensor:
         order, back, _ = _ordered(self.in_shape, self.dims)
         if order is None or back is None:
-            return lines.reshape(self.in_shape)
+            return torch.reshape(lines, self.in_shape)
         return lines.reshape([self.in_shape[d] for d in order]).permute(back)
 
     def _own(self) -> Tensor:

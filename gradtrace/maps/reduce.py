@@ -60,7 +60,8 @@ class Reduce(Map):
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         largest, handed = steps.reduce(x, marks, self.dims)
-        return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
+        shape = self.out_shape
+        return torch.reshape(largest, shape) if value else None, torch.reshape(handed, shape)
 
     def rows(self, at: Tensor) -> Rows:
         base, over = self._places(at)

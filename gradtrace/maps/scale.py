@@ -25,7 +25,7 @@ class Identity(Map):
         self.out_shape = in_shape if out_shape is None else out_shape
 
     def apply(self, x: Tensor) -> Tensor:
-        return x.reshape(self.out_shape)
+        return x if self.in_shape == self.out_shape else torch.reshape(x, self.out_shape)
 
     def pull(self, x: Value, semiring: Semiring) -> Value:
         return each(x, self.apply)
@@ -60,6 +60,9 @@ class Identity(Map):
         return count.reshape(self.out_shape) if isinstance(count, Tensor) else count
 
 
+EXACT = frozenset({torch.float32, torch.float64})
+
+
 class Scale(Map):
     """``out[i] = w[i] · in[i]``; ``weight`` is a number, or a tensor that broadcasts."""
 
@@ -73,10 +76,12 @@ class Scale(Map):
     def _weight(self, like: Tensor) -> Tensor:
         if isinstance(self.weight, Tensor):
             return nearby(self.weight, like.device)
-        number = torch.tensor(self.weight, dtype=torch.float64, device=like.device)
-        return number.to(like.dtype) if like.is_floating_point() else number
+        dtype = like.dtype if like.is_floating_point() else torch.float64
+        return torch.full((), self.weight, dtype=dtype, device=like.device)  # nobody waits for it
 
     def apply(self, x: Tensor) -> Tensor:
+        if x.dtype in EXACT:  # a number becomes one of these before it is multiplied
+            return x * self.weight
         return self._weight(x) * x
 
     def pull(self, x: Value, semiring: Semiring) -> Value:

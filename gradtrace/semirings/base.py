@@ -25,6 +25,11 @@ LIMIT = 1 << 20
 NARROW = frozenset({torch.float16, torch.bfloat16, torch.bool})
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype; PyTorch takes its time to find that nothing is to be done."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def wide(x: Tensor) -> Tensor:
     """The tensor in float32, if it is of half precision (or a mask)."""
     return x.float() if x.dtype in NARROW else x
