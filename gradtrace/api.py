@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradtrace import autograd, engine, memory
+from gradtrace import autograd, engine, memory, waiting
 from gradtrace.atlas import Atlas, Gradients, Lazy
 from gradtrace.capture import DENSE_LIMIT, record
 from gradtrace.deferred import Deferred, sizes_of
@@ -352,16 +352,23 @@ def _refuse_nonfinite(
 def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
     """Whether all gradients are finite, for sure; sums tell cheaply, unless they overflow.
 
-    Small gradients of one shape are added up together: a call for each would cost more than it.
+    Small gradients of one shape are added up together: a call for each would cost more than it. On
+    a GPU one call looks at all of a dtype, for the largest magnitude of each.
     """
     kinds: dict[tuple[object, ...], list[Tensor]] = {}
-    sums = []
+    sums: list[Tensor] = []
     for grad in grads:
+        if waiting.avoid(grad) and grad.numel():
+            kinds.setdefault((grad.dtype, grad.device), []).append(grad)
+            continue
         if grad.numel() < SMALL:
             kinds.setdefault((grad.dtype, grad.device, grad.shape), []).append(grad)
         else:
             sums.append(grad.sum())
-    for some in kinds.values():
+    for kind, some in kinds.items():
+        if len(kind) == 2:
+            sums.extend(torch._foreach_norm(some, math.inf))
+            continue
         sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
     return all(map(math.isfinite, look(sums)))
 

@@ -132,8 +132,14 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
     shape = tuple(meta.shape)
     if grad.shape != shape:
         same = grad.numel() == prod(shape)  # only dimensions of size 1 to sum over
+        extra = grad.dim() - len(shape)
         try:
-            grad = grad.view(shape) if same and grad.is_contiguous() else grad.sum_to_size(shape)
+            if same and grad.is_contiguous():
+                grad = grad.view(shape)
+            elif shape and extra > 0 and grad.shape[extra:] == shape:
+                grad = grad.sum(tuple(range(extra)))  # what sum_to_size does, with less ado
+            else:
+                grad = grad.sum_to_size(shape)
         except RuntimeError as error:
             raise GradtraceError(
                 f"a backward formula gave a gradient of shape {tuple(grad.shape)} for a value of "
@@ -153,14 +159,15 @@ MANY = frozenset({"NativeLayerNormBackward0", "NativeGroupNormBackward0", "Split
 """Operators with several outputs, among those below."""
 
 _EXACT = (
-    "Bmm Clone Convolution Cos Exp Expand Gelu Log LogSoftmax Mm NativeGroupNorm "
-    "NativeLayerNorm Neg Permute Pow Relu Rsqrt Select Sigmoid Silu Sin Slice Softmax Split "
-    "Sqrt T Tanh ToCopy Transpose UnsafeView Unsqueeze View"
+    "Alias Bmm Clone Convolution Cos Exp Expand Gelu Log LogSoftmax Mm NativeGroupNorm "
+    "NativeLayerNorm Neg Permute Pow Relu ReshapeAlias Rsqrt SafeSoftmax Select Sigmoid Silu Sin "
+    "Slice Softmax Split Sqrt T Tanh ToCopy Transpose UnsafeView Unsqueeze View"
 )
 
 EXACT: dict[str, tuple[int, ...]] = {
     **{f"{name}Backward0": () for name in _EXACT.split()},
     "AddmmBackward0": (0,),
+    "MulBackward1": (),
 }
 """Nodes whose formula gives results of the very shape and dtype that is wanted, but at these
 argument positions, where broadcasting may have to be undone. To ask a node which shapes it wants

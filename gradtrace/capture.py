@@ -6,25 +6,26 @@ followed (``gradtrace.formulas``).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradtrace import autograd, standins, waiting
 from gradtrace.atlas import NOWHERE, Atlas, placed
-from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Node, learn
+from gradtrace.autograd import ACCUMULATE, FACTS, VIEWS, Edges, Node, learn
 from gradtrace.deferred import Deferred, Part
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.formulas import Formulas, Given
+from gradtrace.formulas import Formulas
 from gradtrace.hooks import HookWatch
-from gradtrace.linear import real_dtype, shape_of
-from gradtrace.maps import Identity, Map
-from gradtrace.nodes import JOINTS, NODES, Edge, summed
+from gradtrace.linear import Together, real_dtype, shape_of
+from gradtrace.nodes import JOINTS, NODES, Chain, Edge, NodeRule, same, summed
 from gradtrace.passes import one_pass
-from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term, single
+from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term, double, single
 from gradtrace.recorder import Recorder
 from gradtrace.schedules import walk
 from gradtrace.store import Store
@@ -40,13 +41,19 @@ LARGE = 1 << 16
 class Products:
     """Products of matrices: computed; or put off, where they are the gradient of a large leaf and
     what is held for it is not larger; or, for a ``bare`` program, never computed.
+
+    On a GPU, which waits for Python while a pass is recorded and which Python waits for later,
+    nothing is put off as long as the store has memory for it.
     """
 
-    def __init__(self, clear_since: int, bare: bool) -> None:
+    def __init__(self, clear_since: int, bare: bool, store: Store) -> None:
         self.clear_since = clear_since
+        self.store = store
         self.bare = bare
         self.put_off: dict[int, Tensor] = {}  # by id: what stands in for results
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
+        self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self.together = Together()
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -67,6 +74,8 @@ class Products:
         size = prod(shape)
         if self.bare or size < LARGE or (leaf := self._leaf(edge[0])) is None:
             return None
+        if waiting.avoid(grad) and self.store.spend(size * grad.itemsize):
+            return None
         held = self.held.get(id(leaf), 0) + grad.numel()
         if held > size:
             return None
@@ -74,6 +83,14 @@ class Products:
         out = grad.new_zeros(()).expand(tuple(shape))
         self.put_off[id(out)] = out
         return out
+
+    def one(self, like: Tensor) -> Tensor:
+        """A single 1 of this dtype, on this device."""
+        kind = like.dtype, like.device
+        found = self.ones.get(kind)
+        if found is None:
+            found = self.ones[kind] = torch.ones((), dtype=kind[0], device=kind[1])
+        return found
 
     def _leaf(self, node: Node | None) -> Tensor | None:
         """The leaf whose gradient this node is handed, if no code but PyTorch's own sees it
@@ -87,6 +104,16 @@ class Products:
             return None
         leaf: Tensor = node.variable
         return leaf
+
+
+class Kind(NamedTuple):
+    """What is known of the nodes of a type."""
+
+    name: str
+    rule: NodeRule | None
+    joint: bool
+    asked: tuple[int, ...] | None  # argument positions to conform; None: all
+    ending: bool  # stands for a leaf, or may stand right before one
 
 
 class Record:
@@ -111,7 +138,7 @@ class Record:
         self.recorder = Recorder(limit, bare, hopes)
         self.formulas = Formulas(self.recorder, self.clear_since, opaque)
         self.bare = bare
-        self.products = Products(self.clear_since, bare)
+        self.products = Products(self.clear_since, bare, self.store)
         self.deferred: dict[int, Deferred] = {}
         self.seed = seed
         self.first = self.recorder.new()
@@ -120,6 +147,9 @@ class Record:
         }
         self.blocks: list[Block] = []
         self.leaves: list[Leaf] = []
+        self.kinds: dict[type, Kind] = {}
+        self.new = self.recorder.new
+        self.place, self.start, self.end = NOWHERE, 0, 0  # nodes from start on lie in this place
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Record the formula of a node and hand its results to its arguments."""
@@ -130,45 +160,54 @@ class Record:
         if kind is ACCUMULATE:
             self._leaf(node.variable, *arrived[0])
             return
+        known = self.kinds.get(kind) or self._kind(kind)
         number = node._sequence_nr()
-        takes = {slot: value for slot, (_, value) in arrived.items()}
-        block = Block(kind.__name__, self.atlas.place_at(number), takes, [], {}, [])
+        if not self.start <= number < self.end:
+            self._enter(number)
+        block = Block(known.name, self.place, {}, [], {})
+        takes = block.takes
+        for slot in arrived:
+            takes[slot] = arrived[slot][1]
         try:
-            given = None
-            if number >= self.clear_since:
-                given = self._known(node, edges, arrived, block)
-            if given is None:
+            if number < self.clear_since or not self._known(known, node, edges, arrived, block):
                 block.operator = autograd.name_of(node)
-                given = self.formulas.follow(node, edges, arrived, block)
+                for position, out, value in self.formulas.follow(node, edges, arrived, block):
+                    self._hand(block, position, edges[position], out, value)
         except Exception as error:
             raise self.atlas.place(error, node) from error
-        adjoints, keeps = self.adjoints, self.store.left > 0
-        for position, out, value in given:
-            child, slot = edges[position]
-            block.gives[position] = value
-            if keeps and not autograd.ends(child):
-                self.store.add(value, out, block)
-            slots = adjoints.get(child)
-            if slots is None:
-                adjoints[child] = {slot: (out, value)}
-                continue
-            there = slots.get(slot)
-            slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
         self.blocks.append(block)
 
+    def _kind(self, kind: type) -> Kind:
+        """Find out once what is known of a type of node."""
+        name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
+        ending = kind is ACCUMULATE or name in VIEWS
+        found = Kind(name, NODES.get(name), name in JOINTS, facts.asked, ending)
+        self.kinds[kind] = found
+        return found
+
+    def _enter(self, number: int) -> None:
+        """Find the module call of a node, and which nodes beside it were made there."""
+        starts, at = self.atlas.starts, bisect_right(self.atlas.starts, number)
+        self.place = self.atlas.places[at - 1] if at else NOWHERE
+        self.start = starts[at - 1] if at else 0
+        self.end = starts[at] if at < len(starts) else number + 1
+
     def _known(
-        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
-    ) -> list[Given] | None:
-        """A node whose maps are known: no need to look inside."""
-        rule = NODES.get(block.operator)
+        self,
+        kind: Kind,
+        node: Node,
+        edges: Edges,
+        arrived: dict[int, tuple[Tensor, int]],
+        block: Block,
+    ) -> bool:
+        """A node whose maps are known: no need to look inside. False if they are not."""
+        _, rule, joint, asked, _ = kind
         if rule is None or len(arrived) > 1 or 0 not in arrived:
-            return self._joined(node, arrived, block) if block.operator in JOINTS else None
+            return joint and self._joined(node, edges, arrived, block)
         grad, value = arrived[0]
         found = None if grad.is_complex() else rule(node, grad, edges, self.products)
         if found is None:
-            return None
-        asked = (FACTS.get(type(node)) or learn(type(node))).asked
-        given = []
+            return False
         for position, result in enumerate(found):
             if result is None or (edge := edges[position])[0] is None:
                 continue
@@ -179,28 +218,43 @@ class Record:
                 number = self._chain(chain, value, out, block)
             if self.deferred or self.products.put_off:
                 self._defer(value, grad, chain, number, out)
-            given.append((position, out, number))
-        return given
+            self._hand(block, position, edge, out, number)
+        return True
 
-    def _chain(self, chain: Sequence[Map], value: int, out: Tensor, block: Block) -> int:
+    def _hand(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
+        """A result of a block, to the node that it is the cotangent of."""
+        child, slot = edge
+        block.gives[position] = value
+        if self.store.left > 0:
+            kind = self.kinds.get(type(child)) or self._kind(type(child))
+            if not kind.ending or not autograd.ends(child):
+                self.store.add(value, out, block)
+        slots = self.adjoints.get(child)
+        if slots is None:
+            self.adjoints[child] = {slot: (out, value)}
+            return
+        there = slots.get(slot)
+        slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
+
+    def _chain(self, chain: Chain, value: int, out: Tensor, block: Block) -> int:
         """The steps of a chain of maps; of none, one that hands the value on."""
-        dtype, new, steps = out.dtype, self.recorder.new, block.steps
-        for step in chain or (Identity(tuple(out.shape)),):
-            result = new()
-            steps.append(single(result, step, value, dtype))
+        dtype = out.dtype
+        for step in chain or same(out.shape, out.shape):
+            result = self.new()
+            block.steps.append(single(result, step, value, dtype))
             value = result
         return value
 
     def _conformed(
-        self, out: Tensor, chain: list[Map], value: int, edge: Edge, block: Block
+        self, out: Tensor, chain: Chain, value: int, edge: Edge, block: Block
     ) -> tuple[Tensor, int]:
         """``_chain``, and what PyTorch's engine does after it: broadcasting is undone, and the
         result is of the dtype that is wanted.
         """
         meta = autograd.wanted(*edge)
-        shape, wanted, dtype = tuple(out.shape), tuple(meta.shape), out.dtype
-        same = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
-        if same and shape:  # scalars may come from another device
+        shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
+        alike = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
+        if alike and wanted:  # scalars may come from another device
             return out, self._chain(chain, value, out, block)
         if shape != wanted:
             chain = [*chain, *summed(shape, wanted)]
@@ -208,7 +262,7 @@ class Record:
         out = autograd.conform(out, meta)
         return out, value if out.dtype is dtype else self._chain((), value, out, block)
 
-    def _defer(self, value: int, grad: Tensor, chain: list[Map], number: int, out: Tensor) -> None:
+    def _defer(self, value: int, grad: Tensor, chain: Chain, number: int, out: Tensor) -> None:
         """Note how a gradient that was put off comes about."""
         if value in self.deferred:
             self.deferred[number] = self.deferred[value].then(chain)
@@ -217,17 +271,18 @@ class Record:
             self.store.hold(value, grad)
 
     def _joined(
-        self, node: Node, arrived: dict[int, tuple[Tensor, int]], block: Block
-    ) -> list[Given] | None:
+        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
+    ) -> bool:
         """A node whose cotangents lie side by side in that of its argument."""
         grads = {slot: arrived[slot][0] for slot in sorted(arrived)}
         if any(grad.is_complex() for grad in grads.values()):
-            return None
+            return False
         out, slots = JOINTS[block.operator](node, grads)
-        terms = tuple(Term(map_, arrived[slot][1]) for slot, map_ in slots.items())
-        result = self.recorder.new()
+        terms = tuple([Term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
+        result = self.new()
         block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
-        return [(0, out, result)]
+        self._hand(block, 0, edges[0], out, result)
+        return True
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
         if leaf.device != self.seed.device and leaf.dim():
@@ -262,8 +317,12 @@ class Record:
         elif there[1] not in self.sums:  # each is compared with the others
             for tensor, number in (there, (out, value)):
                 self.store.add(number, tensor, True)
-        terms = (Term(Identity(shape), there[1]), Term(Identity(shape), value))
-        block.merges.append(Step(result, terms, shape, real_dtype(out)))
+        (move,) = same(shape, shape)
+        step = double(result, move, (there[1], value), real_dtype(out))
+        if isinstance(block.merges, list):
+            block.merges.append(step)
+        else:
+            block.merges = [step]
         self.sums.add(result)
         if result not in self.deferred:
             self.store.add(result, total, False)
@@ -311,6 +370,7 @@ def record(
         try:
             with one_pass():
                 walk(loss, pen.visit, order)
+                pen.products.together.settle()
         except Exception:
             if hopes is None or hopes.fulfilled():
                 raise

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -62,21 +64,22 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
     if count <= MANY:
         return numbers, palette
     places: dict[int, int] = {}
-    (rows, extra), remap = palette, [0]
-    for row, there in zip(rows, _used(numbers, count)):
-        remap.append(places.setdefault(row | extra, len(places)) + 1 if there else 0)
-    table = torch.tensor(remap, dtype=torch.int32).to(numbers.device, non_blocking=True)
+    rows, extra = palette
+    remap, used = np.zeros(count + 1, np.int32), np.flatnonzero(_used(numbers, count))
+    marks = [rows[n] | extra for n in used.tolist()]
+    remap[used + 1] = [places.setdefault(mark, len(places) + 1) for mark in marks]
+    table = torch.from_numpy(remap).to(numbers.device, non_blocking=True)
     return table[numbers], Palette(tuple(places) or (1,))
 
 
-def _used(numbers: Tensor, count: int) -> list[bool]:
+def _used(numbers: Tensor, count: int) -> npt.NDArray[np.bool_]:
     """Which numbers, from 1 on, are there."""
     if waiting.avoid(numbers):  # to count them would wait for how many there are
-        there = numbers.new_zeros(count + 1, dtype=torch.bool)
-        there[numbers] = True
+        there = torch.zeros(count + 1, dtype=torch.bool, device=numbers.device)
+        there.index_fill_(0, numbers.reshape(-1).long(), True)
     else:
         there = torch.bincount(numbers.reshape(-1), minlength=count + 1) != 0
-    return there[1:].tolist()
+    return there.cpu().numpy()[1:]
 
 
 @dataclass

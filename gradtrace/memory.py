@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
 import torch
 
+from gradtrace.einsum import plan
 from gradtrace.errors import TooLarge
 from gradtrace.kernels import gpu, launch
 from gradtrace.maps import Contract, Map
 from gradtrace.program import Program
+from gradtrace.shapes import Shape
 
 MARK = 4
 """Bytes of an element's mark."""
@@ -32,26 +35,27 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
     dropped. ``narrow`` marks grow when they are used. On a GPU a contraction lays its operands
     out, in as much room as there is: the least that it asks for counts.
     """
-    processors = launch.processors(program.seed.device) if program.seed.is_cuda else 0
-    spared = MARK - PARKED if narrow else 0
+    seed = program.seed
+    processors = launch.processors(seed.device) if seed.is_cuda else 0
     last = program.last_uses
     known = {*program.kept, *(leaf.value for leaf in program.leaves if leaf.known is not None)}
+    known = known if kept else set()
+    spared = MARK - PARKED if narrow else 0
     held: dict[int, int] = {}
     sizes: dict[int, int] = {}  # elements of what waits
     now = most = 0
     for n, step in enumerate(program.steps()):
-        out, elements = step.out, prod(step.shape)
-        size = elements * (MARK if kept and out in known else MARK + step.dtype.itemsize)
-        here = now + size
+        out, count = step.out, prod(step.shape)
+        size = here = count * (MARK if out in known else MARK + step.dtype.itemsize)
         if spared:
             here += spared * sum(sizes.get(term.value, 0) for term in step.terms)
         if processors:
-            here += max((workspace(term.map, processors) for term in step.terms), default=0)
-        if here > most:
-            most = here
+            here += max((workspace(t.map, processors) for t in step.terms), default=0)
+        if now + here > most:
+            most = now + here
         if out in last:
-            sizes[out] = elements
-            held[out] = size - spared * elements
+            sizes[out] = count
+            held[out] = size - spared * count
             now += held[out]
         for term in step.terms:
             if last[term.value] == n:
@@ -66,7 +70,12 @@ def workspace(map_: Map, processors: int) -> int:
     """
     if not processors or not isinstance(map_, Contract):
         return 0
-    how = map_.plan()
+    return _workspace(map_.spec, map_.in_shape, tuple(map_.weight.shape), processors)
+
+
+@lru_cache(4096)
+def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
+    how = plan(spec, x, w)
     shape = (how.size(how.batch), how.size(how.rows), how.size(how.columns))
     k = how.size(how.inner)
     if not (k and all(shape)):

@@ -10,6 +10,7 @@ has asked for none when it gives up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from gradtrace import autograd, standins
 from gradtrace.autograd import Edges, Node
-from gradtrace.linear import RULES, Call
+from gradtrace.linear import RULES, Call, Together
 from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale, Scatter, Slot
 from gradtrace.shapes import Shape
 
 aten = torch.ops.aten
 
-Found: TypeAlias = "list[tuple[Tensor, list[Map]] | None] | None"
+Chain: TypeAlias = Sequence[Map]
+
+Found: TypeAlias = "list[tuple[Tensor, Chain] | None] | None"
 """For each argument, its cotangent and the maps that lead to it (none: it is the same). None
 instead of it all: look inside."""
 
@@ -34,10 +37,12 @@ Edge: TypeAlias = "tuple[Node | None, int]"
 class Product(Protocol):
     """Computes the products of matrices that are handed to an edge, or what stands in for them.
 
-    For a ``bare`` program nobody wants them, nor convolutions.
+    For a ``bare`` program nobody wants them, nor convolutions. Weights of maps that gradients do
+    not wait for are asked for ``together``.
     """
 
     bare: bool
+    together: Together
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -49,16 +54,93 @@ class Product(Protocol):
     def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
         """A stand-in of this shape for what is made of a cotangent, if that can be put off."""
 
+    def one(self, like: Tensor) -> Tensor:
+        """A single 1 of this dtype, on this device."""
+
 
 NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], Found]
+
+# Maps without a tensor are the same for all nodes that are alike, as those of a model's layers are,
+# so they are made once. Shapes may come as torch.Size: both find the same map.
+
+shared = lru_cache(1 << 12)
+
+
+@shared
+def same(shape: Shape, wanted: Shape) -> Chain:
+    """The same elements in the same order."""
+    return (Identity(tuple(shape), tuple(wanted)),)
+
+
+@shared
+def summed(shape: Shape, wanted: Shape) -> Chain:
+    """The undoing of broadcasting."""
+    extra = len(shape) - len(wanted)
+    over = [d for d, n in enumerate(shape) if d < extra or (n != 1 and wanted[d - extra] == 1)]
+    return (Reduce(over, tuple(shape), tuple(wanted)),)
+
+
+@shared
+def permuted(order: tuple[int, ...], shape: Shape, wanted: Shape) -> Chain:
+    """The dimensions in another order."""
+    return (Index(lambda x: x.permute(order), tuple(shape), tuple(wanted), injective=True),)
+
+
+@shared
+def swapped(first: int, second: int, shape: Shape, wanted: Shape) -> Chain:
+    """Two dimensions in each other's place."""
+    first, second = _signed(first), _signed(second)
+
+    def swap(x: Tensor) -> Tensor:
+        return x.transpose(first, second)
+
+    return (Index(swap, tuple(shape), tuple(wanted), injective=True),)
+
+
+@shared
+def flipped(shape: Shape, wanted: Shape) -> Chain:
+    """Both dimensions of a matrix in each other's place; a line stays as it is."""
+    return (Index(torch.t, tuple(shape), tuple(wanted), injective=True),)
+
+
+@shared
+def cut(dim: int, start: int, shape: Shape, wanted: Shape) -> Chain:
+    """A stretch along a dimension."""
+    length = wanted[dim]
+
+    def narrow(x: Tensor) -> Tensor:
+        return x.narrow(dim, start, length)
+
+    return (Index(narrow, tuple(shape), tuple(wanted), injective=True),)
+
+
+@shared
+def slot(dim: int, start: int, cut: Shape, shape: Shape, wanted: Shape) -> Slot:
+    """A stretch along a dimension, put among zeros."""
+    return Slot(dim, start, tuple(cut), tuple(shape), tuple(wanted))
+
 
 # Movements ---------------------------------------------------------------------------------------
 
 
 def turned(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """A permutation: the node itself is the movement."""
+    """``t``."""
     out = node(grad)
-    return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), injective=True)])]
+    return [(out, flipped(grad.shape, out.shape))]
+
+
+def transposed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """Two dimensions change places."""
+    out = node(grad)
+    return [(out, swapped(node._saved_dim0, node._saved_dim1, grad.shape, out.shape))]
+
+
+def reordered(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """A permutation, undone."""
+    out, dims = node(grad), grad.dim()
+    order = [_signed(d) % dims for d in node._saved_dims]
+    back = tuple(sorted(range(dims), key=order.__getitem__))
+    return [(out, permuted(back, grad.shape, out.shape))]
 
 
 def placed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -70,7 +152,12 @@ def placed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 def reshaped(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """The same elements in the same order."""
     out = node(grad)
-    return [(out, [Identity(tuple(grad.shape), tuple(out.shape))])]
+    return [(out, same(grad.shape, out.shape))]
+
+
+def untouched(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """The same elements in memory of their own, or under another name."""
+    return [(grad, ())]
 
 
 def converted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -81,20 +168,16 @@ def converted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found
 
 def parted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``cat``: each argument is a stretch; an empty one may have any number of dimensions."""
-    dim, start, shape = _signed(node._saved_dim) % grad.dim(), 0, tuple(grad.shape)
-    found: list[tuple[Tensor, list[Map]] | None] = []
+    dim, start, shape = _signed(node._saved_dim) % grad.dim(), 0, grad.shape
+    found: list[tuple[Tensor, Chain] | None] = []
     for out in _several(node(grad)):
-        cut = tuple(out.shape)
-        if cut == (0,):
+        part = out.shape
+        if part == (0,):
             found.append(None)
             continue
-        found.append((out, [Index(_narrow(dim, start, cut[dim]), shape, cut, injective=True)]))
-        start += cut[dim]
+        found.append((out, cut(dim, start, shape, part)))
+        start += part[dim]
     return found
-
-
-def _narrow(dim: int, start: int, length: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.narrow(dim, start, length)
 
 
 def stacked(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -124,16 +207,11 @@ def _signed(value: Any) -> Any:
 
 def widened(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``expand``: what was repeated is added up."""
+    shape = grad.shape
+    if shape == node._saved_self_sym_sizes:
+        return [(grad, ())]
     out = node(grad)
-    shape, wanted = tuple(grad.shape), tuple(out.shape)
-    return [(out, [] if shape == wanted else summed(shape, wanted))]
-
-
-def summed(shape: Shape, wanted: Shape) -> list[Map]:
-    """The undoing of broadcasting."""
-    extra = len(shape) - len(wanted)
-    over = [d for d, n in enumerate(shape) if d < extra or (n != 1 and wanted[d - extra] == 1)]
-    return [Reduce(over, shape, wanted)]
+    return [(out, summed(shape, out.shape))]
 
 
 def repeated(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -160,17 +238,59 @@ def scaled(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(weight * grad, [Scale(weight, tuple(grad.shape))])]
 
 
+def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """As ``scaled``, but a single 1 does for ones where the result lies in memory as the cotangent
+    does, and so what is made of both.
+    """
+    y = node._saved_result
+    ones = product.one(grad) if y.stride() == grad.stride() else torch.ones_like(grad)
+    weight = aten.sigmoid_backward.default(ones, y)
+    return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
+
+
+def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``g · (1 - y²)``. Narrow types round ``1 - y²`` if it stands alone; in others the product is
+    the same with it and without, so that the weight can wait.
+    """
+    y = node._saved_result
+    if y.stride() != grad.stride() or y.dtype not in (torch.float32, torch.float64):
+        weight = aten.tanh_backward.default(torch.ones_like(grad), y)
+        return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
+    scale = Scale(y, tuple(grad.shape))
+
+    def fill(weight: Tensor) -> None:
+        scale.weight = weight
+
+    product.together.ask(_slopes, (y,), fill)
+    return [(aten.tanh_backward.default(grad, y), (scale,))]
+
+
+def _slopes(y: Tensor) -> tuple[Tensor]:
+    """``1 - y²``."""
+    one = torch.ones((), dtype=y.dtype, device=y.device)
+    return (aten.tanh_backward.default(one, y),)
+
+
+def raised(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x ** number``, by PyTorch's own formula."""
+    x, power = node._saved_self, node._saved_exponent
+    weight = power * x.pow(power - 1) if power else torch.zeros_like(x)
+    if x.stride() != grad.stride():
+        weight = torch.ones_like(grad) * weight  # lies in memory as the cotangent does
+    return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
+
+
 def added(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``x + y``."""
-    return [(grad, []), (grad, [])] if node._saved_alpha == 1 else None
+    return [(grad, ()), (grad, ())] if node._saved_alpha == 1 else None
 
 
 def subtracted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``x - y``."""
     if node._saved_alpha != 1:
         return None
-    minus: list[Map] = [Scale(-1, tuple(grad.shape))]
-    return [(grad, []), None if edges[1][0] is None else (-grad, minus)]
+    minus = (Scale(-1, tuple(grad.shape)),)
+    return [(grad, ()), None if edges[1][0] is None else (-grad, minus)]
 
 
 def multiplied(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
@@ -182,11 +302,11 @@ def multiplied(node: Node, grad: Tensor, edges: Edges, product: Product) -> Foun
 
 def multiple(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``x · number``."""
-    return [(node(grad), [Scale(node._saved_other, tuple(grad.shape))])]
+    return [(node(grad), (Scale(node._saved_other, tuple(grad.shape)),))]
 
 
-def _weighed(grad: Tensor, factor: Tensor) -> tuple[Tensor, list[Map]]:
-    return grad * factor, [Scale(_number(factor), tuple(grad.shape))]
+def _weighed(grad: Tensor, factor: Tensor) -> tuple[Tensor, Chain]:
+    return grad * factor, (Scale(_number(factor), tuple(grad.shape)),)
 
 
 def _number(x: Tensor) -> Tensor | float:
@@ -222,20 +342,20 @@ def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     x, w = node._saved_mat1, node._saved_mat2
-    bias: tuple[Tensor, list[Map]] | None = None if edges[0][0] is None else (grad, [])
+    bias: tuple[Tensor, Chain] | None = None if edges[0][0] is None else (grad, ())
     steps = node._saved_mat2_sym_strides
     return [bias, _left(grad, w, edges[1], product), _right(grad, x, edges[2], product, steps)]
 
 
 def _left(
     grad: Tensor, w: Tensor | None, edge: Edge, product: Product
-) -> tuple[Tensor, list[Map]] | None:
+) -> tuple[Tensor, Chain] | None:
     """Back through ``x @ w`` to x: ``g @ wᵀ``, of matrices or batches of them."""
     if edge[0] is None or w is None:
         return None
     out = product(grad, w.mT, edge)
     spec = "mn,kn->mk" if grad.dim() == 2 else "bmn,bkn->bmk"
-    return out, [Contract(spec, w, tuple(grad.shape), tuple(out.shape))]
+    return out, (Contract(spec, w, tuple(grad.shape), tuple(out.shape)),)
 
 
 def _right(
@@ -244,14 +364,14 @@ def _right(
     edge: Edge,
     product: Product,
     steps: Sequence[int] = (),
-) -> tuple[Tensor, list[Map]] | None:
+) -> tuple[Tensor, Chain] | None:
     """Back through ``x @ w`` to w: ``xᵀ @ g``. It lies in memory as w does, by its strides."""
     if edge[0] is None or x is None:
         return None
     turned = len(steps) == 2 and steps[0] == 1 != steps[1]  # as PyTorch's own formula has it
     out = product(x.mT, grad, edge, turned, None if x.is_leaf and x.requires_grad else grad)
     spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
-    return out, [Contract(spec, x, tuple(grad.shape), tuple(out.shape))]
+    return out, (Contract(spec, x, tuple(grad.shape), tuple(out.shape)),)
 
 
 # One operation of what was saved ------------------------------------------------------------------
@@ -274,7 +394,7 @@ def called(operation: str, arguments: str) -> NodeRule:
         args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
         bare = product.bare and operation == "convolution_backward"
         out = standins.convolution_backward(*args) if bare else func(*args)
-        chains = told(Call(func, args, {}, [grad], out, 0))
+        chains = told(Call(func, args, {}, [grad], out, 0, product.together))
         if isinstance(out, Tensor):
             return [(out, chains[0][0])]
         return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
@@ -303,16 +423,21 @@ def looked_up(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found
 
 
 _ROWS: tuple[tuple[NodeRule, str], ...] = (
-    (turned, "T0 Transpose0 Permute0"),
+    (turned, "T0"),
+    (transposed, "Transpose0"),
+    (reordered, "Permute0"),
     (placed, "Slice0 Select0"),
-    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2 Clone0"),
-    (reshaped, "Alias0"),
+    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2"),
+    (untouched, "Clone0 Alias0"),
     (converted, "ToCopy0"),
     (parted, "Cat0"),
     (stacked, "Stack0"),
     (widened, "Expand0"),
     (repeated, "Sum0 Sum1 Mean0 Mean1"),
-    (scaled, "Tanh0 Sigmoid0 Gelu0 Silu0 Exp0 Pow0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
+    (scaled, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
+    (tanh, "Tanh0"),
+    (sigmoid, "Sigmoid0"),
+    (raised, "Pow0"),
     (scaled, "NativeDropout0"),
     (added, "Add0"),
     (subtracted, "Sub0"),
@@ -383,24 +508,21 @@ def split(node: Node, grads: Mapping[int, Tensor]) -> Joined:
         starts = [0, *accumulate(node._saved_split_sizes)]
     else:
         starts = [k * node._saved_split_size for k in range(max(grads) + 1)]
-    return out, {k: _stretch(g, out, dim, starts[k], tuple(g.shape)) for k, g in grads.items()}
+    wide = out.shape
+    return out, {k: slot(dim, starts[k], g.shape, g.shape, wide) for k, g in grads.items()}
 
 
 def unbound(node: Node, grads: Mapping[int, Tensor]) -> Joined:
     """``unbind``: every output is a slice of the argument."""
     out, dim = _handed(node, grads)
     cuts = {k: (*g.shape[:dim], 1, *g.shape[dim:]) for k, g in grads.items()}
-    return out, {k: _stretch(g, out, dim, k, cuts[k]) for k, g in grads.items()}
+    return out, {k: slot(dim, k, cuts[k], g.shape, out.shape) for k, g in grads.items()}
 
 
 def _handed(node: Node, grads: Mapping[int, Tensor]) -> tuple[Tensor, int]:
     """What the node makes of its cotangents, and the dimension they lie along."""
     out = node(*[grads.get(k) for k in range(autograd.outputs_of(node))])
     return out, _signed(node._saved_dim) % out.dim()
-
-
-def _stretch(grad: Tensor, out: Tensor, dim: int, start: int, cut: Shape) -> Slot:
-    return Slot(dim, start, cut, tuple(grad.shape), tuple(out.shape))
 
 
 JOINTS: dict[str, Callable[[Node, Mapping[int, Tensor]], Joined]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -42,6 +42,12 @@ def single(out: int, map_: Map, value: int, dtype: torch.dtype) -> Step:
     return _tuple(Step, (out, (term,), map_.out_shape, dtype))
 
 
+def double(out: int, map_: Map, values: tuple[int, int], dtype: torch.dtype) -> Step:
+    """A sum of two values, each through the same map."""
+    terms = tuple([_tuple(Term, (map_, value)) for value in values])
+    return _tuple(Step, (out, terms, map_.out_shape, dtype))
+
+
 _tuple = tuple.__new__
 
 HOOKS = "hooks"
@@ -63,7 +69,7 @@ class Block:
     takes: dict[int, int]
     steps: list[Step] = field(default_factory=list)
     gives: dict[int, int] = field(default_factory=dict)
-    merges: list[Step] = field(default_factory=list)
+    merges: Sequence[Step] = ()  # most blocks have none
     opened: bool = False
     note: str = ""
     label: tuple[int, tuple[str | None, ...]] | None = None

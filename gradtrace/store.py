@@ -38,6 +38,13 @@ class Store:
             self.places.add(place)
         self.values[value] = as_real(tensor) if tensor.is_complex() else tensor
 
+    def spend(self, nbytes: int) -> bool:
+        """Take memory for something else, if there is plenty: if half of it is left then."""
+        plenty = self.left - nbytes >= self.budget // 2 > 0
+        if plenty:
+            self.left -= nbytes
+        return plenty
+
     def hold(self, value: int, tensor: Tensor) -> None:
         """Count a gradient that is held anyway."""
         storage = tensor.untyped_storage()

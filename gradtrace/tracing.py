@@ -148,7 +148,7 @@ class Tracer:
         sums: dict[int, list[State]] = {}
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
-        n = -1
+        n, leaves, positions = -1, self.leaves, self.marks.position
         for number, block in enumerate(self.program.blocks):
             for value in block.takes.values():
                 if value in states:
@@ -158,8 +158,8 @@ class Tracer:
                 if values is None or step.out in values:
                     states[step.out] = self._step(step, states, scope)
                     _drop(step, n, states, last, keep)
-            for position, value in block.gives.items():
-                bits = self.marks.position.get((number, position), 0)
+            for position, value in block.gives.items() if positions else ():
+                bits = positions.get((number, position), 0)
                 if bits and value in states:
                     states[value] = states[value].marked(bits)
             for step in block.merges:
@@ -167,13 +167,18 @@ class Tracer:
                 if values is None or step.out in values:
                     self._merge(step, states, sums, scope)
                     _drop(step, n, states, last, keep)
-            for value in (*block.gives.values(), *(step.out for step in block.merges)):
-                if value in self.leaves and value in states:
-                    yield self.leaves[value]
+            for value in block.gives.values():
+                if value in leaves and value in states:
+                    yield leaves[value]
+            for step in block.merges:
+                if step.out in leaves and step.out in states:
+                    yield leaves[step.out]
 
     def _enter(self, number: int, state: State) -> State:
         """Marks at the output of a block's operator."""
-        state = state.marked(self.marks.block.get(number, 0))
+        bits = self.marks.block.get(number, 0)
+        if bits & ~state.palette.extra:
+            state = state.marked(bits)
         if number not in self.marks.slices:
             return state
         state = solid(state).written()
@@ -184,7 +189,8 @@ class Tracer:
     def _step(self, step: Step, states: dict[int, State], scope: Scope) -> State:
         if len(step.terms) == 1:
             map_, value = step.terms[0]
-            return self.rule.through(self._map(map_, value), states[value], step, scope)
+            map_ = self._map(map_, value) if self.places else map_
+            return self.rule.through(map_, states[value], step, scope)
         maps = [self._map(map_, value) for map_, value in step.terms]
         if order := tiling(maps):
             found = self._tiled(maps, [states[value] for _, value in step.terms], order)

@@ -33,11 +33,15 @@ def look(numbers: Sequence[Tensor]) -> list[float]:
     for n, number in enumerate(numbers):
         alike.setdefault(number.device, {}).setdefault(number.dtype, []).append(n)
     for kinds in alike.values():
-        parts = [torch.stack([numbers[n].reshape(()) for n in some]) for some in kinds.values()]
+        parts = [torch.stack([_flat(numbers[n]) for n in some]) for some in kinds.values()]
         line = torch.cat([part.double() for part in parts])
         for n, value in zip([n for some in kinds.values() for n in some], line.tolist()):
             found[n] = value
     return found
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(()) if x.dim() else x
 
 
 class Hopes:

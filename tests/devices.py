@@ -205,32 +205,61 @@ def _merged(
 
 
 def tally(device: str, large: bool) -> None:
-    """Sums to the bit, over several chunks, in long runs of a mark and in short ones."""
+    """Sums to the bit, over several blocks, in long runs of a mark and in short ones."""
     most = 3_000_000 if large else 20_000
     for n, count, dtype in product((0, 1, 31, most), (1, 7, 129, 500), FLOATS):
         if n == most and dtype not in WIDE:
             continue
         gradient = numbers("generic", dtype, n) * 1.7
         for runs in (1, 300):
-            marks = words(-(-n // runs), count).repeat_interleave(runs)[:n]
-            found = steps.tally(marks.to(device), gradient.to(device), count)
-            for mine, theirs in zip(found, plainly(steps.tally, marks, gradient, count)):
-                same(mine, theirs)
-        for mine, theirs in zip(
-            steps.measured(gradient.to(device)), plainly(steps.measured, gradient)
+            _tallied(
+                device, words(-(-n // runs), count).repeat_interleave(runs)[:n], gradient, count
+            )
+        _measured(device, gradient)
+
+
+def tally_of_far_numbers(device: str) -> None:
+    """Sums of numbers of all sizes, most of them not near to the first; more marks than there are
+    places for in shared memory; and, of numbers that are rounded, always the nearest.
+    """
+    for dtype, spread, count in product(WIDE, (15.0, 200.0), (3, 900)):
+        gradient = numbers("generic", torch.float64, 5000)
+        gradient *= torch.exp(numbers("generic", torch.float64, 5000).flip(0) * spread)
+        for few in (gradient, gradient.sort().values, gradient.abs().sort(descending=True).values):
+            _tallied(device, words(5000, count), few.to(dtype), count)
+            _measured(device, few.to(dtype))
+    for dtype, tiny in ((torch.float32, 1e-42), (torch.float64, 1e-320)):
+        _tallied(
+            device, words(5000, 5), (numbers("generic", torch.float64, 5000) * tiny).to(dtype), 5
+        )
+        _measured(device, torch.full((5000,), torch.finfo(dtype).max, dtype=dtype))
+    marks = torch.zeros(3, dtype=torch.int32)
+    for less in (0.0, 2.0**-40, 2.0**-149):  # half a unit in the last place, and a bit more
+        gradient = torch.tensor([2.0**53, 1.0, less])
+        for mine, wanted in zip(
+            steps.tally(marks.to(device), gradient.to(device), 1), (3, 2.0**53 + (2 if less else 0))
         ):
-            same(mine, theirs)
+            assert float(mine[0]) == wanted
+
+
+def _tallied(device: str, marks: Tensor, gradient: Tensor, count: int) -> None:
+    found = steps.tally(marks.to(device), gradient.to(device), count)
+    for mine, theirs in zip(found, plainly(steps.tally, marks, gradient, count)):
+        same(mine, theirs)
+
+
+def _measured(device: str, gradient: Tensor) -> None:
+    found = steps.measured(gradient.to(device))
+    for mine, theirs in zip(found, plainly(steps.measured, gradient)):
+        same(mine, theirs)
 
 
 def tally_of_matrices(device: str) -> None:
     """As they lie; NaN spoils only its own sum."""
     gradient, marks = numbers("odd", torch.float32, 9, 11), words(99, 5).reshape(9, 11)
     for mine, beside in product(strided(gradient), strided(marks)):
-        found = steps.tally(beside.to(device), mine.to(device), 5)
-        for got, wanted in zip(found, plainly(steps.tally, beside, mine, 5)):
-            same(got, wanted)
-        for got, wanted in zip(steps.measured(mine.to(device)), plainly(steps.measured, mine)):
-            same(got, wanted)
+        _tallied(device, beside, mine, 5)
+        _measured(device, mine)
     counts, sums = steps.tally(
         words(0, 1).to(device), torch.zeros(0, device=device), 0
     )  # no mark at all
@@ -384,6 +413,20 @@ def normalise_odd(device: str, seeds: int) -> None:
         _placed(device, how._replace(right=[how.right[0], how.right[1] * scale]))
         both = [u * scale for u in how.right], [u * scale for u in how.left]
         _placed(device, how._replace(right=both[0], left=both[1]))
+
+
+def normalise_many(device: str, lines: int) -> None:
+    """More lines than processors, of some length; and lines none of whose products are exact to a
+    few roundings, so that each element must be compared with every other.
+    """
+    for n, dtype in product((600, 1030), WIDE):
+        d, x, *parts = (numbers("generic", dtype, lines, n, seed=k) for k in range(4))
+        _chosen(device, Lines(d, parts[:1], parts[1:], x))
+        parts = [part.t().contiguous().t() for part in parts]
+        _placed(device, Lines(d, parts[:1], parts[1:], x))
+    for dtype, tiny in ((torch.float32, 2.0**-115), (torch.float64, 2.0**-1005)):
+        d, x, *parts = (numbers("generic", dtype, 2, 700, seed=k) for k in range(6))
+        _placed(device, Lines(d, [part * tiny for part in parts[:2]], parts[2:], x))
 
 
 def normalise_expanded(device: str) -> None:

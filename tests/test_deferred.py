@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import capture
+from gradtrace import api, capture, waiting
 from gradtrace.deferred import Deferred
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.program import Step
 from gradtrace.rules import Greedy
 from gradtrace.states import State
+from gradtrace.store import Store
 from gradtrace.trace import Trace
 
 
@@ -116,6 +117,27 @@ def test_gradients_are_those_of_autograd(case: str) -> None:
     names, parameters = zip(*model.named_parameters())
     for name, grad in zip(names, torch.autograd.grad(loss_of(model), parameters)):
         torch.testing.assert_close(trace.gradients[name], grad)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loss_of = CASES[case]()
+    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    monkeypatch.setattr(api, "room", lambda *_: 1 << 30)
+    trace = traced(model, loss_of)
+    assert not put_off(trace)
+    names, parameters = zip(*model.named_parameters())
+    for name, grad in zip(names, torch.autograd.grad(loss_of(model), parameters)):
+        assert torch.equal(trace.gradients[name], grad)
+    monkeypatch.setattr(api, "room", lambda *_: 8)
+    assert put_off(traced(model, loss_of))
+
+
+def test_memory_is_spent_as_long_as_there_is_plenty() -> None:
+    store = Store(100)
+    assert [store.spend(n) for n in (30, 30, 20, 1)] == [True, False, True, False]
+    assert store.left == 50
+    assert not Store(0).spend(0)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "viterbi"])

@@ -6,14 +6,16 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import devices
 import pytest
 import torch
 from emulated import Emulator, compiler
 from test_maps import KINDS
+from torch import Tensor
 
-from gradtrace.kernels import between, contract, gpu, launch, top
+from gradtrace.kernels import between, contract, gpu, launch, steps, top
 from gradtrace.semirings import TopK
 
 
@@ -48,12 +50,43 @@ def test_contraction_of_half_precision(dtype: torch.dtype, emulator: Emulator) -
     devices.mixed("cpu")
 
 
-def test_long_contractions_are_split(emulator: Emulator) -> None:
-    """K in parts, and in larger blocks."""
-    assert gpu.plan(1, 3, 5, 700, 5).splits > 1
-    assert gpu.plan(1, 3, 5, 4200, 5).block == 32
+def test_long_contractions_are_cut(emulator: Emulator) -> None:
+    """Several thread blocks work on a tile, and k are in larger blocks."""
+    assert gpu.plan(1, 3, 5, 700, 5).parts > 1
     devices.contraction("cpu", (1, 3, 700, 5), "ties", torch.float32)
-    devices.contracted("cpu", torch.randn(1, 3, 4200), torch.randn(1, 4200, 5), index=True)
+    for k, block in ((2100, 32), (17_000, 128)):
+        assert gpu.plan(1, 3, 5, k, 5).block == block
+        a, b = torch.randn(1, 3, k).round(), torch.randn(1, k, 5).round()
+        devices.contracted("cpu", a, b, index=True)
+        devices.contracted("cpu", a.mT.contiguous().mT, b, index=True)
+
+
+@pytest.mark.parametrize("m, k, n", [(300, 150, 20), (20, 150, 300), (70, 150, 70)], ids=str)
+@pytest.mark.parametrize("gap", [0, 1], ids=["aligned", "not aligned"])
+def test_operands_are_read_as_they_lie(
+    m: int, k: int, n: int, gap: int, emulator: Emulator
+) -> None:
+    """Rows together or k together; held in shared memory or not; with wide tiles and high ones."""
+    draw = torch.Generator().manual_seed(0)
+    flat = torch.randn(3 * (k + 4 + gap) * 304, generator=draw).mul(3).round()
+    for turned_a, turned_b in ((False, False), (True, True), (False, True), (True, False)):
+        a, b = (
+            flat[gap:].as_strided((2, rows, k), _steps(rows, k + 2, turned, gap))
+            for rows, turned in ((m, turned_a), (n, turned_b))
+        )
+        marks = torch.randint(1, 1 << 20, (2, n, k), generator=draw).int().mT
+        devices.contracted("cpu", a, b.mT, marks=marks, of_b=True)
+        devices.contracted("cpu", a, b.mT, index=True)
+        devices.contracted("cpu", a, b.mT)
+    apart: tuple[int, int, int] = (0, 1, 400)
+    held = gpu.way((2, m, n), k, (apart, apart), (True, True), 5).held
+    assert [line > 0 for line in held] == [n < 300, n == 300]
+
+
+def _steps(rows: int, k: int, turned: bool, gap: int) -> tuple[int, int, int]:
+    """Of matrices with row by k, or k by row; with gaps, rows are no multiples of 4 apart."""
+    line = -(-(rows if turned else k) // 4) * 4 + gap
+    return (line * 2, 1, line) if turned else (line * 2, line, 1)
 
 
 def test_windows_are_read_where_they_lie(emulator: Emulator) -> None:
@@ -67,11 +100,11 @@ def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     monkeypatch.setattr(gpu, "SMALL", 0)
     a, b = (torch.randn(2, 300, 20).round(), torch.randn(2, 20, 270).round())
     marks = torch.randint(1, 99, (2, 20, 270)).int()
-    for room, pieces in ((1 << 40, 1), (2_000_000, 2), (1_000_000, 8), (1, 18)):
+    for room, pieces in ((1 << 40, 1), (200_000, 2), (140_000, 4), (1, 8)):
         emulator.room = room
         emulator.launches.clear()
         devices.contracted("cpu", a, b, index=True)
-        assert emulator.launches.count("pack") == pieces
+        assert emulator.launches.count("contract") == pieces
         devices.contracted("cpu", a, b, marks=marks, of_b=True)
         devices.contracted("cpu", a, b)
     devices.windows("cpu")
@@ -88,6 +121,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(emulator: Emulator) -> 
     devices.contraction("cpu", (2, 130, 37, 33), "ties", torch.float32)
     devices.contraction("cpu", (1, 3, 700, 5), "NaN", torch.float32)
     devices.tally_of_matrices("cpu")
+    devices.tally_of_far_numbers("cpu")
     devices.reduce("cpu", False)
     devices.scatter("cpu", False)
     devices.normalise("cpu", "ties", (17,), (65,))
@@ -98,7 +132,7 @@ def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
     assert torch.equal(
         contract.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
     )
-    assert emulator.launches == ["pack", "contract", "rescan"]
+    assert emulator.launches == ["contract"]
 
 
 def test_the_largest_few(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +162,31 @@ def test_merge(emulator: Emulator) -> None:
 def test_tally(emulator: Emulator) -> None:
     devices.tally("cpu", False)
     devices.tally_of_matrices("cpu")
+    devices.tally_of_far_numbers("cpu")
+    assert all(not work.any() for work in between._WORK.values())  # left as the next one needs it
+
+
+def test_marks_that_are_too_many_are_counted_some_at_a_time(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(between, "WORK", 5000)
+    between._counting.cache_clear()
+    devices._tallied("cpu", devices.words(500, 40), torch.randn(500), 40)
+    assert emulator.launches.count("tally_float") == 3
+    between._counting.cache_clear()
+
+
+def test_one_launch_counts_a_leaf(emulator: Emulator) -> None:
+    for n in (5, 60_000):
+        steps.tally(devices.words(n, 9), torch.ones(n), 9)
+        steps.measured(torch.ones(n))
+    assert emulator.launches == ["tally_float", "measure_float"] * 2
 
 
 def test_a_mark_that_is_not_in_the_table_is_left_out(emulator: Emulator) -> None:
     """As no GPU is waited for; the compiled kernels of the CPU refuse it."""
     marks = torch.tensor([-1, 0, 2, 5, 130], dtype=torch.int32)
-    counts, _ = between.tally(marks, torch.ones(5), 3, (32, 8192, 1))
+    counts, _ = between.tally(marks, torch.ones(5), 3)
     assert counts.tolist() == [1, 0, 1]
 
 
@@ -166,6 +219,10 @@ def test_normalise_long_lines(emulator: Emulator) -> None:
     devices.normalise("cpu", "norm with ties", (), (1100,))
 
 
+def test_normalise_many_lines(emulator: Emulator) -> None:
+    devices.normalise_many("cpu", 81)
+
+
 def test_normalise_what_is_not_finite(emulator: Emulator) -> None:
     devices.normalise_odd("cpu", 1)
 
@@ -176,11 +233,15 @@ def test_normalise_expanded(emulator: Emulator) -> None:
 
 def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
     """But where that cannot be: nearly all are corners, or products may leave the range."""
-    left = torch.zeros(3, dtype=torch.int32)
+    left, empty = torch.zeros(3, dtype=torch.int32), torch.empty
+
+    def made(*shape: object, **how: Any) -> Tensor:
+        return left.fill_(7) if shape == (3,) else empty(*shape, **how)  # type: ignore[call-overload]
+
     for kind, over in (("gaussian", 0), ("circle", 1)):
         how = devices.lines_of(kind, 300, torch.float32)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "zeros", lambda *_, **__: left.zero_())
+            patch.setattr(torch, "empty", made)
             between.normalise(how.diagonal, how.left, how.right, how.x, None)
         assert left.tolist() == [over] * 3, kind
 
@@ -211,8 +272,18 @@ def nvrtc() -> ctypes.CDLL | None:
 
 
 SOURCES = [
-    ("contract.cu", ("KB 16", "INDEX")),
-    ("contract.cu", ("KB 128",)),
+    *(
+        ("contract.cu", (f"KB {block}", f"BM {rows}", f"BN {columns}", "INDEX"))
+        for block in (8, 16)
+        for rows, columns in gpu.TILES
+    ),
+    ("contract.cu", ("KB 32", "BM 128", "BN 128", "INDEX")),
+    ("contract.cu", ("KB 64", "BM 128", "BN 128", "INDEX")),
+    ("contract.cu", ("KB 128", "BM 128", "BN 128", "INDEX")),
+    ("contract.cu", ("KB 128", "BM 128", "BN 128")),
+    ("rescan.cu", ("KB 8",)),
+    ("rescan.cu", ("KB 16",)),
+    ("rescan.cu", ("KB 128",)),
     ("steps.cu", ()),
     ("top.cu", ("TOP 8",)),
     ("larger.cu", ()),

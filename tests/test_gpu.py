@@ -24,26 +24,51 @@ SHAPES = [
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def test_a_plan_covers_all_k_in_parts_of_whole_blocks() -> None:
+def test_a_plan_covers_all_k_in_shares_of_whole_blocks() -> None:
     for k in (1, 15, 16, 17, 768, 4096, 4097, 40_000, 10_000_000):
-        for tiles in (1, 100, 10_000):
-            found = gpu.plan(1, 128 * tiles, 128, k, 132)
-            assert found.padded >= k > found.padded - found.block
-            assert found.part % found.block == 0
-            assert found.part <= gpu.BLOCKS * found.block
-            assert found.splits * found.part >= found.padded > (found.splits - 1) * found.part
+        for m, n in ((1, 1), (12_800, 128), (1_280_000, 64)):
+            found = gpu.plan(1, m, n, k, 132)
+            tiles = -(-m // found.rows) * -(-n // found.columns)
+            assert found.padded >= k > found.padded - max(found.block, gpu.INNER)
+            assert found.padded % found.block == 0
+            assert found.total == tiles * found.steps
+            assert found.parts * found.share >= found.total > (found.parts - 1) * found.share
+            if found.cut:
+                assert found.share * gpu.INNER % found.block == 0
+            assert min(found.share, found.steps) * gpu.INNER <= gpu.BLOCKS * found.block
 
 
-def test_a_workspace_holds_all_and_nothing_overlaps() -> None:
-    for m, n, k in ((1, 1, 1), (130, 257, 40_000)):
-        for searched in (False, True):
-            how = gpu.plan(3, m, n, k, 132)
-            where = gpu.space(how, 3, m, n, searched)
+def test_shares_are_equal_and_tiles_fit() -> None:
+    """A share for each processor, of GPT-2's shapes; few columns or few rows make no zeros."""
+    for i, m, k, n in ((1, 768, 1024, 3072), (1, 1024, 3072, 768), (12, 1024, 1024, 64)):
+        found = gpu.plan(i, m, n, k, 132)
+        assert 120 <= found.parts <= 132
+        assert found.total * gpu.INNER * found.rows * found.columns == i * m * k * n
+    assert gpu.plan(12, 1024, 64, 1024, 132)[1:3] == (256, 64)
+    assert gpu.plan(12, 64, 1024, 1024, 132)[1:3] == (64, 256)
+    for k in (4096, 4097):  # other tiles have no larger blocks
+        found = gpu.plan(1, 1024, 64, k, 132)
+        assert found[:3] == ((16, 256, 64) if k == 4096 else (32, 128, 128))
+
+
+@pytest.mark.parametrize("asked", [(True, False), (True, True), (False, True)], ids=str)
+def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) -> None:
+    for m, n, k in ((1, 1, 1), (130, 257, 40_000), (300, 20, 150)):
+        for lie in ((None, None), ((9, 1, 300), (9, 150, 1))):
+            how = gpu.way((3, m, n), k, lie, asked, 132)
+            at, where = how.plan, how.space
             assert list(where) == sorted(where)
             assert all(start % 16 == 0 for start in where)
-            high, wide = -(-m // 128) * 128, -(-n // 128) * 128
-            assert where.across - where.turned >= 4 * 3 * how.padded * high
-            assert where.blocks - where.parts >= 4 * how.splits * 3 * high * wide
+            area = at.parts * at.rows * at.columns if at.cut else 0
+            assert where.right - where.left >= 4 * 3 * at.padded * m * how.copied[0]
+            assert where.value - where.right >= 4 * 3 * at.padded * n * how.copied[1]
+            assert where.blocks - where.value >= 4 * 3 * m * n * (not asked[0])
+            assert where.parts - where.blocks >= 3 * m * n * asked[1]
+            assert where.numbers - where.parts >= 4 * area
+            assert where.size - where.numbers >= area * asked[1]
+            assert how.shared[0] < 227 << 10
+            assert how.shared[1] <= gpu.MOST
+            assert how.joined == (asked[1] or at.cut)
 
 
 def test_cpu_tensors_are_not_served() -> None:
@@ -104,6 +129,7 @@ def test_the_larger_of_two_terms() -> None:
 def test_tally() -> None:
     devices.tally("cuda", True)
     devices.tally_of_matrices("cuda")
+    devices.tally_of_far_numbers("cuda")
 
 
 @on_a_gpu
@@ -129,5 +155,6 @@ def test_normalise(kind: str) -> None:
 
 @on_a_gpu
 def test_normalise_what_is_not_finite() -> None:
+    devices.normalise_many("cuda", 3000)
     devices.normalise_odd("cuda", 10)
     devices.normalise_expanded("cuda")

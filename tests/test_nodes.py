@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace
-from gradtrace import capture, engine
+from gradtrace import autograd, capture, engine
 from gradtrace.atlas import Atlas
 from gradtrace.autograd import is_number
-from gradtrace.errors import Unsupported
+from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.formulas import Formulas
 from gradtrace.hooks import HookWatch
 from gradtrace.nodes import _CALLS, JOINTS, NODES, summed
@@ -61,7 +61,13 @@ CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     "Gelu": [(F.gelu, (a,))],
     "Silu": [(F.silu, (a,))],
     "Exp": [(torch.exp, (a,))],
-    "Pow": [(lambda x: x**3, (a,)), (lambda x: x**0, (a,)), (lambda x: x**-0.5, (a,))],
+    "Pow": [
+        (lambda x: x**3, (a,)),
+        (lambda x: x**0, (a,)),
+        (lambda x: x**-0.5, (a,)),
+        (lambda x: x**True, (a,)),
+        (lambda x: x.mT.float() ** 2, (a,)),
+    ],
     "Sqrt": [(torch.sqrt, (a,))],
     "Rsqrt": [(torch.rsqrt, (a,))],
     "Sin": [(torch.sin, (a,))],
@@ -342,6 +348,40 @@ def test_undoing_of_broadcasting(wanted: tuple[int, ...]) -> None:
     for step in summed(shape, wanted):
         z = step.apply(z)
     torch.testing.assert_close(z, y.sum_to_size(wanted))
+
+
+@pytest.mark.parametrize("layout", ["as it is", "turned", "expanded"])
+@pytest.mark.parametrize("wanted", [(4,), (1, 4), (3, 1), (1, 1), (1,), (), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_broadcasting_is_undone_bit_for_bit(
+    wanted: tuple[int, ...], layout: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    y = torch.randn(2, 3, 4).to(dtype)
+    if layout == "turned":
+        y = y.movedim(0, -1).contiguous().movedim(-1, 0)
+    elif layout == "expanded":
+        y = y[:1].expand(2, 3, 4)
+    assert_equal(autograd.conform(y, torch.empty(wanted, dtype=dtype)), y.sum_to_size(wanted))
+
+
+def test_a_gradient_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(GradtraceError, match="gave a gradient of shape"):
+        autograd.conform(torch.ones(2, 3, 4), torch.empty(3, 5))
+
+
+def test_nodes_that_are_alike_share_their_maps() -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    loss = x
+    for _ in range(2):
+        loss = loss.transpose(0, -1).flatten(1).view(4, 3, 2).permute(-1, 1, 0)
+    maps: dict[str, list[object]] = {}
+    for block in gradtrace.program(loss.sum()).blocks[1:]:
+        maps.setdefault(block.operator, []).append(block.steps[0].terms[0].map)
+    assert {"TransposeBackward0", "PermuteBackward0"} <= set(maps)
+    for name in ("TransposeBackward0", "PermuteBackward0"):
+        first, second = maps[name]
+        assert first is second
 
 
 # What rows must not be confused by ---------------------------------------------------------------

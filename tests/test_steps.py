@@ -140,7 +140,7 @@ def test_tally(kind: str, shape: tuple[int, ...], threads: int) -> None:
 
 @pytest.mark.parametrize("runs", [1, 2, 5, 1000])
 @pytest.mark.parametrize("dtype", [*TYPES, torch.bfloat16], ids=str)
-def test_sums_are_in_one_order(runs: int, dtype: torch.dtype, threads: int) -> None:
+def test_sums_are_the_same(runs: int, dtype: torch.dtype, threads: int) -> None:
     """To the bit, in long runs of one mark and in short ones, over several chunks."""
     for n, count in ((200_001, 7), (200_002, 7), (90_001, 129), (100_003, 200_000)):
         gradient = numbers("generic", torch.float64, n).to(dtype) * 1.7
@@ -152,6 +152,38 @@ def test_sums_are_in_one_order(runs: int, dtype: torch.dtype, threads: int) -> N
         assert torch.equal(found[0], plain[0])
         assert torch.equal(found[1], plain[1])
         assert steps.magnitude(gradient) == plainly(steps.magnitude, gradient)
+
+
+SPREADS = {"near": 0.0, "far": 12.0, "all": 200.0}
+
+
+@pytest.mark.parametrize("runs", [1, 100])
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_sums_are_exact(dtype: torch.dtype, spread: str, runs: int, threads: int) -> None:
+    """Rounded once, as those of ``math.fsum`` are: whatever the sizes, in whatever order."""
+    for (n, count), unit in product(
+        ((0, 1), (33, 5), (500, 200), (17_000, 5)), (1.0, 1e-42, 1e-320)
+    ):
+        gradient = numbers("generic", torch.float64, n) * unit
+        gradient *= torch.exp(numbers("generic", torch.float64, n).flip(0) * SPREADS[spread])
+        gradient = gradient.to(dtype)
+        marks = marks_like(torch.zeros(-(-n // runs)), count).repeat_interleave(runs)[:n]
+        sizes = gradient.double().abs()
+        wanted = [math.fsum(sizes[marks == mark].tolist()) for mark in range(count)]
+        for measured in (steps.tally, lambda *given: plainly(steps.tally, *given)):
+            assert measured(marks, gradient, count)[1].tolist() == wanted
+        for size in (steps.magnitude, lambda *given: plainly(steps.magnitude, *given)):
+            assert size(gradient) == (int(gradient.count_nonzero()), math.fsum(sizes.tolist()))
+
+
+def test_a_sum_too_large_is_infinite() -> None:
+    gradient = torch.tensor([1e308, 1e308, 1e308, 1.0], dtype=torch.float64)
+    marks = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    for measured in (steps.tally, lambda *given: plainly(steps.tally, *given)):
+        assert measured(marks, gradient, 2)[1].tolist() == [math.inf, 1e308]
+    for size in (steps.magnitude, lambda *given: plainly(steps.magnitude, *given)):
+        assert size(gradient) == (4, math.inf)
 
 
 def test_nan_is_counted_and_spoils_only_its_own_sum() -> None:

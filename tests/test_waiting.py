@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from waits import Waits
 
 import gradtrace as gt
-from gradtrace import capture, engine, linear, recorder, waiting
+from gradtrace import api, capture, engine, linear, recorder, waiting
 from gradtrace.errors import GradtraceError, NonFinite
 from gradtrace.semirings import MAX
 from gradtrace.waiting import Hopes, look
@@ -126,6 +126,7 @@ def test_recording_waits_once_or_twice(
 ) -> None:
     """For whether gradients are finite, at the very end."""
     monkeypatch.setattr(capture, "LARGE", large)
+    monkeypatch.setattr(api, "room", lambda *_: 0)  # else nothing is put off on a GPU
     model, loss_of = MODELS[name]()
     with gt.watch(model) as watch:
         loss = loss_of(model)
@@ -239,11 +240,23 @@ def test_near_is_close(value: list[float]) -> None:
         assert bool(recorder.near(a, b).all()) == recorder.close(a, b)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e38])
+def test_one_look_at_all_gradients(bad: float, unwaiting: None) -> None:
+    """Their largest magnitudes tell, where a sum of 1e38 would be infinite."""
+    fine = [torch.full((6,), 1e38), torch.zeros(0, 3), torch.tensor(2.0), torch.ones(2).half()]
+    assert api._sums_are_finite(fine)
+    for shape in ((), (5,), (70, 70)):
+        grad = torch.zeros(shape)
+        grad.view(-1)[-1] = bad
+        assert api._sums_are_finite([*fine, grad]) is (abs(bad) == 1e38)
+
+
 @pytest.mark.parametrize("large", [1, 1 << 16], ids=["later", "at once"])
 def test_gradients_that_are_not_finite_are_refused(
     large: int, unwaiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "LARGE", large)
+    monkeypatch.setattr(api, "room", lambda *_: 0)  # else nothing is put off on a GPU
     model = nn.Linear(3, 3)
     with gt.watch(model) as watch:
         loss = (model(torch.ones(2, 3)) * torch.tensor([1.0, float("inf"), 1.0])).sum()

@@ -20,8 +20,14 @@ WIDE = {torch.float32: "float", torch.float64: "double"}
 DIMS = 6
 """The most dimensions that ``merge`` takes, after those that lie together are made one."""
 
-RANGE = 128
-"""Marks of which a warp has tables in shared memory."""
+BINS = {False: (40, 8), True: (264, 12)}
+"""Bins of float and double in ``steps.cu``, and how many of them are in shared memory."""
+
+HEAD, LEAST = 16, 4096
+"""Words before the bins, and how many elements are worth another block."""
+
+SHARED, WORK, KEPT = 48 << 10, 1 << 27, 1 << 18
+"""Bytes of shared memory for bins, the most bytes of memory, and the words that are kept."""
 
 EACH, TILE = 4, 256
 """Elements that a thread compares with all others, and the most threads of a block."""
@@ -31,6 +37,9 @@ PLAIN = 64
 
 LOST = (0, 0, 0)
 """Lines that are not there."""
+
+Levels = tuple[tuple[int, int, int], ...]
+"""Of each of four levels a size, and what a step adds to the place of a value and of a mark."""
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -43,8 +52,7 @@ def _blocks(n: int) -> tuple[int, int, int]:
     return min(-(-n // 256), 1 << 20), 1, 1
 
 
-THREADS = (256, 1, 1)
-WARPS = (32, 8, 1)
+THREADS, COUNTERS = (256, 1, 1), (512, 1, 1)
 
 
 def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int) -> bool:
@@ -58,7 +66,7 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
     value = value if value.shape == shape else value.expand(shape)
     beside, constant = marks, other
     if isinstance(other, Tensor):
-        beside, constant = other.to(torch.int32), 0
+        beside, constant = other if other.dtype is torch.int32 else other.to(torch.int32), 0
         beside = beside if beside.shape == shape else beside.expand(shape)
     steps = size.stride(), marks.stride(), value.stride(), beside.stride()
     how = _together(shape, *steps)
@@ -102,105 +110,134 @@ def _together(shape: Sequence[int], *steps: Sequence[int]) -> tuple[int, ...] | 
     return tuple(words)
 
 
-def tally(
-    marks: Tensor, gradient: Tensor, count: int, order: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
-    """``steps.tally`` of flat tensors, in an ``Order``."""
-    device, (lanes, length, chunks) = gradient.device, order
+def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``steps.tally`` of flat tensors, at most ``steps.PIECE`` elements and one mark at least."""
+    device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
     sums = torch.empty(count, dtype=torch.float64, device=device)
     counts = torch.empty(count, dtype=torch.int64, device=device)
-    size = min(count, RANGE)
-    ranges = -(-count // size)
-    groups = -(-chunks // (32 // lanes))
+    plan = _counting(n, count, kind == 1, launch.processors(device))
     with launch.at(device):
-        partial = _partial(sums, counts, chunks)
-        launch.kernel(device, FILE, "tally")(
-            (groups * ranges, 1, 1), (32, 1, 1),
-            (
-                marks.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], gradient.numel(),
-                count, size, ranges, length, lanes, chunks, *partial.where,
-            ),
-            size * 32 * 12,
-        )  # fmt: skip
-        partial.add_up()
+        kernel = launch.kernel(device, FILE, "tally_double" if kind == 1 else "tally_float")
+        where = marks.data_ptr(), gradient.data_ptr(), kind, n
+        work = _work(device, plan.words)
+        for low in range(0, count, plan.marks):
+            mine = min(plan.marks, count - low)
+            kernel(
+                (plan.blocks, 1, 1), COUNTERS,
+                (
+                    *where, mine, low, min(plan.slots, mine), plan.length, work.data_ptr(),
+                    sums.data_ptr() + 8 * low, counts.data_ptr() + 8 * low,
+                ),
+                plan.shared,
+            )  # fmt: skip
     return counts, sums
 
 
-def measured(gradient: Tensor, order: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """``steps.measured`` of a tensor without gaps, in an ``Order``."""
-    device, (_, length, chunks) = gradient.device, order
+def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """``steps.measured`` of a tensor without gaps, of at most ``steps.PIECE`` elements."""
+    device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
     total = torch.empty((), dtype=torch.float64, device=device)
     count = torch.empty((), dtype=torch.int64, device=device)
+    plan = _counting(n, 1, kind == 1, launch.processors(device))
     with launch.at(device):
-        partial = _partial(total, count, chunks)
-        launch.kernel(device, FILE, "measure")(
-            (-(-chunks // 8), 1, 1), WARPS,
+        launch.kernel(device, FILE, "measure_double" if kind == 1 else "measure_float")(
+            (plan.blocks, 1, 1), COUNTERS,
             (
-                gradient.data_ptr(), KINDS[gradient.dtype], gradient.numel(), length, chunks,
-                *partial.where,
+                gradient.data_ptr(), kind, n, plan.length, _work(device, plan.words).data_ptr(),
+                total.data_ptr(), count.data_ptr(),
             ),
         )  # fmt: skip
-        partial.add_up()
     return count, total
 
 
-class _Partial(NamedTuple):
-    """Where sums and counts of chunks go: straight to the results if there is one chunk, else to
-    memory between.
+class Counting(NamedTuple):
+    """How a leaf is counted: by how many blocks, each of how many elements, with how many marks in
+    shared memory, of so many bytes; of how many marks at a time, so that the work has so many
+    words.
     """
 
-    where: tuple[int, int]
-    results: tuple[int, int]
-    chunks: int
+    blocks: int
+    length: int
+    slots: int
+    shared: int
     marks: int
-    memory: Tensor | None
-
-    def add_up(self) -> None:
-        """The chunks, if there are several."""
-        if self.memory is not None:
-            launch.kernel(self.memory.device, FILE, "total")(
-                (-(-self.marks // 8), 1, 1), WARPS,
-                (*self.where, self.chunks, self.marks, *self.results),
-            )  # fmt: skip
+    words: int
 
 
-def _partial(sums: Tensor, counts: Tensor, chunks: int) -> _Partial:
-    results, n = (sums.data_ptr(), counts.data_ptr()), sums.numel()
-    if chunks == 1:
-        return _Partial(results, results, chunks, n, None)
-    memory = torch.empty(2 * n * chunks, dtype=torch.float64, device=sums.device)
-    first = memory.data_ptr()
-    return _Partial((first, first + 8 * n * chunks), results, chunks, n, memory)
+@lru_cache(4096)
+def _counting(n: int, count: int, wide: bool, processors: int) -> Counting:
+    bins, window = BINS[wide]
+    blocks = max(1, min(-(-n // LEAST), 2 * processors))
+    length = -(-n // blocks // 32) * 32 or 32  # whole lines of memory
+    marks = min(count, WORK // (8 * (bins + 2)))
+    slots = min(marks, SHARED // (4 * (2 * window + 2)))
+    shared = 4 * slots * (2 * window + (2 if slots < marks else 1))
+    return Counting(
+        max(1, -(-n // length)), length, slots, shared, marks, HEAD + (bins + 2) * marks
+    )
 
 
-def reduce(
-    x: Tensor, marks: Tensor, levels: Sequence[tuple[int, int, int]], shape: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+_WORK: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _work(device: torch.device, words: int) -> Tensor:
+    """So many words that are 0, as kernels leave them: one tensor for each stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    found = _WORK.get((device, stream))
+    if found is None or len(found) < words:
+        found = torch.zeros(max(words, KEPT), dtype=torch.int64, device=device)
+        if words <= KEPT:
+            _WORK[device, stream] = found
+    return found
+
+
+def reduce(x: Tensor, marks: Tensor, levels: Levels, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """``steps.reduce`` of tensors whose dimensions are four levels."""
     device = x.device
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     value = torch.empty(shape, dtype=dtype, device=device)
     out = torch.empty(shape, dtype=torch.int32, device=device)
-    (r1, *_), (k1, *_), (r2, *_), (k2, *_) = levels
-    columns, rows, cuts, length = divided(r1 * r2, k1 * k2, k2 > 1, launch.processors(device))
-    between = None
-    if cuts > 1:
-        between = torch.empty((2, cuts, k1 * k2), dtype=torch.int64, device=device)
-    most = 0 if between is None else between.data_ptr()
+    cut = _cut(levels, launch.processors(device))
+    between, most = None, 0
+    if cut.settle:
+        between = torch.empty(2 * cut.places, dtype=torch.int64, device=device)
+        most = between.data_ptr()
     words = (
-        x.data_ptr(), marks.data_ptr(), KINDS[x.dtype],
-        *(level[part] for part in range(3) for level in levels),
-        int(k2 > 1), columns, rows, cuts, length,
-        most, most + 8 * cuts * k1 * k2, value.data_ptr(), out.data_ptr(),
+        x.data_ptr(), marks.data_ptr(), KINDS[x.dtype], *cut.words,
+        most, most + 8 * cut.places, value.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     with launch.at(device):
-        name = WIDE[dtype]
-        grid = (-(-k1 * k2 // columns), cuts, 1)
-        launch.kernel(device, FILE, f"reduce_{name}")(grid, THREADS, words)
-        if between is not None:
-            grid = (-(-k1 * k2 // 256), 1, 1)
-            launch.kernel(device, FILE, f"settle_{name}")(grid, THREADS, words)
+        launch.kernel(device, FILE, REDUCE[dtype])(cut.grid, THREADS, words)
+        if cut.settle:
+            launch.kernel(device, FILE, SETTLE[dtype])(cut.settle, THREADS, words)
     return value, out
+
+
+REDUCE = {dtype: f"reduce_{name}" for dtype, name in WIDE.items()}
+SETTLE = {dtype: f"settle_{name}" for dtype, name in WIDE.items()}
+
+
+class Cut(NamedTuple):
+    """How lines are reduced: by which blocks, with what words for the kernel; by which blocks the
+    parts of lines are compared then, if there are several, and how many parts all lines have.
+    """
+
+    grid: launch.Grid
+    words: tuple[int, ...]
+    settle: launch.Grid | None
+    places: int
+
+
+@lru_cache(4096)
+def _cut(levels: Levels, processors: int) -> Cut:
+    (r1, *_), (k1, *_), (r2, *_), (k2, *_) = levels
+    columns, rows, cuts, length = divided(r1 * r2, k1 * k2, k2 > 1, processors)
+    words = (
+        *(level[part] for part in range(3) for level in levels),
+        int(k2 > 1), columns, rows, cuts, length,
+    )  # fmt: skip
+    settle = (-(-k1 * k2 // 256), 1, 1) if cuts > 1 else None
+    return Cut((-(-k1 * k2 // columns), cuts, 1), words, settle, cuts * k1 * k2)
 
 
 @lru_cache(4096)
@@ -258,22 +295,24 @@ def normalise(
     marks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``steps.normalise``: values, and places or marks."""
-    lines, n = x.shape
-    rank, device = len(left), x.device
+    (lines, n), rank, device = x.shape, len(left), x.device
     value = torch.empty((lines, n), dtype=x.dtype, device=device)
     kind = torch.int64 if marks is None else torch.int32
     found = torch.empty((lines, n), dtype=kind, device=device)
-    rows = 32 if n <= 512 else 256
+    # A warp has a line where there are lines enough for all, else a block.
+    rows = 32 if n <= 512 or lines >= 16 * launch.processors(device) else 256
     where = (found.data_ptr(), 0) if marks is None else (0, found.data_ptr())
-    second = (left[1], right[1]) if rank == 2 else (None, None)
-    parts = (diagonal, x, left[0], second[0], right[0], second[1], marks)
-    words = (*(word for part in parts for word in _line(part)), lines, n, rows, value.data_ptr())
+    second = (_line(left[1]), _line(right[1])) if rank == 2 else (LOST, LOST)
+    words = (
+        *_line(diagonal), *_line(x), *_line(left[0]), *second[0], *_line(right[0]), *second[1],
+        *(LOST if marks is None else _line(marks)), lines, n, rows, value.data_ptr(), *where,
+    )  # fmt: skip
     with launch.at(device):
         if rank == 1:
             grid = -(-lines // (256 // rows)), 1, 1
-            _named("ranked", x)(grid, THREADS, (*words, *where, 0))
+            _named("ranked", x)(grid, THREADS, (*words, 0))
         else:
-            _pairs(x, (*words, *where))
+            _pairs(x, lines, n, words)
     return value, found
 
 
@@ -281,14 +320,13 @@ def _named(name: str, x: Tensor) -> launch.Kernel:
     return launch.kernel(x.device, FILE, f"{name}_{WIDE[x.dtype]}")
 
 
-def _pairs(x: Tensor, words: tuple[int, ...]) -> None:
+def _pairs(x: Tensor, lines: int, n: int, words: tuple[int, ...]) -> None:
     """Rank two. Of long lines, elements that cannot be largest are left out first; lines where
     that cannot be are left over.
     """
-    lines, n = x.shape
     left = 0
     if n > PLAIN:
-        over = torch.zeros(lines, dtype=torch.int32, device=x.device)
+        over = torch.empty(lines, dtype=torch.int32, device=x.device)
         left = over.data_ptr()
         _named("pruned", x)((lines, 1, 1), THREADS, (*words, left))
     threads = min(TILE, -(-n // (32 * EACH)) * 32)
@@ -296,8 +334,6 @@ def _pairs(x: Tensor, words: tuple[int, ...]) -> None:
     _named("paired", x)(grid, (threads, 1, 1), (*words, left))
 
 
-def _line(part: Tensor | None) -> tuple[int, int, int]:
-    if part is None:
-        return LOST
+def _line(part: Tensor) -> tuple[int, int, int]:
     line, step = part.stride()
     return part.data_ptr(), line, step

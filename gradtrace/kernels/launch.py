@@ -33,10 +33,13 @@ _log = logging.getLogger("gradtrace")
 
 def serves(file: str, *tensors: Tensor) -> bool:
     """Whether the kernels of a file can work on these: all of them on one GPU, and compilable."""
-    first = tensors[0]
-    if not first.is_cuda or any(x.device != first.device for x in tensors):
+    if not tensors[0].is_cuda:
         return False
-    return _compiles(first.device.index, file)
+    device = tensors[0].device
+    for x in tensors[1:]:
+        if x.device != device:
+            return False
+    return _compiles(device.index, file)
 
 
 def at(device: torch.device) -> AbstractContextManager[object]:
@@ -57,6 +60,11 @@ def room(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + held)
+
+
+def stream(device: torch.device) -> int:
+    """What is launched on a device now goes there."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class Kernel(NamedTuple):
@@ -126,7 +134,11 @@ def names(text: str) -> list[str]:
     return re.findall(r"^KERNEL\(\w+, (\w+),", text, re.MULTILINE)
 
 
-FIRST = {"contract.cu": ("KB 16", "INDEX"), "top.cu": ("TOP 2",)}
+FIRST = {
+    "contract.cu": ("KB 16", "BM 128", "BN 128", "INDEX"),
+    "rescan.cu": ("KB 16",),
+    "top.cu": ("TOP 2",),
+}
 """With which macros it is tried whether a file compiles."""
 
 

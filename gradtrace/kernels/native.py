@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 3
+ABI = 4
 """What the library must answer, so that one of another version is not called."""
 
 FILE = "lib/gradtrace_cpu.so"  # in a folder of its own: it is no Python module

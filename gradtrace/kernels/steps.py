@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -20,23 +20,9 @@ from gradtrace.kernels import between, native
 from gradtrace.kernels.native import checked
 from gradtrace.kernels.reference import argmax
 
-LANES = 32
-"""Elements are summed by place modulo this, so that sums need not wait for one another: a lane of a
-GPU's warp each, a few vectors of a processor.
-"""
-
-FEWER = 4, 128
-"""So many lanes instead where there are more marks than this: each lane has a table of them."""
-
-STEPS = 256
-"""How many elements at least a lane has in a chunk: few, so that small leaves keep a GPU busy."""
-
-SUMS = 1 << 15
-"""The most sums, of lanes in chunks, that a mark has: more than a GPU can have under way."""
-
 PIECE = 1 << 24
 """More elements than these are summed a piece after the other, so that marks of large leaves need
-not be there all at once."""
+not be there all at once, and exact sums of a piece fit into 64 bits for each bin."""
 
 ALONE = 1 << 15
 """Elements up to which one thread does it sooner than several."""
@@ -58,8 +44,8 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     at, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     mark = ctypes.c_int32
     library.gradtrace_merge.argtypes = [flag, number, at, at, at, at, mark, mark, flag]
-    library.gradtrace_tally.argtypes = [flag, number, at, at, number, number, number, at, at, flag]
-    library.gradtrace_magnitude.argtypes = [flag, number, at, number, at, at, flag]
+    library.gradtrace_tally.argtypes = [flag, number, at, at, number, at, at, flag]
+    library.gradtrace_magnitude.argtypes = [flag, number, at, at, at, flag]
     library.gradtrace_reduce.argtypes = [flag, at, at, at, at, at, flag]
     library.gradtrace_normalise.argtypes = [flag, number, number, flag, at, at, at, at, flag]
     library.gradtrace_scatter.argtypes = [flag, number, at, at, at, number, at, at]
@@ -127,10 +113,12 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements of mark m,
     for m below ``count``; on the device of the marks, so that nobody waits for them.
 
-    The order of the sum is fixed (``Order``), so that sums are the same bits everywhere; more
-    elements than a ``PIECE`` are summed a piece after the other. A mark that is not below ``count``
-    is an error; on a GPU, where nobody waits for it, it is left out.
+    Sums are exact and rounded once, so that they are the same bits everywhere, in whatever order
+    elements come; more of them than a ``PIECE`` are summed a piece after the other. A mark that is
+    not below ``count`` is an error; on a GPU, where nobody waits for it, it is left out.
     """
+    if _flat(marks, gradient) and count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
+        return between.tally(marks, gradient, count)
     if gradient.device != marks.device:  # that of a scalar of the CPU among tensors of a GPU
         gradient = gradient.to(marks.device)
     marks, gradient = _together(marks, gradient)
@@ -153,35 +141,31 @@ def summed(pieces: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _piece(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    order = Order.of(gradient.numel(), count)
     if count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
-        return between.tally(marks, gradient, count, order)
+        return between.tally(marks, gradient, count)
     gradient = _wide(gradient)
     library = _serving(gradient, marks)
     if library is None:
         return _tally(marks, gradient, count)
-    counts = torch.zeros(count, dtype=torch.int64)
-    sums = torch.zeros(count, dtype=torch.float64)
+    counts = torch.empty(count, dtype=torch.int64)
+    sums = torch.empty(count, dtype=torch.float64)
     n = gradient.numel()
-    where = (marks.data_ptr(), gradient.data_ptr(), count, order.length, order.lanes)
+    where = (marks.data_ptr(), gradient.data_ptr(), count)
     found = (counts.data_ptr(), sums.data_ptr())
     checked(library.gradtrace_tally(_is_wide(gradient), n, *where, *found, _threads(n)))
     return counts, sums
 
 
 def _tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    order = Order.of(gradient.numel(), count)
-    key = order.places(gradient.numel(), marks.device) * count + marks
-    weights = gradient.abs().double()
-    sums = torch.bincount(key, weights, minlength=order.chunks * order.lanes * count).double()
-    counts = torch.bincount(marks, minlength=count)
-    return counts, _added(sums.reshape(order.chunks, order.lanes, count))
+    return torch.bincount(marks, minlength=count), _summed(marks, gradient, count)
 
 
 def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """How many elements are not 0 (int64), and the sum of their sizes (float64), in the order of
-    ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
+    """How many elements are not 0 (int64), and the sum of their sizes (float64), as exact as those
+    of ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
     """
+    if _flat(gradient) and _on_gpu(gradient):
+        return between.measured(gradient)
     (flat,) = _together(gradient)
     if flat.numel() <= PIECE:
         return _measured_piece(flat)
@@ -191,14 +175,14 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
     if _on_gpu(flat):
-        return between.measured(flat, Order.of(flat.numel(), 1))
+        return between.measured(flat)
     flat = _wide(flat)
     library = _serving(flat)
     if library is None:
         return _measured(flat.reshape(-1))
     n = flat.numel()
-    count, total = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.float64)
-    where = (flat.data_ptr(), Order.of(n, 1).length, count.data_ptr(), total.data_ptr())
+    count, total = torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.float64)
+    where = (flat.data_ptr(), count.data_ptr(), total.data_ptr())
     checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
     return count, total
 
@@ -210,51 +194,78 @@ def magnitude(gradient: Tensor) -> tuple[int, float]:
 
 
 def _measured(flat: Tensor) -> tuple[Tensor, Tensor]:
-    order = Order.of(flat.numel(), 1)
-    key, many = order.places(flat.numel(), flat.device), order.chunks * order.lanes
-    sums = torch.bincount(key, flat.abs().double(), minlength=many).double()
-    return flat.count_nonzero(), _added(sums.reshape(order.chunks, order.lanes, 1)).reshape(())
+    all_of_them = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+    return flat.count_nonzero(), _summed(all_of_them, flat, 1).reshape(())
 
 
-class Order(NamedTuple):
-    """In which order n numbers are summed: in chunks; in each, by place modulo ``lanes``, one after
-    the other; lanes by halves; chunks as elements are, by number modulo ``LANES``.
+UNIT = -1074
+"""All numbers are whole numbers of 2**UNIT."""
 
-    A GPU takes a chunk a warp and an element a lane; a sum in one piece could not be quick there.
+BIN = 8
+"""How many bits bins are apart."""
+
+
+def _summed(marks: Tensor, gradient: Tensor, count: int) -> Tensor:
+    """Σ |gradient| by mark, exactly, rounded once.
+
+    Each number is a whole number of units: at most 60 bits from the start of a bin on. Its lower 32
+    are added up in that bin, the others in the bin where they begin.
     """
-
-    lanes: int
-    length: int
-    chunks: int
-
-    @classmethod
-    def of(cls, n: int, count: int) -> Order:
-        """For ``count`` marks: chunks are longer where each needs a long table."""
-        lanes = LANES if count <= FEWER[1] else FEWER[0]
-        length = lanes * max(STEPS, 2 * count, -(-n // SUMS))
-        return cls(lanes, length, max(1, -(-n // length)))
-
-    def places(self, n: int, device: torch.device) -> Tensor:
-        """Chunk and lane of each element, as one number."""
-        place = torch.arange(n, device=device)
-        return place // self.length * self.lanes + place % self.length % self.lanes
-
-
-def _added(sums: Tensor) -> Tensor:
-    """(chunks, lanes, marks) summed."""
-    lanes = _halved(sums.transpose(0, 1))  # (chunks, marks)
-    padded = torch.cat([lanes, lanes.new_zeros(-len(lanes) % LANES, lanes.shape[1])])
-    total, *rest = padded.reshape(len(padded) // LANES, LANES, lanes.shape[1])
-    for some in rest:
-        total = total + some
-    return _halved(total)
+    size = gradient.double().abs()
+    finite, bits = size.isfinite(), size.view(torch.int64)
+    field = bits >> 52
+    shift = (field - 1).clamp(min=0)
+    whole = bits & (1 << 52) - 1 | (field > 0).long() << 52
+    whole = torch.where(finite, whole, 0)
+    there = shift[whole > 0]
+    if not len(there):
+        lowest = rows = 0
+    else:
+        lowest = int(there.min()) // BIN
+        rows = int(there.max()) // BIN - lowest + 1 + 32 // BIN
+    units, row = whole << shift % BIN, torch.where(whole > 0, shift // BIN - lowest, 0)
+    rows = max(rows, 1 + 32 // BIN)
+    bins = torch.zeros(rows * count, dtype=torch.int64, device=marks.device)
+    bins.index_add_(0, row * count + marks, units & (1 << 32) - 1)
+    bins.index_add_(0, (row + 32 // BIN) * count + marks, units >> 32)
+    odd = torch.zeros(count, dtype=torch.float64, device=marks.device)
+    odd.index_add_(0, marks, torch.where(finite, 0.0, size))
+    return _rounded(bins.reshape(rows, count), BIN * lowest + UNIT) + odd
 
 
-def _halved(lanes: Tensor) -> Tensor:
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = lanes[:half] + lanes[half:]
-    return lanes[0]
+def _rounded(bins: Tensor, power: int) -> Tensor:
+    """``Σᵢ bins[i]·2**(power + BIN·i)`` as float64, to the nearest, ties to even.
+
+    Of the digits of BIN bits the highest that is not 0 and the seven after it are put in two whole
+    numbers, whose sum is rounded once; of all that is below it matters only whether it is 0.
+    """
+    carry = torch.zeros_like(bins[0])
+    high, low, lost = carry, carry, carry
+    held = [carry] * 4
+    mask = (1 << BIN) - 1
+    for n in range(len(bins) + 64 // BIN):
+        carry = carry + bins[n] if n < len(bins) else carry
+        digit, carry = carry & mask, carry >> BIN
+        lost = lost | low & mask
+        low = low >> BIN | (high & mask) << 32 - BIN
+        high = high >> BIN | digit << 32 - BIN
+        now = (high, low, lost, torch.full_like(carry, n))
+        held = [torch.where(digit > 0, new, old) for new, old in zip(now, held)]
+    high, low, lost, top = held
+    total = high.double() * 2.0**32 + (low | (lost > 0).long()).double()
+    power_of_two = power + BIN * (top - 7)
+    first = power_of_two.clamp(min=-1000)
+    return total * _two(first) * _two(power_of_two - first)  # no number in between is too small
+
+
+def _two(power: Tensor) -> Tensor:
+    """2 to a power, exactly."""
+    return (power + 1023 << 52).view(torch.float64)
+
+
+def _flat(*tensors: Tensor) -> bool:
+    """Whether these are one piece, and flat as they lie."""
+    return tensors[0].numel() <= PIECE and all(x.is_contiguous() for x in tensors)
 
 
 def _together(*tensors: Tensor) -> list[Tensor]:
@@ -280,19 +291,18 @@ def _wide(x: Tensor) -> Tensor:
 
 def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     """The largest |x| over dimensions, which are gone then, and the mark of the first of equals."""
-    short = x.numel() and prod(x.shape[d] for d in dims) < 1 << 31
-    shape = [x.shape[d] for d in range(x.dim()) if d not in dims]
-    if short and marks.dtype is torch.int32 and _on_gpu(x, marks):
-        x, marks, levels = _leveled(x, marks, dims)
-        return Carried(*between.reduce(x, marks, levels, shape))
+    how = _reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
+    if how.short and marks.dtype is torch.int32 and _on_gpu(x, marks):
+        x, marks, levels = _leveled(x, marks, dims, how.levels)
+        return Carried(*between.reduce(x, marks, levels, how.shape))
     x = _wide(x)
     library = _serving(x, marks)
-    if library is None or not short:
+    if library is None or not how.short:
         return _reduce(x, marks, dims)
-    x, marks, levels = _leveled(x, marks, dims)
-    value, out = x.new_empty(shape), marks.new_empty(shape)
-    how = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
-    where = (x.data_ptr(), marks.data_ptr(), how, value.data_ptr(), out.data_ptr())
+    x, marks, levels = _leveled(x, marks, dims, how.levels)
+    value, out = x.new_empty(how.shape), marks.new_empty(how.shape)
+    numbers = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
+    where = (x.data_ptr(), marks.data_ptr(), numbers, value.data_ptr(), out.data_ptr())
     checked(library.gradtrace_reduce(_is_wide(x), *where, _threads(x.numel())))
     return Carried(value, out)
 
@@ -300,41 +310,65 @@ def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
 Level = tuple[int, int, int]
 """A size, and what a step along it adds to the place of a value and of a mark."""
 
+Levels = tuple[Level, Level, Level, Level]
 
-def _leveled(x: Tensor, marks: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, list[Level]]:
+
+class Reduction(NamedTuple):
+    """Whether there is something, and not too much, what shape is left, and the four levels of the
+    tensors as they lie, if they have no more.
+    """
+
+    short: bool
+    shape: tuple[int, ...]
+    levels: Levels | None
+
+
+@lru_cache(4096)
+def _reduction(
+    shape: Sequence[int], steps: Sequence[int], along: Sequence[int], dims: tuple[int, ...]
+) -> Reduction:
+    short = prod(shape) > 0 and prod(shape[d] for d in dims) < 1 << 31
+    kept = tuple(size for d, size in enumerate(shape) if d not in dims)
+    return Reduction(short, kept, _levels(shape, steps, along, dims))
+
+
+def _leveled(
+    x: Tensor, marks: Tensor, dims: Sequence[int], levels: Levels | None
+) -> tuple[Tensor, Tensor, Levels]:
     """Tensors, copied if need be, whose dimensions are four levels: reduced, kept, reduced, kept,
     each of a size that may be 1.
     """
-    levels = _levels(x, marks, dims)
     if levels is None:
         kept = [d for d in range(x.dim()) if d not in dims]
         order = [*kept, *sorted(dims)]
         back = [order.index(d) for d in range(x.dim())]
         x, marks = (t.permute(order).contiguous().permute(back) for t in (x, marks))
         n, width = prod(x.shape[d] for d in kept), prod(x.shape[d] for d in dims)
-        levels = [(1, 0, 0), (n, width, width), (width, 1, 1), (1, 0, 0)]
+        levels = ((1, 0, 0), (n, width, width), (width, 1, 1), (1, 0, 0))
     return x, marks, levels
 
 
-def _levels(x: Tensor, marks: Tensor, dims: Sequence[int]) -> list[Level] | None:
+def _levels(
+    shape: Sequence[int], steps: Sequence[int], others: Sequence[int], dims: Sequence[int]
+) -> Levels | None:
     """The four levels of tensors as they lie, or None if they have more."""
     found: list[Level] = [(1, 0, 0)] * 4
     level = 4
-    for d in reversed(range(x.dim())):
-        size, step, along = x.shape[d], x.stride(d), marks.stride(d)
+    for d in reversed(range(len(shape))):
+        size, step, along = shape[d], steps[d], others[d]
         if size == 1:
             continue
         reduced = d in dims
         if level < 4 and (level % 2 == 0) == reduced:
-            inner, *steps = found[level]
-            if [step, along] == [inner * each for each in steps]:
-                found[level] = (inner * size, steps[0], steps[1])
+            inner, *before = found[level]
+            if [step, along] == [inner * each for each in before]:
+                found[level] = (inner * size, before[0], before[1])
                 continue
         level -= 1 if (level % 2 == 1) == reduced else 2
         if level < 0:
             return None
         found[level] = (size, step, along)
-    return found
+    return found[0], found[1], found[2], found[3]
 
 
 def _reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:

@@ -12,12 +12,14 @@ from gradtrace.linear.general import dense
 from gradtrace.linear.movement import view
 from gradtrace.linear.opened import OPENED
 from gradtrace.linear.table import RULES
+from gradtrace.linear.together import Together
 
 __all__ = [
     "OPENED",
     "RULES",
     "Call",
     "Chains",
+    "Together",
     "Undecided",
     "as_real",
     "dense",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import NotLinear
+from gradtrace.linear.together import Together
 from gradtrace.maps import Identity, Index, Map
 from gradtrace.shapes import Shape
 
@@ -25,10 +26,10 @@ class Call:
     """An operation as it was called, and what came out.
 
     ``deps`` are the arguments that depend on the cotangent. ``limit`` bounds the entries of a
-    written-out matrix.
+    written-out matrix. What maps refer to can be asked for ``together``, if that is there.
     """
 
-    __slots__ = ("args", "deps", "func", "kwargs", "limit", "out")
+    __slots__ = ("args", "deps", "func", "kwargs", "limit", "out", "together")
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Call:
         deps: list[Tensor],
         out: Any,
         limit: int,
+        together: Together | None = None,
     ) -> None:
         self.func = func
         self.args = args
@@ -45,6 +47,7 @@ class Call:
         self.deps = deps
         self.out = out
         self.limit = limit
+        self.together = together
 
     @property
     def dep(self) -> Tensor:

@@ -35,10 +35,14 @@ def log_softmax(call: Call) -> Chains:
 def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: int) -> Normaliser:
     """``s·(γg − mean(γg) − x̂·mean(γg·x̂))`` over ``dims``, of n elements each."""
     gain = torch.ones((), dtype=unit.dtype, device=unit.device) if gain is None else gain
-    gained = gain * unit
     shape = tuple(unit.shape)
-    pairs = [(scale / -n, gain), (scale * unit / -n, gained)]
-    return Normaliser(_wide(scale * gain, shape), pairs, dims, shape)
+    gained, down, along, diagonal = _factors(gain, scale, unit, n)
+    return Normaliser(_wide(diagonal, shape), [(down, gain), (along, gained)], dims, shape)
+
+
+def _factors(gain: Tensor, scale: Tensor, unit: Tensor, n: int) -> tuple[Tensor, ...]:
+    """What the weights of a norm are made of."""
+    return gain * unit, scale / -n, scale * unit / -n, scale * gain
 
 
 def _wide(x: Tensor, shape: Shape) -> Tensor:
@@ -48,19 +52,46 @@ def _wide(x: Tensor, shape: Shape) -> Tensor:
 
 def layer_norm(call: Call) -> Any:
     """Back through layer norm: to its input, its gain, its bias."""
-    g, x, sizes, mean, rstd, gain, _bias, mask = call.args
+    g, x, sizes, *_, mask = call.args
     call.only(g)
     inner = list(range(x.dim() - len(sizes), x.dim()))
     outer = list(range(x.dim() - len(sizes)))
-    unit = (x.to(rstd.dtype) - mean) * rstd
     shape = tuple(g.shape)
     kept = tuple(sizes)
-    into = [_norm(gain, rstd, unit, inner, prod(kept))]
+    into, unit = _layer(call, inner, prod(kept), shape)
     return [
-        [(into, g)] if mask[0] else [],
-        [([Scale(unit, shape), Reduce(outer, shape, kept)], g)] if mask[1] else [],
+        [([into], g)] if mask[0] else [],
+        [([unit, Reduce(outer, shape, kept)], g)] if mask[1] else [],
         [([Reduce(outer, shape, kept)], g)] if mask[2] else [],
     ]
+
+
+def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normaliser, Scale]:
+    """The norm of a layer, and the scale by what it has normalised; with those of other layers, if
+    there may be some.
+    """
+    _, x, _, mean, rstd, gain, *_ = call.args
+    if call.together is None or gain is None:
+        unit = (x.to(rstd.dtype) - mean) * rstd
+        return _norm(gain, rstd, unit, inner, n), Scale(unit, shape)
+    into, scale = Normaliser(gain, [(gain, gain), (gain, gain)], inner, shape), Scale(gain, shape)
+
+    def fill(unit: Tensor, gained: Tensor, down: Tensor, along: Tensor, diagonal: Tensor) -> None:
+        scale.weight = unit
+        into.diagonal = _wide(diagonal, shape)
+        into.left, into.right = (down, along), (gain, gained)
+
+    call.together.ask(_layers, (x, mean, rstd, gain), fill, n)
+    return into, scale
+
+
+def _layers(x: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor, n: int) -> tuple[Tensor, ...]:
+    """What the weights of layer norms are made of: in all tensors, the first dimension is that of
+    the layers.
+    """
+    unit = (x.to(rstd.dtype) - mean) * rstd
+    gain = gain.reshape(len(gain), *[1] * (x.dim() - gain.dim()), *gain.shape[1:])
+    return unit, *_factors(gain, rstd, unit, n)
 
 
 def rms_norm(call: Call) -> Any:

@@ -108,6 +108,7 @@ class Emulator:
         patch.setattr(launch, "serves", serves)
         patch.setattr(launch, "kernel", kernel)
         patch.setattr(launch, "processors", lambda device: PROCESSORS)
+        patch.setattr(launch, "stream", lambda device: 0)
         patch.setattr(launch, "room", lambda device: self.room)
         patch.setattr(launch, "at", lambda device: nullcontext())
         patch.setattr(gpu, "triton", lambda: False)

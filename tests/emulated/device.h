@@ -18,6 +18,7 @@
 #define __grid_constant__
 #define __restrict__ __restrict
 #define DYNAMIC(type, name) type* name = (type*)emulated::dynamic.data()
+#define AFRESH(x)
 #define COMMIT
 #define AWAIT(n)
 
@@ -246,6 +247,7 @@ inline T __shfl_sync(unsigned mask, T mine, int from) {
 }
 
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
+inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned how) {
@@ -261,7 +263,11 @@ inline int __float_as_int(float x) { return emulated::cast<int>(x); }
 inline double __longlong_as_double(long long x) { return emulated::cast<double>(x); }
 inline long long __double_as_longlong(double x) { return emulated::cast<long long>(x); }
 
-inline float __fmul_rn(float x, float y) { return x * y; }
+// A GPU's products have one NaN.
+inline float __fmul_rn(float x, float y) {
+  const float p = x * y;
+  return p == p ? p : __int_as_float(0x7fffffff);
+}
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline double __dmul_rn(double x, double y) { return x * y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
@@ -271,6 +277,27 @@ inline T atomicAdd(T* at, T x) {
   const T was = *at;
   *at = was + x;
   return was;
+}
+
+template <typename T>
+inline T atomicOr(T* at, T x) {
+  const T was = *at;
+  *at = was | x;
+  return was;
+}
+
+template <typename T>
+inline T atomicCAS(T* at, T wanted, T x) {
+  const T was = *at;
+  if (was == wanted) *at = x;
+  return was;
+}
+
+inline void __threadfence() {}
+
+template <typename T>
+inline T __ldcg(const T* at) {
+  return *at;
 }
 
 template <typename T>
@@ -304,4 +331,12 @@ inline float of_half(unsigned short bits) {
   return sign ? -small : small;
 }
 
-inline void fetch(void* to, const void* from) { std::memcpy(to, from, 16); }
+inline void fetch(void* to, const void* from, int size) {
+  std::memset(to, 0, 16);
+  if (size) std::memcpy(to, from, size);
+}
+
+inline void word(void* to, const void* from, bool there) {
+  std::memset(to, 0, 4);
+  if (there) std::memcpy(to, from, 4);
+}

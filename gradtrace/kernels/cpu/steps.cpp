@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -79,107 +80,296 @@ void merge(int64_t n, T* __restrict size, int32_t* __restrict marks, const T* __
 
 // Counting --------------------------------------------------------------------------------------
 
-// Lanes by halves: x[l] + x[l + lanes / 2], and so on.
-template <int LANES>
-double halved(const double* lanes) {
-  double sums[LANES];
-  std::memcpy(sums, lanes, sizeof sums);
-  for (int half = LANES / 2; half; half /= 2) {
-    for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
-  }
-  return sums[0];
+// Sums are exact and rounded once: nobody's order matters. Numbers are added up in bins by their
+// exponent, 8 to a bin: as long as they are not too many, such sums are exact in double precision.
+// Of a number that is itself in double precision, the upper and the lower bits are added up apart.
+template <typename T>
+struct Cut;
+
+template <>
+struct Cut<float> {
+  static constexpr int UNIT = -150, MANTISSA = 23, HALVES = 1;
+  static constexpr int64_t MOST = 1 << 20;  // numbers of 24 + 7 bits
+};
+
+template <>
+struct Cut<double> {
+  static constexpr int UNIT = -1075, MANTISSA = 52, HALVES = 2;
+  static constexpr int64_t MOST = 1 << 16;  // of 29 + 7 bits, and of 24 + 7
+};
+
+constexpr int BIN = 8, LOWER = 24;  // exponents of a bin, and bits of the lower half
+
+template <typename T>
+int field(Bits<T> size) {
+  return static_cast<int>(size >> Cut<T>::MANTISSA);
 }
 
-// The table of one chunk: for each mark a sum for each lane, and counts. While the mark stays the
-// same, its sums are kept in registers; the order of additions is that of the elements all the same.
-template <int LANES>
-struct Table {
-  static constexpr int SOME = 4;  // counts of a mark, so that they need not wait for one another
-  std::vector<double> sum;
-  std::vector<int64_t> number;
+// Of some numbers, the smallest size that is not 0, and the largest.
+template <typename T>
+struct Reach {
+  using U = std::make_unsigned_t<Bits<T>>;
+  U least = ~U(0);  // less one, so that 0 is the largest of all
+  Bits<T> most = 0;
 
-  explicit Table(int64_t count) : sum(count * LANES), number(count * SOME) {}
-
-  template <typename T>
-  void add(int64_t n, const int32_t* marks, const T* gradient) {
-    const int64_t count = number.size() / SOME;
-    const auto one = [&](int64_t i, int lane) {
-      if (marks[i] < 0 || marks[i] >= count) throw std::out_of_range("a mark that is not counted");
-      sum[int64_t(marks[i]) * LANES + lane] += std::fabs(double(gradient[i]));
-      number[int64_t(marks[i]) * SOME + lane % SOME]++;
-    };
-    int64_t i = 0;
-    while (i + LANES <= n) {
-      for (int lane = 0; lane < LANES; lane++) one(i + lane, lane);
-      const int32_t mark = marks[i];
-      const auto stays = [&](const int32_t* at) {
-        int32_t differs = 0;
-        for (int lane = 0; lane < LANES; lane++) differs |= at[lane] ^ mark;
-        return !differs;
-      };
-      const bool uniform = stays(marks + i);
-      i += LANES;
-      if (!uniform || i + LANES > n || !stays(marks + i)) continue;
-      double held[LANES];
-      std::memcpy(held, &sum[int64_t(mark) * LANES], sizeof held);
-      const int64_t first = i;
-      for (; i + LANES <= n && stays(marks + i); i += LANES) {
-        for (int lane = 0; lane < LANES; lane++) held[lane] += std::fabs(double(gradient[i + lane]));
-      }
-      std::memcpy(&sum[int64_t(mark) * LANES], held, sizeof held);
-      number[int64_t(mark) * SOME] += i - first;
+  void take(int64_t n, const T* x) {
+    U low = least;
+    Bits<T> high = most;
+    for (int64_t i = 0; i < n; i++) {
+      Bits<T> size;
+      std::memcpy(&size, x + i, sizeof size);
+      size &= Kind<T>::SIZE;
+      const U there = U(size) - 1;
+      low = there < low ? there : low;
+      high = size > high ? size : high;
     }
-    for (int lane = 0; i < n; i++, lane++) one(i, lane);
+    least = low;
+    most = high;
   }
 
-  // Hand over what was counted, and begin anew.
-  void finish(double* sums, int64_t* counts) {
-    const int64_t count = number.size() / SOME;
-    for (int64_t mark = 0; mark < count; mark++) {
-      const int64_t* some = &number[mark * SOME];
-      counts[mark] = (some[0] + some[1]) + (some[2] + some[3]);
-      sums[mark] = counts[mark] ? halved<LANES>(&sum[mark * LANES]) : 0.0;
+  void take(const Reach& other) {
+    least = std::min(least, other.least);
+    most = std::max(most, other.most);
+  }
+
+  int first() const { return most ? field<T>(Bits<T>(least + 1)) : 0; }  // exponents
+  int last() const { return field<T>(most); }
+};
+
+// A number that is a whole number of 2**power, as that.
+inline uint64_t whole(double x, int power) {
+  const Bits<double> size = sized(x);
+  const int exponent = field<double>(size), normal = exponent != 0;
+  const uint64_t bits = (size & ((Bits<double>(1) << 52) - 1)) | Bits<double>(normal) << 52;
+  const int shift = exponent - normal - 1074 - power;
+  return !bits ? 0 : shift < 0 ? bits >> -shift : bits << shift;
+}
+
+// How many elements each mark has, and their sum. COPIES, so that elements of one mark need not wait
+// for one another.
+template <typename T, int COPIES>
+struct Table {
+  static constexpr int HALVES = Cut<T>::HALVES;
+  static constexpr int64_t BLOCK = 32, LONG = 1024;
+  int64_t count, room = Cut<T>::MOST;
+  int lowest, rows;
+  std::vector<double> bins;  // (halves, rows, marks, copies)
+  std::vector<uint64_t> units;  // (halves, rows, marks), from before
+  std::vector<int64_t> number;
+
+  // The rows above are for the sums of runs.
+  Table(int64_t count, const Reach<T>& reach)
+      : count(count),
+        lowest(reach.first() / BIN),
+        rows(reach.last() / BIN - lowest + 1 + (HALVES == 1 ? 4 : 0)),
+        bins(HALVES * rows * count * COPIES),
+        number(count * COPIES) {}
+
+  static bool uniform(const int32_t* marks, int32_t mark) {
+    int32_t differs = 0;
+    for (int64_t i = 0; i < BLOCK; i++) differs |= marks[i] ^ mark;
+    return !differs;
+  }
+
+  void add(int64_t n, const int32_t* marks, const T* gradient) {
+    if ((room -= n) < 0) settle();
+    for (int64_t i = 0; i < n;) {
+      int64_t j = i;
+      if (HALVES == 1) {
+        while (j + BLOCK <= n && j - i < LONG && uniform(marks + j, marks[i])) j += BLOCK;
+      }
+      if (j > i) {
+        check(1, marks + i);
+        number[int64_t(marks[i]) * COPIES] += j - i;
+        run(j - i, marks[i], gradient + i);
+      } else {
+        j = std::min(n, i + BLOCK);
+        check(j - i, marks + i);
+        for (int64_t k = i; k < j; k++) {
+          number[int64_t(marks[k]) * COPIES + k % COPIES]++;
+          one(marks[k], gradient[k], k % COPIES);
+        }
+      }
+      i = j;
     }
-    std::fill(sum.begin(), sum.end(), 0.0);
-    std::fill(number.begin(), number.end(), 0);
+  }
+
+  // All of one mark, the first.
+  void all(int64_t n, const T* gradient) {
+    if ((room -= n) < 0) settle();
+    int64_t i = 0;
+    for (int64_t j = LONG; HALVES == 1 && j <= n; i = j, j += LONG) run(LONG, 0, gradient + i);
+    for (; i < n; i++) one(0, gradient[i], i % COPIES);
+  }
+
+  void check(int64_t n, const int32_t* marks) const {
+    const uint32_t limit = static_cast<uint32_t>(std::min<int64_t>(count, INT32_MAX));
+    uint32_t wrong = 0;
+    for (int64_t i = 0; i < n; i++) wrong |= static_cast<uint32_t>(marks[i]) >= limit;
+    if (wrong) throw std::out_of_range("a mark that is not counted");
+  }
+
+  void one(int64_t mark, T x, int64_t copy) {
+    Bits<T> size;
+    std::memcpy(&size, &x, sizeof size);
+    size &= Kind<T>::SIZE;
+    const int row = std::max(field<T>(size) / BIN - lowest, 0);  // 0 may be below all others
+    double* at = &bins[(row * count + mark) * COPIES + copy];
+    const double value = number_of(size);
+    if (HALVES == 1) {
+      *at += value;
+      return;
+    }
+    const Bits<T> lower = (Bits<T>(1) << (HALVES == 1 ? 0 : LOWER)) - 1;
+    const double upper = number_of(size < Kind<T>::INF_BITS ? size & ~lower : size);
+    *at += upper;
+    if (size < Kind<T>::INF_BITS) at[rows * count * COPIES] += value - upper;
+  }
+
+  static double number_of(Bits<T> size) { return gradtrace::number<T>(size); }
+
+  // Elements of one mark, at most LONG: if the largest is not too large for the smallest, all sums
+  // are exact in double precision.
+  void run(int64_t n, int64_t mark, const T* gradient) {
+    Reach<T> reach;
+    reach.take(n, gradient);
+    if (!reach.most) return;
+    constexpr int ROOM = 53 - 24 - 10;  // LONG is 2**10
+    if (reach.last() == 255 || reach.last() - reach.first() > ROOM) {
+      for (int64_t i = 0; i < n; i++) one(mark, gradient[i], i % COPIES);
+      return;
+    }
+    double held[BLOCK] = {};
+    for (int64_t i = 0; i < n; i += BLOCK) {
+      for (int lane = 0; lane < BLOCK; lane++) held[lane] += std::fabs(double(gradient[i + lane]));
+    }
+    // In two parts, each a number such as others in its bin.
+    const int row = reach.first() / BIN - lowest, power = Cut<T>::UNIT + BIN * (lowest + row);
+    const uint64_t sum = whole(std::accumulate(held, held + BLOCK, 0.0), power);
+    double* at = &bins[(row * count + mark) * COPIES];
+    at[0] += std::ldexp(static_cast<double>(sum & 0xffffffff), power);
+    at[4 * count * COPIES] += std::ldexp(static_cast<double>(sum >> 32), power + 32);
+  }
+
+  int power(int half, int row) const {
+    return Cut<T>::UNIT + BIN * (lowest + row) + (HALVES == 2 && half == 0 ? LOWER : 0);
+  }
+
+  // Bins as whole numbers, before there are so many numbers in them that sums might be rounded.
+  void settle() {
+    units.resize(HALVES * rows * count);
+    for (int half = 0; half < HALVES; half++) {
+      for (int row = 0; row < rows; row++) {
+        for (int64_t mark = 0; mark < count; mark++) {
+          double* at = &bins[((half * rows + row) * count + mark) * COPIES];
+          for (int copy = 0; copy < COPIES; copy++) {
+            if (!std::isfinite(at[copy])) continue;
+            units[(half * rows + row) * count + mark] += whole(at[copy], power(half, row));
+            at[copy] = 0.0;
+          }
+        }
+      }
+    }
+    room = Cut<T>::MOST;
+  }
+
+  void take(Table& other) {
+    settle();
+    other.settle();
+    for (size_t i = 0; i < units.size(); i++) units[i] += other.units[i];
+    for (size_t i = 0; i < number.size(); i++) number[i] += other.number[i];
+    for (size_t i = 0; i < bins.size(); i++) bins[i] += other.bins[i];  // 0, or not finite
+  }
+
+  void finish(int64_t* counts, double* sums) const {
+    for (int64_t mark = 0; mark < count; mark++) {
+      counts[mark] = 0;
+      for (int copy = 0; copy < COPIES; copy++) counts[mark] += number[mark * COPIES + copy];
+      sums[mark] = counts[mark] ? rounded(mark) : 0.0;
+    }
+  }
+
+  // To the nearest, ties to even: the highest 64 bits are made of two numbers that are exact; what is
+  // below says only whether there is anything.
+  double rounded(int64_t mark) const {
+    uint64_t carry = 0, window = 0, held = 0;
+    bool lost = false, below = false;
+    int top = 0;
+    double odd = 0.0;
+    const auto read = [&](int half, int row) {
+      const int64_t at = (half * rows + row) * count + mark;
+      if (!units.empty()) carry += units[at];
+      for (int copy = 0; copy < COPIES; copy++) {
+        const double here = bins[at * COPIES + copy];
+        if (std::isfinite(here)) {
+          carry += whole(here, power(half, row));
+        } else {
+          odd += here;
+        }
+      }
+    };
+    const int shifted = LOWER / BIN, all = rows + (HALVES == 2 ? shifted : 0);
+    for (int digit = 0; digit < all || carry; digit++) {
+      if (digit < rows) read(HALVES - 1, digit);
+      if (HALVES == 2 && digit >= shifted && digit < all) read(0, digit - shifted);
+      lost |= (window & 255) != 0;
+      window = window >> 8 | (carry & 255) << 56;
+      if (carry & 255) {
+        held = window;
+        below = lost;
+        top = digit;
+      }
+      carry >>= 8;
+    }
+    const double high = static_cast<double>(held >> 32) * 0x1p32;
+    const double low = static_cast<double>((held & 0xffffffff) | uint64_t(below));
+    return std::ldexp(high + low, BIN * (top - 7 + lowest) + Cut<T>::UNIT) + odd;
   }
 };
 
-constexpr int64_t WIDE_LANES = 32;
+constexpr int64_t COUNTED = 1 << 14;  // elements that a task counts at a time
 
 template <typename T>
-void magnitude(int64_t n, const T* gradient, int64_t* count, double* sum) {
-  double held[WIDE_LANES] = {};
-  int64_t zeros = 0, i = 0;
-  for (; i + WIDE_LANES <= n; i += WIDE_LANES) {
-    for (int lane = 0; lane < WIDE_LANES; lane++) {
-      held[lane] += std::fabs(double(gradient[i + lane]));
-      zeros += gradient[i + lane] == 0;
-    }
-  }
-  for (int lane = 0; i < n; i++, lane++) {
-    held[lane] += std::fabs(double(gradient[i]));
-    zeros += gradient[i] == 0;
-  }
-  *count = n - zeros;
-  *sum = halved<WIDE_LANES>(held);
+Reach<T> reach(int64_t n, const T* x, int threads) {
+  std::vector<Reach<T>> found(parts(n, COUNTED));
+  pieces(n, COUNTED, threads, [&](int64_t i, int64_t j) { found[i / COUNTED].take(j - i, x + i); });
+  Reach<T> all;
+  for (const Reach<T>& some : found) all.take(some);
+  return all;
 }
 
-// Rows of sums, one for each chunk, added up as elements are: by place modulo WIDE_LANES, then by
-// halves. They are overwritten.
-void chunked(double* rows, int64_t chunks, int64_t count, double* sums) {
-  const auto add = [&](int64_t to, int64_t from) {
-    double* __restrict here = rows + to * count;
-    const double* __restrict there = rows + from * count;
-    for (int64_t mark = 0; mark < count; mark++) here[mark] += there[mark];
-  };
-  for (int64_t chunk = WIDE_LANES; chunk < chunks; chunk++) add(chunk % WIDE_LANES, chunk);
-  for (int64_t half = WIDE_LANES / 2; half; half /= 2) {
-    for (int64_t lane = 0; lane < half; lane++) {
-      if (lane + half < chunks) add(lane, lane + half);
+// body(table, first, last) over pieces of 0..n, with a table for each of some tasks; they are added up.
+template <typename T, int COPIES, typename Body>
+void counted(int64_t n, int64_t count, const T* gradient, int64_t* counts, double* sums, int threads,
+             const Body& body) {
+  const int64_t tasks = std::max<int64_t>(1, std::min<int64_t>(parts(n, COUNTED), threads));
+  const Reach<T> all = reach(n, gradient, threads);
+  std::vector<Table<T, COPIES>> tables;
+  for (int64_t task = 0; task < tasks; task++) tables.emplace_back(count, all);
+  each(tasks, threads, [&](int64_t task) {
+    for (int64_t i = task * COUNTED; i < n; i += tasks * COUNTED) {
+      body(tables[task], i, std::min(n, i + COUNTED));
     }
-  }
-  if (chunks) std::copy(rows, rows + count, sums);
+  });
+  for (int64_t task = 1; task < tasks; task++) tables[0].take(tables[task]);
+  tables[0].finish(counts, sums);
+}
+
+template <typename T>
+void tally(int64_t n, const int32_t* marks, const T* gradient, int64_t count, int64_t* counts,
+           double* sums, int threads) {
+  const auto add = [&](auto& table, int64_t i, int64_t j) { table.add(j - i, marks + i, gradient + i); };
+  count <= 128 ? counted<T, 4>(n, count, gradient, counts, sums, threads, add)
+               : counted<T, 1>(n, count, gradient, counts, sums, threads, add);
+}
+
+// All that is not 0, as one mark.
+template <typename T>
+void magnitude(int64_t n, const T* gradient, int64_t* count, double* sum, int threads) {
+  counted<T, 4>(n, 1, gradient, count, sum, threads, [&](auto& table, int64_t i, int64_t j) {
+    table.number[0] += j - i - std::count(gradient + i, gradient + j, T(0));
+    table.all(j - i, gradient + i);
+  });
 }
 
 // Choosing along lines --------------------------------------------------------------------------
@@ -692,56 +882,19 @@ GRADTRACE_API int gradtrace_merge(int wide, int64_t n, void* size, int32_t* mark
   });
 }
 
-// lanes: 32, or 4 where tables are long.
 GRADTRACE_API int gradtrace_tally(int wide, int64_t n, const int32_t* marks, const void* gradient,
-                                  int64_t count, int64_t length, int64_t lanes, int64_t* counts,
-                                  double* sums, int threads) {
-  const auto run = [&](auto table) {
-    const int64_t chunks = gradtrace::parts(n, length);
-    const int64_t tasks = std::min<int64_t>(chunks, threads);
-    std::vector<double> partial(chunks * count);
-    std::vector<int64_t> number(chunks * count);
-    gradtrace::each(tasks, threads, [&](int64_t task) {
-      auto mine = table;
-      for (int64_t chunk = task; chunk < chunks; chunk += tasks) {
-        const int64_t i = chunk * length, size = std::min(n - i, length);
-        if (wide) {
-          mine.add(size, marks + i, static_cast<const double*>(gradient) + i);
-        } else {
-          mine.add(size, marks + i, static_cast<const float*>(gradient) + i);
-        }
-        mine.finish(&partial[chunk * count], &number[chunk * count]);
-      }
-    });
-    gradtrace::chunked(partial.data(), chunks, count, sums);
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      const int64_t* here = &number[chunk * count];
-      for (int64_t mark = 0; mark < count; mark++) counts[mark] += here[mark];
-    }
-  };
+                                  int64_t count, int64_t* counts, double* sums, int threads) {
   return guarded([&] {
-    lanes == gradtrace::WIDE_LANES ? run(gradtrace::Table<gradtrace::WIDE_LANES>(count))
-                                   : run(gradtrace::Table<4>(count));
+    wide ? gradtrace::tally(n, marks, static_cast<const double*>(gradient), count, counts, sums, threads)
+         : gradtrace::tally(n, marks, static_cast<const float*>(gradient), count, counts, sums, threads);
   });
 }
 
-GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient, int64_t length,
-                                      int64_t* count, double* sum, int threads) {
+GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient, int64_t* count,
+                                      double* sum, int threads) {
   return guarded([&] {
-    const int64_t chunks = gradtrace::parts(n, length);
-    std::vector<double> sums(chunks);
-    std::vector<int64_t> number(chunks);
-    gradtrace::pieces(n, length, threads, [&](int64_t i, int64_t j) {
-      int64_t* c = &number[i / length];
-      double* s = &sums[i / length];
-      if (wide) {
-        gradtrace::magnitude(j - i, static_cast<const double*>(gradient) + i, c, s);
-      } else {
-        gradtrace::magnitude(j - i, static_cast<const float*>(gradient) + i, c, s);
-      }
-    });
-    gradtrace::chunked(sums.data(), chunks, 1, sum);
-    for (const int64_t some : number) *count += some;
+    wide ? gradtrace::magnitude(n, static_cast<const double*>(gradient), count, sum, threads)
+         : gradtrace::magnitude(n, static_cast<const float*>(gradient), count, sum, threads);
   });
 }
 

@@ -19,11 +19,21 @@ __device__ __forceinline__ float of_half(unsigned short bits) {
   return x;
 }
 
-// 16 bytes from global to shared memory, meanwhile.
-__device__ __forceinline__ void fetch(void* to, const void* from) {
+// 16 bytes from global to shared memory, meanwhile: so many of them, and zeros.
+__device__ __forceinline__ void fetch(void* to, const void* from, int size) {
   u32 shared = (u32)__cvta_generic_to_shared(to);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(size));
 }
+
+// 4 bytes, or zeros.
+__device__ __forceinline__ void word(void* to, const void* from, bool there) {
+  u32 shared = (u32)__cvta_generic_to_shared(to);
+  const int size = there ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(size));
+}
+
+// What follows from a number is worked out where it stands: registers are short elsewhere.
+#define AFRESH(x) asm volatile("" : "+r"(x))
 
 #define COMMIT asm volatile("cp.async.commit_group;")
 #define AWAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n))
@@ -47,13 +57,20 @@ __device__ __forceinline__ i64 sized(double x) {
   return bits < 0x7ff8000000000000LL ? bits : 0x7ff8000000000000LL;
 }
 
-// Of three numbers that are not negative, which order as their bits do: one instruction on Hopper.
+// |x y|. All NaNs of a GPU's products are one, 0x7fffffff.
+__device__ __forceinline__ float size(float x, float y) { return __fmul_rn(fabsf(x), fabsf(y)); }
+
+// Of three such numbers, which order as their bits do, NaN on top: one instruction on Hopper.
 __device__ __forceinline__ float largest(float a, float b, float c) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   return __int_as_float(__vimax3_s32(__float_as_int(a), __float_as_int(b), __float_as_int(c)));
 #else
-  return fmaxf(fmaxf(a, b), c);
+  return __int_as_float(max(max(__float_as_int(a), __float_as_int(b)), __float_as_int(c)));
 #endif
+}
+
+__device__ __forceinline__ bool larger(float a, float b) {
+  return __float_as_int(a) > __float_as_int(b);
 }
 
 __device__ __forceinline__ float number(int bits) { return __int_as_float(bits); }

@@ -70,146 +70,393 @@ KERNEL(256, merge_double, Merge) { merge<double>(c); }
 
 // Counting ------------------------------------------------------------------------------------
 
+// Sums are exact and rounded once, at the end, so that nobody's order matters: a number is a whole
+// number of units, the smallest number there is, cut into one or two pieces of 32 bits, and each is
+// added up in the bin of its place, 8 bits from the next. A block has bins of its own in shared
+// memory, of 32 bits and a count of what they carried over, for those that most numbers fall in;
+// the rest goes to memory straight away.
+
+#define COUNTERS 512  // threads of a block
+#define BATCH 8       // elements that a thread reads at a time
+#define HEAD 16       // words at the start of the work: how many blocks are done, and which bins are used
+
+template <typename T> struct Cut;
+template <> struct Cut<float> {
+  static const int BINS = 40, WINDOW = 8, ABOVE = 0, UNIT = -149;
+};
+template <> struct Cut<double> {
+  static const int BINS = 264, WINDOW = 12, ABOVE = 4, UNIT = -1074;
+};
+
+// A number of units as a few bits, and how many places to the left they are; 255 or 2047 in the field
+// of the exponent says that it is none.
+struct Parts {
+  u64 bits;
+  int shift;
+  bool finite;
+};
+
+__device__ __forceinline__ Parts parts(int size) {
+  const int field = size >> 23;
+  return {(u64)(u32)((size & 0x7fffff) | (field ? 0x800000 : 0)), field ? field - 1 : 0, field < 255};
+}
+
+__device__ __forceinline__ Parts parts(i64 size) {
+  const int field = (int)(size >> 52);
+  const u64 rest = (u64)size & 0xfffffffffffffULL;
+  return {field ? rest | 1ULL << 52 : rest, field ? field - 1 : 0, field < 2047};
+}
+
 struct Tally {
   const int* marks;
   const void* gradient;
-  i64 kind, n, count, range, ranges, length, lanes, chunks;
-  double* sums;  // (marks, chunks)
-  i64* counts;
-};
-
-// A lane's sums and its neighbours', by halves.
-__device__ __forceinline__ double halved(double x, int lanes) {
-  for (int half = lanes / 2; half; half /= 2) x = x + __shfl_xor_sync(FULL, x, half);
-  return x;
-}
-
-__device__ __forceinline__ u32 counted(u32 x, int lanes) {
-  for (int half = lanes / 2; half; half /= 2) x += __shfl_xor_sync(FULL, x, half);
-  return x;
-}
-
-// A warp: 32 lanes of one chunk, or 4 of each of 8; of the marks, those of a range. Each lane has a
-// table of its own, and keeps the mark that it is at in registers.
-// grid: (groups of chunks x ranges), 32 threads.
-KERNEL(32, tally, Tally) {
-  DYNAMIC(double, sums);  // [range][32]
-  const int lane = threadIdx.x, lanes = c.lanes, range = c.range;
-  u32* counts = (u32*)(sums + range * 32);
-  const int low = blockIdx.x % c.ranges * range, size = min((int)c.count - low, range);
-  const i64 chunk = blockIdx.x / c.ranges * (32 / lanes) + lane / lanes;
-  for (int r = 0; r < range; r++) {
-    sums[r * 32 + lane] = 0.0;
-    counts[r * 32 + lane] = 0;
-  }
-  const i64 last = min((chunk + 1) * c.length, c.n);
-  int held = -1;
-  double sum = 0.0;
-  u32 count = 0;
-  for (i64 i = chunk * c.length + lane % lanes; i < last; i += 8 * lanes) {
-    int mark[8];
-    double more[8];
-#pragma unroll
-    for (int u = 0; u < 8; u++) {  // many reads at a time
-      const i64 at = i + u * lanes;
-      mark[u] = at < last ? c.marks[at] - low : -1;
-      more[u] = at < last ? fabs(get<double>(c.gradient, c.kind, at)) : 0.0;
-    }
-#pragma unroll
-    for (int u = 0; u < 8; u++) {
-      if (mark[u] < 0 || mark[u] >= size) continue;
-      if (mark[u] != held) {
-        if (held >= 0) {
-          sums[held * 32 + lane] = sum;
-          counts[held * 32 + lane] = count;
-        }
-        held = mark[u];
-        sum = sums[held * 32 + lane];
-        count = counts[held * 32 + lane];
-      }
-      sum = sum + more[u];
-      count++;
-    }
-  }
-  if (held >= 0) {
-    sums[held * 32 + lane] = sum;
-    counts[held * 32 + lane] = count;
-  }
-  for (int r = 0; r < size; r++) {
-    double total = sums[r * 32 + lane];
-    u32 number = counts[r * 32 + lane];
-    if (__any_sync(FULL, number)) {
-      total = halved(total, lanes);
-      number = counted(number, lanes);
-    }
-    if (lane % lanes == 0 && chunk < c.chunks) {
-      c.sums[(low + r) * c.chunks + chunk] = total;
-      c.counts[(low + r) * c.chunks + chunk] = number;
-    }
-  }
-}
-
-struct Measure {
-  const void* gradient;
-  i64 kind, n, length, chunks;
+  i64 kind, n, count, low;  // marks from low to low + count
+  i64 slots, length;        // marks in shared memory, elements of a block
+  u64* work;                // 0 before and after: HEAD, then rows of count: numbers, oddities, bins
   double* sums;
   i64* counts;
 };
 
-// A warp a chunk, of 32 lanes. grid: (chunks / 8), 32 x 8 threads.
-KERNEL(256, measure, Measure) {
-  const int lane = threadIdx.x;
-  const i64 chunk = (i64)blockIdx.x * 8 + threadIdx.y, last = min((chunk + 1) * c.length, c.n);
-  double sum = 0.0;
-  u32 count = 0;
-  for (i64 i = chunk * c.length + lane; i < last; i += 8 * 32) {
-    double more[8];
+#define INFINITE 1ULL
+#define NO_NUMBER 2ULL
+
+// Sizes of the elements of a thread, many at a time; 0 for what is not there.
+template <typename T>
+__device__ __forceinline__ void read(const void* data, int kind, i64 at, i64 end,
+                                     typename Kind<T>::Bits* size) {
+  if (kind == (sizeof(T) == 4 ? 0 : 1)) {
 #pragma unroll
-    for (int u = 0; u < 8; u++) {
-      const i64 at = i + u * 32;
-      more[u] = at < last ? fabs(get<double>(c.gradient, c.kind, at)) : 0.0;
+    for (int u = 0; u < BATCH; u++) {
+      const i64 i = at + u * COUNTERS;
+      size[u] = i < end ? sized(((const T*)data)[i]) : 0;
     }
+  } else {
 #pragma unroll
-    for (int u = 0; u < 8; u++) {
-      sum = sum + more[u];
-      count += more[u] != 0.0;
+    for (int u = 0; u < BATCH; u++) {
+      const i64 i = at + u * COUNTERS;
+      const unsigned short bits = i < end ? ((const unsigned short*)data)[i] : 0;
+      size[u] = sized((T)(kind == 3 ? of_bfloat(bits) : of_half(bits)));
     }
-  }
-  sum = halved(sum, 32);
-  count = counted(count, 32);
-  if (lane == 0 && chunk < c.chunks) {
-    c.sums[chunk] = sum;
-    c.counts[chunk] = count;
   }
 }
 
-struct Total {
-  const double* sums;  // (marks, chunks)
-  const i64* counts;
-  i64 chunks, count;
+template <typename T>
+struct Work {
+  u64* rows;
+  i64 count;
+  u32* used;  // which bins, of the block
+
+  __device__ __forceinline__ u64* bin(int b, int mark) const { return rows + (2 + b) * count + mark; }
+
+  __device__ __forceinline__ void use(int b) const {
+    if (!(used[b / 32] >> b % 32 & 1)) atomicOr(used + b / 32, 1u << b % 32);
+  }
+
+  __device__ __forceinline__ void add(int b, int mark, u64 units) const {
+    use(b);
+    atomicAdd(bin(b, mark), units);
+  }
+
+  // A number, straight to memory.
+  __device__ __forceinline__ void take(int mark, typename Kind<T>::Bits size) const {
+    const Parts number = parts(size);
+    if (!number.finite) {
+      const bool infinite = !(size & (((typename Kind<T>::Bits)1 << (sizeof(T) == 4 ? 23 : 52)) - 1));
+      atomicOr(rows + count + mark, infinite ? INFINITE : NO_NUMBER);
+      return;
+    }
+    const u64 units = number.bits << (number.shift & 7);
+    if ((u32)units) add(number.shift >> 3, mark, (u32)units);
+    if (units >> 32) add((number.shift >> 3) + 4, mark, units >> 32);
+  }
+};
+
+// The bins of a mark as a number, rounded to the nearest, ties to even: the highest 64 bits are made
+// of two numbers that are exact; what is below says only whether there is anything.
+template <typename T>
+__device__ __forceinline__ double rounded(const Work<T>& work, int mark, int first, int last) {
+  u64 carry = 0, window = 0, held = 0;
+  bool lost = false, below = false;
+  int top = 0;
+#pragma unroll 8
+  for (int b = first; b <= last; b++) {
+    if (work.used[b / 32] >> b % 32 & 1) carry += __ldcg(work.bin(b, mark));
+    const u64 digit = carry & 255;
+    carry >>= 8;
+    lost |= (window & 255) != 0;
+    window = window >> 8 | digit << 56;
+    if (digit) {
+      held = window;
+      below = lost;
+      top = b;
+    }
+  }
+  for (int b = last + 1; carry; b++) {
+    const u64 digit = carry & 255;
+    carry >>= 8;
+    lost |= (window & 255) != 0;
+    window = window >> 8 | digit << 56;
+    if (digit) {
+      held = window;
+      below = lost;
+      top = b;
+    }
+  }
+  const double high = (double)(u32)(held >> 32) * 0x1p32, low = (double)((u32)held | (u32)below);
+  const int power = 8 * (top - 7) + Cut<T>::UNIT, some = max(power, -1000);
+  return __dadd_rn(high, low) * __longlong_as_double((i64)(some + 1023) << 52) *
+         __longlong_as_double((i64)(power - some + 1023) << 52);
+}
+
+// The last block to come here rounds what all of them have added up, and leaves the work at 0.
+template <typename T>
+__device__ void finish(u64* head, const Work<T>& work, double* sums, i64* counts) {
+  const int tid = threadIdx.x, words = (Cut<T>::BINS + 31) / 32;
+  __syncthreads();
+  if (gridDim.x > 1) {
+    __shared__ bool last;
+    if (tid < words && work.used[tid]) atomicOr((u32*)(head + 1) + tid, work.used[tid]);
+    __threadfence();
+    __syncthreads();
+    if (tid == 0) last = atomicAdd((u32*)head, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    if (tid < words) work.used[tid] = __ldcg((u32*)(head + 1) + tid);
+    __syncthreads();
+  }
+  int lowest = Cut<T>::BINS, highest = -1;
+  for (int w = 0; w < words; w++) {
+    const u32 here = work.used[w];
+    if (!here) continue;
+    lowest = min(lowest, 32 * w + __ffs(here) - 1);
+    highest = 32 * w + 31 - __clz(here);
+  }
+  for (int mark = tid; mark < work.count; mark += COUNTERS) {
+    u64* at = work.rows + mark;
+    const u64 number = __ldcg(at);
+    double sum = 0.0;
+    if (number) {
+      const u64 odd = __ldcg(at + work.count);
+      sum = rounded<T>(work, mark, lowest, highest);
+      if (odd) sum = __longlong_as_double(odd & NO_NUMBER ? 0x7ff8000000000000LL : 0x7ff0000000000000LL);
+      at[0] = at[work.count] = 0;
+      for (int b = lowest; b <= highest; b++) {
+        if (work.used[b / 32] >> b % 32 & 1) *work.bin(b, mark) = 0;
+      }
+    }
+    counts[mark] = number;
+    sums[mark] = sum;
+  }
+  if (gridDim.x > 1 && tid < HEAD) head[tid] = 0;
+}
+
+// The largest bin of what the block reads first, or somewhat more.
+template <typename T>
+__device__ __forceinline__ int highest_bin(typename Kind<T>::Bits most, int* top) {
+  int bin = (parts(most).shift >> 3) + Cut<T>::ABOVE;
+  for (int half = 16; half; half /= 2) bin = max(bin, __shfl_xor_sync(FULL, bin, half));
+  if (threadIdx.x % 32 == 0) atomicMax(top, bin);
+  __syncthreads();
+  return min(*top + 1, Cut<T>::BINS - 1);
+}
+
+// grid: (n / length), COUNTERS threads; shared memory: as many words as table says.
+template <typename T>
+__device__ void tally(const Tally& c) {
+  typedef typename Kind<T>::Bits B;
+  const int WINDOW = Cut<T>::WINDOW;
+  DYNAMIC(u32, table);  // [slots] numbers, [WINDOW][slots] bins, [WINDOW][slots] carries, [slots] owners
+  __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
+  __shared__ int top;
+  const int tid = threadIdx.x, slots = c.slots, count = c.count, low = c.low;
+  const bool shares = count > slots;  // several marks may want one place: the first has it
+  u32* bins = table + slots;
+  int* owners = (int*)(table + (1 + 2 * WINDOW) * slots);
+  const Work<T> work = {c.work + HEAD, c.count, used};
+  const i64 first = (i64)blockIdx.x * c.length, end = min(c.n, first + c.length);
+  for (int k = tid; k < (1 + 2 * WINDOW) * slots; k += COUNTERS) table[k] = 0;
+  if (shares) {
+    for (int k = tid; k < slots; k += COUNTERS) owners[k] = -1;
+  }
+  if (tid < (Cut<T>::BINS + 31) / 32) used[tid] = 0;
+  if (tid == 0) top = 0;
+
+  int mark[BATCH];
+  B size[BATCH];
+  int base = 0;
+  for (i64 i = first; i < end; i += COUNTERS * BATCH) {
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {  // many reads at a time
+      const i64 at = i + tid + u * COUNTERS;
+      mark[u] = at < end ? c.marks[at] - low : -1;
+    }
+    read<T>(c.gradient, c.kind, i + tid, end, size);
+    if (i == first) {
+      __syncthreads();
+      B most = 0;
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) most = max(most, size[u]);
+      base = highest_bin<T>(most, &top) - (WINDOW - 1);
+    }
+    u32 rest = 0;  // what has no place in shared memory
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {
+      if ((u32)mark[u] >= (u32)count) {
+        mark[u] = -1;
+        continue;
+      }
+      int slot = mark[u];
+      bool fits = true;
+      if (shares) {
+        slot = mark[u] % slots;
+        int owner = owners[slot];
+        if (owner < 0) owner = atomicCAS(owners + slot, -1, mark[u]);
+        fits = owner < 0 || owner == mark[u];
+      }
+      const Parts number = parts(size[u]);
+      const u64 units = number.bits << (number.shift & 7);
+      const int bin = (number.shift >> 3) - base;
+      const u32 near = (u32)units, far = (u32)(units >> 32);
+      fits &= number.finite && (!near || (u32)bin < (u32)WINDOW) && (!far || (u32)(bin + 4) < (u32)WINDOW);
+      rest |= fits ? 0 : 1u << u;
+      if (fits) atomicAdd(table + slot, 1u);
+      mark[u] = fits && units ? bin * slots + slot : -1;  // from here on, where it belongs
+      size[u] = (B)units;
+    }
+    // Nobody waits for an addition before the next one is under way.
+#pragma unroll
+    for (int k = 0; k <= (Cut<T>::ABOVE ? 1 : 0); k++) {
+      u32 was[BATCH];
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) {
+        const u32 piece = (u32)((u64)size[u] >> 32 * k);
+        was[u] = mark[u] >= 0 && piece ? atomicAdd(bins + mark[u] + 4 * k * slots, piece) : 0;
+      }
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) {
+        const u32 piece = (u32)((u64)size[u] >> 32 * k);
+        if (was[u] > ~piece) atomicAdd(bins + mark[u] + (4 * k + WINDOW) * slots, 1u);
+      }
+    }
+    for (; rest; rest &= rest - 1) {
+      const i64 at = i + tid + (__ffs(rest) - 1) * COUNTERS;
+      const int mine = c.marks[at] - low;
+      atomicAdd(work.rows + mine, 1ULL);
+      work.take(mine, sized(get<T>(c.gradient, c.kind, at)));
+    }
+  }
+  __syncthreads();
+  for (int slot = tid; slot < slots; slot += COUNTERS) {
+    const u32 number = table[slot];
+    if (!number) continue;
+    const int mine = shares ? owners[slot] : slot;
+    atomicAdd(work.rows + mine, (u64)number);
+#pragma unroll
+    for (int w = 0; w < WINDOW; w++) {
+      const u32* at = bins + w * slots + slot;
+      const u64 units = (u64)at[WINDOW * slots] << 32 | at[0];
+      if (units) work.add(base + w, mine, units);
+    }
+  }
+  finish<T>(c.work, work, c.sums, c.counts);
+}
+KERNEL(512, tally_float, Tally) { tally<float>(c); }
+KERNEL(512, tally_double, Tally) { tally<double>(c); }
+
+__device__ __forceinline__ u32 counted(u32 x) {
+  for (int half = 16; half; half /= 2) x += __shfl_xor_sync(FULL, x, half);
+  return x;
+}
+
+struct Measure {
+  const void* gradient;
+  i64 kind, n, length;
+  u64* work;
   double* sum;
   i64* number;
 };
 
-// Chunks are added up as elements are. A warp a mark. grid: (marks / 8), 32 x 8 threads.
-KERNEL(256, total, Total) {
-  const int lane = threadIdx.x;
-  const i64 mark = (i64)blockIdx.x * 8 + threadIdx.y;
-  if (mark >= c.count) return;  // the whole warp
-  double sum = 0.0;
-  i64 number = 0;
-#pragma unroll 4
-  for (i64 chunk = lane; chunk < c.chunks; chunk += 32) {
-    sum = sum + c.sums[mark * c.chunks + chunk];
-    number += c.counts[mark * c.chunks + chunk];
+// A whole number of 128 bits.
+struct Long {
+  u64 low, high;
+  __device__ __forceinline__ void add(u64 l, u64 h) {
+    low += l;
+    high += h + (low < l);
   }
-  sum = halved(sum, 32);
-  for (int half = 16; half; half /= 2) number += __shfl_xor_sync(FULL, number, half);
-  if (lane == 0) {
-    c.sum[mark] = sum;
-    c.number[mark] = number;
+};
+
+// All that is not 0, as one mark: a thread has the 128 bits that most numbers fall in.
+// grid: (n / length), COUNTERS threads.
+template <typename T>
+__device__ void measure(const Measure& c) {
+  typedef typename Kind<T>::Bits B;
+  const int REACH = sizeof(T) == 4 ? 64 : 48;  // 24 more bits are for how many there are
+  __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
+  __shared__ int top;
+  __shared__ Long sums[COUNTERS / 32];
+  __shared__ u32 numbers[COUNTERS / 32];
+  const int tid = threadIdx.x;
+  const Work<T> work = {c.work + HEAD, 1, used};
+  const i64 first = (i64)blockIdx.x * c.length, end = min(c.n, first + c.length);
+  if (tid < (Cut<T>::BINS + 31) / 32) used[tid] = 0;
+  if (tid == 0) top = 0;
+  B size[BATCH];
+  Long sum = {0, 0};
+  u32 number = 0;
+  int base = 0;
+  for (i64 i = first; i < end; i += COUNTERS * BATCH) {
+    read<T>(c.gradient, c.kind, i + tid, end, size);
+    if (i == first) {
+      __syncthreads();
+      B most = 0;
+#pragma unroll
+      for (int u = 0; u < BATCH; u++) most = max(most, size[u]);
+      base = max(0, highest_bin<T>(most, &top) - Cut<T>::ABOVE - REACH / 8 + 1);
+    }
+    u32 rest = 0;
+#pragma unroll
+    for (int u = 0; u < BATCH; u++) {
+      number += size[u] != 0;
+      const Parts part = parts(size[u]);
+      const int shift = part.shift - 8 * base;
+      if ((u32)shift < (u32)REACH && part.finite) {
+        sum.add(part.bits << shift, shift ? part.bits >> (64 - shift) : 0);
+      } else if (size[u]) {
+        rest |= 1u << u;
+      }
+    }
+    for (; rest; rest &= rest - 1) {
+      const i64 at = i + tid + (__ffs(rest) - 1) * COUNTERS;
+      work.take(0, sized(get<T>(c.gradient, c.kind, at)));
+    }
   }
+  for (int half = 16; half; half /= 2) {
+    const u64 l = __shfl_xor_sync(FULL, sum.low, half), h = __shfl_xor_sync(FULL, sum.high, half);
+    sum.add(l, h);
+  }
+  number = counted(number);
+  if (tid % 32 == 0) {
+    sums[tid / 32] = sum;
+    numbers[tid / 32] = number;
+  }
+  __syncthreads();
+  if (tid == 0) {
+    u64 total = number;
+    for (int w = 1; w < COUNTERS / 32; w++) {
+      sum.add(sums[w].low, sums[w].high);
+      total += numbers[w];
+    }
+    if (total) atomicAdd(work.rows, total);
+    const u64 pieces[4] = {sum.low & 0xffffffff, sum.low >> 32, sum.high & 0xffffffff, sum.high >> 32};
+    for (int k = 0; k < 4; k++) {
+      if (pieces[k]) work.add(base + 4 * k, 0, pieces[k]);
+    }
+  }
+  finish<T>(c.work, work, c.sum, c.number);
 }
+KERNEL(512, measure_float, Measure) { measure<float>(c); }
+KERNEL(512, measure_double, Measure) { measure<double>(c); }
 
 // Choosing along lines ------------------------------------------------------------------------
 
@@ -419,43 +666,109 @@ struct Two {
   }
 };
 
-// Rank one: the largest of the line, or the second largest where that is the own one.
-// grid: (lines / (256 / rows)), 256 threads, rows of them for each line.
-template <typename T>
-__device__ void ranked(const Normalise<T>& c) {
+// Of a warp; all lanes get them.
+template <typename B>
+__device__ __forceinline__ void both(Two<B>& two) {
+  for (int half = 16; half; half /= 2) {
+    Two<B> other;
+    other.first = __shfl_xor_sync(FULL, two.first, half);
+    other.second = __shfl_xor_sync(FULL, two.second, half);
+    other.i = __shfl_xor_sync(FULL, two.i, half);
+    other.j = __shfl_xor_sync(FULL, two.j, half);
+    two.take(other);
+  }
+}
+
+// One line; where all numbers lie side by side, or are all the same, places are cheap to find.
+template <typename T, bool FLAT>
+struct Line {
+  const T* data;
+  i64 step;
+  __device__ __forceinline__ Line(const Lines<T>& all, i64 line) : data(all.data + line * all.line), step(all.step) {}
+  __device__ __forceinline__ T at(int i) const { return data[FLAT ? (i64)(i & -(int)step) : i * step]; }
+};
+
+#define AHEAD 8  // elements that a thread reads at a time
+
+template <typename T, bool FLAT>
+__device__ __forceinline__ void ranked(const Normalise<T>& c) {
   typedef typename Kind<T>::Bits B;
-  __shared__ Two<B> found[256];
-  const int rows = c.rows, row = threadIdx.x % rows, mine = threadIdx.x;
+  __shared__ Two<B> found[8];
+  const int rows = c.rows, row = threadIdx.x % rows, n = c.n;
   const i64 line = (i64)blockIdx.x * (256 / rows) + threadIdx.x / rows;
-  const int n = c.n;
+  const bool there = line < c.lines;
+  const i64 mine = there ? line : 0;
+  const Line<T, FLAT> d(c.d, mine), x(c.x, mine), u(c.u0, mine), v(c.v0, mine);
+  const Line<int, FLAT> marks(c.marks, mine);
   Two<B> two = {-1, -1, -1, -1};
-  if (line < c.lines) {
-    for (int j = row; j < n; j += rows) {
-      const B size = sized(mul(c.v0.at(line, j), c.x.at(line, j)));
-      if (size > two.first) {
-        two.second = two.first;
-        two.j = two.i;
-        two.first = size;
-        two.i = j;
-      } else if (size > two.second) {
-        two.second = size;
-        two.j = j;
-      }
+  for (int j0 = row; there && j0 < n; j0 += AHEAD * rows) {
+    T xs[AHEAD], vs[AHEAD];
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      const int j = min(j0 + k * rows, n - 1);
+      xs[k] = x.at(j);
+      vs[k] = v.at(j);
+    }
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      const int j = j0 + k * rows;
+      const B size = j < n ? sized(mul(vs[k], xs[k])) : -1;
+      const bool first = size > two.first, second = size > two.second;
+      two.second = first ? two.first : second ? size : two.second;
+      two.j = first ? two.i : second ? j : two.j;
+      two.first = first ? size : two.first;
+      two.i = first ? j : two.i;
     }
   }
-  found[mine] = two;
-  __syncthreads();
-  for (int half = rows / 2; half; half /= 2) {
-    if (row < half) found[mine].take(found[mine + half]);
+  both(two);
+  if (rows > 32) {  // all of the block's warps have the same line
+    if (row % 32 == 0) found[row / 32] = two;
     __syncthreads();
+    two = found[0];
+#pragma unroll
+    for (int w = 1; w < 8; w++) two.take(found[w]);
   }
-  two = found[mine - row];
-  if (line >= c.lines) return;
-  for (int i = row; i < n; i += rows) {
-    const bool own = i == two.i;
-    const B other = own ? two.second : two.first;
-    const B most = other < 0 ? 0 : sized(mul(c.u0.at(line, i), number(other)));
-    chosen<T, 1>(c, line, i, most, own ? two.j : two.i);
+  if (!there) return;
+  for (int i0 = row; i0 < n; i0 += AHEAD / 2 * rows) {
+    T xs[AHEAD / 2], vs[AHEAD / 2], us[AHEAD / 2], ds[AHEAD / 2];
+#pragma unroll
+    for (int k = 0; k < AHEAD / 2; k++) {
+      const int i = min(i0 + k * rows, n - 1);
+      xs[k] = x.at(i);
+      vs[k] = v.at(i);
+      us[k] = u.at(i);
+      ds[k] = d.at(i);
+    }
+#pragma unroll
+    for (int k = 0; k < AHEAD / 2; k++) {
+      const int i = i0 + k * rows;
+      if (i >= n) break;
+      const bool own = i == two.i;
+      const B other = own ? two.second : two.first;
+      B most = other < 0 ? 0 : sized(mul(us[k], number(other)));
+      int at = own ? two.j : two.i;
+      const B mine = sized(mul(add(ds[k], mul(us[k], vs[k])), xs[k]));
+      if (mine > most || (mine == most && i < at) || at < 0) {
+        most = mine;
+        at = i;
+      }
+      const i64 to = line * n + i;
+      c.value[to] = number(most);
+      if (c.place) c.place[to] = most ? at : -1;
+      if (c.out) c.out[to] = most ? marks.at(at) : 0;
+    }
+  }
+}
+
+// Rank one: the largest of the line, or the second largest where that is the own one.
+// grid: (lines / (256 / rows)), 256 threads, rows of them for each line: 32, or all.
+template <typename T>
+__device__ void ranked(const Normalise<T>& c) {
+  const i64 steps = c.d.step | c.x.step | c.u0.step | c.v0.step | c.marks.step;
+  if ((u64)steps <= 1) {
+    ranked<T, true>(c);
+  } else {
+    ranked<T, false>(c);
   }
 }
 
@@ -612,7 +925,21 @@ KERNEL(256, paired_double, Normalise<double>) { paired<double>(c); }
 #define TURNS 16  // directions of half a circle
 #define FEW 512   // points that may be left
 
-__device__ const double COSINES[9] = {1.0, 0.9807852804032304, 0.9238795325112867, 0.8314696123025452, 0.7071067811865476, 0.5555702330196023, 0.38268343236508984, 0.19509032201612833, 6.123233995736766e-17};
+#define COSINES {1.0, 0.9807852804032304, 0.9238795325112867, 0.8314696123025452, 0.7071067811865476, \
+                 0.5555702330196023, 0.38268343236508984, 0.19509032201612833, 6.123233995736766e-17}
+__device__ const double TABLE[9] = COSINES;
+
+// Of a direction that is known when this is compiled; others are in the table.
+template <typename T>
+__device__ __forceinline__ T cosine(int d) {
+  const double some[9] = COSINES;
+  return T(d <= 8 ? some[d] : -some[16 - d]);
+}
+
+template <typename T>
+__device__ __forceinline__ T sine(int d) {
+  return cosine<T>(d < 8 ? 8 - d : d - 8);
+}
 
 template <typename T> struct Hull;
 template <> struct Hull<float> {
@@ -626,69 +953,70 @@ template <> struct Hull<double> {
   static __device__ __forceinline__ double most() { return 1.7976931348623157e308; }
 };
 
-// The largest of a warp, the lowest place of equals; all lanes get it.
+// The largest of a warp; all lanes get it.
+template <typename B>
+__device__ __forceinline__ B largest_of_warp(B size) {
+  for (int half = 16; half; half /= 2) size = max(size, __shfl_xor_sync(FULL, size, half));
+  return size;
+}
+
+__device__ __forceinline__ int smallest_of_warp(int place) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_min_sync(FULL, place);
+#else
+  for (int half = 16; half; half /= 2) place = min(place, __shfl_xor_sync(FULL, place, half));
+  return place;
+#endif
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <>
+__device__ __forceinline__ int largest_of_warp(int size) {
+  return __reduce_max_sync(FULL, size);
+}
+#endif
+
+// The same, and the lowest place of equals.
 template <typename B>
 __device__ __forceinline__ void furthest(B& size, int& place) {
-  for (int half = 16; half; half /= 2) {
-    const B other = __shfl_xor_sync(FULL, size, half);
-    const int there = __shfl_xor_sync(FULL, place, half);
-    if (other > size || (other == size && there < place)) {
-      size = other;
-      place = there;
-    }
-  }
+  const B most = largest_of_warp(size);
+  place = smallest_of_warp(size == most ? place : 0x7fffffff);
+  size = most;
 }
 
-// The same of a block of 256, by way of 8 places in shared memory.
-template <typename B>
-__device__ __forceinline__ void outermost(B& size, int& place, B* sizes, int* places) {
-  furthest(size, place);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) {
-    sizes[threadIdx.x / 32] = size;
-    places[threadIdx.x / 32] = place;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < 8; w++) {
-    if (sizes[w] > size || (sizes[w] == size && places[w] < place)) {
-      size = sizes[w];
-      place = places[w];
-    }
-  }
-}
+#define TOGETHER 4  // i that a thread compares with the few at a time
 
 template <typename T>
-__device__ __forceinline__ T largest(T x, typename Kind<T>::Bits* sizes) {
-  typename Kind<T>::Bits size = sized(x);
-  for (int half = 16; half; half /= 2) size = max(size, __shfl_xor_sync(FULL, size, half));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) sizes[threadIdx.x / 32] = size;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < 8; w++) size = max(size, sizes[w]);
-  return number(size);
-}
+struct Pruned {
+  Point<T> points[FEW];
+  typename Kind<T>::Bits mosts[8][7], sizes[8][TURNS];
+  T edges[TURNS][3], corners[TURNS + 1][2];
+  int few[FEW], list[FEW], kept_by[8], places[8][TURNS], waiting;
+};
 
 // A line a block, of 256 threads; lines that it cannot do it leaves to paired. n > 1.
-template <typename T>
-__device__ void pruned(const Normalise<T>& c) {
+template <typename T, bool FLAT>
+__device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared) {
   typedef typename Kind<T>::Bits B;
-  __shared__ Point<T> points[FEW];
-  __shared__ int few[FEW], list[256], places[8], waiting;
-  __shared__ B sizes[8], found[256];
-  __shared__ int at_found[256];
-  __shared__ T edges[TURNS][3], corners[TURNS + 1][2];
+  auto& points = shared.points;
+  auto& few = shared.few, &list = shared.list;
+  auto& kept_by = shared.kept_by;
+  auto& mosts = shared.mosts;
+  auto& sizes = shared.sizes;
+  auto& places = shared.places;
+  auto& edges = shared.edges;
+  auto& corners = shared.corners;
+  int& waiting = shared.waiting;
   const int n = c.n, tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const i64 line = blockIdx.x;
   const T highest = Hull<T>::most();
+  const Line<T, FLAT> xs(c.x, line), u0s(c.u0, line), u1s(c.u1, line), v0s(c.v0, line), v1s(c.v1, line);
 
   // Whether no product leaves the range of numbers, and the points are exact to a few roundings.
   T most[7] = {T(0), T(0), T(0), T(0), T(0), T(0), T(0)};
   bool odd = false;
   for (int j = tid; j < n; j += 256) {
-    const T u0 = c.u0.at(line, j), u1 = c.u1.at(line, j), x = c.x.at(line, j);
-    const T v0 = c.v0.at(line, j), v1 = c.v1.at(line, j);
+    const T u0 = u0s.at(j), u1 = u1s.at(j), x = xs.at(j), v0 = v0s.at(j), v1 = v1s.at(j);
     const T some[7] = {u0, u1, v0, v1, x, mul(v0, x), mul(v1, x)};
 #pragma unroll
     for (int k = 0; k < 7; k++) {
@@ -696,9 +1024,20 @@ __device__ void pruned(const Normalise<T>& c) {
       most[k] = most_of(most[k], some[k]);
     }
   }
+#pragma unroll
+  for (int k = 0; k < 7; k++) {
+    const B size = largest_of_warp(sized(most[k]));
+    if (lane == 0) mosts[warp][k] = size;
+  }
+  if (tid == 0) waiting = 0;
   odd = __syncthreads_or(odd);
 #pragma unroll
-  for (int k = 0; k < 7; k++) most[k] = largest(most[k], sizes);
+  for (int k = 0; k < 7; k++) {
+    B size = mosts[0][k];
+#pragma unroll
+    for (int w = 1; w < 8; w++) size = max(size, mosts[w][k]);
+    most[k] = number(size);
+  }
   const T bound = add(mul(most[0], most[2]), mul(most[1], most[3])) * most[4] * T(4);
   T scale[2];
   odd |= !(bound <= highest);
@@ -715,32 +1054,52 @@ __device__ void pruned(const Normalise<T>& c) {
   }
   T limit = Hull<T>::tiny() * (most[4] > T(1) ? most[4] : T(1));
 
-  auto across = [&](int j) { return mul(mul(c.v0.at(line, j), c.x.at(line, j)), scale[0]); };
-  auto up = [&](int j) { return mul(mul(c.v1.at(line, j), c.x.at(line, j)), scale[1]); };
-  for (int d = 0; d < TURNS; d++) {
-    const T p = T(d <= 8 ? COSINES[d] : -COSINES[16 - d]), q = T(COSINES[d < 8 ? 8 - d : d - 8]);
-    B size = -1;
-    int place = 0;
+  auto across = [&](int j) { return mul(mul(v0s.at(j), xs.at(j)), scale[0]); };
+  auto up = [&](int j) { return mul(mul(v1s.at(j), xs.at(j)), scale[1]); };
+  {
+    B size[TURNS];
+    int place[TURNS];
+#pragma unroll
+    for (int d = 0; d < TURNS; d++) {
+      size[d] = -1;
+      place[d] = 0;
+    }
     for (int j = tid; j < n; j += 256) {
-      const B here = sized(add(mul(across(j), p), mul(up(j), q)));
-      if (here > size) {
-        size = here;
-        place = j;
+      const T a = across(j), b = up(j);
+#pragma unroll
+      for (int d = 0; d < TURNS; d++) {
+        const B here = sized(add(mul(a, cosine<T>(d)), mul(b, sine<T>(d))));
+        place[d] = here > size[d] ? j : place[d];
+        size[d] = max(size[d], here);
       }
     }
-    outermost(size, place, sizes, places);
-    if (tid == 0) {
-      const T a = across(place), b = up(place);
-      const bool turn = add(mul(a, p), mul(b, q)) < T(0);
-      corners[d][0] = turn ? -a : a;
-      corners[d][1] = turn ? -b : b;
+#pragma unroll
+    for (int d = 0; d < TURNS; d++) {
+      furthest(size[d], place[d]);
+      if (lane == 0) {
+        sizes[warp][d] = size[d];
+        places[warp][d] = place[d];
+      }
     }
   }
   __syncthreads();
-  if (tid == 0) {  // half a turn on, the mirror image
-    corners[TURNS][0] = -corners[0][0];
-    corners[TURNS][1] = -corners[0][1];
-    waiting = 0;
+  if (tid < TURNS) {
+    B size = sizes[0][tid];
+    int place = places[0][tid];
+    for (int w = 1; w < 8; w++) {
+      const bool wins = sizes[w][tid] > size || (sizes[w][tid] == size && places[w][tid] < place);
+      size = wins ? sizes[w][tid] : size;
+      place = wins ? places[w][tid] : place;
+    }
+    const T a = across(place), b = up(place);
+    const T p = T(tid <= 8 ? TABLE[tid] : -TABLE[16 - tid]), q = T(TABLE[tid < 8 ? 8 - tid : tid - 8]);
+    const bool turn = add(mul(a, p), mul(b, q)) < T(0);
+    corners[tid][0] = turn ? -a : a;
+    corners[tid][1] = turn ? -b : b;
+    if (tid == 0) {  // half a turn on, the mirror image
+      corners[TURNS][0] = turn ? a : -a;
+      corners[TURNS][1] = turn ? b : -b;
+    }
   }
   __syncthreads();
   if (tid < TURNS) {
@@ -754,85 +1113,109 @@ __device__ void pruned(const Normalise<T>& c) {
   }
   __syncthreads();
 
-  int count = 0;
-  for (int base = 0; base < n; base += 256) {
-    const int j = base + tid;
+  // Each warp has a part of the line, so that the few are in order: they are counted, then written.
+  const int part = (n + 255) / 256 * 32, low = warp * part, high = min(n, low + part);
+  auto outside = [&](int j) {
     bool kept = false;
-    if (j < n && c.x.at(line, j) != T(0)) {
+    if (j < high && xs.at(j) != T(0)) {
       const T a = across(j), b = up(j);
 #pragma unroll
       for (int k = 0; k < TURNS; k++)
         kept |= !(fabs(add(mul(edges[k][0], a), mul(edges[k][1], b))) <= edges[k][2]);
     }
-    const u32 which = __ballot_sync(FULL, kept);
-    __syncthreads();
-    if (lane == 0) places[warp] = __popc(which);
-    __syncthreads();
-    int to = count + __popc(which & ((1u << lane) - 1));
-    for (int w = 0; w < 8; w++) {
-      if (w < warp) to += places[w];
-      count += places[w];
-    }
-    if (kept && to < FEW) few[to] = j;
-  }
+    return __ballot_sync(FULL, kept);
+  };
+  int mine = 0;
+  for (int base = low; base < high; base += 32) mine += __popc(outside(base + lane));
+  if (lane == 0) kept_by[warp] = mine;
   __syncthreads();
+  int count = 0, to = 0;
+#pragma unroll
+  for (int w = 0; w < 8; w++) {
+    if (w == warp) to = count;
+    count += kept_by[w];
+  }
   if (count > FEW || 2 * count > n) {
     if (tid == 0) c.left[line] = 1;
     return;
   }
-  if (!count) limit = T(0);
-  for (int f = tid; f < count; f += 256) {
-    const int j = few[f];
-    Point<T> p = {c.v0.at(line, j), c.v1.at(line, j), c.x.at(line, j), T(0)};
-    points[f] = p;
+  for (int base = low; base < high; base += 32) {
+    const u32 which = outside(base + lane);
+    if (which >> lane & 1) {
+      const int f = to + __popc(which & ((1u << lane) - 1)), j = base + lane;
+      few[f] = j;
+      points[f] = {v0s.at(j), v1s.at(j), xs.at(j), T(0)};
+    }
+    to += __popc(which);
   }
+  if (!count) limit = T(0);
   __syncthreads();
 
-  for (int base = 0; base < n; base += 256) {
-    const int i = base + tid;
-    const T u0 = i < n ? c.u0.at(line, i) : T(0), u1 = i < n ? c.u1.at(line, i) : T(0);
-    B size = -1;
-    int at = -1;
-    for (int f = 0; f < count; f++) {
-      const B here = sized(product(u0, u1, points[f]));
-      if (here > size) {
-        size = here;
-        at = few[f];
+  for (int base = tid; base < n; base += 256 * TOGETHER) {
+    T u0[TOGETHER], u1[TOGETHER], size[TOGETHER];
+    int at[TOGETHER];
+#pragma unroll
+    for (int k = 0; k < TOGETHER; k++) {
+      const int i = min(base + 256 * k, n - 1);
+      u0[k] = u0s.at(i);
+      u1[k] = u1s.at(i);
+      size[k] = T(-1);
+      at[k] = -1;
+    }
+    for (int f = 0; f < count; f++) {  // all products are finite
+      const Point<T> p = points[f];
+#pragma unroll
+      for (int k = 0; k < TOGETHER; k++) {
+        const T here = fabs(product(u0[k], u1[k], p));
+        at[k] = here > size[k] ? f : at[k];
+        size[k] = here > size[k] ? here : size[k];
       }
     }
-    // An i that is itself one of the few, or so small that roundings are not relative, is compared
-    // with every other, by a warp.
-    const bool small = add(mul(fabs(u0), most[5]), mul(fabs(u1), most[6])) < limit;
-    const bool again = i < n && (at == i || small);
-    if (again) list[atomicAdd(&waiting, 1)] = i;
-    __syncthreads();
-    for (int w = warp; w < waiting; w += 8) {
-      const int mine = list[w];
-      const T m0 = c.u0.at(line, mine), m1 = c.u1.at(line, mine);
-      B best = -1;
-      int place = n;
-      for (int j = lane; j < n; j += 32) {
-        const Point<T> p = {c.v0.at(line, j), c.v1.at(line, j), c.x.at(line, j), T(0)};
-        const B here = sized(product(m0, m1, p));
-        if (here > best && j != mine) {
-          best = here;
-          place = j;
-        }
-      }
-      furthest(best, place);
-      if (lane == 0) {
-        found[mine - base] = best;
-        at_found[mine - base] = place;
+#pragma unroll
+    for (int k = 0; k < TOGETHER; k++) {
+      const int i = base + 256 * k;
+      if (i >= n) break;
+      // An i that is itself one of the few, or so small that roundings are not relative, is compared
+      // with every other, by a warp.
+      const bool small = add(mul(fabs(u0[k]), most[5]), mul(fabs(u1[k]), most[6])) < limit;
+      const int best = at[k] < 0 ? -1 : few[at[k]];
+      if (best == i || small) {
+        const int where = atomicAdd(&waiting, 1);
+        if (where < FEW) list[where] = i;
+      } else {
+        chosen<T, 2>(c, line, i, best < 0 ? 0 : sized(size[k]), best);
       }
     }
-    __syncthreads();
-    if (tid == 0) waiting = 0;
-    if (again) {
-      size = found[tid];
-      at = at_found[tid];
+  }
+  __syncthreads();
+  if (tid == 0) c.left[line] = waiting > FEW;
+  if (waiting > FEW) return;
+  for (int w = warp; w < waiting; w += 8) {
+    const int i = list[w];
+    const T m0 = u0s.at(i), m1 = u1s.at(i);
+    B best = -1;
+    int place = n;
+    for (int j = lane; j < n; j += 32) {
+      const Point<T> p = {v0s.at(j), v1s.at(j), xs.at(j), T(0)};
+      const B here = sized(product(m0, m1, p));
+      if (here > best && j != i) {
+        best = here;
+        place = j;
+      }
     }
-    if (i < n) chosen<T, 2>(c, line, i, at < 0 ? 0 : size, at);
-    __syncthreads();
+    furthest(best, place);
+    if (lane == 0) chosen<T, 2>(c, line, i, best, place);
+  }
+}
+
+template <typename T>
+__device__ void pruned(const Normalise<T>& c) {
+  __shared__ Pruned<T> shared;
+  const i64 steps = c.x.step | c.u0.step | c.u1.step | c.v0.step | c.v1.step;
+  if ((u64)steps <= 1) {
+    pruned<T, true>(c, shared);
+  } else {
+    pruned<T, false>(c, shared);
   }
 }
 KERNEL(256, pruned_float, Normalise<float>) { pruned<float>(c); }
