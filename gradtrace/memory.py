@@ -80,9 +80,10 @@ def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
     k = how.size(how.inner)
     if not (k and all(shape)):
         return 0
-    least = tuple(min(size, most) for size, most in zip(shape, (1, gpu.TILE, gpu.TILE)))
-    whole, tile = (gpu.way(sizes, k, processors, True).space.size for sizes in (shape, least))
-    return min(whole, max(tile, gpu.SMALL))
+    tile = (1, min(shape[1], gpu.LARGEST), min(shape[2], gpu.LARGEST))
+    copied, winner = (None, None), (False, True)  # how operands lie is not known yet
+    whole, least = (gpu.way(s, k, copied, winner, processors).space.size for s in (shape, tile))
+    return min(whole, max(least, gpu.SMALL))
 
 
 def whole(program: Program, kept: bool = True) -> int:
