@@ -32,8 +32,8 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
 
     Every value that is waiting to be used counts with its marks, and with its elements unless
     these were kept and are of use, as gradients are to the greedy rule. A leaf is counted and
-    dropped. ``narrow`` marks grow when they are used. On a GPU a contraction lays its operands
-    out, in as much room as there is: the least that it asks for counts.
+    dropped. ``narrow`` marks grow when they are used. On a GPU a contraction has a
+    workspace, of as much room as there is: the least that it asks for counts.
     """
     seed = program.seed
     processors = launch.processors(seed.device) if seed.is_cuda else 0
