@@ -235,7 +235,8 @@ class Tracer:
         found: list[State] = []
         for map_, value in step.terms:
             if value in sums:
-                found += map(unpacked, sums.pop(value))
+                some = sums.pop(value)
+                found += map(unpacked, some) if self.narrow else some
             else:
                 state = states[value]
                 found.append(self._term(self._map(map_, value), state, step, not found))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 import gradtrace as gt
 from gradtrace import capture, reconverge, semirings
@@ -44,7 +43,7 @@ def far(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_a_fake_refuses_what_a_gpu_refuses(fakes: None) -> None:
     assert (far(3) * TWO).device == GPU
-    with pytest.raises(FakeTensorDeviceMismatchError):
+    with pytest.raises(RuntimeError, match=r"devices|not on the expected device"):
         TWO.expand(3) * far(3)
 
 

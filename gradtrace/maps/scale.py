@@ -25,7 +25,7 @@ class Identity(Map):
         self.out_shape = in_shape if out_shape is None else out_shape
 
     def apply(self, x: Tensor) -> Tensor:
-        return x if self.in_shape == self.out_shape else torch.reshape(x, self.out_shape)
+        return x if x.shape == self.out_shape else torch.reshape(x, self.out_shape)
 
     def pull(self, x: Value, semiring: Semiring) -> Value:
         return each(x, self.apply)
