@@ -8,8 +8,9 @@ to add a bit to all elements costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +19,53 @@ from torch import Tensor
 
 from gradtrace import waiting
 
+Words: TypeAlias = npt.NDArray[np.uint64]
+Ints: TypeAlias = npt.NDArray[np.intp]
+
 MANY = 512
 """A palette with more entries is looked through for those that are equal, or that nobody uses."""
 
 
-class Palette(NamedTuple):
-    """Number n, from 1 on, stands for the mark ``rows[n - 1] | extra``; 0 for no path."""
+class Table(Sequence[int]):
+    """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to."""
 
-    rows: tuple[int, ...] = (1,)
+    __slots__ = ("words",)
+
+    def __init__(self, words: Words) -> None:
+        self.words = words
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, n: Any) -> Any:
+        if isinstance(n, slice):
+            return Table(self.words[n])
+        return int.from_bytes(self.words[n].astype("<u8").tobytes(), "little")
+
+
+def words_of(rows: Sequence[int], extra: int = 0, width: int = 1) -> Words:
+    """Marks with more bits in each, as at least so many words."""
+    if isinstance(rows, Table):
+        width = max(width, rows.words.shape[1], -(-extra.bit_length() // 64))
+        found = np.zeros((len(rows), width), np.uint64)
+        found[:, : rows.words.shape[1]] = rows.words
+    else:
+        longest = max((row.bit_length() for row in rows), default=0)
+        width = max(width, -(-max(longest, extra.bit_length()) // 64))
+        line = b"".join([row.to_bytes(8 * width, "little") for row in rows])
+        found = np.frombuffer(line, "<u8").reshape(len(rows), width).astype(np.uint64)
+    if extra:
+        found |= np.frombuffer(extra.to_bytes(8 * width, "little"), "<u8")
+    return found
+
+
+class Palette(NamedTuple):
+    """Number n, from 1 on, stands for the mark ``rows[n - 1] | extra``; 0 for no path.
+
+    More than ``MANY`` rows are a ``Table``.
+    """
+
+    rows: Sequence[int] = (1,)
     extra: int = 0
 
     def mark(self, bits: int) -> Palette:
@@ -45,7 +85,13 @@ class Palette(NamedTuple):
         """
         if self.rows is other.rows and self.extra == other.extra:
             return self, 0
-        return Palette((*self._whole(), *other._whole())), len(self.rows)
+        count = len(self.rows)
+        if count + len(other.rows) <= MANY:
+            return Palette((*self._whole(), *other._whole())), count
+        first = words_of(*self)
+        second = words_of(*other, first.shape[1])
+        first = words_of(Table(first), 0, second.shape[1])
+        return Palette(Table(np.concatenate([first, second]))), count
 
     def _whole(self) -> list[int]:
         rows, extra = self
@@ -63,13 +109,31 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
     count = len(palette.rows)
     if count <= MANY:
         return numbers, palette
-    places: dict[int, int] = {}
-    rows, extra = palette
     remap, used = np.zeros(count + 1, np.int32), np.flatnonzero(_used(numbers, count))
-    marks = [rows[n] | extra for n in used.tolist()]
-    remap[used + 1] = [places.setdefault(mark, len(places) + 1) for mark in marks]
-    table = torch.from_numpy(remap).to(numbers.device, non_blocking=True)
-    return table[numbers], Palette(tuple(places) or (1,))
+    marks = words_of(*palette)[used]
+    firsts, which = distinct(marks)
+    remap[used + 1] = which + 1
+    rows: Sequence[int] = Table(marks[firsts])
+    rows = rows if len(rows) > MANY else tuple(rows) or (1,)
+    return torch.from_numpy(remap).to(numbers.device, non_blocking=True)[numbers], Palette(rows)
+
+
+def distinct(words: Words) -> tuple[Ints, Ints]:
+    """Where each mark that is not equal to an earlier one is, and which of these each one is."""
+    width = words.shape[1]
+    keys = (words * ODD[:width]).sum(1, dtype=np.uint64) if width <= WIDE else words[:, 0]
+    _, firsts, which = np.unique(keys, return_index=True, return_inverse=True)
+    if (words[firsts[which]] != words).any():  # some that are not equal have one key
+        _, firsts, which = np.unique(words, return_index=True, return_inverse=True, axis=0)
+    order = np.argsort(firsts)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return firsts[order], place[which.reshape(-1)]
+
+
+WIDE = 256
+ODD = np.random.default_rng(0).integers(0, 1 << 63, WIDE, np.uint64) * np.uint64(2) + np.uint64(1)
+"""What words are multiplied with, so that sums of them hardly ever are the same by chance."""
 
 
 def _used(numbers: Tensor, count: int) -> npt.NDArray[np.bool_]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +17,18 @@ from gradtrace.components import Component
 from gradtrace.influence import Influence, Moments, Row, Weight
 from gradtrace.kernels import steps as fused
 from gradtrace.maps.places import laid
-from gradtrace.marks import Marks
+from gradtrace.marks import Ints, Marks, Table, Words, words_of
 from gradtrace.program import Program, Step
 from gradtrace.states import State, cancelled, solid
 from gradtrace.tracing import Found
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.intp]
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
-ENTRIES = 1 << 22
-"""How many pairs of a group and a component to look at in one go."""
+ENTRIES = (1 << 22, 1 << 24)
+"""How many pairs of a group and a component to look at in one go, and how many on a GPU."""
 
 
 class Counts(NamedTuple):
@@ -64,8 +63,11 @@ class Groups(NamedTuple):
 
     leaf: Ints
     pair: Ints
-    passes: Bools  # (groups, components): whose mark has any bit of which component
+    row: Ints  # of palettes
+    rows: Words  # those that are used; a mark is one of them and the bits of its leaf
+    extra: Words  # of each leaf
     sums: Floats  # (groups, 2): how many, and Σ |gradient|; counts are exact below 2**53
+    device: torch.device  # that counted them
 
 
 @dataclass
@@ -111,14 +113,14 @@ class Tally:
         owns, reached = self._owned(), possible(self.program, self.marks)
         bits = [component.bits for component in self.components]
         could = hits([reached[leaf.value] for leaf in self.leaves], bits) & ~owns
-        groups = grouped([leaf.found for leaf in self.leaves], bits)
+        groups = grouped([leaf.found for leaf in self.leaves])
         sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
         missing = totals - np.bincount(groups.leaf, groups.sums[:, 0], len(self.leaves))
         own, unreached = sizes @ owns.astype(float), missing @ could.astype(float)
         if not np.isfinite(groups.sums).all():
             notes = (*notes, NONFINITE)
-        eligible, through = self._sums(groups, could)
+        eligible, through = self._sums(groups, could, bits)
         rows = []
         for n, component in enumerate(self.components):
             count, gradient = (
@@ -143,22 +145,56 @@ class Tally:
         owns[leaves, components] = True
         return owns
 
-    def _sums(self, groups: Groups, could: Bools) -> tuple[Floats, Floats]:
+    def _sums(self, groups: Groups, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
         """By pair and component, how many elements could pass and how many do, and the same by
-        |gradient|, in the order of the leaves.
+        |gradient|, in the order of the leaves. There may be many groups, so it is the device that
+        counted them which adds them up.
         """
         shape = (self.pairs, len(self.components), 2)
         eligible, through = np.zeros(shape), np.zeros(shape)
         sums = np.where(np.isfinite(groups.sums), groups.sums, 0.0)
+        width = max(groups.rows.shape[1], groups.extra.shape[1])
+        wanted = words_of(bits, 0, width)
+        rows, extra = (_wide(words, wanted.shape[1]) for words in (groups.rows, groups.extra))
+        there = [_lent(x, groups.device) for x in (could, wanted, rows, extra)]
         order = np.argsort(groups.pair, kind="stable")
-        most = max(1, ENTRIES // max(1, len(self.components)))
+        most = max(1, ENTRIES[groups.device.type == "cuda"] // max(1, len(self.components)))
         for pair, mine in _runs(order, groups.pair):
             for n in range(0, len(mine), most):
                 some = mine[n : n + most]
-                can = could[groups.leaf[some]]
-                eligible[pair] += can.T.astype(float) @ sums[some]
-                through[pair] += (can & groups.passes[some]).T.astype(float) @ sums[some]
+                given = (groups.leaf[some], groups.row[some], sums[some])
+                able, passing = _added(*there, *(_lent(x, groups.device) for x in given))
+                eligible[pair] += able
+                through[pair] += passing
         return eligible, through
+
+
+def _lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array on a device; words as whole numbers with a sign."""
+    x = x.view(np.int64) if x.dtype == np.uint64 else x
+    return torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)
+
+
+def _added(
+    could: Tensor,
+    wanted: Tensor,
+    rows: Tensor,
+    extra: Tensor,
+    leaf: Tensor,
+    row: Tensor,
+    sums: Tensor,
+) -> tuple[Floats, Floats]:
+    """The sums of groups whose leaf could pass a component, and of those whose mark does: that has
+    any of its bits. (components, 2)
+    """
+    able = could[leaf]
+    passing = torch.zeros_like(able)
+    for w, mark in enumerate((rows[row] | extra[leaf]).unbind(1)):
+        passing |= (mark.unsqueeze(1) & wanted[:, w]) != 0
+    passing &= able
+    both = torch.stack([able, passing]).double().mT @ sums
+    found = both.cpu().numpy()
+    return found[0], found[1]
 
 
 def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
@@ -169,12 +205,10 @@ def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
             yield int(pairs[mine[0]]), mine
 
 
-def grouped(found: Sequence[Counts], bits: list[int]) -> Groups:
-    """What was counted, of all leaves, without what nobody has, by marks that have any of some
-    bits.
+def grouped(found: Sequence[Counts]) -> Groups:
+    """What was counted, of all leaves, without what nobody has.
 
-    A mark is a row of a palette and the bits of its leaf. Leaves have rows in common, so each row
-    that is used, and each leaf, is looked at once.
+    Leaves have palettes in common, so each row that is used is looked at once.
     """
     counts = _fetched([each.counts for each in found], np.int64)
     sizes = _fetched([each.sums for each in found], np.float64)
@@ -183,30 +217,38 @@ def grouped(found: Sequence[Counts], bits: list[int]) -> Groups:
     leaf = np.searchsorted(starts, used, side="right") - 1
     place = used - starts[leaf] - np.array([each.blank for each in found], np.intp)[leaf]
     pair, row = np.divmod(place, np.array([len(each.rows) or 1 for each in found], np.intp)[leaf])
-    firsts, rows = _rows(found)
-    which, back = np.unique(firsts[leaf] + row, return_inverse=True)
-    marks = [rows[n] for n in which.tolist()]
-    path = np.array([mark & 1 for mark in marks], bool)[back]
-    path |= np.array([each.extra & 1 for each in found], bool)[leaf]
+    row, rows = _rows(found, leaf, row)
+    extra = words_of([each.extra for each in found])
+    path = (rows[row, 0] | extra[leaf, 0]) & np.uint64(1) != 0
     there = path & (place >= 0)
-    used, leaf, back = used[there], leaf[there], back[there]
-    passes = hits(marks, bits)[back] | hits([each.extra for each in found], bits)[leaf]
+    used, leaf, row = used[there], leaf[there], row[there]
     pairs = pair[there] + np.array([each.pair for each in found], np.intp)[leaf]
     sums = np.stack([counts[used].astype(float), sizes[used]], 1)
-    return Groups(leaf, pairs, passes, sums)
+    device = found[0].counts.device if found else torch.device("cpu")
+    return Groups(leaf, pairs, row, rows, extra, sums, device)
 
 
-def _rows(found: Sequence[Counts]) -> tuple[Ints, list[int]]:
-    """The rows of all palettes, one after the other, and where those of each leaf begin; the first
-    comes after one that stands for no path.
+def _rows(found: Sequence[Counts], leaf: Ints, row: Ints) -> tuple[Ints, Words]:
+    """The rows of palettes that are used, one after the other, and which of them each is: given by
+    leaf and number.
     """
-    places: dict[int, int] = {}
-    rows = [0]
-    for each in found:
-        if id(each.rows) not in places:
-            places[id(each.rows)] = len(rows)
-            rows += each.rows
-    return np.array([places[id(each.rows)] for each in found], np.intp), rows
+    palettes = {id(each.rows): each.rows for each in found}
+    sizes = [len(rows) or 1 for rows in palettes.values()]
+    firsts = dict(zip(palettes, np.cumsum([0, *sizes]).tolist()))
+    number = np.array([firsts[id(each.rows)] for each in found], np.intp)[leaf] + row
+    used = np.zeros(sum(sizes), bool)
+    used[number] = True
+    tables = [
+        words_of(rows)[: len(rows)][used[firsts[key] :][: len(rows)]]
+        for key, rows in palettes.items()
+    ]
+    width = max((table.shape[1] for table in tables), default=1)
+    whole = [np.zeros((0, width), np.uint64), *(_wide(table, width) for table in tables)]
+    return (np.cumsum(used) - 1)[number], np.concatenate(whole)
+
+
+def _wide(words: Words, width: int) -> Words:
+    return words_of(Table(words), 0, width)
 
 
 def _fetched(tensors: Sequence[Tensor], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
@@ -275,18 +317,10 @@ def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
 
 def hits(marks: list[int], bits: list[int]) -> Bools:
     """Which marks have any of some bits, as a matrix of marks by sets of bits."""
-    width = -(-max((b.bit_length() for b in (*marks, *bits)), default=1) // 64) or 1
-    found = np.zeros((len(bits), len(marks)), dtype=bool)
-    for here, there in zip(_words(bits, width), _words(marks, width)):
-        found |= (here[:, None] & there) != 0
-    return found.T
-
-
-def _words(numbers: list[int], width: int) -> npt.NDArray[np.uint64]:
-    """Whole numbers as so many words each: (words, numbers)."""
-    line = b"".join([number.to_bytes(8 * width, "little") for number in numbers])
-    table = np.frombuffer(line, np.dtype("<u8")).reshape(len(numbers), width)
-    return np.ascontiguousarray(table.T)
+    found = np.zeros((len(marks), len(bits)), dtype=bool)
+    for mark, some in zip(words_of(marks).T, words_of(bits).T):
+        found |= (mark[:, None] & some) != 0
+    return found
 
 
 def possible(program: Program, marks: Marks) -> dict[int, int]:
