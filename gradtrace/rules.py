@@ -87,10 +87,10 @@ class Greedy:
         x, numbers = state.value, state.numbers
         assert x is not None
         if x.dtype in NARROW or value.dtype in NARROW:  # 0 by rounding to few digits is not 0
-            there = map_.best(x).value != 0
+            there = map_.weighed(x) != 0
             if numbers is None and not waiting.avoid(x) and torch.equal(there, value != 0):
                 return State(value, 0, None, state.palette)
-            numbers = there.int() if numbers is None else torch.where(there, numbers, 0)
+            numbers = there.int() if numbers is None else numbers * there
             return State(value, 0, numbers, state.palette)
         return State(value, 0, numbers, state.palette, loose=numbers is not None)
 

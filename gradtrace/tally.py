@@ -121,13 +121,14 @@ class Tally:
         if not np.isfinite(groups.sums).all():
             notes = (*notes, NONFINITE)
         eligible, through = self._sums(groups, could, bits)
-        rows = []
-        for n, component in enumerate(self.components):
-            count, gradient = (
-                Moments.over(through[:, n, k].tolist(), eligible[:, n, k].tolist()) for k in (0, 1)
-            )
-            rows.append(Row(component.name, int(own[n]), int(unreached[n]), count, gradient))
-        return Influence(tuple(rows), self.pairs, weight, rule, tuple(notes))
+        moments = (
+            map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist())
+            for k in (0, 1)
+        )
+        names = (component.name for component in self.components)
+        counts = map(int, own.tolist()), map(int, unreached.tolist())
+        rows = tuple(map(Row, names, *counts, *moments))
+        return Influence(rows, self.pairs, weight, rule, tuple(notes))
 
     def _owned(self) -> Bools:
         """Which leaf belongs to which component."""

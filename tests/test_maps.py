@@ -610,6 +610,18 @@ def test_reach_is_the_pattern(build: Callable[[Make], Map]) -> None:
     check_reach(build(maker()))
 
 
+def test_what_is_not_loud_gets_nothing(build: Callable[[Make], Map]) -> None:
+    for seed in range(3):
+        m = build(whole(seed))
+        x = whole(seed + 1)(*m.in_shape)
+        if x.dim():
+            x[: len(x) * seed // 2] = 0  # nothing, half or all of it
+        loud = m.loud(x)
+        if loud is not None:
+            largest = m.largest(x).value
+            assert not largest[~loud.reshape(largest.shape)].any()
+
+
 def test_few_rows_at_a_time(build: Callable[[Make], Map], monkeypatch: pytest.MonkeyPatch) -> None:
     m = build(maker())
     x = maker(seed=1)(*m.in_shape)

@@ -44,9 +44,18 @@ def serves(file: str, *tensors: Tensor) -> bool:
 
 def at(device: torch.device) -> AbstractContextManager[object]:
     """What launches on a device stand in."""
-    if device.index == torch.cuda.current_device():
-        return nullcontext()
+    if _alone() or device.index == torch.cuda.current_device():
+        return HERE
     return torch.cuda.device(device)
+
+
+HERE = nullcontext()
+
+
+@cache
+def _alone() -> bool:
+    """Whether there is no other GPU to be at."""
+    return torch.cuda.device_count() == 1
 
 
 @cache

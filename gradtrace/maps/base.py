@@ -112,6 +112,10 @@ class Map(ABC):
         or more; 0 where it comes from none.
         """
 
+    def weighed(self, x: Tensor) -> Tensor:
+        """The largest |contribution| to each output element: ``best(x).value``."""
+        return self.best(x).value
+
     def loud(self, x: Tensor) -> Tensor | None:
         """Which output elements may get a contribution other than 0, as cheaply as can be told;
         None if that takes a look at each.

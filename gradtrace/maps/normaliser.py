@@ -86,6 +86,10 @@ class Normaliser(Map):
         others = each(semiring.plus(before, after), self._back)
         return semiring.plus(own, semiring.times(u, others))
 
+    def loud(self, x: Tensor) -> Tensor | None:
+        there = x != 0
+        return there.any(self.dims, keepdim=True).expand(self.in_shape) if self.dims else there
+
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
         if not self.inputs:
             return self.largest(x, at)

@@ -92,9 +92,13 @@ class Scale(Map):
         if at is not None:
             here = wide(picked(x, self.in_shape, at))
             return chosen((picked(weight, self.in_shape, at) * here).abs(), at, None)
-        value = (weight * wide(x)).abs()
+        value = self.weighed(x)
         numbers = torch.arange(self.inputs, device=x.device).reshape(self.out_shape)
         return chosen(value, numbers, None)
+
+    def weighed(self, x: Tensor) -> Tensor:
+        x = wide(x)
+        return (wide(self._weight(x)) * x).abs()
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         if not isinstance(self.weight, Tensor):
@@ -102,8 +106,7 @@ class Scale(Map):
         return picked(self.weight, self.in_shape, at).double()
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        x = wide(x)
-        size = (wide(self._weight(x)) * x).abs()
+        size = self.weighed(x)
         return size if value else None, torch.where(size != 0, marks, 0)
 
     def rows(self, at: Tensor) -> Rows:
