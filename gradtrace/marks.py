@@ -25,6 +25,9 @@ Ints: TypeAlias = npt.NDArray[np.intp]
 MANY = 512
 """A palette with more entries is looked through for those that are equal, or that nobody uses."""
 
+LONG = 256
+"""More rows than this are held as words."""
+
 
 class Table(Sequence[int]):
     """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to."""
@@ -62,7 +65,7 @@ def words_of(rows: Sequence[int], extra: int = 0, width: int = 1) -> Words:
 class Palette(NamedTuple):
     """Number n, from 1 on, stands for the mark ``rows[n - 1] | extra``; 0 for no path.
 
-    More than ``MANY`` rows are a ``Table``.
+    Many rows are a ``Table``.
     """
 
     rows: Sequence[int] = (1,)
@@ -86,7 +89,7 @@ class Palette(NamedTuple):
         if self.rows is other.rows and self.extra == other.extra:
             return self, 0
         count = len(self.rows)
-        if count + len(other.rows) <= MANY:
+        if count + len(other.rows) <= LONG:
             return Palette((*self._whole(), *other._whole())), count
         first = words_of(*self)
         second = words_of(*other, first.shape[1])
@@ -114,7 +117,7 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
     firsts, which = distinct(marks)
     remap[used + 1] = which + 1
     rows: Sequence[int] = Table(marks[firsts])
-    rows = rows if len(rows) > MANY else tuple(rows) or (1,)
+    rows = rows if len(rows) > LONG else tuple(rows) or (1,)
     return torch.from_numpy(remap).to(numbers.device, non_blocking=True)[numbers], Palette(rows)
 
 

@@ -240,12 +240,16 @@ def _rows(found: Sequence[Counts], leaf: Ints, row: Ints) -> tuple[Ints, Words]:
     used = np.zeros(sum(sizes), bool)
     used[number] = True
     tables = [
-        words_of(rows)[: len(rows)][used[firsts[key] :][: len(rows)]]
+        _picked(rows, np.flatnonzero(used[firsts[key] :][: len(rows)]))
         for key, rows in palettes.items()
     ]
     width = max((table.shape[1] for table in tables), default=1)
     whole = [np.zeros((0, width), np.uint64), *(_wide(table, width) for table in tables)]
     return (np.cumsum(used) - 1)[number], np.concatenate(whole)
+
+
+def _picked(rows: Sequence[int], at: Ints) -> Words:
+    return rows.words[at] if isinstance(rows, Table) else words_of([rows[n] for n in at.tolist()])
 
 
 def _wide(words: Words, width: int) -> Words:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace import marks, waiting
-from gradtrace.marks import Palette, compact, sliced
+from gradtrace.marks import Palette, Table, compact, distinct, sliced
 
 
 def read(numbers: torch.Tensor, palette: Palette) -> list[int]:
@@ -66,3 +67,36 @@ def test_slices_add_bits_of_their_own() -> None:
     assert read(found, wider) == [69, 75, 0, 71, 73, 69]
     found, wider = sliced(numbers, palette, 0, [0, 8])
     assert read(found, wider) == [65, 67, 0, 75, 73, 73]
+
+
+def test_many_marks_are_words() -> None:
+    """Long palettes say what short ones do, however many bits they have."""
+    few = Palette(tuple(1 | n << 60 for n in range(100)), 1 << 130)
+    many = few
+    wanted = few.marks()[1:]
+    for turn in range(3):
+        other = Palette(tuple(1 | n << (3 * turn) for n in range(100)), 2 << turn)
+        many, shift = many.then(other)
+        assert shift == len(wanted)
+        wanted += other.marks()[1:]
+    assert isinstance(many.rows, Table)
+    assert many.mark(1 << 300).marks() == [0, *(mark | 1 << 300 for mark in wanted)]
+    assert list(many.rows[10:12]) == wanted[10:12]
+    both, shift = few.then(many.mark(1 << 300))
+    assert both.marks() == [*few.marks(), *(mark | 1 << 300 for mark in wanted)]
+    assert many.then(many) == (many, 0)
+
+
+@pytest.mark.parametrize("width", [1, 3, 300])
+def test_equal_marks_are_found_by_their_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where keys are the same by chance."""
+    draw = np.random.default_rng(0)
+    words = draw.integers(0, 2, (200, width), np.uint64)
+    words[100:] = words[draw.permutation(100)]
+    for odd in (marks.ODD, np.zeros_like(marks.ODD)):
+        monkeypatch.setattr(marks, "ODD", odd)
+        firsts, which = distinct(words)
+        lines = [tuple(line) for line in words.tolist()]
+        places = {line: n for n, line in reversed(list(enumerate(lines)))}
+        assert firsts.tolist() == sorted(places.values())
+        assert [lines[firsts[n]] for n in which] == lines
