@@ -80,6 +80,13 @@ def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
     return gpu.workspace(shape, how.size(how.inner), processors)
 
 
+def ample(program: Program, device: torch.device, budget: int | None = None) -> bool:
+    """Whether a streaming pass fits even if it never drops anything, which is told sooner."""
+    most = sum(prod(step.shape) * (MARK + step.dtype.itemsize) for step in program.steps())
+    spare = gpu.WORKSPACE if device.type == "cuda" else 0
+    return not short(most + spare, device, budget)
+
+
 def whole(program: Program, kept: bool = True) -> int:
     """The bytes of the values of all steps, without those that were kept unless these are of no
     use.

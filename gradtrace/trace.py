@@ -318,6 +318,8 @@ class Trace:
 
     def _sparing(self, what: str, remedy: str) -> bool:
         """Whether marks are to be narrow while they wait; a pass that does not fit is refused."""
+        if self.budget is None and memory.ample(self.program, self._device):
+            return False
         needed = memory.streaming(self.program, self._uses_kept)
         narrow = memory.short(needed, self._device, self.budget)
         if narrow:

@@ -193,20 +193,23 @@ class Tracer:
             return self.rule.through(map_, states[value], step, scope)
         maps = [self._map(map_, value) for map_, value in step.terms]
         if order := tiling(maps):
-            found = self._tiled(maps, [states[value] for _, value in step.terms], order)
             known = scope.known.get(step.out)
-            return found if known is None else found._replace(value=known)
+            return self._tiled(maps, [states[value] for _, value in step.terms], order, known)
         terms: list[State] = []
         for map_, (_, value) in zip(maps, step.terms):
             terms.append(self._term(map_, states[value], step, not terms))
         return self.rule.join(terms, step, scope)._replace(size=None)
 
     @staticmethod
-    def _tiled(maps: list[Map], states: list[State], order: list[int]) -> State:
+    def _tiled(
+        maps: list[Map], states: list[State], order: list[int], known: Tensor | None
+    ) -> State:
         """Terms that lie side by side: each element comes from one of them, if it is not 0."""
         states = [solid(state) for state in states]
         exponent = max(state.exponent for state in states)
-        value = tiled(maps, [_shifted(state, exponent) for state in states], order)
+        value = known
+        if value is None:
+            value = tiled(maps, [_shifted(state, exponent) for state in states], order)
         if alike(states):
             return State(value, exponent, None, states[0].palette)
         numbers, palette = [], states[0].palette
@@ -215,7 +218,7 @@ class Tracer:
             assert given is not None
             palette, shift = palette.then(state.palette)
             numbers.append(torch.where(given == 0, 0, given + shift) if shift else given)
-        both = torch.where(value != 0, tiled(maps, numbers, order), 0)
+        both = tiled(maps, numbers, order) * (value != 0)
         return State(value, exponent, *compact(both, palette))
 
     def _term(self, map_: Map, state: State, step: Step, first: bool) -> State:
