@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from gradtrace.components import Component
+from gradtrace.groups import Bools, Counts, grouped
 from gradtrace.influence import Influence, Moments, Row, Weight
 from gradtrace.kernels import steps as fused
 from gradtrace.maps.places import laid
-from gradtrace.marks import Ints, Marks, Table, Words, words_of
+from gradtrace.marks import Marks, words_of
 from gradtrace.program import Program, Step
 from gradtrace.states import State, cancelled, solid
 from gradtrace.tracing import Found
 
-Bools: TypeAlias = npt.NDArray[np.bool_]
-Floats: TypeAlias = npt.NDArray[np.float64]
-
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
-
-ENTRIES = (1 << 22, 1 << 24)
-"""How many pairs of a group and a component to look at in one go, and how many on a GPU."""
-
-
-class Counts(NamedTuple):
-    """The elements of a leaf by mark: how many (int64), and Σ |gradient| (float64).
-
-    Entry ``blank + n`` is for the mark ``rows[n % len(rows)] | extra``, a path if that has bit 0,
-    and for pair ``pair + n // len(rows)``; those before it are for no path. They stay on the leaf's
-    device until all leaves are counted, so that nobody waits for them.
-    """
-
-    counts: Tensor
-    sums: Tensor
-    rows: Sequence[int]
-    extra: int
-    pair: int
-    blank: int = 0
 
 
 @dataclass
@@ -56,18 +33,6 @@ class Counted:
     size: int
     total: int
     found: Counts
-
-
-class Groups(NamedTuple):
-    """The elements of all leaves that have a path, by leaf, pair and mark."""
-
-    leaf: Ints
-    pair: Ints
-    row: Ints  # of palettes
-    rows: Words  # those that are used; a mark is one of them and the bits of its leaf
-    extra: Words  # of each leaf
-    sums: Floats  # (groups, 2): how many, and Σ |gradient|; counts are exact below 2**53
-    device: torch.device  # that counted them
 
 
 @dataclass
@@ -116,11 +81,11 @@ class Tally:
         groups = grouped([leaf.found for leaf in self.leaves])
         sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
-        missing = totals - np.bincount(groups.leaf, groups.sums[:, 0], len(self.leaves))
-        own, unreached = sizes @ owns.astype(float), missing @ could.astype(float)
-        if not np.isfinite(groups.sums).all():
+        own = sizes @ owns.astype(float)
+        eligible, through = groups.added(self.pairs, could, bits)
+        unreached = (totals - groups.totals()) @ could.astype(float)
+        if not groups.finite():
             notes = (*notes, NONFINITE)
-        eligible, through = self._sums(groups, could, bits)
         moments = (
             map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist())
             for k in (0, 1)
@@ -145,122 +110,6 @@ class Tally:
         owns = np.zeros((len(self.leaves), len(self.components)), dtype=bool)
         owns[leaves, components] = True
         return owns
-
-    def _sums(self, groups: Groups, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
-        """By pair and component, how many elements could pass and how many do, and the same by
-        |gradient|, in the order of the leaves. There may be many groups, so it is the device that
-        counted them which adds them up.
-        """
-        shape = (self.pairs, len(self.components), 2)
-        eligible, through = np.zeros(shape), np.zeros(shape)
-        sums = np.where(np.isfinite(groups.sums), groups.sums, 0.0)
-        width = max(groups.rows.shape[1], groups.extra.shape[1])
-        wanted = words_of(bits, 0, width)
-        rows, extra = (_wide(words, wanted.shape[1]) for words in (groups.rows, groups.extra))
-        there = [_lent(x, groups.device) for x in (could, wanted, rows, extra)]
-        order = np.argsort(groups.pair, kind="stable")
-        most = max(1, ENTRIES[groups.device.type == "cuda"] // max(1, len(self.components)))
-        for pair, mine in _runs(order, groups.pair):
-            for n in range(0, len(mine), most):
-                some = mine[n : n + most]
-                given = (groups.leaf[some], groups.row[some], sums[some])
-                able, passing = _added(*there, *(_lent(x, groups.device) for x in given))
-                eligible[pair] += able
-                through[pair] += passing
-        return eligible, through
-
-
-def _lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """An array on a device; words as whole numbers with a sign."""
-    x = x.view(np.int64) if x.dtype == np.uint64 else x
-    return torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)
-
-
-def _added(
-    could: Tensor,
-    wanted: Tensor,
-    rows: Tensor,
-    extra: Tensor,
-    leaf: Tensor,
-    row: Tensor,
-    sums: Tensor,
-) -> tuple[Floats, Floats]:
-    """The sums of groups whose leaf could pass a component, and of those whose mark does: that has
-    any of its bits. (components, 2)
-    """
-    able = could[leaf]
-    passing = torch.zeros_like(able)
-    for w, mark in enumerate((rows[row] | extra[leaf]).unbind(1)):
-        passing |= (mark.unsqueeze(1) & wanted[:, w]) != 0
-    passing &= able
-    both = torch.stack([able, passing]).double().mT @ sums
-    found = both.cpu().numpy()
-    return found[0], found[1]
-
-
-def _runs(order: Ints, pairs: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each pair with its groups."""
-    cuts = np.flatnonzero(np.diff(pairs[order])) + 1
-    for mine in np.split(order, cuts):
-        if len(mine):
-            yield int(pairs[mine[0]]), mine
-
-
-def grouped(found: Sequence[Counts]) -> Groups:
-    """What was counted, of all leaves, without what nobody has.
-
-    Leaves have palettes in common, so each row that is used is looked at once.
-    """
-    counts = _fetched([each.counts for each in found], np.int64)
-    sizes = _fetched([each.sums for each in found], np.float64)
-    starts = np.cumsum([0, *(len(each.counts) for each in found)])
-    used = np.flatnonzero(counts)
-    leaf = np.searchsorted(starts, used, side="right") - 1
-    place = used - starts[leaf] - np.array([each.blank for each in found], np.intp)[leaf]
-    pair, row = np.divmod(place, np.array([len(each.rows) or 1 for each in found], np.intp)[leaf])
-    row, rows = _rows(found, leaf, row)
-    extra = words_of([each.extra for each in found])
-    path = (rows[row, 0] | extra[leaf, 0]) & np.uint64(1) != 0
-    there = path & (place >= 0)
-    used, leaf, row = used[there], leaf[there], row[there]
-    pairs = pair[there] + np.array([each.pair for each in found], np.intp)[leaf]
-    sums = np.stack([counts[used].astype(float), sizes[used]], 1)
-    device = found[0].counts.device if found else torch.device("cpu")
-    return Groups(leaf, pairs, row, rows, extra, sums, device)
-
-
-def _rows(found: Sequence[Counts], leaf: Ints, row: Ints) -> tuple[Ints, Words]:
-    """The rows of palettes that are used, one after the other, and which of them each is: given by
-    leaf and number.
-    """
-    palettes = {id(each.rows): each.rows for each in found}
-    sizes = [len(rows) or 1 for rows in palettes.values()]
-    firsts = dict(zip(palettes, np.cumsum([0, *sizes]).tolist()))
-    number = np.array([firsts[id(each.rows)] for each in found], np.intp)[leaf] + row
-    used = np.zeros(sum(sizes), bool)
-    used[number] = True
-    tables = [
-        _picked(rows, np.flatnonzero(used[firsts[key] :][: len(rows)]))
-        for key, rows in palettes.items()
-    ]
-    width = max((table.shape[1] for table in tables), default=1)
-    whole = [np.zeros((0, width), np.uint64), *(_wide(table, width) for table in tables)]
-    return (np.cumsum(used) - 1)[number], np.concatenate(whole)
-
-
-def _picked(rows: Sequence[int], at: Ints) -> Words:
-    return rows.words[at] if isinstance(rows, Table) else words_of([rows[n] for n in at.tolist()])
-
-
-def _wide(words: Words, width: int) -> Words:
-    return words_of(Table(words), 0, width)
-
-
-def _fetched(tensors: Sequence[Tensor], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-    """One after the other, as an array; those of one device come all at once."""
-    if len({tensor.device for tensor in tensors}) == 1:
-        tensors = [torch.cat(list(tensors))]
-    return np.concatenate([np.zeros(0, dtype), *(tensor.cpu().numpy() for tensor in tensors)])
 
 
 def counts_of(found: Found, gradient: Tensor, pairs: int) -> Counts:

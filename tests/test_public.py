@@ -35,7 +35,7 @@ PUBLIC = {
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
-    {"semirings", "labels", "loggers"},
+    {"semirings", "labels", "loggers", "groups"},
     {"maps", "atlas", "hooks", "passes", "testing"},
     {"linear", "deferred", "schedules", "states"},
     {"program", "nodes"},

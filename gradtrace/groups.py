@@ -1,0 +1,166 @@
+"""What was counted at all leaves, added up by component: on the device that counted it.
+
+There may be millions of groups, of a leaf, a pair and a mark, and hundreds of components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gradtrace.marks import Words, words_of
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+ENTRIES = (1 << 22, 1 << 24)
+"""How many pairs of a group and a component to look at in one go, and how many on a GPU."""
+
+
+class Counts(NamedTuple):
+    """The elements of a leaf by mark: how many (int64), and Σ |gradient| (float64).
+
+    Entry ``blank + n`` is for the mark ``rows[n % len(rows)] | extra``, a path if that has bit 0,
+    and for pair ``pair + n // len(rows)``; those before it are for no path. They stay on the leaf's
+    device until all leaves are counted, so that nobody waits for them.
+    """
+
+    counts: Tensor
+    sums: Tensor
+    rows: Sequence[int]
+    extra: int
+    pair: int
+    blank: int = 0
+
+
+class Groups(NamedTuple):
+    """The elements of all leaves by leaf, pair and mark; such as have no path count for nothing.
+    A mark is a row and the bits of its leaf.
+    """
+
+    leaf: Tensor  # in ascending order
+    pair: Tensor
+    row: Tensor
+    rows: Tensor  # of all palettes: (rows, words)
+    extra: Tensor  # of each leaf: (leaves, words)
+    counts: Tensor  # int64
+    sums: Tensor  # float64
+
+    def totals(self) -> Floats:
+        """How many elements of each leaf have a path; exact below 2**53."""
+        leaves = torch.arange(len(self.extra), device=self.leaf.device)
+        ends = torch.searchsorted(self.leaf, leaves, right=True)
+        until = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])[ends]
+        return torch.diff(until, prepend=until.new_zeros(1)).double().cpu().numpy()
+
+    def finite(self) -> bool:
+        """Whether all sums are."""
+        return bool(self.sums.isfinite().all())
+
+    def added(self, pairs: int, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
+        """By pair and component, of the groups whose leaf could pass it (leaves, components), the
+        number of elements and the sum; and the same of those whose mark does, that has any of its
+        bits. Sums that are not finite count for nothing.
+        """
+        device = self.leaf.device
+        wanted = lent(words_of(bits, 0, self.rows.shape[1])[:, : self.rows.shape[1]], device)
+        able, sums = lent(could, device), self.sums.nan_to_num(0.0, 0.0, 0.0)
+        both = torch.stack([self.counts.double(), sums], 1)
+        found = torch.zeros(pairs, 2, len(bits), 2, dtype=torch.float64, device=device)
+        most = max(1, ENTRIES[device.type == "cuda"] // max(1, len(bits)))
+        for pair, mine in self._runs(pairs):
+            for n in range(0, len(mine), most):
+                found[pair] += self._some(mine[n : n + most], able, wanted, both)
+        eligible, through = found.cpu().numpy().transpose(1, 0, 2, 3)
+        return eligible, through
+
+    def _some(self, at: Tensor, could: Tensor, wanted: Tensor, sums: Tensor) -> Tensor:
+        leaf = self.leaf[at]
+        able = could[leaf]
+        passing = torch.zeros_like(able)
+        for w, mark in enumerate((self.rows[self.row[at]] | self.extra[leaf]).unbind(1)):
+            passing |= (mark.unsqueeze(1) & wanted[:, w]) != 0
+        return torch.stack([able, passing & able]).double().mT @ sums[at]
+
+    def _runs(self, pairs: int) -> Iterator[tuple[int, Tensor]]:
+        """Each pair with its groups."""
+        if pairs == 1:
+            yield 0, torch.arange(len(self.pair), device=self.pair.device)
+            return
+        order = torch.argsort(self.pair, stable=True)
+        places = torch.arange(pairs + 1, device=self.pair.device)
+        starts = torch.searchsorted(self.pair[order], places).tolist()
+        for pair in range(pairs):
+            if starts[pair] < starts[pair + 1]:
+                yield pair, order[starts[pair] : starts[pair + 1]]
+
+
+def lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array on a device; words as whole numbers with a sign."""
+    x = np.ascontiguousarray(x)
+    x = x.view(np.int64) if x.dtype == np.uint64 else x
+    return torch.from_numpy(x).to(device, non_blocking=True)
+
+
+def grouped(found: Sequence[Counts]) -> Groups:
+    """What was counted, of all leaves."""
+    device = found[0].counts.device if found else torch.device("cpu")
+    counts = _joined([each.counts for each in found], torch.int64, device)
+    sums = _joined([each.sums for each in found], torch.float64, device)
+    rows, firsts = _rows(found)
+    extra = words_of([each.extra for each in found], 0, rows.shape[1])
+    rows = _padded(rows, extra.shape[1])
+    sizes = [len(each.counts) for each in found]
+    starts = np.cumsum([0, *sizes])[:-1] + [each.blank for each in found]
+    lengths = [len(each.rows) or 1 for each in found]
+    facts = np.array([starts, lengths, firsts, [each.pair for each in found]], np.int64)
+    start, length, first, pairs = lent(facts, device)
+    used = counts.nonzero().reshape(-1)
+    whose = torch.repeat_interleave(
+        torch.arange(len(found), device=device), lent(np.array(sizes, np.int64), device),
+        output_size=sum(sizes),
+    )  # fmt: skip
+    leaf = whose[used]
+    place = used - start[leaf]
+    beyond = place // length[leaf]
+    row = first[leaf] + place - beyond * length[leaf]
+    table, bits = lent(rows, device), lent(extra, device)
+    there = ((table[row, 0] | bits[leaf, 0]) & 1 != 0) & (place >= 0)
+    return Groups(
+        leaf,
+        torch.where(there, pairs[leaf] + beyond, 0),
+        row,
+        table,
+        bits,
+        torch.where(there, counts[used], 0),
+        torch.where(there, sums[used], 0.0),
+    )
+
+
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    here = (tensor if tensor.device == device else tensor.to(device) for tensor in tensors)
+    return torch.cat([torch.zeros(0, dtype=dtype, device=device), *here])
+
+
+def _rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
+    """The rows of all palettes, which leaves have in common, and where those of each leaf begin."""
+    places: dict[int, int] = {}
+    tables, count = [np.zeros((1, 1), np.uint64)], 1
+    for each in found:
+        if id(each.rows) not in places:
+            places[id(each.rows)] = count
+            tables.append(words_of(each.rows))
+            count += len(each.rows)
+    width = max(table.shape[1] for table in tables)
+    whole = np.concatenate([_padded(table, width) for table in tables])
+    return whole, [places[id(each.rows)] for each in found]
+
+
+def _padded(words: Words, width: int) -> Words:
+    """As so many words each."""
+    return np.pad(words, ((0, 0), (0, width - words.shape[1])))
