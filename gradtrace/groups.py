@@ -163,4 +163,6 @@ def _rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
 
 def _padded(words: Words, width: int) -> Words:
     """As so many words each."""
-    return np.pad(words, ((0, 0), (0, width - words.shape[1])))
+    if words.shape[1] == width:
+        return words
+    return np.concatenate([words, np.zeros((len(words), width - words.shape[1]), np.uint64)], 1)
