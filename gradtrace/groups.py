@@ -38,6 +38,22 @@ class Counts(NamedTuple):
     blank: int = 0
 
 
+class Word(NamedTuple):
+    """A word of the bits of components: its number, which of them have any there, and these."""
+
+    number: int
+    which: Tensor
+    bits: Tensor
+
+
+def sparse(words: Words) -> Iterator[tuple[int, npt.NDArray[np.intp], Words]]:
+    """Of each word those that have bits: most components have all of theirs in one."""
+    for n, word in enumerate(words.T):
+        which = np.flatnonzero(word)
+        if len(which):
+            yield n, which, word[which]
+
+
 class Groups(NamedTuple):
     """The elements of all leaves by leaf, pair and mark; such as have no path count for nothing.
     A mark is a row and the bits of its leaf.
@@ -68,7 +84,10 @@ class Groups(NamedTuple):
         bits. Sums that are not finite count for nothing.
         """
         device = self.leaf.device
-        wanted = lent(words_of(bits, 0, self.rows.shape[1])[:, : self.rows.shape[1]], device)
+        wanted = [
+            Word(w, lent(which, device), lent(some, device))
+            for w, which, some in sparse(words_of(bits)[:, : self.rows.shape[1]])
+        ]
         able, sums = lent(could, device), self.sums.nan_to_num(0.0, 0.0, 0.0)
         both = torch.stack([self.counts.double(), sums], 1)
         found = torch.zeros(pairs, 2, len(bits), 2, dtype=torch.float64, device=device)
@@ -79,12 +98,17 @@ class Groups(NamedTuple):
         eligible, through = found.cpu().numpy().transpose(1, 0, 2, 3)
         return eligible, through
 
-    def _some(self, at: Tensor, could: Tensor, wanted: Tensor, sums: Tensor) -> Tensor:
+    def _some(self, at: Tensor, could: Tensor, wanted: Sequence[Word], sums: Tensor) -> Tensor:
         leaf = self.leaf[at]
         able = could[leaf]
         passing = torch.zeros_like(able)
-        for w, mark in enumerate((self.rows[self.row[at]] | self.extra[leaf]).unbind(1)):
-            passing |= (mark.unsqueeze(1) & wanted[:, w]) != 0
+        marks = self.rows[self.row[at]] | self.extra[leaf]
+        for n, which, bits in wanted:
+            hit = (marks[:, n : n + 1] & bits) != 0
+            if len(which) == passing.shape[1]:
+                passing |= hit
+            else:
+                passing[:, which] |= hit
         return torch.stack([able, passing & able]).double().mT @ sums[at]
 
     def _runs(self, pairs: int) -> Iterator[tuple[int, Tensor]]:

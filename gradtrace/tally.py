@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradtrace.components import Component
-from gradtrace.groups import Bools, Counts, grouped
+from gradtrace.groups import Bools, Counts, grouped, sparse
 from gradtrace.influence import Influence, Moments, Row, Weight
 from gradtrace.kernels import steps as fused
 from gradtrace.maps.places import laid
@@ -171,9 +171,9 @@ def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
 
 def hits(marks: list[int], bits: list[int]) -> Bools:
     """Which marks have any of some bits, as a matrix of marks by sets of bits."""
-    found = np.zeros((len(marks), len(bits)), dtype=bool)
-    for mark, some in zip(words_of(marks).T, words_of(bits).T):
-        found |= (mark[:, None] & some) != 0
+    found, words = np.zeros((len(marks), len(bits)), dtype=bool), words_of(marks)
+    for n, which, some in sparse(words_of(bits)[:, : words.shape[1]]):
+        found[:, which] |= (words[:, n, None] & some) != 0
     return found
 
 
