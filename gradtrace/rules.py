@@ -11,7 +11,7 @@ from torch import Tensor
 from gradtrace import waiting
 from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
-from gradtrace.kernels.larger import larger
+from gradtrace.kernels.between import larger
 from gradtrace.maps import Contract, Identity, Map, Scatter
 from gradtrace.maps.places import filled, laid
 from gradtrace.maps.scatter import Few

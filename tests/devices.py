@@ -21,7 +21,7 @@ from test_steps import every_pair as all_pairs
 from torch import Tensor
 
 from gradtrace.kernels import gpu, launch, native, reference, steps
-from gradtrace.kernels.larger import larger
+from gradtrace.kernels.between import larger
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
 from gradtrace.maps import Normaliser

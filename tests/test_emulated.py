@@ -286,7 +286,6 @@ SOURCES = [
     ("rescan.cu", ("KB 128",)),
     ("steps.cu", ()),
     ("top.cu", ("TOP 8",)),
-    ("larger.cu", ()),
 ]
 
 

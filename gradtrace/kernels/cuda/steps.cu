@@ -30,6 +30,28 @@ __device__ __forceinline__ double most_of(double x, double y) { return fmax(x, f
 
 #define DIMS 6
 
+// Where element i of N tensors of one shape lies in each: dimensions and steps innermost first.
+template <typename Given, int N>
+__device__ __forceinline__ void find(const Given& c, i64 i, i64 (&at)[N]) {
+  i64 rest = i;
+#pragma unroll
+  for (int k = 0; k < N; k++) at[k] = 0;
+#pragma unroll
+  for (int d = 0; d < DIMS; d++) {
+    if (d >= c.dims) break;
+    i64 here = rest;
+    if (d + 1 < c.dims) {
+      const i64 size = c.shape[d];
+      // 32 bits where they do: division is slow.
+      const i64 more = (rest | size) >> 32 ? rest / size : (i64)((u32)rest / (u32)size);
+      here = rest - more * size;
+      rest = more;
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) at[k] += here * c.step[k][d];
+  }
+}
+
 struct Merge {
   void* size;
   int* marks;
@@ -42,20 +64,8 @@ struct Merge {
 template <typename T>
 __device__ void merge(const Merge& c) {
   for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
-    i64 at[4] = {0, 0, 0, 0}, rest = i;
-#pragma unroll
-    for (int d = 0; d < DIMS; d++) {
-      if (d >= c.dims) break;
-      i64 here = rest;
-      if (d + 1 < c.dims) {
-        const i64 size = c.shape[d];
-        // 32 bits where they do: division is slow.
-        const i64 more = (rest | size) >> 32 ? rest / size : (i64)((u32)rest / (u32)size);
-        here = rest - more * size;
-        rest = more;
-      }
-      for (int k = 0; k < 4; k++) at[k] += here * c.step[k][d];
-    }
+    i64 at[4];
+    find(c, i, at);
     const int mark = c.other ? c.other[at[3]] : (int)c.constant;
     const T value = get<T>(c.value, c.kind, at[2]);
     T* size = (T*)c.size + at[0];
@@ -67,6 +77,34 @@ __device__ void merge(const Merge& c) {
 }
 KERNEL(256, merge_float, Merge) { merge<float>(c); }
 KERNEL(256, merge_double, Merge) { merge<double>(c); }
+
+// Of two terms the larger.
+struct Larger {
+  int* out;
+  const void* first;
+  const int* mine;
+  const void* second;
+  const int* theirs;
+  i64 constants[2];  // where marks are absent
+  i64 shift, loose, kinds[2], n, dims;
+  i64 shape[DIMS], step[5][DIMS];  // of out, first, mine, second, theirs; innermost first
+};
+
+template <typename T>
+__device__ void larger(const Larger& c) {
+  for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
+    i64 at[5];
+    find(c, i, at);
+    const auto size = sized(get<T>(c.first, c.kinds[0], at[1]));
+    int mark = c.mine ? c.mine[at[2]] : (int)c.constants[0];
+    if (c.loose && !size) mark = 0;
+    const int other = c.theirs ? c.theirs[at[4]] : (int)c.constants[1];
+    if (other && sized(get<T>(c.second, c.kinds[1], at[3])) > size) mark = other + (int)c.shift;
+    c.out[at[0]] = mark;
+  }
+}
+KERNEL(256, larger_float, Larger) { larger<float>(c); }
+KERNEL(256, larger_double, Larger) { larger<double>(c); }
 
 // Counting ------------------------------------------------------------------------------------
 
