@@ -356,19 +356,18 @@ def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
     a GPU one call looks at all of a dtype, for the largest magnitude of each.
     """
     kinds: dict[tuple[object, ...], list[Tensor]] = {}
+    away: dict[tuple[object, ...], list[Tensor]] = {}
     sums: list[Tensor] = []
     for grad in grads:
         if waiting.avoid(grad) and grad.numel():
-            kinds.setdefault((grad.dtype, grad.device), []).append(grad)
-            continue
-        if grad.numel() < SMALL:
+            away.setdefault((grad.dtype, grad.device), []).append(grad)
+        elif grad.numel() < SMALL:
             kinds.setdefault((grad.dtype, grad.device, grad.shape), []).append(grad)
         else:
             sums.append(grad.sum())
-    for kind, some in kinds.items():
-        if len(kind) == 2:
-            sums.extend(torch._foreach_norm(some, math.inf))
-            continue
+    for some in away.values():
+        sums.extend(torch._foreach_norm(some, math.inf))
+    for some in kinds.values():
         sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
     return all(map(math.isfinite, look(sums)))
 
