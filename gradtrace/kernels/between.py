@@ -23,10 +23,16 @@ DIMS = 6
 BINS = {False: (40, 8), True: (264, 12)}
 """Bins of float and double in ``steps.cu``, and how many of them are in shared memory."""
 
+TALLIES, REDUCTIONS = 32, 16
+"""How many leaves a launch counts at most, and how many it reduces: as ``steps.cu`` has it."""
+
+NOBODY = (0,) * 512
+"""In place of the words of jobs that there are not."""
+
 HEAD, LEAST = 16, 4096
 """Words before the bins, and how many elements are worth another block."""
 
-SHARED, WORK, KEPT = 47 << 10, 1 << 27, 1 << 18
+SHARED, WORK, KEPT = 47 << 10, 1 << 27, 1 << 19
 """Bytes of shared memory for bins, the most bytes of memory, and the words that are kept."""
 
 EACH, TILE = 4, 256
@@ -148,44 +154,75 @@ def _together(shape: Sequence[int], *steps: Sequence[int]) -> tuple[int, ...] | 
     return tuple(words)
 
 
+class Tallied(NamedTuple):
+    """A leaf to be counted: where its marks are (0: what is not 0 counts, as one mark) and its
+    gradient, of which kind, how many elements; how many marks, from which on, in which way; where
+    its results and its work begin.
+    """
+
+    marks: int
+    gradient: int
+    kind: int
+    n: int
+    count: int
+    low: int
+    plan: Counting
+    at: int = 0
+    work: int = 0
+
+
+def counted(
+    name: str,
+    device: torch.device,
+    jobs: Sequence[Tallied],
+    found: tuple[Tensor, Tensor],
+    work: int,
+) -> None:
+    """Count leaves in one launch, at most ``TALLIES`` of them: into counts and sums, with work of
+    so many words in all.
+    """
+    counts, sums, place = found[0].data_ptr(), found[1].data_ptr(), _work(device, work).data_ptr()
+    words, first, shared = [len(jobs)], 0, 0
+    for marks, gradient, kind, n, count, low, plan, at, mine in jobs:
+        words += (
+            marks, gradient, kind, n, count, low, min(plan.slots, count), plan.length,
+            place + 8 * mine, sums + 8 * at, counts + 8 * at, first, plan.blocks,
+        )  # fmt: skip
+        first += plan.blocks
+        shared = max(shared, plan.shared)
+    words += NOBODY[: 13 * (TALLIES - len(jobs))]
+    launch.kernel(device, FILE, name)((first, 1, 1), COUNTERS, tuple(words), shared)
+
+
+def results(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where counts and sums of so many marks go."""
+    counts = torch.empty(count, dtype=torch.int64, device=device)
+    return counts, torch.empty(count, dtype=torch.float64, device=device)
+
+
 def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``steps.tally`` of flat tensors, at most ``steps.PIECE`` elements and one mark at least."""
     device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
-    sums = torch.empty(count, dtype=torch.float64, device=device)
-    counts = torch.empty(count, dtype=torch.int64, device=device)
-    plan = _counting(n, count, kind == 1, launch.processors(device))
+    found, plan = results(count, device), counting(n, count, kind == 1, device)
+    where = marks.data_ptr(), gradient.data_ptr(), kind, n
     with launch.at(device):
-        kernel = launch.kernel(device, FILE, "tally_double" if kind == 1 else "tally_float")
-        where = marks.data_ptr(), gradient.data_ptr(), kind, n
-        work = _work(device, plan.words)
         for low in range(0, count, plan.marks):
-            mine = min(plan.marks, count - low)
-            kernel(
-                (plan.blocks, 1, 1), COUNTERS,
-                (
-                    *where, mine, low, min(plan.slots, mine), plan.length, work.data_ptr(),
-                    sums.data_ptr() + 8 * low, counts.data_ptr() + 8 * low,
-                ),
-                plan.shared,
-            )  # fmt: skip
-    return counts, sums
+            job = Tallied(*where, min(plan.marks, count - low), low, plan, low)
+            counted(TALLY[kind == 1], device, (job,), found, plan.words)
+    return found
 
 
 def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """``steps.measured`` of a tensor without gaps, of at most ``steps.PIECE`` elements."""
     device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
-    total = torch.empty((), dtype=torch.float64, device=device)
-    count = torch.empty((), dtype=torch.int64, device=device)
-    plan = _counting(n, 1, kind == 1, launch.processors(device))
+    found, plan = results(1, device), counting(n, 1, kind == 1, device)
+    job = Tallied(0, gradient.data_ptr(), kind, n, 1, 0, plan)
     with launch.at(device):
-        launch.kernel(device, FILE, "measure_double" if kind == 1 else "measure_float")(
-            (plan.blocks, 1, 1), COUNTERS,
-            (
-                gradient.data_ptr(), kind, n, plan.length, _work(device, plan.words).data_ptr(),
-                total.data_ptr(), count.data_ptr(),
-            ),
-        )  # fmt: skip
-    return count, total
+        counted(MEASURE[kind == 1], device, (job,), found, plan.words)
+    return found[0].reshape(()), found[1].reshape(())
+
+
+TALLY, MEASURE = ("tally_float", "tally_double"), ("measure_float", "measure_double")
 
 
 class Counting(NamedTuple):
@@ -200,6 +237,11 @@ class Counting(NamedTuple):
     shared: int
     marks: int
     words: int
+
+
+def counting(n: int, count: int, wide: bool, device: torch.device) -> Counting:
+    """How to count so many elements of so many marks."""
+    return _counting(n, count, wide, launch.processors(device))
 
 
 @lru_cache(4096)
@@ -235,47 +277,72 @@ def reduce(x: Tensor, marks: Tensor, levels: Levels, shape: Sequence[int]) -> tu
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     value = torch.empty(shape, dtype=dtype, device=device)
     out = torch.empty(shape, dtype=torch.int32, device=device)
-    cut = _cut(levels, launch.processors(device))
-    between, most = None, 0
-    if cut.settle:
-        between = torch.empty(2 * cut.places, dtype=torch.int64, device=device)
+    how, most = cut(levels, launch.processors(device)), 0
+    if how.settle:
+        between = torch.empty(2 * how.places, dtype=torch.int64, device=device)
         most = between.data_ptr()
-    words = (
-        x.data_ptr(), marks.data_ptr(), KINDS[x.dtype], *cut.words,
-        most, most + 8 * cut.places, value.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+    where = x.data_ptr(), marks.data_ptr(), KINDS[x.dtype]
+    job = Reduced(*where, how, most, value.data_ptr(), out.data_ptr())
     with launch.at(device):
-        launch.kernel(device, FILE, REDUCE[dtype])(cut.grid, THREADS, words)
-        if cut.settle:
-            launch.kernel(device, FILE, SETTLE[dtype])(cut.settle, THREADS, words)
+        reduced(dtype is torch.float64, device, (job,))
     return value, out
 
 
-REDUCE = {dtype: f"reduce_{name}" for dtype, name in WIDE.items()}
-SETTLE = {dtype: f"settle_{name}" for dtype, name in WIDE.items()}
+class Reduced(NamedTuple):
+    """Lines to be reduced: where values and marks are, of which kind, how they are cut; where their
+    parts go, if there are several, and the results: values, unless that is 0, and marks.
+    """
+
+    x: int
+    marks: int
+    kind: int
+    cut: Cut
+    most: int
+    value: int
+    out: int
+
+
+def reduced(wide: bool, device: torch.device, jobs: Sequence[Reduced]) -> None:
+    """Reduce lines in one launch, at most ``REDUCTIONS`` of such jobs, and settle in one more."""
+    words, first, settle = [len(jobs)], 0, 0
+    for x, marks, kind, how, most, value, out in jobs:
+        words += (x, marks, kind, *how.words, most, most + 8 * how.places, value, out, first)
+        first += how.blocks
+        settle = max(settle, how.settle)
+    words += NOBODY[: 25 * (REDUCTIONS - len(jobs))]
+    given = tuple(words)
+    launch.kernel(device, FILE, REDUCE[wide])((first, 1, 1), THREADS, given)
+    if settle:
+        launch.kernel(device, FILE, SETTLE[wide])((settle, len(jobs), 1), THREADS, given)
+
+
+REDUCE, SETTLE = ("reduce_float", "reduce_double"), ("settle_float", "settle_double")
 
 
 class Cut(NamedTuple):
-    """How lines are reduced: by which blocks, with what words for the kernel; by which blocks the
-    parts of lines are compared then, if there are several, and how many parts all lines have.
+    """How lines are reduced: by how many blocks, with what words for the kernel; by how many blocks
+    the parts of lines are compared then (0: there is one), and how many parts all lines have.
     """
 
-    grid: launch.Grid
+    blocks: int
     words: tuple[int, ...]
-    settle: launch.Grid | None
+    settle: int
     places: int
+    results: int
 
 
 @lru_cache(4096)
-def _cut(levels: Levels, processors: int) -> Cut:
+def cut(levels: Levels, processors: int) -> Cut:
+    """How to reduce lines on a GPU of so many processors."""
     (r1, *_), (k1, *_), (r2, *_), (k2, *_) = levels
     columns, rows, cuts, length = divided(r1 * r2, k1 * k2, k2 > 1, processors)
     words = (
         *(level[part] for part in range(3) for level in levels),
         int(k2 > 1), columns, rows, cuts, length,
     )  # fmt: skip
-    settle = (-(-k1 * k2 // 256), 1, 1) if cuts > 1 else None
-    return Cut((-(-k1 * k2 // columns), cuts, 1), words, settle, cuts * k1 * k2)
+    results = k1 * k2
+    settle = -(-results // 256) if cuts > 1 else 0
+    return Cut(-(-results // columns) * cuts, words, settle, cuts * results, results)
 
 
 @lru_cache(4096)

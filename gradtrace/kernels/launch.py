@@ -101,7 +101,7 @@ class _Given(threading.local):
     """
 
     def __init__(self) -> None:
-        self.words = (ctypes.c_longlong * 128)()
+        self.words = (ctypes.c_longlong * 512)()
         self.pointer = ctypes.c_void_p(ctypes.addressof(self.words))
         self.place = ctypes.byref(self.pointer)
 

@@ -26,6 +26,23 @@ __device__ __forceinline__ double add(double x, double y) { return __dadd_rn(x, 
 __device__ __forceinline__ float most_of(float x, float y) { return fmaxf(x, fabsf(y)); }
 __device__ __forceinline__ double most_of(double x, double y) { return fmax(x, fabs(y)); }
 
+// Several leaves at a time: a job for each, and how many there are. Its blocks follow those of the
+// one before; a block finds its job by where they begin.
+template <typename Job, int MOST>
+struct Jobs {
+  i64 count;
+  Job job[MOST];  // MOST: a power of two
+
+  __device__ __forceinline__ const Job& mine() const {
+    int found = 0;
+#pragma unroll
+    for (int step = MOST / 2; step; step /= 2) {
+      if (found + step < count && job[found + step].first <= blockIdx.x) found += step;
+    }
+    return job[found];
+  }
+};
+
 // Choosing among terms ------------------------------------------------------------------------
 
 #define DIMS 6
@@ -153,25 +170,27 @@ struct Tally {
   u64* work;                // 0 before and after: HEAD, then rows of count: numbers, oddities, bins
   double* sums;
   i64* counts;
+  i64 first, blocks;  // of this job
 };
+typedef Jobs<Tally, 32> Tallies;
 
 #define INFINITE 1ULL
 #define NO_NUMBER 2ULL
 
 // Sizes of the elements of a thread, many at a time; 0 for what is not there.
 template <typename T>
-__device__ __forceinline__ void read(const void* data, int kind, i64 at, i64 end,
+__device__ __forceinline__ void read(const void* data, int kind, int at, int end,
                                      typename Kind<T>::Bits* size) {
   if (kind == (sizeof(T) == 4 ? 0 : 1)) {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      const i64 i = at + u * COUNTERS;
+      const int i = at + u * COUNTERS;
       size[u] = i < end ? sized(((const T*)data)[i]) : 0;
     }
   } else {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      const i64 i = at + u * COUNTERS;
+      const int i = at + u * COUNTERS;
       const unsigned short bits = i < end ? ((const unsigned short*)data)[i] : 0;
       size[u] = sized((T)(kind == 3 ? of_bfloat(bits) : of_half(bits)));
     }
@@ -216,7 +235,7 @@ __device__ __forceinline__ double rounded(const Work<T>& work, int mark, int fir
   u64 carry = 0, window = 0, held = 0;
   bool lost = false, below = false;
   int top = 0;
-#pragma unroll 8
+#pragma unroll 4
   for (int b = first; b <= last; b++) {
     if (work.used[b / 32] >> b % 32 & 1) carry += __ldcg(work.bin(b, mark));
     const u64 digit = carry & 255;
@@ -248,15 +267,17 @@ __device__ __forceinline__ double rounded(const Work<T>& work, int mark, int fir
 
 // The last block to come here rounds what all of them have added up, and leaves the work at 0.
 template <typename T>
-__device__ void finish(u64* head, const Work<T>& work, double* sums, i64* counts) {
+__device__ void finish(const Tally& c, const Work<T>& work) {
   const int tid = threadIdx.x, words = (Cut<T>::BINS + 31) / 32;
+  const u32 blocks = c.blocks;
+  u64* head = c.work;
   __syncthreads();
-  if (gridDim.x > 1) {
+  if (blocks > 1) {
     __shared__ bool last;
     if (tid < words && work.used[tid]) atomicOr((u32*)(head + 1) + tid, work.used[tid]);
     __threadfence();
     __syncthreads();
-    if (tid == 0) last = atomicAdd((u32*)head, 1u) == gridDim.x - 1;
+    if (tid == 0) last = atomicAdd((u32*)head, 1u) == blocks - 1;
     __syncthreads();
     if (!last) return;
     __threadfence();
@@ -283,10 +304,10 @@ __device__ void finish(u64* head, const Work<T>& work, double* sums, i64* counts
         if (work.used[b / 32] >> b % 32 & 1) *work.bin(b, mark) = 0;
       }
     }
-    counts[mark] = number;
-    sums[mark] = sum;
+    c.counts[mark] = number;
+    c.sums[mark] = sum;
   }
-  if (gridDim.x > 1 && tid < HEAD) head[tid] = 0;
+  if (blocks > 1 && tid < HEAD) head[tid] = 0;
 }
 
 // The largest bin of what the block reads first, or somewhat more.
@@ -299,10 +320,11 @@ __device__ __forceinline__ int highest_bin(typename Kind<T>::Bits most, int* top
   return min(*top + 1, Cut<T>::BINS - 1);
 }
 
-// grid: (n / length), COUNTERS threads; shared memory: as many words as table says.
+// grid: (n / length of each job), COUNTERS threads; shared memory: as many words as table says.
 template <typename T>
-__device__ void tally(const Tally& c) {
+__device__ void tally(const Tallies& all) {
   typedef typename Kind<T>::Bits B;
+  const Tally& c = all.mine();
   const int WINDOW = Cut<T>::WINDOW;
   DYNAMIC(u32, table);  // [slots] numbers, [WINDOW][slots] bins, [WINDOW][slots] carries, [slots] owners
   __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
@@ -312,7 +334,7 @@ __device__ void tally(const Tally& c) {
   u32* bins = table + slots;
   int* owners = (int*)(table + (1 + 2 * WINDOW) * slots);
   const Work<T> work = {c.work + HEAD, c.count, used};
-  const i64 first = (i64)blockIdx.x * c.length, end = min(c.n, first + c.length);
+  const int first = (int)(blockIdx.x - c.first) * (int)c.length, end = min((int)c.n, first + (int)c.length);
   for (int k = tid; k < (1 + 2 * WINDOW) * slots; k += COUNTERS) table[k] = 0;
   if (shares) {
     for (int k = tid; k < slots; k += COUNTERS) owners[k] = -1;
@@ -323,10 +345,10 @@ __device__ void tally(const Tally& c) {
   int mark[BATCH];
   B size[BATCH];
   int base = 0;
-  for (i64 i = first; i < end; i += COUNTERS * BATCH) {
+  for (int i = first; i < end; i += COUNTERS * BATCH) {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {  // many reads at a time
-      const i64 at = i + tid + u * COUNTERS;
+      const int at = i + tid + u * COUNTERS;
       mark[u] = at < end ? c.marks[at] - low : -1;
     }
     read<T>(c.gradient, c.kind, i + tid, end, size);
@@ -378,7 +400,7 @@ __device__ void tally(const Tally& c) {
       }
     }
     for (; rest; rest &= rest - 1) {
-      const i64 at = i + tid + (__ffs(rest) - 1) * COUNTERS;
+      const int at = i + tid + (__ffs(rest) - 1) * COUNTERS;
       const int mine = c.marks[at] - low;
       atomicAdd(work.rows + mine, 1ULL);
       work.take(mine, sized(get<T>(c.gradient, c.kind, at)));
@@ -397,23 +419,15 @@ __device__ void tally(const Tally& c) {
       if (units) work.add(base + w, mine, units);
     }
   }
-  finish<T>(c.work, work, c.sums, c.counts);
+  finish<T>(c, work);
 }
-KERNEL(512, tally_float, Tally) { tally<float>(c); }
-KERNEL(512, tally_double, Tally) { tally<double>(c); }
+KERNEL(512, tally_float, Tallies) { tally<float>(c); }
+KERNEL(512, tally_double, Tallies) { tally<double>(c); }
 
 __device__ __forceinline__ u32 counted(u32 x) {
   for (int half = 16; half; half /= 2) x += __shfl_xor_sync(FULL, x, half);
   return x;
 }
-
-struct Measure {
-  const void* gradient;
-  i64 kind, n, length;
-  u64* work;
-  double* sum;
-  i64* number;
-};
 
 // A whole number of 128 bits.
 struct Long {
@@ -425,10 +439,11 @@ struct Long {
 };
 
 // All that is not 0, as one mark: a thread has the 128 bits that most numbers fall in.
-// grid: (n / length), COUNTERS threads.
+// grid: (n / length of each job), COUNTERS threads.
 template <typename T>
-__device__ void measure(const Measure& c) {
+__device__ void measure(const Tallies& all) {
   typedef typename Kind<T>::Bits B;
+  const Tally& c = all.mine();
   const int REACH = sizeof(T) == 4 ? 64 : 48;  // 24 more bits are for how many there are
   __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
   __shared__ int top;
@@ -436,14 +451,14 @@ __device__ void measure(const Measure& c) {
   __shared__ u32 numbers[COUNTERS / 32];
   const int tid = threadIdx.x;
   const Work<T> work = {c.work + HEAD, 1, used};
-  const i64 first = (i64)blockIdx.x * c.length, end = min(c.n, first + c.length);
+  const int first = (int)(blockIdx.x - c.first) * (int)c.length, end = min((int)c.n, first + (int)c.length);
   if (tid < (Cut<T>::BINS + 31) / 32) used[tid] = 0;
   if (tid == 0) top = 0;
   B size[BATCH];
   Long sum = {0, 0};
   u32 number = 0;
   int base = 0;
-  for (i64 i = first; i < end; i += COUNTERS * BATCH) {
+  for (int i = first; i < end; i += COUNTERS * BATCH) {
     read<T>(c.gradient, c.kind, i + tid, end, size);
     if (i == first) {
       __syncthreads();
@@ -465,7 +480,7 @@ __device__ void measure(const Measure& c) {
       }
     }
     for (; rest; rest &= rest - 1) {
-      const i64 at = i + tid + (__ffs(rest) - 1) * COUNTERS;
+      const int at = i + tid + (__ffs(rest) - 1) * COUNTERS;
       work.take(0, sized(get<T>(c.gradient, c.kind, at)));
     }
   }
@@ -491,10 +506,10 @@ __device__ void measure(const Measure& c) {
       if (pieces[k]) work.add(base + 4 * k, 0, pieces[k]);
     }
   }
-  finish<T>(c.work, work, c.sum, c.number);
+  finish<T>(c, work);
 }
-KERNEL(512, measure_float, Measure) { measure<float>(c); }
-KERNEL(512, measure_double, Measure) { measure<double>(c); }
+KERNEL(512, measure_float, Tallies) { measure<float>(c); }
+KERNEL(512, measure_double, Tallies) { measure<double>(c); }
 
 // Choosing along lines ------------------------------------------------------------------------
 
@@ -506,13 +521,15 @@ struct Reduce {
   i64 beside, columns, rows;  // threads of a block: for columns results, rows for each of them
   i64 cuts, length;           // of what is reduced, among thread blocks
   i64 *most, *places;         // (cuts, results), if there are several
-  void* value;
+  void* value;                // or nothing, if only marks are asked for
   int* out;
+  i64 first;
 };
+typedef Jobs<Reduce, 16> Reductions;
 
 template <typename T>
 __device__ __forceinline__ void put(const Reduce& c, i64 k, typename Kind<T>::Bits most, i64 r) {
-  ((T*)c.value)[k] = number(most);
+  if (c.value) ((T*)c.value)[k] = number(most);
   const i64 r1 = r / c.size[2], r2 = r % c.size[2], k1 = k / c.size[3], k2 = k % c.size[3];
   const i64 from = r1 * c.along[0] + k1 * c.along[1] + r2 * c.along[2] + k2 * c.along[3];
   c.out[k] = most ? c.marks[from] : 0;
@@ -545,18 +562,20 @@ __device__ __forceinline__ void scan(const Reduce& c, i64 base, i64 first, i64 h
 }
 
 // Neighbouring threads read along whichever lies together: results (beside), or what is reduced.
-// grid: (results / columns, cuts), 256 threads.
+// grid: (cuts x results / columns of each job), 256 threads.
 template <typename T>
-__device__ void reduce(const Reduce& c) {
+__device__ void reduce(const Reductions& all) {
   typedef typename Kind<T>::Bits B;
+  const Reduce& c = all.mine();
   __shared__ B mosts[256];
   __shared__ i64 places[256];
   const int columns = c.columns, rows = c.rows, tid = threadIdx.x;
   const int column = c.beside ? tid % columns : tid / rows;
   const int row = c.beside ? tid / columns : tid % rows;
   const i64 results = c.size[1] * c.size[3], reduced = c.size[0] * c.size[2];
-  const i64 k = (i64)blockIdx.x * columns + column;
-  const i64 low = blockIdx.y * c.length, high = min(reduced, low + c.length);
+  const u32 across = (results + columns - 1) / columns, block = blockIdx.x - (u32)c.first;
+  const i64 cut = block / across, k = (i64)(block % across) * columns + column;
+  const i64 low = cut * c.length, high = min(reduced, low + c.length);
   B most = 0;
   i64 place = low;
   if (k < results) {
@@ -587,18 +606,19 @@ __device__ void reduce(const Reduce& c) {
   if (c.cuts == 1) {
     put<T>(c, k, mosts[mine], places[mine]);
   } else {
-    c.most[blockIdx.y * results + k] = mosts[mine];
-    c.places[blockIdx.y * results + k] = places[mine];
+    c.most[cut * results + k] = mosts[mine];
+    c.places[cut * results + k] = places[mine];
   }
 }
-KERNEL(256, reduce_float, Reduce) { reduce<float>(c); }
-KERNEL(256, reduce_double, Reduce) { reduce<double>(c); }
+KERNEL(256, reduce_float, Reductions) { reduce<float>(c); }
+KERNEL(256, reduce_double, Reductions) { reduce<double>(c); }
 
-// Cuts of lines, compared in order. grid: (results / 256), 256 threads.
+// Cuts of lines, compared in order. grid: (the most results / 256 of a job with cuts, jobs), 256 threads.
 template <typename T>
-__device__ void settle(const Reduce& c) {
+__device__ void settle(const Reductions& all) {
+  const Reduce& c = all.job[blockIdx.y];
   const i64 k = (i64)blockIdx.x * 256 + threadIdx.x, results = c.size[1] * c.size[3];
-  if (k >= results) return;
+  if (c.cuts == 1 || k >= results) return;
   i64 most = c.most[k], place = c.places[k];
   for (i64 cut = 1; cut < c.cuts; cut++) {
     const i64 other = c.most[cut * results + k];
@@ -609,8 +629,8 @@ __device__ void settle(const Reduce& c) {
   }
   put<T>(c, k, (typename Kind<T>::Bits)most, place);
 }
-KERNEL(256, settle_float, Reduce) { settle<float>(c); }
-KERNEL(256, settle_double, Reduce) { settle<double>(c); }
+KERNEL(256, settle_float, Reductions) { settle<float>(c); }
+KERNEL(256, settle_double, Reductions) { settle<double>(c); }
 
 struct Scatter {
   const void* x;
