@@ -27,7 +27,8 @@ class Counts(NamedTuple):
 
     Entry ``blank + n`` is for the mark ``rows[n % len(rows)] | extra``, a path if that has bit 0,
     and for pair ``pair + n // len(rows)``; those before it are for no path. They stay on the leaf's
-    device until all leaves are counted, so that nobody waits for them.
+    device until all leaves are counted, so that nobody waits for them. Several leaves may share
+    tensors: the entries of this one are ``size`` of them from ``start`` on (None: all).
     """
 
     counts: Tensor
@@ -36,6 +37,8 @@ class Counts(NamedTuple):
     extra: int
     pair: int
     blank: int = 0
+    start: int = 0
+    size: int | None = None
 
 
 class Word(NamedTuple):
@@ -134,21 +137,25 @@ def lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:
 def grouped(found: Sequence[Counts]) -> Groups:
     """What was counted, of all leaves."""
     device = found[0].counts.device if found else torch.device("cpu")
-    counts = _joined([each.counts for each in found], torch.int64, device)
-    sums = _joined([each.sums for each in found], torch.float64, device)
+    counts, sums, places = _joined(found, device)
     rows, firsts = _rows(found)
     extra = words_of([each.extra for each in found], 0, rows.shape[1])
     rows = _padded(rows, extra.shape[1])
-    sizes = [len(each.counts) for each in found]
-    starts = np.cumsum([0, *sizes])[:-1] + [each.blank for each in found]
+    sizes = [len(each.counts) if each.size is None else each.size for each in found]
+    begin = np.cumsum([0, *sizes], dtype=np.int64)
+    total, begin = int(begin[-1]), begin[:-1]
+    starts = begin + np.array([each.blank for each in found], np.int64)
+    shifts = np.array(places, np.int64) - begin
     lengths = [len(each.rows) or 1 for each in found]
-    facts = np.array([starts, lengths, firsts, [each.pair for each in found]], np.int64)
-    start, length, first, pairs = lent(facts, device)
+    pair = [each.pair for each in found]
+    facts = np.array([starts, lengths, firsts, pair, sizes, shifts], np.int64)
+    start, length, first, pairs, many, shift = lent(facts, device)
+    leaves = torch.arange(len(found), device=device)
+    whose = torch.repeat_interleave(leaves, many, output_size=total)
+    if shifts.any() or total != len(counts):  # what was counted together lies in another order
+        at = torch.arange(total, device=device) + shift[whose]
+        counts, sums = counts[at], sums[at]
     used = counts.nonzero().reshape(-1)
-    whose = torch.repeat_interleave(
-        torch.arange(len(found), device=device), lent(np.array(sizes, np.int64), device),
-        output_size=sum(sizes),
-    )  # fmt: skip
     leaf = whose[used]
     place = used - start[leaf]
     beyond = place // length[leaf]
@@ -166,9 +173,21 @@ def grouped(found: Sequence[Counts]) -> Groups:
     )
 
 
-def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    here = (tensor if tensor.device == device else tensor.to(device) for tensor in tensors)
-    return torch.cat([torch.zeros(0, dtype=dtype, device=device), *here])
+def _joined(found: Sequence[Counts], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+    """Counts and sums, tensors that leaves share once, and where those of each leaf begin."""
+    begins: dict[int, int] = {}
+    counts = [torch.zeros(0, dtype=torch.int64, device=device)]
+    sums = [torch.zeros(0, dtype=torch.float64, device=device)]
+    places, total = [], 0
+    for each in found:
+        begin = begins.get(id(each.counts))
+        if begin is None:
+            begin = begins[id(each.counts)] = total
+            total += len(each.counts)
+            counts.append(each.counts.to(device))
+            sums.append(each.sums.to(device))
+        places.append(begin + each.start)
+    return torch.cat(counts), torch.cat(sums), places
 
 
 def _rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:

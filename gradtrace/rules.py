@@ -12,7 +12,7 @@ from gradtrace import waiting
 from gradtrace.engine import Held, balanced
 from gradtrace.kernels import steps as fused
 from gradtrace.kernels.between import larger
-from gradtrace.maps import Contract, Identity, Map, Scatter
+from gradtrace.maps import Contract, Identity, Map, Reduce, Scatter
 from gradtrace.maps.places import filled, laid
 from gradtrace.maps.scatter import Few
 from gradtrace.marks import compact
@@ -52,7 +52,7 @@ class Greedy:
             if value is None and isinstance(map_, Scatter) and map_.sparse:
                 few = map_.few(x, state.numbers)
                 return State(None, 0, None, state.palette, (Part(map_, x),), None, few)
-            if later and map_.outputs > fused.PIECE and _by_rows(map_):
+            if later and _late(map_, x, scope):
                 return State(value, 0, None, state.palette, (Part(map_, x, (), state.numbers),))
             numbers = map_.carry(x, state.numbers)[1]
             parts = (Part(map_, x),) if value is None else ()
@@ -185,9 +185,13 @@ class Greedy:
         return found if step.out in scope.tails else solid(found)
 
 
-def _by_rows(map_: Map) -> bool:
-    """Whether marks can be had a row of the result after the other, as they are counted."""
-    return isinstance(map_, Contract) and map_.plan().turned
+def _late(map_: Map, x: Tensor, scope: Scope) -> bool:
+    """Whether marks are worked out as they are counted: a row of the result after the other if
+    there are many, or together with those of other leaves.
+    """
+    if isinstance(map_, Reduce):
+        return scope.ample and fused.on_gpu(x)
+    return isinstance(map_, Contract) and map_.outputs > fused.PIECE and map_.plan().turned
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class Part(NamedTuple):
         """So many elements of the result at a time, as the gradient lies in memory: the numbers of
         their marks, and their gradients. None where all marks would be counted in another order.
         """
-        assert isinstance(self.map, Contract)
+        if not isinstance(self.map, Contract):
+            return None
         result = torch.empty(self.map.out_shape, device="meta")
         moved = self._moved(result)
         if moved is not result and moved._base is not result:
@@ -94,8 +95,9 @@ class State(NamedTuple):
     ``few``, if there are any, are the elements that have something to say, each with its mark; the
     others have a path, with the first mark, where ``value`` is not 0, or none if that is put off.
 
-    A part with marks is the only one, and says what the numbers will be: those of a large leaf are
-    *late*, worked out a piece at a time when they are counted.
+    A part with marks is the only one, and says what the numbers will be: those of a leaf may be
+    *late*, worked out when they are counted: a piece at a time if it is large, and together with
+    others if it is small.
 
     Of ``loose`` numbers, those of elements that are 0 do not count. Nobody chooses such an element
     anyway, so most are never cleared away.
@@ -149,13 +151,14 @@ class State(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What a step may know: gradients that were kept, values that only leaves are made of, and
-    those that are leaves.
+    """What a step may know: gradients that were kept, values that only leaves are made of, those
+    that are leaves, and whether there is memory for leaves that are counted together.
     """
 
     known: Mapping[int, Tensor]
     tails: frozenset[int] | set[int]
     ends: frozenset[int] = frozenset()
+    ample: bool = False
 
 
 def solid(state: State) -> State:

@@ -2,50 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradtrace import waiting
 from gradtrace.components import Component
 from gradtrace.groups import Bools, Counts, grouped, sparse
 from gradtrace.influence import Influence, Moments, Row, Weight
 from gradtrace.kernels import steps as fused
+from gradtrace.kernels.leaves import Leaves
+from gradtrace.maps import Reduce
 from gradtrace.maps.places import laid
 from gradtrace.marks import Marks, words_of
 from gradtrace.program import Program, Step
-from gradtrace.states import State, cancelled, solid
+from gradtrace.states import Part, State, cancelled, solid
 from gradtrace.tracing import Found
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
 
+ROOM = 1 << 28
+"""The bytes that leaves may hold which wait to be counted together."""
+
+
 @dataclass
 class Counted:
-    """A leaf by name and value, how many elements it has, and how many paths there could be."""
+    """A leaf by name and value, how many elements it has, how many paths there could be, and, once
+    it is counted, how many there are.
+    """
 
     name: str
     value: int
     size: int
     total: int
-    found: Counts
+    found: Counts | None = None
+
+
+class Ahead(NamedTuple):
+    """A leaf that waits to be counted, and what its ``Counts`` will be."""
+
+    leaf: Counted
+    rows: Sequence[int]
+    extra: int
+    pair: int
+    blank: int
+    start: int
+    size: int
+
+
+class Plain(NamedTuple):
+    """A leaf all of whose paths have one mark, and what it is made of: if some of its elements are
+    0, something may have come to them all the same.
+    """
+
+    leaf: Counted
+    parts: tuple[Part, ...]
+    gradient: Tensor
+
+    def missed(self, count: float) -> Tensor | None:
+        """How many more elements have a path than are not 0; None if there is none."""
+        if count >= self.gradient.numel():
+            return None
+        missed = cancelled(self.parts, self.gradient)
+        return None if missed is None else missed.sum()
 
 
 @dataclass
 class Tally:
-    """Counts paths as leaves come in: those of a program, by marks that components are made of."""
+    """Counts paths as leaves come in: those of a program, by marks that components are made of.
+
+    On a GPU leaves are counted together, as long as those that wait hold no more than ``room``
+    bytes.
+    """
 
     components: list[Component]
     program: Program
     marks: Marks
     names: dict[int, str]
     pairs: int
+    room: int = 0
     leaves: list[Counted] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
+    jobs: Leaves | None = None
+    ahead: list[Ahead] = field(default_factory=list)
+    plain: list[Plain] = field(default_factory=list)
+    held: int = 0  # bytes of plain ones
 
     def add(self, found: Found, gradient: Tensor) -> None:
         """Count the paths of a leaf."""
@@ -56,7 +104,110 @@ class Tally:
             # its pair.
             shared = isinstance(found.leaf.tensor, Parameter) or bool((found.pair == 0).any())
             total = total * self.pairs if shared else total
-        self._count(value, gradient.numel(), total, counts_of(found, gradient, self.pairs))
+        leaf = self._leaf(value, gradient.numel(), total)
+        state, pair = found.state, found.pair
+        if isinstance(pair, int):
+            if state.few is not None:
+                leaf.found = _of_few(state, gradient, pair)
+                return
+            if state.late:
+                self._add_late(leaf, state, gradient, pair)
+                return
+            if state.mark is not None and state.value is gradient:
+                self._add_plain(leaf, state, gradient, pair)
+                return
+        self._add_written(leaf, solid(state).written(), gradient, pair)
+
+    def _add_late(self, leaf: Counted, state: State, gradient: Tensor, pair: int) -> None:
+        """Marks are worked out with those of others, or a piece at a time, or now."""
+        part, (rows, extra) = state.parts[0], state.palette
+        jobs = self._jobs(gradient)
+        if jobs is not None and isinstance(part.map, Reduce) and not part.moves:
+            assert part.marks is not None
+            size = len(rows) + 1
+            at = jobs.reduce(part.x, part.marks, part.map.dims, gradient, size)
+            if at is not None:
+                self._wait(jobs, Ahead(leaf, rows, extra, pair, 1, at, size))
+                return
+        pieces = part.pieces(gradient, fused.PIECE)
+        if pieces is not None:
+            leaf.found = _of_pieces(state, pieces, pair)
+        else:
+            self._add_written(leaf, solid(state), gradient, pair)
+
+    def _add_plain(self, leaf: Counted, state: State, gradient: Tensor, pair: int) -> None:
+        """A leaf all of whose paths have one mark: its elements that are not 0, and those to which
+        something came all the same.
+        """
+        jobs, (rows, extra) = self._jobs(gradient), state.palette
+        plain = Plain(leaf, state.parts, gradient)
+        at = None if jobs is None else jobs.measure(gradient)
+        if jobs is None or at is None:
+            count, size = fused.measured(gradient)
+            missed = plain.missed(int(count)) if state.parts else None
+            count = count if missed is None else count + missed
+            leaf.found = Counts(count.reshape(1), size.reshape(1), rows, extra, pair)
+            return
+        if state.parts:
+            self.plain.append(plain)
+            self.held += sum(x.nbytes for x in (gradient, *(part.x for part in state.parts)))
+        self._wait(jobs, Ahead(leaf, rows, extra, pair, 0, at, 1))
+
+    def _add_written(
+        self, leaf: Counted, state: State, gradient: Tensor, pair: int | Tensor
+    ) -> None:
+        """A leaf each of whose elements has a mark."""
+        numbers, (rows, extra) = state.numbers, state.palette
+        assert numbers is not None
+        size = len(rows) + 1
+        if not isinstance(pair, int):
+            there = (pair > 0) & (numbers > 0)
+            numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
+            pair, size = 0, self.pairs * len(rows) + 1
+        jobs = self._jobs(gradient)
+        at = None if jobs is None else jobs.tally(numbers, gradient, size)
+        if jobs is None or at is None:
+            leaf.found = Counts(*fused.tally(numbers, gradient, size), rows, extra, pair, 1)
+        else:
+            self._wait(jobs, Ahead(leaf, rows, extra, pair, 1, at, size))
+
+    def _jobs(self, gradient: Tensor) -> Leaves | None:
+        """Leaves that wait on the gradient's device, if any may."""
+        jobs = self.jobs
+        if jobs is None and self.room and fused.joint(gradient):
+            jobs = self.jobs = Leaves(gradient.device)
+        return jobs if jobs is not None and jobs.device == gradient.device else None
+
+    def _wait(self, jobs: Leaves, leaf: Ahead) -> None:
+        self.ahead.append(leaf)
+        if self.held > self.room // 4:
+            self._settle()
+        elif jobs.full(self.room - self.held):
+            self._flush()
+
+    def _flush(self) -> None:
+        """Count the leaves that wait."""
+        if self.jobs is not None and self.ahead:
+            found = self.jobs.counted()
+            for leaf, rows, extra, pair, blank, start, size in self.ahead:
+                leaf.found = Counts(*found, rows, extra, pair, blank, start, size)
+            self.ahead.clear()
+
+    def _settle(self) -> None:
+        """Look whether elements of plain leaves are 0: once, for all of them."""
+        self._flush()
+        if not self.plain:
+            return
+        found = [plain.leaf.found for plain in self.plain]
+        numbers = [each.counts[each.start] for each in found if each is not None]
+        for plain, each, number in zip(self.plain, found, waiting.look(numbers)):
+            missed = plain.missed(number)
+            if each is not None and missed is not None:
+                mine = slice(each.start, each.start + 1)
+                counts, sums = each.counts[mine] + missed, each.sums[mine]
+                plain.leaf.found = each._replace(counts=counts, sums=sums, start=0, size=None)
+        self.plain.clear()
+        self.held = 0
 
     def add_some(
         self, value: int, pair: int, marks: list[int], number: Tensor, gradient: Tensor, size: int
@@ -65,20 +216,24 @@ class Tally:
         number among the marks, and its gradient.
         """
         counts, sizes = fused.tally(number.int(), gradient, len(marks))
-        self._count(value, size, len(number), Counts(counts, sizes, marks, 0, pair))
+        self._leaf(value, size, len(number)).found = Counts(counts, sizes, marks, 0, pair)
 
-    def _count(self, value: int, size: int, total: int, found: Counts) -> None:
+    def _leaf(self, value: int, size: int, total: int) -> Counted:
         name = self.names[value]
         own = 0 if name in self.sized else size
         self.sized.add(name)
-        self.leaves.append(Counted(name, value, own, total, found))
+        found = Counted(name, value, own, total)
+        self.leaves.append(found)
+        return found
 
     def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
         """The table. What can be said without the counts comes first: a GPU may still be busy."""
+        self._flush()
         owns, reached = self._owned(), possible(self.program, self.marks)
         bits = [component.bits for component in self.components]
         could = hits([reached[leaf.value] for leaf in self.leaves], bits) & ~owns
-        groups = grouped([leaf.found for leaf in self.leaves])
+        self._settle()
+        groups = grouped([leaf.found for leaf in self.leaves if leaf.found is not None])
         sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
         own = sizes @ owns.astype(float)
@@ -112,44 +267,12 @@ class Tally:
         return owns
 
 
-def counts_of(found: Found, gradient: Tensor, pairs: int) -> Counts:
-    """The elements of a leaf by pair and mark."""
-    state, pair = found.state, found.pair
-    if state.few is not None and isinstance(pair, int):
-        return _of_few(state, gradient, pair)
-    if state.late and isinstance(pair, int):
-        pieces = state.parts[0].pieces(gradient, fused.PIECE)
-        if pieces is not None:
-            return _of_pieces(state, pieces, pair)
-    if state.mark is not None and isinstance(pair, int) and state.value is gradient:
-        return _of_plain(state, gradient, pair)
-    state = solid(state).written()
-    numbers, (rows, extra) = state.numbers, state.palette
-    assert numbers is not None
-    if isinstance(pair, int):
-        return Counts(*fused.tally(numbers, gradient, len(rows) + 1), rows, extra, pair, 1)
-    there = (pair > 0) & (numbers > 0)
-    numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
-    return Counts(*fused.tally(numbers, gradient, pairs * len(rows) + 1), rows, extra, 0, 1)
-
-
 def _of_pieces(state: State, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
     """A large leaf: marks are worked out and counted a piece at a time."""
     rows, extra = state.palette
     counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
     # each piece is gone when the next one comes
     return Counts(*fused.summed(counted), rows, extra, pair, 1)
-
-
-def _of_plain(state: State, gradient: Tensor, pair: int) -> Counts:
-    """A leaf all of whose paths have one mark: its elements that are not 0, and those to which
-    something came all the same.
-    """
-    count, size = fused.measured(gradient)
-    if state.parts and int(count) < gradient.numel():
-        missed = cancelled(state.parts, gradient)
-        count = count if missed is None else count + missed.sum()
-    return Counts(count.reshape(1), size.reshape(1), *state.palette, pair)
 
 
 def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:

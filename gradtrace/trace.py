@@ -29,7 +29,7 @@ from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
-from gradtrace.tally import Tally
+from gradtrace.tally import ROOM, Tally
 from gradtrace.tracing import Found, Tracer
 
 SAMPLED = 10_000
@@ -310,23 +310,28 @@ class Trace:
             "trace fewer samples at a time, sampled elements: influence(sample=10_000), or whole "
             "tensors: granularity='operator'"
         )
-        narrow = self.granularity == "scalar" and self._sparing(what, remedy)
+        narrow = False
+        if self.granularity == "scalar":
+            narrow, tally.room = self._sparing(what, remedy)
         with torch.no_grad(), memory.within(self._device, what, remedy):
             for found, gradient in self._found(chosen.marks, narrow):
                 tally.add(found, gradient)
-        return tally.result(self.rule, "count", self.notes)
+            return tally.result(self.rule, "count", self.notes)
 
-    def _sparing(self, what: str, remedy: str) -> bool:
-        """Whether marks are to be narrow while they wait; a pass that does not fit is refused."""
+    def _sparing(self, what: str, remedy: str) -> tuple[bool, int]:
+        """Whether marks are to be narrow while they wait, and the bytes that leaves may hold while
+        they do; a pass that does not fit is refused.
+        """
         if self.budget is None and memory.ample(self.program, self._device):
-            return False
+            return False, ROOM
         needed = memory.streaming(self.program, self._uses_kept)
         narrow = memory.short(needed, self._device, self.budget)
         if narrow:
             needed = memory.streaming(self.program, self._uses_kept, narrow)
         if narrow or self.budget is not None:  # else there is more than enough
             memory.see(needed, self._device, what, remedy)
-        return narrow
+        # where memory is not short, there is as much again
+        return narrow, 0 if narrow else min(ROOM, needed)
 
     def _count_some(self, tally: Tally, marks: Marks, sample: int, seed: int) -> None:
         """Follow the paths of sampled elements, for each pair."""

@@ -125,7 +125,8 @@ class Tracer:
                 known[leaf.value] = leaf.known
         device = self.program.seed.device
         known = {value: nearby(grad, device) for value, grad in known.items()}
-        return Scope(known, tails(self.program) - self.partial, frozenset(self.leaves))
+        ends = frozenset(self.leaves)
+        return Scope(known, tails(self.program) - self.partial, ends, not self.narrow)
 
     def passage(
         self,

@@ -60,11 +60,11 @@ RULES = ("greedy", "viterbi")
 
 
 def _tallied(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    return steps._tally(*steps._together(marks, gradient), count)
+    return steps._tally(*steps.together(marks, gradient), count)
 
 
 def _measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return steps._measured(steps._together(gradient)[0].reshape(-1))
+    return steps._measured(steps.together(gradient)[0].reshape(-1))
 
 
 def _normalised(how: steps.Lines, marks: Tensor | None = None) -> steps.Chosen:

@@ -164,7 +164,7 @@ class Tallied(NamedTuple):
     gradient: int
     kind: int
     n: int
-    count: int
+    many: int
     low: int
     plan: Counting
     at: int = 0
@@ -183,9 +183,9 @@ def counted(
     """
     counts, sums, place = found[0].data_ptr(), found[1].data_ptr(), _work(device, work).data_ptr()
     words, first, shared = [len(jobs)], 0, 0
-    for marks, gradient, kind, n, count, low, plan, at, mine in jobs:
+    for marks, gradient, kind, n, many, low, plan, at, mine in jobs:
         words += (
-            marks, gradient, kind, n, count, low, min(plan.slots, count), plan.length,
+            marks, gradient, kind, n, many, low, min(plan.slots, many), plan.length,
             place + 8 * mine, sums + 8 * at, counts + 8 * at, first, plan.blocks,
         )  # fmt: skip
         first += plan.blocks

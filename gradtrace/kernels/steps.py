@@ -62,9 +62,14 @@ def _serving(value: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     return _typed(library)
 
 
-def _on_gpu(value: Tensor, *others: Tensor) -> bool:
+def on_gpu(value: Tensor, *others: Tensor) -> bool:
     """Whether a GPU's kernels can serve."""
     return value.dtype in between.KINDS and between.serves(value, *others)
+
+
+def joint(gradient: Tensor, *others: Tensor) -> bool:
+    """Whether a leaf can be counted together with others: by a GPU's kernels, in one piece."""
+    return gradient.numel() <= PIECE and on_gpu(gradient, *others)
 
 
 def _is_wide(x: Tensor) -> bool:
@@ -84,7 +89,7 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
 
     What is 0 never wins, nor where ``other``, a mark or one for each element, is 0.
     """
-    if _on_gpu(size, marks, value) and between.merge(size, marks, value, other, shift):
+    if on_gpu(size, marks, value) and between.merge(size, marks, value, other, shift):
         return
     library = _serving(size, marks, value)
     if library is None or not (size.is_contiguous() and marks.is_contiguous()):
@@ -117,11 +122,11 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     elements come; more of them than a ``PIECE`` are summed a piece after the other. A mark that is
     not below ``count`` is an error; on a GPU, where nobody waits for it, it is left out.
     """
-    if _flat(marks, gradient) and count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
+    if _flat(marks, gradient) and count and marks.dtype is torch.int32 and on_gpu(gradient, marks):
         return between.tally(marks, gradient, count)
     if gradient.device != marks.device:  # that of a scalar of the CPU among tensors of a GPU
         gradient = gradient.to(marks.device)
-    marks, gradient = _together(marks, gradient)
+    marks, gradient = together(marks, gradient)
     if gradient.numel() <= PIECE:
         return _piece(marks, gradient, count)
     pieces = (
@@ -141,7 +146,7 @@ def summed(pieces: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _piece(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if count and marks.dtype is torch.int32 and _on_gpu(gradient, marks):
+    if count and marks.dtype is torch.int32 and on_gpu(gradient, marks):
         return between.tally(marks, gradient, count)
     gradient = _wide(gradient)
     library = _serving(gradient, marks)
@@ -164,9 +169,9 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """How many elements are not 0 (int64), and the sum of their sizes (float64), as exact as those
     of ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
     """
-    if _flat(gradient) and _on_gpu(gradient):
+    if _flat(gradient) and on_gpu(gradient):
         return between.measured(gradient)
-    (flat,) = _together(gradient)
+    (flat,) = together(gradient)
     if flat.numel() <= PIECE:
         return _measured_piece(flat)
     pieces = (flat[first : first + PIECE] for first in range(0, flat.numel(), PIECE))
@@ -174,7 +179,7 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
-    if _on_gpu(flat):
+    if on_gpu(flat):
         return between.measured(flat)
     flat = _wide(flat)
     library = _serving(flat)
@@ -268,7 +273,7 @@ def _flat(*tensors: Tensor) -> bool:
     return tensors[0].numel() <= PIECE and all(x.is_contiguous() for x in tensors)
 
 
-def _together(*tensors: Tensor) -> list[Tensor]:
+def together(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one shape as flat ones, in the order of memory if all have the same strides and
     no gaps, else row by row.
     """
@@ -291,15 +296,15 @@ def _wide(x: Tensor) -> Tensor:
 
 def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     """The largest |x| over dimensions, which are gone then, and the mark of the first of equals."""
-    how = _reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
-    if how.short and marks.dtype is torch.int32 and _on_gpu(x, marks):
-        x, marks, levels = _leveled(x, marks, dims, how.levels)
+    how = reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
+    if how.short and marks.dtype is torch.int32 and on_gpu(x, marks):
+        x, marks, levels = leveled(x, marks, dims, how.levels)
         return Carried(*between.reduce(x, marks, levels, how.shape))
     x = _wide(x)
     library = _serving(x, marks)
     if library is None or not how.short:
         return _reduce(x, marks, dims)
-    x, marks, levels = _leveled(x, marks, dims, how.levels)
+    x, marks, levels = leveled(x, marks, dims, how.levels)
     value, out = x.new_empty(how.shape), marks.new_empty(how.shape)
     numbers = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
     where = (x.data_ptr(), marks.data_ptr(), numbers, value.data_ptr(), out.data_ptr())
@@ -324,15 +329,16 @@ class Reduction(NamedTuple):
 
 
 @lru_cache(4096)
-def _reduction(
+def reduction(
     shape: Sequence[int], steps: Sequence[int], along: Sequence[int], dims: tuple[int, ...]
 ) -> Reduction:
+    """How lines of tensors that lie so are reduced."""
     short = prod(shape) > 0 and prod(shape[d] for d in dims) < 1 << 31
     kept = tuple(size for d, size in enumerate(shape) if d not in dims)
     return Reduction(short, kept, _levels(shape, steps, along, dims))
 
 
-def _leveled(
+def leveled(
     x: Tensor, marks: Tensor, dims: Sequence[int], levels: Levels | None
 ) -> tuple[Tensor, Tensor, Levels]:
     """Tensors, copied if need be, whose dimensions are four levels: reduced, kept, reduced, kept,
@@ -391,7 +397,7 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     """``max |x[j]|`` over ``target[j] = i`` (-1: goes nowhere) for each i below ``size``, and the
     mark of the first of equals. Flat.
     """
-    if marks.dtype is torch.int32 and _on_gpu(x, marks, target):
+    if marks.dtype is torch.int32 and on_gpu(x, marks, target):
         flat = (x.contiguous(), marks.contiguous(), target.long().contiguous())
         return Carried(*between.scatter(*flat, size))
     x = _wide(x)

@@ -1,0 +1,132 @@
+"""Many leaves counted together on a GPU: one launch for all of them, not several for each.
+
+Most leaves are small, and to launch a kernel takes Python longer than the kernel takes the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import between, launch, steps
+from gradtrace.kernels.between import Reduced, Tallied
+
+SPACE = 1 << 16
+"""Words of 8 bytes that are asked for at a time, for the marks of reduced leaves."""
+
+
+class Leaves:
+    """Leaves of one GPU that wait to be counted.
+
+    Each method takes one in, with its gradient, and tells at which place of the results its counts
+    will begin; or None if it has to be counted by itself. The tensors are held until then, and must
+    not change.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._clear()
+
+    def _clear(self) -> None:
+        self.bytes = self.entries = 0  # of what is held; of the results
+        self._words = self._lines = self._leaves = self._used = 0
+        self._held: list[Tensor] = []
+        self._space: Tensor | None = None
+        self._tallied: dict[str, list[Tallied]] = {}
+        self._reduced: tuple[list[Reduced], list[Reduced]] = ([], [])  # of floats, of doubles
+
+    def full(self, room: int) -> bool:
+        """Whether they are to be counted now, where so many bytes may be held."""
+        return (
+            self._leaves >= between.TALLIES
+            or self._lines >= between.REDUCTIONS
+            or self._words > between.KEPT
+            or self.bytes > room
+        )
+
+    def tally(self, marks: Tensor, gradient: Tensor, count: int) -> int | None:
+        """``steps.tally``."""
+        if not steps.joint(gradient, marks) or marks.dtype is not torch.int32:
+            return None
+        if not (marks.is_contiguous() and gradient.is_contiguous()):
+            marks, gradient = steps.together(marks, gradient)
+        at = self._add(between.TALLY, marks.data_ptr(), gradient, count)
+        if at is not None:
+            self._hold(marks)
+        return at
+
+    def measure(self, gradient: Tensor) -> int | None:
+        """``steps.measured``."""
+        if not steps.joint(gradient):
+            return None
+        if not gradient.is_contiguous():
+            (gradient,) = steps.together(gradient)
+        return self._add(between.MEASURE, 0, gradient, 1)
+
+    def reduce(
+        self, x: Tensor, marks: Tensor, dims: Sequence[int], gradient: Tensor, count: int
+    ) -> int | None:
+        """``steps.tally`` of the marks that ``steps.reduce`` gives."""
+        if not steps.joint(gradient, x, marks) or x.dtype not in between.KINDS:
+            return None
+        how = steps.reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
+        if not how.short or marks.dtype is not torch.int32 or not gradient.is_contiguous():
+            return None
+        x, marks, levels = steps.leveled(x, marks, dims, how.levels)
+        cut = between.cut(levels, launch.processors(self.device))
+        if cut.results != gradient.numel():
+            return None
+        most, out = self._asked(2 * cut.places if cut.settle else 0, cut.results)
+        at = self._add(between.TALLY, out, gradient, count)
+        if at is not None:
+            kind = between.KINDS[x.dtype]
+            job = Reduced(x.data_ptr(), marks.data_ptr(), kind, cut, most, 0, out)
+            self._reduced[kind == 1].append(job)
+            self._lines += 1
+            self._hold(x)
+            self._hold(marks)
+        return at
+
+    def _asked(self, parts: int, results: int) -> tuple[int, int]:
+        """Memory for so many words of 8 bytes, and then so many of 4: where it is."""
+        words = parts + (results + 1) // 2
+        if self._space is None or self._used + words > len(self._space):
+            size = max(SPACE, words)
+            self._space = torch.empty(size, dtype=torch.int64, device=self.device)
+            self._used = 0
+            self._hold(self._space)
+        at = self._space.data_ptr() + 8 * self._used
+        self._used += words
+        return at, at + 8 * parts
+
+    def _add(self, names: Sequence[str], marks: int, gradient: Tensor, count: int) -> int | None:
+        kind, n, at = between.KINDS[gradient.dtype], gradient.numel(), self.entries
+        wide = kind == 1
+        plan = between.counting(n, count, wide, self.device)
+        if plan.marks < count:  # some at a time
+            return None
+        job = Tallied(marks, gradient.data_ptr(), kind, n, count, 0, plan, at, self._words)
+        self._tallied.setdefault(names[wide], []).append(job)
+        self._leaves += 1
+        self._words += plan.words
+        self.entries += count
+        self._hold(gradient)
+        return at
+
+    def _hold(self, x: Tensor) -> None:
+        self._held.append(x)
+        self.bytes += x.numel() * x.itemsize
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """Counts and sums of all that were taken in, which are let go."""
+        found = between.results(self.entries, self.device)
+        with launch.at(self.device):
+            for wide, lines in enumerate(self._reduced):
+                if lines:
+                    between.reduced(bool(wide), self.device, lines)
+            for name, jobs in self._tallied.items():
+                between.counted(name, self.device, jobs, found, self._words)
+        self._clear()
+        return found
