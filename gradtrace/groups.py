@@ -184,8 +184,9 @@ def _joined(found: Sequence[Counts], device: torch.device) -> tuple[Tensor, Tens
         if begin is None:
             begin = begins[id(each.counts)] = total
             total += len(each.counts)
-            counts.append(each.counts.to(device))
-            sums.append(each.sums.to(device))
+            near = each.counts.device == device
+            counts.append(each.counts if near else each.counts.to(device))
+            sums.append(each.sums if near else each.sums.to(device))
         places.append(begin + each.start)
     return torch.cat(counts), torch.cat(sums), places
 

@@ -23,6 +23,9 @@ MARK = 4
 PARKED = 2
 """The same while it waits and is narrow; or 1 where marks are few, which nobody knows yet."""
 
+ROOM = 1 << 28
+"""The most bytes that leaves hold while they wait to be counted together."""
+
 COMFORT = 2
 """Memory is not short where there is so many times what is needed."""
 

@@ -28,10 +28,6 @@ from gradtrace.tracing import Found
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
 
-ROOM = 1 << 28
-"""The bytes that leaves may hold which wait to be counted together."""
-
-
 @dataclass
 class Counted:
     """A leaf by name and value, how many elements it has, how many paths there could be, and, once

@@ -29,7 +29,7 @@ from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
 from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
-from gradtrace.tally import ROOM, Tally
+from gradtrace.tally import Tally
 from gradtrace.tracing import Found, Tracer
 
 SAMPLED = 10_000
@@ -323,7 +323,7 @@ class Trace:
         they do; a pass that does not fit is refused.
         """
         if self.budget is None and memory.ample(self.program, self._device):
-            return False, ROOM
+            return False, memory.ROOM
         needed = memory.streaming(self.program, self._uses_kept)
         narrow = memory.short(needed, self._device, self.budget)
         if narrow:
@@ -331,7 +331,7 @@ class Trace:
         if narrow or self.budget is not None:  # else there is more than enough
             memory.see(needed, self._device, what, remedy)
         # where memory is not short, there is as much again
-        return narrow, 0 if narrow else min(ROOM, needed)
+        return narrow, 0 if narrow else min(memory.ROOM, needed)
 
     def _count_some(self, tally: Tally, marks: Marks, sample: int, seed: int) -> None:
         """Follow the paths of sampled elements, for each pair."""

@@ -18,10 +18,13 @@ from test_maps import apart, maker, whole
 from test_maps import numbers as along_a_line
 from test_steps import SHAPES as LINES
 from test_steps import every_pair as all_pairs
-from torch import Tensor
+from torch import Tensor, nn
 
+import gradtrace
+from gradtrace.influence import Influence
 from gradtrace.kernels import gpu, launch, native, reference, steps
 from gradtrace.kernels.between import larger
+from gradtrace.kernels.leaves import Leaves
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
 from gradtrace.maps import Contract, Normaliser
@@ -303,6 +306,110 @@ def tally_of_matrices(device: str) -> None:
         words(0, 1).to(device), torch.zeros(0, device=device), 0
     )  # no mark at all
     assert (counts.tolist(), sums.tolist()) == ([], [])
+
+
+LONG: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((900, 7), (0,)), ((3, 4000), (1,))]
+"""Lines that are cut."""
+
+
+def leaves(device: str, rounds: int) -> None:
+    """Counted together, each is what it is by itself: of all kinds, more than a launch takes."""
+    jobs = Leaves(torch.device(device, 0) if device == "cuda" else torch.device(device))
+    for seed in range(rounds):
+        wanted: list[tuple[int, int, tuple[Tensor, Tensor]]] = []
+        for n, given in enumerate(_mixed(seed)):
+            at, alone = _taken(jobs, device, *given)
+            assert at is not None
+            wanted.append((at, len(alone[0]), alone))
+            if jobs.full(1 << 30) or n % 23 == 22:
+                _compared(jobs, wanted)
+        _compared(jobs, wanted)
+
+
+def _mixed(seed: int) -> list[tuple[Tensor, Tensor, tuple[int, ...] | None, int]]:
+    """Leaves: values that are reduced over dimensions, or gradients; marks; how many there are."""
+    found: list[tuple[Tensor, Tensor, tuple[int, ...] | None, int]] = []
+    for (shape, dims), dtype in product([*LINES, *LONG], FLOATS):
+        if math.prod(shape):
+            count = (3, 130, 900)[len(found) % 3]
+            x = numbers(("generic", "ties")[len(found) % 2], dtype, *shape, seed=seed)
+            marks = words(x.numel(), count, seed).reshape(shape)
+            found.append((strided(x)[len(found) % 3], marks, dims, count))
+    for n, dtype, count in product((0, 1, 31, 9000), FLOATS, (1, 7, 900)):
+        found.append((numbers("odd", dtype, n, seed=seed), words(n, count, seed), None, count))
+    matrix = numbers("generic", torch.float32, 9, 11, seed=seed)
+    found += [(x, words(99, 5).reshape(9, 11), None, 5) for x in strided(matrix)]
+    found += [(x, x, None, 1) for x in strided(matrix)]  # all that is not 0
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
+    return [found[n] for n in order.tolist()]
+
+
+def _taken(
+    jobs: Leaves, device: str, x: Tensor, marks: Tensor, dims: tuple[int, ...] | None, count: int
+) -> tuple[int | None, tuple[Tensor, Tensor]]:
+    """Where a leaf will be, and what it is by itself."""
+    here, beside = x.to(device), marks.to(device)
+    if marks is x:
+        number, total = plainly(steps.measured, x)
+        return jobs.measure(here), (number.reshape(1), total.reshape(1))
+    if dims is None:
+        return jobs.tally(beside, here, count), plainly(steps.tally, marks, x, count)
+    handed = plainly(steps.reduce, x, marks, dims).marks
+    gradient = numbers("odd", x.dtype, *handed.shape, seed=count)
+    wanted = plainly(steps.tally, handed, gradient, count)
+    return jobs.reduce(here, beside, dims, gradient.to(device), count), wanted
+
+
+def _compared(jobs: Leaves, wanted: list[tuple[int, int, tuple[Tensor, Tensor]]]) -> None:
+    found = jobs.counted()
+    assert jobs.bytes == jobs.entries == 0
+    for at, size, alone in wanted:
+        for mine, theirs in zip(found, alone):
+            same(mine[at : at + size], theirs)
+    wanted.clear()
+
+
+class Branched(nn.Module):
+    """Two ways, so that elements differ in their marks; what is reduced lies in one row or many;
+    units that are dead, a bias that is used twice, and one that nobody's gradient reaches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 10)
+        self.norm = nn.LayerNorm(10)
+        self.inner = nn.Linear(10, 10)
+        self.scale = nn.Parameter(torch.rand(4, 1) + 0.5)
+        self.one = nn.Parameter(torch.rand(()))
+        self.last = nn.Linear(10, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)) + self.inner.bias
+        x = x + self.inner(x).relu() * self.scale
+        x = self.last(x) * self.one
+        return x * (x > 0)
+
+
+def influences(device: str, dtype: torch.dtype, pairs: int, **how: Any) -> Influence:
+    """Of the same small model, on a device."""
+    torch.manual_seed(0)
+    model = Branched().to(dtype)
+    x = torch.randn(7, 4, 12, dtype=dtype)
+    with torch.no_grad():
+        model.last.bias[:3] = -99.0  # dead
+    model, x = model.to(device), x.to(device)
+    with gradtrace.watch(model) as watch:
+        y = model(x).float().square()
+        loss = y.mean() if pairs == 1 else y.mean((1, 2))
+    return watch.trace(loss, **how).influence()
+
+
+def cancelling(device: str) -> Influence:
+    """Of plain leaves with elements that are 0: of some because what comes to them cancels."""
+    given = torch.tensor([[1.0, 2, 0, 3], [-1, 0, 0, 1]], device=device)
+    some = {name: torch.ones(4, device=device, requires_grad=True) for name in "abc"}
+    loss = sum((given * x).sum() for x in some.values())
+    return gradtrace.trace(loss, names=some).influence("operators")
 
 
 SHAPES = [*LINES, ((70, 65), (0,))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from emulated import Emulator, compiler
 from test_maps import KINDS
 from torch import Tensor
 
-from gradtrace.kernels import between, contract, gpu, launch, plans, steps, top
+from gradtrace import memory, waiting
+from gradtrace.kernels import between, contract, gpu, launch, leaves, plans, steps, top
+from gradtrace.kernels.leaves import Leaves
 from gradtrace.maps import Contract
 from gradtrace.semirings import TopK
 
@@ -207,6 +209,105 @@ def test_a_mark_that_is_not_in_the_table_is_left_out(emulator: Emulator) -> None
     marks = torch.tensor([-1, 0, 2, 5, 130], dtype=torch.int32)
     counts, _ = between.tally(marks, torch.ones(5), 3)
     assert counts.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_leaves_are_counted_together(backwards: bool, emulator: Emulator) -> None:
+    emulator.backwards = backwards
+    devices.leaves("cpu", 1)
+    assert len(emulator.launches) < 70  # of some 130 leaves, of floats and of doubles
+    assert {"settle_float", "settle_double"} < {*emulator.launches}
+    assert all(not work.any() for work in between._WORK.values())
+
+
+def test_leaves_that_are_counted_by_themselves(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = Leaves(torch.device("cpu"))
+    x, marks, gradient = torch.ones(4, 5), torch.zeros(4, 5).int(), torch.ones(5)
+    assert jobs.tally(marks.long(), x, 3) is None
+    assert jobs.tally(marks, x.long(), 3) is None
+    assert jobs.reduce(x, marks.long(), (0,), gradient, 3) is None
+    assert jobs.reduce(x, marks, (0,), torch.ones(10)[::2], 3) is None
+    assert jobs.reduce(x, marks, (0,), torch.ones(4), 3) is None
+    assert jobs.reduce(x[:0], marks[:0], (0,), gradient, 3) is None
+    monkeypatch.setattr(steps, "PIECE", 4)
+    assert jobs.tally(marks, x, 3) is None
+    assert jobs.measure(x) is None
+    monkeypatch.setattr(steps, "PIECE", 100)
+    monkeypatch.setattr(between, "WORK", 5000)
+    between._counting.cache_clear()
+    assert jobs.tally(marks, x, 40) is None
+    assert (jobs.entries, jobs.bytes) == (0, 0)
+    assert jobs.tally(marks, x, 3) == 0
+    assert jobs.reduce(x, marks, (0,), gradient, 3) == 3
+    between._counting.cache_clear()
+    assert [part.tolist() for part in jobs.counted()] == [
+        [20, 0, 0, 5, 0, 0],
+        [20.0, 0, 0, 5, 0, 0],
+    ]
+
+
+@pytest.mark.parametrize("room", [1, 3000, 1 << 28])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_influence_is_that_of_the_cpu(
+    room: int, dtype: torch.dtype, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever may be held; and no more is held than that and a leaf."""
+    wanted = devices.plainly(devices.influences, "cpu", dtype, 1)
+    held, real = [], Leaves.counted
+
+    def counted(self: Leaves) -> tuple[Tensor, Tensor]:
+        held.append(self.bytes)
+        return real(self)
+
+    monkeypatch.setattr(memory, "ROOM", room)
+    monkeypatch.setattr(Leaves, "counted", counted)
+    monkeypatch.setattr(leaves, "SPACE", 8)
+    emulator.launches.clear()
+    assert devices.influences("cpu", dtype, 1) == wanted
+    most = 28 * 10 * (4 + dtype.itemsize) + 1000
+    assert max(held) <= room + most
+    assert (len(held) == 1) == (room == 1 << 28)
+    assert (len(held) >= 10) == (room == 1)
+
+
+@pytest.mark.parametrize("room", [1, 1 << 28])
+def test_plain_leaves_are_looked_at_once(
+    room: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they hold too much."""
+    wanted = devices.plainly(devices.cancelling, "cpu")
+    assert next(iter(wanted)).unreached == 3  # to one element of each leaf nothing comes
+    looks, real = [], waiting.look
+
+    def look(numbers: Sequence[Tensor]) -> list[float]:
+        looks.append(len(numbers))
+        return real(numbers)
+
+    monkeypatch.setattr(waiting, "look", look)
+    monkeypatch.setattr(memory, "ROOM", room)
+    assert devices.cancelling("cpu") == wanted
+    assert [n for n in looks if n] == ([1, 1, 1] if room == 1 else [3])
+
+
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+def test_influence_of_pairs_is_that_of_the_cpu(rule: str, emulator: Emulator) -> None:
+    for pairs in (1, 7):
+        wanted = devices.plainly(devices.influences, "cpu", torch.float32, pairs, rule=rule)
+        assert devices.influences("cpu", torch.float32, pairs, rule=rule) == wanted
+
+
+def test_where_memory_is_short_leaves_do_not_wait(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = devices.influences("cpu", torch.float32, 1)
+    launches = len(emulator.launches)
+    monkeypatch.setattr(memory, "short", lambda *_: True)
+    monkeypatch.setattr(Leaves, "__init__", None)  # nobody makes any
+    emulator.launches.clear()
+    assert devices.influences("cpu", torch.float32, 1) == wanted
+    assert len(emulator.launches) > launches
 
 
 def test_reduce(emulator: Emulator) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_maps import KINDS
 
+from gradtrace import memory
 from gradtrace.kernels import gpu, plans, reference
 
 SHAPES = [
@@ -140,6 +141,24 @@ def test_tally() -> None:
     devices.tally("cuda", True)
     devices.tally_of_matrices("cuda")
     devices.tally_of_far_numbers("cuda")
+
+
+@on_a_gpu
+def test_leaves_are_counted_together() -> None:
+    devices.leaves("cuda", 5)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("pairs", [1, 7])
+@pytest.mark.parametrize("room", [1, 3000, 1 << 28])
+def test_influence_does_not_depend_on_what_is_counted_together(
+    room: int, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        monkeypatch.setattr(memory, "ROOM", 0)
+        wanted = devices.influences("cuda", dtype, pairs), devices.cancelling("cuda")
+        monkeypatch.setattr(memory, "ROOM", room)
+        assert (devices.influences("cuda", dtype, pairs), devices.cancelling("cuda")) == wanted
 
 
 @on_a_gpu

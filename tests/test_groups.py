@@ -74,6 +74,26 @@ def test_groups_are_added_up(entries: int, seed: int, leaves: int, pairs: int) -
     assert here.totals().tolist() == totals
 
 
+@given(st.integers(0, 1000), st.integers(1, 7), st.integers(1, 4))
+def test_leaves_that_share_tensors(seed: int, leaves: int, pairs: int) -> None:
+    """In whatever order they lie there, with gaps, and beside others: groups come leaf by leaf."""
+    found = drawn(seed, leaves, pairs)
+    order = np.random.default_rng(seed).permutation(leaves)
+    places: dict[int, int] = {}
+    counts, sums = [torch.tensor([7])], [torch.tensor([5.0], dtype=torch.float64)]
+    for n in order[: leaves // 2 + 1]:
+        places[int(n)] = sum(map(len, counts))
+        counts.append(found[n].counts)
+        sums.append(found[n].sums)
+    both = torch.cat(counts), torch.cat(sums)
+    shared = [
+        Counts(*both, *each[2:6], places[n], len(each.counts)) if n in places else each
+        for n, each in enumerate(found)
+    ]
+    for mine, wanted in zip(grouped(shared), grouped(found)):
+        assert torch.equal(mine, wanted)
+
+
 def test_nothing_counted() -> None:
     here = grouped([])
     eligible, through = here.added(2, np.zeros((0, 3), bool), [1, 2, 4])
