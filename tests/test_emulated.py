@@ -220,6 +220,40 @@ def test_leaves_are_counted_together(backwards: bool, emulator: Emulator) -> Non
     assert all(not work.any() for work in between._WORK.values())
 
 
+def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU counts them at the same time."""
+    built.use(monkeypatch)
+    given: list[between.Tallied] = []
+    lines: list[between.Reduced] = []
+    monkeypatch.setattr(between, "counted", lambda _name, _device, jobs, *_: given.extend(jobs))
+    monkeypatch.setattr(between, "reduced", lambda _wide, _device, jobs: lines.extend(jobs))
+    monkeypatch.setattr(leaves, "SPACE", 2500)
+    jobs = Leaves(torch.device("cpu"))
+    for n in range(9):
+        x, marks = torch.ones(700, 7 + n), torch.ones(700, 7 + n).int()
+        jobs.reduce(x, marks, (0,), x[0], 5 + n)
+        jobs.tally(marks, x, 3 + n)
+        jobs.measure(x)
+    entries = jobs.entries
+    held = jobs._held  # so that no memory is given out twice
+    jobs.counted()
+    apart([(job.work, job.plan.words) for job in given], 1 << 40)
+    apart([(job.at, job.many) for job in given], entries)
+    assert {job.out for job in lines} < {job.marks for job in given}
+    assert len(lines) == 9 and all(job.cut.settle for job in lines) and held
+    parts = [(job.most, 16 * job.cut.places) for job in lines]
+    apart(parts + [(job.out, 4 * job.cut.results) for job in lines], 1 << 62)
+
+
+def apart(places: list[tuple[int, int]], most: int) -> None:
+    """Whether none begins before another ends."""
+    end = 0
+    for start, size in sorted(places):
+        assert start >= end
+        end = start + size
+    assert end <= most
+
+
 def test_leaves_that_are_counted_by_themselves(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
