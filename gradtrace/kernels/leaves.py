@@ -6,15 +6,29 @@ Most leaves are small, and to launch a kernel takes Python longer than the kerne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from gradtrace.kernels import between, launch, steps
-from gradtrace.kernels.between import Reduced, Tallied
+from gradtrace.kernels.between import Cut, Reduced, Tallied
 
 SPACE = 1 << 16
 """Words of 8 bytes that are asked for at a time, for the marks of reduced leaves."""
+
+
+@lru_cache(4096)
+def _cut(
+    shape: Sequence[int],
+    steps_: Sequence[int],
+    along: Sequence[int],
+    dims: tuple[int, ...],
+    processors: int,
+) -> Cut | None:
+    """How values and marks that lie so are reduced; None where they would have to be copied."""
+    how = steps.reduction(shape, steps_, along, dims)
+    return between.cut(how.levels, processors) if how.short and how.levels else None
 
 
 class Leaves:
@@ -54,7 +68,7 @@ class Leaves:
             marks, gradient = steps.together(marks, gradient)
         at = self._add(between.TALLY, marks.data_ptr(), gradient, count)
         if at is not None:
-            self._hold(marks)
+            self._hold(marks, gradient)
         return at
 
     def measure(self, gradient: Tensor) -> int | None:
@@ -63,30 +77,28 @@ class Leaves:
             return None
         if not gradient.is_contiguous():
             (gradient,) = steps.together(gradient)
+        self._hold(gradient)
         return self._add(between.MEASURE, 0, gradient, 1)
 
     def reduce(
-        self, x: Tensor, marks: Tensor, dims: Sequence[int], gradient: Tensor, count: int
+        self, x: Tensor, marks: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
     ) -> int | None:
         """``steps.tally`` of the marks that ``steps.reduce`` gives."""
-        if not steps.joint(gradient, x, marks) or x.dtype not in between.KINDS:
+        if not steps.joint(gradient, x, marks) or marks.dtype is not torch.int32:
             return None
-        how = steps.reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
-        if not how.short or marks.dtype is not torch.int32 or not gradient.is_contiguous():
+        kind, processors = between.KINDS.get(x.dtype), launch.processors(self.device)
+        cut = _cut(x.shape, x.stride(), marks.stride(), dims, processors)
+        if kind is None or cut is None or cut.results != gradient.numel():
             return None
-        x, marks, levels = steps.leveled(x, marks, dims, how.levels)
-        cut = between.cut(levels, launch.processors(self.device))
-        if cut.results != gradient.numel():
+        if not gradient.is_contiguous():
             return None
         most, out = self._asked(2 * cut.places if cut.settle else 0, cut.results)
         at = self._add(between.TALLY, out, gradient, count)
         if at is not None:
-            kind = between.KINDS[x.dtype]
             job = Reduced(x.data_ptr(), marks.data_ptr(), kind, cut, most, 0, out)
             self._reduced[kind == 1].append(job)
             self._lines += 1
-            self._hold(x)
-            self._hold(marks)
+            self._hold(x, marks, gradient)
         return at
 
     def _asked(self, parts: int, results: int) -> tuple[int, int]:
@@ -112,12 +124,12 @@ class Leaves:
         self._leaves += 1
         self._words += plan.words
         self.entries += count
-        self._hold(gradient)
         return at
 
-    def _hold(self, x: Tensor) -> None:
-        self._held.append(x)
-        self.bytes += x.numel() * x.itemsize
+    def _hold(self, *tensors: Tensor) -> None:
+        self._held += tensors
+        for x in tensors:
+            self.bytes += x.nbytes
 
     def counted(self) -> tuple[Tensor, Tensor]:
         """Counts and sums of all that were taken in, which are let go."""

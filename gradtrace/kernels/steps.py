@@ -298,13 +298,13 @@ def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     """The largest |x| over dimensions, which are gone then, and the mark of the first of equals."""
     how = reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
     if how.short and marks.dtype is torch.int32 and on_gpu(x, marks):
-        x, marks, levels = leveled(x, marks, dims, how.levels)
+        x, marks, levels = _leveled(x, marks, dims, how.levels)
         return Carried(*between.reduce(x, marks, levels, how.shape))
     x = _wide(x)
     library = _serving(x, marks)
     if library is None or not how.short:
         return _reduce(x, marks, dims)
-    x, marks, levels = leveled(x, marks, dims, how.levels)
+    x, marks, levels = _leveled(x, marks, dims, how.levels)
     value, out = x.new_empty(how.shape), marks.new_empty(how.shape)
     numbers = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
     where = (x.data_ptr(), marks.data_ptr(), numbers, value.data_ptr(), out.data_ptr())
@@ -338,7 +338,7 @@ def reduction(
     return Reduction(short, kept, _levels(shape, steps, along, dims))
 
 
-def leveled(
+def _leveled(
     x: Tensor, marks: Tensor, dims: Sequence[int], levels: Levels | None
 ) -> tuple[Tensor, Tensor, Levels]:
     """Tensors, copied if need be, whose dimensions are four levels: reduced, kept, reduced, kept,
