@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,13 +32,36 @@ LONG = 16
 """More rows than this are held as words."""
 
 
+class Bounds(NamedTuple):
+    """Of marks no two of which are equal: each has at least and at most these bits."""
+
+    least: int
+    most: int
+
+    def mark(self, bits: int) -> Bounds | None:
+        """With more bits in every mark; None if two may be equal then."""
+        if bits & self.most & ~self.least:
+            return None
+        return Bounds(self.least | bits, self.most | bits)
+
+    def then(self, other: Bounds) -> Bounds | None:
+        """Of both; None if one may be equal to one of the others."""
+        if not self.least & ~other.most and not other.least & ~self.most:
+            return None
+        return Bounds(self.least & other.least, self.most | other.most)
+
+
 class Table(Sequence[int]):
-    """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to."""
+    """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to.
 
-    __slots__ = ("words",)
+    With ``bounds``, where no two are known to be equal.
+    """
 
-    def __init__(self, words: Words) -> None:
+    __slots__ = ("bounds", "words")
+
+    def __init__(self, words: Words, bounds: Bounds | None = None) -> None:
         self.words = words
+        self.bounds = bounds
 
     def __len__(self) -> int:
         return len(self.words)
@@ -70,6 +95,17 @@ def _width(rows: Sequence[int], extra: int) -> int:
     else:
         held = -(-max(rows, default=0).bit_length() // 64)
     return max(held, -(-extra.bit_length() // 64))
+
+
+def _bounds(rows: Sequence[int], extra: int) -> Bounds | None:
+    """What is known of marks with more bits in each."""
+    if isinstance(rows, Table):
+        found = rows.bounds
+    elif len({*rows}) < len(rows):
+        found = None
+    else:
+        found = Bounds(reduce(and_, rows), reduce(or_, rows))
+    return None if found is None else found.mark(extra)
 
 
 def _put(rows: Sequence[int], extra: int, out: Words) -> None:
@@ -122,7 +158,12 @@ class Palette(NamedTuple):
         found = np.empty((count + len(other.rows), width), np.uint64)
         _put(*self, found[:count])
         _put(*other, found[count:])
-        return Palette(Table(found)), count
+        return Palette(Table(found, self._bounds(other))), count
+
+    def _bounds(self, other: Palette) -> Bounds | None:
+        """Those of both, one after the other."""
+        mine, theirs = _bounds(*self), _bounds(*other)
+        return None if mine is None or theirs is None else mine.then(theirs)
 
     def _whole(self) -> list[int]:
         rows, extra = self
@@ -148,19 +189,31 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
     used = np.flatnonzero(there[1:])
     if not len(used):
         return numbers, Palette()
-    marks = words_of(Table(words_of(palette.rows).take(used, 0)), palette.extra)
-    found = distinct(marks)
+    marks = words_of(palette.rows, 0, _width(*palette)).take(used, 0)
+    _put(Table(marks), palette.extra, marks)
+    bounds = _bounds(*palette)
+    found = distinct(marks) if bounds is None else None
     if found is None:
         table = np.cumsum(there, dtype=np.int32)  # they move up
     else:
         firsts, which = found
         marks, table = marks.take(firsts, 0), np.zeros(count + 1, np.int32)
         table[used + 1] = which + 1
-    rows: Sequence[int] = Table(marks)
-    smaller = Palette(rows if len(rows) > LONG else tuple(rows))
-    if len(rows) == count:  # each is what it was
+    smaller = Palette(_rows(marks, bounds))
+    if len(marks) == count:  # each is what it was
         return numbers, smaller
     return _renumbered(numbers, torch.from_numpy(table)), smaller
+
+
+def _rows(marks: Words, bounds: Bounds | None) -> Sequence[int]:
+    """Marks no two of which are equal."""
+    if len(marks) <= LONG:
+        return tuple(Table(marks))
+    if bounds is None:
+        bounds = Bounds(
+            *Table(np.stack([np.bitwise_and.reduce(marks), np.bitwise_or.reduce(marks)]))
+        )
+    return Table(marks, bounds)
 
 
 def distinct(words: Words) -> tuple[Ints, Ints] | None:

@@ -159,3 +159,63 @@ def test_words_of_a_table_are_its_own() -> None:
     words_of(table, 8)
     Palette(table, 8).then(Palette((4,)))
     assert list(table) == [1, 2, 3]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["mark", "twice", "both", "compact"]), st.integers(0, 31)),
+        max_size=16,
+    )
+)
+def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
+    """Through all that palettes go through, against a list of the elements' marks; none is there
+    twice after it was looked for, nor ever where that is said.
+    """
+    numbers, palette, wanted = torch.tensor([0, 1], dtype=torch.int32), Palette(), [0, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marks, "MANY", 1)
+        patch.setattr(marks, "LONG", 2)
+        for kind, drawn in moves:
+            bits = drawn << 62  # in two words
+            if kind == "mark":
+                palette = palette.mark(bits)
+                wanted = [mark and mark | bits for mark in wanted]
+            elif kind == "compact":
+                numbers, palette = compact(numbers, palette)
+                assert len({*palette.rows}) == len(palette.rows) == max(1, len({*wanted} - {0}))
+            else:
+                other = Palette((1, 9)).mark(bits) if kind == "both" else palette.mark(bits)
+                palette, shift = palette.then(other)
+                more = 1 + (torch.arange(3, dtype=torch.int32) + drawn) % len(other.rows)
+                wanted += [other.marks()[n] for n in more.tolist()]
+                numbers = torch.cat([numbers, more + shift])
+            assert read(numbers, palette) == wanted
+            known = palette.rows.bounds if isinstance(palette.rows, Table) else None
+            if known is not None:
+                assert len({*palette.rows}) == len(palette.rows)
+                for row in palette.rows:
+                    assert row & known.least == known.least
+                    assert row | known.most == known.most
+
+
+def test_marks_that_are_known_to_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of terms one of which went through a module, again and again."""
+    monkeypatch.setattr(marks, "distinct", pytest.fail)
+    palette, numbers = Palette(), torch.ones(1, dtype=torch.int32)
+    for turn in range(1, 30):
+        palette, shift = palette.then(palette.mark(1 << 7 * turn))
+        numbers, palette = compact(torch.cat([numbers, numbers + shift])[-700:], palette)
+    assert len({*palette.rows}) == len(palette.rows) == len(numbers) == 700
+
+
+def test_marks_that_became_equal_are_one() -> None:
+    """A bit that some of them have comes to all."""
+    first = Palette(tuple(1 | n << 1 for n in range(300)))
+    both, _ = first.then(first.mark(1 << 40))
+    assert isinstance(both.rows, Table)
+    assert both.rows.bounds is not None
+    numbers = torch.arange(601, dtype=torch.int32)
+    before = read(numbers, both.mark(1 << 40))
+    found, smaller = compact(numbers, both.mark(1 << 40))
+    assert read(found, smaller) == before
+    assert len(smaller.rows) == 300
