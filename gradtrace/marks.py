@@ -249,13 +249,13 @@ def _used(numbers: Tensor, count: int) -> npt.NDArray[np.bool_]:
     """Which numbers, from 1 on, are there; 0 is not."""
     bits = between.used(numbers, count + 1)
     if bits is not None:
-        bytes_ = bits.cpu().numpy().view(np.uint8)
-        there = np.unpackbits(bytes_, count=count + 1, bitorder="little").view(np.bool_)
+        line = bits.cpu().numpy().view(np.uint8)
+        there = np.unpackbits(line, count=count + 1, bitorder="little").view(np.bool_)
     elif waiting.avoid(numbers):  # to count them would wait for how many there are
         flags = torch.zeros(count + 1, dtype=torch.bool, device=numbers.device)
         there = flags.index_fill_(0, numbers.reshape(-1).long(), True).cpu().numpy()
     else:
-        there = torch.bincount(numbers.reshape(-1), minlength=count + 1).numpy() != 0
+        there = torch.bincount(numbers.reshape(-1), minlength=count + 1).cpu().numpy() != 0
     there[0] = False
     return there
 
