@@ -187,3 +187,8 @@ def test_normalise_what_is_not_finite() -> None:
     devices.normalise_many("cuda", 3000)
     devices.normalise_odd("cuda", 10)
     devices.normalise_expanded("cuda")
+
+
+@on_a_gpu
+def test_numbers_of_marks() -> None:
+    devices.numbering("cuda", True)
