@@ -11,7 +11,7 @@ from torch import Tensor
 from gradtrace import waiting
 from gradtrace.maps import Contract, Map
 from gradtrace.maps.scatter import Few
-from gradtrace.marks import Palette
+from gradtrace.marks import MANY, Palette
 from gradtrace.semirings.base import wide
 
 SINGLE = 64
@@ -125,8 +125,8 @@ class State(NamedTuple):
         """More bits in every mark."""
         if not bits & ~self.palette.extra:
             return self
-        value, exponent, numbers, palette, parts, size, few, loose = self  # _replace takes longer
-        return State(value, exponent, numbers, palette.mark(bits), parts, size, few, loose)
+        value, exponent, numbers, palette, *rest = self  # _replace takes longer
+        return _tuple(State, (value, exponent, numbers, palette.mark(bits), *rest))
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""
@@ -146,6 +146,22 @@ class State(NamedTuple):
         if self.few is not None:
             numbers.view(-1)[self.few.at] = self.few.marks
         return self._replace(numbers=numbers, few=None)
+
+
+_tuple = tuple.__new__
+
+
+def made(
+    value: Tensor | None,
+    numbers: Tensor | None,
+    palette: Palette,
+    parts: tuple[Part, ...] = (),
+    loose: bool = False,
+) -> State:
+    """A state without a power of two. There is one for every step, so the tuple is made as tuples
+    are, which takes a third of the time.
+    """
+    return _tuple(State, (value, 0, numbers, palette, parts, None, None, loose))
 
 
 class Scope(NamedTuple):
@@ -208,6 +224,25 @@ def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
     found[at] = reached
     return found.reshape(value.shape)
+
+
+def shared(states: list[State]) -> bool:
+    """Whether all have one and the same tensor of numbers, and of a short palette; values of one
+    dtype.
+    """
+    first = states[0]
+    numbers, palette, value = first.numbers, first.palette, first.value
+    if numbers is None or value is None or len(palette.rows) > MANY:
+        return False
+    dtype = value.dtype
+    for state in states:
+        if state.numbers is not numbers or state.size is not None:
+            return False
+        if state.palette.rows is not palette.rows or state.palette.extra != palette.extra:
+            return False
+        if state.value is None or state.value.dtype is not dtype:
+            return False
+    return True
 
 
 def alike(states: list[State]) -> bool:
