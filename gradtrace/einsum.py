@@ -83,12 +83,15 @@ class Plan:
 
     def back(self, out: Tensor) -> Tensor:
         """(b, m, n) in the shape of the result."""
-        shape, order = self._back
+        shape, order = self.written
         out = torch.reshape(out, shape)  # as a method it would take half as long again
         return out if order is None else torch.permute(out, order)
 
     @cached_property
-    def _back(self) -> tuple[list[int], list[int] | None]:
+    def written(self) -> tuple[list[int], list[int] | None]:
+        """The shape of (b, m, n) with a dimension for each letter, and the order of these that the
+        result has, if another.
+        """
         letters = self.batch + self.rows + self.columns
         order = [letters.index(c) for c in self.out]
         return [self.sizes[c] for c in letters], None if letters == self.out else order

@@ -12,7 +12,7 @@ import torch
 
 from gradtrace.einsum import plan
 from gradtrace.errors import TooLarge
-from gradtrace.kernels import gpu, launch
+from gradtrace.kernels import gpu, launch, plans
 from gradtrace.maps import Contract, Map
 from gradtrace.program import Program
 from gradtrace.shapes import Shape
@@ -77,7 +77,7 @@ def workspace(map_: Map, processors: int) -> int:
 def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
     how = plan(spec, x, w)
     shape = (how.size(how.batch), how.size(how.rows), how.size(how.columns))
-    return gpu.workspace(shape, how.size(how.inner), processors)
+    return plans.workspace(shape, how.size(how.inner), processors)
 
 
 def ample(program: Program, device: torch.device, budget: int | None = None) -> bool:

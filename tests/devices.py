@@ -24,7 +24,7 @@ from gradtrace.kernels import gpu, launch, native, reference, steps
 from gradtrace.kernels.between import larger
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
-from gradtrace.maps import Normaliser
+from gradtrace.maps import Contract, Normaliser
 from gradtrace.semirings import TopK
 
 NAN, INF = math.nan, math.inf
@@ -138,6 +138,45 @@ def windows(device: str, scale: int = 1) -> None:
     a = torch.randn(2, 20, 30 * scale, generator=draw)
     contracted(device, a, some, marks=marks, of_b=True)
     contracted(device, a, b.mT.contiguous().mT, marks=marks._replace(rows=tables[1][:20]))
+
+
+EINSUMS = {
+    "mk,kn->mn": ((7, 30), (30, 9)),
+    "mk,nk->mn": ((7, 30), (9, 30)),
+    "mk,kn->nm": ((7, 30), (30, 9)),
+    "bmk,kn->bmn": ((2, 7, 30), (30, 9)),
+    "bkm,bkn->bnm": ((2, 30, 7), (2, 30, 9)),
+    "bhqk,bhkd->bqhd": ((2, 3, 5, 30), (2, 3, 30, 4)),
+    "abk,abn->kn": ((4, 5, 6), (4, 5, 7)),
+    "abk,ban->nk": ((4, 5, 6), (5, 4, 7)),
+    "mk,z->mz": ((7, 30), (3,)),
+    "mk,knz->mn": ((7, 30), (30, 9, 2)),
+    "m,n->mn": ((7,), (9,)),
+    "k,k->": ((30,), (30,)),
+    "mk,kn->mn ": ((0, 30), (30, 9)),
+    " mk,kn->mn": ((7, 0), (0, 9)),
+}
+"""Contractions in all their forms: rows together or apart, results turned, in another order, of
+letters that the weight lacks or has alone, of one element, of none.
+"""
+
+
+def carried(device: str, dtype: torch.dtype) -> None:
+    """The marks of a contraction, of operands as they lie."""
+    draw = torch.Generator().manual_seed(0)
+    for spec, (x_shape, w_shape) in EINSUMS.items():
+        x, w = (torch.randn(s, generator=draw).mul(3).round().to(dtype) for s in (x_shape, w_shape))
+        marks = torch.randint(1, 1 << 20, x_shape, generator=draw).int()
+        out = tuple(torch.einsum(spec.strip(), x.float(), w.float()).shape)
+        ways = product(*(strided(each) for each in (x, w, marks)), (False, True))
+        for mine, weight, words, value in ways:
+            wanted = plainly(Contract(spec.strip(), weight, x_shape, out).carry, mine, words, value)
+            there = Contract(spec.strip(), weight.to(device), x_shape, out)
+            found = there.carry(mine.to(device), words.to(device), value)
+            for one, other in zip(found, wanted):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    same(one, other)
 
 
 def mixed(device: str) -> None:

@@ -15,7 +15,8 @@ from emulated import Emulator, compiler
 from test_maps import KINDS
 from torch import Tensor
 
-from gradtrace.kernels import between, contract, gpu, launch, steps, top
+from gradtrace.kernels import between, contract, gpu, launch, plans, steps, top
+from gradtrace.maps import Contract
 from gradtrace.semirings import TopK
 
 
@@ -52,10 +53,10 @@ def test_contraction_of_half_precision(dtype: torch.dtype, emulator: Emulator) -
 
 def test_long_contractions_are_cut(emulator: Emulator) -> None:
     """Several thread blocks work on a tile, and k are in larger blocks."""
-    assert gpu.plan(1, 3, 5, 700, 5).parts > 1
+    assert plans.plan(1, 3, 5, 700, 5).parts > 1
     devices.contraction("cpu", (1, 3, 700, 5), "ties", torch.float32)
     for k, block in ((2100, 32), (17_000, 128)):
-        assert gpu.plan(1, 3, 5, k, 5).block == block
+        assert plans.plan(1, 3, 5, k, 5).block == block
         a, b = torch.randn(1, 3, k).round(), torch.randn(1, k, 5).round()
         devices.contracted("cpu", a, b, index=True)
         devices.contracted("cpu", a.mT.contiguous().mT, b, index=True)
@@ -79,7 +80,7 @@ def test_operands_are_read_as_they_lie(
         devices.contracted("cpu", a, b.mT, index=True)
         devices.contracted("cpu", a, b.mT)
     apart: tuple[int, int, int] = (0, 1, 400)
-    held = gpu.way((2, m, n), k, (apart, apart), (True, True), 5).held
+    held = plans.way((2, m, n), k, (apart, apart), (True, True), 5).held
     assert [line > 0 for line in held] == [n < 300, n == 300]
 
 
@@ -87,6 +88,24 @@ def _steps(rows: int, k: int, turned: bool, gap: int) -> tuple[int, int, int]:
     """Of matrices with row by k, or k by row; with gaps, rows are no multiples of 4 apart."""
     line = -(-(rows if turned else k) // 4) * 4 + gap
     return (line * 2, 1, line) if turned else (line * 2, line, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_marks_through_contractions_in_all_their_forms(
+    dtype: torch.dtype, emulator: Emulator
+) -> None:
+    devices.carried("cpu", dtype)
+
+
+def test_operands_that_lie_as_matrices_are_not_laid_out(emulator: Emulator) -> None:
+    """Only where the weight is summed, its k are in another order, or there is nothing to do."""
+    copied = {"mk,knz->mn", "abk,ban->nk", "mk,kn->mn ", " mk,kn->mn"}
+    for spec, shapes in devices.EINSUMS.items():
+        x, w = (torch.ones(shape) for shape in shapes)
+        out = tuple(torch.einsum(spec.strip(), x, w).shape)
+        map_ = Contract(spec.strip(), w, tuple(x.shape), out)
+        found = map_._in_place(x, torch.ones(x.shape, dtype=torch.int32), False)
+        assert (found is None) == (spec in copied), spec
 
 
 def test_windows_are_read_where_they_lie(emulator: Emulator) -> None:
@@ -275,7 +294,7 @@ SOURCES = [
     *(
         ("contract.cu", (f"KB {block}", f"BM {rows}", f"BN {columns}", "INDEX"))
         for block in (8, 16)
-        for rows, columns in gpu.TILES
+        for rows, columns in plans.TILES
     ),
     ("contract.cu", ("KB 32", "BM 128", "BN 128", "INDEX")),
     ("contract.cu", ("KB 64", "BM 128", "BN 128", "INDEX")),

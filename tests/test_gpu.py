@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_maps import KINDS
 
-from gradtrace.kernels import gpu, reference
+from gradtrace.kernels import gpu, plans, reference
 
 SHAPES = [
     (1, 128, 128, 300),
@@ -27,27 +27,27 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_plan_covers_all_k_in_shares_of_whole_blocks() -> None:
     for k in (1, 15, 16, 17, 768, 4096, 4097, 40_000, 10_000_000):
         for m, n in ((1, 1), (12_800, 128), (1_280_000, 64)):
-            found = gpu.plan(1, m, n, k, 132)
+            found = plans.plan(1, m, n, k, 132)
             tiles = -(-m // found.rows) * -(-n // found.columns)
-            assert found.padded >= k > found.padded - max(found.block, gpu.INNER)
+            assert found.padded >= k > found.padded - max(found.block, plans.INNER)
             assert found.padded % found.block == 0
             assert found.total == tiles * found.steps
             assert found.parts * found.share >= found.total > (found.parts - 1) * found.share
             if found.cut:
-                assert found.share * gpu.INNER % found.block == 0
-            assert min(found.share, found.steps) * gpu.INNER <= gpu.BLOCKS * found.block
+                assert found.share * plans.INNER % found.block == 0
+            assert min(found.share, found.steps) * plans.INNER <= plans.BLOCKS * found.block
 
 
 def test_shares_are_equal_and_tiles_fit() -> None:
     """A share for each processor, of GPT-2's shapes; few columns or few rows make no zeros."""
     for i, m, k, n in ((1, 768, 1024, 3072), (1, 1024, 3072, 768), (12, 1024, 1024, 64)):
-        found = gpu.plan(i, m, n, k, 132)
+        found = plans.plan(i, m, n, k, 132)
         assert 120 <= found.parts <= 132
-        assert found.total * gpu.INNER * found.rows * found.columns == i * m * k * n
-    assert gpu.plan(12, 1024, 64, 1024, 132)[1:3] == (256, 64)
-    assert gpu.plan(12, 64, 1024, 1024, 132)[1:3] == (64, 256)
+        assert found.total * plans.INNER * found.rows * found.columns == i * m * k * n
+    assert plans.plan(12, 1024, 64, 1024, 132)[1:3] == (256, 64)
+    assert plans.plan(12, 64, 1024, 1024, 132)[1:3] == (64, 256)
     for k in (4096, 4097):  # other tiles have no larger blocks
-        found = gpu.plan(1, 1024, 64, k, 132)
+        found = plans.plan(1, 1024, 64, k, 132)
         assert found[:3] == ((16, 256, 64) if k == 4096 else (32, 128, 128))
 
 
@@ -55,7 +55,7 @@ def test_shares_are_equal_and_tiles_fit() -> None:
 def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) -> None:
     for m, n, k in ((1, 1, 1), (130, 257, 40_000), (300, 20, 150)):
         for lie in ((None, None), ((9, 1, 300), (9, 150, 1))):
-            how = gpu.way((3, m, n), k, lie, asked, 132)
+            how = plans.way((3, m, n), k, lie, asked, 132)
             at, where = how.plan, how.space
             assert list(where) == sorted(where)
             assert all(start % 16 == 0 for start in where)
@@ -67,7 +67,7 @@ def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) ->
             assert where.numbers - where.parts >= 4 * area
             assert where.size - where.numbers >= area * asked[1]
             assert how.shared[0] < 227 << 10
-            assert how.shared[1] <= gpu.MOST
+            assert how.shared[1] <= plans.MOST
             assert how.joined == (asked[1] or at.cut)
 
 
@@ -96,6 +96,16 @@ def test_windows_are_read_where_they_lie(worth: int, monkeypatch: pytest.MonkeyP
     devices.windows("cuda", 10)
     devices.mixed("cuda")
     devices.nothing("cuda")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("worth", [0, 1 << 62], ids=["CUDA", "Triton"])
+@pytest.mark.parametrize("dtype", devices.FLOATS, ids=str)
+def test_marks_through_contractions_in_all_their_forms(
+    dtype: torch.dtype, worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "WORTH", worth)
+    devices.carried("cuda", dtype)
 
 
 @on_a_gpu

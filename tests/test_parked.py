@@ -15,7 +15,7 @@ import gradtrace as gt
 from gradtrace import memory, parked
 from gradtrace.bench import cases
 from gradtrace.errors import TooLarge
-from gradtrace.kernels import gpu
+from gradtrace.kernels import gpu, plans
 from gradtrace.maps import Contract, Identity
 from gradtrace.marks import Palette
 from gradtrace.parked import Shelf, packed, take, unpacked
@@ -275,7 +275,7 @@ def product(m: int, k: int, n: int) -> Contract:
 
 def _all(shape: tuple[int, int, int], k: int) -> int:
     """What it takes at once, with operands that have to be copied."""
-    return gpu.way(shape, k, (None, None), (True, True), 132).space.size
+    return plans.way(shape, k, (None, None), (True, True), 132).space.size
 
 
 def test_a_contraction_lays_its_operands_out_on_a_gpu_alone() -> None:
@@ -284,7 +284,7 @@ def test_a_contraction_lays_its_operands_out_on_a_gpu_alone() -> None:
     assert memory.workspace(Identity((3,)), 132) == 0
     assert memory.workspace(product(0, 3, 4), 132) == 0
     assert memory.workspace(small, 132) == _all((1, 64, 48), 32)
-    assert memory.workspace(large, 132) == gpu.SMALL < gpu.WORKSPACE
+    assert memory.workspace(large, 132) == plans.SMALL < gpu.WORKSPACE
     long = product(1 << 10, 1 << 20, 1 << 10)  # a tile of it is more than that
     assert memory.workspace(long, 132) == _all((1, 256, 256), 1 << 20)
 

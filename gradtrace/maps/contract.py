@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gradtrace.einsum import Plan, plan
 from gradtrace.kernels import contraction, winner
+from gradtrace.kernels.gpu import Lying, carried, serving
+from gradtrace.kernels.plans import Steps
 from gradtrace.kernels.rows import Lines, flat, products
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
 from gradtrace.maps.places import located
@@ -89,6 +91,8 @@ class Contract(Map):
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        if serving(x, self.weight, marks) and (there := self._in_place(x, marks, value)):
+            return there
         how = self.plan()
         left, right, words = how.left(x), how.right(self.weight), how.left(marks)
         if how.turned:  # the other way round, so that the result lies as it is wanted
@@ -102,6 +106,26 @@ class Contract(Map):
             return largest, found.marks.reshape(shape)
         largest = None if found.value is None else how.back(found.value)
         return largest, how.back(found.marks)
+
+    def _in_place(
+        self, x: Tensor, marks: Tensor, value: bool
+    ) -> tuple[Tensor | None, Tensor] | None:
+        """``carry`` on a GPU, from operands as they lie; None where that cannot be."""
+        weight = self.weight
+        lay = _lay(
+            self.spec, self.in_shape, weight.shape, x.stride(), weight.stride(), marks.stride()
+        )
+        if lay is None:
+            return None
+        a, b = (weight, x) if lay.how.of_b else (x, weight)
+        found = carried(a, b, marks, lay.how, lay.shape, value)
+        if found is None:
+            return None
+        largest, _, chosen = found
+        assert chosen is not None
+        if lay.order is None:
+            return largest, chosen
+        return None if largest is None else largest.permute(lay.order), chosen.permute(lay.order)
 
     def carry_some(
         self, x: Tensor, marks: Tensor, order: Sequence[int], first: int, last: int
@@ -197,6 +221,45 @@ class Contract(Map):
 
     def tensors(self) -> tuple[str, ...]:
         return ("weight",)
+
+
+class _Lay(NamedTuple):
+    """How operands lie as matrices, the shape of the result as it is written, and the order that
+    its dimensions are wanted in, if another.
+    """
+
+    how: Lying
+    shape: Shape
+    order: list[int] | None
+
+
+@lru_cache(maxsize=4096)
+def _lay(spec: str, x: Shape, w: Shape, of_x: Shape, of_w: Shape, of_marks: Shape) -> _Lay | None:
+    """Of operands with these shapes and strides; None if one is not there as matrices."""
+    how = plan(spec, x, w)
+    laid: list[Steps] = []
+    for layout, shape, strides in (
+        (how.left, x, of_x),
+        (how.right, w, of_w),
+        (how.left, x, of_marks),
+    ):
+        given = torch.empty_strided(shape, strides, device="meta")
+        matrices = layout(given)
+        if matrices is not given and matrices._base is not given:
+            return None
+        batch, row, column = matrices.stride()
+        laid.append((batch, row, column))
+    left, right, marks = laid
+    i, k = how.size(how.batch), how.size(how.inner)
+    m, n = how.size(how.rows), how.size(how.columns)
+    if how.turned:
+        (batch, inner, row), other = right, left
+        shape = tuple(how.sizes[c] for c in how.out)
+        return _Lay(Lying((i, n, m), k, (batch, row, inner), other, marks, True), shape, None)
+    batch, inner, column = right
+    written, order = how.written
+    lying = Lying((i, m, n), k, left, (batch, column, inner), marks, False)
+    return _Lay(lying, tuple(written), order)
 
 
 class _Ways(NamedTuple):

@@ -112,7 +112,8 @@ class Emulator:
         patch.setattr(launch, "room", lambda device: self.room)
         patch.setattr(launch, "at", lambda device: nullcontext())
         patch.setattr(gpu, "triton", lambda: False)
-        gpu._kernels.cache_clear()
+        gpu.ready.cache_clear()
+        gpu._ready.cache_clear()
 
 
 def compiler() -> str | None:
