@@ -129,13 +129,14 @@ class Greedy:
         where that is not told sooner than by comparing them.
         """
         first, *rest = states
-        numbers, value, total = first.numbers, first.value, first.value
-        assert numbers is not None and value is not None and total is not None
+        given, value, total = first.numbers, first.value, first.value
+        assert given is not None and value is not None and total is not None
+        numbers = given
         if first.loose and waiting.avoid(value):
             # Where another term is no larger than the first and is not 0, that is not 0 either.
             for n, other in enumerate(rest):
                 assert other.value is not None
-                told = larger(value, numbers, not n, other.value, first.numbers, 0)
+                told = larger(value, numbers, not n, other.value, given, 0)
                 if told is None:
                     return None
                 numbers = told

@@ -103,10 +103,9 @@ class Tally:
         leaves: list[int] = []
         components: list[int] = []
         for n, component in enumerate(self.components):
-            for name in component.owns:
-                here = places.get(name, ())
-                leaves += here
-                components += [n] * len(here)
+            here = [place for name in component.owns for place in places.get(name, ())]
+            leaves += here
+            components += [n] * len(here)
         owns = np.zeros((len(self.leaves), len(self.components)), dtype=bool)
         owns[leaves, components] = True
         return owns
@@ -179,24 +178,25 @@ def hits(marks: list[int], bits: list[int]) -> Bools:
 
 def possible(program: Program, marks: Marks) -> dict[int, int]:
     """For each value the bits that some route of operators from it to the root would give."""
-    found = {program.root: 1}
+    found, positions = {program.root: 1}, marks.position
     for number, block in enumerate(program.blocks):
         bits = marks.block.get(number, 0)
-        for each in marks.slices.get(number, (0, []))[1]:
+        for each in marks.slices[number][1] if number in marks.slices else ():
             bits |= each
-        for value in block.takes.values():
+        for value in block.takes.values() if bits else ():
             found[value] |= bits
         for step in block.steps:
-            found[step.out] = _any(found, step)
-        for position, value in block.gives.items():
-            found[value] |= marks.position.get((number, position), 0)
+            _reach(found, step)
+        for position, value in block.gives.items() if positions else ():
+            found[value] |= positions.get((number, position), 0)
         for step in block.merges:
-            found[step.out] = _any(found, step)
+            _reach(found, step)
     return found
 
 
-def _any(found: dict[int, int], step: Step) -> int:
-    total = 0
-    for _, value in step.terms:
+def _reach(found: dict[int, int], step: Step) -> None:
+    out, terms, _, _ = step
+    total = found[terms[0][1]] if terms else 0
+    for _, value in terms[1:]:
         total |= found[value]
-    return total
+    found[out] = total

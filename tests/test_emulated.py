@@ -261,7 +261,7 @@ def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
         how = devices.lines_of(kind, 300, torch.float32)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "empty", made)
-            between.normalise(how.diagonal, how.left, how.right, how.x, None)
+            steps.normalise(how)
         assert left.tolist() == [over] * 3, kind
 
 
