@@ -18,6 +18,12 @@ SINGLE = 64
 """To look at an element by itself costs as much as to look at so many together, or less."""
 
 
+SOON = 1 << 22
+"""On a GPU, so many elements that are 0 are looked for as soon as it is asked whether there are
+any: each answer is waited for.
+"""
+
+
 class Part(NamedTuple):
     """A contribution that was not worked out: ``map(x)``, then moved; with the numbers of the marks
     of x, if those of the result were not worked out either.
@@ -35,7 +41,9 @@ class Part(NamedTuple):
     def loud(self) -> Tensor | None:
         """Which elements may get anything but 0; None if all of them may."""
         found = self.map.loud(self.x)
-        return None if found is None else self._moved(found.int()) != 0
+        if found is None or not self.moves:
+            return found
+        return self._moved(found.int()) != 0
 
     def reached(self, at: Tensor) -> Tensor:
         """Which of these elements get anything but 0 from some element."""
@@ -199,15 +207,12 @@ def solid(state: State) -> State:
 
 def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 though something came to them; None if there is none."""
-    if bool(value.all()):
+    waits = waiting.avoid(value)
+    if not (waits and value.numel() <= SOON) and bool(value.all()):
         return None
-    if not waiting.avoid(value) and not any(bool(part.x.any()) for part in parts):
+    if not waits and not any(bool(part.x.any()) for part in parts):
         return None  # nothing came at all
-    zero = value == 0
-    loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
-    for part in parts:
-        here = part.loud()
-        loud = None if here is None or loud is None else loud | here
+    zero, loud = value == 0, _loud(parts)
     if loud is not None:
         zero &= loud.reshape(zero.shape)
     at = zero.reshape(-1).nonzero().reshape(-1)
@@ -224,6 +229,15 @@ def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
     found[at] = reached
     return found.reshape(value.shape)
+
+
+def _loud(parts: tuple[Part, ...]) -> Tensor | None:
+    """Which elements may get anything but 0 from one of the parts; None if all of them may."""
+    found = parts[0].loud()
+    for part in parts[1:]:
+        here = None if found is None else part.loud()
+        found = None if found is None or here is None else found | here
+    return found
 
 
 def shared(states: list[State]) -> bool:
