@@ -17,7 +17,7 @@ from gradtrace.influence import Influence, Moments, Row, Weight
 from gradtrace.kernels import steps as fused
 from gradtrace.maps.places import laid
 from gradtrace.marks import Marks, words_of
-from gradtrace.program import Program, Step
+from gradtrace.program import Program, Term
 from gradtrace.states import State, cancelled, solid
 from gradtrace.tracing import Found
 
@@ -185,18 +185,17 @@ def possible(program: Program, marks: Marks) -> dict[int, int]:
             bits |= each
         for value in block.takes.values() if bits else ():
             found[value] |= bits
-        for step in block.steps:
-            _reach(found, step)
+        for out, terms, _, _ in block.steps:
+            found[out] = found[terms[0][1]] if len(terms) == 1 else _any(found, terms)
         for position, value in block.gives.items() if positions else ():
             found[value] |= positions.get((number, position), 0)
-        for step in block.merges:
-            _reach(found, step)
+        for out, terms, _, _ in block.merges:
+            found[out] = _any(found, terms)
     return found
 
 
-def _reach(found: dict[int, int], step: Step) -> None:
-    out, terms, _, _ = step
-    total = found[terms[0][1]] if terms else 0
-    for _, value in terms[1:]:
+def _any(found: dict[int, int], terms: tuple[Term, ...]) -> int:
+    total = 0
+    for _, value in terms:
         total |= found[value]
-    found[out] = total
+    return total

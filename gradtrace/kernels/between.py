@@ -112,28 +112,35 @@ def larger(
     steps.
     """
     beside = [x for x in (marks, others) if isinstance(x, Tensor)]
-    if not launch.serves(FILE, first, second, *beside) or not first.numel():
+    n, kind, other = first.numel(), KINDS.get(first.dtype), KINDS.get(second.dtype)
+    if not launch.serves(FILE, first, second, *beside) or not n or kind is None or other is None:
         return None
-    if first.dtype not in KINDS or second.dtype not in KINDS:
+    shape, device = first.shape, first.device
+    if second.shape != shape:
         return None
-    shape = first.shape
-    if any(x.dtype is not torch.int32 or x.shape != shape for x in beside) or second.shape != shape:
-        return None
-    out = torch.empty(shape, dtype=torch.int32, device=first.device)
-    mine, theirs = (x if isinstance(x, Tensor) else out for x in (marks, others))
-    tensors = (out, first, mine, second, theirs)
-    how = _together(shape, *(x.stride() for x in tensors))
+    for x in beside:
+        if x.dtype is not torch.int32 or x.shape != shape:
+            return None
+    out = torch.empty(shape, dtype=torch.int32, device=device)
+    mine, here, mark = _beside(marks, out)
+    theirs, there, another = _beside(others, out)
+    strides = (out.stride(), first.stride(), mine.stride(), second.stride(), theirs.stride())
+    how = _together(shape, *strides)
     if how is None:
         return None
-    places = [0 if x is out and n else x.data_ptr() for n, x in enumerate(tensors)]
-    constants = [0 if isinstance(x, Tensor) else x for x in (marks, others)]
-    kinds = KINDS[first.dtype], KINDS[second.dtype]
-    with launch.at(out.device):
-        launch.kernel(out.device, FILE, f"larger_{WIDE.get(first.dtype, 'float')}")(
-            _blocks(out.numel()), THREADS,
-            (*places, *constants, shift, int(loose), *kinds, out.numel(), *how),
-        )  # fmt: skip
+    words = (
+        out.data_ptr(), first.data_ptr(), here, second.data_ptr(), there, mark, another, shift,
+        int(loose), kind, other, n, *how,
+    )  # fmt: skip
+    with launch.at(device):
+        name = "larger_double" if kind == 1 else "larger_float"
+        launch.kernel(device, FILE, name)(_blocks(n), THREADS, words)
     return out
+
+
+def _beside(marks: Tensor | int, out: Tensor) -> tuple[Tensor, int, int]:
+    """Marks, where they lie, and what each is; of a number for all, something that lies so."""
+    return (marks, marks.data_ptr(), 0) if isinstance(marks, Tensor) else (out, 0, marks)
 
 
 @lru_cache(4096)
