@@ -15,6 +15,7 @@ from emulated import Emulator, compiler
 from test_maps import KINDS
 from torch import Tensor
 
+from gradtrace import waiting
 from gradtrace.kernels import between, contract, gpu, launch, plans, steps, top
 from gradtrace.maps import Contract
 from gradtrace.semirings import TopK
@@ -248,6 +249,15 @@ def test_normalise_what_is_not_finite(emulator: Emulator) -> None:
 
 def test_normalise_expanded(emulator: Emulator) -> None:
     devices.normalise_expanded("cpu")
+
+
+def test_normalise_tensors_as_they_lie(emulator: Emulator) -> None:
+    devices.normalise_lying("cpu")
+
+
+def test_terms_with_the_same_marks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    devices.shared_sums("cpu")
 
 
 def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
