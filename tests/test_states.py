@@ -80,10 +80,10 @@ def test_a_part_that_is_put_off_learns_of_the_move() -> None:
 
 
 def tiled(rule: str, rows: int = 2) -> State:
-    maps: list[Map] = [Slot(0, 0, (3,), (3,), (5,)), Slot(0, 3, (2,), (2,), (5,))]
+    maps: list[Map] = [Slot(0, 0, (3,), (3,), (6,)), Slot(0, 3, (3,), (3,), (6,))]
     first = State(torch.tensor([1.0, 0.0, 2.0]), 0, numbers(1, 2, 0), Palette((1, 3)))
     other = Palette(tuple(range(1, 2 * rows, 2)), 8)
-    second = State(torch.tensor([0.0, 4.0]), 0, numbers(1, rows), other)
+    second = State(torch.tensor([0.0, 4.0, 5.0]), 0, numbers(1, rows, 0), other)
     order = tiling(maps)
     assert order == [0, 1]
     return Tracer(empty(), rule)._tiled(maps, [first, second], order, None)
@@ -101,7 +101,7 @@ def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int)
     assert told is not None and told.dtype is torch.int32
     assert found.loose == (rule == "greedy" and rows == 2)
     marks = found.palette.marks()
-    assert [marks[n] for n in told.tolist()] == [1, 0, 0, 0, (2 * rows - 1) | 8]
+    assert [marks[n] for n in told.tolist()] == [1, 0, 0, 0, (2 * rows - 1) | 8, 0]
 
 
 # Sums of terms with the same marks ---------------------------------------------------------------
@@ -191,8 +191,11 @@ def test_zeros_are_looked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> 
         moved_part = part._replace(moves=(Index(lambda x: x.mT, (2, 3), (3, 2)),))
         turned = cancelled((moved_part,), value.mT)
         assert turned is not None and turned.mT.tolist() == wanted
-        both = cancelled((part, part._replace(x=-x)), torch.zeros(2, 3))
-        assert both is None  # neither is anything but 0 itself
+        assert cancelled((part, part._replace(x=-x)), torch.zeros(2, 3)) is None  # all are 0
+        ones, quiet = part._replace(x=torch.eye(2)), part._replace(x=torch.zeros(2, 2))
+        three = quiet, ones, ones._replace(x=-ones.x)
+        missed = cancelled(three, torch.zeros(2, 3))
+        assert missed is not None and bool(missed.all())
         with Waits(1 if waits else None):
             assert cancelled((part._replace(x=torch.zeros(2, 2)),), torch.zeros(2, 3)) is None
 

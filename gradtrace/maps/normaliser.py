@@ -259,7 +259,6 @@ def _lies(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> Lies | No
     """How tensors of these shapes and strides, broadcast to a shape, lie as lines; None if one of
     them has to be copied for that.
     """
-    order, _, n = _ordered(shape, dims)
     kept = tuple(d for d in range(len(shape)) if d not in dims)
     found: list[tuple[int, int]] = []
     for sizes, strides in tensors:
@@ -269,8 +268,8 @@ def _lies(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> Lies | No
         if line is None or along is None:
             return None
         found.append((line, along))
-    lines = prod(shape[d] for d in kept)
-    return Lies(lines, n, shape if order is None else (lines, n), tuple(found))
+    lines, n = (prod(shape[d] for d in some) for some in (kept, dims))
+    return Lies(lines, n, shape, tuple(found))
 
 
 def _step(shape: Shape, steps: Sequence[int], dims: Shape) -> int | None:
