@@ -8,8 +8,10 @@ to add a bit to all elements costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gradtrace import waiting
+from gradtrace.kernels import between
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.intp]
@@ -25,17 +28,40 @@ Ints: TypeAlias = npt.NDArray[np.intp]
 MANY = 512
 """A palette with more entries is looked through for those that are equal, or that nobody uses."""
 
-LONG = 256
+LONG = 16
 """More rows than this are held as words."""
 
 
+class Bounds(NamedTuple):
+    """Of marks no two of which are equal: each has at least and at most these bits."""
+
+    least: int
+    most: int
+
+    def mark(self, bits: int) -> Bounds | None:
+        """With more bits in every mark; None if two may be equal then."""
+        if bits & self.most & ~self.least:
+            return None
+        return Bounds(self.least | bits, self.most | bits)
+
+    def then(self, other: Bounds) -> Bounds | None:
+        """Of both; None if one may be equal to one of the others."""
+        if not self.least & ~other.most and not other.least & ~self.most:
+            return None
+        return Bounds(self.least & other.least, self.most | other.most)
+
+
 class Table(Sequence[int]):
-    """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to."""
+    """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to.
 
-    __slots__ = ("words",)
+    With ``bounds``, where no two are known to be equal.
+    """
 
-    def __init__(self, words: Words) -> None:
+    __slots__ = ("bounds", "words")
+
+    def __init__(self, words: Words, bounds: Bounds | None = None) -> None:
         self.words = words
+        self.bounds = bounds
 
     def __len__(self) -> int:
         return len(self.words)
@@ -45,21 +71,58 @@ class Table(Sequence[int]):
             return Table(self.words[n])
         return int.from_bytes(self.words[n].astype("<u8").tobytes(), "little")
 
+    def __iter__(self) -> Iterator[int]:
+        if self.words.shape[1] == 1:
+            return iter(self.words[:, 0].tolist())
+        line, step = self.words.astype("<u8").tobytes(), 8 * self.words.shape[1]
+        return (int.from_bytes(line[n : n + step], "little") for n in range(0, len(line), step))
+
 
 def words_of(rows: Sequence[int], extra: int = 0, width: int = 1) -> Words:
-    """Marks with more bits in each, as at least so many words."""
-    if isinstance(rows, Table):
-        width = max(width, rows.words.shape[1], -(-extra.bit_length() // 64))
-        found = np.zeros((len(rows), width), np.uint64)
-        found[:, : rows.words.shape[1]] = rows.words
-    else:
-        longest = max((row.bit_length() for row in rows), default=0)
-        width = max(width, -(-max(longest, extra.bit_length()) // 64))
-        line = b"".join([row.to_bytes(8 * width, "little") for row in rows])
-        found = np.frombuffer(line, "<u8").reshape(len(rows), width).astype(np.uint64)
-    if extra:
-        found |= np.frombuffer(extra.to_bytes(8 * width, "little"), "<u8")
+    """Marks with more bits in each, as at least so many words; not to be written to."""
+    width = max(width, _width(rows, extra))
+    if isinstance(rows, Table) and not extra and width == rows.words.shape[1]:
+        return rows.words
+    found = np.empty((len(rows), width), np.uint64)
+    _put(rows, extra, found)
     return found
+
+
+def _width(rows: Sequence[int], extra: int) -> int:
+    """How many words the marks need, with more bits in each."""
+    if isinstance(rows, Table):
+        held: int = rows.words.shape[1]
+    else:
+        held = -(-max(rows, default=0).bit_length() // 64)
+    return max(held, -(-extra.bit_length() // 64))
+
+
+def _bounds(rows: Sequence[int], extra: int) -> Bounds | None:
+    """What is known of marks with more bits in each."""
+    if isinstance(rows, Table):
+        found = rows.bounds
+    elif len({*rows}) < len(rows):
+        found = None
+    else:
+        found = Bounds(reduce(and_, rows), reduce(or_, rows))
+    return None if found is None else found.mark(extra)
+
+
+def _put(rows: Sequence[int], extra: int, out: Words) -> None:
+    """Write marks, with more bits in each, into as many lines of words."""
+    width = out.shape[1]
+    if isinstance(rows, Table):
+        words = rows.words
+        if words.shape[1] < width:
+            out[:, : words.shape[1]], out[:, words.shape[1] :] = words, 0
+            words = out
+    else:
+        line = b"".join([row.to_bytes(8 * width, "little") for row in rows])
+        words = np.frombuffer(line, "<u8").reshape(len(rows), width)
+    if extra:
+        np.bitwise_or(words, np.frombuffer(extra.to_bytes(8 * width, "little"), "<u8"), out)
+    elif words is not out:
+        out[:] = words
 
 
 class Palette(NamedTuple):
@@ -91,10 +154,16 @@ class Palette(NamedTuple):
         count = len(self.rows)
         if count + len(other.rows) <= LONG:
             return Palette((*self._whole(), *other._whole())), count
-        first = words_of(*self)
-        second = words_of(*other, first.shape[1])
-        first = words_of(Table(first), 0, second.shape[1])
-        return Palette(Table(np.concatenate([first, second]))), count
+        width = max(1, _width(*self), _width(*other))
+        found = np.empty((count + len(other.rows), width), np.uint64)
+        _put(*self, found[:count])
+        _put(*other, found[count:])
+        return Palette(Table(found, self._bounds(other))), count
+
+    def _bounds(self, other: Palette) -> Bounds | None:
+        """Those of both, one after the other."""
+        mine, theirs = _bounds(*self), _bounds(*other)
+        return None if mine is None or theirs is None else mine.then(theirs)
 
     def _whole(self) -> list[int]:
         rows, extra = self
@@ -104,7 +173,11 @@ class Palette(NamedTuple):
         """Every mark with every one of some sets of bits; number n with set i becomes number
         ``(n - 1)·len(bits) + i + 1``.
         """
-        return Palette(tuple(row | more for row in self.rows for more in bits), self.extra)
+        if len(self.rows) * len(bits) <= LONG:
+            return Palette(tuple(row | more for row in self.rows for more in bits), self.extra)
+        words = words_of(self.rows, 0, max(1, _width(bits, 0)))
+        found = words[:, None] | words_of(bits, 0, words.shape[1])
+        return Palette(Table(found.reshape(-1, words.shape[1])), self.extra)
 
 
 def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
@@ -112,26 +185,59 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
     count = len(palette.rows)
     if count <= MANY:
         return numbers, palette
-    remap, used = np.zeros(count + 1, np.int32), np.flatnonzero(_used(numbers, count))
-    marks = words_of(*palette)[used]
-    firsts, which = distinct(marks)
-    remap[used + 1] = which + 1
-    rows: Sequence[int] = Table(marks[firsts])
-    rows = rows if len(rows) > LONG else tuple(rows) or (1,)
-    return torch.from_numpy(remap).to(numbers.device, non_blocking=True)[numbers], Palette(rows)
+    there = _used(numbers, count)
+    used = np.flatnonzero(there[1:])
+    if not len(used):
+        return numbers, Palette()
+    marks = words_of(palette.rows, 0, _width(*palette)).take(used, 0)
+    _put(Table(marks), palette.extra, marks)
+    bounds = _bounds(*palette)
+    found = distinct(marks) if bounds is None else None
+    if found is None:
+        table = np.cumsum(there, dtype=np.int32)  # they move up
+    else:
+        firsts, which = found
+        marks, table = marks.take(firsts, 0), np.zeros(count + 1, np.int32)
+        table[used + 1] = which + 1
+    smaller = Palette(_rows(marks, bounds))
+    if len(marks) == count:  # each is what it was
+        return numbers, smaller
+    return _renumbered(numbers, torch.from_numpy(table)), smaller
 
 
-def distinct(words: Words) -> tuple[Ints, Ints]:
-    """Where each mark that is not equal to an earlier one is, and which of these each one is."""
-    width = words.shape[1]
-    keys = (words * ODD[:width]).sum(1, dtype=np.uint64) if width <= WIDE else words[:, 0]
-    _, firsts, which = np.unique(keys, return_index=True, return_inverse=True)
-    if (words[firsts[which]] != words).any():  # some that are not equal have one key
+def _rows(marks: Words, bounds: Bounds | None) -> Sequence[int]:
+    """Marks no two of which are equal."""
+    if len(marks) <= LONG:
+        return tuple(Table(marks))
+    if bounds is None:
+        bounds = Bounds(
+            *Table(np.stack([np.bitwise_and.reduce(marks), np.bitwise_or.reduce(marks)]))
+        )
+    return Table(marks, bounds)
+
+
+def distinct(words: Words) -> tuple[Ints, Ints] | None:
+    """Where each mark that is not equal to an earlier one is, and which of these each one is; None
+    if no two are equal.
+    """
+    count, width = words.shape
+    keys = words @ (ODD[:width] if width <= WIDE else np.resize(ODD, width))
+    line = np.sort(keys)
+    if (line[1:] != line[:-1]).all():
+        return None
+    # the upper bits of a key, then the place: what is equal lies together, in order
+    low, places = np.uint64(count.bit_length()), np.arange(count)
+    line = np.sort((keys >> low << low) | places.astype(np.uint64))
+    order = (line & ((np.uint64(1) << low) - np.uint64(1))).astype(np.intp)
+    line >>= low
+    heads = np.concatenate([[True], line[1:] != line[:-1]])
+    first = np.empty_like(places)
+    first[order] = order[heads][np.cumsum(heads) - 1]
+    if (words.take(first, 0) != words).any():  # some that are not equal have one key
         _, firsts, which = np.unique(words, return_index=True, return_inverse=True, axis=0)
-    order = np.argsort(firsts)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return firsts[order], place[which.reshape(-1)]
+        first = firsts[which.reshape(-1)]
+    heads = first == places
+    return np.flatnonzero(heads), (np.cumsum(heads) - 1)[first]
 
 
 WIDE = 256
@@ -140,13 +246,25 @@ ODD = np.random.default_rng(0).integers(0, 1 << 63, WIDE, np.uint64) * np.uint64
 
 
 def _used(numbers: Tensor, count: int) -> npt.NDArray[np.bool_]:
-    """Which numbers, from 1 on, are there."""
-    if waiting.avoid(numbers):  # to count them would wait for how many there are
-        there = torch.zeros(count + 1, dtype=torch.bool, device=numbers.device)
-        there.index_fill_(0, numbers.reshape(-1).long(), True)
+    """Which numbers, from 1 on, are there; 0 is not."""
+    bits = between.used(numbers, count + 1)
+    if bits is not None:
+        line = bits.cpu().numpy().view(np.uint8)
+        there = np.unpackbits(line, count=count + 1, bitorder="little").view(np.bool_)
+    elif waiting.avoid(numbers):  # to count them would wait for how many there are
+        flags = torch.zeros(count + 1, dtype=torch.bool, device=numbers.device)
+        there = flags.index_fill_(0, numbers.reshape(-1).long(), True).cpu().numpy()
     else:
-        there = torch.bincount(numbers.reshape(-1), minlength=count + 1) != 0
-    return there.cpu().numpy()[1:]
+        there = torch.bincount(numbers.reshape(-1), minlength=count + 1).cpu().numpy() != 0
+    there[0] = False
+    return there
+
+
+def _renumbered(numbers: Tensor, table: Tensor) -> Tensor:
+    """``table[numbers]``."""
+    table = table.to(numbers.device, non_blocking=True)
+    found = between.renumbered(numbers, table)
+    return table[numbers] if found is None else found
 
 
 @dataclass
@@ -168,7 +286,8 @@ NO_MARKS = Marks(1, {}, {}, {})
 def sliced(numbers: Tensor, palette: Palette, dim: int, bits: list[int]) -> tuple[Tensor, Palette]:
     """Marks of a tensor whose slices along a dimension each add bits of their own."""
     kinds = list(dict.fromkeys(bits))
-    which = torch.tensor([kinds.index(b) for b in bits], dtype=torch.int32, device=numbers.device)
+    places = {each: n for n, each in enumerate(kinds)}
+    which = torch.tensor([places[b] for b in bits], dtype=torch.int32, device=numbers.device)
     shape = [len(bits) if d == dim else 1 for d in range(numbers.dim())]
     product = (numbers - 1) * len(kinds) + which.reshape(shape) + 1
     found = torch.where(numbers == 0, 0, product)

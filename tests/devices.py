@@ -21,7 +21,7 @@ from test_steps import every_pair as all_pairs
 from torch import Tensor
 
 from gradtrace import rules
-from gradtrace.kernels import gpu, launch, native, reference, steps
+from gradtrace.kernels import between, gpu, launch, native, reference, steps
 from gradtrace.kernels.between import larger
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
@@ -572,3 +572,42 @@ def _larger(
     found = larger(a, mine, loose, b, theirs, shift)
     assert found is not None
     same(found, wanted)
+
+
+# Numbers of marks --------------------------------------------------------------------------------
+
+
+def numbering(device: str, large: bool) -> None:
+    """Which numbers are there, and others in their place: few and more than there are bits for in
+    shared memory, as they lie in memory.
+    """
+    shapes = [(), (0, 3), (37,), (2, 3, 4), (70, 301)] + [(1024, 3000)] * large
+    for shape, count in product(shapes, (1, 33, 1000, 32 * between.SHARED // 4 + 999)):
+        for given in strided(words(math.prod(shape), count).reshape(shape).to(device)):
+            _numbered(given, count)
+    _numbered(words(5, 9).to(device).expand(3, 4, 5), 9)
+    odd = torch.tensor([-1, 0, 2, 5, 130, 1 << 30], dtype=torch.int32, device=device)
+    assert _bits(between.used(odd, 3))[:3] == [1, 0, 1]
+    table = torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
+    found = between.renumbered(odd, table)
+    assert found is not None
+    assert found.tolist() == [0, 7, 9, 0, 0, 0]
+    many = torch.zeros([2] * 9, dtype=torch.int32, device=device).permute(8, 6, 4, 2, 0, 7, 5, 3, 1)
+    assert between.used(many, 5) is None
+    assert between.used(odd.long(), 5) is None
+    assert between.renumbered(odd.long(), table) is None
+
+
+def _bits(words: Tensor | None) -> list[int]:
+    assert words is not None
+    return [word >> n & 1 for word in words.tolist() for n in range(32)]
+
+
+def _numbered(given: Tensor, count: int) -> None:
+    wanted = torch.bincount(given.cpu().reshape(-1), minlength=count) > 0
+    assert _bits(between.used(given, count))[:count] == wanted.tolist()
+    table = words(count, 1 << 30, 5).to(given.device)
+    found = between.renumbered(given, table)
+    assert found is not None
+    same(found, table[given].cpu())
+    assert found.stride() == table[given].stride() or not found.numel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from gradtrace import waiting
 from gradtrace.kernels import between, contract, gpu, launch, plans, steps, top
 from gradtrace.maps import Contract
+from gradtrace.marks import Palette, compact
 from gradtrace.semirings import TopK
 
 
@@ -145,6 +146,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(emulator: Emulator) -> 
     devices.reduce("cpu", False)
     devices.scatter("cpu", False)
     devices.normalise("cpu", "ties", (17,), (65,))
+    devices.numbering("cpu", False)
 
 
 def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
@@ -273,6 +275,30 @@ def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
             patch.setattr(torch, "empty", made)
             steps.normalise(how)
         assert left.tolist() == [over] * 3, kind
+
+
+def test_numbers_of_marks(emulator: Emulator) -> None:
+    devices.numbering("cpu", False)
+
+
+def test_a_palette_is_looked_through_with_two_launches(emulator: Emulator) -> None:
+    """And with one, where all marks stay."""
+    rows, numbers = tuple(1 | n % 500 << 60 for n in range(600)), devices.words(900, 601)
+    for given in (numbers, numbers.reshape(30, 30).mT, numbers % 2, numbers % 1):
+        found, wanted = (do(compact, given, Palette(rows, 2)) for do in (_done, devices.plainly))
+        assert torch.equal(found[0], wanted[0])
+        assert (tuple(found[1].rows), found[1].extra) == (tuple(wanted[1].rows), wanted[1].extra)
+    assert emulator.launches == ["used", "renumber"] * 3 + ["used"]
+    emulator.launches.clear()
+    palette, given = Palette(tuple(range(1, 1200, 2))), torch.arange(601, dtype=torch.int32)
+    found = compact(given, palette)
+    assert found[0] is given
+    assert found[1].marks() == palette.marks()
+    assert emulator.launches == ["used"]
+
+
+def _done(f: Callable[..., Any], *given: Any) -> Any:
+    return f(*given)
 
 
 # The emulator, and the compiler ------------------------------------------------------------------

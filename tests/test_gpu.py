@@ -171,5 +171,11 @@ def test_normalise_what_is_not_finite() -> None:
     devices.normalise_lying("cuda")
 
 
+@on_a_gpu
 def test_terms_with_the_same_marks() -> None:
     devices.shared_sums("cuda")
+
+
+@on_a_gpu
+def test_numbers_of_marks() -> None:
+    devices.numbering("cuda", True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace import marks, waiting
-from gradtrace.marks import Palette, Table, compact, distinct, sliced
+from gradtrace.marks import Palette, Table, Words, compact, distinct, sliced, words_of
 
 
 def read(numbers: torch.Tensor, palette: Palette) -> list[int]:
@@ -39,14 +41,24 @@ def test_a_palette_after_itself_is_itself() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 2**80))
-def test_compact_changes_no_mark(waits: bool, drawn: list[int], extra: int) -> None:
-    rows = tuple(1 | (n % 4) << 70 for n in range(9))  # some are equal
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=40),
+    st.integers(0, 2**80),
+    st.sampled_from([4, 8, 9]),
+    st.booleans(),
+)
+def test_compact_changes_no_mark(
+    waits: bool, drawn: list[int], extra: int, kinds: int, words: bool
+) -> None:
+    """And leaves each that is used once."""
+    rows: Sequence[int] = tuple(1 | (n % kinds) << 70 for n in range(9))  # some are equal
+    rows = Table(words_of(rows)) if words else rows
     palette = Palette(rows, extra)
     numbers = torch.tensor(drawn, dtype=torch.int32)
     before = read(numbers, palette)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marks, "MANY", 2)
+        patch.setattr(marks, "LONG", 5)
         patch.setattr(waiting, "avoid", lambda x: waits)
         found, smaller = compact(numbers, palette)
     assert read(found, smaller) == before
@@ -87,16 +99,123 @@ def test_many_marks_are_words() -> None:
     assert many.then(many) == (many, 0)
 
 
-@pytest.mark.parametrize("width", [1, 3, 300])
-def test_equal_marks_are_found_by_their_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("odd", [marks.ODD, np.zeros_like(marks.ODD)], ids=["keys", "one key"])
+@given(
+    st.sampled_from([1, 3, 300]),
+    st.lists(st.integers(0, 40), max_size=60),
+    st.integers(0, 1000),
+)
+def test_equal_marks_are_found_by_their_words(
+    odd: Words, width: int, drawn: list[int], seed: int
+) -> None:
     """Even where keys are the same by chance."""
-    draw = np.random.default_rng(0)
-    words = draw.integers(0, 2, (200, width), np.uint64)
-    words[100:] = words[draw.permutation(100)]
-    for odd in (marks.ODD, np.zeros_like(marks.ODD)):
-        monkeypatch.setattr(marks, "ODD", odd)
-        firsts, which = distinct(words)
-        lines = [tuple(line) for line in words.tolist()]
-        places = {line: n for n, line in reversed(list(enumerate(lines)))}
-        assert firsts.tolist() == sorted(places.values())
-        assert [lines[firsts[n]] for n in which] == lines
+    kinds = np.random.default_rng(seed).integers(0, 1 << 63, (41, width), np.uint64)
+    words = kinds[np.array(drawn, dtype=np.intp)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marks, "ODD", odd)
+        found = distinct(words)
+    lines = [tuple(line) for line in words.tolist()]
+    places = {line: n for n, line in reversed(list(enumerate(lines)))}
+    if found is None:
+        assert len(places) == len(lines)
+        return
+    firsts, which = found
+    assert firsts.tolist() == sorted(places.values())
+    assert [lines[firsts[n]] for n in which] == lines
+
+
+def test_marks_all_different_are_left_where_they_are() -> None:
+    words = np.arange(5000, dtype=np.uint64).reshape(-1, 2)
+    assert distinct(words) is None
+    assert distinct(words[:0]) is None
+    words[7] = words[2000]
+    found = distinct(words)
+    assert found is not None
+    assert len(found[0]) == len(words) - 1
+
+
+@given(st.lists(st.integers(1, 2**200), min_size=1, max_size=12), st.integers(1, 12))
+def test_words_are_the_marks_they_were(rows: list[int], long: int) -> None:
+    """As they are, one after the other, and with bits of slices."""
+    assert list(Table(words_of(rows))) == rows
+    assert list(Table(words_of(rows, 5, 9))) == [row | 5 for row in rows]
+    table = Palette(Table(words_of(rows)), 1 << 70)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marks, "LONG", long)
+        for first, second in ((Palette(rows, 2), table), (table, Palette(rows)), (table, table)):
+            both, _ = first.then(second)
+            assert (
+                both.marks() == [0, *first.marks()[1:], *second.marks()[1:]][: 1 + len(both.rows)]
+            )
+            assert isinstance(both.rows, Table) == (len(both.rows) > long or first is second)
+        more = [4, 1 << 300]
+        wanted = [row | bits for row in table.marks()[1:] for bits in more]
+        assert table.times(more).marks() == [0, *wanted]
+
+
+def test_words_of_a_table_are_its_own() -> None:
+    table = Table(words_of([1, 2, 3]))
+    assert words_of(table) is table.words
+    words_of(table, 8)
+    Palette(table, 8).then(Palette((4,)))
+    assert list(table) == [1, 2, 3]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["mark", "twice", "both", "compact"]), st.integers(0, 31)),
+        max_size=16,
+    )
+)
+def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
+    """Through all that palettes go through, against a list of the elements' marks; none is there
+    twice after it was looked for, nor ever where that is said.
+    """
+    numbers, palette, wanted = torch.tensor([0, 1], dtype=torch.int32), Palette(), [0, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marks, "MANY", 1)
+        patch.setattr(marks, "LONG", 2)
+        for kind, drawn in moves:
+            bits = drawn << 62  # in two words
+            if kind == "mark":
+                palette = palette.mark(bits)
+                wanted = [mark and mark | bits for mark in wanted]
+            elif kind == "compact":
+                numbers, palette = compact(numbers, palette)
+                assert len({*palette.rows}) == len(palette.rows) == max(1, len({*wanted} - {0}))
+            else:
+                other = Palette((1, 9)).mark(bits) if kind == "both" else palette.mark(bits)
+                palette, shift = palette.then(other)
+                more = 1 + (torch.arange(3, dtype=torch.int32) + drawn) % len(other.rows)
+                wanted += [other.marks()[n] for n in more.tolist()]
+                numbers = torch.cat([numbers, more + shift])
+            assert read(numbers, palette) == wanted
+            known = palette.rows.bounds if isinstance(palette.rows, Table) else None
+            if known is not None:
+                assert len({*palette.rows}) == len(palette.rows)
+                for row in palette.rows:
+                    assert row & known.least == known.least
+                    assert row | known.most == known.most
+
+
+def test_marks_that_are_known_to_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of terms one of which went through a module, again and again."""
+    monkeypatch.setattr(marks, "distinct", pytest.fail)
+    palette, numbers = Palette(), torch.ones(1, dtype=torch.int32)
+    for turn in range(1, 30):
+        palette, shift = palette.then(palette.mark(1 << 7 * turn))
+        numbers, palette = compact(torch.cat([numbers, numbers + shift])[-700:], palette)
+    assert len({*palette.rows}) == len(palette.rows) == len(numbers) == 700
+
+
+def test_marks_that_became_equal_are_one() -> None:
+    """A bit that some of them have comes to all."""
+    first = Palette(tuple(1 | n << 1 for n in range(300)))
+    both, _ = first.then(first.mark(1 << 40))
+    assert isinstance(both.rows, Table)
+    assert both.rows.bounds is not None
+    numbers = torch.arange(601, dtype=torch.int32)
+    before = read(numbers, both.mark(1 << 40))
+    found, smaller = compact(numbers, both.mark(1 << 40))
+    assert read(found, smaller) == before
+    assert len(smaller.rows) == 300

@@ -34,9 +34,9 @@ PUBLIC = {
 
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"},
-    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "marks", "standins", "gauges"},
-    {"semirings", "labels", "loggers", "groups"},
-    {"maps", "atlas", "hooks", "passes", "testing"},
+    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
+    {"semirings", "labels", "loggers", "marks"},
+    {"maps", "atlas", "hooks", "passes", "testing", "groups"},
     {"linear", "deferred", "schedules", "states"},
     {"program", "nodes"},
     {"values", "engine", "store"},

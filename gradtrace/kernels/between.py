@@ -391,3 +391,45 @@ def _pairs(x: Tensor, lines: int, n: int, words: tuple[int, ...]) -> None:
     threads = min(TILE, -(-n // (32 * EACH)) * 32)
     grid = lines * -(-n // (EACH * threads)), 1, 1
     launch.kernel(device, FILE, PAIRED[dtype])(grid, (threads, 1, 1), (*words, left))
+
+
+def used(numbers: Tensor, count: int) -> Tensor | None:
+    """Which numbers below ``count`` are there: a bit each, the lowest first, in words of int32.
+    None where there is no kernel for it.
+    """
+    if numbers.dtype is not torch.int32 or not launch.serves(FILE, numbers):
+        return None
+    how = _together(numbers.shape, numbers.stride())
+    if how is None:
+        return None
+    device, n, words = numbers.device, numbers.numel(), -(-count // 32)
+    there = torch.zeros(words, dtype=torch.int32, device=device)
+    if n and words:
+        slots = min(words, SHARED // 4)
+        blocks = min(-(-n // LEAST), 2 * launch.processors(device))
+        with launch.at(device):
+            launch.kernel(device, FILE, "used")(
+                (blocks, 1, 1), COUNTERS,
+                (numbers.data_ptr(), there.data_ptr(), words, slots, n, *how), 4 * slots,
+            )  # fmt: skip
+    return there
+
+
+def renumbered(numbers: Tensor, table: Tensor) -> Tensor | None:
+    """``table[numbers]``, and 0 for a number that is not there; both are int32, and the table has
+    no gaps. None where there is no kernel for it.
+    """
+    if numbers.dtype is not torch.int32 or not launch.serves(FILE, numbers, table):
+        return None
+    out = torch.empty_like(numbers)
+    how = _together(numbers.shape, out.stride(), numbers.stride())
+    if how is None:
+        return None
+    n = numbers.numel()
+    if n:
+        with launch.at(numbers.device):
+            launch.kernel(numbers.device, FILE, "renumber")(
+                _blocks(n), THREADS,
+                (out.data_ptr(), numbers.data_ptr(), table.data_ptr(), len(table), n, *how),
+            )  # fmt: skip
+    return out

@@ -1279,3 +1279,66 @@ __device__ void pruned(const Normalise<T>& c) {
 }
 KERNEL(256, pruned_float, Normalise<float>) { pruned<float>(c); }
 KERNEL(256, pruned_double, Normalise<double>) { pruned<double>(c); }
+
+// Numbers of marks ----------------------------------------------------------------------------
+
+struct Used {
+  const int* numbers;
+  u32* there;         // a bit for each number: 0 before
+  i64 words, slots;   // of these bits; and how many of them a block has in shared memory
+  i64 n, dims;
+  i64 shape[DIMS], step[1][DIMS];  // innermost first
+};
+
+// Most of them are known already, and need not be told again.
+__device__ __forceinline__ void tell(u32* word, u32 bits) {
+  if (bits & ~*word) atomicOr(word, bits);
+}
+
+#define AHEAD 4  // numbers that a thread reads at a time
+
+// Which numbers are there.
+KERNEL(COUNTERS, used, Used) {
+  DYNAMIC(u32, mine);
+  for (i64 w = threadIdx.x; w < c.slots; w += COUNTERS) mine[w] = 0;
+  __syncthreads();
+  const i64 all = (i64)gridDim.x * COUNTERS;
+  for (i64 i = (i64)blockIdx.x * COUNTERS + threadIdx.x; i < c.n; i += AHEAD * all) {
+    u32 some[AHEAD];
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      i64 at[1];
+      find(c, i + k * all < c.n ? i + k * all : i, at);
+      some[k] = (u32)c.numbers[at[0]];
+    }
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+      const i64 w = some[k] / 32;
+      if (w < c.slots) {
+        tell(mine + w, 1u << some[k] % 32);
+      } else if (w < c.words) {
+        tell(c.there + w, 1u << some[k] % 32);
+      }
+    }
+  }
+  __syncthreads();
+  for (i64 w = threadIdx.x; w < c.slots; w += COUNTERS) tell(c.there + w, mine[w]);
+}
+
+struct Renumber {
+  int* out;
+  const int* numbers;
+  const int* table;
+  i64 count, n, dims;  // numbers in the table, elements
+  i64 shape[DIMS], step[2][DIMS];  // of out, numbers; innermost first
+};
+
+// Others in their place; 0 for what is not in the table.
+KERNEL(256, renumber, Renumber) {
+  for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
+    i64 at[2];
+    find(c, i, at);
+    const u32 number = (u32)c.numbers[at[1]];
+    c.out[at[0]] = number < c.count ? c.table[number] : 0;
+  }
+}
