@@ -120,14 +120,15 @@ class Survey:
 
     def _by(self, key: Callable[[Block], str]) -> Region:
         """One atom for each key of a block; blocks of no key are left out."""
-        region = Region()
+        bits, marks = dict[str, int](), self.marks.block
         for number, block in enumerate(self.program.blocks):
             name = key(block)
             if name and block.operator != HOOKS:
-                bit = region.bits.setdefault(name, 0) or self._atom()
-                region.bits[name] = bit
-                self.marks.block[number] = self.marks.block.get(number, 0) | bit
-        return region
+                bit = bits.get(name, 0)
+                if not bit:
+                    bit = bits[name] = self._atom()
+                marks[number] = marks.get(number, 0) | bit
+        return Region(bits)
 
     def modules(self) -> Region:
         """Modules, each with all inside it."""

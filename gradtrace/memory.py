@@ -85,7 +85,8 @@ def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
 
 def ample(program: Program, device: torch.device, budget: int | None = None) -> bool:
     """Whether a streaming pass fits even if it never drops anything, which is told sooner."""
-    most = sum(prod(step.shape) * (MARK + step.dtype.itemsize) for step in program.steps())
+    steps = program.steps()
+    most = sum([prod(shape) * (MARK + dtype.itemsize) for _, _, shape, dtype in steps])
     spare = gpu.WORKSPACE if device.type == "cuda" else 0
     return not short(most + spare, device, budget)
 
@@ -102,14 +103,24 @@ def available(device: torch.device) -> int | None:
     """How many bytes can still be had on a device; None if nobody tells."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        used = torch.cuda.memory_allocated(device)
-        cached = torch.cuda.memory_reserved(device) - used  # PyTorch's own, in nobody's use
+        used, reserved = _held(device)
+        cached = reserved - used  # PyTorch's own, in nobody's use
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
         return max(0, min(free + cached, allowed - used))
     if device.type != "cpu":
         return None
     told = [free for free in (_free(), _allowed()) if free is not None]
     return min(told, default=None)
+
+
+def _held(device: torch.device) -> tuple[int, int]:
+    """How many bytes tensors have on a GPU, and PyTorch; ``memory_allocated`` and its like make a
+    list of all that can be told first.
+    """
+    told = torch.cuda.memory_stats_as_nested_dict(device)
+    kinds = ("allocated_bytes", "reserved_bytes")
+    used, reserved = (int(told[kind]["all"]["current"]) if told else 0 for kind in kinds)
+    return used, reserved
 
 
 def _free() -> int | None:

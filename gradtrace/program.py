@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -109,16 +109,19 @@ class Program:
     leaves: list[Leaf]
     kept: dict[int, Tensor] = field(default_factory=dict)
 
-    def steps(self) -> Iterable[Step]:
+    def steps(self) -> list[Step]:
         """All steps, in an order that can be run."""
+        found: list[Step] = []
         for block in self.blocks:
-            yield from block.steps
-            yield from block.merges
+            found += block.steps
+            if block.merges:
+                found += block.merges
+        return found
 
     @cached_property
     def last_uses(self) -> dict[int, int]:
         """For each value the number of the last step that takes it. Not to be written to."""
-        return {term.value: n for n, step in enumerate(self.steps()) for term in step.terms}
+        return {value: n for n, step in enumerate(self.steps()) for _, value in step.terms}
 
     def wholes(self) -> dict[int, int]:
         """The sum that a value ends up in, for those that are added to what others hand to the same

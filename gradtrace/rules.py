@@ -19,7 +19,7 @@ from gradtrace.marks import compact
 from gradtrace.program import Step
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import NARROW, cast, shifted, wide
-from gradtrace.states import Part, Scope, State, alike, own, sizes, solid, where
+from gradtrace.states import Part, Scope, State, alike, made, own, shared, sizes, solid, where
 
 
 class Rule(Protocol):
@@ -55,8 +55,7 @@ class Greedy:
             if later and _late(map_, x, scope):
                 return State(value, 0, None, state.palette, (Part(map_, x, (), state.numbers),))
             numbers = map_.carry(x, state.numbers)[1]
-            parts = (Part(map_, x),) if value is None else ()
-            return State(value, 0, numbers, state.palette, parts)
+            return made(value, numbers, state.palette, (Part(map_, x),) if value is None else ())
         if choosing:
             found = State(value, 0, None, state.palette, (Part(map_, x),))
             return found if later else solid(found)
@@ -69,17 +68,16 @@ class Greedy:
             if isinstance(map_, Identity):
                 return state
             state = solid(state)
-        if state.loose and state.value is not None and state.value.dtype is not step.dtype:
-            state = state.written()  # what is 0 by rounding is not 0
-        numbers = state.numbers
+        value, _, numbers, palette, parts, _, _, loose = state
+        if loose and value is not None and value.dtype is not step.dtype:
+            numbers, loose = state.written().numbers, False  # what is 0 by rounding is not 0
         if numbers is not None:
             numbers = map_.apply(numbers)
-        if known is None and state.value is not None:
-            known = cast(map_.apply(state.value), step.dtype)
-        parts = state.parts
+        if known is None and value is not None:
+            known = cast(map_.apply(value), step.dtype)
         if parts:
             parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
-        return State(known, 0, numbers, state.palette, parts, None, None, state.loose)
+        return made(known, numbers, palette, parts, loose)
 
     @staticmethod
     def _stayed(map_: Map, state: State, value: Tensor) -> State:
@@ -91,8 +89,8 @@ class Greedy:
             if numbers is None and not waiting.avoid(x) and torch.equal(there, value != 0):
                 return State(value, 0, None, state.palette)
             numbers = there.int() if numbers is None else numbers * there
-            return State(value, 0, numbers, state.palette)
-        return State(value, 0, numbers, state.palette, loose=numbers is not None)
+            return made(value, numbers, state.palette)
+        return made(value, numbers, state.palette, (), numbers is not None)
 
     def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
         """The sum, and the mark of the largest term."""
@@ -100,6 +98,8 @@ class Greedy:
         if alike(states):
             return self._alike(states, step, scope, known)
         if known is None and step.out in scope.ends and (found := self._patched(states, step)):
+            return found
+        if not on and shared(states) and (found := self._shared(states, step, known)):
             return found
         first, *rest = map(solid, states)
         if len(rest) == 1 and not on and (found := self._larger(first, rest[0], step, known)):
@@ -122,6 +122,30 @@ class Greedy:
         numbers, palette = compact(numbers, palette)
         total = cast(total, step.dtype) if known is None else known
         return State(total, 0, numbers, palette, (), size)
+
+    @staticmethod
+    def _shared(states: list[State], step: Step, known: Tensor | None) -> State | None:
+        """Terms that have the very same marks: it only matters whether one of them is not 0. None
+        where that is not told sooner than by comparing them.
+        """
+        first, *rest = states
+        given, value, total = first.numbers, first.value, first.value
+        assert given is not None and value is not None and total is not None
+        numbers = given
+        if first.loose and waiting.avoid(value):
+            # Where another term is no larger than the first and is not 0, that is not 0 either.
+            for n, other in enumerate(rest):
+                assert other.value is not None
+                told = larger(value, numbers, not n, other.value, given, 0)
+                if told is None:
+                    return None
+                numbers = told
+        elif first.loose and not bool(value.all()):
+            return None
+        for other in rest if known is None else ():
+            assert other.value is not None
+            total = total + other.value
+        return made(cast(total, step.dtype) if known is None else known, numbers, first.palette)
 
     @staticmethod
     def _larger(first: State, second: State, step: Step, known: Tensor | None) -> State | None:

@@ -11,11 +11,17 @@ from torch import Tensor
 from gradtrace import waiting
 from gradtrace.maps import Contract, Map
 from gradtrace.maps.scatter import Few
-from gradtrace.marks import Palette
+from gradtrace.marks import MANY, Palette
 from gradtrace.semirings.base import wide
 
 SINGLE = 64
 """To look at an element by itself costs as much as to look at so many together, or less."""
+
+
+SOON = 1 << 22
+"""On a GPU, so many elements that are 0 are looked for as soon as it is asked whether there are
+any: each answer is waited for.
+"""
 
 
 class Part(NamedTuple):
@@ -35,7 +41,9 @@ class Part(NamedTuple):
     def loud(self) -> Tensor | None:
         """Which elements may get anything but 0; None if all of them may."""
         found = self.map.loud(self.x)
-        return None if found is None else self._moved(found.int()) != 0
+        if found is None or not self.moves:
+            return found
+        return self._moved(found.int()) != 0
 
     def reached(self, at: Tensor) -> Tensor:
         """Which of these elements get anything but 0 from some element."""
@@ -127,8 +135,8 @@ class State(NamedTuple):
         """More bits in every mark."""
         if not bits & ~self.palette.extra:
             return self
-        value, exponent, numbers, palette, parts, size, few, loose = self  # _replace takes longer
-        return State(value, exponent, numbers, palette.mark(bits), parts, size, few, loose)
+        value, exponent, numbers, palette, *rest = self  # _replace takes longer
+        return _tuple(State, (value, exponent, numbers, palette.mark(bits), *rest))
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""
@@ -148,6 +156,22 @@ class State(NamedTuple):
         if self.few is not None:
             numbers.view(-1)[self.few.at] = self.few.marks
         return self._replace(numbers=numbers, few=None)
+
+
+_tuple = tuple.__new__
+
+
+def made(
+    value: Tensor | None,
+    numbers: Tensor | None,
+    palette: Palette,
+    parts: tuple[Part, ...] = (),
+    loose: bool = False,
+) -> State:
+    """A state without a power of two. There is one for every step, so the tuple is made as tuples
+    are, which takes a third of the time.
+    """
+    return _tuple(State, (value, 0, numbers, palette, parts, None, None, loose))
 
 
 class Scope(NamedTuple):
@@ -186,15 +210,12 @@ def solid(state: State) -> State:
 
 def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 though something came to them; None if there is none."""
-    if bool(value.all()):
+    waits = waiting.avoid(value)
+    if not (waits and value.numel() <= SOON) and bool(value.all()):
         return None
-    if not waiting.avoid(value) and not any(bool(part.x.any()) for part in parts):
+    if not waits and not any(bool(part.x.any()) for part in parts):
         return None  # nothing came at all
-    zero = value == 0
-    loud: Tensor | None = torch.zeros((), dtype=torch.bool, device=value.device)
-    for part in parts:
-        here = part.loud()
-        loud = None if here is None or loud is None else loud | here
+    zero, loud = value == 0, _loud(parts)
     if loud is not None:
         zero &= loud.reshape(zero.shape)
     at = zero.reshape(-1).nonzero().reshape(-1)
@@ -211,6 +232,34 @@ def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
     found[at] = reached
     return found.reshape(value.shape)
+
+
+def _loud(parts: tuple[Part, ...]) -> Tensor | None:
+    """Which elements may get anything but 0 from one of the parts; None if all of them may."""
+    found = parts[0].loud()
+    for part in parts[1:]:
+        here = None if found is None else part.loud()
+        found = None if found is None or here is None else found | here
+    return found
+
+
+def shared(states: list[State]) -> bool:
+    """Whether all have one and the same tensor of numbers, and of a short palette; values of one
+    dtype.
+    """
+    first = states[0]
+    numbers, palette, value = first.numbers, first.palette, first.value
+    if numbers is None or value is None or len(palette.rows) > MANY:
+        return False
+    dtype = value.dtype
+    for state in states:
+        if state.numbers is not numbers or state.size is not None:
+            return False
+        if state.palette.rows is not palette.rows or state.palette.extra != palette.extra:
+            return False
+        if state.value is None or state.value.dtype is not dtype:
+            return False
+    return True
 
 
 def alike(states: list[State]) -> bool:

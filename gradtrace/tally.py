@@ -21,7 +21,7 @@ from gradtrace.kernels.leaves import Leaves
 from gradtrace.maps import Reduce
 from gradtrace.maps.places import laid
 from gradtrace.marks import Marks, words_of
-from gradtrace.program import Program, Step
+from gradtrace.program import Program, Term
 from gradtrace.states import Part, State, cancelled, solid
 from gradtrace.tracing import Found
 
@@ -254,10 +254,9 @@ class Tally:
         leaves: list[int] = []
         components: list[int] = []
         for n, component in enumerate(self.components):
-            for name in component.owns:
-                here = places.get(name, ())
-                leaves += here
-                components += [n] * len(here)
+            here = [place for name in component.owns for place in places.get(name, ())]
+            leaves += here
+            components += [n] * len(here)
         owns = np.zeros((len(self.leaves), len(self.components)), dtype=bool)
         owns[leaves, components] = True
         return owns
@@ -298,24 +297,24 @@ def hits(marks: list[int], bits: list[int]) -> Bools:
 
 def possible(program: Program, marks: Marks) -> dict[int, int]:
     """For each value the bits that some route of operators from it to the root would give."""
-    found = {program.root: 1}
+    found, positions = {program.root: 1}, marks.position
     for number, block in enumerate(program.blocks):
         bits = marks.block.get(number, 0)
-        for each in marks.slices.get(number, (0, []))[1]:
+        for each in marks.slices[number][1] if number in marks.slices else ():
             bits |= each
-        for value in block.takes.values():
+        for value in block.takes.values() if bits else ():
             found[value] |= bits
-        for step in block.steps:
-            found[step.out] = _any(found, step)
-        for position, value in block.gives.items():
-            found[value] |= marks.position.get((number, position), 0)
-        for step in block.merges:
-            found[step.out] = _any(found, step)
+        for out, terms, _, _ in block.steps:
+            found[out] = found[terms[0][1]] if len(terms) == 1 else _any(found, terms)
+        for position, value in block.gives.items() if positions else ():
+            found[value] |= positions.get((number, position), 0)
+        for out, terms, _, _ in block.merges:
+            found[out] = _any(found, terms)
     return found
 
 
-def _any(found: dict[int, int], step: Step) -> int:
+def _any(found: dict[int, int], terms: tuple[Term, ...]) -> int:
     total = 0
-    for _, value in step.terms:
+    for _, value in terms:
         total |= found[value]
     return total

@@ -19,7 +19,6 @@ nothing is compared. Gradients that recording has kept are not computed again.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,13 +27,13 @@ from torch import Tensor
 
 from gradtrace.maps import Map, tiled, tiling
 from gradtrace.maps.places import nearby
-from gradtrace.marks import NO_MARKS, Marks, Palette, compact, sliced
+from gradtrace.marks import MANY, NO_MARKS, Marks, Palette, compact, sliced
 from gradtrace.pairs import Pairs, lines
 from gradtrace.parked import Shelf, packed, take, unpacked
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.rules import RULES, Greedy
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.states import Scope, State, alike, solid
+from gradtrace.states import Scope, State, alike, made, shared, solid
 
 
 class Found(NamedTuple):
@@ -53,6 +52,9 @@ class Found(NamedTuple):
 
 
 NOTHING = Scope({}, frozenset())
+
+TERMS = 3
+"""As many terms of a sum that goes on are held as they are, where all have the same marks."""
 
 
 class Tracer:
@@ -121,10 +123,11 @@ class Tracer:
     def _scope(self) -> Scope:
         known = dict(self.program.kept)
         for leaf in self.program.leaves:
-            if leaf.known is not None:
-                known[leaf.value] = leaf.known
+            if (given := leaf.known) is not None:
+                known[leaf.value] = given
         device = self.program.seed.device
-        known = {value: nearby(grad, device) for value, grad in known.items()}
+        for value in [value for value, grad in known.items() if not grad.dim()]:
+            known[value] = nearby(known[value], device)
         ends = frozenset(self.leaves)
         return Scope(known, tails(self.program) - self.partial, ends, not self.narrow)
 
@@ -150,14 +153,21 @@ class Tracer:
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
         n, leaves, positions = -1, self.leaves, self.marks.position
+        plainly, through = not self.places, self.rule.through
         for number, block in enumerate(self.program.blocks):
-            for value in block.takes.values():
-                if value in states:
-                    states[value] = self._enter(number, states[value])
-            for step in block.steps:
+            self._enter(number, block.takes, states)
+            for step in block.steps:  # there are thousands of them, most of one term
                 n += 1
-                if values is None or step.out in values:
-                    states[step.out] = self._step(step, states, scope)
+                out, terms, _, _ = step
+                if values is not None and out not in values:
+                    continue
+                if plainly and len(terms) == 1:
+                    map_, value = terms[0]
+                    states[out] = through(map_, states[value], step, scope)
+                    if last[value] == n and value not in keep:
+                        del states[value]
+                else:
+                    states[out] = self._step(step, states, scope)
                     _drop(step, n, states, last, keep)
             for position, value in block.gives.items() if positions else ():
                 bits = positions.get((number, position), 0)
@@ -175,17 +185,19 @@ class Tracer:
                 if step.out in leaves and step.out in states:
                     yield leaves[step.out]
 
-    def _enter(self, number: int, state: State) -> State:
+    def _enter(self, number: int, takes: dict[int, int], states: dict[int, State]) -> None:
         """Marks at the output of a block's operator."""
-        bits = self.marks.block.get(number, 0)
-        if bits & ~state.palette.extra:
-            state = state.marked(bits)
-        if number not in self.marks.slices:
-            return state
-        state = solid(state).written()
-        assert state.numbers is not None
-        numbers, palette = sliced(state.numbers, state.palette, *self.marks.slices[number])
-        return state._replace(numbers=numbers, palette=palette)
+        bits, slices = self.marks.block.get(number, 0), self.marks.slices.get(number)
+        for value in takes.values() if bits or slices else ():
+            if value in states:
+                state = states[value]
+                if bits & ~state.palette.extra:
+                    states[value] = state = state.marked(bits)
+                if slices:
+                    state = solid(state).written()
+                    assert state.numbers is not None
+                    numbers, palette = sliced(state.numbers, state.palette, *slices)
+                    states[value] = state._replace(numbers=numbers, palette=palette)
 
     def _step(self, step: Step, states: dict[int, State], scope: Scope) -> State:
         if len(step.terms) == 1:
@@ -199,11 +211,10 @@ class Tracer:
         terms: list[State] = []
         for map_, (_, value) in zip(maps, step.terms):
             terms.append(self._term(map_, states[value], step, not terms))
-        return self.rule.join(terms, step, scope)._replace(size=None)
+        return _ended(self.rule.join(terms, step, scope))
 
-    @staticmethod
     def _tiled(
-        maps: list[Map], states: list[State], order: list[int], known: Tensor | None
+        self, maps: list[Map], states: list[State], order: list[int], known: Tensor | None
     ) -> State:
         """Terms that lie side by side: each element comes from one of them, if it is not 0."""
         states = [solid(state) for state in states]
@@ -218,9 +229,11 @@ class Tracer:
             given = state.written().numbers if state.numbers is None else state.numbers
             assert given is not None
             palette, shift = palette.then(state.palette)
-            numbers.append(torch.where(given == 0, 0, given + shift) if shift else given)
-        both = tiled(maps, numbers, order) * (value != 0)
-        return State(value, exponent, *compact(both, palette))
+            numbers.append(torch.add(given, given != 0, alpha=shift) if shift else given)
+        both = tiled(maps, numbers, order)
+        if self.absolute or len(palette.rows) > MANY:  # none is to be told by elements that are 0
+            return State(value, exponent, *compact(both * (value != 0), palette))
+        return made(value, both, palette, loose=True)
 
     def _term(self, map_: Map, state: State, step: Step, first: bool) -> State:
         """What one of several terms brings. An element that is only moved counts if it is not 0;
@@ -228,7 +241,7 @@ class Tracer:
         """
         state = self.rule.through(map_, state, step, NOTHING)
         marked = state.numbers is not None or state.late
-        if first and map_.moves and marked and not self.absolute:
+        if first and map_.moves and marked and not self.absolute and not state.loose:
             state = solid(state)._replace(loose=True)
         return state
 
@@ -245,8 +258,8 @@ class Tracer:
                 state = states[value]
                 found.append(self._term(self._map(map_, value), state, step, not found))
         if step.out not in self.partial:
-            states[step.out] = self.rule.join(found, step, scope)._replace(size=None)
-        elif alike(found):
+            states[step.out] = _ended(self.rule.join(found, step, scope))
+        elif alike(found) or (not self.narrow and len(found) <= TERMS and shared(found)):
             sums[step.out] = found
         else:
             total = self.rule.join(found, step, NOTHING, on=True)
@@ -258,6 +271,11 @@ class Tracer:
         found = map_.narrow(*self.places[value])
         assert found is not None
         return found
+
+
+def _ended(state: State) -> State:
+    """A sum that does not go on."""
+    return state if state.size is None else state._replace(size=None)
 
 
 def _shifted(state: State, exponent: int) -> Tensor:
@@ -275,16 +293,17 @@ def _drop(
 
 def tails(program: Program) -> set[int]:
     """Values that nothing but a leaf is made of: moved and added up with others, no more."""
-    uses = Counter([term.value for step in program.steps() for term in step.terms])
-    makers = {step.out: step for step in program.steps()}
-    found = {leaf.value for leaf in program.leaves}
-    ahead = list(found)
-    while ahead:
-        step = makers.get(ahead.pop())
-        for map_, value in () if step is None else step.terms:
-            if map_.moves and uses[value] == 1 and value not in found:
-                found.add(value)
-                ahead.append(value)
+    ends = {leaf.value for leaf in program.leaves}
+    found, used = set(ends), set[int]()
+    for out, terms, _, _ in reversed(program.steps()):  # all who use a value, then who makes it
+        on = out in found
+        for map_, value in terms:
+            if value not in used:
+                used.add(value)
+                if on and map_.moves:
+                    found.add(value)
+            elif value in found and value not in ends:
+                found.remove(value)  # somebody else uses it too
     return found
 
 

@@ -21,14 +21,19 @@ from test_steps import every_pair as all_pairs
 from torch import Tensor, nn
 
 import gradtrace
+from gradtrace import rules
 from gradtrace.influence import Influence
 from gradtrace.kernels import between, gpu, launch, native, reference, steps
 from gradtrace.kernels.between import larger
 from gradtrace.kernels.leaves import Leaves
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
-from gradtrace.maps import Contract, Normaliser
+from gradtrace.maps import Contract, Identity, Normaliser
+from gradtrace.marks import Palette
+from gradtrace.program import Step, Term
+from gradtrace.rules import Greedy
 from gradtrace.semirings import TopK
+from gradtrace.states import Scope, State
 
 NAN, INF = math.nan, math.inf
 MAKERS = {"generic": maker, "ties": whole, "odd": odd}
@@ -518,8 +523,11 @@ def _marked(device: str, how: Lines) -> None:
     found = steps.normalise(_there(device, how), apart(marks).to(device))
     assert found is not None and found.marks is not None and found.place is None
     same(found.value, value)
-    taken = marks.gather(1, place.clamp(min=0))
-    same(found.marks, torch.where(place >= 0, taken, 0))
+    taken = torch.where(place >= 0, marks.gather(1, place.clamp(min=0)), 0)
+    same(found.marks, taken)
+    alone = steps.normalise(_there(device, how), apart(marks).to(device), value=False)
+    assert alone is not None and alone.marks is not None and alone.place is None
+    same(alone.marks, taken)
 
 
 def _of_rank_one(how: Lines) -> Lines:
@@ -587,6 +595,31 @@ def normalise_expanded(device: str) -> None:
     _chosen(device, Lines(scale * gain, left, [gain.expand(7, 100), gain * unit], g))
 
 
+def normalise_lying(device: str) -> None:
+    """Maps whose tensors lie one way or another, and marks that do: along the last dimension, along
+    two, along the first; rank one and two.
+    """
+    shape = (3, 4, 70)
+    for dims, rank, dtype in product(([2], [1, 2], [0], [0, 2]), (1, 2), FLOATS):
+        sizes = [1 if d in dims else n for d, n in enumerate(shape)], shape[2:], shape
+        draw = [numbers("ties", dtype, *size, seed=n) for n, size in enumerate(sizes * 2)]
+        x = numbers("generic", dtype, *shape, seed=7)
+        marks = words(x.numel(), 5).reshape(shape)
+        pairs = list(zip(draw[1:], draw[::-1]))[:rank]
+        wanted = plainly(Normaliser(draw[0], pairs, dims, shape).carry, x, marks, True)
+        there = [(u.to(device), v.to(device)) for u, v in pairs]
+        m = Normaliser(draw[0].to(device), there, dims, shape)
+        for turn in (lambda t: t, apart, lambda t: t.mT.contiguous().mT):
+            given = turn(x).to(device), turn(marks).to(device)
+            value, found = m.carry(*given, value=True)
+            assert value is not None
+            same(value, wanted[0])
+            same(found, wanted[1])
+            nothing, found = m.carry(*given)
+            assert nothing is None
+            same(found, wanted[1])
+
+
 # Of two terms ------------------------------------------------------------------------------------
 
 
@@ -607,6 +640,29 @@ def duel(device: str) -> None:
     assert larger(nine, 1, True, many.to(device), 1, 1) is None  # too many steps
     assert larger(nine, 1, True, nine[0], 1, 1) is None
     assert larger(nine[:0], 1, True, nine[:0], 1, 1) is None
+
+
+def shared_sums(device: str) -> None:
+    """A sum of terms that have the very same marks, some of them 0, is what it is by comparing
+    them.
+    """
+    marks = torch.arange(4, dtype=torch.int32).repeat_interleave(27).to(device)
+    signs = torch.tensor([[-1.0, 0.0, 1.0]])
+    each = torch.cartesian_prod(*signs.expand(3, 3)).repeat(4, 1).T  # every way to be 0
+    odd = torch.where(each > 0, NAN, each)
+    palette = Palette((1, 3, 5))
+    for terms, count, loose, dtype in product((each, odd), (2, 3), (True, False), WIDE):
+        values = [term.to(device, dtype) * (n + 1) for n, term in enumerate(terms[:count])]
+        states = [State(value, 0, marks, palette, loose=loose) for value in values]
+        terms_ = tuple(Term(Identity((108,)), n) for n in range(count))
+        step = Step(9, terms_, (108,), dtype)
+        found = Greedy().join(states, step, Scope({}, frozenset()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rules, "shared", lambda states: False)
+            wanted = plainly(Greedy().join, states, step, Scope({}, frozenset()))
+        assert found.palette == wanted.palette and not found.loose
+        same(found.value, wanted.value.cpu())
+        same(found.numbers, wanted.numbers.cpu())
 
 
 def _larger(

@@ -41,7 +41,7 @@ from operators import CPU, Problem, entries, label, makers
 
 import gradtrace
 from gradtrace import engine
-from gradtrace.kernels import contract, reference, rows, steps
+from gradtrace.kernels import between, contract, reference, rows, steps
 from gradtrace.maps import Normaliser
 from gradtrace.marks import Marks
 from gradtrace.semirings import MAX
@@ -67,14 +67,29 @@ def _measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return steps._measured(steps.together(gradient)[0].reshape(-1))
 
 
-def _normalised(how: steps.Lines, marks: Tensor | None = None) -> steps.Chosen:
+def _normalised(
+    how: steps.Lines,
+    marks: Tensor | None = None,
+    value: bool = True,
+    lies: between.Lies | None = None,
+) -> steps.Chosen:
     """As ``maps.normaliser`` has it, where no kernel can serve."""
-    pairs = list(zip(how.left, how.right))
-    value, place = Normaliser(how.diagonal, pairs, (1,), tuple(how.x.shape))._chosen(how.x)
+    rank, shape = len(how.left), tuple(how.x.shape)
+    diagonal, x, *rest = (how.diagonal, how.x, *how.left, *how.right, *_given(marks))
+    if lies is not None:
+        lines, n, shape, each = lies[0], lies[1], tuple(lies[2]), lies[3]
+        tensors = zip((diagonal, x, *rest), each)
+        diagonal, x, *rest = (part.as_strided((lines, n), step) for part, step in tensors)
+    pairs = list(zip(rest[:rank], rest[rank : 2 * rank]))
+    most, place = Normaliser(diagonal, pairs, (1,), tuple(x.shape))._chosen(x)
     if marks is None:
-        return steps.Chosen(value, place, None)
-    found = marks.gather(1, place.clamp(min=0)).masked_fill((value == 0) | (place < 0), 0)
-    return steps.Chosen(value, None, found)
+        return steps.Chosen(most.reshape(shape), place.reshape(shape), None)
+    found = rest[-1].gather(1, place.clamp(min=0)).masked_fill((most == 0) | (place < 0), 0)
+    return steps.Chosen(most.reshape(shape) if value else None, None, found.reshape(shape))
+
+
+def _given(marks: Tensor | None) -> tuple[Tensor, ...]:
+    return () if marks is None else (marks,)
 
 
 def _merged(

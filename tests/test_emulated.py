@@ -387,6 +387,15 @@ def test_normalise_expanded(emulator: Emulator) -> None:
     devices.normalise_expanded("cpu")
 
 
+def test_normalise_tensors_as_they_lie(emulator: Emulator) -> None:
+    devices.normalise_lying("cpu")
+
+
+def test_terms_with_the_same_marks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    devices.shared_sums("cpu")
+
+
 def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
     """But where that cannot be: nearly all are corners, or products may leave the range."""
     left, empty = torch.zeros(3, dtype=torch.int32), torch.empty
@@ -398,7 +407,7 @@ def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
         how = devices.lines_of(kind, 300, torch.float32)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "empty", made)
-            between.normalise(how.diagonal, how.left, how.right, how.x, None)
+            steps.normalise(how)
         assert left.tolist() == [over] * 3, kind
 
 

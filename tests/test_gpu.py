@@ -187,6 +187,12 @@ def test_normalise_what_is_not_finite() -> None:
     devices.normalise_many("cuda", 3000)
     devices.normalise_odd("cuda", 10)
     devices.normalise_expanded("cuda")
+    devices.normalise_lying("cuda")
+
+
+@on_a_gpu
+def test_terms_with_the_same_marks() -> None:
+    devices.shared_sums("cuda")
 
 
 @on_a_gpu

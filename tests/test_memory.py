@@ -82,8 +82,10 @@ class Card:
         free, total, allocated, reserved = sizes
         told = {
             "mem_get_info": (free, total),
-            "memory_allocated": allocated,
-            "memory_reserved": reserved,
+            "memory_stats_as_nested_dict": {
+                "allocated_bytes": {"all": {"current": allocated}},
+                "reserved_bytes": {"all": {"current": reserved}},
+            },
             "get_per_process_memory_fraction": share,
             "get_device_name": "H200",
         }
@@ -103,6 +105,9 @@ def test_on_a_gpu_what_pytorch_has_reserved_and_nobody_uses_is_free(
     assert memory.available(GPU) == 500 - 300
     Card(monkeypatch, 0, 1000, 300, 300, share=0.2)
     assert memory.available(GPU) == 0
+    Card(monkeypatch, 100, 1000, 300, 700)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
+    assert memory.available(GPU) == 100  # nobody has used it yet
 
 
 def test_errors_name_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

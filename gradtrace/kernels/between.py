@@ -44,6 +44,19 @@ PLAIN = 64
 LOST = (0, 0, 0)
 """Lines that are not there."""
 
+
+class Lies(NamedTuple):
+    """How tensors of other shapes lie as lines: how many these are, how long, the shape of the
+    results, and what a step to the next line and to the next element adds to the place in each of
+    diagonal, x, left, right, marks.
+    """
+
+    lines: int
+    n: int
+    shape: Sequence[int]
+    steps: Sequence[tuple[int, int]]
+
+
 Levels = tuple[tuple[int, int, int], ...]
 """Of each of four levels a size, and what a step adds to the place of a value and of a mark."""
 
@@ -105,28 +118,35 @@ def larger(
     steps.
     """
     beside = [x for x in (marks, others) if isinstance(x, Tensor)]
-    if not launch.serves(FILE, first, second, *beside) or not first.numel():
+    n, kind, other = first.numel(), KINDS.get(first.dtype), KINDS.get(second.dtype)
+    if not launch.serves(FILE, first, second, *beside) or not n or kind is None or other is None:
         return None
-    if first.dtype not in KINDS or second.dtype not in KINDS:
+    shape, device = first.shape, first.device
+    if second.shape != shape:
         return None
-    shape = first.shape
-    if any(x.dtype is not torch.int32 or x.shape != shape for x in beside) or second.shape != shape:
-        return None
-    out = torch.empty(shape, dtype=torch.int32, device=first.device)
-    mine, theirs = (x if isinstance(x, Tensor) else out for x in (marks, others))
-    tensors = (out, first, mine, second, theirs)
-    how = _together(shape, *(x.stride() for x in tensors))
+    for x in beside:
+        if x.dtype is not torch.int32 or x.shape != shape:
+            return None
+    out = torch.empty(shape, dtype=torch.int32, device=device)
+    mine, here, mark = _beside(marks, out)
+    theirs, there, another = _beside(others, out)
+    strides = (out.stride(), first.stride(), mine.stride(), second.stride(), theirs.stride())
+    how = _together(shape, *strides)
     if how is None:
         return None
-    places = [0 if x is out and n else x.data_ptr() for n, x in enumerate(tensors)]
-    constants = [0 if isinstance(x, Tensor) else x for x in (marks, others)]
-    kinds = KINDS[first.dtype], KINDS[second.dtype]
-    with launch.at(out.device):
-        launch.kernel(out.device, FILE, f"larger_{WIDE.get(first.dtype, 'float')}")(
-            _blocks(out.numel()), THREADS,
-            (*places, *constants, shift, int(loose), *kinds, out.numel(), *how),
-        )  # fmt: skip
+    words = (
+        out.data_ptr(), first.data_ptr(), here, second.data_ptr(), there, mark, another, shift,
+        int(loose), kind, other, n, *how,
+    )  # fmt: skip
+    with launch.at(device):
+        name = "larger_double" if kind == 1 else "larger_float"
+        launch.kernel(device, FILE, name)(_blocks(n), THREADS, words)
     return out
+
+
+def _beside(marks: Tensor | int, out: Tensor) -> tuple[Tensor, int, int]:
+    """Marks, where they lie, and what each is; of a number for all, something that lies so."""
+    return (marks, marks.data_ptr(), 0) if isinstance(marks, Tensor) else (out, 0, marks)
 
 
 @lru_cache(4096)
@@ -393,55 +413,51 @@ def gather(marks: Tensor, source: Tensor) -> Tensor:
 
 
 def normalise(
-    diagonal: Tensor,
-    left: Sequence[Tensor],
-    right: Sequence[Tensor],
-    x: Tensor,
-    marks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """``steps.normalise``: values, and places or marks."""
-    (lines, n), rank, device = x.shape, len(left), x.device
-    value = torch.empty((lines, n), dtype=x.dtype, device=device)
-    kind = torch.int64 if marks is None else torch.int32
-    found = torch.empty((lines, n), dtype=kind, device=device)
+    given: Sequence[Tensor], rank: int, lies: Lies, sized: bool = True
+) -> tuple[Tensor | None, Tensor]:
+    """``steps.normalise``: values, if asked for, and places or marks. Given are the diagonal, x, as
+    many left and right as the rank says, and perhaps marks.
+    """
+    lines, n, shape, steps = lies
+    x = given[1]
+    device, dtype, marked = x.device, x.dtype, len(given) > 2 * rank + 2
+    value = torch.empty(shape, dtype=dtype, device=device) if sized else None
+    found = torch.empty(shape, dtype=torch.int32 if marked else torch.int64, device=device)
+    at = [(part.data_ptr(), *step) for part, step in zip(given, steps)]
     # A warp has a line where there are lines enough for all, else a block.
     rows = 32 if n <= 512 or lines >= 16 * launch.processors(device) else 256
-    where = (found.data_ptr(), 0) if marks is None else (0, found.data_ptr())
-    second = (_line(left[1]), _line(right[1])) if rank == 2 else (LOST, LOST)
     words = (
-        *_line(diagonal), *_line(x), *_line(left[0]), *second[0], *_line(right[0]), *second[1],
-        *(LOST if marks is None else _line(marks)), lines, n, rows, value.data_ptr(), *where,
+        *at[0], *at[1], *at[2], *(at[3] if rank == 2 else LOST),
+        *at[rank + 2], *(at[5] if rank == 2 else LOST), *(at[-1] if marked else LOST),
+        lines, n, rows, 0 if value is None else value.data_ptr(),
+        *((0, found.data_ptr()) if marked else (found.data_ptr(), 0)),
     )  # fmt: skip
     with launch.at(device):
         if rank == 1:
             grid = -(-lines // (256 // rows)), 1, 1
-            _named("ranked", x)(grid, THREADS, (*words, 0))
+            launch.kernel(device, FILE, RANKED[dtype])(grid, THREADS, (*words, 0))
         else:
             _pairs(x, lines, n, words)
     return value, found
 
 
-def _named(name: str, x: Tensor) -> launch.Kernel:
-    return launch.kernel(x.device, FILE, f"{name}_{WIDE[x.dtype]}")
+RANKED = {dtype: f"ranked_{name}" for dtype, name in WIDE.items()}
+PRUNED = {dtype: f"pruned_{name}" for dtype, name in WIDE.items()}
+PAIRED = {dtype: f"paired_{name}" for dtype, name in WIDE.items()}
 
 
 def _pairs(x: Tensor, lines: int, n: int, words: tuple[int, ...]) -> None:
     """Rank two. Of long lines, elements that cannot be largest are left out first; lines where
     that cannot be are left over.
     """
-    left = 0
+    device, dtype, left = x.device, x.dtype, 0
     if n > PLAIN:
-        over = torch.empty(lines, dtype=torch.int32, device=x.device)
+        over = torch.empty(lines, dtype=torch.int32, device=device)
         left = over.data_ptr()
-        _named("pruned", x)((lines, 1, 1), THREADS, (*words, left))
+        launch.kernel(device, FILE, PRUNED[dtype])((lines, 1, 1), THREADS, (*words, left))
     threads = min(TILE, -(-n // (32 * EACH)) * 32)
     grid = lines * -(-n // (EACH * threads)), 1, 1
-    _named("paired", x)(grid, (threads, 1, 1), (*words, left))
-
-
-def _line(part: Tensor) -> tuple[int, int, int]:
-    line, step = part.stride()
-    return part.data_ptr(), line, step
+    launch.kernel(device, FILE, PAIRED[dtype])(grid, (threads, 1, 1), (*words, left))
 
 
 def used(numbers: Tensor, count: int) -> Tensor | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import between, native
+from gradtrace.kernels.between import Lies
 from gradtrace.kernels.native import checked
 from gradtrace.kernels.reference import argmax
 
@@ -448,37 +449,47 @@ class Lines(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The largest |J[i, j]·x[j]|, the lowest j that has it (-1 for none), or the mark there."""
+    """The largest |J[i, j]·x[j]|, if asked for, the lowest j that has it (-1 for none), or the mark
+    there.
+    """
 
-    value: Tensor
+    value: Tensor | None
     place: Tensor | None
     marks: Tensor | None
 
 
-def normalise(how: Lines, marks: Tensor | None = None) -> Chosen | None:
+def normalise(
+    how: Lines, marks: Tensor | None = None, value: bool = True, lies: Lies | None = None
+) -> Chosen | None:
     """The largest contribution to each element of lines, with its place, or, given marks, its mark.
+    Tensors may be of other shapes if it is said how they ``lie``.
 
     None where the compiled kernel cannot serve; ``maps.normaliser`` has it in plain torch.
     """
-    parts = (how.diagonal, how.x, *how.left, *how.right)
-    rank, (lines, n) = len(how.left), how.x.shape
-    if rank not in (1, 2) or not how.x.numel() or n >= 1 << 31:
+    diagonal, left, right, x = how
+    parts, kind = (diagonal, x, *left, *right), x.dtype
+    given = parts if marks is None else (*parts, marks)
+    if lies is None:
+        each = [(part.stride(0), part.stride(1)) for part in given]
+        lies = Lies(x.shape[0], x.shape[1], x.shape, each)
+    lines, n, shape, steps = lies
+    if len(left) not in (1, 2) or not lines * n or n >= 1 << 31:
         return None
-    if any(part.dtype is not how.x.dtype for part in parts):
-        return None
-    if how.x.dtype in between.WIDE and between.serves(*parts):
-        size, found = between.normalise(how.diagonal, how.left, how.right, how.x, marks)
-        return Chosen(size, found, None) if marks is None else Chosen(size, None, found)
-    library = _serving(how.x, *parts)
+    for part in parts:
+        if part.dtype is not kind:
+            return None
+    if kind in between.WIDE and between.serves(*parts):
+        most, found = between.normalise(given, len(left), lies, value)
+        return Chosen(most, found, None) if marks is None else Chosen(most, None, found)
+    library = _serving(x, *parts)
     if library is None:
         return None
-    value = how.x.new_empty(lines, n)
-    place = torch.empty(lines, n, dtype=torch.int64) if marks is None else None
-    out = None if marks is None else marks.new_empty(lines, n)
-    given = [*parts, *([] if marks is None else [marks])]
-    numbers = [number for part in given for number in (part.data_ptr(), *part.stride())]
+    most = x.new_empty(shape)
+    place = torch.empty(shape, dtype=torch.int64) if marks is None else None
+    out = None if marks is None else marks.new_empty(shape)
+    numbers = [number for part, step in zip(given, steps) for number in (part.data_ptr(), *step)]
     where = (ctypes.c_int64 * (3 * len(parts) + 3))(*numbers)
-    results = (0 if each is None else each.data_ptr() for each in (value, place, out))
-    threads = _threads(how.x.numel() * 16)
-    checked(library.gradtrace_normalise(_is_wide(how.x), lines, n, rank, where, *results, threads))
-    return Chosen(value, place, out)
+    results = (0 if each is None else each.data_ptr() for each in (most, place, out))
+    sizes, threads = (lines, n, len(left)), _threads(lines * n * 16)
+    checked(library.gradtrace_normalise(_is_wide(x), *sizes, where, *results, threads))
+    return Chosen(most, place, out)

@@ -154,7 +154,9 @@ def tiling(maps: Sequence[Map]) -> list[int] | None:
 def tiled(maps: Sequence[Map], parts: Sequence[Tensor], order: list[int]) -> Tensor:
     """The inputs of slots, one after the other."""
     slots = [map_ for map_ in maps if isinstance(map_, Slot)]
-    return torch.cat([parts[n].reshape(slots[n].cut) for n in order], slots[0].dim)
+    cuts = [(parts[n], slots[n].cut) for n in order]
+    pieces = [part if part.shape == cut else part.reshape(cut) for part, cut in cuts]
+    return torch.cat(pieces, slots[0].dim)
 
 
 def gather(source: Tensor, in_shape: Shape) -> Index:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import argmax, steps
+from gradtrace.kernels.between import Lies
 from gradtrace.kernels.rows import others
 from gradtrace.kernels.steps import Lines
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
@@ -61,7 +62,7 @@ class Normaliser(Map):
     def _back(self, lines: Tensor) -> Tensor:
         order, back, _ = _ordered(self.in_shape, self.dims)
         if order is None or back is None:
-            return torch.reshape(lines, self.in_shape)
+            return lines if lines.shape == self.in_shape else torch.reshape(lines, self.in_shape)
         return lines.reshape([self.in_shape[d] for d in order]).permute(back)
 
     def _own(self) -> Tensor:
@@ -99,16 +100,27 @@ class Normaliser(Map):
         found = steps.normalise(self._along(x))
         value, place = self._chosen(x) if found is None else (found.value, found.place)
         base, over = self._places(torch.arange(self.inputs, device=x.device))
-        assert place is not None
+        assert value is not None and place is not None
         source = base.reshape(self.in_shape) + over[self._back(place)]
         return chosen(self._back(value), source, at)
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         if self.inputs:
-            found = steps.normalise(self._along(wide(x)), self._lines(marks))
+            found = self._carried(wide(x), marks, value)
             if found is not None and found.marks is not None:
-                return self._back(found.value) if value else None, self._back(found.marks)
+                size = self._back(found.value) if value and found.value is not None else None
+                return size, self._back(found.marks)
         return super().carry(x, marks, value)
+
+    def _carried(self, x: Tensor, marks: Tensor, value: bool) -> steps.Chosen | None:
+        """By the kernel, on tensors as they lie, unless one has to be copied to be lines."""
+        left, right = [wide(u) for u in self.left], [wide(v) for v in self.right]
+        diagonal = wide(self.diagonal)
+        tensors = [(part.shape, part.stride()) for part in (diagonal, x, *left, *right, marks)]
+        lies = _lies(self.in_shape, self.dims, *tensors)
+        if lies is None:
+            return steps.normalise(self._along(x), self._lines(marks), value)
+        return steps.normalise(Lines(diagonal, left, right, x), marks, value, lies)
 
     def _along(self, x: Tensor) -> Lines:
         """The map line by line."""
@@ -240,6 +252,40 @@ def _ordered(shape: Shape, dims: Shape) -> tuple[Shape | None, Shape | None, int
     if order == tuple(range(len(shape))):
         return None, None, width
     return order, tuple(order.index(d) for d in range(len(order))), width
+
+
+@lru_cache(maxsize=4096)
+def _lies(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> Lies | None:
+    """How tensors of these shapes and strides, broadcast to a shape, lie as lines; None if one of
+    them has to be copied for that.
+    """
+    kept = tuple(d for d in range(len(shape)) if d not in dims)
+    found: list[tuple[int, int]] = []
+    for sizes, strides in tensors:
+        missing = len(shape) - len(sizes)
+        steps = [0] * missing + [s if size > 1 else 0 for size, s in zip(sizes, strides)]
+        line, along = _step(shape, steps, kept), _step(shape, steps, dims)
+        if line is None or along is None:
+            return None
+        found.append((line, along))
+    lines, n = (prod(shape[d] for d in some) for some in (kept, dims))
+    return Lies(lines, n, shape, tuple(found))
+
+
+def _step(shape: Shape, steps: Sequence[int], dims: Shape) -> int | None:
+    """What one more adds to the place of an element where dimensions are counted through as one,
+    the last first; None if it is not always the same.
+    """
+    found, length = 0, 1
+    for d in reversed(dims):
+        if shape[d] == 1:
+            continue
+        if length == 1:
+            found = steps[d]
+        elif steps[d] != found * length:
+            return None
+        length *= shape[d]
+    return found
 
 
 def _at(x: Tensor, number: Tensor, shape: Shape) -> Tensor:

@@ -61,6 +61,8 @@ class Reduce(Map):
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         largest, handed = steps.reduce(x, marks, self.dims)
         shape = self.out_shape
+        if handed.shape == shape:
+            return largest if value else None, handed
         return torch.reshape(largest, shape) if value else None, torch.reshape(handed, shape)
 
     def rows(self, at: Tensor) -> Rows:

@@ -697,7 +697,7 @@ struct Normalise {
   Lines<T> d, x, u0, u1, v0, v1;
   Lines<int> marks;
   i64 lines, n, rows;
-  T* value;
+  T* value;  // if it is wanted
   i64* place;  // or
   int* out;
   int* left;  // which lines are left to paired; all of them where it is absent
@@ -716,7 +716,7 @@ __device__ __forceinline__ void chosen(const Normalise<T>& c, i64 line, int i,
     at = i;
   }
   const i64 to = line * c.n + i;
-  c.value[to] = number(most);
+  if (c.value) c.value[to] = number(most);
   if (c.place) c.place[to] = most ? at : -1;
   if (c.out) c.out[to] = most ? c.marks.at(line, at) : 0;
 }
@@ -832,7 +832,7 @@ __device__ __forceinline__ void ranked(const Normalise<T>& c) {
         at = i;
       }
       const i64 to = line * n + i;
-      c.value[to] = number(most);
+      if (c.value) c.value[to] = number(most);
       if (c.place) c.place[to] = most ? at : -1;
       if (c.out) c.out[to] = most ? marks.at(at) : 0;
     }
