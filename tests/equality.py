@@ -41,7 +41,7 @@ from operators import CPU, Problem, entries, label, makers
 
 import gradtrace
 from gradtrace import engine
-from gradtrace.kernels import between, contract, reference, rows, steps
+from gradtrace.kernels import between, contract, launch, reference, rows, steps
 from gradtrace.maps import Normaliser
 from gradtrace.marks import Marks
 from gradtrace.semirings import MAX
@@ -117,7 +117,7 @@ IN_PLACE = {steps.merge}
 """Kernels that write to their first two operands."""
 
 DERIVED = {
-    *("largest", "winner", "magnitude", "summed"),
+    *("largest", "winner", "magnitude", "summed", "together", "reduction", "on_gpu", "joint"),
     *("survivors", "compiled", "isa", "isas", "use_isa", "flat"),
 }
 """Functions of the kernels' modules that are made of these, or only tell something."""
@@ -161,6 +161,8 @@ def defined() -> Iterator[Counter[str]]:
             for word, value in list(vars(module).items()):
                 if callable(value) and _known(value, by):
                     put.append((module, word, value))
+    by[launch.serves] = lambda *_: False  # what only a GPU has, as leaves counted together
+    put.append((launch, "serves", launch.serves))
     try:
         for module, word, value in put:
             setattr(module, word, by[value])
