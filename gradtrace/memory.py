@@ -103,7 +103,7 @@ def available(device: torch.device) -> int | None:
     """How many bytes can still be had on a device; None if nobody tells."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        used, reserved = _held(device)
+        used, reserved = launch.held(device)
         cached = reserved - used  # PyTorch's own, in nobody's use
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
         return max(0, min(free + cached, allowed - used))
@@ -111,16 +111,6 @@ def available(device: torch.device) -> int | None:
         return None
     told = [free for free in (_free(), _allowed()) if free is not None]
     return min(told, default=None)
-
-
-def _held(device: torch.device) -> tuple[int, int]:
-    """How many bytes tensors have on a GPU, and PyTorch; ``memory_allocated`` and its like make a
-    list of all that can be told first.
-    """
-    told = torch.cuda.memory_stats_as_nested_dict(device)
-    kinds = ("allocated_bytes", "reserved_bytes")
-    used, reserved = (int(told[kind]["all"]["current"]) if told else 0 for kind in kinds)
-    return used, reserved
 
 
 def _free() -> int | None:

@@ -64,11 +64,21 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def held(device: torch.device) -> tuple[int, int]:
+    """How many bytes tensors have on a GPU, and PyTorch; ``memory_allocated`` and its like make a
+    list of all that can be told first.
+    """
+    told = torch.cuda.memory_stats_as_nested_dict(device)
+    kinds = ("allocated_bytes", "reserved_bytes")
+    used, reserved = (int(told[kind]["all"]["current"]) if told else 0 for kind in kinds)
+    return used, reserved
+
+
 def room(device: torch.device) -> int:
     """How many bytes there are for more tensors."""
     free, _ = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + held)
+    used, reserved = held(device)
+    return int(free) + reserved - used
 
 
 def stream(device: torch.device) -> int:

@@ -1315,7 +1315,7 @@ __device__ __forceinline__ void tell(u32* word, u32 bits) {
   if (bits & ~*word) atomicOr(word, bits);
 }
 
-#define AHEAD 4  // numbers that a thread reads at a time
+#define TAKEN 4  // numbers that a thread reads at a time
 
 // Which numbers are there.
 KERNEL(COUNTERS, used, Used) {
@@ -1323,16 +1323,16 @@ KERNEL(COUNTERS, used, Used) {
   for (i64 w = threadIdx.x; w < c.slots; w += COUNTERS) mine[w] = 0;
   __syncthreads();
   const i64 all = (i64)gridDim.x * COUNTERS;
-  for (i64 i = (i64)blockIdx.x * COUNTERS + threadIdx.x; i < c.n; i += AHEAD * all) {
-    u32 some[AHEAD];
+  for (i64 i = (i64)blockIdx.x * COUNTERS + threadIdx.x; i < c.n; i += TAKEN * all) {
+    u32 some[TAKEN];
 #pragma unroll
-    for (int k = 0; k < AHEAD; k++) {
+    for (int k = 0; k < TAKEN; k++) {
       i64 at[1];
       find(c, i + k * all < c.n ? i + k * all : i, at);
       some[k] = (u32)c.numbers[at[0]];
     }
 #pragma unroll
-    for (int k = 0; k < AHEAD; k++) {
+    for (int k = 0; k < TAKEN; k++) {
       const i64 w = some[k] / 32;
       if (w < c.slots) {
         tell(mine + w, 1u << some[k] % 32);
