@@ -57,6 +57,17 @@ def sparse(words: Words) -> Iterator[tuple[int, npt.NDArray[np.intp], Words]]:
             yield n, which, word[which]
 
 
+class Sums(NamedTuple):
+    """By pair and component, the number of elements and the sum of those that could pass it, and of
+    those that do; how many elements of each leaf have a path; and whether all sums are finite.
+    """
+
+    eligible: Floats
+    through: Floats
+    totals: Floats
+    finite: bool
+
+
 class Groups(NamedTuple):
     """The elements of all leaves by leaf, pair and mark; such as have no path count for nothing.
     A mark is a row and the bits of its leaf.
@@ -70,21 +81,23 @@ class Groups(NamedTuple):
     counts: Tensor  # int64
     sums: Tensor  # float64
 
-    def totals(self) -> Floats:
+    def _reached(self) -> Groups:
+        """Those that have a path; others count for nothing."""
+        there = (self.rows[self.row, 0] | self.extra[self.leaf, 0]) & 1 != 0
+        return self._replace(
+            counts=torch.where(there, self.counts, 0), sums=torch.where(there, self.sums, 0.0)
+        )
+
+    def totals(self) -> Tensor:
         """How many elements of each leaf have a path; exact below 2**53."""
         leaves = torch.arange(len(self.extra), device=self.leaf.device)
         ends = torch.searchsorted(self.leaf, leaves, right=True)
         until = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])[ends]
-        return torch.diff(until, prepend=until.new_zeros(1)).double().cpu().numpy()
+        return torch.diff(until, prepend=until.new_zeros(1)).double()
 
-    def finite(self) -> bool:
-        """Whether all sums are."""
-        return bool(self.sums.isfinite().all())
-
-    def added(self, pairs: int, could: Bools, bits: list[int]) -> tuple[Floats, Floats]:
-        """By pair and component, of the groups whose leaf could pass it (leaves, components), the
-        number of elements and the sum; and the same of those whose mark does, that has any of its
-        bits. Sums that are not finite count for nothing.
+    def added(self, pairs: int, could: Bools, bits: list[int]) -> Sums:
+        """Of the groups whose leaf could pass a component (leaves, components), and of those whose
+        mark does, that has any of its bits. Sums that are not finite count for nothing.
         """
         device = self.leaf.device
         wanted = [
@@ -98,8 +111,11 @@ class Groups(NamedTuple):
         for pair, mine in self._runs(pairs):
             for n in range(0, len(mine), most):
                 found[pair] += self._some(mine[n : n + most], able, wanted, both)
-        eligible, through = found.cpu().numpy().transpose(1, 0, 2, 3)
-        return eligible, through
+        odd = (both[:, 1] != self.sums).any().double()
+        told = torch.cat([odd.reshape(1), self.totals(), found.reshape(-1)]).cpu()  # one wait
+        unlike, totals, line = np.split(told.numpy(), [1, 1 + len(self.extra)])
+        eligible, through = line.reshape(found.shape).transpose(1, 0, 2, 3)
+        return Sums(eligible, through, totals, not unlike.any())
 
     def _some(self, at: Tensor, could: Tensor, wanted: Sequence[Word], sums: Tensor) -> Tensor:
         leaf = self.leaf[at]
@@ -155,22 +171,24 @@ def grouped(found: Sequence[Counts]) -> Groups:
     if shifts.any() or total != len(counts):  # what was counted together lies in another order
         at = torch.arange(total, device=device) + shift[whose]
         counts, sums = counts[at], sums[at]
+    blank = [n for at, each in zip(begin.tolist(), found) for n in range(at, at + each.blank)]
+    if blank:  # no paths
+        counts.index_fill_(0, lent(np.array(blank, np.int64), device), 0)
     used = counts.nonzero().reshape(-1)
     leaf = whose[used]
     place = used - start[leaf]
     beyond = place // length[leaf]
     row = first[leaf] + place - beyond * length[leaf]
-    table, bits = lent(rows, device), lent(extra, device)
-    there = ((table[row, 0] | bits[leaf, 0]) & 1 != 0) & (place >= 0)
-    return Groups(
+    here = Groups(
         leaf,
-        torch.where(there, pairs[leaf] + beyond, 0),
+        pairs[leaf] + beyond,
         row,
-        table,
-        bits,
-        torch.where(there, counts[used], 0),
-        torch.where(there, sums[used], 0.0),
+        lent(rows, device),
+        lent(extra, device),
+        counts[used],
+        sums[used],
     )
+    return here if (rows[1:, 0] & 1).all() else here._reached()
 
 
 def _joined(found: Sequence[Counts], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:

@@ -41,6 +41,16 @@ class Counted:
     found: Counts | None = None
 
 
+class Able(NamedTuple):
+    """What can be said without counting: the place of each leaf's value; by place and component,
+    whether the leaf belongs to it, and whether paths from it could pass it.
+    """
+
+    place: dict[int, int]
+    owns: Bools
+    could: Bools
+
+
 class Ahead(NamedTuple):
     """A leaf that waits to be counted, and what its ``Counts`` will be."""
 
@@ -86,6 +96,7 @@ class Tally:
     room: int = 0
     leaves: list[Counted] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
+    able: Able | None = None
     jobs: Leaves | None = None
     ahead: list[Ahead] = field(default_factory=list)
     plain: list[Plain] = field(default_factory=list)
@@ -220,22 +231,23 @@ class Tally:
         self.sized.add(name)
         found = Counted(name, value, own, total)
         self.leaves.append(found)
+        self._foreseen()
         return found
 
     def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
-        """The table. What can be said without the counts comes first: a GPU may still be busy."""
-        self._flush()
-        owns, reached = self._owned(), possible(self.program, self.marks)
-        bits = [component.bits for component in self.components]
-        could = hits([reached[leaf.value] for leaf in self.leaves], bits) & ~owns
+        """The table."""
         self._settle()
+        place, owns, could = self._foreseen()
+        order = [place[leaf.value] for leaf in self.leaves]
+        owns, could = owns[order], could[order]
         groups = grouped([leaf.found for leaf in self.leaves if leaf.found is not None])
+        bits = [component.bits for component in self.components]
+        eligible, through, paths, finite = groups.added(self.pairs, could, bits)
         sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
         own = sizes @ owns.astype(float)
-        eligible, through = groups.added(self.pairs, could, bits)
-        unreached = (totals - groups.totals()) @ could.astype(float)
-        if not groups.finite():
+        unreached = (totals - paths) @ could.astype(float)
+        if not finite:
             notes = (*notes, NONFINITE)
         moments = (
             map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist())
@@ -246,18 +258,28 @@ class Tally:
         rows = tuple(map(Row, names, *counts, *moments))
         return Influence(rows, self.pairs, weight, rule, tuple(notes))
 
-    def _owned(self) -> Bools:
+    def _foreseen(self) -> Able:
+        """Worked out when the first leaf has come: a GPU is busy then."""
+        if self.able is None:
+            values = [leaf.value for leaf in self.program.leaves]
+            place = {value: n for n, value in enumerate(values)}
+            owns, reached = self._owned(values), possible(self.program, self.marks)
+            bits = [component.bits for component in self.components]
+            self.able = Able(place, owns, hits([reached[value] for value in values], bits) & ~owns)
+        return self.able
+
+    def _owned(self, values: list[int]) -> Bools:
         """Which leaf belongs to which component."""
         places: dict[str, list[int]] = {}
-        for place, leaf in enumerate(self.leaves):
-            places.setdefault(leaf.name, []).append(place)
+        for place, value in enumerate(values):
+            places.setdefault(self.names[value], []).append(place)
         leaves: list[int] = []
         components: list[int] = []
         for n, component in enumerate(self.components):
             here = [place for name in component.owns for place in places.get(name, ())]
             leaves += here
             components += [n] * len(here)
-        owns = np.zeros((len(self.leaves), len(self.components)), dtype=bool)
+        owns = np.zeros((len(values), len(self.components)), dtype=bool)
         owns[leaves, components] = True
         return owns
 
