@@ -8,7 +8,7 @@ to add a bit to all elements costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
@@ -54,14 +54,22 @@ class Bounds(NamedTuple):
 class Table(Sequence[int]):
     """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to.
 
-    With ``bounds``, where no two are known to be equal.
+    With ``bounds``, where no two are known to be equal. Words may be a function: what a GPU has not
+    found out yet is asked for when somebody needs it.
     """
 
-    __slots__ = ("bounds", "words")
+    __slots__ = ("_words", "bounds")
 
-    def __init__(self, words: Words, bounds: Bounds | None = None) -> None:
-        self.words = words
+    def __init__(self, words: Words | Callable[[], Words], bounds: Bounds | None = None) -> None:
+        self._words = words
         self.bounds = bounds
+
+    @property
+    def words(self) -> Words:
+        """The marks."""
+        if callable(self._words):
+            self._words = self._words()
+        return self._words
 
     def __len__(self) -> int:
         return len(self.words)
@@ -134,6 +142,11 @@ class Palette(NamedTuple):
     rows: Sequence[int] = (1,)
     extra: int = 0
 
+    @property
+    def single(self) -> bool:
+        """Whether there is but one mark; no if that is not known yet."""
+        return type(self.rows) is tuple and len(self.rows) == 1
+
     def mark(self, bits: int) -> Palette:
         """The same numbers, with more bits in every mark."""
         return Palette(self.rows, self.extra | bits) if bits & ~self.extra else self
@@ -185,13 +198,14 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
     count = len(palette.rows)
     if count <= MANY:
         return numbers, palette
-    there = _used(numbers, count)
+    bounds, bits = _bounds(*palette), between.used(numbers, count + 1)
+    if bits is not None and bounds is not None:
+        return _closed(numbers, palette, bounds, bits)
+    there = _used(numbers, count) if bits is None else _flags(bits, count)
     used = np.flatnonzero(there[1:])
     if not len(used):
         return numbers, Palette()
-    marks = words_of(palette.rows, 0, _width(*palette)).take(used, 0)
-    _put(Table(marks), palette.extra, marks)
-    bounds = _bounds(*palette)
+    marks = _taken(palette, used)
     found = distinct(marks) if bounds is None else None
     if found is None:
         table = np.cumsum(there, dtype=np.int32)  # they move up
@@ -203,6 +217,29 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
     if len(marks) == count:  # each is what it was
         return numbers, smaller
     return _renumbered(numbers, torch.from_numpy(table)), smaller
+
+
+def _closed(
+    numbers: Tensor, palette: Palette, bounds: Bounds, bits: Tensor
+) -> tuple[Tensor, Palette]:
+    """``compact`` of marks no two of which are equal, by a GPU that nobody waits for: it gives new
+    numbers itself, and tells which marks are left when they are asked for.
+    """
+    count = len(palette.rows)
+    found = _renumbered(numbers, between.closed(bits, count + 1))
+    letter = waiting.Letter(bits)
+
+    def words() -> Words:
+        return _taken(palette, np.flatnonzero(_flags(letter.read(), count)[1:]))
+
+    return found, Palette(Table(words, bounds))
+
+
+def _taken(palette: Palette, used: Ints) -> Words:
+    """Some of the marks of a palette."""
+    marks = words_of(palette.rows, 0, _width(*palette)).take(used, 0)
+    _put(Table(marks), palette.extra, marks)
+    return marks
 
 
 def _rows(marks: Words, bounds: Bounds | None) -> Sequence[int]:
@@ -247,15 +284,19 @@ ODD = np.random.default_rng(0).integers(0, 1 << 63, WIDE, np.uint64) * np.uint64
 
 def _used(numbers: Tensor, count: int) -> npt.NDArray[np.bool_]:
     """Which numbers, from 1 on, are there; 0 is not."""
-    bits = between.used(numbers, count + 1)
-    if bits is not None:
-        line = bits.cpu().numpy().view(np.uint8)
-        there = np.unpackbits(line, count=count + 1, bitorder="little").view(np.bool_)
-    elif waiting.avoid(numbers):  # to count them would wait for how many there are
+    if waiting.avoid(numbers):  # to count them would wait for how many there are
         flags = torch.zeros(count + 1, dtype=torch.bool, device=numbers.device)
         there = flags.index_fill_(0, numbers.reshape(-1).long(), True).cpu().numpy()
     else:
         there = torch.bincount(numbers.reshape(-1), minlength=count + 1).cpu().numpy() != 0
+    there[0] = False
+    return there
+
+
+def _flags(bits: Tensor, count: int) -> npt.NDArray[np.bool_]:
+    """``_used``, of a bit for each number."""
+    line = bits.cpu().numpy().view(np.uint8)
+    there = np.unpackbits(line, count=count + 1, bitorder="little").view(np.bool_)
     there[0] = False
     return there
 

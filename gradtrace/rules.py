@@ -47,7 +47,7 @@ class Greedy:
         choosing = not map_.stays
         later = choosing and step.out in scope.tails
         value = known if known is not None or later else cast(map_.apply(x), step.dtype)
-        if choosing and len(state.palette.rows) > 1:
+        if choosing and not state.palette.single:
             assert state.numbers is not None
             if value is None and isinstance(map_, Scatter) and map_.sparse:
                 few = map_.few(x, state.numbers)
@@ -231,7 +231,7 @@ class Viterbi:
             return state._replace(value=map_.apply(x), numbers=moved)
         if numbers is None:
             value = map_.pull((x,), MAX)[0]
-        elif len(state.palette.rows) == 1 and not map_.stays:
+        elif state.palette.single and not map_.stays:
             value, numbers = map_.pull((x,), MAX)[0], None
         elif map_.stays:
             value = map_.pull((x,), MAX)[0]

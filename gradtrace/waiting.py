@@ -44,6 +44,26 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(()) if x.dim() else x
 
 
+class Letter:
+    """A small tensor on its way to the CPU: nobody waits for it until it is read."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._here = x
+        if x.is_cuda:
+            self._here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._here.copy_(x, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(x.device))
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self._here
+
+
 class Hopes:
     """Conditions that should hold, noted when they come up and looked at once, later."""
 

@@ -716,7 +716,11 @@ def _bits(words: Tensor | None) -> list[int]:
 
 def _numbered(given: Tensor, count: int) -> None:
     wanted = torch.bincount(given.cpu().reshape(-1), minlength=count) > 0
-    assert _bits(between.used(given, count))[:count] == wanted.tolist()
+    there = between.used(given, count)
+    assert _bits(there)[:count] == wanted.tolist()
+    assert there is not None
+    wanted[:1] = False
+    same(between.closed(there, count), (wanted.cumsum(0) * wanted).int())
     table = words(count, 1 << 30, 5).to(given.device)
     found = between.renumbered(given, table)
     assert found is not None

@@ -21,6 +21,7 @@ from gradtrace.kernels.leaves import Leaves
 from gradtrace.maps import Contract
 from gradtrace.marks import Palette, compact
 from gradtrace.semirings import TopK
+from gradtrace.waiting import Letter
 
 
 @pytest.fixture(scope="session")
@@ -416,19 +417,36 @@ def test_numbers_of_marks(emulator: Emulator) -> None:
 
 
 def test_a_palette_is_looked_through_with_two_launches(emulator: Emulator) -> None:
-    """And with one, where all marks stay."""
+    """And with one, where nobody is left."""
     rows, numbers = tuple(1 | n % 500 << 60 for n in range(600)), devices.words(900, 601)
     for given in (numbers, numbers.reshape(30, 30).mT, numbers % 2, numbers % 1):
         found, wanted = (do(compact, given, Palette(rows, 2)) for do in (_done, devices.plainly))
         assert torch.equal(found[0], wanted[0])
         assert (tuple(found[1].rows), found[1].extra) == (tuple(wanted[1].rows), wanted[1].extra)
     assert emulator.launches == ["used", "renumber"] * 3 + ["used"]
-    emulator.launches.clear()
-    palette, given = Palette(tuple(range(1, 1200, 2))), torch.arange(601, dtype=torch.int32)
-    found = compact(given, palette)
-    assert found[0] is given
-    assert found[1].marks() == palette.marks()
-    assert emulator.launches == ["used"]
+
+
+def test_nobody_waits_for_marks_that_differ(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU gives new numbers by itself; which marks are left is told when somebody asks."""
+    read: list[Letter] = []
+    old = Letter.read
+    monkeypatch.setattr(Letter, "read", lambda letter: (read.append(letter), old(letter))[1])
+    palette, numbers = Palette(tuple(range(1, 1200, 2)), 1 << 70), devices.words(900, 601)
+    whole = torch.arange(601, dtype=torch.int32)
+    for given in (numbers, numbers.reshape(30, 30).mT, numbers % 2, numbers % 1, whole):
+        emulator.launches.clear()
+        found, less = compact(given, palette)
+        assert emulator.launches == ["used", "close", "renumber"]
+        assert not less.single and not read
+        wanted, fewer = devices.plainly(compact, given, palette)
+        same = wanted.any()
+        assert torch.equal(found, wanted)
+        assert less.marks() == fewer.marks() if same else less.marks() == [0]
+        assert len(less.rows) == len(less.marks()) - 1
+        assert len(read) == 1
+        read.clear()
 
 
 def _done(f: Callable[..., Any], *given: Any) -> Any:

@@ -482,6 +482,18 @@ def used(numbers: Tensor, count: int) -> Tensor | None:
     return there
 
 
+def closed(there: Tensor, count: int) -> Tensor:
+    """What the numbers below ``count`` become that ``used`` says are there: 1, 2 and so on, without
+    gaps; the others, and 0, become 0.
+    """
+    table = torch.empty(count, dtype=torch.int32, device=there.device)
+    if count:
+        with launch.at(there.device):
+            words = there.data_ptr(), table.data_ptr(), count
+            launch.kernel(there.device, FILE, "close")((1, 1, 1), COUNTERS, words)
+    return table
+
+
 def renumbered(numbers: Tensor, table: Tensor) -> Tensor | None:
     """``table[numbers]``, and 0 for a number that is not there; both are int32, and the table has
     no gaps. None where there is no kernel for it.

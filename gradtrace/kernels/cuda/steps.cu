@@ -1345,6 +1345,40 @@ KERNEL(COUNTERS, used, Used) {
   for (i64 w = threadIdx.x; w < c.slots; w += COUNTERS) tell(c.there + w, mine[w]);
 }
 
+struct Close {
+  const u32* there;  // a bit for each number
+  int* table;
+  i64 count;
+};
+
+// The numbers that are there, from 1 on, without gaps; 0 stays what it is. By one block.
+KERNEL(COUNTERS, close, Close) {
+  __shared__ int sums[COUNTERS];
+  const i64 words = (c.count + 31) / 32;
+  int before = 0;
+  for (i64 first = 0; first < words; first += COUNTERS) {
+    const i64 w = first + threadIdx.x;
+    u32 bits = w < words ? c.there[w] : 0;
+    if (!w) bits &= ~1u;
+    sums[threadIdx.x] = __popc(bits);
+    __syncthreads();
+    for (int step = 1; step < COUNTERS; step *= 2) {
+      const int more = (int)threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+      __syncthreads();
+      sums[threadIdx.x] += more;
+      __syncthreads();
+    }
+    int number = before + sums[threadIdx.x] - __popc(bits);
+    for (i64 n = 32 * w; n < 32 * w + 32 && n < c.count; n++) {
+      const int yes = bits >> (n % 32) & 1;
+      number += yes;
+      c.table[n] = yes ? number : 0;
+    }
+    before += sums[COUNTERS - 1];
+    __syncthreads();
+  }
+}
+
 struct Renumber {
   int* out;
   const int* numbers;
