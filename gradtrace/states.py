@@ -249,7 +249,7 @@ def shared(states: list[State]) -> bool:
     """
     first = states[0]
     numbers, palette, value = first.numbers, first.palette, first.value
-    if numbers is None or value is None or len(palette.rows) > MANY:
+    if numbers is None or value is None:
         return False
     dtype = value.dtype
     for state in states:
@@ -259,7 +259,7 @@ def shared(states: list[State]) -> bool:
             return False
         if state.value is None or state.value.dtype is not dtype:
             return False
-    return True
+    return len(palette.rows) <= MANY  # last, as a GPU may not have told yet
 
 
 def alike(states: list[State]) -> bool:
