@@ -1,7 +1,8 @@
-"""Where the time goes: the contraction in (max, ×). The device is asked for here, once.
+"""Where the time goes: the contraction in (max, ×). ``contract`` asks for the device, once.
 
 ``reference`` is plain torch and the definition; ``contract`` takes its place where there is a
-compiled library, and gives the same bits.
+compiled library or a GPU, and gives the same bits. A map that knows how its operands lie may ask
+``gpu`` first, which needs no views of them.
 """
 
 from gradtrace.kernels.contract import contraction, largest, survivors, winner
