@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,34 @@ def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.Mo
     assert len(lines) == 9 and all(job.cut.settle for job in lines) and held
     parts = [(job.most, 16 * job.cut.places) for job in lines]
     apart(parts + [(job.out, 4 * job.cut.results) for job in lines], 1 << 62)
+
+
+def test_work_is_held_until_the_launch(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than is kept between launches belongs to this one alone."""
+    alive: list[bool] = []
+    made: list[weakref.ref[Tensor]] = []
+    work, kernel = between._work, launch.kernel
+
+    def making(device: torch.device, words: int) -> Tensor:
+        found = work(device, words)
+        made.append(weakref.ref(found))
+        return found
+
+    def launching(*args: Any) -> Callable[..., None]:
+        run = kernel(*args)
+
+        def launched(*words: Any) -> None:
+            alive.extend(each() is not None for each in made)
+            assert all(alive)  # else the kernel would write into memory of others
+            run(*words)
+
+        return launched
+
+    monkeypatch.setattr(between, "KEPT", 1)
+    monkeypatch.setattr(between, "_work", making)
+    monkeypatch.setattr(launch, "kernel", launching)
+    counts, _ = between.tally(torch.arange(90).int() % 7, torch.ones(90), 7)
+    assert counts.sum() == 90 and alive
 
 
 def apart(places: list[tuple[int, int]], most: int) -> None:

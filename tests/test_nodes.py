@@ -272,13 +272,13 @@ def test_a_row_gives_what_its_formula_gives(
         assert set(one.gives) >= set(other.gives)  # x**0 gives zeros, or nothing
         if set(one.gives) == set(other.gives):
             assert block_edges(one) == block_edges(other)
-    same = torch.testing.assert_close if name in ROUNDED else assert_equal
-    for found in (
-        lambda p: engine.run(p, MAX),
-        lambda p: engine.run(p, COUNT),
-        lambda p: {leaf.tensor: leaf.compute() for leaf in p.leaves},
+    for found, rounded in (
+        (lambda p: engine.run(p, MAX), ROUNDED),
+        (lambda p: engine.run(p, COUNT), ROUNDED),
+        (lambda p: {leaf.tensor: leaf.compute() for leaf in p.leaves}, ROUNDED | PRODUCTS),
     ):
         one, other = found(short), found(watched)
+        same = torch.testing.assert_close if name in rounded else assert_equal
         for leaf, value in other.items():
             same(one[leaf], value)
 
@@ -286,6 +286,10 @@ def test_a_row_gives_what_its_formula_gives(
 ROUNDED = {"Gelu", "Sigmoid", "Silu", "Sqrt", "Log"}
 """What the node makes of ones, times the cotangent, may differ from what it makes of that by
 rounding."""
+
+PRODUCTS = {"Mm", "Addmm", "Bmm", "Convolution"}
+"""Gradients that are sums of products: BLAS adds them up in an order that depends on the layout of
+the operands and on the processor, so only rounding is promised."""
 
 
 def assert_equal(found: Tensor, wanted: Tensor) -> None:
@@ -325,7 +329,7 @@ def test_cotangents_may_lie_in_memory_as_they_like(
     program = capture.record(out, cotangent, Atlas(), watch)
     found.append({leaf.tensor: leaf.compute() for leaf in program.leaves})
     assert_agree(found[0], leaves, wanted)
-    same = torch.testing.assert_close if name in ROUNDED else assert_equal
+    same = torch.testing.assert_close if name in ROUNDED | PRODUCTS else assert_equal
     for leaf, value in found[1].items():
         same(found[0][leaf], value)
 

@@ -31,7 +31,7 @@ from gradtrace.laboratory.parts import Part, all_cells, all_findings
 
 PARTS = cast(dict[str, Part], {"differences": differences, "costs": costs, "formulas": formulas})
 QUICK: dict[str, Any] = {
-    "differences": {"per_decade": 2, "width": 6},
+    "differences": {"per_decade": 4, "width": 6},
     "costs": {"sizes": [10, 100, 1000]},
     "formulas": {},
 }

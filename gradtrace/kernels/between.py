@@ -201,7 +201,8 @@ def counted(
     """Count leaves in one launch, at most ``TALLIES`` of them: into counts and sums, with work of
     so many words in all.
     """
-    counts, sums, place = found[0].data_ptr(), found[1].data_ptr(), _work(device, work).data_ptr()
+    memory = _work(device, work)  # held until the launch: a large one is kept by nobody else
+    counts, sums, place = found[0].data_ptr(), found[1].data_ptr(), memory.data_ptr()
     words, first, shared = [len(jobs)], 0, 0
     for marks, gradient, kind, n, many, low, plan, at, mine in jobs:
         words += (
