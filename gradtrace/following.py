@@ -7,7 +7,7 @@ arrived at a step's output moves on to the element of its input that contributes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace.choices import Nested, nested
 from gradtrace.engine import Held, balanced, gradient_of, value_of
 from gradtrace.maps import Identity, Index, Map, Scale
 from gradtrace.maps.base import Best
@@ -81,6 +82,7 @@ class Kept:
     program: Program
     seed: Tensor
     budget: int | None = None  # bytes; None: all values are kept
+    _latest: tuple[Nested, dict[int, Held]] | None = field(default=None, repr=False)
 
     @cached_property
     def gradients(self) -> Values[Tensor]:
@@ -124,6 +126,21 @@ class Kept:
             for slot, value in block.takes.items()
         }
 
+    @cached_property
+    def nested(self) -> dict[int, Nested]:
+        """The sums of sums, by the values of their steps."""
+        found = filter(None, map(nested, self.program.blocks))
+        return {step.out: part for part in found for step in part.steps}
+
+    def _inside(self, part: Nested) -> dict[int, Held]:
+        """The largest single |contribution| to every value of sums of sums."""
+        if self._latest is None or self._latest[0] is not part:
+            values = {v: Held((wide(self.gradients[v]).abs(),), 0) for v in part.takes}
+            for step in part.steps:
+                values[step.out] = _largest(step, values)
+            self._latest = part, values
+        return self._latest[1]
+
     # Following the largest contributions -------------------------------------------------------
 
     def follow(self, starts: Mapping[int, Tensor], rule: str) -> Forest:
@@ -138,7 +155,7 @@ class Kept:
                     at = growth.stage(out, terms[0].map.outputs)
                     if out in self.takers or out in starts:
                         growth.gradient(self.gradient(out, at))
-                    for hops in self._onward(terms, at, rule):
+                    for hops in self._onward(terms, at, self._compared(out, rule)):
                         growth.send(hops)
             root = self.program.root
             if growth.arrived(root):
@@ -146,19 +163,28 @@ class Kept:
                 growth.gradient(self.seed.reshape(-1)[at])
             return growth.forest(root)
 
-    def _onward(self, terms: tuple[Term, ...], at: Tensor, rule: str) -> Iterator[Hops]:
+    def _compared(self, out: int, rule: str) -> Values[Held] | None:
+        """The sizes by which the terms of a value are compared; None for the gradients."""
+        if rule != "greedy":
+            return self.largest
+        part = self.nested.get(out)
+        return None if part is None else self._inside(part)
+
+    def _onward(
+        self, terms: tuple[Term, ...], at: Tensor, held: Values[Held] | None
+    ) -> Iterator[Hops]:
         if len(terms) == 1:
-            yield from self._alone(terms[0], at, rule)
+            yield from self._alone(terms[0], at, held)
             return
-        offers = [self._offer(term, at, rule) for term in terms]
-        sizes = self._sizes(terms, offers, at, rule)
+        offers = [self._offer(term, at, held) for term in terms]
+        sizes = self._sizes(terms, offers, at, held)
         which = torch.stack(sizes).max(0).indices
         for k, (term, offer) in enumerate(zip(terms, offers)):
             mine = ((which == k) & (offer.source >= 0)).nonzero().reshape(-1)
             if mine.numel():
                 yield _hops(term, at[mine], offer.source[mine], mine)
 
-    def _alone(self, term: Term, at: Tensor, rule: str) -> Iterator[Hops]:
+    def _alone(self, term: Term, at: Tensor, held: Values[Held] | None) -> Iterator[Hops]:
         """The hops of a step of one term."""
         if isinstance(term.map, Identity):
             yield Hops(term.value, at, None, None, True)
@@ -166,7 +192,7 @@ class Kept:
         if term.map.moves:
             source = term.map.rows(at).source[:, 0]
         else:
-            source = term.map.best(self._value(term.value, rule), at).source
+            source = term.map.best(self._value(term.value, held), at).source
         if not source.numel() or int(source.min()) >= 0:
             yield _hops(term, at, source, None)
             return
@@ -174,10 +200,10 @@ class Kept:
         if there.numel():
             yield _hops(term, at[there], source[there], there)
 
-    def _offer(self, term: Term, at: Tensor, rule: str) -> Best:
+    def _offer(self, term: Term, at: Tensor, held: Values[Held] | None) -> Best:
         """What one of several terms has for some elements."""
-        if rule != "greedy" or not term.map.moves or term.value in self.gradients:
-            return term.map.best(self._value(term.value, rule), at)
+        if held is not None or not term.map.moves or term.value in self.gradients:
+            return term.map.best(self._value(term.value, held), at)
         source = term.map.rows(at).source[:, 0]
         found = wide(self.gradient(term.value, source.clamp(min=0))).abs()
         found = torch.where(source < 0, 0, found)
@@ -211,16 +237,16 @@ class Kept:
     def _shape(self, value: int) -> Shape:
         return self.makers[value][0].map.out_shape
 
-    def _value(self, value: int, rule: str) -> Tensor:
-        return self.gradients[value] if rule == "greedy" else self.largest[value].value[0]
+    def _value(self, value: int, held: Values[Held] | None) -> Tensor:
+        return self.gradients[value] if held is None else held[value].value[0]
 
     def _sizes(
-        self, terms: tuple[Term, ...], offers: list[Best], at: Tensor, rule: str
+        self, terms: tuple[Term, ...], offers: list[Best], at: Tensor, held: Values[Held] | None
     ) -> list[Tensor]:
         """How much each term counts for in the choice among them."""
-        if rule == "greedy":
+        if held is None:
             return [self._total(term, offer.value, at) for term, offer in zip(terms, offers)]
-        powers = [self.largest[term.value].exponent for term in terms]
+        powers = [held[term.value].exponent for term in terms]
         return [shifted(offer.value, p - max(powers)) for offer, p in zip(offers, powers)]
 
     def _total(self, term: Term, largest: Tensor, at: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradtrace.choices import nested
 from gradtrace.maps import Map
 from gradtrace.program import Program, Step
 
@@ -34,24 +35,34 @@ class Pairs:
         chains = Chains(program)
         last = program.last_uses
         leaves = {leaf.value for leaf in program.leaves}
-        for n, step in enumerate(program.steps()):
-            if all(term.value in apart for term in step.terms):
-                high, low = (
-                    _most([term.map.reach(spans[term.value][k]) for term in step.terms])
-                    for k in (0, 1)
-                )
-                if bool(((high == 0) | (high + low == count + 1)).all()):
-                    apart.add(step.out)
-                    spans[step.out] = (high, low)
-                    if step.out in leaves:
-                        of[step.out] = high
-            for value, span in chains.broken(step, apart, spans):
-                of[value] = span
-            if step.out not in apart:
-                of.update((t.value, spans[t.value][0]) for t in step.terms if t.value in apart)
-            for term in step.terms:
-                if last[term.value] == n:
-                    spans.pop(term.value, None)
+        n = -1
+        for block in program.blocks:
+            part = nested(block)
+            taken = {v: spans[v][0] for v in block.takes.values() if v in apart} if part else {}
+            for step in (*block.steps, None, *block.merges):
+                if step is None:  # sums of sums are found in one go
+                    if part is not None and not part.gives <= apart:
+                        apart.difference_update(each.out for each in block.steps)
+                        of.update(taken)
+                    continue
+                n += 1
+                if all(term.value in apart for term in step.terms):
+                    high, low = (
+                        _most([term.map.reach(spans[term.value][k]) for term in step.terms])
+                        for k in (0, 1)
+                    )
+                    if bool(((high == 0) | (high + low == count + 1)).all()):
+                        apart.add(step.out)
+                        spans[step.out] = (high, low)
+                        if step.out in leaves:
+                            of[step.out] = high
+                for value, span in chains.broken(step, apart, spans):
+                    of[value] = span
+                if step.out not in apart:
+                    of.update((t.value, spans[t.value][0]) for t in step.terms if t.value in apart)
+                for term in step.terms:
+                    if last[term.value] == n:
+                        spans.pop(term.value, None)
         return cls(apart, of)
 
     def summed(self, program: Program, mixed: set[int]) -> dict[int, int | None]:

@@ -5,8 +5,8 @@ the root has visited (``gradtrace.marks``). A step's output takes the mark of th
 to. So no pointers are kept, and memory is as for a backward pass. Two rules say where an element
 points to:
 
-- ``greedy``: values are the gradients. At a step, the term with the largest |contribution|; inside
-  its map, the element with the largest |weight · gradient|.
+- ``greedy``: values are the gradients. Of the users of a value, the one with the largest
+  |contribution|; inside that operator, the element with the largest |weight · gradient|.
 - ``viterbi``: values are MAX, so that the pointers are those of the path of greatest |product|.
 
 A contribution of exactly 0 is none; ties go to the first term, then to the lowest element. What
@@ -19,19 +19,20 @@ nothing is compared. Gradients that recording has kept are not computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradtrace.choices import Nested, nested
 from gradtrace.maps import Map, tiled, tiling
 from gradtrace.maps.places import nearby
 from gradtrace.marks import MANY, NO_MARKS, Marks, Palette, compact, sliced
 from gradtrace.pairs import Pairs, lines
 from gradtrace.parked import Shelf, packed, take, unpacked
 from gradtrace.program import Leaf, Program, Step
-from gradtrace.rules import RULES, Greedy
+from gradtrace.rules import RULES, Greedy, Rule
 from gradtrace.semirings.base import shifted, wide
 from gradtrace.states import Scope, State, alike, made, shared, solid
 
@@ -52,6 +53,7 @@ class Found(NamedTuple):
 
 
 NOTHING = Scope({}, frozenset())
+VITERBI, GRADIENT = RULES["viterbi"], RULES["gradient"]
 
 TERMS = 3
 """As many terms of a sum that goes on are held as they are, where all have the same marks."""
@@ -76,6 +78,11 @@ class Tracer:
         if self.absolute:
             self.partial = set()  # the largest of the largest is the largest
         self.leaves = {leaf.value: leaf for leaf in program.leaves}
+        self.nested: dict[int, Nested] = {}  # by block
+        if isinstance(self.rule, Greedy):
+            for number, block in enumerate(program.blocks):
+                if (part := nested(block)) is not None:
+                    self.nested[number] = part
         self.places: dict[int, tuple[int, Tensor]] = {}
 
     def run(self, seed: Tensor) -> Iterator[Found]:
@@ -156,12 +163,20 @@ class Tracer:
         plainly, through = not self.places, self.rule.through
         for number, block in enumerate(self.program.blocks):
             self._enter(number, block.takes, states)
+            part = self.nested.get(number)
+            if part is not None and (values is None or part.gives & values):
+                chosen = self._chosen(part, states)
+            else:
+                part = None
             for step in block.steps:  # there are thousands of them, most of one term
                 n += 1
                 out, terms, _, _ = step
                 if values is not None and out not in values:
                     continue
-                if plainly and len(terms) == 1:
+                if part is not None and out in part.alone:
+                    states[out] = self._summed(step, states, scope)
+                    _drop(step, n, states, last, keep)
+                elif plainly and len(terms) == 1:
                     map_, value = terms[0]
                     states[out] = through(map_, states[value], step, scope)
                     if last[value] == n and value not in keep:
@@ -169,6 +184,8 @@ class Tracer:
                 else:
                     states[out] = self._step(step, states, scope)
                     _drop(step, n, states, last, keep)
+            for value in part.gives if part is not None else ():
+                states[value] = _pointed(states[value], chosen[value])
             for position, value in block.gives.items() if positions else ():
                 bits = positions.get((number, position), 0)
                 if bits and value in states:
@@ -212,6 +229,28 @@ class Tracer:
         for map_, (_, value) in zip(maps, step.terms):
             terms.append(self._term(map_, states[value], step, not terms))
         return _ended(self.rule.join(terms, step, scope))
+
+    def _chosen(self, part: Nested, states: dict[int, State]) -> dict[int, State]:
+        """For what sums of sums hand on, the largest single |contribution| and its mark."""
+        sizes = {value: _sizes(states[value]) for value in part.takes}
+        for step in part.steps:
+            sizes[step.out] = self._joined(VITERBI, step, sizes, NOTHING)
+        return {value: sizes[value] for value in part.gives}
+
+    def _summed(self, step: Step, states: dict[int, State], scope: Scope) -> State:
+        """The gradient of a value, whatever marks it may have."""
+        known = scope.known.get(step.out)
+        if known is not None:
+            return made(known, None, Palette())
+        inputs = {term.value: solid(states[term.value]) for term in step.terms}
+        return self._joined(GRADIENT, step, inputs, scope)._replace(numbers=None, loose=False)
+
+    def _joined(self, rule: Rule, step: Step, states: Mapping[int, State], scope: Scope) -> State:
+        found = [
+            rule.through(self._map(map_, value), states[value], step, scope)
+            for map_, value in step.terms
+        ]
+        return found[0] if len(found) == 1 else rule.join(found, step, scope)
 
     def _tiled(
         self, maps: list[Map], states: list[State], order: list[int], known: Tensor | None
@@ -271,6 +310,21 @@ class Tracer:
         found = map_.narrow(*self.places[value])
         assert found is not None
         return found
+
+
+def _sizes(state: State) -> State:
+    """The sizes of a value's elements; such as are 0 have no mark."""
+    state = solid(state)
+    if state.numbers is not None:
+        state = state._replace(loose=True)
+    state = state if state.numbers is None else state.written()
+    assert state.value is not None
+    return State(wide(state.value).abs(), state.exponent, state.numbers, state.palette)
+
+
+def _pointed(state: State, largest: State) -> State:
+    """A value with the marks of its largest contributions."""
+    return made(state.value, largest.written().numbers, largest.palette)
 
 
 def _ended(state: State) -> State:

@@ -39,7 +39,7 @@ LAYERS: tuple[set[str], ...] = (
     {"maps", "atlas", "hooks", "passes", "testing", "groups"},
     {"linear", "deferred", "schedules", "states"},
     {"program", "nodes"},
-    {"values", "engine", "store"},
+    {"values", "engine", "store", "choices"},
     {"folding", "parked", "recorder", "reconverge", "rules", "sizes"}
     | {"gradient", "memory", "pairs", "sampling"},
     {"matrices"},
