@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
 from gradtrace.graph import Graph, build
 from gradtrace.hooks import HookWatch
 from gradtrace.paths import Paths
+from gradtrace.plain import numbers_of
 from gradtrace.program import Leaf, Program
 from gradtrace.schedules import walk
 from gradtrace.semirings import SUM, Semiring
@@ -339,7 +341,11 @@ def _refuse_nonfinite(
 ) -> None:
     if _sums_are_finite(named.values()):
         return
-    bad = [name for name, grad in named.items() if not bool(torch.isfinite(grad).all())]
+    bad = [
+        name
+        for name, grad in named.items()
+        if not all(bool(torch.isfinite(part).all()) for part in numbers_of(grad))
+    ]
     if bad:
         where = first_nonfinite(loss, seed, atlas, watch)
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
@@ -358,7 +364,7 @@ def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
     kinds: dict[tuple[object, ...], list[Tensor]] = {}
     away: dict[tuple[object, ...], list[Tensor]] = {}
     sums: list[Tensor] = []
-    for grad in grads:
+    for grad in chain.from_iterable(map(numbers_of, grads)):
         if waiting.avoid(grad) and grad.numel():
             away.setdefault((grad.dtype, grad.device), []).append(grad)
         elif grad.numel() < SMALL:

@@ -25,6 +25,7 @@ from gradtrace.hooks import HookWatch
 from gradtrace.linear import Together, real_dtype, shape_of
 from gradtrace.nodes import JOINTS, NODES, Chain, Edge, NodeRule, same, summed
 from gradtrace.passes import one_pass
+from gradtrace.plain import plain
 from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term, double, single
 from gradtrace.recorder import Recorder
 from gradtrace.schedules import walk
@@ -224,6 +225,7 @@ class Record:
     def _hand(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
         """A result of a block, to the node that it is the cotangent of."""
         child, slot = edge
+        out = plain(out)
         block.gives[position] = value
         if self.store.left > 0:
             kind = self.kinds.get(type(child)) or self._kind(type(child))
@@ -302,7 +304,7 @@ class Record:
             value = block.gives[0]
             if value != block.takes[0]:  # else the hook only looked
                 self.blocks.append(block)
-        self.leaves.append(Leaf(leaf, value, self.deferred.get(value, tensor)))
+        self.leaves.append(Leaf(leaf, value, self.deferred.get(value, plain(tensor))))
 
     def _merge(
         self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int

@@ -66,7 +66,11 @@ class Walk:
             variable = node.variable
             if variable._backward_hooks:
                 grads = hooks.run_leaf_hooks(variable, grads)
-            self.leaves.append((variable, grads[0]))  # type: ignore[arg-type]
+            grad = grads[0]
+            assert grad is not None
+            if grad._is_zerotensor():  # without memory; the user gets zeros
+                grad = torch.zeros_like(grad)
+            self.leaves.append((variable, grad))
             return
         facts = FACTS.get(kind) or learn(kind)
         if facts.many:

@@ -20,11 +20,14 @@ from gradtrace import autograd, linear, standins, waiting
 from gradtrace.errors import NotLinear
 from gradtrace.linear import Call, Chains, shape_of
 from gradtrace.maps import Identity, gather
+from gradtrace.plain import is_wrapper, refuse_wrapper
 from gradtrace.program import Step, Term
 from gradtrace.waiting import Hopes
 
 aten = torch.ops.aten
 CONVOLUTION = aten.convolution_backward.default
+ZEROS = aten._efficientzerotensor.default
+"""Makes a tensor without memory: maps and kernels want one with it."""
 
 FUSED = frozenset({linear.OPENED["_scaled_dot_product_flash_attention_for_cpu_backward"]})
 """Decompositions of what is several operators for the user."""
@@ -123,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not deps:
             if func._schema.is_mutable:
                 self._disown(args[0])
-            out = func(*args, **kwargs)
+            out = torch.zeros(*args, **kwargs) if func is ZEROS else func(*args, **kwargs)
             self.alive.append(out)
             return out
         if len(deps) > 1:
@@ -148,6 +151,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(out, Tensor):
             if out.layout is not torch.strided:
                 autograd.refuse_layout(out)
+            if out.is_meta:  # only its shape is wanted, as where a factor is a zero tensor
+                return out
+            if is_wrapper(out):
+                refuse_wrapper(out)
             if out.is_floating_point() or out.is_complex():
                 self._single(call, found)
         elif isinstance(out, (list, tuple)):

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from gradtrace.errors import GradtraceError
 from gradtrace.kernels import native
 
 SCRIPT = """
 import torch, gradtrace as gt
+from gradtrace.errors import GradtraceError
 from gradtrace.kernels import native
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -53,7 +55,9 @@ def test_a_file_that_is_no_library_is_not_loaded(tmp_path: Path) -> None:
     assert "broken.so cannot be loaded" in found.stderr
 
 
-@pytest.mark.parametrize(("status", "error"), [(1, MemoryError), (2, RuntimeError)])
+@pytest.mark.parametrize(
+    ("status", "error"), [(1, MemoryError), (2, RuntimeError), (3, GradtraceError)]
+)
 def test_what_a_kernel_could_not_do_is_raised(status: int, error: type[Exception]) -> None:
     native.checked(0)
     with pytest.raises(error):

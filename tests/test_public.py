@@ -34,6 +34,7 @@ PUBLIC = {
 
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"},
+    {"plain"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
     {"semirings", "labels", "loggers", "marks"},
     {"maps", "atlas", "hooks", "passes", "testing", "groups"},

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import launch
+from gradtrace.kernels.pointers import on_device
 
 FILE = "steps.cu"
 KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -91,13 +92,13 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
     how = _together(shape, *steps)
     if how is None:
         return False
-    there = 0 if isinstance(other, int) else beside.data_ptr()
+    there = 0 if isinstance(other, int) else on_device(beside)
     device = size.device
     with launch.at(device):
         launch.kernel(device, FILE, f"merge_{WIDE[size.dtype]}")(
             _blocks(n), THREADS,
             (
-                size.data_ptr(), marks.data_ptr(), value.data_ptr(), there, int(constant), shift,
+                on_device(size), on_device(marks), on_device(value), there, int(constant), shift,
                 KINDS[value.dtype], n, *how,
             ),
         )  # fmt: skip
@@ -135,7 +136,7 @@ def larger(
     if how is None:
         return None
     words = (
-        out.data_ptr(), first.data_ptr(), here, second.data_ptr(), there, mark, another, shift,
+        on_device(out), on_device(first), here, on_device(second), there, mark, another, shift,
         int(loose), kind, other, n, *how,
     )  # fmt: skip
     with launch.at(device):
@@ -146,7 +147,7 @@ def larger(
 
 def _beside(marks: Tensor | int, out: Tensor) -> tuple[Tensor, int, int]:
     """Marks, where they lie, and what each is; of a number for all, something that lies so."""
-    return (marks, marks.data_ptr(), 0) if isinstance(marks, Tensor) else (out, 0, marks)
+    return (marks, on_device(marks), 0) if isinstance(marks, Tensor) else (out, 0, marks)
 
 
 @lru_cache(4096)
@@ -202,7 +203,7 @@ def counted(
     so many words in all.
     """
     memory = _work(device, work)  # held until the launch: a large one is kept by nobody else
-    counts, sums, place = found[0].data_ptr(), found[1].data_ptr(), memory.data_ptr()
+    counts, sums, place = on_device(found[0]), on_device(found[1]), on_device(memory)
     words, first, shared = [len(jobs)], 0, 0
     for marks, gradient, kind, n, many, low, plan, at, mine in jobs:
         words += (
@@ -225,7 +226,7 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``steps.tally`` of flat tensors, at most ``steps.PIECE`` elements and one mark at least."""
     device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
     found, plan = results(count, device), counting(n, count, kind == 1, device)
-    where = marks.data_ptr(), gradient.data_ptr(), kind, n
+    where = on_device(marks), on_device(gradient), kind, n
     with launch.at(device):
         for low in range(0, count, plan.marks):
             job = Tallied(*where, min(plan.marks, count - low), low, plan, low)
@@ -237,7 +238,7 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """``steps.measured`` of a tensor without gaps, of at most ``steps.PIECE`` elements."""
     device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
     found, plan = results(1, device), counting(n, 1, kind == 1, device)
-    job = Tallied(0, gradient.data_ptr(), kind, n, 1, 0, plan)
+    job = Tallied(0, on_device(gradient), kind, n, 1, 0, plan)
     with launch.at(device):
         counted(MEASURE[kind == 1], device, (job,), found, plan.words)
     return found[0].reshape(()), found[1].reshape(())
@@ -301,9 +302,9 @@ def reduce(x: Tensor, marks: Tensor, levels: Levels, shape: Sequence[int]) -> tu
     how, most = cut(levels, launch.processors(device)), 0
     if how.settle:
         between = torch.empty(2 * how.places, dtype=torch.int64, device=device)
-        most = between.data_ptr()
-    where = x.data_ptr(), marks.data_ptr(), KINDS[x.dtype]
-    job = Reduced(*where, how, most, value.data_ptr(), out.data_ptr())
+        most = on_device(between)
+    where = on_device(x), on_device(marks), KINDS[x.dtype]
+    job = Reduced(*where, how, most, on_device(value), on_device(out))
     with launch.at(device):
         reduced(dtype is torch.float64, device, (job,))
     return value, out
@@ -391,8 +392,8 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> tuple[Tensor
     value = torch.zeros(size, dtype=dtype, device=device)
     first = torch.full((size,), n, dtype=torch.int64, device=device)
     words = (
-        x.data_ptr(), target.data_ptr(), KINDS[x.dtype], n, size, value.data_ptr(),
-        first.data_ptr(),
+        on_device(x), on_device(target), KINDS[x.dtype], n, size, on_device(value),
+        on_device(first),
     )  # fmt: skip
     with launch.at(device):
         for name in ("send", "find") if n and size else ():
@@ -408,7 +409,7 @@ def gather(marks: Tensor, source: Tensor) -> Tensor:
         with launch.at(marks.device):
             launch.kernel(marks.device, FILE, "gather")(
                 _blocks(n), THREADS,
-                (marks.data_ptr(), source.data_ptr(), n, marks.numel(), out.data_ptr()),
+                (on_device(marks), on_device(source), n, marks.numel(), on_device(out)),
             )  # fmt: skip
     return out
 
@@ -424,14 +425,14 @@ def normalise(
     device, dtype, marked = x.device, x.dtype, len(given) > 2 * rank + 2
     value = torch.empty(shape, dtype=dtype, device=device) if sized else None
     found = torch.empty(shape, dtype=torch.int32 if marked else torch.int64, device=device)
-    at = [(part.data_ptr(), *step) for part, step in zip(given, steps)]
+    at = [(on_device(part), *step) for part, step in zip(given, steps)]
     # A warp has a line where there are lines enough for all, else a block.
     rows = 32 if n <= 512 or lines >= 16 * launch.processors(device) else 256
     words = (
         *at[0], *at[1], *at[2], *(at[3] if rank == 2 else LOST),
         *at[rank + 2], *(at[5] if rank == 2 else LOST), *(at[-1] if marked else LOST),
-        lines, n, rows, 0 if value is None else value.data_ptr(),
-        *((0, found.data_ptr()) if marked else (found.data_ptr(), 0)),
+        lines, n, rows, 0 if value is None else on_device(value),
+        *((0, on_device(found)) if marked else (on_device(found), 0)),
     )  # fmt: skip
     with launch.at(device):
         if rank == 1:
@@ -454,7 +455,7 @@ def _pairs(x: Tensor, lines: int, n: int, words: tuple[int, ...]) -> None:
     device, dtype, left = x.device, x.dtype, 0
     if n > PLAIN:
         over = torch.empty(lines, dtype=torch.int32, device=device)
-        left = over.data_ptr()
+        left = on_device(over)
         launch.kernel(device, FILE, PRUNED[dtype])((lines, 1, 1), THREADS, (*words, left))
     threads = min(TILE, -(-n // (32 * EACH)) * 32)
     grid = lines * -(-n // (EACH * threads)), 1, 1
@@ -478,7 +479,7 @@ def used(numbers: Tensor, count: int) -> Tensor | None:
         with launch.at(device):
             launch.kernel(device, FILE, "used")(
                 (blocks, 1, 1), COUNTERS,
-                (numbers.data_ptr(), there.data_ptr(), words, slots, n, *how), 4 * slots,
+                (on_device(numbers), on_device(there), words, slots, n, *how), 4 * slots,
             )  # fmt: skip
     return there
 
@@ -490,7 +491,7 @@ def closed(there: Tensor, count: int) -> Tensor:
     table = torch.empty(count, dtype=torch.int32, device=there.device)
     if count:
         with launch.at(there.device):
-            words = there.data_ptr(), table.data_ptr(), count
+            words = on_device(there), on_device(table), count
             launch.kernel(there.device, FILE, "close")((1, 1, 1), COUNTERS, words)
     return table
 
@@ -510,6 +511,6 @@ def renumbered(numbers: Tensor, table: Tensor) -> Tensor | None:
         with launch.at(numbers.device):
             launch.kernel(numbers.device, FILE, "renumber")(
                 _blocks(n), THREADS,
-                (out.data_ptr(), numbers.data_ptr(), table.data_ptr(), len(table), n, *how),
+                (on_device(out), on_device(numbers), on_device(table), len(table), n, *how),
             )  # fmt: skip
     return out

@@ -11,13 +11,16 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import gpu, native, reference
+from gradtrace.errors import GradtraceError
+from gradtrace.kernels import gpu, native, pointers, reference
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-"""What the library calls them; marks are int32."""
+"""What the library calls the numbers it multiplies."""
 
-MARKS = 4
+READ = {**KINDS, torch.int32: 4}
+"""And those it reads: marks too."""
+
 NOTHING = (0,) * 9
 """The view of a matrix that is not there."""
 
@@ -111,17 +114,25 @@ def compiled(
     (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
     dtype = kind(a, b)
     make = torch.empty if i and m and k and n else torch.zeros
-    out = Contraction(
-        make((i, m, n), dtype=dtype) if value else None,
-        make((i, m, n), dtype=torch.int64) if index else None,
-        make((i, m, n), dtype=torch.int32) if marks is not None else None,
+    kinds = (
+        dtype if value else None,
+        torch.int64 if index else None,
+        torch.int32 if marks is not None else None,
     )
+    out = Contraction(*(kind and make((i, m, n), dtype=kind, device="cpu") for kind in kinds))
     if make is torch.zeros or all(x is None for x in out):
         return out, 0.0
     a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_words(marks))
+    _see_sizes(a, (i, m, k), False)
+    _see_sizes(b, (i, n, k), True)
+    if words is not None:
+        _see_sizes(words, (i, n, k) if of_b else (i, m, k), of_b)
     marked = NOTHING if words is None else _view(words, *((2, 1) if of_b else (1, 2)))
     threads = torch.get_num_threads()
-    places = [0 if x is None else x.data_ptr() for x in out]
+    places = [
+        0 if x is None or kind is None else pointers.flat(x, kind, i * m * n)
+        for x, kind in zip(out, kinds)
+    ]
     call = bytearray(_CALL.size)
     _CALL.pack_into(
         call, 0, *_view(a, 1, 2), *_view(b, 2, 1), *marked,
@@ -165,14 +176,28 @@ def _flat(x: Matrices) -> Matrices:
     return Operand(*(part.contiguous() for part in x)) if isinstance(x, Operand) else x
 
 
+def _see_sizes(x: Matrices, wanted: tuple[int, int, int], turned: bool) -> None:
+    """The library is told the sizes once, and reads all operands by them."""
+    found = sizes(x)
+    if turned and not isinstance(x, Operand):
+        found = found[0], found[2], found[1]
+    if found != wanted:
+        raise GradtraceError(f"a contraction was given operands of sizes {found} and {wanted}")
+
+
 def _view(x: Matrices, rows: int, inner: int) -> tuple[int, ...]:
     """Where the numbers are; a tensor has its rows and its k in these dimensions."""
+    data = x.data if isinstance(x, Operand) else x
+    kind = READ.get(data.dtype)
+    if kind is None:
+        raise GradtraceError(f"a contraction was given numbers of {data.dtype}")
     if isinstance(x, Operand):
-        tables = (x.batch.data_ptr(), 0, x.rows.data_ptr(), 0, x.inner.data_ptr(), 0)
-        return x.data.data_ptr(), KINDS.get(x.data.dtype, MARKS), x.data.numel(), *tables
+        size, flat = data.numel(), pointers.flat
+        batch, line, k = (flat(table, torch.int64, table.numel()) for table in x[1:])
+        return flat(data, data.dtype, size), kind, size, batch, 0, line, 0, k, 0
     step = x.stride()
-    kind = KINDS.get(x.dtype, MARKS)
-    return x.data_ptr(), kind, 0, 0, step[0], 0, step[rows], 0, step[inner]
+    reach = 1 + sum((size - 1) * each for size, each in zip(x.shape, step))
+    return pointers.address(x, x.dtype, reach), kind, 0, 0, step[0], 0, step[rows], 0, step[inner]
 
 
 def isas() -> list[str]:

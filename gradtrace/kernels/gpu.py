@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradtrace.kernels import launch, reference
 from gradtrace.kernels.plans import LARGEST, MOST, SMALL, THREADS, Steps, Way, up, way
+from gradtrace.kernels.pointers import on_device
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
 FILE, BESIDE = "contract.cu", "rescan.cu"
@@ -149,8 +150,8 @@ def carried(
     out = torch.empty(shape, dtype=torch.int32, device=device)
     with launch.at(device):
         found(
-            (a.data_ptr(), 0, 0, 0), (b.data_ptr(), 0, 0, 0), (marks.data_ptr(), 0, 0, 0),
-            0 if largest is None else largest.data_ptr(), 0, out.data_ptr(),
+            (on_device(a), 0, 0, 0), (on_device(b), 0, 0, 0), (on_device(marks), 0, 0, 0),
+            0 if largest is None else on_device(largest), 0, on_device(out),
         )  # fmt: skip
     return Contraction(largest, None, out)
 
@@ -236,7 +237,7 @@ class Ready(NamedTuple):
         """Launch it. Where the value, the winner and its mark go is 0 if nobody wants them."""
         how = self.way
         memory = _KEPT.memory(self.device, how.space.size)
-        start = memory.data_ptr()
+        start = on_device(memory)
         left, right, spare, blocks, parts, numbers, _ = [start + each for each in how.space]
         ours, yours = how.copied
         if ours or yours:
@@ -352,7 +353,7 @@ def _run(
     """Fill in what ``out`` has: all at once, or as much at a time as there is room for."""
     (a, b, marks), asked = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
     lies = a.lie, b.lie, marks.lie
-    value, index, found = (0 if each is None else each.data_ptr() for each in out)
+    value, index, found = (0 if each is None else on_device(each) for each in out)
     whole = ready(device, shape, shape, k, lies, of_b, asked)
     if whole.small:
         whole(a.place, b.place, marks.place, value, index, found)
@@ -409,12 +410,12 @@ class _Side(NamedTuple):
         if isinstance(x, Operand):
             data = x.data.contiguous()
             tables = tuple(table.long().contiguous() for table in x[1:])
-            batch, row, k = (table.data_ptr() for table in tables)
+            batch, row, k = (on_device(table) for table in tables)
             lie = Lie(KINDS.get(data.dtype, 0), data.itemsize, None)
-            return cls(lie, (data.data_ptr(), batch, row, k), (data, *tables))
+            return cls(lie, (on_device(data), batch, row, k), (data, *tables))
         steps = x.stride()
         lie = Lie(KINDS.get(x.dtype, 0), x.itemsize, (steps[0], steps[rows], steps[inner]))
-        return cls(lie, (x.data_ptr(), 0, 0, 0), (x,))
+        return cls(lie, (on_device(x), 0, 0, 0), (x,))
 
 
 NOWHERE = _Side(Lie(0, 0, NO_STEPS), (0, 0, 0, 0), ())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradtrace.kernels import between, launch, steps
 from gradtrace.kernels.between import Cut, Reduced, Tallied
+from gradtrace.kernels.pointers import on_device
 
 SPACE = 1 << 16
 """Words of 8 bytes that are asked for at a time, for the marks of reduced leaves."""
@@ -66,7 +67,7 @@ class Leaves:
             return None
         if not (marks.is_contiguous() and gradient.is_contiguous()):
             marks, gradient = steps.together(marks, gradient)
-        at = self._add(between.TALLY, marks.data_ptr(), gradient, count)
+        at = self._add(between.TALLY, on_device(marks), gradient, count)
         if at is not None:
             self._hold(marks, gradient)
         return at
@@ -95,7 +96,7 @@ class Leaves:
         most, out = self._asked(2 * cut.places if cut.settle else 0, cut.results)
         at = self._add(between.TALLY, out, gradient, count)
         if at is not None:
-            job = Reduced(x.data_ptr(), marks.data_ptr(), kind, cut, most, 0, out)
+            job = Reduced(on_device(x), on_device(marks), kind, cut, most, 0, out)
             self._reduced[kind == 1].append(job)
             self._lines += 1
             self._hold(x, marks, gradient)
@@ -109,7 +110,7 @@ class Leaves:
             self._space = torch.empty(size, dtype=torch.int64, device=self.device)
             self._used = 0
             self._hold(self._space)
-        at = self._space.data_ptr() + 8 * self._used
+        at = on_device(self._space) + 8 * self._used
         self._used += words
         return at, at + 8 * parts
 
@@ -119,7 +120,7 @@ class Leaves:
         plan = between.counting(n, count, wide, self.device)
         if plan.marks < count:  # some at a time
             return None
-        job = Tallied(marks, gradient.data_ptr(), kind, n, count, 0, plan, at, self._words)
+        job = Tallied(marks, on_device(gradient), kind, n, count, 0, plan, at, self._words)
         self._tallied.setdefault(names[wide], []).append(job)
         self._leaves += 1
         self._words += plan.words

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-ABI = 4
+from gradtrace.errors import GradtraceError
+
+ABI = 5
 """What the library must answer, so that one of another version is not called."""
 
 FILE = "lib/gradtrace_cpu.so"  # in a folder of its own: it is no Python module
@@ -70,5 +72,10 @@ def checked(status: int) -> None:
     """Raise what a kernel could not do."""
     if status == 1:
         raise MemoryError("a kernel of gradtrace could not get the memory it needs")
+    if status == 3:
+        raise GradtraceError(
+            "a kernel of gradtrace was given operands that it cannot read: a null pointer, sizes "
+            "out of range, or an index beside the data"
+        )
     if status:
         raise RuntimeError("a kernel of gradtrace failed")

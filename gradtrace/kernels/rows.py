@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace.kernels import pointers
 from gradtrace.kernels.native import checked, library
 from gradtrace.kernels.reference import argmax
 
@@ -17,7 +18,7 @@ LIMIT = 1 << 20
 """The most products that are written out at a time."""
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int}
-ARGUMENTS = {"products": "ppnppnnnnppt", "others": "pppppnnnppt"}
+ARGUMENTS = {"products": "ppnnppnnnnppt", "others": "pppppnnnppt"}
 """What the kernels take: pointers, numbers, and how many threads."""
 
 SUFFIX = {torch.float32: "float", torch.float64: "double"}
@@ -51,9 +52,13 @@ def products(a: Lines, b: Lines, length: int) -> tuple[Tensor, Tensor]:
         return _products(a, b, length)
     value, place = _results(a.offset, a.data.dtype)
     first, second = a.offset.contiguous(), b.offset.contiguous()
-    left, right = (_at(a.data), _at(first), a.step), (_at(b.data), _at(second), b.step)
-    sizes = (len(b.data), len(a.offset), length)
-    checked(call(*left, *right, *sizes, _at(value), _at(place), torch.get_num_threads()))
+    n, at = len(first), pointers.flat
+    given: list[int] = []
+    for lines, offset in ((a, first), (b, second)):
+        size = lines.data.numel()
+        given += (at(lines.data, value.dtype, size), at(offset, torch.int64, n), lines.step, size)
+    found = at(value, value.dtype, n), at(place, torch.int64, n)
+    checked(call(*given, n, length, *found, torch.get_num_threads()))
     return value, place
 
 
@@ -80,9 +85,13 @@ def others(
     left, right, x = left.contiguous(), right.contiguous(), x.contiguous()
     line, skip = line.contiguous(), skip.contiguous()
     value, place = _results(line, x.dtype)
-    given = (_at(part) for part in (left, right, x, line, skip))
-    sizes = (len(line), *x.shape)
-    checked(call(*given, *sizes, _at(value), _at(place), torch.get_num_threads()))
+    (lines, width), n, kind, at = x.shape, len(line), x.dtype, pointers.flat
+    given = (
+        at(left, kind, 2 * n), at(right, kind, 2 * lines * width), at(x, kind, lines * width),
+        at(line, torch.int64, n), at(skip, torch.int64, n),
+    )  # fmt: skip
+    found = at(value, kind, n), at(place, torch.int64, n)
+    checked(call(*given, n, lines, width, *found, torch.get_num_threads()))
     return value, place
 
 
@@ -123,7 +132,3 @@ def _function(symbol: str, name: str) -> Callable[..., int] | None:
     call: Callable[..., int] = getattr(found, symbol)
     call.argtypes = [KINDS[letter] for letter in ARGUMENTS[name]]  # type: ignore[attr-defined]
     return call
-
-
-def _at(x: Tensor) -> int:
-    return x.data_ptr()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import between, native
+from gradtrace.kernels import between, native, pointers
 from gradtrace.kernels.between import Lies
 from gradtrace.kernels.native import checked
 from gradtrace.kernels.reference import argmax
@@ -99,8 +99,9 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
         return
     value = value.to(size.dtype).expand(size.shape).contiguous()
     beside, constant = (None, other) if isinstance(other, int) else (other.contiguous(), 0)
-    n, there = size.numel(), 0 if beside is None else beside.data_ptr()
-    where = (size.data_ptr(), marks.data_ptr(), value.data_ptr(), there)
+    n, at = size.numel(), pointers.flat
+    there = 0 if beside is None else at(beside, torch.int32, n)
+    where = (at(size, size.dtype, n), at(marks, torch.int32, n), at(value, size.dtype, n), there)
     checked(library.gradtrace_merge(_is_wide(size), n, *where, constant, shift, _threads(n)))
 
 
@@ -153,11 +154,11 @@ def _piece(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]
     library = _serving(gradient, marks)
     if library is None:
         return _tally(marks, gradient, count)
-    counts = torch.empty(count, dtype=torch.int64)
-    sums = torch.empty(count, dtype=torch.float64)
-    n = gradient.numel()
-    where = (marks.data_ptr(), gradient.data_ptr(), count)
-    found = (counts.data_ptr(), sums.data_ptr())
+    counts = torch.empty(count, dtype=torch.int64, device=gradient.device)
+    sums = torch.empty(count, dtype=torch.float64, device=gradient.device)
+    n, at = gradient.numel(), pointers.flat
+    where = (at(marks, torch.int32, n), at(gradient, gradient.dtype, n), count)
+    found = (at(counts, torch.int64, count), at(sums, torch.float64, count))
     checked(library.gradtrace_tally(_is_wide(gradient), n, *where, *found, _threads(n)))
     return counts, sums
 
@@ -186,9 +187,10 @@ def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
     library = _serving(flat)
     if library is None:
         return _measured(flat.reshape(-1))
-    n = flat.numel()
-    count, total = torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.float64)
-    where = (flat.data_ptr(), count.data_ptr(), total.data_ptr())
+    n, at = flat.numel(), pointers.flat
+    count = torch.empty((), dtype=torch.int64, device=flat.device)
+    total = torch.empty((), dtype=torch.float64, device=flat.device)
+    where = (at(flat, flat.dtype, n), at(count, torch.int64, 1), at(total, torch.float64, 1))
     checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
     return count, total
 
@@ -308,8 +310,13 @@ def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     x, marks, levels = _leveled(x, marks, dims, how.levels)
     value, out = x.new_empty(how.shape), marks.new_empty(how.shape)
     numbers = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
-    where = (x.data_ptr(), marks.data_ptr(), numbers, value.data_ptr(), out.data_ptr())
-    checked(library.gradtrace_reduce(_is_wide(x), *where, _threads(x.numel())))
+    given = (
+        pointers.address(x, x.dtype, _extent(levels, 1)),
+        pointers.address(marks, torch.int32, _extent(levels, 2)),
+    )
+    n = prod(how.shape)
+    found = (pointers.flat(value, x.dtype, n), pointers.flat(out, torch.int32, n))
+    checked(library.gradtrace_reduce(_is_wide(x), *given, numbers, *found, _threads(x.numel())))
     return Carried(value, out)
 
 
@@ -337,6 +344,11 @@ def reduction(
     short = prod(shape) > 0 and prod(shape[d] for d in dims) < 1 << 31
     kept = tuple(size for d, size in enumerate(shape) if d not in dims)
     return Reduction(short, kept, _levels(shape, steps, along, dims))
+
+
+def _extent(levels: Levels, part: int) -> int:
+    """How far the elements of the values (1) or of the marks (2) reach in memory."""
+    return 1 + sum((level[0] - 1) * level[part] for level in levels)
 
 
 def _leveled(
@@ -407,9 +419,10 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
         return _scatter(x, marks, target, size)
     x, marks, target = x.contiguous(), marks.contiguous(), target.long().contiguous()
     value, out = x.new_zeros(size), marks.new_zeros(size)
-    where = (x.data_ptr(), marks.data_ptr(), target.data_ptr(), size)
-    found = (value.data_ptr(), out.data_ptr())
-    checked(library.gradtrace_scatter(_is_wide(x), len(x), *where, *found))
+    n, at = x.numel(), pointers.flat
+    where = (at(x, x.dtype, n), at(marks, torch.int32, n), at(target, torch.int64, n), size)
+    found = (at(value, x.dtype, size), at(out, torch.int32, size))
+    checked(library.gradtrace_scatter(_is_wide(x), n, *where, *found))
     return Carried(value, out)
 
 
@@ -485,11 +498,16 @@ def normalise(
     if library is None:
         return None
     most = x.new_empty(shape)
-    place = torch.empty(shape, dtype=torch.int64) if marks is None else None
+    place = torch.empty(shape, dtype=torch.int64, device=x.device) if marks is None else None
     out = None if marks is None else marks.new_empty(shape)
-    numbers = [number for part, step in zip(given, steps) for number in (part.data_ptr(), *step)]
+    numbers: list[int] = []
+    for part, (line, step) in zip(given, steps):
+        reach = 1 + (lines - 1) * line + (n - 1) * step
+        kind_of = torch.int32 if part is marks else kind
+        numbers += (pointers.address(part, kind_of, reach), line, step)
     where = (ctypes.c_int64 * (3 * len(parts) + 3))(*numbers)
-    results = (0 if each is None else each.data_ptr() for each in (most, place, out))
+    wanted = ((most, kind), (place, torch.int64), (out, torch.int32))
+    results = (0 if t is None else pointers.flat(t, dtype, lines * n) for t, dtype in wanted)
     sizes, threads = (lines, n, len(left)), _threads(lines * n * 16)
     checked(library.gradtrace_normalise(_is_wide(x), *sizes, where, *results, threads))
     return Chosen(most, place, out)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import launch
+from gradtrace.kernels.pointers import on_device
 
 FILE = "top.cu"
 MOST = 8
@@ -39,8 +40,8 @@ def contraction(parts: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
         return torch.zeros(shape, dtype=weight.dtype, device=device).unbind()
     out = torch.empty(shape, dtype=weight.dtype, device=device)
     grid = -(-m // ROWS) * -(-n // COLUMNS)
-    first = weight.data_ptr(), weight.stride(0), weight.stride(2), weight.stride(1)
-    given = [word for part in parts for word in (part.data_ptr(), *part.stride())]
+    first = on_device(weight), weight.stride(0), weight.stride(2), weight.stride(1)
+    given = [word for part in parts for word in (on_device(part), *part.stride())]
     rest = NOTHING * (MOST - len(parts))
     with launch.at(device):
         kernel = launch.kernel(device, FILE, NAMES[weight.dtype], (f"TOP {len(parts)}",))
@@ -51,7 +52,7 @@ def contraction(parts: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
                 for place, word in enumerate(given)
             ]
             right = (first[0] + step * at * first[1], *first[1:])
-            there = out.data_ptr() + step * at * m * n
+            there = on_device(out) + step * at * m * n
             kernel(
                 (grid, 1, some), (16, 16, 1), (*here, *rest, *right, m, n, k, i * m * n, there)
             )  # fmt: skip

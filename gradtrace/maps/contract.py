@@ -18,6 +18,7 @@ from gradtrace.kernels.plans import Steps
 from gradtrace.kernels.rows import Lines, flat, products
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
 from gradtrace.maps.places import located
+from gradtrace.plain import plain
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import cast, wide
 from gradtrace.shapes import Shape
@@ -34,7 +35,7 @@ class Contract(Map):
 
     def __init__(self, spec: str, weight: Tensor, in_shape: Shape, out_shape: Shape) -> None:
         self.spec = spec
-        self.weight = weight
+        self.weight = plain(weight)
         self.in_shape = in_shape
         self.out_shape = out_shape
 

@@ -14,6 +14,7 @@ from gradtrace.kernels import Contraction, contraction
 from gradtrace.kernels.exact import exact
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, resized
 from gradtrace.maps.windowed import Dimension, Products, to_input, to_kernel, with_margins
+from gradtrace.plain import plain
 from gradtrace.semirings import MAX, SUM, Semiring, Value
 from gradtrace.shapes import Shape
 
@@ -50,7 +51,7 @@ class Convolve(Map):
         in_shape: Shape,
         out_shape: Shape,
     ) -> None:
-        self.other = other
+        self.other = plain(other)
         self.windows = windows
         self.to_kernel = to_kernel
         self.in_shape = in_shape

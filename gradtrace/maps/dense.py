@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradtrace.kernels import contraction, winner
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen
+from gradtrace.plain import plain
 from gradtrace.semirings import MAX, Semiring, Value
 from gradtrace.semirings.base import each
 from gradtrace.shapes import Shape
@@ -18,7 +19,7 @@ class Dense(Map):
     __slots__ = ("matrix",)
 
     def __init__(self, matrix: Tensor, in_shape: Shape, out_shape: Shape) -> None:
-        self.matrix = matrix
+        self.matrix = plain(matrix)
         self.in_shape = in_shape
         self.out_shape = out_shape
 

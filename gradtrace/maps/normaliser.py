@@ -16,6 +16,7 @@ from gradtrace.kernels.steps import Lines
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
 from gradtrace.maps.hull import Cloud
 from gradtrace.maps.places import located, picked
+from gradtrace.plain import plain
 from gradtrace.semirings import MAX, Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -37,9 +38,9 @@ class Normaliser(Map):
         dims: Sequence[int],
         shape: Shape,
     ) -> None:
-        self.diagonal = diagonal
-        self.left = tuple(u for u, _ in pairs)
-        self.right = tuple(v for _, v in pairs)
+        self.diagonal = plain(diagonal)
+        self.left = tuple([plain(u) for u, _ in pairs])
+        self.right = tuple([plain(v) for _, v in pairs])
         self.dims = tuple(sorted(d % len(shape) for d in dims)) if shape else ()
         self.in_shape = self.out_shape = shape
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at
 from gradtrace.maps.places import nearby, picked
+from gradtrace.plain import plain
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -70,7 +71,7 @@ class Scale(Map):
     single_source = single_target = stays = True
 
     def __init__(self, weight: Tensor | float, shape: Shape) -> None:
-        self.weight = weight
+        self.weight = plain(weight) if isinstance(weight, Tensor) else weight
         self.in_shape = self.out_shape = shape
 
     def _weight(self, like: Tensor) -> Tensor:

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
-#include <stdexcept>
 
 #include "threads.h"
 
@@ -223,17 +222,31 @@ std::pair<int64_t, int64_t> ends(const Axis& axis, int64_t length) {
 
 // Tables come from outside: none may point beside the data.
 void check(const View& x, int64_t batches, int64_t rows, int64_t inner) {
-  if (!x.data || !(x.batch.table || x.rows.table || x.inner.table)) return;
+  require(x.data && x.kind >= FLOAT32 && x.kind <= INT32);
+  if (!(x.batch.table || x.rows.table || x.inner.table)) return;
   const auto [b0, b1] = ends(x.batch, batches);
   const auto [r0, r1] = ends(x.rows, rows);
   const auto [k0, k1] = ends(x.inner, inner);
-  if (b0 + r0 + k0 < 0 || b1 + r1 + k1 >= x.size) throw std::out_of_range("a table");
+  require(b0 + r0 + k0 >= 0 && b1 + r1 + k1 < x.size);
 }
 
 void contract(Call& call) {
+  require(call.batches > 0 && call.rows > 0 && call.inner > 0 && call.columns > 0);
+  product_of({call.batches, call.rows, call.columns, 8});  // bytes of a result
+  product_of({call.batches, call.rows, call.inner, 8});
+  product_of({call.batches, call.columns, call.inner, 8});
+  require(0 <= call.first_batch && call.first_batch <= call.last_batch &&
+          call.last_batch <= call.batches);
+  require(0 <= call.first_row && call.first_row <= call.last_row && call.last_row <= call.rows);
+  require(call.kind == FLOAT32 || call.kind == FLOAT64);
+  require(call.a.kind != INT32 && call.b.kind != INT32);
+  require(call.way >= BY_MEASURE && call.way <= PRUNED);
   check(call.a, call.batches, call.rows, call.inner);
   check(call.b, call.batches, call.columns, call.inner);
-  check(call.marks, call.batches, call.by_column ? call.columns : call.rows, call.inner);
+  if (call.marked) {
+    require(call.marks.kind == INT32);
+    check(call.marks, call.batches, call.by_column ? call.columns : call.rows, call.inner);
+  }
   if (call.kind == FLOAT64) {
     Product<double>(call, *machine().twice).run();
   } else {
@@ -246,5 +259,8 @@ void contract(Call& call) {
 
 // There is at least one batch, row, column and k.
 GRADTRACE_API int gradtrace_contract(gradtrace::Call* call) {
-  return gradtrace::guarded([&] { gradtrace::contract(*call); });
+  return gradtrace::guarded([&] {
+    gradtrace::require(call);
+    gradtrace::contract(*call);
+  });
 }

@@ -326,9 +326,24 @@ std::vector<int64_t> unsettled(Lines<T> a, Lines<T> b, std::vector<int64_t> orde
   return rest;
 }
 
+// Every line lies within so many elements.
 template <typename T>
-void products(Lines<T> a, Lines<T> b, int64_t b_size, int64_t count, int64_t length, T* value,
-              int64_t* place, int threads) {
+void check(const Lines<T>& lines, int64_t size, int64_t count, int64_t length) {
+  if (!count || !length) return;
+  gradtrace::require_places(count, {lines.data, lines.offset});
+  gradtrace::require(lines.step >= 0 && size > 0);
+  const auto [low, high] = std::minmax_element(lines.offset, lines.offset + count);
+  const int64_t reach = gradtrace::product_of({length - 1, lines.step});
+  gradtrace::require(*low >= 0 && *high < size && reach < size - *high);
+}
+
+template <typename T>
+void products(Lines<T> a, Lines<T> b, int64_t a_size, int64_t b_size, int64_t count,
+              int64_t length, T* value, int64_t* place, int threads) {
+  gradtrace::require(length >= 0);
+  gradtrace::require_places(count, {value, place});
+  check(a, a_size, count, length);
+  check(b, b_size, count, length);
   std::vector<int64_t> order(count);
   std::iota(order.begin(), order.end(), 0);
   order = unsettled(a, b, std::move(order), b_size, length, value, place, threads);
@@ -350,6 +365,11 @@ void products(Lines<T> a, Lines<T> b, int64_t b_size, int64_t count, int64_t len
 template <typename T>
 void others(const T* left, const T* right, const T* x, const int64_t* line, const int64_t* skip,
             int64_t count, int64_t lines, int64_t width, T* value, int64_t* place, int threads) {
+  gradtrace::require_places(count, {left, right, x, line, skip, value, place});
+  gradtrace::product_of({2, lines, width});
+  for (int64_t n = 0; n < count; n++) {
+    gradtrace::require(0 <= line[n] && line[n] < lines && 0 <= skip[n] && skip[n] < width);
+  }
   const int64_t share = std::max<int64_t>(1, WORK / std::max<int64_t>(1, width));
   gradtrace::each((count + share - 1) / share, threads, [&](int64_t task) {
     for (int64_t n = task * share; n < std::min(count, (task + 1) * share); n++) {
@@ -368,12 +388,12 @@ void others(const T* left, const T* right, const T* x, const int64_t* line, cons
 
 #define GRADTRACE_ROWS(T, SUFFIX)                                                                 \
   GRADTRACE_API int gradtrace_products_##SUFFIX(                                                  \
-      const T* a, const int64_t* a_offset, int64_t a_step, const T* b, const int64_t* b_offset,   \
-      int64_t b_step, int64_t b_size, int64_t count, int64_t length, T* value, int64_t* place,    \
-      int threads) {                                                                              \
+      const T* a, const int64_t* a_offset, int64_t a_step, int64_t a_size, const T* b,            \
+      const int64_t* b_offset, int64_t b_step, int64_t b_size, int64_t count, int64_t length,     \
+      T* value, int64_t* place, int threads) {                                                    \
     return gradtrace::guarded([&] {                                                               \
-      products<T>({a, a_offset, a_step}, {b, b_offset, b_step}, b_size, count, length, value,     \
-                  place, threads);                                                                \
+      products<T>({a, a_offset, a_step}, {b, b_offset, b_step}, a_size, b_size, count, length,    \
+                  value, place, threads);                                                         \
     });                                                                                           \
   }                                                                                               \
   GRADTRACE_API int gradtrace_others_##SUFFIX(                                                    \

@@ -878,6 +878,7 @@ GRADTRACE_API int gradtrace_merge(int wide, int64_t n, void* size, int32_t* mark
     });
   };
   return guarded([&] {
+    gradtrace::require_places(n, {size, marks, value});
     wide ? run(static_cast<double*>(size)) : run(static_cast<float*>(size));
   });
 }
@@ -885,6 +886,8 @@ GRADTRACE_API int gradtrace_merge(int wide, int64_t n, void* size, int32_t* mark
 GRADTRACE_API int gradtrace_tally(int wide, int64_t n, const int32_t* marks, const void* gradient,
                                   int64_t count, int64_t* counts, double* sums, int threads) {
   return guarded([&] {
+    gradtrace::require_places(n, {marks, gradient});
+    gradtrace::require_places(count, {counts, sums});
     wide ? gradtrace::tally(n, marks, static_cast<const double*>(gradient), count, counts, sums, threads)
          : gradtrace::tally(n, marks, static_cast<const float*>(gradient), count, counts, sums, threads);
   });
@@ -893,6 +896,8 @@ GRADTRACE_API int gradtrace_tally(int wide, int64_t n, const int32_t* marks, con
 GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient, int64_t* count,
                                       double* sum, int threads) {
   return guarded([&] {
+    gradtrace::require_places(n, {gradient});
+    gradtrace::require_places(1, {count, sum});
     wide ? gradtrace::magnitude(n, static_cast<const double*>(gradient), count, sum, threads)
          : gradtrace::magnitude(n, static_cast<const float*>(gradient), count, sum, threads);
   });
@@ -902,10 +907,13 @@ GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient,
 GRADTRACE_API int gradtrace_reduce(int wide, const void* x, const int32_t* marks,
                                    const int64_t* how, void* value, int32_t* out, int threads) {
   return guarded([&] {
+    gradtrace::require(how);
     gradtrace::Levels levels;
     std::copy(how, how + 4, levels.size);
     std::copy(how + 4, how + 8, levels.step);
     std::copy(how + 8, how + 12, levels.along);
+    const int64_t n = gradtrace::product_of({how[0], how[1], how[2], how[3]});
+    gradtrace::require_places(n, {x, marks, value, out});
     if (wide) {
       gradtrace::Reduction<double>{static_cast<const double*>(x), levels}.run(
           marks, static_cast<double*>(value), out, threads);
@@ -921,6 +929,8 @@ GRADTRACE_API int gradtrace_scatter(int wide, int64_t n, const void* x, const in
                                     const int64_t* target, int64_t size, void* value,
                                     int32_t* out) {
   return guarded([&] {
+    gradtrace::require_places(n, {x, marks, target});
+    gradtrace::require_places(size, {value, out});
     if (wide) {
       gradtrace::scatter(n, static_cast<const double*>(x), marks, target, size,
                          static_cast<double*>(value), out);
@@ -947,6 +957,9 @@ GRADTRACE_API int gradtrace_normalise(int wide, int64_t lines, int64_t n, int ra
     gradtrace::normalise<T>(lines, n, rank, all, marks, values, place, out, threads);
   };
   return guarded([&] {
+    gradtrace::require(from && (rank == 1 || rank == 2) && n < int64_t(1) << 31);
+    const int64_t all = gradtrace::product_of({lines, n});
+    for (int k = 0; k < 2 + 2 * rank + (out ? 1 : 0); k++) gradtrace::require(from[3 * k] || !all);
     wide ? run(static_cast<double*>(value)) : run(static_cast<float*>(value));
   });
 }

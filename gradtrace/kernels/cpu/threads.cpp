@@ -74,6 +74,8 @@ int guarded(const std::function<void()>& body) noexcept {
     return DONE;
   } catch (const std::bad_alloc&) {
     return OUT_OF_MEMORY;
+  } catch (const std::logic_error&) {
+    return BAD_OPERANDS;
   } catch (...) {
     return FAILED;
   }
@@ -82,7 +84,7 @@ int guarded(const std::function<void()>& body) noexcept {
 }  // namespace gradtrace
 
 // The shape of this interface; the Python side refuses a library that answers otherwise.
-GRADTRACE_API int gradtrace_abi() { return 4; }
+GRADTRACE_API int gradtrace_abi() { return 5; }
 
 GRADTRACE_API void gradtrace_use(void (*runtime)(void (*)(void*), void*, unsigned, unsigned)) {
   gradtrace::parallel = runtime;

@@ -1,0 +1,72 @@
+"""Addresses that are handed to compiled code: checked here, once, so that a bad tensor is an error.
+
+A compiled kernel reads what it is pointed to. A tensor without memory of its own (a zero tensor of
+forward-mode AD, a wrapper subclass, one on the meta device, one whose storage was freed), or of
+another dtype, size or layout than the kernel was told, would end the interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import GradtraceError
+from gradtrace.plain import is_wrapper
+
+
+def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
+    """Where the elements of a tensor on the CPU lie, of which the kernel reads or writes those
+    before ``reach``, counted in memory from the first one on.
+    """
+    if is_wrapper(x):
+        _refuse(x, "its elements are not in memory")
+    try:
+        memory, start = x.untyped_storage(), x.storage_offset()
+        first, size = memory.data_ptr(), memory.nbytes()
+    except (RuntimeError, NotImplementedError) as error:
+        _refuse(x, "its elements are not in memory", error)
+    if x.dtype is not dtype:
+        _refuse(x, f"{dtype} was expected")
+    if not x.is_cpu:
+        _refuse(x, "it is not on the CPU")
+    if reach < 0 or (start + reach) * dtype.itemsize > size or (reach and not first):
+        _refuse(x, f"{reach:,} elements were expected in memory")
+    if x.is_neg():
+        _refuse(x, "its elements are negated lazily; call resolve_neg()")
+    return first + start * dtype.itemsize if first else 0
+
+
+def flat(x: Tensor, dtype: torch.dtype, count: int) -> int:
+    """``address`` of a tensor of so many elements that lie side by side."""
+    if x.numel() != count or not x.is_contiguous():
+        _refuse(x, f"{count:,} elements side by side were expected")
+    return address(x, dtype, count)
+
+
+def on_device(x: Tensor) -> int:
+    """Where the elements of a tensor lie, for a kernel on a GPU that was told its dtype, sizes and
+    strides, and that its device is right (``launch.serves``).
+    """
+    if is_wrapper(x):
+        _refuse(x, "its elements are not in memory")
+    try:
+        memory = x.untyped_storage()
+        first, size = memory.data_ptr(), memory.nbytes()
+    except (RuntimeError, NotImplementedError) as error:
+        _refuse(x, "its elements are not in memory", error)
+    if not (first and size):
+        if not x.numel():
+            return 0
+        _refuse(x, "its elements are not in memory")
+    if x.is_neg():
+        _refuse(x, "its elements are negated lazily; call resolve_neg()")
+    return first + x.storage_offset() * x.itemsize
+
+
+def _refuse(x: Tensor, why: str, error: Exception | None = None) -> NoReturn:
+    raise GradtraceError(
+        f"a kernel was given a {type(x).__name__} of shape {tuple(x.shape)}, {x.dtype}, on "
+        f"{x.device}: {why}. This is a fault of gradtrace, unless you called the kernel yourself"
+    ) from error

@@ -1,0 +1,210 @@
+"""Compiled kernels are handed nothing that they cannot read: a bad operand is an error."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from gradtrace.errors import GradtraceError
+from gradtrace.kernels import contract, native, pointers, rows, steps
+from gradtrace.kernels.reference import Operand
+
+needs_library = pytest.mark.skipif(native.library() is None, reason="no compiled library")
+
+
+def freed(x: Tensor) -> Tensor:
+    """The second half of memory that was given back, as sharded training does between uses."""
+    y = torch.stack([x, x])[1]
+    y.untyped_storage().resize_(0)
+    return y
+
+
+def faked(x: Tensor) -> Tensor:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(x)
+
+
+def negated(x: Tensor) -> Tensor:
+    """A real tensor that is negated when it is read."""
+    return torch.complex(x, x).conj().imag
+
+
+UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "zero tensor": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "part of a zero tensor": lambda x: torch._efficientzerotensor((9, *x.shape), dtype=x.dtype)[3],
+    "wrapper subclass": lambda x: TwoTensor(x.clone(), x.clone()),
+    "meta": lambda x: x.to("meta"),
+    "fake": faked,
+    "freed": freed,
+    "sparse": lambda x: x.to_sparse(),
+    "mkldnn": lambda x: x.to_mkldnn(),
+    "negated lazily": negated,
+    "another dtype": lambda x: x.half(),
+    "integers": lambda x: x.long(),
+    "too short": lambda x: x[..., :-1].contiguous(),
+    "not side by side": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_an_address_is_given_only_of_what_can_be_read(kind: str) -> None:
+    x = torch.ones(4, 6)
+    assert pointers.flat(x, torch.float32, 24) == x.data_ptr() == pointers.on_device(x)
+    with pytest.raises(GradtraceError, match=r"a kernel was given a \w+ of shape"):
+        pointers.flat(UNREADABLE[kind](x), torch.float32, 24)
+
+
+@pytest.mark.parametrize("kind", list(UNREADABLE)[:-4])
+def test_nor_for_a_gpu(kind: str) -> None:
+    with pytest.raises(GradtraceError, match=r"a kernel was given a \w+ of shape"):
+        pointers.on_device(UNREADABLE[kind](torch.ones(4, 6)))
+
+
+def test_nothing_has_no_place_and_needs_none() -> None:
+    assert pointers.flat(torch.empty(0, 3), torch.float32, 0) == 0
+    with pytest.raises(GradtraceError):
+        pointers.address(torch.ones(3), torch.float32, 4)
+    with pytest.raises(GradtraceError):
+        pointers.address(torch.ones(3), torch.float32, -1)
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.int32)
+
+
+def lines(x: Tensor) -> steps.Lines:
+    return steps.Lines(torch.ones(4, 6), [torch.ones(4, 6)], [torch.ones(4, 6)], x)
+
+
+ENTRIES: dict[str, Callable[[Tensor], Any]] = {
+    "contraction, left": lambda x: contract.contraction(x[None], torch.ones(1, 6, 3)),
+    "contraction, right": lambda x: contract.contraction(torch.ones(1, 3, 4), x[None]),
+    "contraction, windows": lambda x: contract.contraction(
+        Operand(x.reshape(-1), torch.zeros(1).long(), torch.arange(4), torch.arange(6)),
+        torch.ones(1, 6, 3),
+    ),
+    "merge, size": lambda x: steps.merge(x, ints(4, 6), torch.ones(4, 6), 2),
+    "merge, value": lambda x: steps.merge(torch.ones(4, 6), ints(4, 6), x, 2),
+    "tally": lambda x: steps.tally(ints(4, 6), x, 2),
+    "measured": steps.measured,
+    "reduce": lambda x: steps.reduce(x, ints(4, 6), (0,)),
+    "scatter": lambda x: steps.scatter(x.reshape(-1), ints(24), torch.arange(24), 24),
+    "normalise": lambda x: steps.normalise(lines(x)),
+    "products, left": lambda x: rows.products(
+        rows.Lines(x.reshape(-1), torch.zeros(2).long(), 1),
+        rows.Lines(torch.ones(24), torch.zeros(2).long(), 1),
+        20,
+    ),
+    "products, right": lambda x: rows.products(
+        rows.Lines(torch.ones(24), torch.zeros(2).long(), 1),
+        rows.Lines(x.reshape(-1), torch.zeros(2).long(), 1),
+        20,
+    ),
+    "others": lambda x: rows.others(
+        torch.ones(2, 3), torch.ones(2, 4, 6), x, torch.zeros(3).long(), torch.zeros(3).long()
+    ),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("kind", ["zero tensor", "part of a zero tensor", "wrapper subclass"])
+def test_every_kernel_survives_what_has_no_memory(entry: str, kind: str) -> None:
+    """An error of Python's, or the result for zeros, where PyTorch wrote them out on the way."""
+    bad = UNREADABLE[kind](torch.ones(4, 6))
+    try:
+        found = ENTRIES[entry](bad)
+    except (GradtraceError, RuntimeError):
+        return
+    assert kind != "wrapper subclass"
+    for got, wanted in zip(found or (), ENTRIES[entry](torch.zeros(4, 6)) or ()):
+        assert (got is None and wanted is None) or torch.equal(got, wanted)
+
+
+SIZES: dict[str, Callable[[], Any]] = {
+    "fewer marks than elements": lambda: steps.merge(torch.ones(9), ints(8), torch.ones(9), 2),
+    "fewer others": lambda: steps.merge(torch.ones(9), ints(9), torch.ones(9), ints(8)),
+    "wide marks": lambda: steps.merge(torch.ones(9), ints(9).long(), torch.ones(9), 2),
+    "fewer marks counted": lambda: steps.tally(ints(8), torch.ones(9), 2),
+    "wide marks counted": lambda: steps.tally(ints(9).long(), torch.ones(9), 2),
+    "fewer targets": lambda: steps.scatter(torch.ones(9), ints(9), torch.arange(8), 9),
+    "fewer marks scattered": lambda: steps.scatter(torch.ones(9), ints(8), torch.arange(9), 9),
+    "wide marks reduced": lambda: steps.reduce(torch.ones(3, 3), ints(3, 3).long(), (0,)),
+    "other k": lambda: contract.contraction(torch.ones(1, 2, 3), torch.ones(1, 4, 2)),
+    "other batch": lambda: contract.contraction(torch.ones(2, 2, 3), torch.ones(1, 3, 2)),
+    "other marks": lambda: contract.contraction(
+        torch.ones(1, 2, 3), torch.ones(1, 3, 2), marks=ints(1, 2, 2)
+    ),
+    "a line past the end": lambda: rows.products(
+        rows.Lines(torch.ones(9), torch.tensor([5]), 1),
+        rows.Lines(torch.ones(9), torch.tensor([0]), 1),
+        5,
+    ),
+    "a line before the start": lambda: rows.products(
+        rows.Lines(torch.ones(9), torch.tensor([0]), 1),
+        rows.Lines(torch.ones(9), torch.tensor([-1]), 1),
+        5,
+    ),
+    "no such line": lambda: rows.others(
+        torch.ones(2, 1),
+        torch.ones(2, 3, 4),
+        torch.ones(3, 4),
+        torch.tensor([3]),
+        torch.tensor([0]),
+    ),
+    "no such element": lambda: rows.others(
+        torch.ones(2, 1),
+        torch.ones(2, 3, 4),
+        torch.ones(3, 4),
+        torch.tensor([0]),
+        torch.tensor([4]),
+    ),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("case", SIZES)
+def test_operands_that_do_not_fit_together_are_refused(case: str) -> None:
+    with pytest.raises(GradtraceError):
+        SIZES[case]()
+
+
+@needs_library
+def test_the_library_itself_refuses_null_pointers_and_sizes_that_overflow() -> None:
+    """What Python let through would be caught there: each function, every pointer null."""
+    library = native.library()
+    assert library is not None
+    steps._typed(library)
+    bad, huge, none = 3, 1 << 62, None
+    assert library.gradtrace_merge(0, 4, none, none, none, none, 0, 0, 1) == bad
+    assert library.gradtrace_merge(0, -1, none, none, none, none, 0, 0, 1) == bad
+    assert library.gradtrace_tally(0, 4, none, none, 2, none, none, 1) == bad
+    assert library.gradtrace_magnitude(0, 4, none, none, none, 1) == bad
+    assert library.gradtrace_reduce(0, none, none, none, none, none, 1) == bad
+    levels = (ctypes.c_int64 * 12)(*[huge] * 12)
+    assert library.gradtrace_reduce(0, none, none, levels, none, none, 1) == bad
+    assert library.gradtrace_scatter(0, 4, none, none, none, 4, none, none) == bad
+    assert library.gradtrace_normalise(0, 2, 2, 1, none, none, none, none, 1) == bad
+    nowhere = (ctypes.c_int64 * 15)()
+    assert library.gradtrace_normalise(0, 2, 2, 1, nowhere, none, none, none, 1) == bad
+    assert library.gradtrace_normalise(0, 2, 2, 7, nowhere, none, none, none, 1) == bad
+    assert library.gradtrace_normalise(0, huge, 8, 1, nowhere, none, none, none, 1) == bad
+    contract._library()
+    assert library.gradtrace_contract(none) == bad
+    call = ctypes.create_string_buffer(contract._CALL.pack(*[0] * 44))
+    assert library.gradtrace_contract(call) == bad
+    sizes = [0] * 27 + [huge] * 4 + [0] * 13
+    call = ctypes.create_string_buffer(contract._CALL.pack(*sizes))
+    assert library.gradtrace_contract(call) == bad
+    for name, letters in rows.ARGUMENTS.items():
+        call_rows = rows._function(f"gradtrace_{name}_float", name)
+        assert call_rows is not None
+        given = [none if letter == "p" else 4 if letter == "n" else 1 for letter in letters]
+        assert call_rows(*given) == bad
