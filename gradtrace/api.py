@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradtrace import autograd, engine, memory, waiting
 from gradtrace.atlas import Atlas, Gradients, Lazy
+from gradtrace.border import admit, isolated
 from gradtrace.capture import DENSE_LIMIT, record
 from gradtrace.deferred import Deferred, sizes_of
 from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, Unsupported
@@ -165,6 +166,7 @@ def graph_of(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
     return build(loss, atlas, watch)
 
 
+@isolated()
 def backward_of(
     loss: Tensor,
     semiring: Semiring,
@@ -180,7 +182,7 @@ def backward_of(
     _check(semiring, cotangent, nonfinite)
     if isinstance(leaves, str):
         raise UnknownName(f"leaves is a list of names: leaves=[{leaves!r}]")
-    autograd.root_of(loss)
+    admit(loss, atlas, elements=semiring is not SUM)
     seed = seed_of(loss, cotangent)
     if semiring is SUM:
         found = gradient(loss, seed, atlas, watch, schedule)
@@ -196,6 +198,7 @@ def backward_of(
     return named
 
 
+@isolated()
 def trace_of(
     loss: Tensor,
     atlas: Atlas,
@@ -211,7 +214,7 @@ def trace_of(
     _check(SUM, None, nonfinite)
     _one_of("rule", rule, ("greedy", "viterbi"))
     _one_of("granularity", granularity, ("scalar", "operator"))
-    autograd.root_of(loss)
+    admit(loss, atlas)
     if loss.dim() > 1:
         raise NotScalar(
             f"the loss has shape {tuple(loss.shape)}; trace one loss, or a vector with a loss for "
@@ -242,7 +245,7 @@ def room(atlas: Atlas, device: torch.device) -> int:
     """How many bytes of gradients a trace keeps: half as many as its leaves have. A GPU's memory is
     for its one user, so there a quarter of what is free, if that is more.
     """
-    least = max(KEPT, sum(leaf.nbytes for leaf, _ in atlas.leaves.values()) // 2)
+    least = max(KEPT, sum(x.numel() * x.itemsize for x, _ in atlas.leaves.values()) // 2)
     free = memory.available(device) if device.type == "cuda" else None
     return least if free is None else max(min(least, free // 2), free // 4)
 
@@ -255,6 +258,7 @@ def _one_of(word: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UnknownName(f"{word} is {' or '.join(map(repr, allowed))}, not {value!r}")
 
 
+@isolated()
 def program_of(
     loss: Tensor,
     atlas: Atlas,
@@ -266,7 +270,7 @@ def program_of(
 ) -> Program:
     """``program`` with an atlas."""
     _check(SUM, cotangent, "raise")
-    autograd.root_of(loss)
+    admit(loss, atlas)
     recorded = record(loss, seed_of(loss, cotangent), atlas, watch, schedule, dense_limit)
     RECENT.refresh()
     return recorded
@@ -365,6 +369,8 @@ def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
     away: dict[tuple[object, ...], list[Tensor]] = {}
     sums: list[Tensor] = []
     for grad in chain.from_iterable(map(numbers_of, grads)):
+        if grad.itemsize == 1:  # PyTorch does not add up float8
+            grad = grad.float()
         if waiting.avoid(grad) and grad.numel():
             away.setdefault((grad.dtype, grad.device), []).append(grad)
         elif grad.numel() < SMALL:

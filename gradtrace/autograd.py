@@ -25,7 +25,7 @@ Edges: TypeAlias = tuple[tuple[Node | None, int], ...]
 
 
 def _accumulate_type() -> Any:  # a type; were it said, mypy would take nodes for objects
-    leaf = torch.ones(1, requires_grad=True)
+    leaf = torch.ones(1, requires_grad=True, device="cpu")
     node: Node = leaf.expand(1).grad_fn
     return type(node.next_functions[0][0])
 
@@ -100,8 +100,8 @@ def wanted(node: Node, slot: int) -> Any:
 
 
 _NARROW = {
-    torch.float64: torch.empty((), dtype=torch.float16),
-    torch.int64: torch.empty((), dtype=torch.int8),
+    torch.float64: torch.empty((), dtype=torch.float16, device="cpu"),
+    torch.int64: torch.empty((), dtype=torch.int8, device="cpu"),
 }
 
 
@@ -113,11 +113,24 @@ def is_number(x: Tensor) -> bool:
     return narrow is not None and torch.result_type(narrow, x) is narrow.dtype
 
 
+_SPARSE = "make it dense (for nn.Embedding: sparse=False)"
+LAYOUTS = {
+    torch.jagged: "pad before (torch.nested.to_padded_tensor), or work on the parts one by one",
+    torch._mkldnn: "work in the usual layout: leave to_mkldnn() out",
+    torch.sparse_coo: _SPARSE,
+    torch.sparse_csr: _SPARSE,
+    torch.sparse_csc: _SPARSE,
+    torch.sparse_bsr: _SPARSE,
+    torch.sparse_bsc: _SPARSE,
+}
+"""What to do about gradients that are not dense."""
+
+
 def refuse_layout(grad: Tensor) -> NoReturn:
-    """Say that a sparse gradient is not followed."""
+    """Say that a gradient which is not dense is not followed."""
     raise Unsupported(
-        f"a gradient of layout {grad.layout} cannot be followed element by element; make it dense "
-        "(for nn.Embedding: sparse=False)"
+        f"a gradient of layout {grad.layout} cannot be followed element by element; "
+        f"{LAYOUTS.get(grad.layout, 'make it dense')}"
     )
 
 
@@ -292,6 +305,12 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
         return FreedGraph(
             f"a value that {at} needs was overwritten in place after the forward pass (an "
             "optimizer step, for instance). Trace before it is changed"
+        )
+    if "nested" in text.lower() or "wrong index for variant" in text:  # asked for its shape
+        return Unsupported(
+            f"{at} works on nested tensors, whose elements have no common shape and cannot be "
+            f"followed; pad before (torch.nested.to_padded_tensor, nn.utils.rnn.pad_sequence), or "
+            f"work on the parts one by one ({text})"
         )
     if "sparse" in text.lower():
         return Unsupported(

@@ -226,6 +226,12 @@ class Record:
         """A result of a block, to the node that it is the cotangent of."""
         child, slot = edge
         out = plain(out)
+        if out.dtype.itemsize == 1:
+            raise Unsupported(
+                f"a gradient of {out.dtype} cannot be followed, since PyTorch does not compute in "
+                "it; convert to float8 outside of the graph, or use a straight-through estimate "
+                "(torch.autograd.Function) that hands on gradients of a wider type"
+            )
         block.gives[position] = value
         if self.store.left > 0:
             kind = self.kinds.get(type(child)) or self._kind(type(child))

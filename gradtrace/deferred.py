@@ -128,7 +128,7 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 def _way(move: Map) -> tuple[object, ...]:
     """What tells the two ways to lay out a matrix apart: where its second element comes from."""
-    second = torch.tensor([min(1, move.outputs - 1)])
+    second = torch.tensor([min(1, move.outputs - 1)], device="cpu")
     return type(move), int(move.rows(second).source[0, 0]) if move.moves else id(move)
 
 

@@ -33,6 +33,9 @@ COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 elementary operations when these may have to be derived again."""
 
 
+SEVERAL = COMPOSED | {"DifferentiableGraphBackward"}
+"""Nodes that stand for several operators; the other is a graph that TorchScript has optimised."""
+
 Given: TypeAlias = tuple[int, Tensor, int]
 """What a node hands on: to the argument at which position, the cotangent, and as which value."""
 
@@ -57,7 +60,7 @@ class Formulas:
         with self.recorder:
             outs = self._formula(node, arrived, block)
             handed = self._handed(node, edges, outs, block)
-        block.opened = self.recorder.opened or type(node).__name__ in COMPOSED
+        block.opened = self.recorder.opened or block.operator in SEVERAL
         if not block.opened:
             shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
             resolve(block, self.recorder.new, shapes, next(iter(arrived.values()))[0].device)

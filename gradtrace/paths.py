@@ -397,15 +397,19 @@ def sampled(sizes: dict[str, int], sample: int, seed: int) -> dict[str, Tensor]:
     total = sum(sizes.values())
     generator = torch.Generator().manual_seed(seed)
     if sample >= total:
-        drawn = torch.arange(total)
+        drawn = torch.arange(total, device="cpu")
     elif total <= 1 << 24:
-        drawn = torch.randperm(total, generator=generator)[:sample].sort().values
+        drawn = torch.randperm(total, generator=generator, device="cpu")[:sample].sort().values
     else:
-        drawn = torch.empty(0, dtype=torch.int64)
+        drawn = torch.empty(0, dtype=torch.int64, device="cpu")
         while len(drawn) < sample:  # few of many: draw again what came twice
-            more = torch.randint(total, (2 * sample,), generator=generator)
+            more = torch.randint(total, (2 * sample,), generator=generator, device="cpu")
             drawn = torch.cat([drawn, more]).unique()  # type: ignore[no-untyped-call]
-        drawn = drawn[torch.randperm(len(drawn), generator=generator)[:sample]].sort().values
+        drawn = (
+            drawn[torch.randperm(len(drawn), generator=generator, device="cpu")[:sample]]
+            .sort()
+            .values
+        )
     found, first = {}, 0
     for name, size in sizes.items():
         found[name] = drawn[(drawn >= first) & (drawn < first + size)] - first

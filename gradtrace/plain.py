@@ -8,16 +8,15 @@ weights, ``DTensor``, ``MaskedTensor``, fake tensors) has no elements that could
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradtrace.errors import Unsupported
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_OWN = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+_OWN = torch._C._disabled_torch_dispatch_impl
 
 
 def is_wrapper(x: Tensor) -> bool:
@@ -56,14 +55,12 @@ def numbers_of(x: Tensor) -> list[Tensor]:
     """The tensors that a wrapper says it is made of, or none if it does not; of others, itself."""
     if not is_wrapper(x):
         return [x]
-    if not is_traceable_wrapper_subclass(x):
-        return []
-    return [part for name in x.__tensor_flatten__()[0] for part in numbers_of(getattr(x, name))]
+    flatten: Any = getattr(x, "__tensor_flatten__", None)
+    return [] if flatten is None else [y for n in flatten()[0] for y in numbers_of(getattr(x, n))]
 
 
-def refuse_wrapper(x: Tensor, name: str = "") -> NoReturn:
+def refuse_wrapper(x: Tensor, what: str = "a tensor") -> NoReturn:
     """Say that a tensor of a wrapper subclass is not followed."""
-    what = f"leaf {name}" if name else "a tensor"
     raise Unsupported(
         f"{what} is a {type(x).__name__} ({type(x).__module__}): its elements are behind code of "
         "its class, not in memory, and cannot be followed; trace the model with plain tensors "

@@ -104,7 +104,7 @@ def _origins(block: Block) -> dict[int, _Origin]:
 
 def _disjoint(step: Step) -> bool:
     """Whether no element of the result comes from two terms (the parts of a ``cat``)."""
-    taken = torch.zeros(step.shape, dtype=torch.bool)
+    taken = torch.zeros(step.shape, dtype=torch.bool, device="cpu")
     for term in step.terms:
         if not isinstance(term.map, Index) or not term.map.fills:
             return False
@@ -223,7 +223,7 @@ def _moved(routes: list[list[Map]], shape: Shape, dtype: torch.dtype) -> list[li
 
 
 def _source(chain: list[Map], shape: Shape) -> Tensor:
-    numbers = torch.arange(1, prod(shape) + 1).reshape(shape)
+    numbers = torch.arange(1, prod(shape) + 1, device="cpu").reshape(shape)
     for step in chain:
         if isinstance(step, Index):
             numbers = step.move(numbers)
@@ -233,7 +233,7 @@ def _source(chain: list[Map], shape: Shape) -> Tensor:
 
 
 def _weight(chain: list[Map], shape: Shape, dtype: torch.dtype) -> Tensor:
-    ones = torch.ones(shape, dtype=dtype)
+    ones = torch.ones(shape, dtype=dtype, device="cpu")
     for step in chain:
         ones = step.apply(ones)
     return ones
@@ -247,8 +247,10 @@ def _matrix(
     if inputs * outputs > SMALL:
         return None
     if not inputs * outputs:
-        return [[Dense(torch.zeros(outputs, inputs, dtype=step.dtype), shape, step.shape)]]
-    units = torch.eye(inputs, dtype=step.dtype).reshape(inputs, *shape)
+        return [
+            [Dense(torch.zeros(outputs, inputs, dtype=step.dtype, device="cpu"), shape, step.shape)]
+        ]
+    units = torch.eye(inputs, dtype=step.dtype, device="cpu").reshape(inputs, *shape)
 
     def column(unit: Tensor) -> Tensor:
         return _run(block, {take: unit}, value).reshape(outputs)
@@ -316,7 +318,7 @@ def _flips(step: Map, scan: Scan) -> bool:
     """Whether a map turns the elements round along the dimension of a scan."""
     if not isinstance(step, Index) or not (step.in_shape == step.out_shape == scan.in_shape):
         return False
-    own = torch.arange(step.inputs).reshape(step.in_shape)
+    own = torch.arange(step.inputs, device="cpu").reshape(step.in_shape)
     return torch.equal(step.source(), own.flip(scan.dim))
 
 
@@ -336,19 +338,22 @@ def _summing(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[lis
 def _sent(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Where each element of the first map's input goes, and what it is multiplied with."""
     shape = chain[0].in_shape
-    target = torch.arange(prod(shape))
-    weight = torch.ones(prod(shape), dtype=dtype)
+    target = torch.arange(prod(shape), device="cpu")
+    weight = torch.ones(prod(shape), dtype=dtype, device="cpu")
     for link in chain:
         if isinstance(link, Scale):
-            number = nearby(torch.as_tensor(link.weight), target.device)
+            factor = link.weight
+            if not isinstance(factor, Tensor):
+                factor = torch.tensor(factor, device="cpu")
+            number = nearby(factor, target.device)
             here = number.expand(link.in_shape).reshape(-1)
             weight = torch.where(target >= 0, weight * here[target.clamp(min=0)].to(dtype), weight)
             continue
         if isinstance(link, Index):
             source = link.source().reshape(-1)
-            onward = torch.full((link.inputs,), -1)
+            onward = torch.full((link.inputs,), -1, device="cpu")
             there = source >= 0
-            onward[source[there]] = torch.arange(link.outputs)[there]
+            onward[source[there]] = torch.arange(link.outputs, device="cpu")[there]
         elif isinstance(link, (Reduce, Scatter)):
             onward = link.targets().reshape(-1)
         else:

@@ -84,7 +84,9 @@ class Forest:
         below = self.starts < first
         if bool((self.onward[:first] >= 0).all()):
             return below
-        jump = torch.where(self.onward >= 0, self.onward, torch.arange(len(self.onward)))
+        jump = torch.where(
+            self.onward >= 0, self.onward, torch.arange(len(self.onward), device="cpu")
+        )
         while not torch.equal(further := jump[jump], jump):
             jump = further
         return below & (jump[self.starts] >= first)
@@ -113,7 +115,9 @@ class Forest:
         the node it points to has gathered. Bit 0 is set at the root where the seed is not 0.
         """
         words = _words([*bits.values(), *(b for s in slices.values() for b in s.bits)])
-        found = torch.zeros(len(self.onward) + 1, words, dtype=torch.int64)  # the last for "none"
+        found = torch.zeros(
+            len(self.onward) + 1, words, dtype=torch.int64, device="cpu"
+        )  # the last for "none"
         last = len(self.onward)
         for value, first in zip(reversed(self.values), reversed(self.firsts)):
             here = found[first:last].copy_(found[self.onward[first:last]])
@@ -255,4 +259,6 @@ def _words(marks: Sequence[int]) -> int:
 def _split(marks: Sequence[int], words: int) -> Tensor:
     """Marks as rows of words."""
     mask = (1 << WORD) - 1
-    return torch.tensor([[mark >> n * WORD & mask for n in range(words)] for mark in marks])
+    return torch.tensor(
+        [[mark >> n * WORD & mask for n in range(words)] for mark in marks], device="cpu"
+    )

@@ -199,10 +199,10 @@ def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tens
             numbers.append((step.derivative, step.gradient, step.share))
     names = ("operator", "module", "call", "shape", "leaf")
     return [dict(zip(names, key)) for key in kinds], {
-        "lengths": torch.tensor([len(path) for path in paths], dtype=torch.int64),
-        "pairs": torch.tensor([path.pair for path in paths], dtype=torch.int64),
-        "steps": torch.tensor(rows, dtype=torch.int64).reshape(-1, 2),
-        "numbers": torch.tensor(numbers, dtype=torch.float64).reshape(-1, 3),
+        "lengths": torch.tensor([len(path) for path in paths], dtype=torch.int64, device="cpu"),
+        "pairs": torch.tensor([path.pair for path in paths], dtype=torch.int64, device="cpu"),
+        "steps": torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2),
+        "numbers": torch.tensor(numbers, dtype=torch.float64, device="cpu").reshape(-1, 3),
     }
 
 

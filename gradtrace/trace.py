@@ -17,6 +17,7 @@ from torch import Tensor
 from gradtrace import engine, memory, saving
 from gradtrace import report as reports
 from gradtrace.atlas import Lazy, unknown
+from gradtrace.border import isolated
 from gradtrace.coarse import Coarse
 from gradtrace.components import Chosen, Component, Components, Survey
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
@@ -91,6 +92,7 @@ class Trace:
 
     # Paths ----------------------------------------------------------------------------------------
 
+    @isolated()
     def path(self, name: str, index: int | Sequence[int] = (), *, pair: int = 0) -> Path:
         """The path that carried the most gradient to one element of a leaf.
 
@@ -121,6 +123,7 @@ class Trace:
     def paths(
         self, name: str | None = None, *, sample: int, seed: int = 0, pair: int = 0
     ) -> Paths: ...
+    @isolated()
     def paths(
         self,
         name: str | None = None,
@@ -172,6 +175,7 @@ class Trace:
             raise GradtraceError(f"{name} has no path: its gradient is 0 everywhere")
         return builder.coarse(value, chain.links)
 
+    @isolated()
     def enumerate(self, limit: int = 10_000, zeros: bool = False) -> Paths:
         """All paths from every leaf element to the loss; see ``gradtrace.enumerate_paths``."""
         builder = self._builder(0)
@@ -266,6 +270,7 @@ class Trace:
 
     # Influence ------------------------------------------------------------------------------------
 
+    @isolated()
     def influence(
         self,
         components: Components = None,
@@ -353,6 +358,7 @@ class Trace:
                 size = sizes[self.names[value]]
                 tally.add_some(value, pair, found.marks, found.number[mine], gradient[mine], size)
 
+    @isolated()
     def flow(self) -> Flow:
         """Gradient magnitude along depth, per module, and in plain words whether it vanishes,
         explodes or dies.
@@ -362,12 +368,14 @@ class Trace:
 
     # To keep -----------------------------------------------------------------------------------
 
+    @isolated()
     def save(self, path: str | os.PathLike[str], *, sample: int = 1000, seed: int = 0) -> None:
         """Write gradients, influence (of modules, and of the kinds asked for so far), flow and the
         paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
         """
         saving.save(self, path, sample, seed)
 
+    @isolated()
     def report(
         self,
         path: str | os.PathLike[str],

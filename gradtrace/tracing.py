@@ -364,7 +364,7 @@ def tails(program: Program) -> set[int]:
 def _only(state: State, there: Tensor) -> State:
     """A state without the elements of other pairs."""
     assert state.value is not None
-    value = torch.where(there, state.value, torch.zeros((), dtype=state.value.dtype))
+    value = torch.where(there, state.value, torch.zeros((), dtype=state.value.dtype, device="cpu"))
     numbers = None if state.numbers is None else torch.where(there, state.numbers, 0)
     return state._replace(value=value, numbers=numbers)
 

@@ -51,7 +51,7 @@ class Letter:
         self._arrived: torch.cuda.Event | None = None
         self._here = x
         if x.is_cuda:
-            self._here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
             self._here.copy_(x, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(x.device))

@@ -38,7 +38,7 @@ LAYERS: tuple[set[str], ...] = (
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
     {"semirings", "labels", "loggers", "marks"},
     {"maps", "atlas", "hooks", "passes", "testing", "groups"},
-    {"linear", "deferred", "schedules", "states"},
+    {"linear", "deferred", "schedules", "states", "border"},
     {"program", "nodes"},
     {"values", "engine", "store", "choices"},
     {"folding", "parked", "recorder", "reconverge", "rules", "sizes"}

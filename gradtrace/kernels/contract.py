@@ -119,7 +119,8 @@ def compiled(
         torch.int64 if index else None,
         torch.int32 if marks is not None else None,
     )
-    out = Contraction(*(kind and make((i, m, n), dtype=kind, device="cpu") for kind in kinds))
+    made = [None if t is None else make((i, m, n), dtype=t, device="cpu") for t in kinds]
+    out = Contraction(*made)
     if make is torch.zeros or all(x is None for x in out):
         return out, 0.0
     a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_words(marks))

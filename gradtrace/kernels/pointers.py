@@ -23,7 +23,7 @@ def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
     if is_wrapper(x):
         _refuse(x, "its elements are not in memory")
     try:
-        memory, start = x.untyped_storage(), x.storage_offset()
+        memory, start = x.untyped_storage(), int(x.storage_offset())
         first, size = memory.data_ptr(), memory.nbytes()
     except (RuntimeError, NotImplementedError) as error:
         _refuse(x, "its elements are not in memory", error)
@@ -62,7 +62,7 @@ def on_device(x: Tensor) -> int:
         _refuse(x, "its elements are not in memory")
     if x.is_neg():
         _refuse(x, "its elements are negated lazily; call resolve_neg()")
-    return first + x.storage_offset() * x.itemsize
+    return first + int(x.storage_offset()) * x.itemsize
 
 
 def _refuse(x: Tensor, why: str, error: Exception | None = None) -> NoReturn:

@@ -60,7 +60,8 @@ def weigh(dep: Tensor, out: Tensor, weight: Any) -> Chain:
         isinstance(weight, Tensor) and weight.is_complex()
     )
     if complex_weight:
-        number = nearby(torch.as_tensor(weight), dep.device)
+        here = weight if isinstance(weight, Tensor) else torch.tensor(weight, device="cpu")
+        number = nearby(here, dep.device)
         parts = torch.view_as_real(number.resolve_conj())
         re, im = parts[..., 0], parts[..., 1]
         return _mixed(chain, dep, out, re, im)

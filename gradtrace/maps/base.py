@@ -241,7 +241,7 @@ def per_element(count: Count, shape: Shape) -> Tensor:
     """A count written out for each element."""
     if isinstance(count, Tensor):
         return count
-    return torch.full(shape, count, dtype=torch.float64)
+    return torch.full(shape, count, dtype=torch.float64, device="cpu")
 
 
 def resized(shape: Shape, dim: int, size: int) -> Shape:

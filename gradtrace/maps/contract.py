@@ -208,7 +208,9 @@ class Contract(Map):
     def dense(self) -> Tensor:
         x, w, out = self.letters()
         free = next(letter for letter in ascii_letters if letter not in self.spec)
-        unit = torch.eye(self.inputs, dtype=self.weight.dtype).reshape(self.inputs, *self.in_shape)
+        unit = torch.eye(self.inputs, dtype=self.weight.dtype, device="cpu").reshape(
+            self.inputs, *self.in_shape
+        )
         columns = torch.einsum(f"{free}{x},{w}->{out}{free}", unit, self.weight)
         return columns.reshape(self.outputs, self.inputs)
 
@@ -217,7 +219,7 @@ class Contract(Map):
         sizes = self.sizes()
         if not isinstance(count, Tensor):
             return count * prod(sizes[letter] for letter in {*x, *w} - {*out})
-        ones = torch.ones((), dtype=torch.float64).expand(self.weight.shape)
+        ones = torch.ones((), dtype=torch.float64, device="cpu").expand(self.weight.shape)
         return torch.einsum(self.spec, count, ones)
 
     def tensors(self) -> tuple[str, ...]:

@@ -322,10 +322,12 @@ class Convolve(Map):
         return matrix.reshape(self.outputs, self.inputs)
 
     def routes(self, count: Count) -> Count:
-        ones = torch.ones(self.other.shape, dtype=torch.float64)
+        ones = torch.ones(self.other.shape, dtype=torch.float64, device="cpu")
         if isinstance(count, Tensor):
             return self._weighed(count, ones)
-        return self._weighed(torch.full(self.in_shape, count, dtype=torch.float64), ones)
+        return self._weighed(
+            torch.full(self.in_shape, count, dtype=torch.float64, device="cpu"), ones
+        )
 
     def tensors(self) -> tuple[str, ...]:
         return ("other",)

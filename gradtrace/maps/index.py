@@ -102,7 +102,7 @@ class Index(Map):
 
     def dense(self) -> Tensor:
         source = self.source().reshape(-1, 1)
-        return (source == torch.arange(self.inputs)).float()
+        return (source == torch.arange(self.inputs, device="cpu")).float()
 
     def routes(self, count: Count) -> Count:
         if isinstance(count, Tensor) or self.fills:

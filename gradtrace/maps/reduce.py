@@ -102,11 +102,11 @@ class Reduce(Map):
 
     def targets(self) -> Tensor:
         """For each input element, the number of the output element it goes to."""
-        return torch.arange(self.outputs).reshape(self._kept()).expand(self.in_shape)
+        return torch.arange(self.outputs, device="cpu").reshape(self._kept()).expand(self.in_shape)
 
     def dense(self) -> Tensor:
         target = self.targets().reshape(1, -1)
-        return (torch.arange(self.outputs).reshape(-1, 1) == target).float()
+        return (torch.arange(self.outputs, device="cpu").reshape(-1, 1) == target).float()
 
     def routes(self, count: Count) -> Count:
         if isinstance(count, Tensor):

@@ -55,7 +55,7 @@ class Identity(Map):
         return x.reshape(self.out_shape)
 
     def dense(self) -> Tensor:
-        return torch.eye(self.inputs)
+        return torch.eye(self.inputs, device="cpu")
 
     def routes(self, count: Count) -> Count:
         return count.reshape(self.out_shape) if isinstance(count, Tensor) else count
@@ -120,7 +120,7 @@ class Scale(Map):
         return x
 
     def dense(self) -> Tensor:
-        weight = self._weight(torch.ones((), dtype=torch.float64))
+        weight = self._weight(torch.ones((), dtype=torch.float64, device="cpu"))
         return torch.diag(weight.expand(self.in_shape).reshape(prod(self.in_shape)))
 
     def routes(self, count: Count) -> Count:

@@ -75,8 +75,15 @@ class Scan(Map):
             self.in_shape[self.dim],
             prod(self.in_shape[self.dim + 1 :]),
         )
-        triangle = torch.ones(n, n).triu() if self.reverse else torch.ones(n, n).tril()
-        return torch.kron(torch.eye(prod(before)), torch.kron(triangle, torch.eye(after)))
+        triangle = (
+            torch.ones(n, n, device="cpu").triu()
+            if self.reverse
+            else torch.ones(n, n, device="cpu").tril()
+        )
+        return torch.kron(
+            torch.eye(prod(before), device="cpu"),
+            torch.kron(triangle, torch.eye(after, device="cpu")),
+        )
 
     def routes(self, count: Count) -> Count:
         return self.apply(per_element(count, self.in_shape))

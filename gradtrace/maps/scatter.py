@@ -146,7 +146,7 @@ class Scatter(Map):
         return out[:-1].reshape(self.out_shape)
 
     def dense(self) -> Tensor:
-        rows = torch.arange(self.outputs).reshape(-1, 1)
+        rows = torch.arange(self.outputs, device="cpu").reshape(-1, 1)
         return (rows == self.target.reshape(1, -1)).float()
 
     def routes(self, count: Count) -> Count:
