@@ -116,7 +116,7 @@ def is_number(x: Tensor) -> bool:
 _SPARSE = "make it dense (for nn.Embedding: sparse=False)"
 LAYOUTS = {
     torch.jagged: "pad before (torch.nested.to_padded_tensor), or work on the parts one by one",
-    torch._mkldnn: "work in the usual layout: leave to_mkldnn() out",
+    torch._mkldnn: "leave to_mkldnn() out",  # type: ignore[attr-defined]
     torch.sparse_coo: _SPARSE,
     torch.sparse_csr: _SPARSE,
     torch.sparse_csc: _SPARSE,
