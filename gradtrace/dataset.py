@@ -142,7 +142,7 @@ class Run:
         self, loader: Iterable[Any], progress: bool | None, trace: Callable[[Any, int], Influence]
     ) -> None:
         """Trace what this rank has to, until it is done or all are to stop."""
-        self.part = batches.Batches(loader, self._wanted)
+        self.part = batches.Batches(loader, self._turns())
         wanted = progress if self.team.rank == 0 else False
         try:
             with bar(self.part, wanted) as step:
@@ -156,9 +156,15 @@ class Run:
         except KeyboardInterrupt:
             self.team.interrupt()
 
-    def _wanted(self, number: int) -> bool:
-        turn = self.own or number % self.team.world == self.team.rank
-        return turn and not self.done.has(self.loader, number)
+    def _turns(self) -> Callable[[int], bool]:
+        """Whether a batch is to be traced here; says so without holding the run, which holds it."""
+        own, team, done, loader = self.own, self.team, self.done, self.loader
+
+        def wanted(number: int) -> bool:
+            turn = own or number % team.world == team.rank
+            return turn and not done.has(loader, number)
+
+        return wanted
 
     def conclude(self, notes: tuple[str, ...]) -> Influence:
         """The table of all ranks."""

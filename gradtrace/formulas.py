@@ -8,6 +8,7 @@ linear.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -17,12 +18,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradtrace import autograd, hooks, waiting
 from gradtrace.autograd import FACTS, Edges, Grads, Node, learn
 from gradtrace.engine import gradient_of
-from gradtrace.errors import GradtraceError, NotLinear, TooLarge
+from gradtrace.errors import NotLinear, TooLarge
 from gradtrace.folding import fold
 from gradtrace.labels import labels_of
 from gradtrace.linear import as_real, real_dtype, shape_of
 from gradtrace.maps import Dense, Identity, Opaque
-from gradtrace.matrices import Formula, entries, matrices, see_additive, single
+from gradtrace.matrices import Formula, Refusal, entries, matrices, see_additive, single
 from gradtrace.passes import recomputed_once
 from gradtrace.program import Block, Step, Term
 from gradtrace.reconverge import resolve
@@ -178,11 +179,13 @@ class Formulas:
                 outs = autograd.call_ready(node, grads)
             if all(o is None or id(o) in values or self._zero(o) for o in outs):
                 return outs
-            reason: GradtraceError = NotLinear("the formula hides what it does with the gradient")
+            refusal: Refusal = partial(
+                NotLinear, "the formula hides what it does with the gradient"
+            )
         except (NotLinear, TooLarge) as error:
-            reason = error
+            refusal = partial(type(error), str(error))
         del block.steps[before:]
-        return self._written_out(node, grads, block, reason)
+        return self._written_out(node, grads, block, refusal)
 
     def _zero(self, out: Tensor) -> bool:
         """Whether a result that the cotangent has no part in is zero, which is hoped on a GPU."""
@@ -194,7 +197,7 @@ class Formulas:
         return True
 
     def _written_out(
-        self, node: Node, grads: Sequence[Tensor | None], block: Block, reason: GradtraceError
+        self, node: Node, grads: Sequence[Tensor | None], block: Block, refusal: Refusal
     ) -> Sequence[Tensor | None]:
         """A formula that cannot be followed, as matrices, if it is small enough."""
         recorder = self.recorder
@@ -206,8 +209,8 @@ class Formulas:
         with _disable_current_modes():
             outs = list(call(grads))
             if self.opaque and entries(grads, outs) > recorder.limit:
-                return self._closed(call, grads, outs, block, str(reason))
-            found = matrices(call, grads, outs, recorder.limit, reason)
+                return self._closed(call, grads, outs, block, str(refusal()))
+            found = matrices(call, grads, outs, recorder.limit, refusal)
         for out, terms in zip(outs, found):
             if out is None:
                 continue

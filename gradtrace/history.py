@@ -409,6 +409,18 @@ def damaged(called: str, number: int, why: object = "") -> BadFile:
     )
 
 
+TAKERS = {
+    "run": "_run",
+    "resume": "_resume",
+    "names": "_named",
+    "step": "_step",
+    "times": "_times",
+    "gap": "_gap",
+    "end": "_end",
+}
+"""Which method of ``Reading`` takes the lines of a kind."""
+
+
 class Reading:
     """Gathers lines."""
 
@@ -421,15 +433,6 @@ class Reading:
         self.running = True
         self.until: int | None = None
         self.notes: list[str] = []
-        self._takers = {
-            "run": self._run,
-            "resume": self._resume,
-            "names": self._named,
-            "step": self._step,
-            "times": self._times,
-            "gap": self._gap,
-            "end": self._end,
-        }
 
     def torn(self, number: int) -> None:
         """A line without its end."""
@@ -444,7 +447,7 @@ class Reading:
                 "Monitor(file=...) writes"
             )
         try:
-            self._takers.get(kind, self._unknown)(line)
+            getattr(self, TAKERS.get(kind, "_unknown"))(line)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as e:
             raise damaged(self.called, number, f"{type(e).__name__}: {e}") from e
 

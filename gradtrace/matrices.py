@@ -15,18 +15,22 @@ from gradtrace.recorder import close
 Formula: TypeAlias = "Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]"
 """From cotangents to results."""
 
+Refusal: TypeAlias = "Callable[[], GradtraceError]"
+"""Makes the error that says why a formula could not be followed. An error itself, once raised,
+holds the frames it came through, and whoever keeps it in one of them makes a cycle of them."""
+
 
 def matrices(
     f: Formula,
     grads: Sequence[Tensor | None],
     outs: Sequence[Tensor | None],
     limit: int,
-    reason: GradtraceError,
+    refusal: Refusal,
 ) -> list[list[tuple[int, Tensor]]]:
     """For each result, the matrices that lead to it from each cotangent, by unit cotangents."""
     found: list[list[tuple[int, Tensor]]] = [[] for _ in outs]
     if entries(grads, outs) > limit:
-        raise reason
+        raise refusal()
     totals = [None if o is None else torch.zeros_like(_flatten(o)) for o in outs]
     for slot, grad in enumerate(grads):
         if grad is None:
@@ -48,7 +52,7 @@ def matrices(
             totals[k] = total + matrix @ _flatten(grad)
     for out, total in zip(outs, totals):
         if out is not None and total is not None and not close(total, _flatten(out)):
-            raise reason
+            raise refusal()
     return found
 
 

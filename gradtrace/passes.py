@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import GraphExecGroup
 
-from gradtrace.autograd import Node
+from gradtrace.autograd import Edges, Node
 
 _RUNNING = threading.local()
 
@@ -27,30 +24,39 @@ def backward_runs() -> bool:
     return task != -1 or getattr(_RUNNING, "passes", 0) > 0
 
 
-DEEP = 2_000
-"""From this many nodes on, a graph that Python has walked is let go by ``hold``."""
+SPAN = 32
+"""So many nodes in a row may free one another before a container stands between two of them."""
 
-_HELD: set[int] = set()  # losses, by identity
+KEEPER = "gradtrace: frees a deep graph step by step"
+"""The key under which a node's metadata holds some of the nodes that it leads to."""
 
 
-def hold(loss: Tensor, nodes: list[Node]) -> None:
-    """Keep the nodes of a walked graph until the loss is gone, and then free them from the root on.
+def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
+    """See to it that a graph can be freed at any depth, on any thread, as soon as it is let go.
 
-    PyTorch frees a graph in a loop, but for nodes that Python has seen: these free one another by
-    recursion, and a chain of 100,000 overflows the stack. So they are held one by one, in order.
-    The list is made a cycle when the loss goes, since only the garbage collector lets it go after
-    the loss itself has.
+    ``nodes`` are all that a walk has met, each after the nodes that lead to it. PyTorch frees a
+    graph in a loop, but since 2.13 not nodes that Python has seen: these free one another by
+    recursion, some 210 bytes of C stack each, so that a chain of 2,500 overflows a stack of 512 kB.
+    Python's own containers avoid that: past 50 of them, one inside the other, the rest waits in a
+    list (the "trashcan"). So where a chain of nodes is long, every ``SPAN``-th of them also holds
+    its successors by a tuple in its metadata, which is let go after its edges are. The successors
+    live no longer than before, since the node leads to them anyway.
     """
-    key = id(loss)
-    if len(nodes) < DEEP or key in _HELD:
+    if len(nodes) <= 2 * SPAN:
         return
-
-    def release(held: list[Any]) -> None:
-        _HELD.discard(key)
-        held.insert(0, held)
-
-    _HELD.add(key)
-    weakref.finalize(loss, release, nodes[::-1]).atexit = False
+    heights: dict[Node | None, int] = {None: -1}  # the longest way down to a leaf
+    for node in reversed(nodes):
+        height = -1
+        for child, _ in edges[node]:
+            below = heights[child]
+            if below > height:
+                height = below
+        heights[node] = height = height + 1
+        start = height - height % SPAN
+        if start > SPAN:
+            far = tuple([n for n, _ in edges[node] if SPAN <= heights[n] < start])
+            if far:
+                node.metadata[KEEPER] = far
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradtrace.autograd import Node, edges_of, root_of, sequence_of
 from gradtrace.errors import TooDeep, UnknownName, Unsupported
-from gradtrace.passes import hold
+from gradtrace.passes import limit_recursion
 
 Visit: TypeAlias = Callable[[Any, Any], object]
 Edges: TypeAlias = Callable[[Any], Iterable[tuple[Any, int]]]
@@ -108,26 +108,35 @@ def recursive(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
     It recurses by nature, so it raises ``TooDeep`` past the interpreter's limit.
     """
     uses, known = pending(root, edges)
-    order = []
+    order: list[Node] = []
     deepest = sys.getrecursionlimit() - _depth() - 50  # room for the formulas themselves
 
-    def descend(node: Node, depth: int) -> None:
-        if depth > deepest:
-            raise TooDeep(
-                f"the recursive schedule is {depth:,} calls deep, which is all that Python's stack "
-                "allows here; use schedule='kahn', or raise sys.setrecursionlimit"
-            )
-        out = known.pop(node)
-        visit(node, out)
-        order.append(node)
-        for child, _ in out:
-            if child is not None:
-                uses[child] -= 1
-                if not uses[child]:
-                    descend(child, depth + 1)
-
-    descend(root, 0)
+    _descend(root, 0, deepest, uses, known, visit, order)
     return order
+
+
+def _descend(
+    node: Node,
+    depth: int,
+    deepest: int,
+    uses: dict[Node, int],
+    known: dict[Node, Any],
+    visit: Visit,
+    order: list[Node],
+) -> None:
+    if depth > deepest:
+        raise TooDeep(
+            f"the recursive schedule is {depth:,} calls deep, which is all that Python's stack "
+            "allows here; use schedule='kahn', or raise sys.setrecursionlimit"
+        )
+    out = known.pop(node)
+    visit(node, out)
+    order.append(node)
+    for child, _ in out:
+        if child is not None:
+            uses[child] -= 1
+            if not uses[child]:
+                _descend(child, depth + 1, deepest, uses, known, visit, order)
 
 
 def _depth() -> int:
@@ -153,12 +162,17 @@ def schedule(name: str) -> Callable[..., list[Node]]:
 
 def walk(loss: Tensor, visit: Visit, order: str = "kahn") -> None:
     """Visit the nodes behind a loss, and see to it that they can be freed, come what may."""
-    root = root_of(loss)
+    root, known = root_of(loss), {}
+
+    def edges(node: Node) -> Any:
+        known[node] = out = edges_of(node)
+        return out
+
     nodes: list[Node] = []
     try:
-        nodes = schedule(order)(root, visit)
+        nodes = schedule(order)(root, visit, edges)
     except BaseException:
-        nodes = kahn(root, lambda node, edges: None)
+        nodes = kahn(root, lambda node, edges: None, edges)
         raise
     finally:
-        hold(loss, nodes)
+        limit_recursion(nodes, known)

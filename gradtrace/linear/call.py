@@ -95,25 +95,27 @@ class Call:
         if args[0] is dep and len(args) == 1:
             return lambda x: func(x, **kwargs)
 
-        def mark(a: Any) -> Any:
-            if a is dep:
-                return _HERE
-            if isinstance(a, Tensor):
-                other = self.depends(a) or (moving and a.is_floating_point())
-                return _Zeros(tuple(a.shape), a.dtype, a.device, moving) if other else a
-            return [mark(b) for b in a] if isinstance(a, (list, tuple)) else a
+        marked = self._marked(list(args), dep, moving)
+        named = {key: self._marked(value, dep, moving) for key, value in kwargs.items()}
+        return lambda x: func(*_filled(marked, x), **{k: _filled(v, x) for k, v in named.items()})
 
-        marked = mark(list(args))
-        named = {key: mark(value) for key, value in kwargs.items()}
+    def _marked(self, a: Any, dep: Tensor, moving: bool) -> Any:
+        """Arguments without the tensors that are to be replaced."""
+        if a is dep:
+            return _HERE
+        if isinstance(a, Tensor):
+            other = self.depends(a) or (moving and a.is_floating_point())
+            return _Zeros(tuple(a.shape), a.dtype, a.device, moving) if other else a
+        return [self._marked(b, dep, moving) for b in a] if isinstance(a, (list, tuple)) else a
 
-        def fill(a: Any, x: Tensor) -> Any:
-            if a is _HERE:
-                return x
-            if type(a) is _Zeros:
-                return torch.zeros(a.shape, dtype=x.dtype if a.moving else a.dtype, device=a.device)
-            return [fill(b, x) for b in a] if type(a) is list else a
 
-        return lambda x: func(*fill(marked, x), **{k: fill(v, x) for k, v in named.items()})
+def _filled(a: Any, x: Tensor) -> Any:
+    """The same arguments, of ``x`` and zeros."""
+    if a is _HERE:
+        return x
+    if type(a) is _Zeros:
+        return torch.zeros(a.shape, dtype=x.dtype if a.moving else a.dtype, device=a.device)
+    return [_filled(b, x) for b in a] if type(a) is list else a
 
 
 class _Zeros(NamedTuple):

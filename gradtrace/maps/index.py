@@ -118,15 +118,15 @@ class Slot(Index):
     __slots__ = ("cut", "dim", "start")
 
     def __init__(self, dim: int, start: int, cut: Shape, in_shape: Shape, out_shape: Shape) -> None:
-        super().__init__(self._put, in_shape, out_shape, fills=True, injective=True)
+        def put(x: Tensor) -> Tensor:  # a method of this map would hold it by itself, for ever
+            out = x.new_zeros(out_shape)
+            out.narrow(dim, start, cut[dim]).copy_(x.reshape(cut))
+            return out
+
+        super().__init__(put, in_shape, out_shape, fills=True, injective=True)
         self.dim = dim
         self.start = start
         self.cut = cut
-
-    def _put(self, x: Tensor) -> Tensor:
-        out = x.new_zeros(self.out_shape)
-        out.narrow(self.dim, self.start, self.cut[self.dim]).copy_(x.reshape(self.cut))
-        return out
 
     def sources(self, at: Tensor) -> Tensor:
         size, inner = self.cut[self.dim], prod(self.cut[self.dim + 1 :])
