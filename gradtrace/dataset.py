@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from gradtrace import batches, wrapped
 from gradtrace.components import Components, spelt
-from gradtrace.counted import SHARED, Book, Counted, fits, pooled
+from gradtrace.counted import AGAIN, SHARED, Book, Counted, fits, pooled
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.group import Message, Team, joined
+from gradtrace.identity import Identity, identity
 from gradtrace.influence import Influence
 from gradtrace.watching import watch
 
@@ -44,9 +45,11 @@ def influence(
     they are.
 
     With ``checkpoint`` what was counted is written to that file after every batch, and a run that
-    finds it there goes on after the batches it has; the loader must give the same batches again.
-    Ctrl-C ends the run with what was counted (``result.interrupted``). A progress bar is shown on a
-    terminal, or as ``progress`` says.
+    finds it there goes on with the batches it does not have. The file knows the weights, the code
+    of ``loss_fn``, the settings and the data of each batch: what differs is refused, and the file
+    is left as it is. So the loader must give the same batches again, in any order. Ctrl-C ends the
+    run with what was counted (``result.interrupted``). A progress bar is shown on a terminal, or as
+    ``progress`` says.
 
     Where ``torch.distributed`` is initialised, all its ranks call this and measure together: each
     traces every n-th batch of a loader that is the same on all of them, and each gets the table of
@@ -75,7 +78,7 @@ def influence(
         with joined(group) as team, wrapped.apart(model):
             own = batches.sharded(loader, team.world) if sharded is None else sharded
             run = Run(team, Book(checkpoint, settings, team.rank, team.world), own)
-            run.begin(model)
+            run.begin(model, loss_fn)
             part = settings | {"components": components}
             run.count(
                 loader, progress, lambda batch, number: _traced(model, loss_fn, batch, number, part)
@@ -111,21 +114,29 @@ class Run:
         """What the batches' numbers refer to."""
         return f"{self.team.rank}/{self.team.world}" if self.own else SHARED
 
-    def begin(self, model: nn.Module) -> None:
+    def begin(self, model: nn.Module, loss_fn: LossFn) -> None:
         """See that all ranks ask the same of the same model, and what is counted already."""
-        said = {
+        said: Message = {
             "settings": self.book.settings,
             "model": wrapped.digest(model) if self.team.world > 1 else {},
             "loader": self.own,
-            "counted": self.book.read().to_dict(),
         }
-        plan = self.team.meet(said, self._plan)
+        if self.book.path is not None:
+            found, self.book.names = identity(model, loss_fn)
+            said["identity"] = found.to_dict()
+        agreed = self.team.meet(said, self._agreed)
+        if "identity" in agreed:
+            self.book.identity = Identity.from_dict(agreed["identity"])
+        plan = self.team.meet({"counted": self.book.read().to_dict()}, self._plan)
         self.mine = Counted.from_dict(plan["owns"][self.team.rank])
         self.done = Counted.from_dict(plan["done"])
 
-    def _plan(self, said: list[Message]) -> Message:
+    def _agreed(self, said: list[Message]) -> Message:
         for rank, other in enumerate(said):
             _same(rank, other, said[0])
+        return said[0]
+
+    def _plan(self, said: list[Message]) -> Message:
         owns = [Counted.from_dict(each["counted"]) for each in said]
         self.rest, left = pooled(self.book.whole(), owns, self.book.parts())
         done = self.rest
@@ -142,29 +153,39 @@ class Run:
         self, loader: Iterable[Any], progress: bool | None, trace: Callable[[Any, int], Influence]
     ) -> None:
         """Trace what this rank has to, until it is done or all are to stop."""
-        self.part = batches.Batches(loader, self._turns())
+        self.part = batches.Batches(loader, self._turns(), self._journal(), self._named)
         wanted = progress if self.team.rank == 0 else False
         try:
             with bar(self.part, wanted) as step:
-                for number, batch in self.part:
+                for batch in self.part:
                     if self.team.halted:
                         return
-                    self.number = number
-                    self.mine = self.mine.add(self.loader, number, trace(batch, number))
-                    self.book.keep(self.mine)
+                    self.number = batch.number
+                    if not batch.counted:
+                        part = trace(batch.data, batch.number)
+                        self.mine = self.mine.add(self.loader, batch, part)
+                        self.book.keep(self.mine)
                     step()
+                self.part.end()
         except KeyboardInterrupt:
             self.team.interrupt()
+        finally:
+            self.book.flush()
+
+    @property
+    def _named(self) -> bool:
+        """Whether batches have to be told apart."""
+        return self.book.path is not None or self.team.world > 1
+
+    def _journal(self) -> batches.Journaled | None:
+        if self.book.path is None:
+            return None
+        return batches.Journaled(str(self.book.path), self.done.of(self.loader), AGAIN)
 
     def _turns(self) -> Callable[[int], bool]:
-        """Whether a batch is to be traced here; says so without holding the run, which holds it."""
-        own, team, done, loader = self.own, self.team, self.done, self.loader
-
-        def wanted(number: int) -> bool:
-            turn = own or number % team.world == team.rank
-            return turn and not done.has(loader, number)
-
-        return wanted
+        """Whether a batch is this rank's; says so without holding the run, which holds it."""
+        own, world, rank = self.own, self.team.world, self.team.rank
+        return lambda number: own or number % world == rank
 
     def conclude(self, notes: tuple[str, ...]) -> Influence:
         """The table of all ranks."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from gradtrace.batches import digested
-from gradtrace.watching import named_modules, refuse_flat, sharded_modules, sharding_hooks
+from gradtrace.identity import tensor_digests
+from gradtrace.watching import join, named_modules, refuse_flat, sharded_modules, sharding_hooks
 
 Hook = Callable[..., Any]
 
@@ -116,14 +115,10 @@ def digest(model: nn.Module) -> dict[str, str]:
 
     Running statistics count where they are used: in modules that are not in training.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, module in named_modules(model):
         tensors: dict[str, Tensor | None] = dict(module._parameters)
         if not module.training:
             tensors |= module._buffers
-        for key, tensor in tensors.items():
-            if tensor is not None:
-                state = blake2b(digest_size=8)
-                digested(state, tensor)
-                found[f"{name}.{key}".removeprefix(".")] = state.hexdigest()
-    return found
+        found |= {join(name, key): each for key, each in tensors.items() if each is not None}
+    return tensor_digests(found)

@@ -146,14 +146,15 @@ def test_ctrl_c_before_anything_was_counted_is_an_interrupt() -> None:
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, at: int) -> None:
     net, file = model(), tmp_path / "run.gradtrace"
-    first = gt.influence(net, losses, Stops(batches(), at), checkpoint=file)
-    assert first.interrupted
     seen: list[int] = []
 
     def counting(net: nn.Module, batch: Batch) -> Tensor:
         seen.append(1)
         return losses(net, batch)
 
+    first = gt.influence(net, counting, Stops(batches(), at), checkpoint=file)
+    assert first.interrupted
+    seen.clear()
     table = gt.influence(net, counting, batches(), checkpoint=file)
     assert len(seen) == 5 - at
     assert table == direct(net, batches())

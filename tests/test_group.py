@@ -23,9 +23,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradtrace as gt
-from gradtrace import batches
+from gradtrace import batches, files
+from gradtrace.batches import Entry
 from gradtrace.counted import Book, Counted, pooled
 from gradtrace.errors import GradtraceError
+from gradtrace.identity import identity
 from gradtrace.influence import Influence
 
 HERE = Path(__file__).parent
@@ -226,16 +228,11 @@ def test_a_rank_that_is_killed_fails_the_others(tmp_path: Path, world: int) -> N
         assert f"RankFailed: rank {dead} ended without a word: it was killed" in message
         assert "what was counted is kept beside" in message
     assert (tmp_path / f"killed.gradtrace.rank{dead}").exists()
-    calls: list[int] = []
-
-    def counting(net: nn.Module, batch: ranks.Batch) -> torch.Tensor:
-        calls.append(1)
-        return ranks.losses(net, batch)
-
     file = tmp_path / "killed.gradtrace"
-    table = gt.influence(ranks.model(), counting, ranks.loader(2), checkpoint=file)
+    ranks.CALLS.clear()
+    table = gt.influence(ranks.model(), ranks.calm(), ranks.loader(2), checkpoint=file)
     assert table.to_dict() == alone("greedy", 2)
-    assert len(calls) < 11
+    assert len(ranks.CALLS) < 11
     assert [path.name for path in tmp_path.glob("*.gradtrace*")] == ["killed.gradtrace"]
 
 
@@ -303,37 +300,44 @@ def one() -> Influence:
     return gt.influence(ranks.model(), ranks.losses, ranks.loader(ranks.SIZE))
 
 
+def some(*numbers: int, loader: str = "") -> dict[str, dict[str, Entry]]:
+    return {loader: {f"{n:016x}": Entry(n, "") for n in numbers}}
+
+
 def test_parts_that_the_whole_has_are_left_out() -> None:
     table = one()
-    whole = Counted(table, {"": 0b111})
-    rest, left = pooled(whole, [Counted(table, {"": 0b010}), Counted(table, {"": 0b1000})], [])
+    whole = Counted(table, some(0, 1, 2))
+    rest, left = pooled(whole, [Counted(table, some(1)), Counted(table, some(3))], [])
     assert rest == whole
-    assert left == [Counted(), Counted(table, {"": 0b1000})]
-    part = Counted(table, {"": 0b110000})
+    assert left == [Counted(), Counted(table, some(3))]
+    part = Counted(table, some(4, 5))
     rest, _ = pooled(whole, left, [left[1], part])
     assert rest == whole.join(part)
+    assert Counted.from_dict(whole.to_dict()) == whole
     with pytest.raises(GradtraceError, match="the same batches twice"):
-        pooled(whole, [Counted(table, {"": 0b1001})], [])
+        pooled(whole, [Counted(table, some(0, 3))], [])
 
 
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    from gradtrace import files
+SETTINGS = {"components": None, "weight": "count", "rule": "greedy", "granularity": "scalar"}
 
-    settings = {"components": None, "weight": "count", "rule": "greedy", "granularity": "scalar"}
-    some = list(ranks.loader())
-    table = gt.influence(ranks.model(), ranks.losses, some[:2])
-    meta = {"settings": settings, "batches": 2, "influence": table.to_dict()}
+
+def test_a_file_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """It does not know its model."""
+    table = one()
+    meta = {"settings": SETTINGS, "batches": 1, "influence": table.to_dict()}
     file = tmp_path / "run.gradtrace"
     files.write(file, "influence", meta, {})
-    assert Book(file, settings, 0, 1).read().batches == {"": 0b11}
-    found = gt.influence(ranks.model(), ranks.losses, some, checkpoint=file)
-    assert found.to_dict() == alone()
+    before = file.read_bytes()
+    with pytest.raises(GradtraceError, match=r"older gradtrace.*delete it to begin again"):
+        gt.influence(ranks.model(), ranks.losses, ranks.loader(), checkpoint=file)
+    assert file.read_bytes() == before
 
 
 def test_loaders_of_other_ranks_are_not_gone_on_with(tmp_path: Path) -> None:
-    settings = {"components": None, "weight": "count", "rule": "greedy", "granularity": "scalar"}
     file = tmp_path / "run.gradtrace"
-    Book(file, settings, 1, 2).keep(Counted(one(), {"1/2": 1}))
+    book = Book(file, SETTINGS, 1, 2)
+    book.identity, _ = identity(ranks.model(), ranks.losses)
+    book.keep(Counted(one(), some(0, loader="1/2")))
     with pytest.raises(GradtraceError, match="batches of 2 ranks with loaders of their own"):
         gt.influence(ranks.model(), ranks.losses, ranks.loader(), checkpoint=file)
 

@@ -33,7 +33,7 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"},
+    {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"} | {"digests"},
     {"plain"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
     {"semirings", "labels", "loggers", "marks"},
@@ -54,7 +54,8 @@ LAYERS: tuple[set[str], ...] = (
     {"trace"},
     {"api", "draw"},
     {"watching"},
-    {"batches", "counted"},
+    {"batches", "identity"},
+    {"counted"},
     {"wrapped"},
     {"check", "ablation", "dataset", "discovery", "lookout", "runs"},
     {"monitor"},

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradtrace.errors import GradtraceError, close
 from gradtrace.laboratory import drawing
+from gradtrace.laboratory.code import refresh
 from gradtrace.laboratory.findings import Experiment
 from gradtrace.laboratory.loading import Source, about, load
 from gradtrace.laboratory.publishing import document, gather, publish
@@ -145,6 +146,7 @@ def _quiet(line: str) -> None:
 
 def plan(source: Source, asked: Asked, ranks: Ranks) -> Plan:
     """An experiment with its settings and what was asked."""
+    refresh(source)
     experiment = load(source)
     seeds = experiment.SEEDS.quick if asked.quick else experiment.SEEDS.full
     settings = _settings(experiment, source.name, asked)

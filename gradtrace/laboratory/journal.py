@@ -2,10 +2,11 @@
 
 Each process that measures writes a file of its own in ``rows/``: a header, then one line a cell::
 
-    {"schema": 1, "experiment": "layers", "form": "quick", "settings": {...}, "versions": {...}}
+    {"schema": 1, "experiment": "layers", "form": "quick", "settings": {...}, "code": "9f2c", ...}
     {"cell": {...}, "result": {...}, "seconds": 0.8}
 
-A row is on disk before the next cell is begun. A last line without its end (the process was killed
+Rows of other code (see ``code``) do not count: their cells are measured again. A row is on disk
+before the next cell is begun. A last line without its end (the process was killed
 as it wrote) is no row. Nothing is ever deleted: ``set_aside`` renames the folder.
 """
 
@@ -56,10 +57,11 @@ class Journal:
 
     folder: Path
     header: Mapping[str, Any]
+    stale: set[str] = field(default_factory=set, repr=False)  # cells with rows of other code
     _file: BinaryIO | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "header": self.header, "_file": None}
+        return {"folder": self.folder, "header": self.header, "stale": set(), "_file": None}
 
     def __del__(self) -> None:
         self.close()
@@ -70,7 +72,7 @@ class Journal:
         return self.folder / "rows"
 
     def read(self) -> tuple[dict[str, Entry], list[dict[str, Any]]]:
-        """All entries by the key of their cell, and the headers of all files.
+        """All entries by the key of their cell, and the headers of their files.
 
         Of a cell that was measured twice, by two runs at a time, the first in the order of file
         names counts.
@@ -84,6 +86,9 @@ class Journal:
                 if header is None:
                     continue  # killed before the header was whole
                 self._check(header, path)
+                if header.get("code") != self.header.get("code"):
+                    self.stale |= {key(row["cell"]) for row in lines}
+                    continue
                 headers.append(header)
                 for row in lines:
                     entry = Entry(row["result"], row["seconds"])

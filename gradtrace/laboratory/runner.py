@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from gradtrace.errors import GradtraceError
 from gradtrace.laboratory import machine, pools, results
+from gradtrace.laboratory.code import code
 from gradtrace.laboratory.findings import Cell, Plot, Row
 from gradtrace.laboratory.journal import Journal, key
 from gradtrace.laboratory.loading import Source, about, load
@@ -68,6 +69,7 @@ class Plan:
             "form": self.form,
             "settings": dict(self.settings),
             "files": _digests(self.settings),
+            "code": code(self.source),
             "versions": machine.versions(PACKAGES),
             "machine": _where(),
         }
@@ -82,10 +84,11 @@ class Outcome(NamedTuple):
 
 def run(plan: Plan, say: Say) -> Outcome | None:
     """What was found; None on ranks that do not conclude."""
+    header = plan.header()  # before its code is loaded, which may be edited at any time
     load(plan.source)
     if plan.ray:
         pools.needs_ray()
-    journal = Journal(plan.folder, plan.header())
+    journal = Journal(plan.folder, header)
     cells = _cells(plan)
     todo = plan.ranks.agree(lambda: _todo(plan, journal, cells, say))
     try:
@@ -103,7 +106,7 @@ def _concluded(plan: Plan, journal: Journal, cells: list[Cell]) -> Outcome:
     if missing:
         raise GradtraceError(
             f"{missing} of {len(cells)} rows are not in {journal.rows}: --out must be one folder "
-            "that all machines share"
+            "that all machines share, and all must have the same code and versions"
         )
     with plan.source.running():
         findings = experiment.conclude([Row(c, entries[key(c)].result) for c in cells])
@@ -148,6 +151,11 @@ def _todo(plan: Plan, journal: Journal, cells: list[Cell], say: Say) -> list[Cel
         say(f"{plan.source.name}: earlier rows are set aside in {aside}")
     known, _ = journal.read()
     todo = [cell for cell in cells if key(cell) not in known]
+    if again := sum(key(cell) in journal.stale for cell in todo):
+        say(
+            f"{plan.source.name}: {again} cells are measured again, as the code of the experiment "
+            "(or the version of gradtrace or torch) has changed since; their old rows are kept"
+        )
     if len(todo) < len(cells):
         say(f"{plan.source.name}: {len(cells) - len(todo)} of {len(cells)} cells are there already")
     return todo

@@ -13,6 +13,7 @@ from hashlib import sha256
 import torch
 
 from gradtrace.errors import GradtraceError
+from gradtrace.laboratory.code import code
 from gradtrace.laboratory.findings import Cell, Tick
 from gradtrace.laboratory.journal import Entry, Journal, key
 from gradtrace.laboratory.loading import Source, load
@@ -28,9 +29,15 @@ class Work:
 
     source: Source
     journal: Journal
+    _same: bool = False  # whether this process has the code that the journal is of
 
     def do(self, cell: Cell, tick: Tick) -> None:
         """Measure a cell and write its row."""
+        if not self._same and self.journal.header.get("code") != code(self.source):
+            raise GradtraceError(
+                f"{self.source.name} was edited after this run began; give the same command again"
+            )
+        self._same = True  # it is loaded by now, or in a moment
         self.journal.append(cell, measured(self.source, cell, tick))
 
 

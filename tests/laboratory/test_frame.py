@@ -273,6 +273,54 @@ def test_ctrl_c_stops_at_once_and_says_how_to_go_on(
     assert rows_in(out) == 1
 
 
+# Code that was edited -----------------------------------------------------------------------------
+
+
+EDITS: dict[str, tuple[str, str, bool] | None] = {
+    "measure": ('return {"y": ', 'return {"y": 1 + ', True),
+    "what measure uses": ("SIZE = 1000", "SIZE = 999", True),
+    "a module beside it": None,
+    "conclude": ('("k", "y", "loose"', '("k", "y", "more"', False),
+    "a comment": ("# from the global", "# that comes from the global", False),
+    "the docstring": ("squared.", "squared, each.", False),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_rows_of_edited_code_are_measured_again(tmp_path: Path, what: str) -> None:
+    path, out = tmp_path / "mine.py", tmp_path / "o"
+    text = MINE.replace("1000", "SIZE").replace("def measure", "SIZE = 1000\n\n\ndef measure")
+    text = text.replace('["k"], "loose"', '["k"] + beside.more(), "loose"')
+    helper = tmp_path / f"beside_{list(EDITS).index(what)}.py"
+    text = text.replace("import beside", f"import {helper.stem} as beside")
+    path.write_text(text)
+    helper.write_text("def more():\n    return 0\n")
+    args = (path, "--quick", "--out", out)
+    assert run(*args).exit_code == 0
+    before = table(out)
+    edit = EDITS[what]
+    if edit is None:
+        helper.write_text("def more():\n    return 1\n")
+        again = True
+    else:
+        assert edit[0] in text
+        path.write_text(text.replace(edit[0], edit[1]))
+        again = edit[2]
+    result = run(*args)
+    assert result.exit_code == 0, result.stderr
+    assert ("6 cells are measured again, as the code" in result.stderr) == again
+    assert ("6 of 6 cells are there already" in result.stderr) != again
+    assert rows_in(out) == (12 if again else 6)  # the old ones are kept
+    fresh = run(path, "--quick", "--out", tmp_path / "fresh")
+    assert fresh.exit_code == 0
+    assert table(out)["tables"] == table(tmp_path / "fresh")["tables"]
+    assert (table(out)["tables"][0]["rows"] != before["tables"][0]["rows"]) == again
+    path.write_text(text)  # as it was: so are its rows
+    helper.write_text("def more():\n    return 0\n")
+    assert "6 of 6 cells are there already" in run(*args).stderr
+    assert table(out) == before
+
+
 # The journal --------------------------------------------------------------------------------------
 
 

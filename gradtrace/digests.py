@@ -1,0 +1,200 @@
+"""Digests: what tells data, weights and code from others.
+
+Tensors are digested where they are, so that those of a GPU need not be copied: 8 bytes at a time
+are multiplied by odd numbers that depend on their place, and added up modulo 2**64. That is exact
+integer arithmetic, so the device and the number of threads do not matter; and it takes every
+element, so that one changed weight is noticed.
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+from collections.abc import Mapping
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PLACES = 1 << 16
+"""After so many multipliers they begin again; the sums of such stretches are digested in order."""
+
+STRETCHES = {"cpu": 4}
+"""How many stretches are worked on at a time: on a CPU they should stay in its cache."""
+
+MANY = 128
+"""The same on other devices."""
+
+PLAIN = (str, bytes, int, float, bool, complex, type(None))
+
+
+def new() -> Any:
+    """An empty digest."""
+    return blake2b(digest_size=8)
+
+
+def digest(*items: Any) -> str:
+    """Of some items, 16 hexadecimal digits."""
+    into = new()
+    for item in items:
+        add(into, item)
+    return str(into.hexdigest())
+
+
+# Tensors ------------------------------------------------------------------------------------------
+
+
+def add_tensor(into: Any, tensor: Tensor) -> None:
+    """Add the type, the shape and every element of a tensor."""
+    add_tensors([(into, tensor)])
+
+
+def add_tensors(pairs: list[tuple[Any, Tensor]]) -> None:
+    """Add tensors to a digest each; tensors of a GPU are waited for once."""
+    sums: dict[torch.device, list[tuple[Any, Tensor]]] = {}
+    for into, tensor in pairs:
+        into.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        for part in _parts(tensor.detach()):
+            found = _sums(part)
+            sums.setdefault(found.device, []).append((into, found))
+    for some in sums.values():
+        flat = torch.cat([found for _, found in some]).tolist()
+        start = 0
+        for into, found in some:
+            end = start + len(found)
+            into.update(b",".join(b"%d" % number for number in flat[start:end]))
+            start = end
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that one is made of."""
+    if tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return [part for each in tensor.unbind() for part in _parts(each)]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
+    if tensor.layout is torch.strided:
+        return [tensor] if tensor.numel() else []
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [*_parts(whole.indices()), *_parts(whole.values())]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        indices = [tensor.crow_indices(), tensor.col_indices()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        indices = [tensor.ccol_indices(), tensor.row_indices()]
+    else:
+        return _parts(tensor.to_dense())
+    return [part for each in (*indices, tensor.values()) for part in _parts(each)]
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """One number for each stretch of a dense tensor."""
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = flat.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    odd = flat.numel() % 8
+    if flat.storage_offset() % 8 or odd:  # memory that cannot be looked at 8 bytes at a time
+        flat = torch.cat([flat, flat.new_zeros((8 - odd) % 8)])
+    flat = flat.view(torch.int64)
+    factors = _factors(flat.device)
+    size = PLACES * STRETCHES.get(flat.device.type, MANY)
+    found = []
+    for part in torch.split(flat, size):
+        mixed = (part >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(part)
+        whole = len(mixed) // PLACES * PLACES
+        if whole:
+            found.append(mixed[:whole].view(-1, PLACES).mul_(factors).sum(1))
+        if whole < len(mixed):
+            rest = mixed[whole:]
+            found.append(rest.mul_(factors[: len(rest)]).sum(0, keepdim=True))
+    return torch.cat(found)
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Odd numbers without a pattern (splitmix64)."""
+    with np.errstate(over="ignore"):
+        z = np.arange(1, PLACES + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    with torch.inference_mode(False):
+        return torch.from_numpy(z.view(np.int64)).to(device)
+
+
+# Data ---------------------------------------------------------------------------------------------
+
+
+def add(into: Any, item: Any) -> None:
+    """Add what tells an item from others: tensors, arrays, containers and objects of any kind."""
+    _add(into, item, {})
+
+
+def _add(into: Any, item: Any, seen: dict[int, Any]) -> None:
+    """``seen`` are the objects looked at so far: one that holds itself comes to an end."""
+    if isinstance(item, Tensor):
+        add_tensor(into, item)
+    elif isinstance(item, PLAIN):
+        into.update(f"{item!r},".encode("utf-8", "surrogatepass"))
+    elif isinstance(item, np.ndarray) and item.dtype != object:
+        into.update(f"{item.dtype.str}{item.shape}".encode())
+        into.update(np.ascontiguousarray(item).tobytes())
+    elif id(item) in seen:
+        into.update(b"again")
+    else:
+        seen[id(item)] = item
+        _add_inside(into, item, seen)
+
+
+def _add_inside(into: Any, item: Any, seen: dict[int, Any]) -> None:
+    into.update(named(item if isinstance(item, type) else type(item)).encode())
+    if isinstance(item, type):
+        return
+    if isinstance(item, (list, tuple, np.ndarray)):
+        items = item.tolist() if isinstance(item, np.ndarray) else item
+        into.update(b"[%d" % len(items))
+        if all(type(each) in PLAIN for each in items):
+            into.update(repr(tuple(items)).encode("utf-8", "surrogatepass"))
+        else:
+            for each in items:
+                _add(into, each, seen)
+    elif isinstance(item, Mapping) or callable(getattr(item, "items", None)):
+        for key, value in item.items():
+            _add(into, key, seen)
+            _add(into, value, seen)
+    elif isinstance(item, (set, frozenset)):
+        into.update("".join(sorted(digest(each) for each in item)).encode())
+    elif isinstance(item, enum.Enum):
+        into.update(item.name.encode())
+    elif held := attributes(item):
+        _add(into, held, seen)
+    else:
+        try:
+            into.update(pickle.dumps(item, 4))
+        except Exception:  # what cannot be pickled is told by its class alone
+            return
+
+
+def attributes(item: Any) -> dict[str, Any]:
+    """What an object holds under names, in ``__dict__`` and in slots."""
+    slots = (name for kind in type(item).__mro__ for name in _slots(kind) if hasattr(item, name))
+    return {**(getattr(item, "__dict__", None) or {}), **{n: getattr(item, n) for n in slots}}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = kind.__dict__.get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def named(thing: Any) -> str:
+    """The name of a class or a function. Its module is not part of it: a script that is run is
+    called ``__main__``, and something else when it is imported.
+    """
+    return str(getattr(thing, "__qualname__", thing))

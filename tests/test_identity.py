@@ -1,0 +1,479 @@
+"""A journal knows what it belongs to: the model, the loss function, the settings and the data."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import gradtrace as gt
+from gradtrace import digests
+from gradtrace.errors import GradtraceError
+from gradtrace.identity import identity
+from gradtrace.influence import Influence
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, power: float = 1.0) -> None:
+        super().__init__()
+        self.e, self.a, self.b = (nn.Linear(6, 6) for _ in range(3))
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.0)
+        self.register_buffer("mask", torch.ones(6))
+        self.power, self.calls = power, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.norm(self.drop(self.e(x)))
+        return (self.a(h) + self.b(h) * self.power) * self.mask
+
+
+def net(**more: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**more).eval()
+
+
+def data(count: int = 5, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 6, generator=generator) for _ in range(count)]
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean(1)
+
+
+# What belongs to a journal ------------------------------------------------------------------------
+
+
+def scaled(model: Net) -> Net:
+    with torch.no_grad():
+        model.a.weight.mul_(100)
+    return model
+
+
+def one_weight(model: Net) -> Net:
+    with torch.no_grad():
+        model.b.weight.view(-1)[17] += 1e-6
+    return model
+
+
+def swapped(model: Net) -> Net:
+    with torch.no_grad():
+        model.a.weight.copy_(model.a.weight.flip(0))
+    return model
+
+
+def masked(model: Net) -> Net:
+    model.mask[2] = 0
+    return model
+
+
+def frozen(model: Net) -> Net:
+    model.e.weight.requires_grad_(False)
+    return model
+
+
+def dropped(model: Net) -> Net:
+    model.drop.p = 0.5
+    return model
+
+
+class Other(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).abs()
+
+
+CHANGED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "weights": (lambda: scaled(net()), r"weights or buffers \(a\.weight\)"),
+    "one weight": (lambda: one_weight(net()), r"\(b\.weight\)"),
+    "order of weights": (lambda: swapped(net()), r"\(a\.weight\)"),
+    "a buffer": (lambda: masked(net()), r"\(mask\)"),
+    "running statistics": (lambda: moved(net()), r"\(norm\.running_mean\)"),
+    "frozen": (lambda: frozen(net()), "names, shapes, dtypes"),
+    "double": (lambda: net().double(), "names, shapes, dtypes"),
+    "mode": (lambda: net().train(), "the mode of modules|names, shapes"),
+    "mode of a part": (lambda: part_trains(net()), "the mode of modules"),
+    "a setting of a module": (lambda: dropped(net()), "code or the settings of the model"),
+    "a setting of the user's": (lambda: net(power=2.0), "code or the settings of the model"),
+    "another class": (lambda: like(Other()), "it was a Net, this is a Other"),
+    "another model": (lambda: nn.Sequential(nn.Linear(6, 3)), "it was a Net, this is a Sequential"),
+}
+
+
+def moved(model: Net) -> Net:
+    assert model.norm.running_mean is not None
+    model.norm.running_mean += 1
+    return model
+
+
+def part_trains(model: Net) -> Net:
+    model.drop.train()
+    return model
+
+
+def like(model: Net) -> Net:
+    model.load_state_dict(net().state_dict())
+    return model.eval()
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_changed_model_is_refused(tmp_path: Path, what: str, finished: bool) -> None:
+    file = tmp_path / "run.gradtrace"
+    gt.influence(net(), loss, data(5 if finished else 3), checkpoint=file)
+    before = file.read_bytes()
+    make, told = CHANGED[what]
+    with pytest.raises(GradtraceError, match=told) as error:
+        gt.influence(make(), loss, data(), checkpoint=file)
+    assert "delete it to begin again" in str(error.value)
+    assert file.read_bytes() == before
+    assert gt.influence(net(), loss, data(), checkpoint=file).pairs == 20
+
+
+def test_running_statistics_of_norms_in_training_do_not_matter() -> None:
+    first, second = net().train(), moved(net()).train()
+    assert identity(first, loss)[0] == identity(second, loss)[0]
+
+
+# Loss functions -----------------------------------------------------------------------------------
+
+SCALE = 1.0
+OPTIONS = {"power": 2}
+CALLS: list[int] = []
+ARGS = Namespace(scale=1.0)
+
+
+def helper(x: Tensor) -> Tensor:
+    return x.square()
+
+
+class Criterion:
+    def __init__(self, scale: float) -> None:
+        self.scale, self.count = scale, 0
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.count += 1
+        return model(x).mean(1) * self.scale
+
+
+def teaching(teacher: nn.Module) -> Loss:
+    return lambda model, x: (model(x) - teacher(x)).square().mean(1)
+
+
+def weighted(weights: Tensor) -> Loss:
+    return lambda model, x: (model(x) * weights).mean(1)
+
+
+def by_global(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean(1) * SCALE
+
+
+def by_dict(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).pow(OPTIONS["power"]).mean(1)
+
+
+def by_args(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean(1) * ARGS.scale
+
+
+def by_helper(model: nn.Module, x: Tensor) -> Tensor:
+    return helper(model(x)).mean(1)
+
+
+def counting(model: nn.Module, x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return loss(model, x)
+
+
+def with_default(model: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
+    return model(x).mean(1) * scale
+
+
+def told(function: Loss) -> str:
+    return identity(net(), function)[0].loss
+
+
+def test_the_same_loss_is_recognised() -> None:
+    """Written elsewhere, called before, with counters that have moved."""
+    here = told(lambda m, x: m(x).square().mean(1))
+    there = told(
+        lambda m, x: m(x).square().mean(1)  # a comment
+    )
+    assert here == there
+    for make in (lambda: counting, lambda: Criterion(1.0), lambda: teaching(net())):
+        function = make()
+        first = told(function)
+        for x in data(30):
+            function(net(), x)
+        assert told(function) == first == told(make())
+    number = 0
+
+    def numbered(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal number
+        number += 1
+        return loss(model, x)
+
+    before = told(numbered)
+    numbered(net(), data()[0])
+    assert told(numbered) == before
+    model = net()
+    before = identity(model, loss)[0].modules
+    model(data()[0])  # which counts its calls
+    assert identity(model, loss)[0].modules == before
+
+
+def test_another_loss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, functions = sys.modules[__name__], (by_global, by_dict, by_args, by_helper)
+    before = [told(function) for function in functions]
+    monkeypatch.setattr(module, "SCALE", 2.0)
+    monkeypatch.setitem(OPTIONS, "power", 4)
+    monkeypatch.setattr(ARGS, "scale", 2.0)
+    monkeypatch.setattr(module, "helper", lambda x: x.abs())
+    for function, one in zip(functions, before):
+        assert told(function) != one
+    torch.manual_seed(0)
+    pairs: list[tuple[Loss, Loss]] = [
+        (lambda m, x: m(x).square().mean(1), lambda m, x: m(x).abs().mean(1)),
+        (lambda m, x: m(x).mean(1) * 2, lambda m, x: m(x).mean(1) * 3),
+        (Criterion(1.0), Criterion(2.0)),
+        (teaching(nn.Linear(6, 6)), teaching(nn.Linear(6, 6))),
+        (weighted(torch.ones(6)), weighted(torch.zeros(6))),
+        (with_default, functools.partial(with_default, scale=1.0)),
+        (functools.partial(with_default, scale=2.0), functools.partial(with_default, scale=1.0)),
+    ]
+    for first, second in pairs:
+        assert told(first) != told(second)
+        assert told(first) == told(first)
+
+
+def test_another_loss_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.gradtrace"
+    gt.influence(net(), loss, data(3), checkpoint=file)
+    with pytest.raises(GradtraceError, match="the loss function"):
+        gt.influence(net(), lambda m, x: m(x).abs().mean(1), data(), checkpoint=file)
+
+
+# Data ---------------------------------------------------------------------------------------------
+
+
+class Counts:
+    """A loss that notes which samples it saw, and stops once before one of its calls."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.seen, self.stop = Counter[int](), stop
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        x, n = batch
+        if self.stop is not None and len(self.seen) >= self.stop:
+            self.stop = None
+            raise KeyboardInterrupt
+        self.seen.update(n.tolist())
+        return loss(model, x)
+
+
+SAMPLES = TensorDataset(torch.cat(data(3)), torch.arange(12))
+
+
+def resumed(file: Path, first: Any, second: Any) -> tuple[Influence, Counter[int]]:
+    """The table of a run that is stopped after six samples and goes on with another loader."""
+    counts = Counts(stop=6)
+    assert gt.influence(net(), counts, first, checkpoint=file).interrupted
+    return gt.influence(net(), counts, second, checkpoint=file), counts.seen
+
+
+def seeded(seed: int, size: int = 2) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(SAMPLES, size, shuffle=True, generator=generator)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([SAMPLES[n] for n in self.order])
+
+
+SAME: dict[str, Callable[[bool], Any]] = {
+    "in order": lambda again: DataLoader(SAMPLES, 2),
+    "shuffled by a seed": lambda again: seeded(3),
+    "a list": lambda again: list(DataLoader(SAMPLES, 2)),
+    "a list in another order": lambda again: list(DataLoader(SAMPLES, 2))[:: -1 if again else 1],
+    "single samples in any order": lambda again: seeded(int(again), size=1),
+    "a generator": lambda again: (batch for batch in DataLoader(SAMPLES, 2)),
+    "a stream": lambda again: DataLoader(Stream(list(range(12))), 2),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_the_same_batches_are_counted_once(tmp_path: Path, kind: str) -> None:
+    make, file = SAME[kind], tmp_path / "run.gradtrace"
+    table, seen = resumed(file, make(False), make(True))
+    assert seen == Counter(range(12))
+    whole = gt.influence(net(), Counts(), make(False))
+    assert (table.pairs, [r.count for r in table]) == (12, [r.count for r in whole])
+    assert gt.influence(net(), Counts(), make(True), checkpoint=file) == table
+
+
+OTHER: dict[str, Callable[[bool], Any]] = {
+    "shuffled": lambda again: seeded(int(again)),
+    "other samples per batch": lambda again: DataLoader(SAMPLES, 3 if again else 2),
+    "fewer": lambda again: list(DataLoader(SAMPLES, 2))[: 2 if again else 6],
+    "fewer, of a generator": lambda again: iter(list(DataLoader(SAMPLES, 2))[: 2 if again else 6]),
+    "a stream in another order": lambda again: DataLoader(
+        Stream(list(range(12))[:: -1 if again else 1]), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_other_batches_are_refused(tmp_path: Path, kind: str) -> None:
+    make, file = OTHER[kind], tmp_path / "run.gradtrace"
+    counts = Counts(stop=6)
+    assert gt.influence(net(), counts, make(False), checkpoint=file).interrupted
+    before, seen = file.read_bytes(), Counter(counts.seen)
+    with pytest.raises(GradtraceError, match=r"shuffle=False.*manual_seed.*delete it") as error:
+        gt.influence(net(), counts, make(True), checkpoint=file)
+    assert "counts 3 batches" in str(error.value)
+    assert file.read_bytes() == before and counts.seen == seen
+
+
+class Augmented(Dataset[Any]):
+    """Samples that differ each time; ``noise`` of one value is the same data."""
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, n: int) -> Any:
+        x, label = SAMPLES[n]
+        return x + self.noise * random.random(), label
+
+
+def test_other_data_under_the_same_indices_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.gradtrace"
+    counts = Counts(stop=6)
+    gt.influence(net(), counts, DataLoader(Augmented(0.0), 2), checkpoint=file)
+    with pytest.raises(GradtraceError, match=r"batch 0 has the samples.*augmentation.*seed"):
+        gt.influence(net(), counts, DataLoader(Augmented(1.0), 2), checkpoint=file)
+    assert gt.influence(net(), counts, DataLoader(Augmented(0), 2), checkpoint=file).pairs == 12
+
+
+def test_a_finished_journal_of_other_data_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.gradtrace"
+    table = gt.influence(net(), loss, data(), checkpoint=file)
+    with pytest.raises(GradtraceError, match="does not give 5 of them again"):
+        gt.influence(net(), loss, data(seed=2), checkpoint=file)
+    assert gt.influence(net(), loss, data(), checkpoint=file) == table
+    more = gt.influence(net(), loss, data(7), checkpoint=file)
+    assert more == gt.influence(net(), loss, data(7))
+
+
+def test_equal_batches_count_as_often_as_they_come(tmp_path: Path) -> None:
+    file, same = tmp_path / "run.gradtrace", torch.ones(4, 6)
+    assert gt.influence(net(), loss, [same] * 2, checkpoint=file).pairs == 8
+    assert gt.influence(net(), loss, [same] * 5, checkpoint=file).pairs == 20
+    with pytest.raises(GradtraceError, match="does not give 2 of them"):
+        gt.influence(net(), loss, [same] * 3, checkpoint=file)
+
+
+# Digests ------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: int
+
+
+@dataclass
+class Record:
+    x: Tensor
+    name: str
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: object) -> None:
+        self.x = x
+
+
+class Selfish:
+    def __init__(self, value: int) -> None:
+        self.me, self.value = self, value
+
+
+def changed(x: Tensor, at: int) -> Tensor:
+    y = x.clone()
+    y.view(-1)[at] = 1 if y.dtype is torch.bool else y.view(-1)[at] + 1
+    return y
+
+
+X = torch.zeros(70_001)
+DIFFER: list[tuple[Any, Any]] = [
+    *((X, changed(X, at)) for at in (0, 1, 3, 65_535, 65_536, 70_000)),
+    (X, X.double()),
+    (X, X.view(1, -1)),
+    (X.bool(), changed(X.bool(), 70_000)),
+    (X.to(torch.bfloat16), changed(X.to(torch.bfloat16), 69_999)),
+    (X.to(torch.complex64), changed(X.to(torch.complex64), 7)),
+    (torch.arange(9)[1:], torch.arange(9)[:-1]),
+    (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
+    ({"a": X}, {"b": X}),
+    ({"a": [X, (X,)]}, {"a": [X, (changed(X, 9),)]}),
+    ([1, 2], (1, 2)),
+    ([1, 2], [2, 1]),
+    (["1"], [1]),
+    ([[1], [2, 3]], [[1, 2], [3]]),
+    ({1, 2}, {1, 3}),
+    (np.zeros(5), np.ones(5)),
+    (np.array(["a", None]), np.array(["b", None])),
+    (Pair(X, 1), Pair(X, 2)),
+    (Record(X, "a"), Record(changed(X, 3), "a")),
+    (Slotted(1), Slotted(2)),
+    (Selfish(1), Selfish(2)),
+    (range(3), range(4)),
+    (None, 0),
+]
+
+
+@pytest.mark.parametrize("case", range(len(DIFFER)))
+def test_digests_tell_things_apart(case: int) -> None:
+    first, second = DIFFER[case]
+    assert digests.digest(first) != digests.digest(second)
+    assert digests.digest(first) == digests.digest(first)
+
+
+def test_signs_of_two_elements_and_swaps_are_noticed() -> None:
+    """Sums of products alone would miss flips of the highest bits, two by two."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    whole = digests.digest(x)
+    for first, second in ((1, 3), (0, 2), (1, 999), (0, 1)):
+        y = x.clone()
+        y[first], y[second] = -y[first], -y[second]
+        z = x.clone()
+        z[first], z[second] = x[second], x[first]
+        assert len({whole, digests.digest(y), digests.digest(z)}) == 3
+
+
+def test_views_of_memory_do_not_matter() -> None:
+    x = torch.arange(24.0).view(4, 6)
+    for same in (x.t().contiguous().t(), torch.cat([torch.zeros(1, 6), x])[1:], x.expand(4, 6)):
+        assert digests.digest(same) == digests.digest(x)
+    byte = torch.arange(40, dtype=torch.uint8)
+    assert digests.digest(byte[3:]) == digests.digest(byte[3:].clone())
