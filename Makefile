@@ -10,7 +10,7 @@ demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
 
 test: $(VENV)/.developed chromium
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # The browser tests want Chromium: installed where that is allowed, else they are skipped.
 chromium:

@@ -1,4 +1,4 @@
-"""Settings that all tests share: one thread a worker, reproducible examples."""
+"""Settings that all tests share: one thread a worker, reproducible examples, who runs what."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +17,54 @@ settings.register_profile(
     "ci", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("ci")
+
+SLOW = (
+    "test_bench",
+    "test_emulated",
+    "browser",
+    "test_docs",
+    "test_notebooks",
+    "test_frame",
+    "test_group",
+    "test_bruteforce",
+    "test_scale",
+    "experiments",
+    "test_native",
+    "test_resident",
+    "test_shards",
+)
+"""Files and folders with tests of seconds, which begin first so that no core idles at the end."""
+
+CHUNK = 25
+"""Tests of other files that a worker takes at a time."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first; tests that share a fixture of their module in one worker (`--dist
+    loadgroup`), so that the fixture is computed once and not once a worker.
+    """
+    names = {
+        id(item): {item.path.stem, *(folder.name for folder in item.path.parents)} for item in items
+    }
+    order = {name: n for n, name in enumerate(SLOW)}
+    rank = {
+        key: min((order[n] for n in found & order.keys()), default=len(SLOW))
+        for key, found in names.items()
+    }
+    items.sort(key=lambda item: rank[id(item)])
+    for n, item in enumerate(items):
+        place = str(item.path)
+        if not _shares(item):
+            place += f" {n if rank[id(item)] < len(SLOW) else n // CHUNK}"
+        item.add_marker(pytest.mark.xdist_group(place))
+
+
+def _shares(item: pytest.Item) -> bool:
+    """Whether a test uses a fixture that its own folder computes once for a whole module."""
+    info = getattr(item, "_fixtureinfo", None)
+    return info is not None and any(
+        each.scope in ("module", "session") and not each.params and each.baseid.startswith("tests/")
+        for found in info.name2fixturedefs.values()
+        for each in found
+    )

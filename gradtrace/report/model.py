@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
-Ints: TypeAlias = npt.NDArray[np.int32]
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Floats: TypeAlias = npt.NDArray[np.float64]
-Singles: TypeAlias = npt.NDArray[np.float32]
+# The dtype of a column is given twice, since NDArray taken apart by `typing` depends on numpy's
+# version.
+Ints: TypeAlias = Annotated[npt.NDArray[np.int32], np.int32]
+Bytes: TypeAlias = Annotated[npt.NDArray[np.uint8], np.uint8]
+Floats: TypeAlias = Annotated[npt.NDArray[np.float64], np.float64]
+Singles: TypeAlias = Annotated[npt.NDArray[np.float32], np.float32]
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ def revived(kind: type, data: Any) -> Any:
     >>> revived(Sample, {"paths": 3, "drawn": 4, "elements": 9, "seed": 0})
     Sample(paths=3, drawn=4, elements=9, seed=0)
     """
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     if not isinstance(data, Mapping) or not data.keys() >= hints.keys():
         raise ValueError(f"no {kind.__name__}")
     found = kind(**{name: _value(hint, data[name]) for name, hint in hints.items()})
@@ -249,10 +251,10 @@ def revived(kind: type, data: Any) -> Any:
 
 def _value(hint: Any, data: Any) -> Any:
     origin, args = get_origin(hint), get_args(hint)
-    if origin is UnionType:
+    if origin in (Union, UnionType):
         return None if data is None else _value(next(a for a in args if a is not NoneType), data)
-    if origin is np.ndarray:
-        (dtype,) = get_args(args[1])
+    if origin is Annotated:
+        dtype = args[1]
         if not isinstance(data, np.ndarray) or data.dtype != dtype:
             raise ValueError(f"no column of {np.dtype(dtype)}")
         return data
