@@ -22,6 +22,7 @@ import gradtrace.maps
 from gradtrace.errors import TooLarge
 from gradtrace.kernels import native
 from gradtrace.maps import (
+    Around,
     Contract,
     Convolve,
     Dense,
@@ -35,6 +36,7 @@ from gradtrace.maps import (
     Scan,
     Scatter,
     Slot,
+    Sparse,
     Windows,
     gather,
     tiled,
@@ -185,6 +187,27 @@ def broadcasting(make: Make) -> Map:
     )
 
 
+def compressed(
+    columns: int, rows: int, around: Around | None = None, shapes: tuple[Shape, Shape] | None = None
+) -> Callable[[Make], Map]:
+    """A sparse matrix for each block, some rows of it empty; the last entry is there twice."""
+    blocks, planes, inner = around or Around()
+    pairs = [
+        (b * rows + i, b * columns + j)
+        for b, i, j in product(range(blocks), range(rows), range(columns))
+        if i % 4 != 1 and (i + 2 * j + b) % 3
+    ]
+    before, after = shapes or ((blocks, planes, columns, inner), (blocks, planes, rows, inner))
+
+    def build(make: Make) -> Map:
+        weight = make(len(pairs))
+        twice = [*pairs[::-1], *pairs[:1]]
+        row, column = torch.tensor(twice, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        return Sparse.of((row, column, torch.cat([weight, weight[-1:]])), before, after, around)
+
+    return build
+
+
 TABLE: dict[str, Callable[[Make], Map]] = {
     "Identity": lambda make: Identity((2, 3)),
     "Identity reshaped": lambda make: Identity((2, 3), (3, 1, 2)),
@@ -229,6 +252,16 @@ TABLE: dict[str, Callable[[Make], Map]] = {
     "Scatter 0-d": lambda make: Scatter(torch.tensor(1), (2,)),
     "Scatter empty": lambda make: Scatter(torch.zeros(0, dtype=torch.int64), (3,)),
     "Scatter to empty": lambda make: Scatter(torch.tensor([-1, -1]), (0,)),
+    "Sparse": compressed(5, 6),
+    "Sparse shaped": compressed(6, 4, shapes=((2, 3), (2, 1, 2))),
+    "Sparse planes": compressed(3, 4, Around(planes=3)),
+    "Sparse inner": compressed(4, 3, Around(inner=2)),
+    "Sparse blocks": compressed(3, 4, Around(blocks=2)),
+    "Sparse blocks of planes": compressed(3, 5, Around(2, 3, 2)),
+    "Sparse 0-d": lambda make: Sparse.of((*torch.zeros(2, 1).long(), make(1)), (), ()),
+    "Sparse without entries": compressed(1, 2, shapes=((0,), (2,))),
+    "Sparse to empty": compressed(3, 0),
+    "Sparse no planes": compressed(3, 4, Around(planes=0)),
     **{f"Contract {spec}": contract(spec, *shapes) for spec, shapes in SPECS.items()},
     "Contract size 1": contract("mk,kn->mn", (1, 1), (1, 1)),
     "Contract inner size 1": contract("mk,kn->mn", (2, 1), (1, 3)),
@@ -340,6 +373,20 @@ def of_scatter(m: Scatter) -> Tensor:
     return matrix
 
 
+def of_sparse(m: Sparse) -> Tensor:
+    """A product of Kronecker's for each block."""
+    blocks, planes, inner = m.around
+    rows, columns = (n // max(1, math.prod(m.around)) for n in (m.outputs, m.inputs))
+    each = torch.zeros(blocks, rows, columns, dtype=torch.float64)
+    for block, row in product(range(blocks), range(rows)):
+        first, last = m.starts[block * rows + row : block * rows + row + 2].tolist()
+        for e in range(first, last):
+            each[block, row, m.source[e]] += m.weight[e]
+    eyes = [torch.eye(n, dtype=torch.float64) for n in (planes, inner)]
+    parts = [torch.kron(eyes[0], torch.kron(matrix, eyes[1])) for matrix in each]
+    return torch.block_diag(*parts) if m.outputs * m.inputs else m.dense().double()
+
+
 def of_contract(m: Contract) -> Tensor:
     """One product after the other, for every value of every letter."""
     matrix = torch.zeros((*m.out_shape, *m.in_shape), dtype=torch.float64)
@@ -414,6 +461,7 @@ REFERENCE: dict[type[Map], Callable[[Any], Tensor]] = {
     Slot: of_slot,
     Reduce: of_reduce,
     Scatter: of_scatter,
+    Sparse: of_sparse,
     Contract: of_contract,
     Convolve: of_convolve,
     Normaliser: of_normaliser,
@@ -890,6 +938,22 @@ def scatters(draw: Any) -> Map:
 
 
 @st.composite
+def sparse_matrices(draw: Any) -> Map:
+    around = Around(*(draw(st.integers(1, 2)) for _ in range(3)))
+    rows, columns = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    pairs = st.tuples(
+        st.integers(0, 1), st.integers(0, max(rows - 1, 0)), st.integers(0, max(columns - 1, 0))
+    )
+    found = draw(st.lists(pairs, max_size=8, unique=True)) if rows * columns else []
+    found = [(b % around.blocks, i, j) for b, i, j in found]
+    found = sorted(set(found))
+    block, row, column = torch.tensor(found, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    entries = (block * rows + row, block * columns + column, maker(draw(seeds))(len(found)))
+    shapes = [(around.blocks, around.planes, n, around.inner) for n in (columns, rows)]
+    return Sparse.of(entries, shapes[0], shapes[1], around)
+
+
+@st.composite
 def reduces(draw: Any) -> Map:
     shape = draw(shapes)
     dims = [d for d in range(len(shape)) if draw(st.booleans())]
@@ -960,7 +1024,15 @@ def scans(draw: Any) -> Map:
 
 
 anything = st.one_of(
-    scales(), gathers(), scatters(), reduces(), contracts(), normalisers(), scans(), convolutions()
+    scales(),
+    gathers(),
+    scatters(),
+    sparse_matrices(),
+    reduces(),
+    contracts(),
+    normalisers(),
+    scans(),
+    convolutions(),
 )
 
 

@@ -191,6 +191,7 @@ def test_the_library_itself_refuses_null_pointers_and_sizes_that_overflow() -> N
     levels = (ctypes.c_int64 * 12)(*[huge] * 12)
     assert library.gradtrace_reduce(0, none, none, levels, none, none, 1) == bad
     assert library.gradtrace_scatter(0, 4, none, none, none, 4, none, none) == bad
+    assert library.gradtrace_sparse(0, none, none, none, none, none, none, none, none, 1) == bad
     assert library.gradtrace_normalise(0, 2, 2, 1, none, none, none, none, 1) == bad
     nowhere = (ctypes.c_int64 * 15)()
     assert library.gradtrace_normalise(0, 2, 2, 1, nowhere, none, none, none, 1) == bad

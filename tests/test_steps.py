@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import native, steps
-from gradtrace.kernels.steps import Lines
-from gradtrace.maps import Normaliser
+from gradtrace.kernels.steps import Compressed, Lines
+from gradtrace.maps import Around, Normaliser, Sparse
 
 NAN = math.nan
 TYPES = (torch.float32, torch.float64)
@@ -330,6 +330,47 @@ def test_scatter(n: int, size: int, kind: str, dtype: torch.dtype) -> None:
                 most, mark = abs(float(x[j])), j + 1
         same(found.value[i].double(), torch.tensor(most, dtype=torch.float64))
         assert int(found.marks[i]) == mark
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    "around", [Around(), Around(1, 3, 1), Around(2, 1, 5), Around(3, 2, 2)], ids=str
+)
+def test_sparse(around: Around, kind: str, dtype: torch.dtype, threads: int) -> None:
+    blocks, planes, inner = around
+    columns, rows, n = 30, 400, 700
+    generator = torch.Generator().manual_seed(n)
+    block = torch.randint(blocks, (n,), generator=generator)
+    row = block * rows + torch.randint(rows, (n,), generator=generator)
+    column = block * columns + torch.randint(columns, (n,), generator=generator)
+    shapes = [(blocks, planes, size, inner) for size in (columns, rows)]
+    m = Sparse.of((row, column, numbers(kind, dtype, n)), shapes[0], shapes[1], around)
+    x = numbers(kind, dtype, *m.in_shape, seed=1)
+    marks = torch.arange(1, m.inputs + 1, dtype=torch.int32).reshape(m.in_shape)
+    how = Compressed(m.starts, m.source, m.weight, (*around, columns, rows))
+    found, plain = steps.sparse(how, x, marks), plainly(steps.sparse, how, x, marks)
+    same(found.value, plain.value)
+    assert torch.equal(found.marks, plain.marks)
+    total, wanted = steps.sparse_sum(how, x), plainly(steps.sparse_sum, how, x)
+    torch.testing.assert_close(total, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "starts, source",
+    [
+        ([0, 1, 3], [0, 1, 1 << 40]),
+        ([0, 1, 3], [0, -1, 1]),
+        ([0, 3, 2], [0, 1, 0]),
+        ([0, 1, 9], [0]),
+    ],
+    ids=["beyond", "before", "falling", "too many"],
+)
+def test_entries_that_point_outside_are_refused(starts: list[int], source: list[int]) -> None:
+    weight = torch.ones(len(source))
+    how = Compressed(torch.tensor(starts), torch.tensor(source), weight, (1, 1, 1, 2, 2))
+    with pytest.raises(GradtraceError, match="index beside the data"):
+        steps.sparse_sum(how, torch.tensor([3.0, 4.0]))
 
 
 # Diagonal plus low rank --------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from gradtrace.kernels import between, native, pointers
 from gradtrace.kernels.between import Lies
@@ -50,6 +51,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     library.gradtrace_reduce.argtypes = [flag, at, at, at, at, at, flag]
     library.gradtrace_normalise.argtypes = [flag, number, number, flag, at, at, at, at, flag]
     library.gradtrace_scatter.argtypes = [flag, number, at, at, at, number, at, at]
+    library.gradtrace_sparse.argtypes = [flag, at, at, at, at, at, at, at, at, flag]
     return library
 
 
@@ -436,6 +438,104 @@ def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     there = (value != 0) & (first < n)
     padded = torch.cat([marks, marks.new_zeros(1)])
     return Carried(value[:-1], torch.where(there, padded[first], 0)[:-1])
+
+
+class Compressed(NamedTuple):
+    """Sparse matrices in compressed rows: row r has the entries from ``starts[r]`` on, with their
+    columns, rising, and weights. ``sizes`` are (blocks, planes, inner, columns, rows): x is
+    (blocks, planes, columns, inner), the result (blocks, planes, rows, inner); rows are numbered
+    through all blocks, columns within each.
+    """
+
+    starts: Tensor
+    source: Tensor
+    weight: Tensor
+    sizes: tuple[int, int, int, int, int]
+
+
+def sparse_sum(how: Compressed, x: Tensor) -> Tensor:
+    """``Σₑ weight[e]·x[source[e]]`` over the entries of each row, in their order. Flat."""
+    out = x.new_zeros(how.sizes[0] * how.sizes[1] * how.sizes[2] * how.sizes[4])
+    if not _sparse_native(how, x, None, out, None):
+        row, product = _products(how, x)
+        total = product.new_zeros(product.shape[0], len(how.starts) - 1, product.shape[2])
+        return _unturned(total.index_add_(1, row, product), how)
+    return out
+
+
+def sparse(how: Compressed, x: Tensor, marks: Tensor) -> Carried:
+    """The largest ``|weight[e]·x[source[e]]|`` over the entries of each row, and the mark of the
+    first of equals. Flat.
+    """
+    size = how.sizes[0] * how.sizes[1] * how.sizes[2] * how.sizes[4]
+    value, out = x.new_zeros(size), marks.new_zeros(size)
+    if not _sparse_native(how, x, marks, value, out):
+        return _sparse(how, x, marks)
+    return Carried(value, out)
+
+
+def _sparse_native(
+    how: Compressed, x: Tensor, marks: Tensor | None, value: Tensor, out: Tensor | None
+) -> bool:
+    """``sparse``, or ``sparse_sum`` without marks, by the compiled kernel, if it can serve."""
+    starts, source, weight, sizes = how
+    library = _serving(x, starts, source, weight, *(() if marks is None else (marks,)))
+    if library is None or weight.dtype is not x.dtype or is_functorch_wrapped_tensor(x):
+        return False
+    starts, source, weight, x = (part.contiguous() for part in (starts, source, weight, x))
+    blocks, planes, inner, columns, rows = sizes
+    n, at, size = len(source), pointers.flat, blocks * planes * inner
+    where = (
+        at(starts, torch.int64, blocks * rows + 1),
+        at(source, torch.int64, n),
+        at(weight, x.dtype, n),
+        at(x, x.dtype, size * columns),
+    )
+    beside = None if marks is None else marks.contiguous()
+    mark = 0 if beside is None else at(beside, torch.int32, size * columns)
+    found = 0 if out is None else at(out, torch.int32, size * rows)
+    results = (mark, at(value, x.dtype, size * rows), found)
+    numbers = (ctypes.c_int64 * 6)(*sizes, n)
+    threads = _threads(n * planes * inner)
+    checked(library.gradtrace_sparse(_is_wide(x), numbers, *where, *results, threads))
+    return True
+
+
+def _products(how: Compressed, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The row of each entry, and (planes, entries, inner): its weight times what it stands at."""
+    starts, source, weight, (*_, columns, rows) = how
+    numbers = torch.arange(len(starts) - 1, device=starts.device)
+    row = numbers.repeat_interleave(starts.diff(), output_size=len(source))
+    taken = _entries(x, source + row // max(rows, 1) * columns, how)
+    return row, taken * weight.reshape(1, -1, 1)
+
+
+def _entries(x: Tensor, column: Tensor, how: Compressed) -> Tensor:
+    """(planes, entries, inner): the elements that entries stand at."""
+    blocks, planes, inner, columns, _ = how.sizes
+    turned = x.reshape(blocks, planes, columns, inner).transpose(0, 1)
+    return turned.reshape(planes, blocks * columns, inner).index_select(1, column)
+
+
+def _unturned(x: Tensor, how: Compressed) -> Tensor:
+    blocks, planes, inner, _, rows = how.sizes
+    return x.reshape(planes, blocks, rows, inner).transpose(0, 1).reshape(-1)
+
+
+def _sparse(how: Compressed, x: Tensor, marks: Tensor) -> Carried:
+    row, product = _products(how, x)
+    rows, columns = max(how.sizes[4], 1), how.sizes[3]
+    n, size, target = len(row), product.abs(), row.reshape(1, -1, 1).expand(product.shape)
+    shape = (product.shape[0], len(how.starts) - 1, product.shape[2])
+    value = size.new_zeros(shape).scatter_reduce(1, target, size, "amax")
+    wins = (size == value.gather(1, target)) | size.isnan()
+    number = torch.arange(n, device=x.device).reshape(1, -1, 1)
+    number = torch.where(wins, number, n)
+    first = number.new_full(shape, n).scatter_reduce(1, target, number, "amin")
+    beside = _entries(marks, how.source + row // rows * columns, how)
+    beside = torch.cat([beside, beside.new_zeros(beside.shape[0], 1, beside.shape[2])], 1)
+    handed = torch.where(value != 0, beside.gather(1, first), 0)
+    return Carried(_unturned(value, how), _unturned(handed, how))
 
 
 def gather(marks: Tensor, source: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ from gradtrace.maps.reduce import Reduce
 from gradtrace.maps.scale import Identity, Scale
 from gradtrace.maps.scan import Scan
 from gradtrace.maps.scatter import Scatter
+from gradtrace.maps.sparse import Around, Sparse
 
 __all__ = [
+    "Around",
     "Contract",
     "Convolve",
     "Dense",
@@ -29,6 +31,7 @@ __all__ = [
     "Scan",
     "Scatter",
     "Slot",
+    "Sparse",
     "Windows",
     "gather",
     "tiled",

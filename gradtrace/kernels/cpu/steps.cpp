@@ -501,6 +501,101 @@ void scatter(int64_t n, const T* x, const int32_t* marks, const int64_t* target,
   }
 }
 
+// Sparse matrices in compressed rows ------------------------------------------------------------
+
+// Of every row the sum of its products, or, with marks, the largest of them and its mark. x is
+// (blocks, planes, columns, inner), the result (blocks, planes, rows, inner).
+template <typename T>
+struct Compressed {
+  int64_t blocks, planes, inner, columns, rows, entries;
+  const int64_t* starts;
+  const int64_t* source;
+  const T* weight;
+
+  // Whether all entries are where they should be.
+  bool sound() const {
+    const int64_t all = blocks * rows;
+    if (starts[0] < 0 || starts[all] > entries) return false;
+    for (int64_t r = 0; r < all; r++) {
+      if (starts[r] > starts[r + 1]) return false;
+    }
+    for (int64_t e = starts[0]; e < starts[all]; e++) {
+      if (source[e] < 0 || source[e] >= columns) return false;
+    }
+    return true;
+  }
+
+  // Calls body(weight, place in x) for the entries of a row of a plane.
+  template <typename Body>
+  void entries_of(int64_t block, int64_t plane, int64_t row, const Body& body) const {
+    const int64_t at = block * rows + row;
+    const int64_t base = (block * planes + plane) * columns;
+    for (int64_t e = starts[at]; e < starts[at + 1]; e++) {
+      body(weight[e], (base + source[e]) * inner);
+    }
+  }
+
+  // Calls body(block, plane, row, place in the result) for each of them.
+  template <typename Body>
+  void each_row(int threads, const Body& body) const {
+    const int64_t length = std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(inner, 1));
+    const int64_t cuts = parts(rows, length);
+    const int64_t together = cuts == 1 ? std::max<int64_t>(1, length / rows) : 1;  // planes
+    pieces(blocks * planes * cuts, together, threads, [&](int64_t first, int64_t last) {
+      for (int64_t task = first; task < last; task++) {
+        const int64_t plane = task / cuts, low = task % cuts * length;
+        const int64_t high = std::min(rows, low + length);
+        for (int64_t row = low; row < high; row++) {
+          body(plane / planes, plane % planes, row, (plane * rows + row) * inner);
+        }
+      }
+    });
+  }
+
+  void sum(const T* x, T* value, int threads) const {
+    each_row(threads, [&](int64_t block, int64_t plane, int64_t row, int64_t out) {
+      if (inner == 1) {
+        T total = 0;
+        entries_of(block, plane, row, [&](T w, int64_t at) { total += w * x[at]; });
+        value[out] = total;
+        return;
+      }
+      T* here = value + out;
+      std::fill(here, here + inner, T(0));
+      entries_of(block, plane, row, [&](T w, int64_t at) {
+        for (int64_t d = 0; d < inner; d++) here[d] += w * x[at + d];
+      });
+    });
+  }
+
+  void largest(const T* x, const int32_t* marks, T* value, int32_t* out, int threads) const {
+    each_row(threads, [&](int64_t block, int64_t plane, int64_t row, int64_t to) {
+      if (inner == 1) {
+        Bits<T> most = 0;
+        int64_t place = -1;
+        entries_of(block, plane, row, [&](T w, int64_t at) {
+          const Bits<T> size = sized(w * x[at]);
+          place = size > most ? at : place;
+          most = size > most ? size : most;
+        });
+        value[to] = number<T>(most);
+        out[to] = place < 0 ? 0 : marks[place];
+        return;
+      }
+      std::fill(value + to, value + to + inner, T(0));
+      std::fill(out + to, out + to + inner, 0);
+      entries_of(block, plane, row, [&](T w, int64_t at) {
+        for (int64_t d = 0; d < inner; d++) {
+          const Bits<T> size = sized(w * x[at + d]);
+          const bool wins = size > sized(value[to + d]);
+          value[to + d] = wins ? number<T>(size) : value[to + d];
+          out[to + d] = wins ? marks[at + d] : out[to + d];
+        }
+      });
+    });
+  }
+};
+
 // Diagonal plus low rank ------------------------------------------------------------------------
 
 // A number for each element of each line: lines are `line` apart, elements `step`.
@@ -938,6 +1033,31 @@ GRADTRACE_API int gradtrace_scatter(int wide, int64_t n, const void* x, const in
       gradtrace::scatter(n, static_cast<const float*>(x), marks, target, size,
                          static_cast<float*>(value), out);
     }
+  });
+}
+
+// sizes: blocks, planes, inner, columns, rows, entries. Without marks, the sums.
+GRADTRACE_API int gradtrace_sparse(int wide, const int64_t* sizes, const int64_t* starts,
+                                   const int64_t* source, const void* weight, const void* x,
+                                   const int32_t* marks, void* value, int32_t* out, int threads) {
+  const auto run = [&](auto* values) {
+    using T = std::remove_pointer_t<decltype(values)>;
+    const gradtrace::Compressed<T> matrix{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
+                                          sizes[5], starts,   source,   static_cast<const T*>(weight)};
+    gradtrace::require(matrix.sound());
+    const T* from = static_cast<const T*>(x);
+    marks ? matrix.largest(from, marks, values, out, threads) : matrix.sum(from, values, threads);
+  };
+  return guarded([&] {
+    using gradtrace::product_of;
+    gradtrace::require(sizes && starts);
+    const int64_t outputs = product_of({sizes[0], sizes[1], sizes[2], sizes[4]});
+    product_of({sizes[0], sizes[1], sizes[2], sizes[3]});
+    gradtrace::require_places(outputs, {value});
+    if (marks) gradtrace::require_places(outputs, {out});
+    gradtrace::require_places(sizes[5], {source, weight, x});
+    if (!outputs) return;
+    wide ? run(static_cast<double*>(value)) : run(static_cast<float*>(value));
   });
 }
 
