@@ -23,14 +23,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from gradtrace import labels
+from gradtrace.calls import Forward, Listener, listen
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.hooks import ours
+from gradtrace.nests import mapped, tensors_in
 from gradtrace.watching import named_modules
 
 Value: TypeAlias = Tensor | float | Sequence[Tensor | float]
 Modules: TypeAlias = dict[str, nn.Module]
-Forward: TypeAlias = Callable[..., Any]
-
 LABEL = "label:"
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules that in evaluation may compute at once all that is inside them, and call none of it."""
@@ -47,14 +46,20 @@ class ablate:
     - ``"zero"``: ``out = 0``, for each floating tensor in it, and no gradient;
     - ``"mean"``: ``out[b] = 1/B · Σ_c out[c]`` over the B samples of the call, and no gradient; or
       ``values[name]``, broadcast (a sequence, where the module returns several tensors; for a
-      label, to one slice). Samples lie along dimension 0; in PyTorch's recurrent and attention
-      layers, where these have them; in a tensor labelled along dimension 0, along dimension 1;
+      label, to one slice). Samples lie along dimension 0; in PyTorch's recurrent, attention and
+      transformer layers and what is inside them, where ``batch_first`` says; in packed sequences,
+      the mean of a time step is over the samples that have it; in a tensor labelled along dimension
+      0, along dimension 1. ``batch_dim`` says otherwise, for all names or as ``{name: dim}``, and
+      must where a layer of the model has time first, so that a tensor of three dimensions may have,
+      too. One sample without a batch dimension has no mean, and is refused;
     - ``"remove"``: ``out = in``, the first floating tensor that the module is given, and its
       gradient; the module does not run. What else it returns is what it was given and would hand
       on, or else zero. Slices cannot be removed.
 
-    A part that never came up is an error at the end, since nothing was ablated then. No parameter
-    is touched, and whatever happens inside, the model is as before after it. Blocks under
+    With ``"zero"`` and ``"mean"`` the module runs as ever: what it writes to buffers, or in place
+    to its input, stays, and has its gradient. A part that never came up is an error at the end,
+    since nothing was ablated then. No parameter is touched, nothing is put on the model, which may
+    be copied and saved inside, and whatever happens the model is as before after it. Blocks under
     ``torch.utils.checkpoint`` run again in the backward pass: call that inside, too.
 
     >>> import torch
@@ -78,12 +83,15 @@ class ablate:
         *names: str,
         how: str = "zero",
         values: Mapping[str, Value] | None = None,
+        batch_dim: int | Mapping[str, int] | None = None,
     ) -> None:
         _check_arguments(model, names, how, values)
+        _check_dims(batch_dim, how)
         self.model = model
         self.names = names
         self.how = how
         self.values = dict(values or {})
+        self.batch_dim = batch_dim
         self._open = False
         self._undo = contextlib.ExitStack()
 
@@ -94,9 +102,16 @@ class ablate:
         self._asked = {n: _found(n, modules) for n in self.names if not n.startswith(LABEL)}
         found = dict.fromkeys(n for asked in self.names for n in self._asked.get(asked, [asked]))
         self._check_values([*found, *self._asked])
-        self._rules = self._ruled()
+        self._timed = next((n for n, m in modules.items() if batch_first(m) is False), None)
+        self._rules = self._ruled(modules)
+        slices = [name for name in self.names if name.startswith(LABEL)]
         self._slices = Slices(
-            self.how, {n: self.values.get(n) for n in self.names if n.startswith(LABEL)}
+            self.how,
+            {name: self.values.get(name) for name in slices},
+            {
+                name: Samples(repr(name), given=self._dim(name, name), timed=self._timed)
+                for name in slices
+            },
         )
         self._ran = False
         self._open = True
@@ -118,40 +133,47 @@ class ablate:
             self._complain()
 
     def _check_values(self, known: list[str]) -> None:
-        for name in self.values:
-            if name not in known:
-                raise UnknownName(f"values[{name!r}] is not ablated; {_hint(name, known)}")
+        dims = self.batch_dim if isinstance(self.batch_dim, Mapping) else {}
+        for word, given in (("values", self.values), ("batch_dim", dims)):
+            for name in given:
+                if name not in known:
+                    raise UnknownName(f"{word}[{name!r}] is not ablated; {_hint(name, known)}")
 
-    def _ruled(self) -> dict[nn.Module, Rule]:
+    def _ruled(self, modules: Modules) -> dict[nn.Module, Rule]:
         """One rule for each module, under however many names it was asked for."""
         rules: dict[nn.Module, Rule] = {}
         for asked, found in self._asked.items():
             for name, module in found.items():
                 value = self.values.get(name, self.values.get(asked))
-                rules.setdefault(module, Rule(name, module, self.how, value))
+                samples = Samples(
+                    f"module {name!r}",
+                    module,
+                    _layer_around(name, modules),
+                    self._dim(name, asked),
+                    self._timed,
+                )
+                rules.setdefault(module, Rule(name, module, self.how, value, samples))
         return rules
+
+    def _dim(self, name: str, asked: str) -> int | None:
+        dim = self.batch_dim
+        return dim.get(name, dim.get(asked)) if isinstance(dim, Mapping) else dim
 
     def _begin(self, modules: Modules) -> None:
         if "torch._dynamo" in sys.modules:  # without it nothing is compiled
             self._undo.enter_context(_EAGER)
         if any(_fuses(module, self._rules) for module in modules.values()):
             self._undo.enter_context(_OPENED)
-        for module in _callers(self._rules.values(), modules):
-            self._hook(module, self._note)
-        for module, rule in self._rules.items():
-            self._hook(module, rule.note)
-            self._undo.callback(rule.end)
-            rule.begin()
+        callers = _callers(self._rules.values(), modules)
+        self._undo.callback(listen(Notice(self._note), callers))
+        for rule in self._rules.values():
+            self._undo.callback(listen(rule, [rule.module]))
         self._undo.callback(self._slices.end)
         self._slices.begin()
 
     def _close(self) -> None:
         self._undo.close()
         self._open = False
-
-    def _hook(self, module: nn.Module, note: Callable[[], None]) -> None:
-        self._undo.callback(module.register_forward_pre_hook(Hook(note)).remove)
-        ours(1)
 
     def _note(self) -> None:
         self._ran = True
@@ -198,6 +220,15 @@ def _check_arguments(model: object, names: Sequence[object], how: str, values: o
                 "nn.DataParallel on several devices runs copies of the model, which ablate does "
                 "not reach; call the model that it wraps (.module)"
             )
+
+
+def _check_dims(dim: object, how: str) -> None:
+    dims = list(dim.values()) if isinstance(dim, Mapping) else [] if dim is None else [dim]
+    for each in dims:
+        if not isinstance(each, int) or isinstance(each, bool):
+            raise GradtraceError(f"batch_dim is a number, or {{name: number}}, not {dim!r}")
+    if dims and how != "mean":
+        raise GradtraceError(f"batch_dim is where means are taken; say how='mean', not {how!r}")
 
 
 def _found(asked: str, modules: Modules) -> Modules:
@@ -279,102 +310,42 @@ def _callers(rules: Iterable[Rule], modules: Modules) -> set[nn.Module]:
 # Modules -----------------------------------------------------------------------------------------
 
 
-class StandIn:
-    """Takes the place of ``module.forward`` while the module is ablated.
-
-    Ablations may be opened and closed in any order. They share one stand-in, which goes when the
-    last is closed; each acts on what those before it leave.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.rules: list[Rule] = []
-        self.own = vars(module).get("forward")  # most modules have that of their class
-        self.forward = module.forward
-        functools.update_wrapper(self, self.forward, updated=())  # its signature may be read
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass, as the rules leave it."""
-        run: Forward = self.forward
-        for rule in tuple(self.rules):
-            run = functools.partial(rule, run)
-        return run(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        """Copies of the module, and files, get its forward as it was."""
-        return (getattr, (self.module, "forward")) if self.own is None else (_same, (self.own,))
-
-    def leave(self) -> None:
-        """Put back what was there, unless something else has been put there since."""
-        attributes = vars(self.module)
-        if attributes.get("forward") is not self:
-            return
-        if self.own is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = self.own
-
-
-class Hook:
-    """Notes that a module is called; copies of the module, and files, get one that does not."""
+class Notice(Listener):
+    """Notes that a module is called."""
 
     def __init__(self, note: Callable[[], None]) -> None:
-        self.note = note
+        self._note = note
 
-    def __call__(self, *_: object) -> None:
-        """The module is about to run."""
-        self.note()
-
-    def __reduce__(self) -> Any:
-        return Hook, (_nothing,)
-
-
-def _nothing() -> None:
-    pass
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """It is."""
+        self._note()
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-_LOCK = threading.Lock()
-
-
 @dataclass(eq=False)
-class Rule:
+class Rule(Listener):
     """What becomes of the calls of one module."""
 
     name: str
     module: nn.Module
     how: str
     value: Value | None
+    samples: Samples
     called: bool = False
-    stand: StandIn | None = None
 
-    def begin(self) -> None:
-        """Stand in for the module's forward."""
-        with _LOCK:
-            stand = vars(self.module).get("forward")
-            self.stand = stand if isinstance(stand, StandIn) else StandIn(self.module)
-            self.stand.rules.append(self)
-            vars(self.module)["forward"] = self.stand
-
-    def end(self) -> None:
-        """Give the module's forward back, if no other rule is left."""
-        with _LOCK:
-            if self.stand is None or self not in self.stand.rules:
-                return
-            self.stand.rules.remove(self)
-            if not self.stand.rules:
-                self.stand.leave()
-
-    def note(self) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """It was called."""
         self.called = True
 
+    def around(self, module: nn.Module, forward: Forward) -> Forward:
+        """Ablations of one module act each on what those opened before it leave."""
+        return functools.partial(self, forward)
+
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """What the module returns instead of ``forward(*args, **kwargs)``."""
-        self.called = True
         return HOWS[self.how](self, forward, args, kwargs)
 
     def each(
@@ -405,36 +376,43 @@ class Rule:
             value = value[number]
         return broadcast(value, like, like.shape, f"module {self.name!r}").clone()
 
-    def samples(self, tensor: Tensor, number: int) -> int:
-        """The dimension along which the samples of output ``number`` lie."""
-        first = tensor.dim() != 3 or bool(getattr(self.module, "batch_first", True))
-        if isinstance(self.module, nn.RNNBase):  # (output, state), and states have layers first
-            return 0 if first and (number == 0 or tensor.dim() != 3) else 1
-        if isinstance(self.module, nn.MultiheadAttention):  # (output, weights)
-            return 0 if first or number else 1
-        return 0
-
 
 def _zero(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
-    with torch.no_grad():
-        return rule.each(forward(*args, **kwargs), lambda x, _: torch.zeros_like(x))
+    return rule.each(forward(*args, **kwargs), lambda x, _: torch.zeros_like(x.detach()))
 
 
 def _mean(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
-    sizes: list[int] = []
-
-    def average(x: Tensor, number: int) -> Tensor:
-        mean, size = averaged(x, rule.samples(x, number))
-        sizes.append(size)
-        return mean.expand_as(x).clone()
-
-    with torch.no_grad():
-        out = forward(*args, **kwargs)
-        if rule.value is not None:
-            return rule.each(out, rule.given)
-        changed = rule.each(out, average)
-    _check_samples(max(sizes), f"module {rule.name!r}")
+    out = forward(*args, **kwargs)
+    if rule.value is not None:
+        return rule.each(out, rule.given)
+    rule.samples.check(args, kwargs)
+    means = Means(rule.samples, out)
+    changed = rule.each(out, means)
+    _check_samples(max(means.sizes), rule.samples.what)
     return changed
+
+
+class Means:
+    """The mean over samples of every floating tensor that a module returned."""
+
+    def __init__(self, samples: Samples, out: Any) -> None:
+        self.samples = samples
+        self.packed = {id(each.data): each for each in packed_in(out)}
+        self.sizes: list[int] = []  # how many samples there were
+
+    def __call__(self, x: Tensor, number: int) -> Tensor:
+        """The mean, as large as the tensor."""
+        if id(x) in self.packed:
+            steps = self.packed[id(x)].batch_sizes.tolist()
+            self.sizes.append(max(steps, default=0))
+            parts = [
+                step.mean(0, keepdim=True).expand_as(step)
+                for step in x.detach().split_with_sizes(steps)
+            ]
+            return torch.cat(parts) if parts else x.detach().clone()
+        mean, size = averaged(x, self.samples.dim_of(x, number))
+        self.sizes.append(size)
+        return mean.expand_as(x).clone()
 
 
 def _remove(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -474,6 +452,136 @@ def _passed(rule: Rule, given: Tensor, wanted: Tensor) -> Tensor:
         )
     # A copy, since the model may write to what a module returns and go on to use what it gave.
     return given.to(wanted.device, wanted.dtype, copy=True)
+
+
+# Where samples lie --------------------------------------------------------------------------------
+
+LAYERS = (
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoderLayer,
+    nn.TransformerDecoder,
+    nn.Transformer,
+)
+"""Layers that say where samples lie, in what they return and in what lies inside them."""
+
+
+def batch_first(module: nn.Module) -> bool | None:
+    """Whether samples come before time, in layers that know; None for other modules."""
+    if isinstance(module, nn.RNNCellBase):
+        return True
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        return bool(module.batch_first)
+    if isinstance(module, LAYERS):
+        parts = (m for m in module.modules() if isinstance(m, nn.MultiheadAttention))
+        attention = next(parts, None)
+        return None if attention is None else bool(attention.batch_first)
+    return None
+
+
+def _layer_around(name: str, modules: Modules) -> nn.Module | None:
+    """The innermost layer that a module lies in."""
+    around = [modules[parent] for parent in _parents(name)[::-1]]
+    return next((module for module in around if batch_first(module) is not None), None)
+
+
+def packed_in(value: Any) -> list[PackedSequence]:
+    """The packed sequences in a nest."""
+    if isinstance(value, PackedSequence):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = tuple(getattr(value, field.name, None) for field in fields(value))
+    if isinstance(value, (tuple, list)):
+        return [each for part in value for each in packed_in(part)]
+    return []
+
+
+def _spatial(module: nn.Module | None) -> int | None:
+    """How many dimensions an image has, for PyTorch's layers that also take one without samples."""
+    kinds = [k for k in type(module).__mro__ if k.__module__.startswith("torch.nn.modules.")]
+    for kind in kinds:
+        if kind.__name__[-2:] in ("1d", "2d", "3d") and "BatchNorm" not in kind.__name__:
+            return int(kind.__name__[-2])
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Where the samples lie in what a module returns, or in a labelled tensor."""
+
+    what: str
+    module: nn.Module | None = None
+    around: nn.Module | None = None  # the layer that it lies in
+    given: int | None = None  # by the user
+    timed: str | None = None  # the name of a layer of the model that has time first
+
+    def check(self, args: Any, kwargs: Any) -> None:
+        """Refuse a layer that is given one sample without a batch dimension."""
+        if not self._is_layer():
+            return
+        named = [kwargs[key] for key in ("input", "query", "src", "tgt") if key in kwargs]
+        first = next(iter((*args, *named)), None)
+        whole = 2 if isinstance(self.module, nn.RNNCellBase) else 3
+        if isinstance(first, Tensor) and first.dim() == whole - 1:
+            self._refuse_one(first)
+
+    def dim_of(self, tensor: Tensor, number: int) -> int:
+        """The dimension along which the samples of output ``number`` lie."""
+        if self._is_layer():
+            return self._in_layer(number)
+        if self.given is not None:
+            return self._as_given(self.given, tensor)
+        size = _spatial(self.module)
+        if size is not None and tensor.dim() == size + 2:
+            return 0
+        if size is not None and tensor.dim() == size + 1:
+            self._refuse_one(tensor)
+        if self.around is not None:
+            if tensor.dim() == 2:
+                self._refuse_one(tensor)
+            return 0 if batch_first(self.around) or tensor.dim() != 3 else 1
+        if tensor.dim() > 2 and self.timed is not None:
+            raise GradtraceError(
+                f"{self.what} has shape {tuple(tensor.shape)}, where dimension 0 may be samples or "
+                f"time, as in {repr(self.timed) if self.timed else 'the model itself'}: say with "
+                "batch_dim=0 or batch_dim=1 which dimension samples are"
+            )
+        return 0
+
+    def _is_layer(self) -> bool:
+        """Whether it is one of PyTorch's layers, with their ``forward``."""
+        own = getattr(type(self.module), "forward", None)
+        home = str(getattr(own, "__module__", ""))
+        return isinstance(self.module, LAYERS) and home.startswith("torch.nn.")
+
+    def _in_layer(self, number: int) -> int:
+        assert self.module is not None
+        if isinstance(self.module, nn.RNNBase) and number:
+            return 1  # states have layers first
+        if isinstance(self.module, nn.MultiheadAttention) and number:
+            return 0  # weights have samples first
+        return 0 if batch_first(self.module) else 1
+
+    def _as_given(self, dim: int, tensor: Tensor) -> int:
+        dims = max(tensor.dim(), 1)
+        if not -dims <= dim < dims:
+            raise GradtraceError(
+                f"{self.what} has shape {tuple(tensor.shape)}, and so no dimension {dim}, as "
+                "batch_dim says"
+            )
+        return dim % dims
+
+    def _refuse_one(self, tensor: Tensor) -> None:
+        raise GradtraceError(
+            f"{self.what} works on one sample without a batch dimension here (shape "
+            f"{tuple(tensor.shape)}), and one sample has no mean over samples; use batches, "
+            "how='zero', or give values"
+        )
 
 
 HOWS: dict[str, Callable[[Rule, Forward, Any, Any], Any]] = {
@@ -532,9 +640,12 @@ def outline(rule: Rule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[An
 class Slices:
     """What becomes of the slices that ``gradtrace.label`` marks with some names."""
 
-    def __init__(self, how: str, values: Mapping[str, Value | None]) -> None:
+    def __init__(
+        self, how: str, values: Mapping[str, Value | None], samples: Mapping[str, Samples]
+    ) -> None:
         self.how = how
         self.values = values  # by name, as asked for
+        self.samples = samples
         self.seen: dict[str, None] = {}
         self.met: set[str] = set()
 
@@ -572,9 +683,19 @@ class Slices:
                 f"{asked!r} marks elements of a tensor of one dimension, so there is none to take "
                 "the mean over; use how='zero', or give values"
             )
-        mean, size = averaged(tensor, 0 if dim else 1)
+        mean, size = averaged(tensor, self._along(asked, tensor, dim))
         _check_samples(size, repr(asked))
         return mean
+
+    def _along(self, asked: str, tensor: Tensor, dim: int) -> int:
+        """The dimension of samples, which is not the one that is labelled."""
+        samples = self.samples[asked]
+        found = samples.dim_of(tensor, 0)
+        if samples.given is not None and found == dim:
+            raise GradtraceError(
+                f"{asked!r} marks slices along dimension {dim}, which batch_dim says are samples"
+            )
+        return found if found != dim else 1 - min(dim, 1)
 
     def begin(self) -> None:
         """From now on ``gradtrace.label`` cuts these slices."""
@@ -605,41 +726,9 @@ def floats(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``change`` everything in a nest of tuples, lists, dicts and dataclasses, and leave the nest.
-
-    >>> mapped({"a": [1, 2], "b": (3, None)}, lambda v: v and -v)
-    {'a': [-1, -2], 'b': (-3, None)}
-    """
-    if isinstance(value, PackedSequence):
-        return value._replace(data=change(value.data))
-    if isinstance(value, (tuple, list)):
-        items = [mapped(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, dict):
-        found = copy.copy(value)
-        for key in value:
-            found[key] = mapped(value[key], change)
-        return found
-    if is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for field in fields(value):
-            object.__setattr__(twin, field.name, mapped(getattr(value, field.name), change))
-        return twin
-    return change(value)
-
-
 def floating(value: Any) -> list[Tensor]:
-    """The floating tensors in such a nest, in order."""
-    found: list[Tensor] = []
-
-    def collect(item: Any) -> Any:
-        if floats(item):
-            found.append(item)
-        return item
-
-    mapped(value, collect)
-    return found
+    """The floating tensors in a nest, in order."""
+    return [tensor for tensor in tensors_in(value) if floats(tensor)]
 
 
 def averaged(tensor: Tensor, dim: int) -> tuple[Tensor, int]:

@@ -26,17 +26,49 @@ class Place(NamedTuple):
 NOWHERE = Place("", 0)
 
 
-@dataclass
-class Atlas:
-    """Names of leaves, and for every stretch of sequence numbers the innermost module call.
+@dataclass(eq=False)
+class Stretches:
+    """For every stretch of a thread's sequence numbers, the innermost module call.
 
     ``starts`` ascends; nodes made from ``starts[i]`` on, until the next start, lie in
     ``places[i]``.
     """
 
-    leaves: dict[int, tuple[Tensor, list[str]]] = field(default_factory=dict)  # by id
     starts: list[int] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
+
+    def enter(self, sequence: int, place: Place) -> None:
+        """From this sequence number on, nodes belong to ``place``."""
+        self.starts.append(sequence)
+        self.places.append(place)
+
+    def place_at(self, number: int) -> Place:
+        """The innermost module call that a node of this sequence number was made in."""
+        at = bisect_right(self.starts, number) - 1
+        return self.places[at] if at >= 0 else NOWHERE
+
+
+@dataclass(eq=False)
+class Away(Stretches):
+    """One call of a module on another thread than that of the watch, and the calls inside it.
+
+    The nodes that made the tensors which it was given and which it returned are marked with it.
+    """
+
+
+GIVEN, MADE = "given", "made"
+
+
+@dataclass
+class Atlas(Stretches):
+    """Names of leaves, and the module calls on the thread of the watch.
+
+    Sequence numbers are a thread's own, so where several threads have made a graph the numbers of
+    its nodes do not say all; ``threads`` does.
+    """
+
+    leaves: dict[int, tuple[Tensor, list[str]]] = field(default_factory=dict)  # by id
+    away: bool = False  # whether modules were called on other threads
 
     @classmethod
     def of(cls, names: Mapping[str, Tensor] | None) -> Atlas:
@@ -81,35 +113,25 @@ class Atlas:
             found[next(name for n in numbers if (name := f"leaf{n}") not in found)] = leaf
         return {leaf: name for name, leaf in found.items()}
 
-    def enter(self, sequence: int, place: Place) -> None:
-        """From this sequence number on, nodes belong to ``place``."""
-        self.starts.append(sequence)
-        self.places.append(place)
-
     def place_of(self, node: Node) -> Place:
         """The innermost module call in whose forward the node was made."""
         number = sequence_of(node)
         return NOWHERE if number is None else self.place_at(number)
 
-    def place_at(self, number: int) -> Place:
-        """The innermost module call that a node of this sequence number was made in."""
-        at = bisect_right(self.starts, number) - 1
-        return self.places[at] if at >= 0 else NOWHERE
-
-    def where(self, node: Node) -> str:
-        """`` (in encoder.mix)``, or nothing, for error messages."""
-        module = self.place_of(node).module
+    def where(self, node: Node, place: Place | None = None) -> str:
+        """`` (in encoder.mix)``, or nothing, for error messages; ``place`` if it is known."""
+        module = (place or self.place_of(node)).module
         return f" (in {module})" if module else ""
 
-    def place(self, error: Exception, node: Node) -> GradtraceError:
+    def place(self, error: Exception, node: Node, place: Place | None = None) -> GradtraceError:
         """The error, saying at which operator of which module it happened."""
         if not isinstance(error, GradtraceError):
-            return explain(error, node, self.where(node))
-        return placed(error, self.describe(node))
+            return explain(error, node, self.where(node, place))
+        return placed(error, self.describe(node, place))
 
-    def describe(self, node: Node) -> str:
+    def describe(self, node: Node, place: Place | None = None) -> str:
         """``AddmmBackward0 (in encoder.mix)``."""
-        return name_of(node) + self.where(node)
+        return name_of(node) + self.where(node, place)
 
 
 def unused(name: str, taken: Container[str]) -> str:

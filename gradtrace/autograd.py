@@ -66,6 +66,21 @@ def sequence_of(node: Node) -> int | None:
     return None if type(node) is ACCUMULATE else int(node._sequence_nr())
 
 
+def mark(tensor: Tensor, key: object, value: str) -> None:
+    """Write on the node that made a tensor, if there is one; it goes when the node goes."""
+    node: Node | None = tensor.grad_fn
+    if node is not None:
+        node.metadata.setdefault(MARKS, []).append((key, value))
+
+
+def marks_on(node: Node) -> Sequence[tuple[object, str]]:
+    """What was written on a node."""
+    return node.metadata.get(MARKS, ())  # type: ignore[no-any-return]
+
+
+MARKS = "gradtrace"
+
+
 def edges_of(node: Node) -> Edges:
     """For each argument of the operator, the node that made it and which of its outputs it is."""
     return node.next_functions  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradtrace import autograd, standins, waiting
-from gradtrace.atlas import NOWHERE, Atlas, placed
+from gradtrace.atlas import NOWHERE, Atlas, Place, placed
 from gradtrace.autograd import ACCUMULATE, FACTS, VIEWS, Edges, Node, learn
 from gradtrace.deferred import Deferred, Part
 from gradtrace.errors import GradtraceError, Unsupported
@@ -30,6 +30,7 @@ from gradtrace.program import HOOKS, Block, Leaf, Program, Step, Term, double, s
 from gradtrace.recorder import Recorder
 from gradtrace.schedules import walk
 from gradtrace.store import Store
+from gradtrace.threads import elsewhere
 from gradtrace.waiting import Hopes
 
 DENSE_LIMIT = 1 << 24
@@ -133,6 +134,7 @@ class Record:
         hopes: Hopes | None = None,
     ) -> None:
         self.atlas = atlas
+        self.elsewhere: dict[Node, Place] = {}  # nodes whose number does not tell their place
         self.store = Store(keep)
         self.sums: set[int] = set()
         self.clear_since = watch.clear_since()
@@ -165,7 +167,8 @@ class Record:
         number = node._sequence_nr()
         if not self.start <= number < self.end:
             self._enter(number)
-        block = Block(known.name, self.place, {}, [], {})
+        place = self.elsewhere.get(node, self.place) if self.elsewhere else self.place
+        block = Block(known.name, place, {}, [], {})
         takes = block.takes
         for slot in arrived:
             takes[slot] = arrived[slot][1]
@@ -175,7 +178,7 @@ class Record:
                 for position, out, value in self.formulas.follow(node, edges, arrived, block):
                     self._hand(block, position, edges[position], out, value)
         except Exception as error:
-            raise self.atlas.place(error, node) from error
+            raise self.atlas.place(error, node, self.elsewhere.get(node)) from error
         self.blocks.append(block)
 
     def _kind(self, kind: type) -> Kind:
@@ -375,6 +378,7 @@ def record(
     def recorded(bare: bool, hopes: Hopes | None) -> Program | None:
         """None if what was hoped did not come true."""
         pen = Record(loss, seed, atlas, watch, limit, opaque, keep, bare, hopes)
+        pen.elsewhere = others
         try:
             with one_pass():
                 walk(loss, pen.visit, order)
@@ -386,6 +390,8 @@ def record(
             return None
         kept = {} if bare else pen.store.values
         return Program(seed, pen.first, pen.blocks, pen.leaves, kept)
+
+    others = elsewhere(loss, atlas)
 
     def hopes() -> Hopes | None:
         return Hopes() if waiting.avoid(seed) else None

@@ -7,21 +7,17 @@ import os
 import sys
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from gradtrace import autograd
 from gradtrace.atlas import Atlas, Place, unused
-from gradtrace.hooks import ours
+from gradtrace.calls import listen_to_all
 from gradtrace.schedules import walk
-from gradtrace.watching import join, named_modules, named_parameters, unwrapped, watch
+from gradtrace.watching import Noted, join, named_modules, named_parameters, unwrapped, watch
 
 
 class Discovery(watch):
@@ -36,15 +32,14 @@ class Discovery(watch):
         self._leaves: dict[int, tuple[Tensor, nn.Module, str]] = {}
         self._kinds: dict[str, str] = {}
 
-    def _attach(self) -> None:
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
-        self._handles += [before, after]
-        ours(2)
+    def _attach(self) -> Callable[[], None]:
+        return listen_to_all(self)
 
-    def _enter(self, module: nn.Module, given: Any) -> None:
-        self._names.setdefault(module, str(len(self._names)))
-        super()._enter(module, given)
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
+        """A module is called, which may be one that was not seen before."""
+        if id(module) not in self._modules:
+            self._know(module, str(len(self._modules)))
+        return super().enter(module, args, kwargs)
 
     def _name_parameters(self, module: nn.Module) -> None:
         """torch.func.functional_call has put other tensors there, for the time of the call."""
@@ -66,7 +61,7 @@ class Discovery(watch):
         in none of them is named by its class; where one module alone has parameters, it is the
         model. Calls are counted from the first that this loss knows of.
         """
-        seen = [unwrapped(module) for module in self._names]
+        seen = [unwrapped(module) for module in self._modules.values()]
         roots = dict(self._roots(seen, model, known or {}))
         names: dict[nn.Module, str] = {}
         atlas = Atlas()
@@ -79,7 +74,8 @@ class Discovery(watch):
             if key not in atlas.leaves:
                 atlas.name(tensor, join(names[unwrapped(module)], last))
         self._kinds = {name: type(module).__name__ for module, name in names.items()}
-        self._write(atlas, loss, dict(zip(self._names.values(), (names[m] for m in seen))))
+        numbers = [self._names[key] for key in self._modules]
+        self._write(atlas, loss, dict(zip(numbers, (names[m] for m in seen))))
 
     def _write(self, atlas: Atlas, loss: Tensor, final: Mapping[str, str]) -> None:
         """Keep the notes from the loss's first operator on, with the names that are final."""

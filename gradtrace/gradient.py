@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from gradtrace import autograd, hooks
-from gradtrace.atlas import Atlas
+from gradtrace.atlas import Atlas, Place
 from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, learn
 from gradtrace.errors import NotScalar, Unsupported
 from gradtrace.hooks import HookWatch
 from gradtrace.passes import one_pass
 from gradtrace.schedules import walk
+from gradtrace.threads import elsewhere
 
 RECENT = HookWatch()
 """The moment at which a pass of ours ended last: graphs made since are free of earlier hooks."""
@@ -50,7 +51,7 @@ class Walk:
     """
 
     def __init__(self, loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch) -> None:
-        self.atlas = atlas
+        self.atlas, self.loss = atlas, loss
         self.clear_since = watch.clear_since()
         start = [None] * autograd.slot_of(loss) + [seed]
         self.adjoints: dict[Node, list[Tensor | None]] = {autograd.root_of(loss): start}
@@ -101,7 +102,11 @@ class Walk:
                 there = waiting[slot]
                 waiting[slot] = out if there is None else there + out
         except Exception as error:
-            raise self.atlas.place(error, node) from error
+            raise self.atlas.place(error, node, self.place_of(node)) from error
+
+    def place_of(self, node: Node) -> Place:
+        """The module call that made a node."""
+        return elsewhere(self.loss, self.atlas).get(node) or self.atlas.place_of(node)
 
     def _careful(self, node: Node, grads: Grads) -> Grads:
         """Call a Python function, or a node that hooks may stand on."""
@@ -135,7 +140,7 @@ def first_nonfinite(loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch) 
                 for grad in state.adjoints.get(child, ())
                 if grad is not None
             ):
-                found.append(atlas.describe(node))
+                found.append(atlas.describe(node, state.place_of(node)))
 
     with one_pass():
         walk(loss, visit)

@@ -18,6 +18,7 @@ from gradtrace.errors import UnknownName
 from gradtrace.hooks import HookWatch
 from gradtrace.schedules import walk
 from gradtrace.shapes import Shape
+from gradtrace.threads import elsewhere
 
 if TYPE_CHECKING:
     import networkx
@@ -198,8 +199,9 @@ def build(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
     leaves = {n.variable: n for n in order if type(n) is ACCUMULATE}
     named = {leaves[leaf]: label for leaf, label in atlas.label(leaves).items()}
     operators = []
+    others = elsewhere(loss, atlas)
     for node, index in order.items():
-        place, label = atlas.place_of(node), named.get(node)
+        place, label = others.get(node) or atlas.place_of(node), named.get(node)
         names = () if label is None else atlas.names_of(node.variable) or (label,)
         shapes = autograd.shapes_of(node)
         name = autograd.name_of(node)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from gradtrace.hooks import ours
+from gradtrace.calls import Listener, listen
 from gradtrace.passes import backward_runs
 from gradtrace.watching import unwrapped, watch
 
@@ -20,11 +19,11 @@ MANY = 1 << 20
 
 
 class Lookout:
-    """Stands on a model with one light hook, called before each of its forward passes.
+    """Is told of the forward passes of a model, whose attributes stay as they are.
 
     While ``wanted``, a forward pass that builds a graph is watched from its start to its end;
     ``open`` watches from now on until ``take``. ``idle`` is set by passes without a graph, such as
-    an evaluation. The hook is left out of copies of the model.
+    an evaluation.
     """
 
     def __init__(self, model: nn.Module, composed: bool | None, clock: Callable[[], float]) -> None:
@@ -36,19 +35,20 @@ class Lookout:
         self._open = False
         self._steady = False  # opened by ``open``
         self._depth = 0
-        self._after: RemovableHandle | None = None
-        self._before = model.register_forward_pre_hook(Hook(self), prepend=True)
-        ours(1)
+        self._end = weakref.finalize(self, listen(Relay(self), [model]))
 
-    def enter(self, module: nn.Module) -> None:
-        """A forward pass begins."""
+    def enter(self, module: nn.Module) -> bool:
+        """A forward pass begins; whether ``leave`` is to be told of its end."""
         if not torch.is_grad_enabled():
             self.idle = True
-        elif self.wanted and not self._steady and not backward_runs():
-            if self._depth:
-                self._depth += 1  # a pass within a pass
-            else:
-                self._start(module)
+            return False
+        if not self.wanted or self._steady or backward_runs():
+            return False
+        if self._depth:
+            self._depth += 1  # a pass within a pass
+        else:
+            self._start(module)
+        return True
 
     def _start(self, module: nn.Module) -> None:
         begun = self._clock()
@@ -56,18 +56,14 @@ class Lookout:
         self._begin()
         assert self._watch is not None
         self._depth = 1
-        self._after = module.register_forward_hook(self._leave, always_call=True)
-        ours(1)
         if unwrapped(module) is module:
             self._watch.inside(module)
         self.seconds += self._clock() - begun
 
-    def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
-        """A forward pass ends. After an error PyTorch goes through the hooks one by one and would
-        trip over one that is gone, so then they stay until the next pass, or the end.
-        """
+    def leave(self) -> None:
+        """A forward pass ends."""
         self._depth -= 1
-        if self._depth == 0 and result is not None:
+        if self._depth == 0:
             begun = self._clock()
             self._stop()
             self.seconds += self._clock() - begun
@@ -89,7 +85,7 @@ class Lookout:
     def remove(self) -> None:
         """Leave the model as it was."""
         self.take()
-        self._before.remove()
+        self._end()
 
     def _begin(self) -> None:
         if self._watch is None or len(self._watch.atlas.starts) > MANY:
@@ -105,41 +101,26 @@ class Lookout:
 
     def _stop(self) -> None:
         self._depth, self._steady = 0, False
-        if self._after is not None:
-            self._after.remove()
-            self._after = None
         if self._open and self._watch is not None:
             self._open = False
             self._watch.__exit__(None, None, None)
 
 
-class Hook:
-    """What stands on the model. Copies and pickles of the model have a hook that does nothing."""
+class Relay(Listener):
+    """Tells a lookout, and does not keep it alive."""
 
     def __init__(self, lookout: Lookout) -> None:
         self._lookout = weakref.ref(lookout)
 
-    def __call__(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Lookout | None:
         """A forward pass begins."""
-        if torch.compiler.is_compiling():
-            return  # nothing of this is for the compiled code
         lookout = self._lookout()
-        if lookout is not None:
-            lookout.enter(module)
+        return lookout if lookout is not None and lookout.enter(module) else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nothing
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _copied, ()
-
-
-def _copied() -> Callable[..., None]:
-    return nothing
-
-
-def nothing(module: nn.Module, _: Any) -> None:
-    """A hook that does nothing."""
+    def leave(self, entered: Lookout | None, result: Any) -> None:
+        """It ends."""
+        if entered is not None:
+            entered.leave()
 
 
 @contextmanager

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from gradtrace import api
-from gradtrace.atlas import NOWHERE, Atlas, Gradients, Place
+from gradtrace import api, recurrent
+from gradtrace.atlas import GIVEN, MADE, NOWHERE, Atlas, Away, Gradients, Place
+from gradtrace.autograd import mark
+from gradtrace.calls import Listener, listen, same_in_replicas
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.graph import Graph
-from gradtrace.hooks import HookWatch, ours
+from gradtrace.hooks import HookWatch
+from gradtrace.nests import tensors_in
 from gradtrace.passes import backward_runs
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
@@ -47,7 +49,7 @@ def named_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Every module under every name that the user has for it, as if there were no wrappers."""
     module = unwrapped(module)
-    if module in above:
+    if any(module is each for each in above):
         return  # a module that holds one of those it lies in
     yield name, module
     for key, child in module._modules.items():
@@ -110,13 +112,15 @@ def join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-class watch:
+class watch(Listener):
     """Watch a model's forward pass: ``with gt.watch(model) as watch: loss = ...``.
 
-    Inside, module calls are noted, fused attention and recurrent layers are composed and compiled
-    modules run eagerly, so that every operator can be followed. The model is as before after it.
-    Calls on other threads are not noted. With ``composed=False`` kernels stay fused, so that the
-    pass has the bits it has without a watch; on a CPU they can be opened later, at a price.
+    Inside, module calls are noted, on all threads; fused attention and recurrent layers are
+    composed and compiled modules run eagerly, so that every operator can be followed. Nothing is
+    put on the model, which may be copied and saved inside, and is as before after it. A thread that
+    has a watch of its own is noted by that one only. With ``composed=False`` kernels stay fused, so
+    that the pass has the bits it has without a watch; on a CPU they can be opened later, at a
+    price.
     """
 
     def __init__(self, model: nn.Module, *, composed: bool = True) -> None:
@@ -129,42 +133,53 @@ class watch:
         self.composed = composed
         self.atlas = Atlas()
         self._hooks = HookWatch()
-        self._handles: list[RemovableHandle] = []
-        self._names: dict[nn.Module, str] = {}
+        self._close_ears: Callable[[], None] | None = None
+        self._modules: dict[int, nn.Module] = {}  # by id
+        self._names: dict[int, str] = {}  # by id, and by what is the same in replicas
         self._calls: dict[str, int] = {}
-        self._stack: list[tuple[nn.Module, Place]] = []
+        self._lock = threading.Lock()
+        self._here = _Here()
         self._thread = 0
         self._contexts = contextlib.ExitStack()
-        self._onednn: bool | None = None  # what it was before a recurrent layer
 
     # The forward pass ------------------------------------------------------------------------
 
     def __enter__(self: W) -> W:
-        if self._handles:
+        if self._close_ears is not None:
             raise GradtraceError("this watch is already open; make a second gradtrace.watch(model)")
         if self._thread not in (0, threading.get_ident()):
             raise GradtraceError("this watch was open on another thread; make a second one")
         refuse_sharded(self.model)
         self._thread = threading.get_ident()
+        self._here = _Here()
         try:
             self._contexts.enter_context(_COMPOSED.within(self.composed))
-            self._attach()
+            self._close_ears = self._attach()
         except BaseException:
             self._close()
             raise
+        _OPEN.watches += 1
+        self._contexts.callback(_one_less)
         self._hooks.reset()
         return self
 
-    def _attach(self) -> None:
+    def _attach(self) -> Callable[[], None]:
         """Name the parameters, and see every call of a module."""
         for name, parameter in named_parameters(self.model):
             self.atlas.name(parameter, name)
         for name, module in named_modules(self.model):
-            if self._names.setdefault(module, name) == name:
-                before = module.register_forward_pre_hook(self._enter, prepend=True)
-                after = module.register_forward_hook(self._leave, always_call=True)
-                self._handles += [before, after]
-                ours(2)
+            self._know(module, name)
+        return listen(self, self._modules.values())
+
+    def _know(self, module: nn.Module, name: str) -> None:
+        """The name of a module, if it has none so far."""
+        self._modules.setdefault(id(module), module)
+        for key in (id(module), same_in_replicas(module)):
+            self._names.setdefault(key, name)
+
+    def _name(self, module: nn.Module) -> str:
+        found = self._names.get(id(module))
+        return self._names[same_in_replicas(module)] if found is None else found
 
     def __exit__(
         self,
@@ -176,55 +191,74 @@ class watch:
 
     def inside(self, module: nn.Module) -> None:
         """The forward pass of a module had begun when this watch was opened in it."""
-        self._enter(module, ())
+        self.enter(module, (), {})
 
     def _close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._stack.clear()
-        self._fuse_again()
-        self.atlas.enter(_now(), NOWHERE)
+        if self._close_ears is not None:
+            self._close_ears()
+            self._close_ears = None
+        while self._here.stack:
+            self._here.stack.pop().fuse_again()
+        if self._thread == threading.get_ident():
+            self.atlas.enter(_now(), NOWHERE)
         self._contexts.close()
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if not self._noting():
-            return
-        for each in (module,) if self._stack else tuple(self._names):
-            self._name_parameters(each)
-        name = self._names[module]
-        call = self._calls.get(name, 0)
-        self._calls[name] = call + 1
-        place = Place(name, call)
-        self._stack.append((module, place))
-        self.atlas.enter(_now(), place)
-        if self.composed and isinstance(module, nn.LSTM) and self._onednn is None:
-            self._onednn = torch._C._get_mkldnn_enabled()
-            torch._C._set_mkldnn_enabled(False)  # one node for all time steps would hide them
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
+        """A module is called: from now on, nodes of this thread belong to it."""
+        here = self._here
+        if self._close_ears is None or not self._noting():
+            return None
+        if threading.get_ident() == self._thread:
+            for each in (module,) if here.stack else tuple(self._modules.values()):
+                self._name_parameters(each)
+        elif here.away is None:
+            here.away, self.atlas.away = Away(), True
+            for tensor in tensors_in((args, kwargs)):
+                mark(tensor, here.away, GIVEN)
+        notes = self.atlas if here.away is None else here.away
+        noted = Noted(here, self._next_call(self._name(module)))
+        here.stack.append(noted)
+        notes.enter(_now(), noted.place)
+        if self.composed and isinstance(module, nn.LSTM):
+            noted.compose()
+        return noted
 
-    def _fuse_again(self) -> None:
-        if self._onednn is not None:
-            torch._C._set_mkldnn_enabled(self._onednn)
-            self._onednn = None
+    def _next_call(self, name: str) -> Place:
+        with self._lock:
+            call = self._calls.get(name, 0)
+            self._calls[name] = call + 1
+        return Place(name, call)
 
     def _name_parameters(self, module: nn.Module) -> None:
         """torch.func.functional_call puts other tensors in the place of parameters."""
         known = self.atlas.leaves
         for key, tensor in module._parameters.items():
             if isinstance(tensor, Tensor) and tensor.is_leaf and id(tensor) not in known:
-                self.atlas.name(tensor, join(self._names[module], key))
+                self.atlas.name(tensor, join(self._name(module), key))
 
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        if not self._noting() or not any(module is inside for inside, _ in self._stack):
+    def leave(self, entered: Noted | None, result: Any) -> None:
+        """The call is over: nodes belong to the module around it again."""
+        if entered is None:
             return
-        while self._stack.pop()[0] is not module:
-            pass  # calls that an exception left open
-        if isinstance(module, nn.LSTM):
-            self._fuse_again()
-        self.atlas.enter(_now(), self._stack[-1][1] if self._stack else NOWHERE)
+        entered.fuse_again()
+        here = entered.here
+        if here is not self._here or not any(entered is each for each in here.stack):
+            return  # closed since
+        while here.stack.pop() is not entered:
+            pass  # entered by ``inside``
+        notes = self.atlas if here.away is None else here.away
+        notes.enter(_now(), here.stack[-1].place if here.stack else NOWHERE)
+        if here.away is not None and not here.stack:
+            for tensor in tensors_in(result):
+                mark(tensor, here.away, MADE)
+            here.away = None
 
     def _noting(self) -> bool:
-        return threading.get_ident() == self._thread and not backward_runs()
+        if backward_runs():
+            return False
+        if threading.get_ident() == self._thread:
+            return True
+        return not _OPEN.watches and torch.is_grad_enabled()
 
     # The backward pass -----------------------------------------------------------------------
 
@@ -246,6 +280,45 @@ class watch:
     def program(self, loss: Tensor, **options: Any) -> Program:
         """The backward program of the loss; see ``gradtrace.program``."""
         return api.program_of(loss, self.atlas, self._hooks, **options)
+
+
+class _Here(threading.local):
+    """What a watch knows of one thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[Noted] = []
+        self.away: Away | None = None  # notes of the outermost call, if it is not the watch's own
+
+
+class Noted:
+    """A call of a module that is under way."""
+
+    def __init__(self, here: _Here, place: Place) -> None:
+        self.here = here
+        self.place = place
+        self._composed = False
+
+    def compose(self) -> None:
+        """It is an LSTM, to be computed operator by operator."""
+        recurrent.begin()
+        self._composed = True
+
+    def fuse_again(self) -> None:
+        """No longer so."""
+        if self._composed:
+            self._composed = False
+            recurrent.end()
+
+
+class _Open(threading.local):
+    watches = 0  # of this thread, that are open
+
+
+_OPEN = _Open()
+
+
+def _one_less() -> None:
+    _OPEN.watches -= 1
 
 
 def _now() -> int:

@@ -22,7 +22,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace.ablation import ablate
+from gradtrace.ablation import Rule, ablate
+from gradtrace.calls import listeners_of
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.hooks import NEVER, HookWatch
 from gradtrace.labels import CUTS, label, labels_of
@@ -140,18 +141,20 @@ def test_nothing_of_a_broken_module_is_left() -> None:
         assert module(torch.tensor([0.0, 1.0])).tolist() == [0.0, 0.0]
 
 
-def test_the_module_runs_without_making_a_graph() -> None:
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_module_runs_as_ever(grad: bool) -> None:
     seen = []
 
     def make(x: Tensor) -> Tensor:
         seen.append((torch.is_grad_enabled(), x.requires_grad))
         return x
 
-    with ablate(nn.Sequential(module := Returns(make)), "0"):
+    module = Returns(make)
+    with torch.set_grad_enabled(grad):
+        with ablate(nn.Sequential(module), "0"):
+            assert not module(torch.ones(2)).requires_grad
         module(torch.ones(2))
-        assert torch.is_grad_enabled()
-    module(torch.ones(2))
-    assert seen == [(False, False), (True, True)]
+    assert seen == [(grad, grad)] * 2
 
 
 Pair = namedtuple("Pair", "first second")
@@ -224,6 +227,9 @@ def test_outputs_of_any_kind(kind: str, how: str) -> None:
                 assert torch.equal(ours, theirs)
             elif how == "zero":
                 assert not ours.any()
+            elif kind == "packed":  # two samples have the first step, one has the second
+                first = theirs.detach()[:2].mean(0, keepdim=True).expand(2, 3)
+                assert torch.equal(ours, torch.cat([first, theirs.detach()[2:]]))
             else:
                 assert torch.equal(ours, theirs.detach().mean(0, keepdim=True).expand_as(theirs))
             ours.add_(1)  # memory of its own, each element
@@ -278,9 +284,6 @@ def test_recurrent_layers(batch_first: bool) -> None:
     assert torch.equal(out, wanted.mean(dim, keepdim=True).expand_as(wanted))
     assert torch.equal(state[0], h.mean(1, keepdim=True).expand_as(h))
     assert torch.equal(state[1], c.mean(1, keepdim=True).expand_as(c))
-    with ablate(model, "lstm", how="mean"):
-        out, state = lstm(x[0])  # one sequence: the steps, and the layers, are all there is
-    assert torch.equal(out[0], out[1]) and torch.equal(state[0][0], state[0][1])
 
 
 def test_packed_sequences_through_a_model() -> None:
@@ -298,9 +301,265 @@ def test_packed_sequences_through_a_model() -> None:
     parts = [torch.randn(n, 3) for n in (4, 2)]
     with ablate(model, "rnn"):
         assert torch.equal(model(parts), model.head.bias.expand(4, 2, 1))
-    with ablate(model, "rnn", how="mean"):
-        out, _ = model.rnn(pack_sequence(parts))
-    assert torch.equal(out.data, out.data[:1].expand(6, 4)) and out.data.any()
+
+
+@pytest.mark.parametrize("enforce_sorted", [False, True])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_the_mean_of_packed_sequences(kind: Any, enforce_sorted: bool) -> None:
+    rnn = kind(3, 4, num_layers=2, bidirectional=True)
+    parts = [torch.randn(n, 3) for n in ((5, 4, 2) if enforce_sorted else (2, 5, 4))]
+    packed = pack_sequence(parts, enforce_sorted)
+    (wanted, lengths), state = (lambda out, h: (pad_packed_sequence(out), h))(*rnn(packed))
+    with ablate(nn.ModuleDict({"rnn": rnn}), "rnn", how="mean"):
+        out, found = rnn(packed)
+    assert torch.equal(out.batch_sizes, packed.batch_sizes)
+    ours, _ = pad_packed_sequence(out)
+    for step in range(5):
+        there = lengths > step
+        mean = wanted[step, there].mean(0)
+        assert torch.allclose(ours[step, there], mean.expand(int(there.sum()), 8), atol=1e-6)
+    for h, want in zip(tensors_in(found), tensors_in(state)):
+        assert torch.allclose(h, want.mean(1, keepdim=True).expand_as(want), atol=1e-6)
+
+
+D = 4
+LAYOUTS: dict[str, Callable[[bool], tuple[nn.Module, int]]] = {
+    "rnn": lambda first: (nn.RNN(D, D, batch_first=first), 1),
+    "attention": lambda first: (nn.MultiheadAttention(D, 2, batch_first=first), 3),
+    "encoder layer": lambda f: (nn.TransformerEncoderLayer(D, 2, 6, 0.0, batch_first=f), 1),
+    "decoder layer": lambda f: (nn.TransformerDecoderLayer(D, 2, 6, 0.0, batch_first=f), 2),
+    "encoder": lambda f: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 6, 0.0, batch_first=f), 2),
+        1,
+    ),
+    "decoder": lambda f: (
+        nn.TransformerDecoder(nn.TransformerDecoderLayer(D, 2, 6, 0.0, batch_first=f), 2),
+        2,
+    ),
+    "transformer": lambda f: (nn.Transformer(D, 2, 1, 1, 6, 0.0, batch_first=f), 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_the_mean_is_over_samples(kind: str, first: bool, training: bool) -> None:
+    layer, arguments = LAYOUTS[kind](first)
+    model = nn.ModuleDict({"part": layer.train(training)})
+    x, dim = torch.randn(5, 3, D), 0 if first else 1
+    wanted = layer(*[x] * arguments)
+    with ablate(model, "part", how="mean"):
+        found = layer(*[x] * arguments)
+    if isinstance(wanted, tuple):
+        rest = 1 if kind == "rnn" else 0  # of states, and of weights
+        mean = wanted[1].mean(rest, keepdim=True).expand_as(wanted[1])
+        assert torch.allclose(found[1], mean, atol=1e-6)
+        found, wanted = found[0], wanted[0]
+    mean = wanted.detach().mean(dim, keepdim=True).expand_as(wanted)
+    assert torch.allclose(found, mean, atol=1e-6) and not found.requires_grad
+    with (
+        pytest.raises(GradtraceError, match=r"module 'part' .*one sample .*\(5, 4\).*how='zero'"),
+        ablate(model, "part", how="mean"),
+    ):
+        layer(*[x[:, 0]] * arguments)
+    with ablate(model, "part", how="mean", values={"part": 0.5}):
+        layer(*[x[:, 0]] * arguments)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("part", ["linear1", "linear2", "norm1", "dropout1", "self_attn"])
+def test_the_mean_of_a_part_of_a_layer(part: str, first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(D, 2, 6, 0.0, batch_first=first)
+    model, x = nn.Sequential(nn.Sequential(layer)), torch.randn(5, 3, D)
+    seen: list[Any] = []
+    handle = layer.get_submodule(part).register_forward_hook(lambda m, a, out: seen.append(out))
+    model(x)
+    with ablate(model, f"0.0.{part}", how="mean"):
+        model(x)
+    wanted, found = (out[0] if isinstance(out, tuple) else out for out in seen)
+    handle.remove()
+    dim = 0 if first else 1
+    assert torch.allclose(found, wanted.mean(dim, keepdim=True).expand_as(wanted), atol=1e-6)
+    with (
+        pytest.raises(GradtraceError, match="one sample without a batch dimension"),
+        ablate(model, f"0.0.{part}", how="mean"),
+    ):
+        model(x[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("part", "shape"),
+    [
+        (nn.Conv1d(3, 3, 1), (3, 5)),
+        (nn.Conv2d(3, 3, 1), (3, 5, 5)),
+        (nn.MaxPool2d(2), (3, 4, 4)),
+        (nn.AdaptiveAvgPool1d(2), (3, 4)),
+        (nn.RNNCell(3, 4), (3,)),
+        (nn.LSTMCell(3, 4), (3,)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_one_sample_has_no_mean(part: nn.Module, shape: tuple[int, ...]) -> None:
+    model = nn.ModuleDict({"part": part})
+    x = torch.randn(2, *shape)
+    wanted = part(x)
+    with ablate(model, "part", how="mean"):
+        found = part(x)
+    for ours, theirs in zip(tensors_in(found), tensors_in(wanted)):
+        assert torch.allclose(ours, theirs.mean(0, keepdim=True).expand_as(theirs))
+    with (
+        pytest.raises(GradtraceError, match=r"module 'part' .*one sample without a batch"),
+        ablate(model, "part", how="mean"),
+    ):
+        part(x[0])
+
+
+class Timed(nn.Module):
+    """Has time first; what its head returns does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head, self.conv = nn.GRU(3, 3), nn.Linear(3, 2), nn.Conv1d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, state = self.rnn(self.conv(x.permute(1, 2, 0)).permute(2, 0, 1))
+        self.last = self.head(state[0])
+        return label(self.head(out), -1, ["a", "b"])
+
+
+def test_where_it_does_not_show_batch_dim_says() -> None:
+    model, x = Timed(), torch.randn(5, 4, 3)
+    wanted = model(x).detach()
+    for name in ("head", "label:a"):
+        with (
+            pytest.raises(GradtraceError, match=r"\(5, 4, 2\).*as in 'rnn'.*batch_dim=1"),
+            ablate(model, name, how="mean"),
+        ):
+            model(x)
+    for dim in (1, -2, {"head": 1}, {"h*": 1}):
+        with ablate(
+            model, *(dim if isinstance(dim, dict) else ["head"]), how="mean", batch_dim=dim
+        ):
+            found = model.head(model.rnn(model.conv(x.mT).mT)[0]).detach()
+            shown = model.head(torch.randn(5, 4, 3))
+        assert torch.equal(shown, shown[:, :1].expand_as(shown)) and found.shape == wanted.shape
+    with ablate(model, "label:a", how="mean", batch_dim=1):
+        found = model(x)
+    assert torch.allclose(found[..., :1], wanted[..., :1].mean(1, keepdim=True).expand(5, 4, 1))
+    assert torch.equal(found[..., 1:], wanted[..., 1:])
+    with ablate(model, "conv", how="mean"):  # has samples first
+        model(x)
+    for given, says in [
+        ({"dim": 7}, "no dimension 7"),
+        ({"dim": {"haed": 1}}, r"batch_dim\['haed'\] is not ablated; did you mean 'head'"),
+        ({"dim": 1.0}, "batch_dim is a number"),
+        ({"dim": 1, "how": "zero"}, "say how='mean'"),
+        ({"dim": -1, "name": "label:a"}, "marks slices along dimension 2.*samples"),
+    ]:
+        name, how = given.get("name", "head"), given.get("how", "mean")
+        with (
+            pytest.raises(GradtraceError, match=says),
+            ablate(model, name, how=how, batch_dim=given["dim"]),  # type: ignore[arg-type]
+        ):
+            model(x)
+
+
+# In place -------------------------------------------------------------------------------------
+
+
+class Doubles(nn.Module):
+    """Writes to its input through a view of it, and returns something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, :2].mul_(2)
+        return x.sin()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3).double())
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.seen.add_(x.mean(0))
+        x.add_(1)
+        return {"out": [x, x], "more": (x * 2, None)}
+
+
+class Aside(nn.Module):
+    """Keeps a term of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.term = x.sum() * self.weight.sum()
+        return x.clamp_(min=0)
+
+
+IN_PLACE: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "view": Doubles,
+    "nested": Counts,
+    "identity": nn.Identity,
+    "dropout": lambda: nn.Dropout(0.5).eval(),
+    "aside": Aside,
+    "inside": lambda: nn.Sequential(nn.Identity(), nn.LeakyReLU(0.1, inplace=True)),
+}
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "values", "remove"])
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_the_gradient_is_that_of_the_ablated_loss(kind: str, how: str) -> None:
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.act = nn.Linear(3, 3).double(), IN_PLACE[kind]()
+            self.b = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).clone()
+            out = tensors_in(self.act(h))[0]
+            rest = self.act.term if how != "remove" and kind == "aside" else 0.0
+            return self.b(out) + h + rest
+
+    model, x = Uses(), torch.randn(4, 3).double()
+    options: Any = {"how": how} if how != "values" else {"how": "mean", "values": {"act": 0.3}}
+
+    def loss() -> Tensor:
+        with ablate(model, "act", **options):
+            return model(x).pow(2).sum()
+
+    def hooked() -> Tensor:
+        def instead(_: Any, __: Any, out: Any) -> Any:
+            one = tensors_in(out)[0]
+            if how == "zero":
+                return torch.zeros_like(one)
+            mean = one.detach().mean(0).expand_as(one)
+            return mean.clone() if how == "mean" else torch.full_like(one, 0.3)
+
+        handle = model.act.register_forward_hook(instead)
+        found = model(x).pow(2).sum()
+        handle.remove()
+        return found
+
+    wanted = torch.autograd.grad(loss(), model.a.bias)[0]
+    if how == "mean":  # what the mean depends on has no gradient, so differences are of no use
+        assert torch.allclose(wanted, torch.autograd.grad(hooked(), model.a.bias)[0])
+        return
+    with torch.no_grad():
+        for at in range(3):
+            model.a.bias[at] += 1e-6
+            above = float(loss())
+            model.a.bias[at] -= 2e-6
+            below = float(loss())
+            model.a.bias[at] += 1e-6
+            assert abs((above - below) / 2e-6 - float(wanted[at])) < 1e-4
+    if how != "remove":
+        assert torch.allclose(loss(), hooked())
 
 
 # Mean -----------------------------------------------------------------------------------------
@@ -571,7 +830,8 @@ def test_names_and_patterns(asked: list[str], found: tuple[str, ...]) -> None:
     with ablate(model, *asked) as names:
         assert names == found
         for name, module in modules.items():
-            assert ("forward" in vars(module)) == (name in found)
+            heard = [each for each in listeners_of(module) if isinstance(each, Rule)]
+            assert bool(heard) == (name in found)
         model(torch.randn(2, 3))
 
 
@@ -699,7 +959,7 @@ def test_an_error_while_entering(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.head, "register_forward_pre_hook", interrupt)
+        patch.setattr("gradtrace.ablation.Slices.begin", interrupt)
         with pytest.raises(KeyboardInterrupt), ablate(model, "embed", "head", "label:a"):
             pass
     assert state_of(model) == before
@@ -723,14 +983,14 @@ def test_a_forward_put_there_inside_the_block() -> None:
     with ablate(model, "0"):
         old = model[0].forward
         mine = model[0].forward = lambda x: old(x) + 1  # type: ignore[assignment]
-        assert torch.equal(model(torch.ones(1, 2)), torch.ones(1, 2))
+        assert not model(torch.ones(1, 2)).any()
     assert vars(model[0])["forward"] is mine
     assert torch.equal(model(torch.ones(1, 2)), wanted + 1)
     model[0].forward = old
     assert torch.equal(model(torch.ones(1, 2)), wanted)
     with ablate(model, "0"):
         assert not model(torch.ones(1, 2)).any()
-    assert "forward" not in vars(model[0])
+    assert vars(model[0])["forward"] is old
 
 
 def test_nested_ablations() -> None:

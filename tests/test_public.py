@@ -33,12 +33,13 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"} | {"digests"},
+    {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"}
+    | {"calls", "digests", "nests", "recurrent"},
     {"plain"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
     {"semirings", "labels", "loggers", "marks"},
     {"maps", "atlas", "hooks", "passes", "testing", "groups"},
-    {"linear", "deferred", "schedules", "states", "border"},
+    {"linear", "deferred", "schedules", "states", "border", "threads"},
     {"program", "nodes"},
     {"values", "engine", "store", "choices"},
     {"folding", "parked", "recorder", "reconverge", "rules", "sizes"}

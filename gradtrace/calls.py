@@ -1,0 +1,445 @@
+"""Calls of modules, seen and changed from outside, whichever way and on whichever thread they come.
+
+A module may be called as ``module(x)``, as ``module.forward(x)`` or through a ``__call__`` of its
+own, and none of its attributes may change meanwhile: models are copied, pickled and scripted while
+they are watched. So nothing is put on the module. Its class gets a ``__call__``, ``_call_impl`` and
+``forward`` that look up who listens to this very module, and do nothing else for the others. The
+class is as before when nobody listens to any of its instances.
+
+The exception is an attribute that holds the ``forward`` of a module, bound earlier (``self.run =
+self.encoder.forward``): it is exchanged meanwhile, and copies get the user's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+Forward: TypeAlias = Callable[..., Any]
+
+
+class Listener:
+    """Is told of the calls of modules that it listens to."""
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call begins, on this thread; before the module's own hooks."""
+
+    def leave(self, entered: Any, result: Any) -> None:
+        """The same call ends: what ``enter`` returned, and what the module returned, or None if it
+        raised an exception.
+        """
+
+    def around(self, module: nn.Module, forward: Forward) -> Forward:
+        """What to run in place of the module's ``forward``."""
+        return forward
+
+
+_LOCK = threading.RLock()
+_LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, or of its table of hooks
+_ALL: tuple[_Ears, ...] = ()  # of those that listen to every module
+_PATCHES: dict[type, Patch] = {}
+_MISSING = object()
+
+
+def listen(listener: Listener, modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Tell ``listener`` of every call of these modules, until the function returned is called."""
+    return _Ears(listener, modules).close
+
+
+def listen_to_all(listener: Listener) -> Callable[[], None]:
+    """Tell ``listener`` of every call of any module."""
+    return _Ears(listener, None).close
+
+
+class _Ears:
+    """One listener, and the modules that it listens to, which are kept alive."""
+
+    def __init__(self, listener: Listener, modules: Iterable[nn.Module] | None) -> None:
+        global _ALL
+        self.listener = listener
+        self.modules = {id(module): module for module in modules or ()}
+        self.all = modules is None
+        self.classes: dict[type, None] = {}
+        with _LOCK:
+            try:
+                self.patch(_subclasses() if self.all else self._kinds())
+            except BaseException:
+                self._unpatch()
+                raise
+            for key in self._keys():
+                _LISTENERS[key] = (*_LISTENERS.get(key, ()), listener)
+            if self.all:
+                _ALL = (*_ALL, self)
+            self.bound = [
+                _exchange(attributes, name)
+                for holder in self.modules.values()
+                for attributes in [vars(holder)]
+                for name, value in list(attributes.items())
+                if self._is_forward(value, holder)
+            ]
+
+    def _is_forward(self, value: Any, holder: nn.Module) -> bool:
+        """Whether this is the ``forward`` of another one of the modules, bound to it."""
+        if type(value) is MethodType and value.__name__ == "forward":
+            return value.__self__ is not holder and id(value.__self__) in self.modules
+        return type(value) is Told and value.module is not holder
+
+    def patch(self, kinds: Iterable[type]) -> None:
+        """See calls of instances of these classes."""
+        with _LOCK:
+            for kind in kinds:
+                if kind not in self.classes:
+                    _patch(kind)
+                    self.classes[kind] = None
+
+    def _kinds(self) -> Iterator[type]:
+        for module in self.modules.values():
+            kind = type(module)
+            yield kind
+            later = getattr(kind, "cls_to_become", None)  # of a lazy module, at its first call
+            if isinstance(later, type):
+                yield later
+
+    def _keys(self) -> Iterator[int]:
+        for module in self.modules.values():
+            yield id(module)
+            yield same_in_replicas(module)
+
+    def close(self) -> None:
+        """Listen no more."""
+        global _ALL
+        with _LOCK:
+            for key in self._keys():
+                left = _without(_LISTENERS.get(key, ()), self.listener)
+                if left:
+                    _LISTENERS[key] = left
+                else:
+                    _LISTENERS.pop(key, None)
+            _ALL = tuple(ears for ears in _ALL if ears is not self)
+            for attributes, name, told in self.bound:
+                _put_back(attributes, name, told)
+            self.bound = []
+            self.modules = {}
+            self._unpatch()
+
+    def _unpatch(self) -> None:
+        while self.classes:
+            _unpatch(self.classes.popitem()[0])
+
+
+def _without(listeners: tuple[Listener, ...], one: Listener) -> tuple[Listener, ...]:
+    """The same, without the last that is ``one``."""
+    at = max((n for n, each in enumerate(listeners) if each is one), default=None)
+    return listeners if at is None else (*listeners[:at], *listeners[at + 1 :])
+
+
+def same_in_replicas(module: nn.Module) -> int:
+    """What a module has in common with its replicas in ``nn.DataParallel``: its table of hooks."""
+    return id(vars(module).get("_forward_hooks", module))
+
+
+def _subclasses() -> list[type]:
+    """All classes of modules that there are."""
+    found: dict[type, None] = {nn.Module: None}
+    stack: list[type] = [nn.Module]
+    while stack:
+        below: list[type] = type.__subclasses__(stack.pop())
+        for each in below:
+            if each not in found:
+                found[each] = None
+                stack.append(each)
+    return list(found)
+
+
+def listeners_of(module: nn.Module) -> tuple[Listener, ...]:
+    """Who listens to this module."""
+    found = _LISTENERS.get(id(module))
+    if found is None and _LISTENERS and "_is_replica" in vars(module):
+        found = _LISTENERS.get(same_in_replicas(module))
+    return (*(found or ()), *(ears.listener for ears in _ALL)) if _ALL else found or ()
+
+
+# A call ------------------------------------------------------------------------------------------
+
+CALL, IMPLEMENTATION, FORWARD = range(3)
+"""The stages of one call, in order: ``__call__`` runs ``_call_impl``, which runs ``forward``."""
+
+
+class _Call:
+    """A call that is under way on this thread."""
+
+    def __init__(self, module: nn.Module, stage: int) -> None:
+        self.module = module
+        self.stage = stage
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+_STACK = _Stack()
+
+
+def _run(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: Any) -> Any:
+    """One stage of a call: the first that is met begins it, later ones are parts of it."""
+    listeners = listeners_of(module)
+    if not listeners:
+        return run(*args, **kwargs)
+    calls = _STACK.calls
+    if calls and calls[-1].module is module and calls[-1].stage < stage:
+        call = calls[-1]
+        before, call.stage = call.stage, stage
+        try:
+            return _changed(stage, module, run, listeners)(*args, **kwargs)
+        finally:
+            call.stage = before
+    call = _Call(module, stage)
+    told: list[tuple[Listener, Any]] = []
+    result = None
+    calls.append(call)
+    try:
+        for listener in listeners:
+            told.append((listener, listener.enter(module, args, kwargs)))
+        result = _changed(stage, module, run, listeners)(*args, **kwargs)
+        return result
+    finally:
+        calls.pop()
+        for listener, entered in reversed(told):
+            listener.leave(entered, result)
+
+
+def _changed(
+    stage: int, module: nn.Module, run: Forward, listeners: tuple[Listener, ...]
+) -> Forward:
+    if stage == FORWARD:
+        for listener in listeners:
+            run = listener.around(module, run)
+    return run
+
+
+# Classes -----------------------------------------------------------------------------------------
+
+
+def _static(kind: type, name: str) -> Any:
+    """An attribute of a class as it is written there, or above it."""
+    return next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
+
+
+def _seen_when_made(init: Forward) -> Forward:
+    """While somebody listens to all modules, classes that are new are seen when first used."""
+
+    @functools.wraps(init)
+    def seen(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for ears in _ALL:
+            ears.patch([type(self)])
+        init(self, *args, **kwargs)
+
+    return seen
+
+
+class Patch:
+    """What a class gets while somebody listens to instances of it."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.users = 0
+        self.put: dict[str, tuple[Any, Any]] = {}  # by name: what was there, what is there now
+
+    def apply(self) -> None:
+        """Put it there."""
+        self._set("__call__", self._stage("__call__", CALL))
+        self._set("_call_impl", self._stage("_call_impl", IMPLEMENTATION))
+        if self.kind is nn.Module:
+            self._set("__init__", _seen_when_made(vars(self.kind)["__init__"]))
+        elif _static(self.kind, "forward") is not vars(nn.Module)["forward"]:
+            self._set("forward", _Seen(self.kind))
+
+    def _stage(self, name: str, stage: int) -> Forward:
+        own, kind = vars(self.kind).get(name, _MISSING), self.kind
+
+        @functools.wraps(_static(kind, name))
+        def seen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """The same as before; listeners are told, unless a subclass has told them."""
+            run = getattr(super(kind, self), name) if own is _MISSING else MethodType(own, self)
+            if type(self) is not kind or torch.compiler.is_compiling():
+                return run(*args, **kwargs)
+            return _run(stage, self, run, args, kwargs)
+
+        return seen
+
+    def _set(self, name: str, value: Any) -> None:
+        self.put[name] = vars(self.kind).get(name, _MISSING), value
+        type.__setattr__(self.kind, name, value)
+
+    def remove(self) -> None:
+        """Put back what was there, unless something else has been put there since."""
+        for name, (before, value) in self.put.items():
+            if vars(self.kind).get(name) is not value:
+                continue
+            if before is _MISSING:
+                type.__delattr__(self.kind, name)
+            else:
+                type.__setattr__(self.kind, name, before)
+
+
+def _patch(kind: type) -> None:
+    if kind not in _PATCHES:
+        _PATCHES[kind] = Patch(kind)
+        _PATCHES[kind].apply()
+    _PATCHES[kind].users += 1
+
+
+def _unpatch(kind: type) -> None:
+    patch = _PATCHES[kind]
+    patch.users -= 1
+    if not patch.users:
+        del _PATCHES[kind]
+        patch.remove()
+
+
+class _Seen:
+    """The ``forward`` of a class: instances that somebody listens to get one that tells them.
+
+    It comes before an attribute ``forward`` of the instance, which is seen as well.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.own = vars(kind).get("forward", _MISSING)
+        self.data = hasattr(type(self.own), "__set__")  # such as a property
+        original = _static(kind, "forward")
+        self.function = _disguised(self._told, original) if callable(original) else None
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self._bare(None, owner) if self.function is None else self.function
+        found = self._bare(module, owner)
+        if not self._heard(module):
+            return found
+        bound = isinstance(found, MethodType) and found.__self__ is module
+        if self.function is None or not bound or self._set_on(module):
+            return Told(module, found)
+        return MethodType(self.function, module)
+
+    def _heard(self, module: nn.Module) -> bool:
+        """Whether somebody listens, and this is not what ``super().forward`` finds."""
+        if type(module) is not self.kind or torch.compiler.is_compiling():
+            return False
+        return bool(listeners_of(module))
+
+    def _set_on(self, module: nn.Module) -> bool:
+        return not self.data and "forward" in vars(module)
+
+    def _bare(self, module: nn.Module | None, owner: type) -> Any:
+        """The attribute as it is without us."""
+        if module is not None and self._set_on(module):
+            return vars(module)["forward"]
+        return self._of_class(module, owner)
+
+    def _of_class(self, module: nn.Module | None, owner: type) -> Any:
+        if self.own is _MISSING:
+            above: Any = super(self.kind, owner if module is None else module)
+            return above.forward
+        get = getattr(type(self.own), "__get__", None)
+        try:
+            return self.own if get is None else get(self.own, module, owner)
+        except AttributeError:
+            if module is None:
+                raise
+            return module.__getattr__("forward")  # where TorchScript has it
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        if self.data:
+            self.own.__set__(module, value)
+        else:
+            vars(module)["forward"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        if self.data:
+            self.own.__delete__(module)
+        elif "forward" in vars(module):
+            del vars(module)["forward"]
+        else:
+            raise AttributeError("forward")
+
+    def _told(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """``Kind.forward(module, x)``, and ``module.forward(x)``."""
+        if not isinstance(module, self.kind):
+            return self.own(module, *args, **kwargs)
+        found = self._of_class(module, type(module))
+        if not self._heard(module):
+            return found(*args, **kwargs)
+        return _run(FORWARD, module, found, args, kwargs)
+
+
+def _disguised(told: Forward, original: Any) -> FunctionType:
+    """A function that calls ``told`` and looks like the original to those who read its source, its
+    signature and its globals, as ``torch.jit.script`` does.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return told(self, *args, **kwargs)
+
+    assert isinstance(forward, FunctionType)
+    place = getattr(original, "__globals__", forward.__globals__)
+    found = FunctionType(forward.__code__, place, closure=forward.__closure__)
+    functools.update_wrapper(found, original)
+    return found
+
+
+class Told:
+    """A ``forward`` that is no method of the class, such as one set on the instance."""
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        self.module = module
+        self.forward = forward
+        self.users = 0
+        functools.update_wrapper(self, forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, and listeners are told."""
+        return _run(FORWARD, self.module, self.forward, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["forward"], name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.forward == (other.forward if isinstance(other, Told) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.forward, memo)
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.forward, MethodType):
+            return self.forward.__reduce__()
+        return _same, (self.forward,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _exchange(attributes: dict[str, Any], name: str) -> tuple[dict[str, Any], str, Told]:
+    """Put a ``Told`` in the place of a bound ``forward``."""
+    value = attributes[name]
+    told = value if isinstance(value, Told) else Told(value.__self__, value)
+    told.users += 1
+    attributes[name] = told
+    return attributes, name, told
+
+
+def _put_back(attributes: dict[str, Any], name: str, told: Told) -> None:
+    told.users -= 1
+    if not told.users and attributes.get(name) is told:
+        attributes[name] = told.forward

@@ -1,0 +1,56 @@
+"""Nests of tuples, lists, dicts and dataclasses, as modules take and return them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``change`` everything in a nest of tuples, lists, dicts and dataclasses, and leave the nest.
+
+    >>> mapped({"a": [1, 2], "b": (3, None)}, lambda v: v and -v)
+    {'a': [-1, -2], 'b': (-3, None)}
+    """
+    if isinstance(value, PackedSequence):
+        return value._replace(data=change(value.data))
+    if isinstance(value, (tuple, list)):
+        items = [mapped(item, change) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, dict):
+        found = copy.copy(value)
+        for key in value:
+            found[key] = mapped(value[key], change)
+        return found
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(twin, field.name, mapped(getattr(value, field.name), change))
+        return twin
+    return change(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest, in order; the nest is only read.
+
+    >>> import torch
+    >>> tensors_in([torch.tensor(1), {"a": (torch.tensor(2), "b")}])
+    [tensor(1), tensor(2)]
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    parts: list[Any] = []
+    if isinstance(value, PackedSequence):
+        parts = [value.data]
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        parts = list(value)
+    elif isinstance(value, dict):
+        parts = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in fields(value)]
+    return [tensor for part in parts for tensor in tensors_in(part)]

@@ -1,0 +1,140 @@
+"""LSTMs as the operators that they are made of.
+
+On a CPU PyTorch computes an LSTM with oneDNN: one node for all time steps, which hides them. What
+would choose its own operators instead is a switch of the whole process, and other threads need it
+as it is. So for calls inside ``composed`` the layers are run here, operator by operator, as
+PyTorch's own implementation does (``aten/src/ATen/native/RNN.cpp``): same graph, same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell state, (batch, size) each
+Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+_VF: Any = torch._VF  # what nn.LSTM calls
+_LOCK = threading.Lock()
+_INSIDE = 0  # threads that are inside
+
+
+class _Here(threading.local):
+    depth = 0
+
+
+_HERE = _Here()
+
+
+@contextlib.contextmanager
+def composed() -> Iterator[None]:
+    """On this thread, ``nn.LSTM`` is computed operator by operator."""
+    begin()
+    try:
+        yield
+    finally:
+        end()
+
+
+def begin() -> None:
+    """From now on, on this thread, ``nn.LSTM`` is computed operator by operator; until ``end``."""
+    global _INSIDE
+    _HERE.depth += 1
+    with _LOCK:
+        _INSIDE += 1
+        vars(_VF)["lstm"] = _lstm
+
+
+def end() -> None:
+    """Undo one ``begin`` of this thread."""
+    global _INSIDE
+    _HERE.depth -= 1
+    with _LOCK:
+        _INSIDE -= 1
+        if not _INSIDE:
+            vars(_VF).pop("lstm", None)
+
+
+def _lstm(*args: Any, **kwargs: Any) -> Any:
+    """``torch._VF.lstm``."""
+    if _HERE.depth and not kwargs and len(args) == 9 and _fused(*args[:3]):
+        return lstm(*args)
+    return _VF.vf.lstm(*args, **kwargs)
+
+
+FUSED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _fused(x: Any, state: Any, weights: Sequence[Tensor]) -> bool:
+    """Whether PyTorch might hand this to oneDNN; it does so with no packed sequences and no
+    projections.
+    """
+    if isinstance(state, Tensor) or not torch._C._has_mkldnn:
+        return False
+    hidden, cell = state
+    plain = x.device.type == "cpu" and x.dtype in FUSED and hidden.shape == cell.shape
+    return bool(plain and x.numel() and torch._C._get_mkldnn_enabled())
+
+
+def lstm(
+    x: Tensor,
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biased: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs of the last layer, (time, batch, size), and the last states of all layers."""
+    x = x.transpose(0, 1) if batch_first else x
+    each = 4 if biased else 2
+    found = [weights[n : n + each] for n in range(0, len(weights), each)]
+    directions = [_direction, _backwards][: 1 + bidirectional]
+    states = list(zip(state[0].unbind(0), state[1].unbind(0)))
+    ends: list[State] = []
+    for layer in range(layers):
+        parts = []
+        for direction in directions:
+            n = len(ends)
+            own: list[Any] = [*found[n], None, None]
+            out, end = direction(x, states[n], (own[0], own[1], own[2], own[3]))
+            parts.append(out)
+            ends.append(end)
+        x = torch.cat(parts, parts[0].dim() - 1) if bidirectional else parts[0]
+        if dropout and train and layer < layers - 1:
+            x = torch.dropout(x, dropout, True)
+    hidden, cell = torch.stack([h for h, _ in ends], 0), torch.stack([c for _, c in ends], 0)
+    return x.transpose(0, 1) if batch_first else x, hidden, cell
+
+
+def _direction(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+    outs, end = _steps(F.linear(x, weights[0], weights[2]).unbind(0), state, weights)
+    return torch.stack(outs, 0), end
+
+
+def _backwards(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+    inputs = F.linear(x, weights[0], weights[2]).unbind(0)
+    outs, end = _steps(inputs[::-1], state, weights)
+    return torch.stack(outs[::-1], 0), end
+
+
+def _steps(inputs: Sequence[Tensor], state: State, weights: Weights) -> tuple[list[Tensor], State]:
+    h, c = state
+    outs = []
+    linear: Callable[..., Tensor] = F.linear
+    for x in inputs:
+        gates = linear(h, weights[1], weights[3]).add_(x)
+        i, f, g, o = gates.unsafe_chunk(4, 1)
+        i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+        c = (f * c).add_(i * g)
+        h = o * c.tanh()
+        outs.append(h)
+    return outs, (h, c)
