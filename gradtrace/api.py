@@ -187,6 +187,7 @@ def backward_of(
     if semiring is SUM:
         found = gradient(loss, seed, atlas, watch, schedule)
     else:
+        memory.see_recording(loss)
         values = engine.run(record(loss, seed, atlas, watch, schedule, bare=True), semiring)
         found = list(values.items())
     RECENT.refresh()
@@ -223,10 +224,9 @@ def trace_of(
     if not loss.numel():
         raise NotScalar("the loss is an empty vector; there is nothing to trace")
     seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
-    opaque = granularity == "operator"
-    recorded = record(
-        loss, seed, atlas, watch, "kahn", dense_limit, opaque, room(atlas, loss.device)
-    )
+    opaque, keep = granularity == "operator", room(atlas, loss.device)
+    memory.see_recording(loss, keep)
+    recorded = record(loss, seed, atlas, watch, "kahn", dense_limit, opaque, keep)
     RECENT.refresh()
     found = [(leaf.tensor, leaf) for leaf in recorded.leaves]
     named, others = _named(found, atlas, loss)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, Unsupported
+from gradtrace import limits
+from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, TooLarge, Unsupported
 from gradtrace.shapes import Shape
 
 Node: TypeAlias = Any  # torch.autograd.graph.Node; its subclasses are generated, and untyped
@@ -104,6 +105,14 @@ def shapes_of(node: Node) -> tuple[Shape, ...]:
     return tuple(tuple(meta.shape) for meta in node._input_metadata)
 
 
+def bytes_of(node: Node) -> int:
+    """How many bytes the outputs of the operator have; 0 of nested tensors, which do not tell."""
+    try:
+        return sum(prod(meta.shape) * meta.dtype.itemsize for meta in node._input_metadata)
+    except RuntimeError:
+        return 0
+
+
 def outputs_of(node: Node) -> int:
     """How many outputs the operator has."""
     return len(node._input_metadata)
@@ -149,6 +158,12 @@ def refuse_layout(grad: Tensor) -> NoReturn:
     )
 
 
+def _sums_to(wide: Shape, shape: Shape) -> bool:
+    """Whether a value of the second shape, broadcast, has the first."""
+    extra = len(wide) - len(shape)
+    return extra >= 0 and all(n in (1, m) for n, m in zip(shape, wide[extra:]))
+
+
 def conform(grad: Tensor, meta: Any) -> Tensor:
     """Bring a formula's result to the shape, dtype and device of the value it is the gradient of.
 
@@ -161,18 +176,17 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
     if grad.shape != shape:
         same = grad.numel() == prod(shape)  # only dimensions of size 1 to sum over
         extra = grad.dim() - len(shape)
-        try:
-            if same and grad.is_contiguous():
-                grad = grad.view(shape)
-            elif shape and extra > 0 and grad.shape[extra:] == shape:
-                grad = grad.sum(tuple(range(extra)))  # what sum_to_size does, with less ado
-            else:
-                grad = grad.sum_to_size(shape)
-        except RuntimeError as error:
+        if same and grad.is_contiguous():
+            grad = grad.view(shape)
+        elif shape and extra > 0 and grad.shape[extra:] == shape:
+            grad = grad.sum(tuple(range(extra)))  # what sum_to_size does, with less ado
+        elif _sums_to(tuple(grad.shape), shape):
+            grad = grad.sum_to_size(shape)
+        else:
             raise GradtraceError(
                 f"a backward formula gave a gradient of shape {tuple(grad.shape)} for a value of "
                 f"shape {shape}; look at the torch.autograd.Function or hook that returns it"
-            ) from error
+            )
     dtype = meta.dtype
     if grad.dtype is not dtype:
         if grad.is_complex() and not dtype.is_complex:
@@ -309,6 +323,11 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
     """Turn an exception raised by a node into one that names the operator and what to do."""
     at = f"{name_of(node)}{where}"
     text = str(error)
+    if limits.ran_out(error):
+        return TooLarge(
+            f"{at} ran out of memory{limits.told(error)}; trace fewer samples at a time, or whole "
+            "tensors: granularity='operator'"
+        )
     if isinstance(error, _Refused):
         return Unsupported(f"{at} cannot be followed: {text}")
     if "second time" in text or "already been freed" in text:

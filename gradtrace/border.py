@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtrace import autograd
+from gradtrace import autograd, limits
 from gradtrace.atlas import Atlas
-from gradtrace.errors import NoGraph, Unsupported
+from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.plain import is_wrapper, refuse_wrapper
 
 FOLLOWED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -44,7 +44,15 @@ def isolated() -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if forward_ad._current_level >= 0:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
-        yield
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not limits.ran_out(error):
+                raise
+            raise TooLarge(
+                f"memory ran out{limits.told(error)}; trace fewer samples at a time, sampled "
+                "elements: influence(sample=10_000), or whole tensors: granularity='operator'"
+            ) from error
 
 
 def admit(loss: object, atlas: Atlas, elements: bool = True) -> None:

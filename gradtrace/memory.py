@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from gradtrace import autograd, limits
 from gradtrace.einsum import plan
 from gradtrace.errors import TooLarge
 from gradtrace.kernels import gpu, launch, plans
+from gradtrace.limits import spelt
 from gradtrace.maps import Contract, Map
 from gradtrace.program import Program
 from gradtrace.shapes import Shape
@@ -99,6 +101,61 @@ def whole(program: Program, kept: bool = True) -> int:
     return sum(prod(step.shape) * step.dtype.itemsize for step in steps)
 
 
+WITHOUT_WEIGHTS = frozenset(
+    {
+        *("TBackward0", "TransposeBackward0", "PermuteBackward0", "SliceBackward0"),
+        *("SelectBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),
+        *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
+        *("CloneBackward0", "AliasBackward0", "ToCopyBackward0", "CatBackward0", "StackBackward0"),
+        *("ExpandBackward0", "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"),
+        *("AddBackward0", "SubBackward0", "MulBackward0", "MulBackward1", "MmBackward0"),
+        *("BmmBackward0", "AddmmBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
+        *("UnbindBackward0", "ConvolutionBackward0", "EmbeddingBackward0", "IndexBackward0"),
+    }
+)
+"""Nodes whose maps refer to what autograd has saved, or to nothing."""
+
+NORM = 6
+"""Numbers that are held for each output of a norm: its maps are of rank two."""
+
+PLENTY = 4
+"""With so many times what the process holds free, nobody need estimate what recording takes."""
+
+
+def recording(loss: Tensor, keep: int) -> int:
+    """About the most bytes that recording holds beside the graph: a weight for each output of an
+    operator that has weights of its own, the gradients that are kept, and those that are worked on.
+    """
+    weights = gradients = largest = 0
+    stack = [autograd.root_of(loss)]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node) is not autograd.ACCUMULATE:
+            size = autograd.bytes_of(node)
+            gradients += size
+            largest = max(largest, size)
+            name = type(node).__name__
+            if name not in WITHOUT_WEIGHTS:
+                weights += size * (NORM if "Norm" in name else 1)
+        for child, _ in autograd.edges_of(node):
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return weights + min(keep, gradients) + 2 * largest
+
+
+def see_recording(loss: Tensor, keep: int = 0) -> None:
+    """Refuse a loss whose program does not fit in memory."""
+    device = loss.device
+    free = available(device)
+    held = limits.resident() if device.type == "cpu" else launch.held(device)[0]
+    if free is None or (held is not None and free >= PLENTY * held):
+        return  # a backward pass holds about what the forward pass left
+    remedy = "trace fewer samples at a time; the model itself may be as large as it is"
+    see(recording(loss, keep), device, "recording the backward pass", remedy, free)
+
+
 def available(device: torch.device) -> int | None:
     """How many bytes can still be had on a device; None if nobody tells."""
     if device.type == "cuda":
@@ -109,37 +166,7 @@ def available(device: torch.device) -> int | None:
         return max(0, min(free + cached, allowed - used))
     if device.type != "cpu":
         return None
-    told = [free for free in (_free(), _allowed()) if free is not None]
-    return min(told, default=None)
-
-
-def _free() -> int | None:
-    """What the system has left."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
-def _allowed() -> int | None:
-    """What a container may still take; what only caches files counts as free."""
-    for folder, limit, used, cached in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        (
-            "/sys/fs/cgroup/memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
-        try:
-            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
-            told = dict(x.split() for x in Path(folder, "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # "max" is no number: no limit
-            continue
-        return max(0, most - now + int(told.get(cached, 0)))
-    return None
+    return limits.available()
 
 
 def short(needed: int, device: torch.device, budget: int | None = None) -> bool:
@@ -148,9 +175,9 @@ def short(needed: int, device: torch.device, budget: int | None = None) -> bool:
     return free is not None and COMFORT * needed > free
 
 
-def see(needed: int, device: torch.device, what: str, remedy: str) -> None:
-    """Refuse work that does not fit."""
-    free = available(device)
+def see(needed: int, device: torch.device, what: str, remedy: str, free: int | None = None) -> None:
+    """Refuse work that does not fit in what is free, if the caller has not asked yet."""
+    free = available(device) if free is None else free
     if free is not None and needed > free:
         where = "" if device.type == "cpu" else f" on {spoken(device)}"
         raise TooLarge(
@@ -170,19 +197,9 @@ def within(device: torch.device, what: str, remedy: str) -> Iterator[None]:
     """Say what to do where memory ends all the same; estimates know nothing of other programs."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not limits.ran_out(error):
+            raise
         free = available(device)
         left = "" if free is None else f" ({spelt(free)} are free now)"
         raise TooLarge(f"{what} ran out of memory on {spoken(device)}{left}; {remedy}") from error
-
-
-def spelt(size: int) -> str:
-    """A number of bytes as people say it.
-
-    >>> spelt(3 << 29), spelt(1000)
-    ('1.5 GiB', '1000 bytes')
-    """
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 1 << power:
-            return f"{size / (1 << power):.1f} {unit}"
-    return f"{size} bytes"

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from gradtrace.gauges import Kind
-from gradtrace.memory import spelt
+from gradtrace.limits import spelt
 from gradtrace.tables import IGNORE, Column, Table
 from gradtrace.trends import (
     FEW,

@@ -216,13 +216,15 @@ class Trace:
 
     def _room(self) -> int | None:
         """The bytes that values may take while paths are followed; None: all fit."""
+        free = memory.available(self._device)
         memory.see(
             memory.streaming(self.program, self._uses_kept),
             self._device,
             "following paths",
             "trace fewer samples at a time",
+            free,
         )
-        free = memory.available(self._device) if self.budget is None else self.budget
+        free = free if self.budget is None else self.budget
         needed = memory.whole(self.program, self._uses_kept)
         return None if free is None or needed <= free else free // 2
 
@@ -327,14 +329,16 @@ class Trace:
         """Whether marks are to be narrow while they wait, and the bytes that leaves may hold while
         they do; a pass that does not fit is refused.
         """
-        if self.budget is None and memory.ample(self.program, self._device):
+        free = memory.available(self._device)
+        room = free if self.budget is None else self.budget
+        if self.budget is None and memory.ample(self.program, self._device, room):
             return False, memory.ROOM
         needed = memory.streaming(self.program, self._uses_kept)
-        narrow = memory.short(needed, self._device, self.budget)
+        narrow = memory.short(needed, self._device, room)
         if narrow:
             needed = memory.streaming(self.program, self._uses_kept, narrow)
         if narrow or self.budget is not None:  # else there is more than enough
-            memory.see(needed, self._device, what, remedy)
+            memory.see(needed, self._device, what, remedy, free)
         # where memory is not short, there is as much again
         return narrow, 0 if narrow else min(memory.ROOM, needed)
 
@@ -364,6 +368,8 @@ class Trace:
         explodes or dies.
         """
         self._unchanged()
+        what, remedy = "measuring flow", "trace fewer samples at a time"
+        memory.see(memory.streaming(self.program), self._device, what, remedy)
         return flow_of(self.program, self.names, self.modules)
 
     # To keep -----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ PUBLIC = {
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"}
     | {"calls", "digests", "nests", "recurrent"},
-    {"plain"},
+    {"plain", "limits"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
     {"semirings", "labels", "loggers", "marks"},
     {"maps", "atlas", "hooks", "passes", "testing", "groups"},

@@ -1,0 +1,271 @@
+"""Every limit of memory that holds for the process is seen, and running out of it is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace import autograd, engine, limits, memory
+from gradtrace.errors import GradtraceError, TooLarge
+from gradtrace.following import Kept
+
+GIB = 1 << 30
+V2 = "/sys/fs/cgroup"
+V1 = "/sys/fs/cgroup/memory"
+
+
+class Tree:
+    """Files of ``/proc`` and ``/sys`` as a kernel would show them."""
+
+    def __init__(self, root: Path, free: int = 64 * GIB) -> None:
+        self.root = root
+        self.mounts: list[str] = []
+        self.write("/proc/meminfo", f"MemTotal:   99 kB\nMemAvailable:   {free >> 10} kB\n")
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def mount(self, at: str, kind: str, inside: str = "/", options: str = "rw") -> None:
+        self.mounts.append(f"31 23 0:28 {inside} {at} rw,relatime - {kind} {kind} {options}")
+        self.write("/proc/self/mountinfo", "\n".join(self.mounts))
+        limits._mounted.cache_clear()
+
+    def group(self, folder: str, limit: object, used: int, cached: int = 0) -> None:
+        self.write(f"{folder}/memory.max", f"{limit}\n")
+        self.write(f"{folder}/memory.current", f"{used}\n")
+        self.write(f"{folder}/memory.stat", f"anon 5\ninactive_file {cached}\n")
+
+    def old_group(self, folder: str, limit: int, used: int, cached: int = 0) -> None:
+        self.write(f"{folder}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"{folder}/memory.usage_in_bytes", f"{used}\n")
+        self.write(f"{folder}/memory.stat", f"cache 5\ntotal_inactive_file {cached}\n")
+
+    def available(self) -> int | None:
+        return limits.available(self.root)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def test_the_machine_alone(tree: Tree) -> None:
+    assert tree.available() == 64 * GIB
+    tree.mount(V2, "cgroup2")  # the root group has no files
+    tree.write("/proc/self/cgroup", "0::/\n")
+    assert tree.available() == 64 * GIB
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    assert limits.available(tmp_path) is None
+    assert limits.resident(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_bytes(b"\xff\xfe nonsense\nMemAvailable: many kB")
+    assert limits.available(tmp_path) is None
+
+
+def test_a_group_of_its_own(tree: Tree) -> None:
+    """As ``systemd-run --scope -p MemoryMax=4G`` makes it; what only caches files can be had."""
+    tree.mount(V2, "cgroup2")
+    tree.write("/proc/self/cgroup", "0::/user.slice/run-1.scope\n")
+    tree.group(f"{V2}/user.slice/run-1.scope", 4 * GIB, 3 * GIB, GIB // 2)
+    assert tree.available() == GIB + GIB // 2
+    tree.write(f"{V2}/user.slice/run-1.scope/memory.high", f"{7 * GIB // 2}\n")
+    assert tree.available() == GIB
+
+
+def test_groups_around_it(tree: Tree) -> None:
+    tree.mount(V2, "cgroup2")
+    tree.write("/proc/self/cgroup", "0::/job/step/task\n")
+    tree.group(f"{V2}/job", 8 * GIB, 6 * GIB)
+    tree.group(f"{V2}/job/step", "max", 5 * GIB)
+    tree.group(f"{V2}/job/step/task", 9 * GIB, 4 * GIB)
+    assert tree.available() == 2 * GIB
+    tree.group(f"{V2}/job", 8 * GIB, 9 * GIB)
+    assert tree.available() == 0
+
+
+def test_a_container_sees_its_group_as_the_root(tree: Tree) -> None:
+    tree.mount(V2, "cgroup2")
+    tree.write("/proc/self/cgroup", "0::/\n")
+    tree.group(V2, 2 * GIB, GIB)
+    assert tree.available() == GIB
+
+
+def test_version_1(tree: Tree) -> None:
+    tree.mount("/sys/fs/cgroup/cpu", "cgroup", options="rw,cpu")
+    tree.mount(V1, "cgroup", options="rw,memory")
+    tree.mount("/sys/fs/cgroup/unified", "cgroup2")
+    tree.write("/proc/self/cgroup", "4:memory:/slurm/job_7\n1:cpu:/elsewhere\n0::/\n")
+    tree.old_group(V1, (1 << 63) - 4096, 30 * GIB)  # none
+    tree.old_group(f"{V1}/slurm", 16 * GIB, 9 * GIB)
+    tree.old_group(f"{V1}/slurm/job_7", 4 * GIB, 2 * GIB, GIB)
+    assert tree.available() == 3 * GIB
+
+
+def test_version_1_in_a_container(tree: Tree) -> None:
+    """The path is that of the host, which is mounted as the root."""
+    tree.mount(V1, "cgroup", inside="/docker/abc", options="rw,memory")
+    tree.write("/proc/self/cgroup", "4:cpu,memory:/docker/abc/inner\n")
+    tree.old_group(V1, 8 * GIB, GIB)
+    tree.old_group(f"{V1}/inner", 5 * GIB, GIB)
+    assert tree.available() == 4 * GIB
+    tree.write("/proc/self/cgroup", "4:memory:/a/path/of/the/host\n")
+    assert tree.available() == 7 * GIB
+
+
+def test_a_system_that_promises_no_more_than_it_has(tree: Tree) -> None:
+    text = f"MemAvailable: {8 << 20} kB\nCommitLimit: {4 << 20} kB\nCommitted_AS: {3 << 20} kB\n"
+    tree.write("/proc/meminfo", text)
+    assert tree.available() == 8 * GIB
+    tree.write("/proc/sys/vm/overcommit_memory", "2\n")
+    assert tree.available() == GIB
+
+
+SCRIPT = """
+import resource, sys, torch, gradtrace as gt
+from gradtrace import limits, memory
+from torch import nn
+model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+gt.trace(model(torch.randn(2, 64)).sum()).influence("operators")
+with gt.watch(model) as watch:
+    loss = model(torch.randn(60_000, 64)).square().mean()  # 15 MB a layer
+kind = getattr(resource, sys.argv[1])
+used = limits._table(limits.ROOT / "proc/self/status")["Vm" + sys.argv[2]]
+resource.setrlimit(kind, (used + (48 << 20),) * 2)
+assert limits.available() <= 48 << 20
+if sys.argv[3] == "unseen":
+    memory.available = lambda device: None
+try:
+    watch.trace(loss).influence("operators")
+except gt.errors.TooLarge as error:
+    print(error)
+"""
+
+
+def limited(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_ulimit_is_seen_before_the_work_begins() -> None:
+    said = limited("RLIMIT_AS", "Size", "seen")
+    assert "recording the backward pass takes about" in said and "MiB are free" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_an_allocation_that_fails_says_what_was_asked_and_what_there_is() -> None:
+    said = limited("RLIMIT_DATA", "Data", "unseen")
+    assert "ran out of memory" in said and "MiB more were asked for" in said
+    assert "MiB are free); trace fewer samples" in said and "Backward0 (in " in said
+
+
+class Script(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) + self.inner.bias).sum()
+
+
+@pytest.mark.parametrize("semiring", [gt.SUM, gt.semirings.MAX], ids=lambda s: s.name)
+def test_an_error_in_a_node_is_told_as_what_it_is(semiring: Any, monkeypatch: Any) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the disk is on fire")
+
+    model = Script()
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(3, 2))
+    monkeypatch.setattr(Tensor, "sum", fail)
+    monkeypatch.setattr(autograd, "_sums_to", fail)
+    with pytest.raises(GradtraceError, match=r"^AddBackward0 failed: the disk is on fire$"):
+        watch.backward(loss, semiring)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("kernel"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_runs_out_anywhere_is_told(error: Exception, monkeypatch: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    trace = gt.trace((x * x).sum(), names={"x": x})
+
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["gradtrace.trace"], "flow_of", full)
+    monkeypatch.setattr(Kept, "follow", full)
+    monkeypatch.setattr(engine, "run", full)
+    for ask in (
+        trace.flow,
+        lambda: trace.path("x", 0),
+        trace.enumerate,
+        lambda: gt.backward((x * x).sum(), gt.semirings.MAX),
+    ):
+        with pytest.raises(TooLarge, match=r"memory ran out.*; trace fewer samples"):
+            ask()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often it was asked what is free."""
+    calls: list[int] = []
+
+    def available(root: object = None) -> int:
+        calls.append(1)
+        return 50 * GIB
+
+    monkeypatch.setattr(limits, "available", available)
+    return calls
+
+
+def test_what_is_free_is_asked_once(asked: list[int]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    trace = gt.trace((x * x).sum(), names={"x": x})
+    assert len(asked) == 1
+    for ask in (
+        lambda: trace.influence("operators"),
+        lambda: trace.path("x", 0),
+        trace.flow,
+        lambda: gt.backward((x * x).sum(), gt.semirings.MAX),
+    ):
+        asked.clear()
+        ask()
+        assert len(asked) == 1
+
+
+def test_recording_and_flow_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(5000, 32)).square().mean()
+    trace = watch.trace(loss)
+    monkeypatch.setattr(memory, "available", lambda device: 1 << 20)
+    for ask in (
+        lambda: watch.trace(loss),
+        lambda: gt.trace(loss),
+        lambda: gt.backward(loss, gt.semirings.MAX),
+    ):
+        with pytest.raises(TooLarge, match=r"recording the backward pass takes about .* MiB, and"):
+            ask()
+    with pytest.raises(TooLarge, match="measuring flow takes about"):
+        trace.flow()
+    assert gt.backward(loss)  # holds no more than loss.backward() does
