@@ -210,14 +210,14 @@ class Sparse(Map):
 
     def dense(self) -> Tensor:
         matrix = self.weight.new_zeros(self.outputs, self.inputs)
-        rows = self.rows(torch.arange(self.outputs))
+        rows = self.rows(torch.arange(self.outputs, device="cpu"))
         number, place = (rows.source >= 0).nonzero(as_tuple=True)
         weight = rows.weight.expand(rows.source.shape)
         matrix[number, rows.source[number, place]] = weight[number, place]
         return matrix
 
     def routes(self, count: Count) -> Count:
-        ones = torch.ones(self.weight.shape, dtype=torch.float64)
+        ones = torch.ones(self.weight.shape, dtype=torch.float64, device="cpu")
         there = Sparse(
             self.starts.cpu(), self.source.cpu(), ones, self.in_shape, self.out_shape, self.around
         )
