@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -26,6 +24,7 @@ from gradtrace import labels
 from gradtrace.calls import Forward, Listener, listen
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.nests import mapped, tensors_in
+from gradtrace.switches import UNFUSED, eager
 from gradtrace.watching import named_modules
 
 Value: TypeAlias = Tensor | float | Sequence[Tensor | float]
@@ -160,10 +159,9 @@ class ablate:
         return dim.get(name, dim.get(asked)) if isinstance(dim, Mapping) else dim
 
     def _begin(self, modules: Modules) -> None:
-        if "torch._dynamo" in sys.modules:  # without it nothing is compiled
-            self._undo.enter_context(_EAGER)
+        self._undo.enter_context(eager())
         if any(_fuses(module, self._rules) for module in modules.values()):
-            self._undo.enter_context(_OPENED)
+            self._undo.enter_context(UNFUSED)
         callers = _callers(self._rules.values(), modules)
         self._undo.callback(listen(Notice(self._note), callers))
         for rule in self._rules.values():
@@ -620,7 +618,7 @@ def outline(rule: Rule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[An
         if "hooks" in key and isinstance(hooks, dict)
     }
     try:
-        with torch.no_grad(), _OPENED:
+        with torch.no_grad(), UNFUSED:
             with Hollow(mode):
                 twin, args, kwargs = copy.deepcopy((rule.module, args, kwargs), memo)
             with mode:
@@ -757,45 +755,6 @@ def broadcast(value: Any, like: Tensor, shape: Sequence[int], what: str) -> Tens
         ) from None
 
 
-# Switches ----------------------------------------------------------------------------------------
-
-
-class Switch:
-    """A switch of the whole process, which the first context throws and the last puts back."""
-
-    def __init__(self, throw: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self._throw = throw
-        self._lock = threading.Lock()
-        self._held = 0
-        self._thrown = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._held:
-                self._thrown.enter_context(self._throw())
-            self._held += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._held -= 1
-            if not self._held:
-                self._thrown.close()
-
-
-@contextlib.contextmanager
-def _opened() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 def _fuses(module: nn.Module, rules: Mapping[nn.Module, Rule]) -> bool:
     """Whether it may pass over a module that is to be ablated."""
     return isinstance(module, FUSED) and any(part in rules for part in module.modules())
-
-
-_OPENED = Switch(_opened)
-_EAGER = Switch(lambda: torch.compiler.set_stance("force_eager"))

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtrace import autograd
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
+from gradtrace.switches import DOUBLE, EAGER
 from gradtrace.watching import named_parameters
 
 EPSILON = torch.finfo(torch.float64).eps
@@ -395,13 +396,10 @@ class _Laboratory:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """For as long as the experiments last; afterwards all is as before, whatever happens."""
-        default = torch.get_default_dtype()
         try:
-            torch.set_default_dtype(torch.float64)
-            with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            with DOUBLE, EAGER, torch.enable_grad():
                 yield
         finally:
-            torch.set_default_dtype(default)
             for attributes in self.attributes:
                 attributes.restore()
             self.dice.restore()

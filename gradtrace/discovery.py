@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
@@ -122,13 +121,6 @@ def uncompiled() -> Iterator[None]:
     To ask PyTorch for it takes an import of seconds, so where nothing was compiled before, its own
     variable has to do.
     """
-    with warnings.catch_warnings(), _disabled():
-        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there")
-        yield
-
-
-@contextlib.contextmanager
-def _disabled() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         with import_module("torch._dynamo.config").patch(disable=True):
             yield

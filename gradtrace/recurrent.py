@@ -21,7 +21,7 @@ State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell state, (batch, size)
 Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 _VF: Any = torch._VF  # what nn.LSTM calls
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _INSIDE = 0  # threads that are inside
 
 

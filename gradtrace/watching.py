@@ -23,6 +23,7 @@ from gradtrace.nests import tensors_in
 from gradtrace.passes import backward_runs
 from gradtrace.program import Program
 from gradtrace.semirings import SUM, Semiring
+from gradtrace.switches import COMPOSED, eager
 from gradtrace.trace import Trace
 
 W = TypeVar("W", bound="watch")
@@ -137,7 +138,7 @@ class watch(Listener):
         self._modules: dict[int, nn.Module] = {}  # by id
         self._names: dict[int, str] = {}  # by id, and by what is the same in replicas
         self._calls: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._here = _Here()
         self._thread = 0
         self._contexts = contextlib.ExitStack()
@@ -153,7 +154,9 @@ class watch(Listener):
         self._thread = threading.get_ident()
         self._here = _Here()
         try:
-            self._contexts.enter_context(_COMPOSED.within(self.composed))
+            self._contexts.enter_context(eager())
+            if self.composed:
+                self._contexts.enter_context(COMPOSED)
             self._close_ears = self._attach()
         except BaseException:
             self._close()
@@ -323,59 +326,3 @@ def _one_less() -> None:
 
 def _now() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-class Composed:
-    """Ask PyTorch for operators that can be opened, in place of fused ones.
-
-    Its switches are for the whole process, so watches that overlap share them: the first throws
-    them, the last puts them back.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._watches = 0
-        self._apart = 0  # of these, how many want kernels composed
-        self._eager = False
-        self._stance = contextlib.ExitStack()
-        self._kernels = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def within(self, apart: bool) -> Iterator[None]:
-        """Compiled modules run eagerly; if ``apart``, fused kernels are composed."""
-        self._enter(apart)
-        try:
-            yield
-        finally:
-            self._leave(apart)
-
-    def _enter(self, apart: bool) -> None:
-        with self._lock:
-            if apart and not self._apart:
-                self._compose()
-            self._apart += apart
-            self._watches += 1
-            if not self._eager and "torch._dynamo" in sys.modules:
-                # Without it nothing is compiled yet, and to import it takes seconds.
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-                self._eager = True
-
-    def _compose(self) -> None:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        self._kernels.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if torch.cuda.is_available():
-            self._kernels.enter_context(torch.backends.cudnn.flags(enabled=False))
-
-    def _leave(self, apart: bool) -> None:
-        with self._lock:
-            self._watches -= 1
-            self._apart -= apart
-            if not self._apart:
-                self._kernels.close()
-            if not self._watches:
-                self._eager = False
-                self._stance.close()
-
-
-_COMPOSED = Composed()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from gradtrace.calls import Forward, Listener, listen
 from gradtrace.identity import tensor_digests
 from gradtrace.watching import join, named_modules, refuse_flat, sharded_modules, sharding_hooks
 
@@ -30,9 +31,8 @@ def apart(model: nn.Module) -> Iterator[None]:
     """
     refuse_flat(model)
     with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                stack.enter_context(_alone(module))
+        wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        stack.callback(listen(_Alone(), wrappers))
         stack.enter_context(gathered(model))
         yield
 
@@ -40,22 +40,21 @@ def apart(model: nn.Module) -> Iterator[None]:
 # DistributedDataParallel --------------------------------------------------------------------------
 
 
-@contextmanager
-def _alone(model: DistributedDataParallel) -> Iterator[None]:
+class _Alone(Listener):
     """Calls go to the module inside, with tensors on its device as the wrapper puts them."""
-    inner = model.module
-    device = model.device_ids and torch.device(model.device_type, model.device_ids[0])
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if device:
-            args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
-        return inner(*args, **kwargs)
+    def around(self, module: nn.Module, forward: Forward) -> Forward:
+        """What runs in place of the wrapper's ``forward``."""
+        assert isinstance(module, DistributedDataParallel)
+        inner = module.module
+        device = module.device_ids and torch.device(module.device_type, module.device_ids[0])
 
-    model.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del model.forward
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            if device:
+                args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
+            return inner(*args, **kwargs)
+
+        return alone
 
 
 # fully_shard --------------------------------------------------------------------------------------

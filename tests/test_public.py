@@ -34,7 +34,7 @@ PUBLIC = {
 
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"}
-    | {"calls", "digests", "nests", "recurrent"},
+    | {"calls", "digests", "nests", "recurrent", "switches"},
     {"plain", "limits"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
     {"semirings", "labels", "loggers", "marks"},

@@ -313,3 +313,65 @@ def test_a_composed_lstm_is_pytorchs_own(both: bool, layers: int, first: bool, b
         torch.autograd.grad(wanted, list(lstm.parameters())),
     ):
         torch.testing.assert_close(grad, want)
+
+
+# Switches of the process ----------------------------------------------------------------------
+
+
+def switches() -> tuple[object, ...]:
+    return (
+        torch._C._get_mkldnn_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cudnn.enabled,
+        torch._dynamo.eval_frame._stance.stance,  # type: ignore[attr-defined]
+        torch.get_float32_matmul_precision(),
+        torch.is_grad_enabled(),
+        "lstm" in vars(torch._VF),
+    )
+
+
+def test_blocks_that_are_not_nested_put_switches_back() -> None:
+    import torch._dynamo  # else there is no stance
+
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 4))
+    before = switches()
+    makers = [
+        lambda: gt.watch(model),
+        lambda: gt.ablate(model, "0.linear1"),
+        lambda: gt.watch(model, composed=False),
+        lambda: gt.ablate(model, "0.linear2"),
+    ]
+    for order in ([0, 1, 2, 3], [1, 0, 3, 2], [3, 2, 1, 0], [2, 0, 1, 3]):
+        blocks = [make() for make in makers]
+        for block in blocks:
+            block.__enter__()
+        for n in order:
+            stance = torch._dynamo.eval_frame._stance.stance  # type: ignore[attr-defined]
+            assert stance == "force_eager"
+            blocks[n].__exit__(None, None, None)
+        assert switches() == before
+
+
+def test_checks_on_threads_put_the_dtype_back() -> None:
+    """The first ends while the second is under way."""
+    first, second = threading.Event(), threading.Event()
+    before = switches()
+
+    def slow(model: nn.Module) -> Tensor:
+        first.set()
+        second.wait(30)
+        return model(torch.ones(1, 2)).sum()
+
+    def ends_later(model: nn.Module) -> Tensor:
+        second.set()
+        thread.join(30)
+        return model(torch.ones(1, 2)).sum()
+
+    thread = threading.Thread(target=lambda: gt.check(slow, nn.Linear(2, 1)))
+    thread.start()
+    first.wait(30)
+    gt.check(ends_later, nn.Linear(2, 1))
+    assert not thread.is_alive() and switches() == before

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from gradtrace.switches import Switch
+
 
 def exact(x: Tensor) -> AbstractContextManager[None]:
     """Without TF32, if products of this are such that might have it."""
@@ -21,11 +23,18 @@ def exact(x: Tensor) -> AbstractContextManager[None]:
     return without_tf32()
 
 
+def without_tf32() -> AbstractContextManager[None]:
+    """Matrix products and convolutions on GPUs in full float32; for threads at once, too."""
+    return _SWITCH
+
+
 @contextmanager
-def without_tf32() -> Iterator[None]:
-    """Matrix products and convolutions on GPUs in full float32."""
+def _without() -> Iterator[None]:
     with _products(), _convolutions():
         yield
+
+
+_SWITCH = Switch(_without)
 
 
 @contextmanager
