@@ -30,6 +30,7 @@ class Budget:
         self.last = 0.0
         self.recent: deque[float] = deque(maxlen=RECENT)
         self._begun: float | None = None
+        self._steps = 0  # that have come to their end
         self._open: float | None = None  # since when time is being spent
         self._own = 0.0  # spent since the last step began
 
@@ -42,6 +43,8 @@ class Budget:
         own, self._own = self._own, 0.0
         if self._begun is None:
             self._begun = now
+        else:
+            self._steps += 1
         if before is None or not clean:
             return None
         seconds = max(0.0, now - before - own)
@@ -79,7 +82,12 @@ class Budget:
 
     @property
     def used(self) -> float:
-        """The share of training time that was spent; NaN before any time has passed."""
+        """The share of training time that was spent; NaN if no time of training has passed."""
+        return self.ratio if self._steps and self.training else nan
+
+    @property
+    def ratio(self) -> float:
+        """The same at any time; infinite in the first step, if there was no training time yet."""
         training = self.training
         return self.spent / training if training else (inf if self.spent else nan)
 
@@ -95,6 +103,19 @@ class Budget:
         if each != each:
             return 1  # too early to tell: look again
         return ceil(missing / each) if missing < each * LATER else LATER
+
+
+def told(budget: Budget, every: int, step: int) -> str:
+    """Why a step that was due is not traced, and what would change that."""
+    share = budget.share or 1.0
+    rate = max(1, ceil(budget.last / (share * budget.typical))) if budget.typical > 0 else LATER
+    often = f"so about one in {rate:,} is affordable" if rate < LATER else "which is too little"
+    return (
+        f"step {step:,} was due (every={every:,}) and is not traced yet: a trace takes "
+        f"{budget.last:.2g} s, a step {budget.typical:.2g} s, and traces may take {share:g} of "
+        f"training time (budget={share:g}), {often}. budget=None traces every {every:,} steps; a "
+        "larger budget= traces more often"
+    )
 
 
 LATER = 1 << 40

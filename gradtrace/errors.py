@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -68,3 +70,13 @@ class OutOfRange(GradtraceError):
 
 class RankFailed(GradtraceError):
     """Another process of a ``torch.distributed`` group failed, ended, or never came."""
+
+
+def caution(text: str, stacklevel: int = 2) -> None:
+    """Warn of something that a training run goes on with; where warnings are errors it is printed,
+    as training must not end because it is watched.
+    """
+    try:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+    except Warning:
+        print(f"gradtrace: {text}", file=sys.stderr)

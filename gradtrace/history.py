@@ -6,10 +6,13 @@ Each line is a JSON object with a ``kind``. The first is the header; nothing is 
     {"kind": "names", "names": ["encoder", "head"]}
     {"kind": "step", "step": 0, "loss": 2.3, "influence": {...}, "norms": {...}, ...}
     {"kind": "times", "step": 0, "seconds": [0.012, 0.011, null]}
-    {"kind": "end", "step": 250}
+    {"kind": "skipped", "step": 0, "count": 4, "every": 20, "budget": 0.03}
+    {"kind": "end", "step": 250, "share": 0.02}
 
-A line is on disk before training goes on. A last line without its end (the process was killed as
-it wrote) is left out with a note; a run that goes on with the file puts a ``resume`` line after it,
+``skipped`` tells how many steps after that one were due and not traced, as they were over budget.
+Of two lines of one kind and step the later one counts. A line is on disk before training goes on.
+A last line without its end (the process was killed as it wrote) is left out with a note; a run that
+goes on with the file puts a ``resume`` line after it,
 and a ``gap`` line stands where a disk was full for a while. Without an ``end`` the run goes on, or
 was killed. Numbers that JSON does not know are the strings "nan", "inf" and "-inf".
 
@@ -24,7 +27,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradtrace.errors import caution
 from gradtrace.files import BadFile
 from gradtrace.influence import Influence, Moments, Row
 
@@ -87,6 +90,8 @@ class History:
     running: bool = True
     notes: tuple[str, ...] = ()
     until: int | None = None  # how many steps there were, if the run has ended
+    skipped: int = 0  # steps that were due and not traced, as traces took their budget
+    share: float = math.nan  # of training time that tracing took in all, if the run has ended
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -112,7 +117,12 @@ class History:
     @property
     def cost(self) -> float:
         """The share of training time that tracing has taken; NaN if nobody knows."""
-        return self.records[-1].share if self.records else math.nan
+        if math.isfinite(self.share):
+            return self.share
+        if len(self.records) != 1:
+            return self.records[-1].share if self.records else math.nan
+        trained = sum(self.seconds)  # in the first step there was no training time yet
+        return self.records[0].seconds / trained if trained else math.nan
 
     @property
     def last(self) -> int | None:
@@ -144,7 +154,11 @@ def header(step: int, settings: Mapping[str, Any], kind: str = "run") -> dict[st
 
 
 class Writer:
-    """Appends lines to a file, or keeps them in memory where there is none, or no room in it."""
+    """Appends lines to a file, or keeps them in memory where there is none, or no room in it.
+
+    A file that is deleted, replaced or cut short while a run goes on is written again with what is
+    known: nothing that happens to it ends the program.
+    """
 
     def __init__(
         self,
@@ -155,7 +169,10 @@ class Writer:
         self.path = None if path is None else Path(path).expanduser()
         self.kept: list[bytes] = []  # lines that are not in the file
         self._names: list[list[str]] = []
-        self._torn = self._told = False
+        self._torn = False
+        self._told: set[str] = set()  # what was warned of
+        self._size = 0  # of the file, as far as it was written here
+        self._header: dict[str, Any] = {}
         self._file = self._opened()
         try:
             self.first = self._begin(settings, start)
@@ -167,7 +184,7 @@ class Writer:
         if self.path is None:
             return None
         try:
-            file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # as long as the run
+            file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # as long as the run
         except OSError as error:
             raise BadFile(
                 f"{str(self.path)!r} cannot be written to ({error.strerror or error}); give a file "
@@ -178,6 +195,7 @@ class Writer:
             raise BadFile(
                 f"{str(self.path)!r} is being written by another run; give this one another file"
             )
+        self._size = os.fstat(file.fileno()).st_size
         return file
 
     def _begin(self, settings: Mapping[str, Any], start: int | None) -> int:
@@ -187,7 +205,8 @@ class Writer:
         if b"\n" not in there:
             self._torn = bool(there)  # killed before the header was whole
             first = start or 0
-            self._put(header(first, settings, "resume" if there else "run"))
+            self._header = header(first, settings, "resume" if there else "run")
+            self._put(self._header)
             return first
         found = read(self.path)  # type: ignore[arg-type]
         if other := _differences(found.header["settings"], settings):
@@ -197,7 +216,8 @@ class Writer:
             )
         first = start if start is not None else 0 if found.last is None else found.last + 1
         self._torn = not there.endswith(b"\n")
-        self._put(header(first, settings, "resume"))
+        self._header = header(first, settings, "resume")
+        self._put(self._header)
         return first
 
     def record(self, record: Record) -> None:
@@ -221,9 +241,14 @@ class Writer:
             rounded = [None if each is None else round(each, 7) for each in seconds]
             self._put({"kind": "times", "step": first, "seconds": rounded})
 
-    def end(self, step: int, error: str = "") -> None:
+    def skipped(self, step: int, count: int, every: int, budget: float) -> None:
+        """Append how many steps after a traced one were due and not traced."""
+        line = {"kind": "skipped", "step": step, "count": count, "every": every, "budget": budget}
+        self._put(line)
+
+    def end(self, step: int, error: str = "", share: float = math.nan) -> None:
         """Append the end mark; with the name of the error that ended the run, if one did."""
-        self._put({"kind": "end", "step": step, "error": error})
+        self._put({"kind": "end", "step": step, "error": error, "share": share})
 
     def close(self) -> None:
         """Let go of the file."""
@@ -234,7 +259,12 @@ class Writer:
 
     def read(self) -> History:
         """What has been written so far, and what is kept."""
-        there = b"" if self.path is None else self.path.read_bytes()
+        if self.path is None:
+            there = b""
+        elif self._file is None:
+            return read(self.path)
+        else:
+            there = _whole(self._file)
         if self._torn:
             there += b"\n" + _line({"kind": "gap"})
         return parse(there + b"".join(self.kept), str(self.path or "this run"))
@@ -257,18 +287,21 @@ class Writer:
         self.kept.append(_line(line))
         if self._file is None:
             return
-        start = b"\n" if self._torn else b""
-        if self._torn and line["kind"] != "resume":
-            start += _line({"kind": "gap"})
-        text = start + b"".join(self.kept)
-        done = 0
+        text, start, done = b"", 0, 0
         try:
+            self._found_again(line)
+            before = b"\n" if self._torn else b""
+            if self._torn and line["kind"] != "resume":
+                before += _line({"kind": "gap"})
+            text, start = before + b"".join(self.kept), len(before)
             while done < len(text):
                 done += self._file.write(text[done:])
             _sync(self._file)
         except OSError as error:
-            self._keep(text, done, len(start), error)
+            self._size += done
+            self._keep(text or b"".join(self.kept), done, start, error)
         else:
+            self._size += done
             self._torn = False
             self.kept.clear()
 
@@ -277,13 +310,118 @@ class Writer:
         whole = text.rfind(b"\n", 0, done) + 1
         self._torn = done > whole or (self._torn and whole < start)
         self.kept = text[max(whole, start) :].splitlines(keepends=True)
-        if not self._told:
-            self._told = True
-            warnings.warn(
-                f"gradtrace cannot write to {str(self.path)!r} ({error.strerror or error}): "
-                "training goes on, what is found is kept in memory until there is room again",
-                stacklevel=6,
+        self._tell(
+            "kept",
+            f"gradtrace cannot write to {str(self.path)!r} ({error.strerror or error}): training "
+            "goes on, what is found is kept in memory until there is room again",
+        )
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            caution(text, stacklevel=7)
+
+    # A file that others have touched -------------------------------------------------------------
+
+    def _found_again(self, line: Mapping[str, Any]) -> None:
+        """See that the file is there, is the one written to, and holds what was written."""
+        assert self.path is not None
+        mine = os.fstat(self._file.fileno())
+        try:
+            there: os.stat_result | None = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            there = None
+        except OSError:
+            there = mine  # nobody can tell
+        if there is None:
+            self._made_again(self.path)
+            self._tell(
+                "gone",
+                f"{str(self.path)!r} was deleted while the run goes on: it is written again, with "
+                "all that it held",
             )
+        elif (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            self._replaced(self.path)
+        elif mine.st_size < self._size:
+            self._cut(line)
+        elif mine.st_size > self._size:  # a write was interrupted, as by Ctrl-C
+            self._torn = not _whole(self._file).endswith(b"\n")
+            self._size = mine.st_size
+
+    def _made_again(self, path: Path) -> None:
+        """Put what the file holds into a new one; it is readable while it is open."""
+        content = _whole(self._file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "x+b", buffering=0)  # noqa: SIM115  # as long as the run
+        try:
+            done = 0
+            while done < len(content):
+                done += file.write(content[done:])
+            _sync(file)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        file.close()
+        self._go_on_with(path, len(content))
+
+    def _go_on_with(self, path: Path, size: int) -> None:
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115  # as long as the run
+        _locked(file)
+        before, self._file, self.path, self._size = self._file, file, path, size
+        before.close()
+
+    def _replaced(self, path: Path) -> None:
+        """Another file has the name now: the same one if an editor has saved it, or a copy."""
+        content = _whole(self._file)
+        with suppress(OSError):
+            if path.read_bytes() == content:
+                self._go_on_with(path, len(content))
+                return
+        number = 2
+        while (new := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+            number += 1
+        self._made_again(new)
+        self._tell(
+            str(new),
+            f"{str(path)!r} was replaced by another file while the run goes on, and is left as it "
+            f"is: the run is written to {str(new)!r}",
+        )
+
+    def _cut(self, line: Mapping[str, Any]) -> None:
+        """The file was cut short: begin it again as far as the lines to come need it."""
+        left = _whole(self._file)
+        self._size, self._torn = len(left), bool(left) and not left.endswith(b"\n")
+        again: list[dict[str, Any]] = []
+        if b"\n" not in left:
+            kind = "resume" if left else "run"
+            again.append({**self._header, "kind": kind, "step": line.get("step", 0)})
+        if self._names and line["kind"] != "names":
+            again.append({"kind": "names", "names": self._names[-1]})
+        if self._torn and b"\n" in left:
+            again.insert(0, {"kind": "gap"})
+        self._write_first(again)
+        self._tell(
+            "cut",
+            f"{str(self.path)!r} was cut short while the run goes on: what is missing is lost, and "
+            "what is found from now on is added",
+        )
+
+    def _write_first(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        start = b"\n" if self._torn and lines else b""
+        self.kept = [*(_line(line) for line in lines), *self.kept]
+        if start:
+            self._size += self._file.write(start)
+            self._torn = False
+
+
+def _whole(file: Any) -> bytes:
+    """What an open file holds, though it may have no name any more."""
+    parts = []
+    os.lseek(file.fileno(), 0, os.SEEK_SET)  # what is written goes to its end, wherever that is
+    while part := os.read(file.fileno(), 1 << 24):
+        parts.append(part)
+    return b"".join(parts)
 
 
 def _locked(file: Any) -> bool:
@@ -416,6 +554,7 @@ TAKERS = {
     "step": "_step",
     "times": "_times",
     "gap": "_gap",
+    "skipped": "_skipped",
     "end": "_end",
 }
 """Which method of ``Reading`` takes the lines of a kind."""
@@ -432,6 +571,8 @@ class Reading:
         self.names: list[str] | None = None
         self.running = True
         self.until: int | None = None
+        self.share = math.nan
+        self.skipped: dict[int, dict[str, Any]] = {}
         self.notes: list[str] = []
 
     def torn(self, number: int) -> None:
@@ -476,7 +617,8 @@ class Reading:
             )
         self.records = {s: record for s, record in self.records.items() if s < first}
         self.seconds = {s: each for s, each in self.seconds.items() if s < first}
-        self.names, self.running, self.until = None, True, None
+        self.skipped = {s: each for s, each in self.skipped.items() if s < first}
+        self.names, self.running, self.until, self.share = None, True, None, math.nan
 
     def _gap(self, line: dict[str, Any]) -> None:
         """Told by the torn line before it."""
@@ -513,7 +655,24 @@ class Reading:
             if each is not None:
                 self.seconds[step] = float(each)
 
+    def _skipped(self, line: dict[str, Any]) -> None:
+        self.skipped[int(line["step"])] = {
+            "count": int(line["count"]),
+            "every": int(line["every"]),
+            "budget": float(line["budget"]),
+        }
+
+    def _why(self, count: int) -> str:
+        """Of steps that were not traced."""
+        last = self.skipped[max(self.skipped)]
+        return (
+            f"{count:,} steps that were due (every={last['every']:,}) were not traced, as traces "
+            f"would have taken more than budget={last['budget']:g} of training time; budget=None "
+            "traces all of them, a larger budget more"
+        )
+
     def _end(self, line: dict[str, Any]) -> None:
+        self.share = float(line.get("share", math.nan))
         self.running, self.until = False, int(line["step"])
         if line.get("error"):
             self.notes.append(f"the run was ended by {line['error']} at step {int(line['step']):,}")
@@ -524,6 +683,9 @@ class Reading:
             raise BadFile(
                 f"{self.called} is empty: the run has not begun to write; look again later"
             )
+        count = sum(each["count"] for each in self.skipped.values())
+        if count:
+            self.notes.append(self._why(count))
         return History(
             self.header,
             tuple(self.records[step] for step in sorted(self.records)),
@@ -532,6 +694,8 @@ class Reading:
             self.running,
             tuple(self.notes),
             self.until,
+            count,
+            self.share,
         )
 
 

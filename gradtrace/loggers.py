@@ -6,11 +6,10 @@ A logger has ``log(step, scalars)``. Taken as they are: functions of the same tw
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, caution
 
 Log = Callable[[int, Mapping[str, float]], object]
 
@@ -80,7 +79,7 @@ class Loggers:
             except Exception as error:  # whatever a service complains of
                 if id(logger) not in self._failed:
                     self._failed.add(id(logger))
-                    warnings.warn(
+                    caution(
                         f"{type(logger).__name__} failed to log ({type(error).__name__}: {error}); "
                         "training goes on",
                         stacklevel=4,

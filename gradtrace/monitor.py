@@ -6,12 +6,10 @@ import atexit
 import math
 import os
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from itertools import chain
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -19,17 +17,18 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from gradtrace import history, runs
-from gradtrace.budget import Budget
+from gradtrace import gathering, runs
+from gradtrace.budget import LATER, Budget, told
 from gradtrace.components import Components, spelt
-from gradtrace.errors import GradtraceError, NonFinite
+from gradtrace.errors import GradtraceError, NonFinite, caution
 from gradtrace.flow import Flow
+from gradtrace.gathering import Gathering
 from gradtrace.history import History, Norms, Record, Writer
-from gradtrace.influence import Influence, Moments
 from gradtrace.loggers import Loggers
 from gradtrace.lookout import Lookout, undisturbed
+from gradtrace.looks import Look, merged, unscaled
 from gradtrace.runs import Seen
-from gradtrace.shards import Shards
+from gradtrace.shards import Line, Shards
 from gradtrace.trace import Trace
 from gradtrace.watching import named_parameters, unwrapped, watch
 
@@ -56,19 +55,6 @@ class Cost(NamedTuple):
         return f"{self.traces:,} traces took {self.seconds:.3g} s{share}"
 
 
-@dataclass(frozen=True)
-class Look:
-    """What one process found at a step; an error, if it could not."""
-
-    loss: float
-    scale: float
-    influence: Influence | None = None
-    verdict: str = ""
-    norms: Mapping[str, Norms] | None = None
-    note: str = ""
-    error: Exception | None = None
-
-
 class Monitor:
     """Trace a training loop now and then: one line in the loop, before ``backward``.
 
@@ -86,7 +72,8 @@ class Monitor:
     ``trace.influence``) is measured with the paths of ``sample`` elements (None: of all), with the
     verdict on the gradient's flow and its norms. Other steps cost some microseconds. All traces
     together take ``budget`` of training time at most (None: no bound): the next one is put off
-    until it can be afforded. The first step is always traced. ``monitor.cost`` says what it took.
+    until it can be afforded, which is said once, and ``history.skipped`` counts the steps that were
+    due. The first step is always traced. ``monitor.cost`` says what it took.
 
     Results go to the append-only ``file`` (a run that finds it there goes on with it, from step
     ``start`` if given), to ``loggers`` (see ``gradtrace.loggers``), and into
@@ -95,7 +82,9 @@ class Monitor:
 
     A step is one of the optimiser: ``accumulate`` says how many backward passes it has, of which
     the first is traced. Under ``torch.distributed`` each process traces its own part of the batch
-    and the first one writes the sum; make a Monitor in every process, or say ``distributed=False``.
+    and the first one writes the sum, as the others tell of theirs: no process waits for another,
+    and they may have different numbers of steps. Make a Monitor in every process, or say
+    ``distributed=False``.
     Training is not disturbed: weights come out as without a Monitor, to the last bit, unless
     kernels that cannot be opened have to be ``composed`` (on GPUs) or compiled modules run eagerly,
     which they do in traced steps only.
@@ -144,12 +133,13 @@ class Monitor:
             "seed": seed,
         }
         self._budget = Budget(budget, clock)
-        self._loggers = Loggers(loggers)
-        self._shards = Shards(distributed)
-        self._writer, self._number = self._opened(file, start)
+        self._shards = Shards(type(unwrapped(model)).__name__, distributed)
+        self._gathering, self._number = self._opened(file, start, Loggers(loggers))
+        self._base: int | None = self._number  # of the numbers of steps; None if they were given
         self._page = report
-        self._views = Views(self._writer.path if self._writer else None, view)
+        self._views = Views(self._gathering.writer.path if self._gathering else None, view)
         self._look = Lookout(model, composed, clock)
+        self._process = os.getpid()
         self._due, self._micro = self._number, 0
         self._steady = getattr(model, "_compiled_call_impl", None) is not None
         self._ticked: float | None = None
@@ -157,29 +147,34 @@ class Monitor:
         self._times: list[float | None] = []
         self._first = self._number  # of these times
         self._traces = 0
+        self._traced_at = self._number  # the last traced step
+        self._ahead = 0  # how many steps before it the next trace is decided upon
+        self._announced = self._cautioned = self._unheard = False
         self._open = True
         self._next_look()
         _OPEN.add(self)
 
     def _opened(
-        self, file: str | os.PathLike[str] | None, start: int | None
-    ) -> tuple[Writer | None, int]:
+        self, file: str | os.PathLike[str] | None, start: int | None, loggers: Loggers
+    ) -> tuple[Gathering | None, int]:
         """The file, in the process that writes, and the number of the first step."""
-        writer, error = None, None
+        if not self._shards.first:
+            return None, start or 0
         settings = {
             "model": type(unwrapped(self.model)).__name__,
             **self._how,
             "components": spelt(self._how["components"]),
         }
-        if self._shards.first:
-            try:
-                writer = Writer(file, settings, start)
-            except GradtraceError as found:
-                error = found
-        first, error = self._shards.agree((writer.first if writer else 0, error))
-        if error is not None:
-            raise error
-        return writer, first
+        try:
+            if file is not None:
+                gathering.release(Path(file).expanduser())
+            found = Gathering(Writer(file, settings, start), loggers, self._shards)
+        except BaseException:
+            self._shards.close()
+            raise
+        found.base = found.writer.first
+        self._shards.tell({"first": found.base})
+        return found, found.base
 
     # The loop -----------------------------------------------------------------------------------
 
@@ -190,6 +185,10 @@ class Monitor:
         compiled too, or where steps have numbers of their own, as in a callback.
         """
         self._alive()
+        if os.getpid() != self._process:
+            return
+        if step is not None:
+            self._base = None
         if step is not None and step != self._number:
             again = step == self._last
             self._number, self._micro = step, 1 if again else 0
@@ -203,10 +202,12 @@ class Monitor:
 
         ``scale`` is what the loss was multiplied by (``GradScaler.scale``, 1/k where gradients of k
         passes are added up), as a number or as the scaler: losses and gradients are told without
-        it. Influence does not depend on it.
+        it. Influence does not depend on it. Of several processes, each gets what it found itself.
         """
         now = self._budget.clock()
         self._alive()
+        if os.getpid() != self._process:
+            return None  # a copy of the Monitor, in a process that was forked
         took = self._tick(now) if self._micro == 0 and self._number != self._last else None
         self._last = self._number
         record = self._traced(loss, scale, now, took) if self._look.wanted else None
@@ -249,13 +250,62 @@ class Monitor:
         """Whether the coming backward pass is to be traced."""
         look = self._look
         look.wanted = False
-        if self._micro or self._number < self._due:
+        if self._shards.line is not None:
+            self._listen(self._shards.line)
+        if self._micro or self._number < self._due - self._ahead:
             return
-        if self._traces:
-            self._due = self._shards.agree(self._number + self._budget.wait())
+        if self._traces and self._budget.share is not None and self._shards.first:
+            self._plan()
         look.wanted = self._number >= self._due
         if look.wanted and self._steady:
             look.open()
+
+    def _plan(self) -> None:
+        """Put the next trace off until it can be afforded, and say when it will be."""
+        wait = self._budget.wait()
+        if wait > self._ahead or not self._ahead:
+            self._due = max(self._due, self._number + wait)
+            if wait and self._number >= self._traced_at + self.every:
+                self._put_off()
+        elif not self._announced:
+            self._due = max(self._due, self._number + self._ahead)
+            self._announced = True
+            self._shards.tell({"due": self._due - (self._base or 0)})
+
+    def _put_off(self) -> None:
+        if not self._cautioned and not math.isnan(self._budget.typical):
+            self._cautioned = True
+            caution(told(self._budget, self.every, self._traced_at + self.every), stacklevel=5)
+
+    def _listen(self, line: Line) -> None:
+        """Take what other processes have told."""
+        if line.failed and not self._unheard:
+            self._unheard = True
+            caution(
+                f"process {self._shards.rank} cannot reach the others any more ({line.failed}); "
+                "training goes on, and what they find is not added up",
+                stacklevel=5,
+            )
+        if not line.inbox:
+            return
+        if self._gathering is not None:
+            begun = self._budget.clock()
+            self._gathering.pump()
+            self._budget.spend(self._budget.clock() - begun)
+            return
+        for _, message in line.heard():
+            if "first" in message and self._base is not None:
+                more = message["first"] - self._base
+                self._base += more
+                self._number += more
+                self._due += more
+                self._first += more
+                self._traced_at += more
+                self._last = None if self._last is None else self._last + more
+            if "due" in message:
+                # One that has passed is made up for at once: processes may be at different steps.
+                self._due = max(self._number, message["due"] + (self._base or 0))
+        line.eager = self._budget.share is not None  # else there is nothing more to come
 
     # A traced step ------------------------------------------------------------------------------
 
@@ -267,12 +317,16 @@ class Monitor:
             if watched is None:
                 self._steady, self._due = True, self._number + 1  # the model itself is not called
                 return None
-            trace, mine = self._looked(loss, scale, watched)
-            looks = self._shards.gather(mine)
-            self._refused(looks)
+            trace, look = self._looked(loss, scale, watched)
+            self._refused(look)
+            self._note_skipped()
             self._traces += 1
+            self._traced_at = self._number
             self._due = self._number + self.every
-            return self._told(looks, trace, now, took)
+            self._announced = False
+            record = self._told(look, trace, now, took)
+            self._schedule()
+            return record
         finally:
             self._look.seconds = 0.0
 
@@ -289,10 +343,8 @@ class Monitor:
         except NonFinite as error:
             return None, Look(value / by, by, note=str(error))
         except Exception as error:  # whatever it is, it must not end a long training
-            told = f"{type(error).__name__}: {error}"
-            if self._shards.world > 1 and not isinstance(error, GradtraceError):
-                return None, Look(value / by, by, note=told, error=RuntimeError(told))  # to send
-            return None, Look(value / by, by, note=told, error=error)
+            note = f"{type(error).__name__}: {error}"
+            return None, Look(value / by, by, note=note, error=error)
 
     def _found(self, loss: Tensor, watched: watch) -> tuple[Trace, Look]:
         how = self._how
@@ -307,50 +359,73 @@ class Monitor:
         flow = trace.flow()
         return trace, Look(0.0, 1.0, table, flow.verdict, _norms(flow))
 
-    def _refused(self, looks: Sequence[Look]) -> None:
+    def _refused(self, look: Look) -> None:
         """Raise what went wrong at the first trace; later, training goes on with a warning."""
-        failed = [(rank, look) for rank, look in enumerate(looks) if look.error is not None]
-        if not failed:
+        if look.error is None:
             return
-        rank, look = failed[0]
-        assert look.error is not None
         if not self._traces:
             if isinstance(look.error, GradtraceError):
-                where = f"process {rank}: " if len(looks) > 1 else ""
+                where = f"process {self._shards.rank}: " if self._shards.world > 1 else ""
                 raise type(look.error)(f"{where}{look.error}") from look.error
             raise look.error
-        warnings.warn(
+        caution(
             f"step {self._number:,} could not be traced ({look.note}); training goes on",
             stacklevel=4,
         )
 
-    def _told(
-        self, looks: Sequence[Look], trace: Trace | None, now: float, took: float | None
-    ) -> Record:
-        """Write down what was found."""
+    def _told(self, look: Look, trace: Trace | None, now: float, took: float | None) -> Record:
+        """Write down what was found, or tell it to the process that writes."""
         budget = self._budget
         slowed = budget.slowed(took)
         budget.spend(self._look.seconds + slowed, within=False)
         seconds = budget.clock() - now
         budget.spend(seconds)
         budget.last = seconds + self._look.seconds + slowed
-        record = replace(merged(self._number, looks), seconds=budget.last, share=budget.used)
+        look = replace(look, error=None, seconds=budget.last, share=budget.ratio)
         begun = budget.clock()
-        if self._writer is not None:
-            self._writer.record(record)
+        if self._gathering is None:
+            record = merged(self._number, {0: look}, 1)
+            self._shards.tell({"look": look.to_dict(), **self._placed("step", self._number)})
+        else:
+            record = self._gathering.own(self._number, look)
             self._flush()
-            if self._loggers:
-                self._loggers.log(record.step, history.scalars(record))
         written = budget.clock()
         budget.last += written - begun
-        if self._writer is not None and trace is not None:
+        if self._gathering is not None and trace is not None:
             self._views.keep(trace, record.step, budget)
         budget.spend(budget.clock() - begun)
         return record
 
+    def _placed(self, word: str, step: int) -> dict[str, Any]:
+        """A step as the first process understands it."""
+        if self._base is None:
+            return {word: step, "absolute": True}
+        return {word: step - self._base}
+
+    def _schedule(self) -> None:
+        """See when the next trace has to be decided upon, and by whom."""
+        if self._shards.world == 1 or self._budget.share is None:
+            return
+        if not self._shards.first:
+            self._due = LATER  # until the first process says
+            return
+        typical = self._budget.typical
+        self._ahead = (
+            2 if math.isnan(typical) else 1 + math.ceil(self._shards.lead / (typical or 1))
+        )
+
+    def _note_skipped(self) -> None:
+        """Write down how many steps were due since the last trace and not traced."""
+        share = self._budget.share
+        if self._gathering is None or share is None or not self._traces:
+            return
+        count = (self._number - 1 - self._traced_at) // self.every
+        if count > 0:
+            self._gathering.skipped(self._traced_at, count, self.every, share)
+
     def _flush(self) -> None:
-        if self._writer is not None:
-            self._writer.times(self._first, self._times)
+        if self._gathering is not None:
+            self._gathering.times(self._first, self._times)
         self._first += len(self._times)
         self._times = []
 
@@ -363,12 +438,15 @@ class Monitor:
 
     @property
     def history(self) -> History:
-        """What was found so far; in the process that writes."""
-        if self._writer is None:
+        """What was found so far; in the process that writes, and of other processes what they have
+        told.
+        """
+        if self._gathering is None:
             raise GradtraceError("the first process (rank 0) has the history of this run")
         if self._open:
             self._flush()
-        return self._writer.read()
+            self._note_skipped()
+        return self._gathering.read()
 
     def report(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
         """Write a page with influence over training, loss, time per step and the last view kept;
@@ -400,21 +478,27 @@ class Monitor:
         self._open = False
         _OPEN.discard(self)
         self._look.remove()
-        self._shards.close()
-        if self._writer is not None:
-            self._flush()
-            self._writer.end(self._number, error)
-            self._writer.close()
-            self._last_page()
-
-    def _last_page(self) -> None:
-        """Write the report that was asked for. What comes after training matters more than it."""
-        if self._page is None:
+        if os.getpid() != self._process:
+            return  # the file is that of the process this one was forked from
+        if self._gathering is None:
+            self._shards.tell(self._placed("end", self._number))
+            self._shards.close(gathering.GRACE)
             return
-        try:
-            self.report(self._page)
-        except GradtraceError as error:
-            warnings.warn(f"the report was not written: {error}", stacklevel=4)
+        self._flush()
+        self._note_skipped()
+        page = partial(_written_page, self._gathering, self._views, self._page)
+        self._gathering.close(self._number, error, self._budget.used, page)
+        page()
+
+
+def _written_page(found: Gathering, views: Views, path: str | os.PathLike[str] | None) -> None:
+    """Write the report that was asked for. What comes after training matters more than it."""
+    if path is None:
+        return
+    try:
+        runs.write_report(found.read(), views.last(), path)
+    except Exception as error:
+        caution(f"the report was not written: {error}", stacklevel=5)
 
 
 class Views:
@@ -439,9 +523,9 @@ class Views:
                 self._seen = found
             else:
                 runs.keep(self.path, found)
-        except (GradtraceError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # whatever it is, it must not end a long training
             self._wanted = False
-            warnings.warn(f"no view was kept: {error}; training goes on", stacklevel=6)
+            caution(f"no view was kept: {error}; training goes on", stacklevel=6)
         self._cost = budget.clock() - begun
 
     def last(self) -> Seen | None:
@@ -457,7 +541,11 @@ def _close_all() -> None:
     """At the end of the program, which an error may have brought about."""
     error = getattr(sys, "last_type", None)
     for monitor in list(_OPEN):
-        monitor.close("" if error is None else error.__name__)
+        try:
+            monitor.close("" if error is None else error.__name__)
+        except Exception as failed:  # the program's own end is what counts
+            print(f"gradtrace: a Monitor was not closed: {failed}", file=sys.stderr)
+    gathering.end_all(gathering.GRACE)
 
 
 # What is found ------------------------------------------------------------------------------------
@@ -465,53 +553,6 @@ def _close_all() -> None:
 
 def _norms(flow: Flow) -> dict[str, Norms]:
     return {row.module: Norms(row.norm, row.own) for row in flow}
-
-
-def unscaled(look: Look) -> Look:
-    """The same, of the loss before it was multiplied by its scale."""
-    if look.scale == 1.0:
-        return look
-    by = look.scale
-    norms = {
-        # Outside of modules stands the loss itself, whose own gradient is 1 with any scale.
-        name: Norms(each.output / (by if name else 1), None if each.own is None else each.own / by)
-        for name, each in (look.norms or {}).items()
-    }
-    table = look.influence
-    if table is not None:
-        table = replace(
-            table, rows=tuple(replace(r, gradient=_over(r.gradient, by)) for r in table)
-        )
-    return replace(look, loss=look.loss / by, influence=table, norms=norms)
-
-
-def _over(moments: Moments, by: float) -> Moments:
-    """The moments of gradients that are so many times smaller."""
-    one = abs(Fraction(by))
-    t, e, *squares = moments.parts()
-    return Moments(t / one, e / one, *(each / one**2 for each in squares))
-
-
-def merged(step: int, looks: Sequence[Look]) -> Record:
-    """What all processes found, as one: exact sums of counts, means of losses and norms."""
-    tables = [look.influence for look in looks if look.influence is not None]
-    norms: dict[str, list[Norms]] = {}
-    for name, each in chain.from_iterable((look.norms or {}).items() for look in looks):
-        norms.setdefault(name, []).append(each)
-    return Record(
-        step,
-        sum(look.loss for look in looks) / len(looks),
-        tables[0].merge(*tables[1:]) if tables else None,
-        " ".join(dict.fromkeys(look.verdict for look in looks if look.verdict)),
-        {name: Norms(*map(_mean, zip(*some))) for name, some in norms.items()},
-        looks[0].scale,
-        notes=tuple(dict.fromkeys(look.note for look in looks if look.note)),
-    )
-
-
-def _mean(values: Sequence[float | None]) -> Any:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 # Arguments ----------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import nn
 
 import gradtrace as gt
 from gradtrace import history
-from gradtrace.shards import Shards
 
 SCRIPT = """
     import math, sys, torch, gradtrace as gt
@@ -94,9 +93,3 @@ def test_one_process_that_fails_to_trace_is_told(folder: Path) -> None:
 def test_both_processes_train_alike(folder: Path) -> None:
     first, second = (torch.load(folder / f"{rank}.pt") for rank in (0, 1))
     assert all(torch.equal(first[4][name], second[4][name]) for name in first[4])
-
-
-def test_alone() -> None:
-    alone = Shards()
-    assert alone.first and alone.gather(3) == [3] and alone.agree("x") == "x"
-    alone.close()

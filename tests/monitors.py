@@ -1,0 +1,98 @@
+"""A process of a training run, started by ``test_shards``: each mode is a run with a Monitor.
+
+``python monitors.py MODES RANK WORLD PORT FOLDER``; the test keeps the store at PORT. There is no
+collective in these loops but those that modes name: without a Monitor each comes to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradtrace as gt
+
+STEPS = 6
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.right, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.out(torch.tanh(self.left(x)) + torch.tanh(self.right(x)))  # type: ignore[no-any-return]
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def part(step: int, rank: int) -> Tensor:
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def steps(mode: str, rank: int) -> int:
+    """How many steps a rank has."""
+    if mode in ("left", "barrier"):
+        return STEPS if rank == 0 else STEPS - 2 - rank
+    return STEPS + rank if mode == "more" else 1 if (mode, rank) == ("none", 0) else STEPS
+
+
+def run(mode: str, rank: int, world: int, folder: Path) -> dict[str, Any]:
+    net = model()
+    options: dict[str, Any] = {"every": 1, "budget": None, "view": False}
+    if mode == "budget":
+        options["budget"] = 1.0
+    count = 60 if mode == "budget" else steps(mode, rank)
+    begun = time.perf_counter()
+    longest = 0.0
+    with gt.Monitor(net, file=folder / f"{mode}.jsonl", **options) as monitor:
+        for step in range(count):
+            if mode == "slow" and rank == 1:
+                time.sleep(0.15)
+            if mode == "budget":
+                time.sleep(0.02)
+            if rank == 1 and step == 3:
+                if mode == "raises":
+                    raise ValueError("on purpose")
+                if mode == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+            loss = net(part(step, rank)).square().mean()
+            before = time.perf_counter()
+            monitor.step(loss)
+            longest = max(longest, time.perf_counter() - before)
+            loss.backward()
+        if mode == "barrier":
+            dist.barrier()
+    return {"longest": longest, "seconds": time.perf_counter() - begun}
+
+
+def main(modes: str, rank: int, world: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    told = {}
+    for mode in modes.split(","):
+        try:
+            told[mode] = run(mode, rank, world, folder)
+        except ValueError as error:
+            told[mode] = {"error": str(error)}
+        if mode != "killed":
+            dist.barrier()  # a program's own, after the Monitor
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5]))  # type: ignore[arg-type]
