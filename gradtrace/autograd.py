@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradtrace import limits
+from gradtrace import internals, limits
 from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, TooLarge, Unsupported
 from gradtrace.shapes import Shape
 
@@ -25,9 +25,13 @@ Grads: TypeAlias = Sequence[Tensor | None]
 Edges: TypeAlias = tuple[tuple[Node | None, int], ...]
 
 
+internals.check()  # before anything is read of them
+
+
 def _accumulate_type() -> Any:  # a type; were it said, mypy would take nodes for objects
-    leaf = torch.ones(1, requires_grad=True, device="cpu")
-    node: Node = leaf.expand(1).grad_fn
+    with torch.inference_mode(False), torch.enable_grad():  # wherever this is imported
+        leaf = torch.ones(1, requires_grad=True, dtype=torch.float32, device="cpu")
+        node: Node = leaf.expand(1).grad_fn
     return type(node.next_functions[0][0])
 
 

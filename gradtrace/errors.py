@@ -21,6 +21,21 @@ def close(name: str, known: Iterable[str], most: int = 8) -> str:
     return f"; there are {', '.join(listed)}" if 0 < len(listed) <= most else ""
 
 
+UPDATE = "update gradtrace (pull its clone and pip install . again, or take a newer release)"
+"""What to do about something that a newer version made."""
+
+
+def needs(what: str, *packages: str) -> str:
+    """What to say where a package is missing: the packages themselves, which any index has.
+
+    >>> needs("to_pandas()", "pandas")
+    'to_pandas() needs pandas, which is not installed: pip install pandas'
+    """
+    named = " and ".join(packages)
+    verb = "is" if len(packages) == 1 else "are"
+    return f"{what} needs {named}, which {verb} not installed: pip install {' '.join(packages)}"
+
+
 class GradtraceError(Exception):
     """The base of every error that gradtrace raises on purpose."""
 
@@ -62,6 +77,10 @@ class TooLarge(GradtraceError):
 
 class TooDeep(GradtraceError):
     """The recursive schedule met a graph deeper than the interpreter's stack."""
+
+
+class IncompatibleTorch(GradtraceError, ImportError):
+    """A version of torch that works differently inside from those that gradtrace knows."""
 
 
 class OutOfRange(GradtraceError):

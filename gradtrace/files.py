@@ -43,7 +43,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import UPDATE, GradtraceError
 
 SCHEMA = 2
 """Of the documents that are written here. In files of 1, traces have no view (see ``report``)."""
@@ -289,7 +289,7 @@ def _parsed(metadata: Mapping[str, str]) -> dict[str, Any]:
         raise BadFile(f"has metadata nested too deep to be read: {OTHER}") from None
     schema = found.get("schema") if isinstance(found, dict) else None
     if type(schema) is int and schema > SCHEMA:
-        raise BadFile("was made by a newer gradtrace: pip install -U gradtrace")
+        raise BadFile(f"was made by a newer gradtrace: {UPDATE}")
     if type(schema) is not int or schema < 1:
         raise BadFile(f"has metadata of no known version: {AGAIN}")
     for key, kind in FIELDS.items():

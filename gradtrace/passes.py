@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch.utils.checkpoint import GraphExecGroup
+from torch.utils import checkpoint
 
 from gradtrace.autograd import Edges, Node
 
@@ -81,10 +82,37 @@ def one_pass() -> Iterator[None]:
 @contextlib.contextmanager
 def recomputed_once() -> Iterator[None]:
     """Within, a checkpointed part is recomputed at most once, and each of its values used once."""
+    if not hasattr(checkpoint, "GraphExecGroup"):
+        with _recomputed_once_before_2_10():
+            yield
+        return
     outer = torch._C._get_graph_exec_group()
     torch._C._set_graph_exec_group(None)
     try:
-        with GraphExecGroup():
+        with checkpoint.GraphExecGroup():
             yield
     finally:
         torch._C._set_graph_exec_group(outer)
+
+
+class _Uuid:
+    """In place of the module ``uuid`` in ``torch.utils.checkpoint`` of torch 2.6 to 2.9.
+
+    There a part is recomputed once for each number that ``uuid4`` gives, which is asked for at
+    every saved value that is read outside PyTorch's own backward pass. Within a pass of ours, and
+    on its thread, it gives one number.
+    """
+
+    def uuid4(self) -> uuid.UUID:
+        return getattr(_RUNNING, "recomputation", None) or uuid.uuid4()
+
+
+@contextlib.contextmanager
+def _recomputed_once_before_2_10() -> Iterator[None]:
+    vars(checkpoint)["uuid"] = _Uuid()
+    outer = getattr(_RUNNING, "recomputation", None)
+    _RUNNING.recomputation = uuid.uuid4()
+    try:
+        yield
+    finally:
+        _RUNNING.recomputation = outer

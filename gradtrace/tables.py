@@ -18,7 +18,7 @@ from importlib import import_module
 from math import floor, isfinite, log10, nan
 from typing import Any, Literal
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, needs
 
 ROWS, WIDTH, TOLD = 40, 60, 400
 """The most rows shown; the most columns that a text takes in a cell, and in a tooltip."""
@@ -139,7 +139,7 @@ class Table:
         try:
             pandas = import_module("pandas")
         except ImportError as error:
-            raise GradtraceError("to_pandas() needs pandas: pip install pandas") from error
+            raise GradtraceError(needs("to_pandas()", "pandas")) from error
         frame = pandas.DataFrame(index=range(len(self.rows)))
         for at, column in enumerate(self.columns):
             gap = nan if column.kind in ("share", "number") else None

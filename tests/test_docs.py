@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -39,6 +40,28 @@ NOT_RUN = {
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+ADVICE = re.compile(r"pip install[^`\n]*gradtrace\[|pip install (-U |--upgrade )?gradtrace(?!`)")
+"""To install extras of a package that no index has; what a release will have is said so."""
+
+
+def test_advice_to_install_is_true() -> None:
+    sources = sorted(Path(gradtrace.__file__).parent.rglob("*.py"))
+    for path in [*PAGES, ROOT / "examples/README.md", *sources]:
+        assert not ADVICE.search(path.read_text()), path
+
+
+IMPORTS = {
+    (page, *found)
+    for page in PAGES
+    for found in re.findall(r"`from (gradtrace[\w.]*) import (\w+)`", page.read_text())
+}
+
+
+@pytest.mark.parametrize(("page", "module", "name"), sorted(IMPORTS))
+def test_imports_in_the_text_work(page: Path, module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name)
 
 
 # Code --------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ PUBLIC = {
 LAYERS: tuple[set[str], ...] = (
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"}
     | {"calls", "digests", "nests", "recurrent", "switches"},
-    {"plain", "limits"},
+    {"plain", "limits", "internals"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
     {"semirings", "labels", "loggers", "marks"},
     {"maps", "atlas", "hooks", "passes", "testing", "groups"},
@@ -59,7 +59,7 @@ LAYERS: tuple[set[str], ...] = (
     {"batches", "identity"},
     {"counted"},
     {"wrapped"},
-    {"check", "ablation", "dataset", "discovery", "lookout", "runs"},
+    {"check", "ablation", "dataset", "discovery", "doctor", "lookout", "runs"},
     {"monitor"},
     {"gradtrace"},
     {"integrations", "laboratory"},
@@ -92,8 +92,10 @@ INTERNALS = {
 
 TOLERATED = {
     "capture": {"_backward_hooks", "_sequence_nr"},
+    "doctor": {"grad_fn", "register_prehook"},  # tried there
     "formulas": {"_sequence_nr"},
     "gradient": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
+    "internals": INTERNALS,  # checked there
     "hooks": {"_backward_hooks", "_get_sequence_nr", "hooks_dict_ref", "register_prehook"},
     "watching": {"_get_sequence_nr"},
 }

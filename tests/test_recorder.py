@@ -20,6 +20,9 @@ from gradtrace import engine
 from gradtrace.errors import NotLinear
 from gradtrace.maps import Dense
 
+FUSED_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+"""Whether this torch has a fused kernel for grouped heads on the CPU."""
+
 Formula = Callable[[Tensor], Tensor]
 FORMULAS: dict[str, Formula] = {}
 
@@ -285,7 +288,8 @@ def test_fused_attention(kind: str) -> None:
     loss = (out * torch.randn(out.shape)).sum()
     leaves = [q, k, v]
     kinds = {operator.name for operator in gradtrace.graph(loss)}
-    assert any("Flash" in name for name in kinds), "the fused kernel was not used"
+    if kind != "grouped" or FUSED_GROUPS:
+        assert any("Flash" in name for name in kinds), "the fused kernel was not used"
     wanted = torch.autograd.grad(loss, leaves, retain_graph=True)
     assert_agree(WAYS["recorded"](loss), leaves, wanted)
 

@@ -5,7 +5,7 @@ Files here import nothing heavy when they are loaded, so that help and the shell
 at once: PyTorch alone takes seconds.
 """
 
-from gradtrace.cli import bench, check, demo, experiment, influence, ops, report, trace
+from gradtrace.cli import bench, check, demo, doctor, experiment, influence, ops, report, trace
 from gradtrace.cli.app import app, main
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "bench",
     "check",
     "demo",
+    "doctor",
     "experiment",
     "influence",
     "main",

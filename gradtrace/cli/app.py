@@ -20,7 +20,7 @@ from gradtrace.cli.printing import say
 from gradtrace.errors import GradtraceError
 
 DEBUG = "--debug"
-ORDER = ("demo", "trace", "influence", "report", "check", "experiment", "bench", "ops")
+ORDER = ("demo", "trace", "influence", "report", "check", "experiment", "bench", "ops", "doctor")
 """Of commands, in the help."""
 
 PACKAGE = str(Path(gradtrace.__file__).parent)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, needs
 
 HELP = "an idx file of images beside that of its labels, or a csv with one image a line and its "
 HELP += "label first or last; either may be packed with gzip"
@@ -36,8 +36,8 @@ def digits() -> tuple[Tensor, Tensor]:
         datasets = import_module("sklearn.datasets")
     except ImportError as error:
         raise GradtraceError(
-            "the digits come with scikit-learn: pip install 'gradtrace[experiments]', or give a "
-            "file of MNIST: --set mnist=FILE"
+            needs("the data set of digits", "scikit-learn")
+            + "; or give a file of MNIST: --set mnist=FILE"
         ) from error
     found = datasets.load_digits()
     return torch.tensor(found.data / 16, dtype=torch.float32), torch.tensor(found.target)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, needs
 from gradtrace.integrations.making import Divided, checked, placed
 from gradtrace.monitor import Monitor
 
@@ -19,9 +19,7 @@ else:
         try:
             from pytorch_lightning import Callback
         except ImportError as error:
-            raise GradtraceError(
-                "gradtrace.integrations.lightning needs Lightning: pip install gradtrace[lightning]"
-            ) from error
+            raise GradtraceError(needs("gradtrace.integrations.lightning", "lightning")) from error
 
 
 class GradTrace(Callback):  # type: ignore[misc]

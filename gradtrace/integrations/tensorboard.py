@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, needs
 
 
 class TensorBoard:
@@ -20,8 +20,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise GradtraceError(
-                "gradtrace.integrations.tensorboard needs TensorBoard: "
-                "pip install gradtrace[tensorboard]"
+                needs("gradtrace.integrations.tensorboard", "tensorboard")
             ) from error
         self._writer: Any = SummaryWriter(os.fspath(folder))
 

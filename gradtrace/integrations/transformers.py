@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, needs
 from gradtrace.history import Record, scalars
 from gradtrace.integrations.making import Divided, checked, placed
 from gradtrace.monitor import Monitor
@@ -21,8 +21,7 @@ else:
         from transformers import Trainer, TrainerCallback
     except ImportError as error:
         raise GradtraceError(
-            "gradtrace.integrations.transformers needs transformers and accelerate: "
-            "pip install gradtrace[transformers]"
+            needs("gradtrace.integrations.transformers", "transformers", "accelerate")
         ) from error
 
 DEPTH = 2

@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from gradtrace.errors import GradtraceError, close
+from gradtrace.errors import GradtraceError, close, needs
 from gradtrace.laboratory import drawing
 from gradtrace.laboratory.code import refresh
 from gradtrace.laboratory.findings import Experiment
@@ -25,8 +25,8 @@ from gradtrace.laboratory.table import available
 OUT = Path("gradtrace-experiments")
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
 NO_FIGURES = (
-    "LEFT OUT: figures, as matplotlib is not installed; pip install 'gradtrace[experiments]' and "
-    "give the same command again to draw what is measured"
+    f"LEFT OUT: figures. {needs('Drawing them', 'matplotlib')}; then give the same command again "
+    "to draw what is measured"
 )
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, needs
 from gradtrace.laboratory.findings import Cell, Tick
 from gradtrace.laboratory.work import Failed, Work, measured
 
@@ -126,7 +126,7 @@ def _silent(text: str) -> None:
 def needs_ray() -> Any:
     """The module, or an error that says how to get it."""
     if importlib.util.find_spec("ray") is None:
-        raise GradtraceError("--ray needs Ray: pip install 'gradtrace[ray]'")
+        raise GradtraceError(needs("--ray", "ray"))
     return importlib.import_module("ray")
 
 

@@ -49,7 +49,6 @@ def template() -> str:
         return resources.files("gradtrace.report").joinpath("template.html").read_text("utf-8")
     except OSError as error:
         raise GradtraceError(
-            "the report's template is missing from this installation: install gradtrace from a "
-            "wheel (pip install --force-reinstall gradtrace), or, in a checkout, build the page "
-            "with make web"
+            "the report's template is missing from this installation: install gradtrace again, or, "
+            "in a clone of it, build the page with make web"
         ) from error

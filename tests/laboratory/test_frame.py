@@ -535,7 +535,7 @@ def test_ray_is_asked_for_where_it_is_missing(
         lambda name, *rest: None if name == "ray" else find(name, *rest),
     )
     line = refused(run(mine, "--quick", "--ray", "--out", tmp_path / "o"))
-    assert "pip install 'gradtrace[ray]'" in line
+    assert "--ray needs ray, which is not installed: pip install ray" in line
 
 
 class Ray:

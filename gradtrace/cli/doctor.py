@@ -1,0 +1,23 @@
+"""``gradtrace doctor``: whether gradtrace works with this torch."""
+
+from __future__ import annotations
+
+import typer
+
+from gradtrace.cli.app import app, examples
+from gradtrace.cli.codes import FAILED
+from gradtrace.cli.printing import STYLES, Json, console, table, write_json
+
+
+@app.command(epilog=examples("gradtrace doctor", "gradtrace doctor --json"))
+def doctor(as_json: Json = False) -> None:
+    """Check that gradtrace works here: gradients, hooks and kernels against PyTorch's own."""
+    from gradtrace import doctor as checks
+
+    found = checks.diagnosis()
+    if as_json:
+        write_json({"findings": [finding._asdict() for finding in found]})
+    else:
+        console().print(table([checks.Finding._fields, *found], styles=STYLES))
+    if any(finding.verdict == "wrong" for finding in found):
+        raise typer.Exit(FAILED)

@@ -1,0 +1,241 @@
+"""What gradtrace relies on in PyTorch that PyTorch does not promise, checked when it is imported.
+
+The autograd graph has no public interface for most of what is read here. ``NAMES`` lists what must
+exist, ``MEANINGS`` what it must mean; ``check`` looks at both in under a millisecond, without a
+backward pass of PyTorch's (which would start threads that a forked process cannot use). A torch in
+which something has changed is refused with an error that says what, before any number is computed.
+``gradtrace doctor`` goes further: it compares gradients, kernels and hooks with PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint  # so that NAMES finds it
+from torch.utils.hooks import RemovableHandle
+
+from gradtrace.errors import IncompatibleTorch
+
+TESTED = "2.6 to 2.15"
+"""The versions of torch that docs/versions.md lists."""
+
+
+class Name(NamedTuple):
+    """An attribute that must be there, and what it is for."""
+
+    path: str
+    purpose: str
+    instead: str = ""  # one that does as well, of other versions
+
+
+NAMES = (
+    Name("autograd._get_sequence_nr", "finding the module that made an operator"),
+    Name("autograd.function.BackwardCFunction", "telling Python functions from PyTorch's own"),
+    Name("autograd.graph.GradientEdge", "running hooks"),
+    Name("autograd.graph.get_gradient_edge", "running hooks on leaves"),
+    Name("utils.hooks.RemovableHandle.next_id", "noticing that a hook was registered"),
+    Name("_C._current_graph_task_id", "telling whether a backward pass runs"),
+    Name("_C._get_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"),
+    Name("_C._set_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"),
+    Name(
+        "utils.checkpoint.GraphExecGroup", "recomputing checkpoints once", "utils.checkpoint.uuid"
+    ),
+    Name("_C._has_mkldnn", "opening fused recurrent layers"),
+    Name("_C._get_mkldnn_enabled", "opening fused recurrent layers"),
+    Name("_C._set_mkldnn_enabled", "opening fused recurrent layers"),
+    Name("_C.DisableTorchFunction", "gradient checks"),
+    Name("_C.DisableTorchFunctionSubclass", "reading tensors of a user's class"),
+    Name("_C._disabled_torch_dispatch_impl", "telling wrappers from plain tensors"),
+    Name("_C._len_torch_dispatch_stack", "keeping a caller's modes out"),
+    Name("_C._functorch.is_functorch_wrapped_tensor", "refusing losses of torch.func"),
+    Name("_C._functorch.maybe_current_level", "refusing losses of torch.func"),
+    Name("_C._dispatch_get_all_op_names", "the list of operators"),
+    Name("_foreach_norm", "finding gradients that are not finite"),
+    Name("utils._python_dispatch.TorchDispatchMode", "recording formulas"),
+    Name("utils._python_dispatch._disable_current_modes", "recording formulas"),
+)
+"""All under ``torch``."""
+
+
+def _leaf(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.float32, device="cpu", requires_grad=True)
+
+
+def _equal(found: object, wanted: object, what: str) -> None:
+    if found != wanted:
+        raise IncompatibleTorch(f"{what} is {found!r}, not {wanted!r}")
+
+
+def edges_follow_arguments() -> None:
+    """A node lists (node, output) for each argument, in order; None where nothing is derived by."""
+    x, y = _leaf(2), _leaf(2)
+    node: Any = (x * y).grad_fn
+    pairs = node.next_functions
+    _equal([slot for _, slot in pairs], [0, 0], "the outputs that x * y is made of")
+    _equal([end.variable is leaf for (end, _), leaf in zip(pairs, (x, y))], [True] * 2, "the leaf")
+    constant: Any = (y * torch.ones(2, device="cpu")).grad_fn
+    _equal(constant.next_functions[1], (None, 0), "the edge to a constant")
+    parts: Any = torch.stack(_leaf(2, 3).mul(2.0).unbind()[::-1]).grad_fn
+    _equal([slot for _, slot in parts.next_functions], [1, 0], "the outputs of unbind, reversed")
+
+
+def nodes_can_be_called() -> None:
+    """A node called on a gradient gives one for each edge, by the formula of its operator."""
+    x, y = _leaf(2), _leaf(2)
+    with torch.no_grad():
+        node: Any = (x * 2.0).grad_fn
+        _equal(node, None, "the node of a product under no_grad")
+        y *= 3
+    with torch.enable_grad():
+        node = (x * y).grad_fn
+    with torch.no_grad():
+        outs = node(torch.full((2,), 5.0, dtype=torch.float32, device="cpu"))
+    _equal([out.tolist() for out in outs], [[15.0, 15.0], [5.0, 5.0]], "the gradient of a product")
+    _equal(node._saved_self.tolist(), [1.0, 1.0], "the first operand that a product saves")
+    _equal(node._saved_other.tolist(), [3.0, 3.0], "the second operand that a product saves")
+
+
+def metadata_describes_outputs() -> None:
+    """``_input_metadata`` has shape, dtype and device of each output of an operator."""
+    first, _ = torch.split(_leaf(2, 3), [1, 2], 1)
+    node: Any = first.grad_fn
+    found = [(tuple(m.shape), m.dtype, m.device.type) for m in node._input_metadata]
+    wanted = [((2, n), torch.float32, "cpu") for n in (1, 2)]
+    _equal(found, wanted, "what split says of its outputs")
+    _equal(first.output_nr, 0, "the number of the first output")
+
+
+def numbers_follow_time() -> None:
+    """``_sequence_nr`` counts the nodes of a thread; the next one's is ``_get_sequence_nr()``."""
+    now: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+    x = _leaf(2)
+    start = now()
+    first: Any = x.exp().grad_fn
+    between = now()
+    second: Any = x.sin().grad_fn
+    order = [start, first._sequence_nr(), between, second._sequence_nr(), now()]
+    if not order[0] <= order[1] < order[2] <= order[3] < order[4]:
+        raise IncompatibleTorch(f"nodes made one after the other have the numbers {order}")
+
+
+def hooks_are_counted() -> None:
+    """Every hook takes the next number of ``RemovableHandle``, and stands in its table."""
+    x = _leaf(2)
+    product = x * 2.0
+    node: Any = product.grad_fn
+    if x._backward_hooks:
+        raise IncompatibleTorch("a leaf without hooks has _backward_hooks")
+    registers = {
+        "Tensor.register_hook": x.register_hook,
+        "Tensor.register_hook (not a leaf)": product.register_hook,
+        "Node.register_hook": node.register_hook,
+        "Node.register_prehook": node.register_prehook,
+        "Tensor.register_post_accumulate_grad_hook": x.register_post_accumulate_grad_hook,
+    }
+    for what, register in registers.items():
+        before = RemovableHandle.next_id
+        handle = register(_nothing)
+        _equal(RemovableHandle.next_id - before, 1, f"the count of hooks after {what}, less before")
+        table = handle.hooks_dict_ref()
+        _equal(table is not None and table.get(handle.id), _nothing, f"the hook of {what}")
+        if what == "Tensor.register_hook" and not x._backward_hooks:
+            raise IncompatibleTorch("_backward_hooks of a leaf does not hold its hooks")
+        handle.remove()
+
+
+def _nothing(*_: object) -> None:
+    """A hook."""
+
+
+def functions_are_known() -> None:
+    """A ``torch.autograd.Function`` makes nodes of ``BackwardCFunction``; other nodes are not."""
+    x = _leaf(2)
+    kinds = [isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction) for y in _both(x)]
+    _equal(kinds, [True, False], "whether the nodes of a Function and of neg are Python's")
+
+
+class _Negative(torch.autograd.Function):
+    """A function, to see what node it makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return -grads[0]
+
+
+def _both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _Negative.apply(x), -x  # type: ignore[no-untyped-call]
+
+
+def no_pass_runs() -> None:
+    """Outside a backward pass the number of the running one is -1."""
+    _equal(torch._C._current_graph_task_id(), -1, "the running backward pass, where none runs,")
+
+
+MEANINGS: tuple[Callable[[], None], ...] = (
+    edges_follow_arguments,
+    nodes_can_be_called,
+    metadata_describes_outputs,
+    numbers_follow_time,
+    hooks_are_counted,
+    functions_are_known,
+    no_pass_runs,
+)
+
+
+def missing() -> list[str]:
+    """The names that are not there, with what they are for."""
+    return [
+        f"torch.{name.path} is gone, which {name.purpose} needs"
+        for name in NAMES
+        if not _exists(name.path) and not (name.instead and _exists(name.instead))
+    ]
+
+
+def _exists(path: str) -> bool:
+    found: Any = torch
+    for part in path.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def changed() -> list[str]:
+    """The meanings that no longer hold, with what was found.
+
+    They are asked on a thread of its own: whoever imports gradtrace may do so under ``no_grad``,
+    ``inference_mode``, a default device or a mode of theirs, all of which belong to a thread.
+    """
+    found: list[str] = []
+
+    def ask() -> None:
+        for meaning in MEANINGS:
+            try:
+                meaning()
+            except Exception as error:
+                promise = (meaning.__doc__ or "").split("\n")[0]
+                found.append(f"{promise} Here: {type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=ask, name="gradtrace-internals")
+    thread.start()
+    thread.join()
+    return found
+
+
+def check() -> None:
+    """Raise ``IncompatibleTorch`` if this torch is not what gradtrace takes it for."""
+    wrong = missing() or changed()
+    if wrong:
+        raise IncompatibleTorch(
+            f"gradtrace cannot work with torch {torch.__version__}, whose autograd has changed:\n"
+            + "".join(f"  - {line}\n" for line in wrong)
+            + f"Use a torch that gradtrace is tested with ({TESTED}), or a newer gradtrace; if "
+            "there is none, please report this message."
+        )

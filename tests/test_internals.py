@@ -1,0 +1,189 @@
+"""A torch whose insides have changed is refused, with what has changed; and the doctor sees it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import types
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
+from typer.testing import CliRunner
+
+from gradtrace import doctor, hooks, internals, passes
+from gradtrace.cli import app
+from gradtrace.errors import GradtraceError, IncompatibleTorch, needs
+
+MUL, SPLIT, BORN = torch.Tensor.__mul__, torch.split, RemovableHandle.__init__
+
+
+def _uncounted(self: Any, *args: Any, **kwargs: Any) -> None:
+    count = RemovableHandle.next_id
+    BORN(self, *args, **kwargs)
+    RemovableHandle.next_id = count
+
+
+Patch = tuple[Any, str, Any]
+CHANGES: dict[str, tuple[Patch, str]] = {
+    "edges in another order": (
+        (torch.Tensor, "__mul__", lambda x, y: MUL(y, x) if isinstance(y, torch.Tensor) else x + y),
+        "for each argument, in order",
+    ),
+    "another formula": (
+        (torch.Tensor, "__mul__", lambda x, y: MUL(MUL(x, y), 2)),
+        "by the formula of its operator",
+    ),
+    "metadata of something else": (
+        (torch, "split", lambda x, sizes, dim: SPLIT(x, sizes[::-1], dim)),
+        "what split says of its outputs",
+    ),
+    "numbers that stand still": (
+        (torch.autograd, "_get_sequence_nr", lambda: 0),
+        "nodes made one after the other have the numbers",
+    ),
+    "hooks without a count": (
+        (RemovableHandle, "__init__", _uncounted),
+        "the count of hooks after",
+    ),
+    "a table without the hook": (
+        (RemovableHandle, "__init__", lambda self, table, **kw: BORN(self, {}, **kw)),
+        "takes the next number",
+    ),
+    "Python functions of another type": (
+        (torch.autograd.function, "BackwardCFunction", type("Other", (), {})),
+        "are Python's",
+    ),
+    "another number for no pass": (
+        (torch._C, "_current_graph_task_id", lambda: 0),
+        "the running backward pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_meaning_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, text = CHANGES[name]
+    monkeypatch.setattr(*patch)
+    with pytest.raises(IncompatibleTorch) as caught:
+        internals.check()
+    monkeypatch.undo()
+    told = str(caught.value)
+    assert text in told and f"torch {torch.__version__}" in told and internals.TESTED in told
+    internals.check()
+
+
+@pytest.mark.parametrize("name", internals.NAMES, ids=lambda name: str(name.path))
+def test_a_name_that_is_gone_is_refused(
+    name: internals.Name, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in filter(None, (name.path, name.instead)):
+        *folder, last = path.split(".")
+        owner: Any = torch
+        for part in folder:
+            owner = getattr(owner, part)
+        monkeypatch.delattr(owner, last, raising=False)
+    told = internals.missing()
+    assert any(f"torch.{name.path} is gone, which {name.purpose} needs" in t for t in told)
+    with pytest.raises(IncompatibleTorch, match=r"(?s)whose autograd has changed.*newer gradtrace"):
+        internals.check()
+
+
+def test_every_private_name_of_torch_is_listed() -> None:
+    """What the sources read of ``torch._C`` and ``torch.autograd._...`` is checked at import."""
+    root = Path(internals.__file__).parent
+    text = "\n".join(path.read_text() for path in root.rglob("*.py") if path.name != "internals.py")
+    used = set(re.findall(r"torch\.(_C\.\w+|autograd\._\w+|_foreach_\w+)", text))
+    on_a_gpu = {"_C._cuda_getCurrentRawStream"}
+    listed = {re.sub(r"(_C\.\w+)\..*", r"\1", name.path) for name in internals.NAMES}
+    assert used - on_a_gpu <= listed, "list them in internals.NAMES, with what they are for"
+
+
+def test_importing_says_so_at_once() -> None:
+    """Before any number is computed, and as the command line tells errors."""
+    broken = "import torch; del torch.autograd._get_sequence_nr\n"
+    script = (
+        broken
+        + "import gradtrace as gt\ntry: gt.watch\nexcept gt.errors.GradtraceError as e: print(e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "torch.autograd._get_sequence_nr is gone" in done.stdout
+
+
+def test_it_can_be_imported_anywhere() -> None:
+    """Grad modes and default devices at the time of the import do not matter."""
+    script = (
+        "import torch\n"
+        "with torch.no_grad(), torch.inference_mode(), torch.device('meta'): import gradtrace.api\n"
+        "x = torch.ones(2, requires_grad=True)\nprint(gradtrace.api.backward((x * x).sum()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "{'leaf0': tensor([2., 2.])}\n"
+
+
+def test_asking_leaves_nothing_behind() -> None:
+    """The hooks that are tried are not taken for the user's; no random number is drawn."""
+    state, watch = torch.get_rng_state(), hooks.HookWatch()
+    internals.check()
+    doctor.diagnosis()
+    assert torch.equal(state, torch.get_rng_state())
+    assert watch.clear_since() in (watch._sequence, hooks.NEVER)
+
+
+# The doctor --------------------------------------------------------------------------------------
+
+
+def verdicts() -> dict[str, str]:
+    return {found.what: found.verdict for found in doctor.diagnosis()}
+
+
+def test_the_doctor_finds_nothing_here() -> None:
+    assert "wrong" not in verdicts().values()
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["findings"][0]["what"] == "versions"
+
+
+def test_the_doctor_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: [2 * g for g in grad(*a, **k)])
+    found = verdicts()
+    assert found["gradient: linear layers"] == found["hooks"] == found["checkpoints"] == "wrong"
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+
+
+def test_the_doctor_sees_a_part_recomputed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "recomputed_once", nullcontext)
+    assert verdicts()["checkpoints"] == "wrong"
+
+
+def test_missing_packages_are_named_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "This"})
+    assert doctor.diagnosis()[-1].detail == needs("This", "no-such-package")
+    assert "pip install no-such-package" in needs("This", "no-such-package")
+
+
+# Before torch 2.10 -------------------------------------------------------------------------------
+
+
+def test_an_older_torch_recomputes_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There one number stands for one recomputation: within a pass it is the same."""
+    monkeypatch.delattr(checkpoint, "GraphExecGroup", raising=False)
+    monkeypatch.setattr(checkpoint, "uuid", types.ModuleType("uuid"), raising=False)
+    with passes.recomputed_once():
+        first, second = (checkpoint.uuid.uuid4() for _ in range(2))
+        with passes.recomputed_once():
+            inner = checkpoint.uuid.uuid4()
+        assert checkpoint.uuid.uuid4() == first == second != inner
+    assert checkpoint.uuid.uuid4() != first
+    assert issubclass(IncompatibleTorch, GradtraceError)
