@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
@@ -60,6 +61,9 @@ def backward(
     ``names`` names leaves (others are leaf0, leaf1, ...), ``leaves`` restricts the result,
     ``cotangent`` weighs the elements of a loss that has several, ``schedule`` is kahn, creation or
     recursive, and ``nonfinite="allow"`` goes on where a gradient is NaN or infinite.
+
+    In a semiring other than ``SUM``, an operator that joins two elements along several routes and
+    is too large to merge them makes values inexact: a warning says so, and ``notes`` of the result.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
@@ -184,16 +188,20 @@ def backward_of(
         raise UnknownName(f"leaves is a list of names: leaves=[{leaves!r}]")
     admit(loss, atlas, elements=semiring is not SUM)
     seed = seed_of(loss, cotangent)
+    notes: tuple[str, ...] = ()
     if semiring is SUM:
         found = gradient(loss, seed, atlas, watch, schedule)
     else:
         memory.see_recording(loss)
-        values = engine.run(record(loss, seed, atlas, watch, schedule, bare=True), semiring)
-        found = list(values.items())
+        recorded = record(loss, seed, atlas, watch, schedule, bare=True)
+        found = list(engine.run(recorded, semiring).items())
+        notes = tuple(dict.fromkeys(recorded.notes()))
     RECENT.refresh()
-    named = Gradients(*_named(found, atlas, loss))
+    named = Gradients(*_named(found, atlas, loss), notes)
     if leaves is not None:
-        named = Gradients({name: named[name] for name in leaves})
+        named = Gradients({name: named[name] for name in leaves}, notes=notes)
+    if notes:
+        warnings.warn(f"values of {semiring.name} are not exact. {'; '.join(notes)}", stacklevel=4)
     if semiring is SUM and nonfinite == "raise":
         _refuse_nonfinite(loss, seed, atlas, watch, named)
     return named

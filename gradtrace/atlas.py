@@ -151,13 +151,18 @@ class Gradients(dict[str, Tensor]):
     """``{name: tensor}``, each leaf once, in the order of the model.
 
     A tied leaf is found by all its names. Asking for one that is not there says which are close.
+    ``notes`` say which operators' values are not exact, and why.
     """
 
     def __init__(
-        self, values: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None
+        self,
+        values: Mapping[str, Tensor],
+        aliases: Mapping[str, str] | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(values)
         self.aliases = aliases or {}
+        self.notes = notes
 
     def __missing__(self, name: str) -> Tensor:
         if self.aliases.get(name) in self:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradtrace import autograd, standins
 from gradtrace.autograd import Edges, Node
-from gradtrace.linear import RULES, Call, Together
+from gradtrace.linear import RULES, Call, Together, between
 from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale, Scatter, Slot
 from gradtrace.shapes import Shape
 
@@ -374,6 +374,25 @@ def _right(
     return out, (Contract(spec, x, tuple(grad.shape), tuple(out.shape)),)
 
 
+def euclidean(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """Distances by a product of matrices, to either points: one weight for a coordinate of a pair,
+    where PyTorch's formula has two terms.
+    """
+    if grad.dtype not in (torch.float32, torch.float64):
+        return None
+    x, y, distance = node._saved_x1, node._saved_x2, node._saved_result
+    if not distance.numel() or not x.numel():
+        return None
+    ratio = (grad / distance).masked_fill_(distance == 0, 0)
+    first = x * ratio.sum(-1, True) - ratio @ y
+    second = y * ratio.sum(-2).unsqueeze(-1) - ratio.mT @ x
+    turn = Index(lambda g: g.mT, tuple(grad.shape), tuple(grad.mT.shape), injective=True)
+    return [
+        None if edges[0][0] is None else (first, between(x, y, 2.0, distance)),
+        None if edges[1][0] is None else (second, [turn, *between(y, x, 2.0, distance.mT)]),
+    ]
+
+
 # One operation of what was saved ------------------------------------------------------------------
 
 
@@ -447,6 +466,7 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (matrix, "Mm0 Bmm0"),
     (affine, "Addmm0"),
     (looked_up, "Embedding0"),
+    (euclidean, "EuclideanDist0"),
 )
 
 # As they stand in PyTorch's derivatives.yaml, with nothing before the call and nothing after.

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradtrace.maps import (
     Contract,
     Dense,
+    Distances,
     Identity,
     Index,
     Map,
@@ -28,6 +29,7 @@ from gradtrace.maps import (
     Scale,
     Scan,
     Scatter,
+    Sparse,
     gather,
 )
 from gradtrace.maps.places import nearby
@@ -37,8 +39,14 @@ from gradtrace.shapes import Shape
 SMALL = 1 << 20
 """The most entries of a matrix that takes the place of a reconverging formula."""
 
+STEPS = 16
+"""How many times as many elements may be computed on the way to it."""
+
 LISTED = 1 << 24
 """The most elements that are looked through one by one."""
+
+HASH = -7046029254386353131
+"""An odd number whose multiples are spread evenly over 64 bits (2**64 over the golden ratio)."""
 
 ROUTES = 64
 """The most routes that are merged one by one."""
@@ -130,7 +138,7 @@ def _apart(before: list[Map], last: Map) -> bool:
         return True
     if isinstance(last, (Reduce, Scatter)):
         return _pairs_differ(before, last)
-    if isinstance(last, Contract) and all(isinstance(step, MOVES) for step in before):
+    if isinstance(last, (Contract, Distances)) and all(isinstance(s, MOVES) for s in before):
         return _lines_differ(before, last)
     return (
         len(spreading) == 1
@@ -147,21 +155,42 @@ def _pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
         return False
     source = _source(before, before[0].in_shape).reshape(-1)
     target = last.targets().reshape(-1)
-    pairs = (source * last.outputs + target)[(source >= 0) & (target >= 0)]
-    different: Tensor = pairs.unique()  # type: ignore[no-untyped-call]
-    return different.numel() == pairs.numel()
+    return distinct((source * last.outputs + target)[(source >= 0) & (target >= 0)])
 
 
-def _lines_differ(before: list[Map], last: Contract) -> bool:
+def distinct(numbers: Tensor) -> bool:
+    """Whether no whole number occurs twice, without sorting them all.
+
+    Each is put in a place of a table by its hash, the last one stays. One that finds its equal in
+    its place is there twice; those that find another are looked at again, some sixteenth of them.
+
+    >>> distinct(torch.arange(10_000)), distinct(torch.arange(10_000) % 9_999)
+    (True, False)
+    """
+    while len(numbers) > 1 << 10:
+        bits = (8 * len(numbers)).bit_length()
+        place = (numbers * HASH >> 64 - bits) & (1 << bits) - 1
+        table = torch.zeros(1 << bits, dtype=numbers.dtype, device=numbers.device)
+        own = torch.arange(len(numbers), device=numbers.device)
+        table[place] = own
+        winner = table[place]
+        lost = winner != own
+        if bool((numbers[winner[lost]] == numbers[lost]).any()):
+            return False
+        numbers = numbers[lost]
+    different: Tensor = numbers.unique()  # type: ignore[no-untyped-call]
+    return different.numel() == numbers.numel()
+
+
+def _lines_differ(before: list[Map], last: Contract | Distances) -> bool:
     """Whether no element that was moved and scaled stands twice among those that are added up."""
     if last.inputs > LISTED:
         return False
     source = _source(before, before[0].in_shape).reshape(last.in_shape)
     over = sorted(last.contracted())
-    lines = source.movedim(over, list(range(-len(over), 0))) if over else source.unsqueeze(-1)
-    lines = lines.reshape(-1, prod(last.in_shape[d] for d in over)).sort(-1).values
-    twice = (lines[:, 1:] == lines[:, :-1]) & (lines[:, 1:] >= 0)
-    return not bool(twice.any())
+    line = torch.arange(prod(n for d, n in enumerate(last.in_shape) if d not in over))
+    line = line.reshape([1 if d in over else n for d, n in enumerate(last.in_shape)])
+    return distinct((line * prod(before[0].in_shape) + source)[source >= 0])
 
 
 def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, Shape]) -> int:
@@ -172,8 +201,10 @@ def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, S
         routes = _routes(block, value, take)
         if not routes:
             continue
-        merged = _moved(routes, shapes[take], step.dtype) or _matrix(
-            block, value, take, shapes[take], step
+        merged = (
+            _moved(routes, shapes[take], step.dtype)
+            or _listed(routes, shapes[take], step)
+            or _matrix(block, value, take, shapes[take], step)
         )
         if merged is None:
             block.note = NOTE
@@ -222,6 +253,30 @@ def _moved(routes: list[list[Map]], shape: Shape, dtype: torch.dtype) -> list[li
     ]
 
 
+def _listed(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]] | None:
+    """Routes that move and scale elements and then add some up, as one sparse matrix: the weights
+    of all entries for a pair are added.
+    """
+    if len(routes) > ROUTES or not prod(shape) * prod(step.shape):
+        return None
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for chain in routes:
+        wide = next((n for n, m in enumerate(chain) if not isinstance(m, MOVES)), len(chain))
+        head, tail = chain[:wide], chain[wide:]
+        if not all(isinstance(m, (*MOVES, Reduce, Scatter)) and m.single_target for m in tail):
+            return None
+        if prod(tail[0].in_shape if tail else step.shape) * len(routes) > LISTED:
+            return None
+        source, weight = _source(head, shape).reshape(-1), _weight(head, shape, torch.float64)
+        target, further = _sent(tail, torch.float64) if tail else (torch.arange(len(source)), 1)
+        target = target.reshape(-1)
+        weight = weight.reshape(-1) * torch.as_tensor(further).reshape(-1)
+        there = (source >= 0) & (target >= 0) & (weight != 0)
+        found.append((target[there], source[there], weight[there].to(step.dtype)))
+    row, column, weight = (torch.cat(parts) for parts in zip(*found))
+    return [[Sparse.of((row, column, weight), shape, step.shape)]]
+
+
 def _source(chain: list[Map], shape: Shape) -> Tensor:
     numbers = torch.arange(1, prod(shape) + 1, device="cpu").reshape(shape)
     for step in chain:
@@ -242,32 +297,76 @@ def _weight(chain: list[Map], shape: Shape, dtype: torch.dtype) -> Tensor:
 def _matrix(
     block: Block, value: int, take: int, shape: Shape, step: Step
 ) -> list[list[Map]] | None:
-    """The formula as a matrix, by unit cotangents, if it is small; unchanged routes are kept."""
+    """The formula as matrices, by unit cotangents, if they are small: one for each index along the
+    dimensions that come first and that it does not mix (those of a batch), or one for all.
+    """
     inputs, outputs = prod(shape), prod(step.shape)
-    if inputs * outputs > SMALL:
-        return None
     if not inputs * outputs:
-        return [
-            [Dense(torch.zeros(outputs, inputs, dtype=step.dtype, device="cpu"), shape, step.shape)]
-        ]
-    units = torch.eye(inputs, dtype=step.dtype, device="cpu").reshape(inputs, *shape)
+        return [[Dense(torch.zeros(outputs, inputs, dtype=step.dtype), shape, step.shape)]]
+    shared = [
+        n for n, (a, b) in enumerate(zip(shape, step.shape), 1) if shape[:n] == step.shape[:n]
+    ]
+    work = sum(prod(each.shape) for each in block.steps) // STEPS
+    for kept in (*reversed(shared), 0):
+        batch = prod(shape[:kept])
+        if inputs // batch * max(outputs, work) > SMALL or (kept and batch == 1):
+            continue
+        matrices = _columns(block, value, take, shape, step, kept)  # (column, batch, row)
+        if kept and not _blocks(block, value, take, matrices, shape, step):
+            continue
+        if batch == 1:
+            return [[Dense(matrices.squeeze(1).t().to(step.dtype), shape, step.shape)]]
+        each_in, each_out = inputs // batch, outputs // batch
+        there = matrices != 0
+        if not bool(there.all()):
+            column, sample, row = there.nonzero(as_tuple=True)
+            pairs = sample * each_out + row, sample * each_in + column
+            return [[Sparse.of((*pairs, matrices[there].to(step.dtype)), shape, step.shape)]]
+        flat = ((batch, each_in), (batch, each_out))
+        map_ = Contract("bj,bji->bi", matrices.transpose(0, 1).to(step.dtype), *flat)
+        ends = Identity(shape, flat[0]), Identity(flat[1], step.shape)
+        return [[ends[0], map_, ends[1]]]
+    return None
+
+
+def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept: int) -> Tensor:
+    """What unit cotangents become, the same one for each index along the first dimensions."""
+    batch, each_in = prod(shape[:kept]), prod(shape[kept:])
+    units = torch.eye(each_in, dtype=torch.float64)
 
     def column(unit: Tensor) -> Tensor:
-        return _run(block, {take: unit}, value).reshape(outputs)
+        given = unit.reshape(*[1] * kept, *shape[kept:]).expand(shape)
+        return _run(block, {take: given}, value).reshape(batch, -1)
 
     try:
-        matrix = torch.func.vmap(column, out_dims=1)(units)
+        return torch.func.vmap(column)(units)
     except RuntimeError:  # an operation that cannot be batched
-        matrix = torch.stack([column(unit) for unit in units], 1)
-    return [[Dense(matrix, shape, step.shape)]]
+        return torch.stack([column(unit) for unit in units])
+
+
+def _blocks(
+    block: Block, value: int, take: int, matrices: Tensor, shape: Shape, step: Step
+) -> bool:
+    """Whether the matrices of a batch are the whole formula: they are if they are for a cotangent
+    that has nothing to do with it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    given = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
+    given = given.to(matrices.device)
+    batch = matrices.shape[1]
+    found = torch.einsum("bj,jbi->bi", given.reshape(batch, -1), matrices)
+    wanted = _run(block, {take: given}, value).reshape(batch, -1)
+    size = torch.einsum("bj,jbi->bi", given.reshape(batch, -1), matrices.abs())
+    slack = 64 * torch.finfo(torch.float64).eps * float(size.nan_to_num(0, 0, 0).amax())
+    return torch.allclose(found, wanted, rtol=0, atol=slack, equal_nan=True)
 
 
 def _run(block: Block, values: dict[int, Tensor], wanted: int) -> Tensor:
-    """A block's value in SUM for these cotangents; absent ones count as zero."""
+    """A block's value in SUM, in float64, for these cotangents; absent ones count as zero."""
     for step in block.steps:
         parts = [t.map.apply(values[t.value]) for t in step.terms if t.value in values]
         if parts:
-            values[step.out] = torch.stack([part.to(step.dtype) for part in parts]).sum(0)
+            values[step.out] = torch.stack([part.double() for part in parts]).sum(0)
     return values[wanted]
 
 
@@ -276,6 +375,9 @@ def _join_sums(block: Block, new: Callable[[], int]) -> None:
 
     (``repeat`` backwards sums over the repetitions of one dimension after the other.)
     """
+    sums = [term.map for step in block.steps for term in step.terms]
+    if sum(isinstance(map_, (Reduce, Scatter)) and not map_.single_source for map_ in sums) < 2:
+        return
     made = {step.out: step for step in block.steps}
     uses = Counter(term.value for step in block.steps for term in step.terms)
     uses.update(block.gives.values())

@@ -26,6 +26,7 @@ from gradtrace.maps import (
     Contract,
     Convolve,
     Dense,
+    Distances,
     Identity,
     Index,
     Map,
@@ -208,6 +209,18 @@ def compressed(
     return build
 
 
+def distances(power: float, batch: Shape = (), n: int = 3, m: int = 4) -> Callable[[Make], Map]:
+    """Between points with three coordinates, of which some are the same."""
+
+    def build(make: Make) -> Map:
+        b = math.prod(batch)
+        x, y = make(b, n, 3), make(b, m, 3)
+        off = torch.cdist(x.double(), y.double(), math.inf).to(x.dtype)
+        return Distances(x, y, power, off, ((*batch, n, m), (*batch, n, 3)))
+
+    return build
+
+
 TABLE: dict[str, Callable[[Make], Map]] = {
     "Identity": lambda make: Identity((2, 3)),
     "Identity reshaped": lambda make: Identity((2, 3), (3, 1, 2)),
@@ -252,6 +265,10 @@ TABLE: dict[str, Callable[[Make], Map]] = {
     "Scatter 0-d": lambda make: Scatter(torch.tensor(1), (2,)),
     "Scatter empty": lambda make: Scatter(torch.zeros(0, dtype=torch.int64), (3,)),
     "Scatter to empty": lambda make: Scatter(torch.tensor([-1, -1]), (0,)),
+    **{f"Distances {power}": distances(power) for power in (1, 2, 3)},
+    "Distances of batches": distances(2, (2, 1)),
+    "Distances from none": distances(2, m=0),
+    "Distances of none": distances(2, n=0),
     "Sparse": compressed(5, 6),
     "Sparse shaped": compressed(6, 4, shapes=((2, 3), (2, 1, 2))),
     "Sparse planes": compressed(3, 4, Around(planes=3)),
@@ -373,6 +390,18 @@ def of_scatter(m: Scatter) -> Tensor:
     return matrix
 
 
+def of_distances(m: Distances) -> Tensor:
+    """Pair by pair, coordinate by coordinate."""
+    batch, n, k = m.x.shape
+    many = m.y.shape[1]
+    matrix = torch.zeros(batch, n, k, batch, n, many, dtype=torch.float64)
+    for b, i, j, c in product(range(batch), range(n), range(many), range(k)):
+        gap = float(m.x[b, i, c]) - float(m.y[b, j, c])  # what float32 rounds, tolerances allow
+        if gap:
+            matrix[b, i, c, b, i, j] = math.copysign(abs(gap) ** (m.power - 1), gap)
+    return matrix.reshape(m.outputs, m.inputs)
+
+
 def of_sparse(m: Sparse) -> Tensor:
     """A product of Kronecker's for each block."""
     blocks, planes, inner = m.around
@@ -462,6 +491,7 @@ REFERENCE: dict[type[Map], Callable[[Any], Tensor]] = {
     Reduce: of_reduce,
     Scatter: of_scatter,
     Sparse: of_sparse,
+    Distances: of_distances,
     Contract: of_contract,
     Convolve: of_convolve,
     Normaliser: of_normaliser,

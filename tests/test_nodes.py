@@ -47,6 +47,8 @@ def dropped(x: Tensor) -> Tensor:
     return torch.native_dropout(x, 0.5, True)[0]
 
 
+BY_PRODUCT = "use_mm_for_euclid_dist"
+
 CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     "T": [(torch.t, (a,))],
     "Transpose": [(lambda x: x.transpose(0, 2), (batch,)), (lambda x: x.transpose(-1, -2), (a,))],
@@ -191,6 +193,10 @@ CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     ],
     "Mm": [(torch.mm, (a, b)), (lambda x: torch.mm(x, b), (a,)), (lambda w: torch.mm(a, w), (b,))],
     "Bmm": [(lambda x, y: torch.bmm(x, y.mT), (batch, batch + 1))],
+    "EuclideanDist": [
+        (lambda x, y: torch.cdist(x, y, compute_mode=BY_PRODUCT), (batch, batch + 1)),
+        (lambda x, y: torch.cdist(x, y, compute_mode=BY_PRODUCT), (batch[0], batch[1, :2])),
+    ],
     "Embedding": [
         (lambda w: F.embedding(words, w), (b,)),
         (lambda w: F.embedding(words, w, padding_idx=2), (b,)),
@@ -283,7 +289,7 @@ def test_a_row_gives_what_its_formula_gives(
             same(one[leaf], value)
 
 
-ROUNDED = {"Gelu", "Sigmoid", "Silu", "Sqrt", "Log"}
+ROUNDED = {"Gelu", "Sigmoid", "Silu", "Sqrt", "Log", "EuclideanDist"}
 """What the node makes of ones, times the cotangent, may differ from what it makes of that by
 rounding."""
 

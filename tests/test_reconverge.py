@@ -174,7 +174,53 @@ OPERATORS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     ),
     "bilinear": (F.bilinear, (tensor(2, 3), tensor(2, 2), tensor(2, 3, 2))),
     "cdist": (torch.cdist, (tensor(3, 2), tensor(4, 2))),
-    "cdist 1": (lambda x, y: torch.cdist(x, y, p=1), (tensor(3, 2), tensor(4, 2))),
+    **{
+        f"cdist {p}": (lambda x, y, p=p: torch.cdist(x, y, p=p), (tensor(3, 2), tensor(4, 2)))
+        for p in (0.5, 1, 1.5, 2, 3, float("inf"))
+    },
+    "cdist by product": (
+        lambda x, y: torch.cdist(x, y, compute_mode="use_mm_for_euclid_dist"),
+        (tensor(3, 2), tensor(4, 2)),
+    ),
+    "cdist of batches": (torch.cdist, (tensor(2, 3, 2), tensor(2, 4, 2))),
+    "cdist of one batch": (lambda x, y: torch.cdist(x, y, p=1), (tensor(2, 3, 2), tensor(4, 2))),
+    "pdist": (F.pdist, (tensor(4, 2),)),
+    "pdist 1": (lambda x: F.pdist(x, p=1), (tensor(4, 2),)),
+    "multi_margin": (
+        lambda x: F.multi_margin_loss(x, torch.tensor([1, 0, 3]), reduction="none"),
+        (tensor(3, 4),),
+    ),
+    "multilabel_margin": (
+        lambda x: F.multilabel_margin_loss(x, torch.tensor([[1, 2, -1], [0, -1, 2]])),
+        (tensor(2, 3),),
+    ),
+    "segment_reduce": (
+        lambda x: torch.segment_reduce(x, "mean", lengths=torch.tensor([2, 0, 3])),
+        (tensor(5, 2),),
+    ),
+    "segment_reduce max": (
+        lambda x: torch.segment_reduce(
+            x, "max", lengths=torch.tensor([[2, 1], [0, 3]]), axis=1
+        ),
+        (tensor(2, 3, 2),),
+    ),
+    "bilinear of both": (F.bilinear, (tensor(2, 3), tensor(2, 2), tensor(4, 3, 2), tensor(4))),
+    "minimum, broadcast": (torch.minimum, (tensor(3, 4), tensor(3, 1))),
+    "inverses": (torch.linalg.inv, (torch.stack([positive(3), positive(3) + 1]),)),
+    "antialiased": (
+        lambda x: F.interpolate(x, size=(2, 3), mode="bilinear", antialias=True),
+        (tensor(1, 2, 5, 4),),
+    ),
+    "local response norm": (lambda x: F.local_response_norm(x, 3), (tensor(1, 4, 2),)),
+    "padded average": (
+        lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 0), ceil_mode=True, count_include_pad=False),
+        (tensor(1, 1, 4, 3),),
+    ),
+    "adaptive average": (lambda x: F.adaptive_avg_pool1d(x, 3), (tensor(1, 2, 5),)),
+    "nearest sample": (
+        lambda x, g: F.grid_sample(x, g, "nearest", "border", align_corners=False),
+        (tensor(2, 1, 3, 3), torch.cat([grid(), -grid()])),
+    ),
     "grid_sample": (
         lambda x, g: F.grid_sample(x, g, align_corners=False),
         (tensor(1, 2, 3, 3), grid()),

@@ -18,7 +18,7 @@ from torch import Tensor
 import gradtrace
 from gradtrace import engine
 from gradtrace.errors import NotLinear
-from gradtrace.maps import Dense
+from gradtrace.maps import Dense, Sparse
 
 FUSED_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 """Whether this torch has a fused kernel for grouped heads on the CPU."""
@@ -166,6 +166,9 @@ def parts_and_paddings(g: Tensor) -> Tensor:
     return F.pad(g.tril()[:, 1:], (0, 1)) + g.cumsum(0).triu(1) + g.repeat(2, 1)[1:4]
 
 
+BATCHED = "bj,bji->bi"
+"""A matrix for each index along the first dimensions."""
+
 MERGED = {"complex_numbers", "complex_in_place", "put_and_accumulate", "parts_and_paddings"}
 """Formulas in which an element reaches another along several routes: these become a matrix."""
 
@@ -181,7 +184,8 @@ def test_formula(name: str) -> None:
     program = gradtrace.program(loss)
     block = next(b for b in program.blocks if b.operator == "FunctionBackward")
     maps = [term.map for step in block.steps for term in step.terms]
-    assert any(isinstance(m, Dense) for m in maps) == (name in MERGED)
+    merged = (isinstance(m, (Dense, Sparse)) or getattr(m, "spec", "") == BATCHED for m in maps)
+    assert any(merged) == (name in MERGED)
     assert not block.note
 
 
@@ -258,10 +262,8 @@ PLANES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PLANES)
-@pytest.mark.parametrize("small", [0, 1 << 20], ids=["taps", "matrix"])
-def test_planes(name: str, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large planes are followed by their taps, small ones as a matrix; both are right."""
-    monkeypatch.setattr("gradtrace.linear.resampling.SMALL", small)
+def test_planes(name: str) -> None:
+    """Every plane is followed by its taps."""
     x = torch.rand(2, 3, 7, 8, dtype=torch.float64, requires_grad=True)
     out = PLANES[name](x)
     loss = (out * torch.rand(out.shape, dtype=torch.float64)).sum()

@@ -7,6 +7,7 @@ the call is part of. ``RULES`` is the table; what it lacks is opened with a deco
 """
 
 from gradtrace.linear.call import Call, Chains, Undecided, as_real, real_dtype, shape_of, spread
+from gradtrace.linear.distances import between
 from gradtrace.linear.elementwise import kept, probe
 from gradtrace.linear.general import dense
 from gradtrace.linear.movement import view
@@ -22,6 +23,7 @@ __all__ = [
     "Together",
     "Undecided",
     "as_real",
+    "between",
     "dense",
     "kept",
     "probe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from gradtrace.linear.call import (
     Call,
     Chain,
     Chains,
+    Rule,
+    Undecided,
     as_shape,
     real,
     shape_of,
@@ -187,6 +190,24 @@ def probe(call: Call) -> Chains:
         ]
         chains.append(_matrix(spread(dep, tuple(out.shape)), dep, out, columns))
     return chains
+
+
+def per_sample(dim: int) -> Rule:
+    """One cotangent for all, or one for each sample, which lie along this dimension of the result:
+    what does the operation make of ones?
+    """
+
+    def rule(call: Call) -> Chains:
+        g = call.only(call.args[0])
+        shape = tuple(call.out.shape)
+        many = tuple(n if d == dim else 1 for d, n in enumerate(shape)) if g.dim() else ()
+        if g.is_complex() or g.numel() != prod(many):
+            raise Undecided
+        weight = call.function(g)(torch.ones_like(g))
+        widen = Index(lambda x: x.reshape(many).expand(shape), tuple(g.shape), shape)
+        return [([widen, Scale(weight, shape)], g)]
+
+    return rule
 
 
 def complex_parts(call: Call) -> Chains:

@@ -79,43 +79,8 @@ def grouped_mm(
     return torch.stack([a[:, s:e] @ b[s:e] for s, e in bounds])
 
 
-def trilinear(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    expand_a: list[int],
-    expand_b: list[int],
-    expand_c: list[int],
-    summed: list[int],
-    unroll: int = 1,
-) -> Tensor:
-    """A product of three tensors, summed: what ``nn.Bilinear`` is made of."""
-    factors = []
-    for x, dims in ((a, expand_a), (b, expand_b), (c, expand_c)):
-        for d in sorted(dims):
-            x = x.unsqueeze(d)
-        factors.append(x)
-    product = factors[0] * factors[1] * factors[2]
-    return product.sum(summed) if summed else product
-
-
-def distances(g: Tensor, x: Tensor, y: Tensor, p: float, distance: Tensor) -> Tensor:
-    """Back through ``cdist`` to its first argument: ``Σⱼ g[i,j] · ∂d[i,j]/∂x[i,k]``."""
-    gap = x.unsqueeze(-2) - y.unsqueeze(-3)
-    d = distance.unsqueeze(-1)
-    if p == 0:
-        slope = torch.zeros_like(gap)
-    elif p == float("inf"):
-        slope = gap.sign() * (gap.abs() == d)
-    else:
-        slope = gap.sign() * gap.abs() ** (p - 1) / torch.where(d == 0, 1, d) ** (p - 1)
-    return (g.unsqueeze(-1) * torch.where(d == 0, 0, slope)).sum(-2)
-
-
 OPENED: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention,
     "_grouped_mm": grouped_mm,
-    "_trilinear": trilinear,
-    "_cdist_backward": distances,
 }
 """Decompositions of our own, for what PyTorch fuses and does not open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -60,6 +61,29 @@ def product(left: str, right: str) -> Rule:
         return [_product(dep, call.out, x, f"{b},{a}->{o}")]
 
     return rule
+
+
+def trilinear(call: Call) -> Chains:
+    """A product of three tensors, summed: what ``nn.Bilinear`` is made of. Each has some of the
+    dimensions, the others (``expanded``) are repeated.
+    """
+    factors, expanded, summed = call.args[:3], call.args[3:6], call.args[6]
+    call.one_of(*factors)
+    dep = call.dep
+    letters = ascii_letters[
+        : dep.dim() + len(next(e for x, e in zip(factors, expanded) if x is dep))
+    ]
+    words = ["".join(c for d, c in enumerate(letters) if d not in e) for e in expanded]
+    ((_, own),) = [(x, word) for x, word in zip(factors, words) if x is dep]
+    (a, first), (b, second) = [(x, word) for x, word in zip(factors, words) if x is not dep]
+    out = "".join(c for d, c in enumerate(letters) if d not in summed)
+    sizes = dict(zip(first + second + own, (*a.shape, *b.shape, *dep.shape)))
+    kept = "".join(c for c in letters if c in first + second and (c in own or c in out))
+    weight = torch.einsum(f"{first},{second}->{kept}", a, b)
+    alone = "".join(c for c in own if c not in kept and c not in out)  # a plain sum
+    weight = weight.expand(*(sizes[c] for c in alone), *weight.shape)
+    chain, _ = _product(dep, call.out, weight, f"{own},{alone}{kept}->{out}")
+    return [(chain, dep)]
 
 
 def vdot(call: Call) -> Chains:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradtrace.linear.call import Call, Chains, Rule, Undecided, as_shape, from_shape
 from gradtrace.linear.movement import ids64
-from gradtrace.maps import Around, Contract, Index, Map, Scale, Scatter, Sparse
+from gradtrace.maps import Around, Contract, Scatter, Sparse
 from gradtrace.shapes import Shape
 
 aten = torch.ops.aten
@@ -229,7 +229,7 @@ def sampled(call: Call) -> Any:
 
     result: list[Chains] = [[], []]
     if mask[0]:
-        source, weight = _taps(sample, size, 4 if mode == 2 else 2, g.device)
+        source, weight = _taps(sample, size, (2, 1, 4)[mode], g.device)
         tap, sample_, point = (weight != 0).nonzero(as_tuple=True)
         here = (tap, sample_, point)
         row, column = sample_ * prod(size) + source[here], sample_ * points + point
@@ -245,14 +245,3 @@ def sampled(call: Call) -> Any:
         step = Contract("ncp,ncpd->npd", weight, (n, c, points), (n, points, spatial))
         result[1] = [(as_shape(from_shape([step], tuple(g.shape)), tuple(grid.shape)), g)]
     return result
-
-
-def ctc(call: Call) -> Chains:
-    """CTC loss: one cotangent for each sequence, spread over its time steps and classes."""
-    g = call.only(call.args[0])
-    if g.dim() != 1:
-        raise Undecided
-    weight = call.function(g)(torch.ones_like(g))
-    shape = tuple(call.out.shape)
-    chain: list[Map] = [Index(lambda x: x.reshape(1, -1, 1).expand(shape), tuple(g.shape), shape)]
-    return [([*chain, Scale(weight, shape)], g)]

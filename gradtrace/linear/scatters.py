@@ -149,3 +149,18 @@ def nll(call: Call) -> Chains:
         return zero.expand(size).scatter(classes, wanted.unsqueeze(classes), values)
 
     return [([*spread(g, shape), Scale(factor, shape), Index(move, shape, size, fills=True)], g)]
+
+
+def segments(call: Call) -> Chains:
+    """Back through ``segment_reduce``: an element gets something from its own segment alone."""
+    g, data, axis = call.args[0], call.args[2], call.get(6, "axis", 0)
+    call.only(g)
+    lengths, ends = call.get(4, "lengths"), call.get(5, "offsets")
+    ends = lengths.cumsum(-1) if ends is None else ends[..., 1:]
+    number = torch.arange(data.shape[axis], device=g.device).expand(*ends.shape[:-1], -1)
+    segment = torch.searchsorted(ends.contiguous(), number.contiguous(), right=True)
+    shape = tuple(data.shape)
+    segment = segment.reshape(*segment.shape, *[1] * (len(shape) - axis - 1)).expand(shape)
+    weight = call.function(g)(torch.ones_like(g))
+    move = Index(lambda x: x.gather(axis, segment), tuple(g.shape), shape)
+    return [([move, Scale(weight, shape)], g)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gradtrace.linear import distances as d
 from gradtrace.linear import elementwise as e
 from gradtrace.linear import movement as m
 from gradtrace.linear import norms as n
@@ -63,6 +64,7 @@ ROWS: tuple[tuple[Rule, str], ...] = (
     (p.product("mk->m", "k"), "mv"),
     (p.product("k->", "k"), "dot"),
     (p.vdot, "vdot"),
+    (p.trilinear, "_trilinear"),
     (p.solve(1, "left"), "linalg_solve_triangular _linalg_solve_ex"),
     (p.solve(2, "left"), "linalg_lu_solve"),
     (p.solve(0), "triangular_solve cholesky_solve"),
@@ -111,7 +113,11 @@ ROWS: tuple[tuple[Rule, str], ...] = (
     (r.plane(2, r.adapted), "_adaptive_avg_pool2d_backward"),
     (r.plane(3, r.adapted), "_adaptive_avg_pool3d_backward"),
     (r.sampled, "grid_sampler_2d_backward grid_sampler_3d_backward"),
-    (r.ctc, "_ctc_loss_backward"),
+    (d.cdist, "_cdist_backward"),
+    (d.pdist, "_pdist_backward"),
+    (e.per_sample(0), "multi_margin_loss_backward multilabel_margin_loss_backward"),
+    (e.per_sample(1), "_ctc_loss_backward"),
+    (s.segments, "_segment_reduce_backward"),
     (n.softmax, "_softmax_backward_data"),
     (n.log_softmax, "_log_softmax_backward_data"),
     (n.layer_norm, "native_layer_norm_backward"),

@@ -7,6 +7,7 @@ from gradtrace.maps.base import Map
 from gradtrace.maps.contract import Contract
 from gradtrace.maps.convolve import Convolve, Windows
 from gradtrace.maps.dense import Dense
+from gradtrace.maps.distances import Distances
 from gradtrace.maps.index import Index, Slot, gather, tiled, tiling
 from gradtrace.maps.normaliser import Normaliser
 from gradtrace.maps.opaque import Opaque
@@ -21,6 +22,7 @@ __all__ = [
     "Contract",
     "Convolve",
     "Dense",
+    "Distances",
     "Identity",
     "Index",
     "Map",

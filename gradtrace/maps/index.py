@@ -61,11 +61,16 @@ class Index(Map):
     def single_target(self) -> bool:  # type: ignore[override]
         """Whether no element is taken twice."""
         if self.injective is None:
-            source = self.source()
-            taken = source[source >= 0]
-            different: Tensor = taken.unique()  # type: ignore[no-untyped-call]
-            self.injective = taken.numel() == different.numel()
+            self.injective = self._finds_injective()
         return self.injective
+
+    def _finds_injective(self) -> bool:
+        if not self.fills and self.outputs > self.inputs:
+            return False
+        source = self.source().reshape(-1)
+        taken = torch.zeros(self.inputs + 1, dtype=torch.bool, device=source.device)
+        taken[source + 1] = True  # the first place is that of what comes from nowhere
+        return int(taken[1:].sum()) == int((source >= 0).sum())
 
     def apply(self, x: Tensor) -> Tensor:
         return self.move(x)
