@@ -15,7 +15,7 @@ import platform
 import sys
 import sysconfig
 from argparse import Namespace
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import (
     BuiltinFunctionType,
@@ -25,7 +25,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -170,6 +170,7 @@ class Walk:
     def __init__(self, model: nn.Module) -> None:
         self._into = digests.new()
         self._seen: dict[int, Any] = {id(model): model}  # its weights are told apart elsewhere
+        self._assigned: dict[type, frozenset[str]] = {}
 
     def digest(self) -> str:
         """Of all that was gathered."""
@@ -180,7 +181,16 @@ class Walk:
         self._into.update(f"{texts!r}".encode("utf-8", "surrogatepass"))
 
     def value(self, value: Any, user: CodeType | None) -> None:
-        """Add something that code refers to: ``user``, which may change it."""
+        """Add something that code refers to: ``user``, which may change it.
+
+        An object that cannot be looked into is told by its class.
+        """
+        try:
+            self._value(value, user)
+        except Exception:  # whatever objects of the user's do when they are looked at
+            self.say(digests.named(type(value)))
+
+    def _value(self, value: Any, user: CodeType | None) -> None:
         if isinstance(value, digests.PLAIN) or _is_plain(value):
             self.say(value)
         elif isinstance(value, (list, dict, set, tuple, frozenset)):
@@ -238,7 +248,10 @@ class Walk:
 
     def settings(self, item: Any, without: frozenset[str]) -> None:
         """Add the plain attributes of an object that only its making assigns to."""
-        changed = _assigned(cast(Hashable, type(item)))
+        kind = type(item)
+        if kind not in self._assigned:
+            self._assigned[kind] = _assigned(kind)
+        changed = self._assigned[kind]
         for name, value in sorted(digests.attributes(item).items()):
             if name in without or name in changed or name.startswith("_"):
                 continue
@@ -332,7 +345,6 @@ def _names(code: CodeType) -> set[str]:
     return {name for each in _all(code) for name in each.co_names}
 
 
-@functools.cache
 def _stored(code: CodeType) -> frozenset[str]:
     """Names outside a function that it assigns to, such as counters."""
     return frozenset(
@@ -343,7 +355,6 @@ def _stored(code: CodeType) -> frozenset[str]:
     )
 
 
-@functools.cache
 def _changes(code: CodeType) -> bool:
     """Whether a function may change containers that it refers to."""
     return any(
@@ -354,8 +365,7 @@ def _changes(code: CodeType) -> bool:
     )
 
 
-@functools.cache
-def _assigned(kind: Any) -> frozenset[str]:
+def _assigned(kind: type) -> frozenset[str]:
     """Attributes that methods of a class assign to as it is used."""
     found = set()
     for base in kind.__mro__:

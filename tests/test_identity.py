@@ -235,6 +235,25 @@ def test_the_same_loss_is_recognised() -> None:
     assert identity(model, loss)[0].modules == before
 
 
+class Shy:
+    """An object that does not want to be looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ValueError(name)
+
+
+def test_objects_that_cannot_be_looked_into() -> None:
+    shy = Shy()
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+
+    def odd(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x) if shy is not deep else x
+
+    assert told(odd) == told(odd)
+
+
 def test_another_loss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     module, functions = sys.modules[__name__], (by_global, by_dict, by_args, by_helper)
     before = [told(function) for function in functions]
