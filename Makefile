@@ -40,13 +40,15 @@ experiments: $(VENV)/.developed
 	$(BIN)/gradtrace experiment --all --quick --out out/experiments --workers 2
 
 # The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself leaks.
-SANITIZED = $(wildcard tests/test_contract.py tests/test_steps.py)
+# `make sanitize SANITIZED="-n auto --ignore tests/browser tests gradtrace"` runs the whole suite so
+# (Chromium does not start with the sanitizer preloaded).
+SANITIZED ?= -p no:xdist $(wildcard tests/test_contract.py tests/test_steps.py)
 sanitize: $(VENV)/.developed
 	cmake -S . -B build/sanitize -DGRADTRACE_SANITIZE=ON
 	cmake --build build/sanitize
 	GRADTRACE_NATIVE=$(CURDIR)/build/sanitize/gradtrace_cpu.so ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest -x -p no:xdist $(SANITIZED)
+	$(BIN)/python -m pytest -x $(SANITIZED)
 
 # torch comes first and by version: a plain request for it would fetch gigabytes of CUDA. To keep
 # a torch of your own, set TORCH to its version.
