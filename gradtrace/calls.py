@@ -284,6 +284,8 @@ class Patch:
         for name, (before, value) in self.put.items():
             if vars(self.kind).get(name) is not value:
                 continue
+            if isinstance(value, _Seen):
+                value.function = None  # it refers back to the descriptor
             if before is _MISSING:
                 type.__delattr__(self.kind, name)
             else:
@@ -348,6 +350,8 @@ class _Seen:
         if self.own is _MISSING:
             above: Any = super(self.kind, owner if module is None else module)
             return above.forward
+        if module is not None and type(self.own) is FunctionType:
+            return MethodType(self.own, module)  # torch.compile can follow this, not ``__get__``
         get = getattr(type(self.own), "__get__", None)
         try:
             return self.own if get is None else get(self.own, module, owner)

@@ -49,13 +49,13 @@ def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
     for node in reversed(nodes):
         height = -1
         for child, _ in edges[node]:
-            below = heights[child]
+            below = heights.get(child, 0)  # a leaf may come first, as in order of creation
             if below > height:
                 height = below
         heights[node] = height = height + 1
         start = height - height % SPAN
         if start > SPAN:
-            far = tuple([n for n, _ in edges[node] if SPAN <= heights[n] < start])
+            far = tuple([n for n, _ in edges[node] if SPAN <= heights.get(n, 0) < start])
             if far:
                 node.metadata[KEEPER] = far
 

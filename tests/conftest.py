@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     }
     items.sort(key=lambda item: rank[id(item)])
     for n, item in enumerate(items):
-        place = str(item.path)
+        place = item.path.name
         if not _shares(item):
             place += f" {n if rank[id(item)] < len(SLOW) else n // CHUNK}"
         item.add_marker(pytest.mark.xdist_group(place))

@@ -107,6 +107,8 @@ DEFINITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     steps.reduce: lambda x, marks, dims: steps._reduce(steps._wide(x), marks, dims),
     steps.scatter: lambda x, marks, *how: steps._scatter(steps._wide(x), marks, *how),
     steps.gather: steps.gather,
+    steps.sparse: steps._sparse,
+    steps.sparse_sum: steps._sparse_sum,
     steps.normalise: _normalised,
     rows.products: rows._products,
     rows.others: rows._others,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def fit(folder: Path, callback: Any, model: Lit | None = None, **how: Any) -> Li
             **how,
         }
     )
-    trainer.fit(model, loader, loader)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
+        trainer.fit(model, loader, loader)  # it counts the machine's cores
     return model
 
 

@@ -277,6 +277,8 @@ def test_greedy_follows_the_largest_contribution(name: str) -> None:
         torch.manual_seed(seed)
         outputs, leaves = CASES[name]()
         loss = loss_of(outputs)
+        if any(type(y.grad_fn).__name__ == "NotImplemented" for y in outputs):
+            pytest.skip(f"torch {torch.__version__} cannot differentiate {name}")
         graph = ScalarGraph.of(loss, leaves)
         sample = Sample(seed, loss, leaves, [name], graph, frozenset())
         trace = gt.trace(loss, names=leaves)

@@ -41,7 +41,7 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.ledger import Ledger
+from gradtrace.laboratory.ledger import Ledger, tensors_alive
 from gradtrace.laboratory.resident import apart, beyond
 from gradtrace.laboratory.rounds import linear_fit
 
@@ -232,13 +232,15 @@ def _difference(cell: Cell, gradients: Sequence[Tensor]) -> float:
 def _traced(model: Deep, x: Tensor) -> int:
     """What a trace adds to the activations."""
     model.zero_grad(set_to_none=True)
-    ledger = Ledger([x, *model.parameters()])
-    with ledger:
-        with gt.watch(model) as watch:
-            loss = _loss(model, x)
-        before = ledger.now()
-        trace = watch.trace(loss)
-        kept = ledger.now() - before
+    ledger = Ledger([x, *model.parameters(), *tensors_alive()])
+    with gt.watch(model) as watch, ledger:
+        loss = _loss(model, x)
+    watch.trace(loss)  # what is made once in a process
+    ledger.note_all()  # states of random numbers, which checkpoints keep
+    before = ledger.now()
+    trace = watch.trace(loss)
+    ledger.note_all()
+    kept = ledger.now() - before
     del trace
     return kept
 

@@ -456,11 +456,13 @@ class Compressed(NamedTuple):
 def sparse_sum(how: Compressed, x: Tensor) -> Tensor:
     """``Σₑ weight[e]·x[source[e]]`` over the entries of each row, in their order. Flat."""
     out = x.new_zeros(how.sizes[0] * how.sizes[1] * how.sizes[2] * how.sizes[4])
-    if not _sparse_native(how, x, None, out, None):
-        row, product = _products(how, x)
-        total = product.new_zeros(product.shape[0], len(how.starts) - 1, product.shape[2])
-        return _unturned(total.index_add_(1, row, product), how)
-    return out
+    return out if _sparse_native(how, x, None, out, None) else _sparse_sum(how, x)
+
+
+def _sparse_sum(how: Compressed, x: Tensor) -> Tensor:
+    row, product = _products(how, x)
+    total = product.new_zeros(product.shape[0], len(how.starts) - 1, product.shape[2])
+    return _unturned(total.index_add_(1, row, product), how)
 
 
 def sparse(how: Compressed, x: Tensor, marks: Tensor) -> Carried:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,6 +52,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._seen[storage._cdata] = (weak, storage.nbytes())
 
+    def note_all(self) -> None:
+        """Write down every tensor that Python holds: also those made where no mode sees operations,
+        as by gradtrace, whose passes run without the caller's modes.
+
+        >>> y = torch.ones(3)
+        >>> ledger = Ledger(tensors_alive())
+        >>> z = torch.ones(4)
+        >>> ledger.note_all()
+        >>> ledger.now()
+        16
+        """
+        for tensor in tensors_alive():
+            self._note(tensor.untyped_storage())
+
     def now(self) -> int:
         """Bytes alive."""
         gone = [key for key, (weak, _) in self._seen.items() if weak.expired()]  # type: ignore[no-untyped-call]
@@ -62,3 +77,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = (tensor.grad for tensor in self.known if tensor.is_leaf)
         storages = (g.untyped_storage() for g in found if g is not None)
         return sum(s.nbytes() for s in storages if s._cdata in self._seen)
+
+
+def tensors_alive() -> list[Tensor]:
+    """All tensors that Python holds, and whose memory can be told."""
+    kinds = (Tensor, torch.nn.Parameter)
+    return [x for x in gc.get_objects() if type(x) in kinds and x.layout is torch.strided]
