@@ -127,6 +127,26 @@ def wanted(node: Node, slot: int) -> Any:
     return node.variable if type(node) is ACCUMULATE else node._input_metadata[slot]
 
 
+class Outputs:
+    """``wanted`` for all edges of a pass. To ask a node for one of its outputs lists all of them,
+    so a node that has many (``unbind`` of a long sequence) is asked once, not for every edge.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Node, Any] = {}
+
+    def wanted(self, node: Node, slot: int) -> Any:
+        """What the gradient of an output of a node is to be like."""
+        if type(node) is ACCUMULATE:
+            return node.variable
+        known = self.known.get(node)
+        if known is None:
+            known = node._input_metadata
+            if len(known) > 1:
+                self.known[node] = known
+        return known[slot]
+
+
 _NARROW = {
     torch.float64: torch.empty((), dtype=torch.float16, device="cpu"),
     torch.int64: torch.empty((), dtype=torch.int8, device="cpu"),

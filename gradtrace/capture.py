@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradtrace import autograd, standins, waiting
 from gradtrace.atlas import NOWHERE, Atlas, Place, placed
-from gradtrace.autograd import ACCUMULATE, FACTS, VIEWS, Edges, Node, learn
+from gradtrace.autograd import ACCUMULATE, FACTS, VIEWS, Edges, Node, Outputs, learn
 from gradtrace.deferred import Deferred, Part
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.formulas import Formulas
@@ -139,7 +139,8 @@ class Record:
         self.sums: set[int] = set()
         self.clear_since = watch.clear_since()
         self.recorder = Recorder(limit, bare, hopes)
-        self.formulas = Formulas(self.recorder, self.clear_since, opaque)
+        self.outputs = Outputs()
+        self.formulas = Formulas(self.recorder, self.clear_since, opaque, self.outputs)
         self.bare = bare
         self.products = Products(self.clear_since, bare, self.store)
         self.deferred: dict[int, Deferred] = {}
@@ -262,7 +263,7 @@ class Record:
         """``_chain``, and what PyTorch's engine does after it: broadcasting is undone, and the
         result is of the dtype that is wanted.
         """
-        meta = autograd.wanted(*edge)
+        meta = self.outputs.wanted(*edge)
         shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
         alike = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
         if alike and wanted:  # scalars may come from another device

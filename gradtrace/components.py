@@ -61,28 +61,20 @@ class Routes:
     """Which operator an argument's value goes on to: who made the argument."""
 
     takers: dict[int, Block]
-    onward: dict[int, int]
+    wholes: dict[int, int]
     leaves: set[int]
 
     @classmethod
     def of(cls, program: Program) -> Routes:
         """Those of a program."""
         takers = {value: block for block in program.blocks for value in block.takes.values()}
-        onward = {
-            term.value: step.out
-            for block in program.blocks
-            for step in block.merges
-            for term in step.terms
-        }
-        return cls(takers, onward, {leaf.value for leaf in program.leaves})
+        return cls(takers, program.wholes(), {leaf.value for leaf in program.leaves})
 
     def source(self, value: int) -> str:
         """The nearest module that the argument came from, or else the operator."""
         first = ""
         for _ in range(100):  # operators outside any module: look behind them
-            while value in self.onward:
-                value = self.onward[value]
-            block = self.takers.get(value)
+            block = self.takers.get(self.wholes.get(value, value))
             if block is None:
                 return first or "leaf"
             if block.place.module:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace import waiting
 from gradtrace.choices import Nested, nested
 from gradtrace.engine import Held, balanced, gradient_of, value_of
 from gradtrace.maps import Identity, Index, Map, Scale
@@ -106,15 +107,22 @@ class Kept:
     @cached_property
     def makers(self) -> dict[int, tuple[Term, ...]]:
         """The terms that make each value; sums over all users of an argument in one."""
-        merges = {step.out for block in self.program.blocks for step in block.merges}
         made: dict[int, tuple[Term, ...]] = {}
+        sums: dict[int, list[Term]] = {}
         for block in self.program.blocks:
             for step in block.steps:
                 made[step.out] = step.terms
             for step in block.merges:
                 first, *rest = step.terms
-                before = made[first.value] if first.value in merges else (first,)
-                made[step.out] = (*before, *rest)
+                terms = sums.pop(first.value, None)  # not copied: there may be thousands
+                if terms is None:
+                    terms = [first]
+                else:
+                    del made[first.value]  # nobody else uses a sum that goes on
+                terms += rest
+                sums[step.out] = terms
+                made[step.out] = ()  # in its place
+        made.update((value, tuple(terms)) for value, terms in sums.items())
         return made
 
     @cached_property
@@ -153,9 +161,13 @@ class Kept:
             for out, terms in reversed(self.makers.items()):
                 if growth.arrived(out):
                     at = growth.stage(out, terms[0].map.outputs)
+                    alive = False
                     if out in self.takers or out in starts:
-                        growth.gradient(self.gradient(out, at))
-                    for hops in self._onward(terms, at, self._compared(out, rule)):
+                        gradient = self.gradient(out, at)
+                        growth.gradient(gradient)
+                        look = terms[0].map.stays and not waiting.avoid(gradient)
+                        alive = look and bool(gradient.all())
+                    for hops in self._onward(terms, at, self._compared(out, rule), alive):
                         growth.send(hops)
             root = self.program.root
             if growth.arrived(root):
@@ -171,9 +183,13 @@ class Kept:
         return None if part is None else self._inside(part)
 
     def _onward(
-        self, terms: tuple[Term, ...], at: Tensor, held: Values[Held] | None
+        self, terms: tuple[Term, ...], at: Tensor, held: Values[Held] | None, alive: bool
     ) -> Iterator[Hops]:
+        """Where elements go on to; ``alive`` if their gradients are known, and none is 0."""
         if len(terms) == 1:
+            if alive and held is None and terms[0].map.stays:  # what it comes from is not 0 either
+                yield _hops(terms[0], at, at, None)
+                return
             yield from self._alone(terms[0], at, held)
             return
         offers = [self._offer(term, at, held) for term in terms]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace import autograd, hooks, waiting
-from gradtrace.autograd import FACTS, Edges, Grads, Node, learn
+from gradtrace.autograd import FACTS, Edges, Grads, Node, Outputs, learn
 from gradtrace.engine import gradient_of
 from gradtrace.errors import NotLinear, TooLarge
 from gradtrace.folding import fold
@@ -48,10 +48,13 @@ class Formulas:
     be written out is kept as a function.
     """
 
-    def __init__(self, recorder: Recorder, clear_since: int, opaque: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, clear_since: int, opaque: bool, outputs: Outputs
+    ) -> None:
         self.recorder = recorder
         self.clear_since = clear_since
         self.opaque = opaque
+        self.outputs = outputs
 
     def follow(
         self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
@@ -80,7 +83,7 @@ class Formulas:
             if child is None or out is None:
                 continue
             if asked is None or position in asked:
-                out = autograd.conform(out, autograd.wanted(child, slot))
+                out = autograd.conform(out, self.outputs.wanted(child, slot))
             value = self.recorder.values.get(id(out))
             if value is None:
                 continue  # a constant: nothing comes this way

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradtrace import autograd, hooks
 from gradtrace.atlas import Atlas, Place
-from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, learn
+from gradtrace.autograd import ACCUMULATE, FACTS, Edges, Grads, Node, Outputs, learn
 from gradtrace.errors import NotScalar, Unsupported
 from gradtrace.hooks import HookWatch
 from gradtrace.passes import one_pass
@@ -56,6 +56,7 @@ class Walk:
         start = [None] * autograd.slot_of(loss) + [seed]
         self.adjoints: dict[Node, list[Tensor | None]] = {autograd.root_of(loss): start}
         self.leaves: list[tuple[Tensor, Tensor]] = []
+        self.outputs = Outputs()
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Call the node on what has reached it, and hand the results to its arguments."""
@@ -89,10 +90,7 @@ class Walk:
                 if child is None or out is None:
                     continue
                 if asked is None or position in asked:
-                    leaf = type(child) is ACCUMULATE  # whose variable says the same, and faster
-                    out = autograd.conform(
-                        out, child.variable if leaf else child._input_metadata[slot]
-                    )
+                    out = autograd.conform(out, self.outputs.wanted(child, slot))
                 waiting = adjoints.get(child)
                 if waiting is None:
                     adjoints[child] = [None] * slot + [out] if slot else [out]

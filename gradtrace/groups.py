@@ -5,7 +5,7 @@ There may be millions of groups, of a leaf, a pair and a mark, and hundreds of c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gradtrace.marks import Words, words_of
 
-Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 ENTRIES = (1 << 22, 1 << 24)
@@ -41,30 +40,32 @@ class Counts(NamedTuple):
     size: int | None = None
 
 
-class Word(NamedTuple):
-    """A word of the bits of components: its number, which of them have any there, and these."""
+class Reach(NamedTuple):
+    """Which components the paths of a leaf could pass: ``words`` are the bits that some route gives
+    (leaves, words), and a leaf does not count for the components that it belongs to: ``owned[0]``
+    are leaves, ``owned[1]`` components.
+    """
 
-    number: int
+    words: Words
+    owned: npt.NDArray[np.int64]
+
+
+class Columns(NamedTuple):
+    """Components that have the same number of bits: which they are, and all their bits."""
+
     which: Tensor
     bits: Tensor
-
-
-def sparse(words: Words) -> Iterator[tuple[int, npt.NDArray[np.intp], Words]]:
-    """Of each word those that have bits: most components have all of theirs in one."""
-    for n, word in enumerate(words.T):
-        which = np.flatnonzero(word)
-        if len(which):
-            yield n, which, word[which]
+    size: int
 
 
 class Sums(NamedTuple):
     """By pair and component, the number of elements and the sum of those that could pass it, and of
-    those that do; how many elements of each leaf have a path; and whether all sums are finite.
+    those that do; by component, how many could but have no path; and whether all sums are finite.
     """
 
     eligible: Floats
     through: Floats
-    totals: Floats
+    unreached: Floats
     finite: bool
 
 
@@ -95,52 +96,169 @@ class Groups(NamedTuple):
         until = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])[ends]
         return torch.diff(until, prepend=until.new_zeros(1)).double()
 
-    def added(self, pairs: int, could: Bools, bits: list[int]) -> Sums:
-        """Of the groups whose leaf could pass a component (leaves, components), and of those whose
-        mark does, that has any of its bits. Sums that are not finite count for nothing.
+    def added(
+        self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
+    ) -> Sums:
+        """Of the groups whose leaf could pass a component, and of those whose mark does, that has
+        any of its bits. ``place`` says for each leaf where it is in ``reach``, ``totals`` how many
+        paths there could be. Sums that are not finite count for nothing.
         """
         device = self.leaf.device
-        wanted = [
-            Word(w, lent(which, device), lent(some, device))
-            for w, which, some in sparse(words_of(bits)[:, : self.rows.shape[1]])
-        ]
-        able, sums = lent(could, device), self.sums.nan_to_num(0.0, 0.0, 0.0)
+        entries, count = ENTRIES[device.type == "cuda"], len(bits)
+        owners = _owners(reach, count, device)
+        able = _able(reach, bits, owners, entries)
+        where = lent(np.array(place, np.int64), device)
+        sums = self.sums.nan_to_num(0.0, 0.0, 0.0)
         both = torch.stack([self.counts.double(), sums], 1)
-        found = torch.zeros(pairs, 2, len(bits), 2, dtype=torch.float64, device=device)
-        most = max(1, ENTRIES[device.type == "cuda"] // max(1, len(bits)))
-        for pair, mine in self._runs(pairs):
-            for n in range(0, len(mine), most):
-                found[pair] += self._some(mine[n : n + most], able, wanted, both)
-        odd = (both[:, 1] != self.sums).any().double()
-        told = torch.cat([odd.reshape(1), self.totals(), found.reshape(-1)]).cpu()  # one wait
-        unlike, totals, line = np.split(told.numpy(), [1, 1 + len(self.extra)])
-        eligible, through = line.reshape(found.shape).transpose(1, 0, 2, 3)
-        return Sums(eligible, through, totals, not unlike.any())
+        paths = self.totals()
+        missing = torch.zeros(able.shape[1], 1, dtype=torch.float64, device=device)
+        missing.index_add_(0, where, (lent(totals, device) - paths).unsqueeze(1))
+        found = torch.zeros(2, count, pairs, 2, dtype=torch.float64, device=device)
+        if pairs == 1:  # what could pass is added up by leaf first
+            by_leaf = torch.zeros(able.shape[1], 2, dtype=torch.float64, device=device)
+            by_leaf.index_add_(0, where[self.leaf], both)
+            missing = torch.cat([missing, by_leaf], 1)
+        told = _product(able, missing, entries)
+        found[0, :, 0] += told[:, 1:] if pairs == 1 else 0
+        width = max(self.rows.shape[1], 1)
+        columns = _columns(bits, 64 * width, device)
+        most = _most(columns, count, width, entries)
+        for n in range(0, len(self.leaf), most):
+            some = slice(n, n + most)
+            leaf, pair = self.leaf[some], self.pair[some]
+            here = where[leaf]
+            marks = self.rows[self.row[some]] | self.extra[leaf]
+            if pairs > 1:
+                could = able.index_select(1, here)
+                for k in (0, 1):
+                    found[0, :, :, k].index_add_(1, pair, could * both[some, k])
+            few = _few(marks, columns, count)
+            if few is not None:
+                row, component = few
+                mine = (owners[:, here[row]] != component).all(0)
+                row, component = row[mine], component[mine]
+                line = found[1].view(count * pairs, 2)
+                line.index_add_(0, component * pairs + pair[row], both[some][row])
+                continue
+            passing = _hits(marks, columns, count, owners[:, here])
+            if pairs == 1:
+                found[1, :, 0] += passing.double() @ both[some]
+                continue
+            for k in (0, 1):
+                found[1, :, :, k].index_add_(1, pair, passing * both[some, k])
+        odd = (sums != self.sums).any().double()
+        line = torch.cat([odd.reshape(1), told[:, 0], found.reshape(-1)]).cpu()  # one wait
+        unlike, unreached, rest = np.split(line.numpy(), [1, 1 + count])
+        eligible, through = rest.reshape(found.shape).transpose(0, 2, 1, 3)
+        return Sums(eligible, through, unreached, not unlike.any())
 
-    def _some(self, at: Tensor, could: Tensor, wanted: Sequence[Word], sums: Tensor) -> Tensor:
-        leaf = self.leaf[at]
-        able = could[leaf]
-        passing = torch.zeros_like(able)
-        marks = self.rows[self.row[at]] | self.extra[leaf]
-        for n, which, bits in wanted:
-            hit = (marks[:, n : n + 1] & bits) != 0
-            if len(which) == passing.shape[1]:
-                passing |= hit
-            else:
-                passing[:, which] |= hit
-        return torch.stack([able, passing & able]).double().mT @ sums[at]
 
-    def _runs(self, pairs: int) -> Iterator[tuple[int, Tensor]]:
-        """Each pair with its groups."""
-        if pairs == 1:
-            yield 0, torch.arange(len(self.pair), device=self.pair.device)
-            return
-        order = torch.argsort(self.pair, stable=True)
-        places = torch.arange(pairs + 1, device=self.pair.device)
-        starts = torch.searchsorted(self.pair[order], places).tolist()
-        for pair in range(pairs):
-            if starts[pair] < starts[pair + 1]:
-                yield pair, order[starts[pair] : starts[pair + 1]]
+def _owners(reach: Reach, count: int, device: torch.device) -> Tensor:
+    """The components that each leaf belongs to, one below the other, then ``count``, which is none:
+    (most of any leaf, leaves).
+    """
+    leaf, component = reach.owned
+    order = np.argsort(leaf, kind="stable")
+    leaf = leaf[order]
+    rank = np.arange(len(leaf)) - np.searchsorted(leaf, leaf)
+    found = np.full((int(rank.max(initial=-1)) + 1, len(reach.words)), count, np.int64)
+    found[rank, leaf] = component[order]
+    return lent(found, device)
+
+
+def _able(reach: Reach, bits: list[int], owners: Tensor, entries: int) -> Tensor:
+    """Which components the paths of each leaf could pass: (components, leaves), 0 or 1."""
+    words = lent(reach.words, owners.device)
+    columns = _columns(bits, 64 * words.shape[1], owners.device)
+    most = _most(columns, len(bits), words.shape[1], entries)
+    found = torch.zeros(len(bits), len(words), dtype=torch.uint8, device=owners.device)
+    for n in range(0, len(words), most):
+        some = slice(n, n + most)
+        found[:, some] = _hits(words[some], columns, len(bits), owners[:, some])
+    return found
+
+
+def _columns(bits: list[int], width: int, device: torch.device) -> list[Columns]:
+    """The bits of components, such as are below ``width``; most have one, or as many as others."""
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for n, some in enumerate(bits):
+        some &= (1 << width) - 1 if some.bit_length() > width else -1
+        size = some.bit_count()
+        if size:
+            which, places = found.setdefault(size, ([], []))
+            which.append(n)
+            places += [some.bit_length() - 1] if size == 1 else _places(some)
+    return [
+        Columns(lent(np.array(which, np.int64), device), lent(np.array(bits, np.int64), device), n)
+        for n, (which, bits) in found.items()
+    ]
+
+
+def _places(bits: int) -> list[int]:
+    line = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
+    places: list[int] = np.flatnonzero(np.unpackbits(line, bitorder="little")).tolist()
+    return places
+
+
+def _most(columns: list[Columns], count: int, width: int, entries: int) -> int:
+    """How many marks to look at in one go."""
+    return max(1, entries // max([count, 64 * width, *(len(c.bits) for c in columns)]))
+
+
+def _hits(words: Tensor, columns: list[Columns], count: int, but: Tensor) -> Tensor:
+    """Which components have a bit in common with each mark, ``but`` for some of each mark:
+    (components, marks), 0 or 1.
+    """
+    many = len(words)
+    octets = words.contiguous().view(torch.uint8).reshape(many, -1).mT.contiguous()
+    shifts = torch.arange(8, dtype=torch.uint8, device=words.device).unsqueeze(1)
+    flags = ((octets.unsqueeze(1) >> shifts) & 1).reshape(-1, many)
+    found = torch.zeros(count + 1, many, dtype=torch.uint8, device=words.device)  # the last is none
+    for which, bits, size in columns:
+        here = flags.index_select(0, bits)
+        found[which] = here if size == 1 else here.reshape(-1, size, many).amax(1)
+    return found.scatter_(0, but, 0)[:count]
+
+
+SPARSE = 4
+"""Marks of which so few words hold any bits are taken bit by bit: one in this many components."""
+
+
+def _few(words: Tensor, columns: list[Columns], count: int) -> tuple[Tensor, Tensor] | None:
+    """Marks and the components they have a bit in common with, pair by pair; None if marks have
+    many bits, or lie on a GPU, where nobody waits for how many there are.
+    """
+    if words.device.type != "cpu":
+        return None
+    mark, word = words.nonzero(as_tuple=True)
+    if SPARSE * 64 * len(mark) > len(words) * count:
+        return None
+    octets = words[mark, word].numpy().view(np.uint8).reshape(-1, 8)
+    at, bit = np.nonzero(np.unpackbits(octets, axis=1, bitorder="little"))
+    some = torch.from_numpy(at)
+    mark, bits = mark[some], word[some] * 64 + torch.from_numpy(bit)
+    whose = [c.which.repeat_interleave(c.size) for c in columns]
+    owner, held = torch.cat([bits[:0], *whose]), torch.cat([bits[:0], *(c.bits for c in columns)])
+    held, order = held.sort()
+    first = torch.searchsorted(held, bits)
+    times = torch.searchsorted(held, bits, right=True) - first
+    mark = mark.repeat_interleave(times)
+    begin = (times.cumsum(0) - times).repeat_interleave(times)
+    place = first.repeat_interleave(times) + torch.arange(len(mark)) - begin
+    component = owner[order[place]]
+    if all(c.size == 1 for c in columns):
+        return mark, component
+    once: Tensor = (mark * count + component).unique()  # type: ignore[no-untyped-call]
+    return once // count, once % count
+
+
+def _product(flags: Tensor, weights: Tensor, entries: int) -> Tensor:
+    """Matrix product of zeros and ones with numbers, some rows at a time."""
+    found = weights.new_zeros(len(flags), weights.shape[1])
+    most = max(1, entries // max(1, flags.shape[1]))
+    for n in range(0, len(flags), most):
+        found[n : n + most] = flags[n : n + most].double() @ weights
+    return found
 
 
 def lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:

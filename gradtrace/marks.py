@@ -258,7 +258,8 @@ def distinct(words: Words) -> tuple[Ints, Ints] | None:
     if no two are equal.
     """
     count, width = words.shape
-    keys = words @ (ODD[:width] if width <= WIDE else np.resize(ODD, width))
+    odd = ODD[:width] if width <= WIDE else np.resize(ODD, width)
+    keys = words @ odd + (words >> np.uint64(32)) @ odd[::-1]  # of high bits a product keeps few
     line = np.sort(keys)
     if (line[1:] != line[:-1]).all():
         return None

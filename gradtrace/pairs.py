@@ -109,14 +109,15 @@ class Chains:
         first = step.terms[0].value
         if step.out not in self.partial and first not in self.sums:
             return []
+        more = step.terms[1:] if first in self.sums else step.terms
         sums, terms = self.sums.pop(first, []), self.terms.pop(first, [])
         if step.out not in apart:
             apart.difference_update(sums)
             return terms
-        if step.out in self.partial:
-            new = [t.value for t in step.terms if t.value not in sums]
-            self.sums[step.out] = [*sums, step.out]
-            self.terms[step.out] = terms + [(value, spans[value][0]) for value in new]
+        if step.out in self.partial:  # the lists go on, and are not copied
+            sums.append(step.out)
+            terms += [(term.value, spans[term.value][0]) for term in more]
+            self.sums[step.out], self.terms[step.out] = sums, terms
         return []
 
 

@@ -155,6 +155,7 @@ class Growth:
     links: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
     begun: dict[int, Tensor] = field(default_factory=dict)
     nodes: int = 0
+    here: Tensor | None = None  # the nodes of the last stage, if they are at hand
     slots: Tensor | None = None  # one for each element of a value; what it held before is no matter
 
     def __post_init__(self) -> None:
@@ -169,14 +170,16 @@ class Growth:
         """The different elements of a value, of this size, that paths have arrived at."""
         groups = self.waiting.pop(value)
         if len(groups) == 1:
-            element, apart = groups[0][1].element, groups[0][1].apart
+            element = groups[0][1].element
+            apart = groups[0][1].apart or element.numel() == 1
         else:
             element, apart = torch.cat([hops.element for _, hops in groups]), False
         number = None if apart else self._numbered(element, size)
         if number is None:
             last = self.nodes + element.numel()
-            heads = torch.arange(self.nodes, last, device=element.device)
+            heads = self.here = torch.arange(self.nodes, last, device=element.device)
         else:
+            self.here = None
             element, heads = number[0], number[1] + self.nodes
         first = 0
         for tails, hops in groups:
@@ -216,11 +219,13 @@ class Growth:
 
     def send(self, hops: Hops) -> None:
         """From the last stage to a value."""
-        first, device = self.firsts[-1], hops.element.device
-        if hops.mine is None:
-            tails = torch.arange(first, self.nodes, device=device)
-        else:
+        first = self.firsts[-1]
+        if hops.mine is not None:
             tails = hops.mine + first
+        elif self.here is not None:
+            tails = self.here
+        else:
+            tails = torch.arange(first, self.nodes, device=hops.element.device)
         self.waiting.setdefault(hops.value, []).append((tails, hops))
 
     def forest(self, root: int) -> Forest:
@@ -232,11 +237,12 @@ class Growth:
         if self.links:
             tails, heads, _ = zip(*self.links)
             onward[torch.cat(tails)] = torch.cat(heads)
-        for tail, _, heavy in self.links:
-            if heavy is not None:
-                weight[tail] = heavy
-        for first, found in self.gradients.items():
-            gradient[first : first + len(found)] = found
+        if heavy := [(tail, found) for tail, _, found in self.links if found is not None]:
+            tails, weights = zip(*heavy)
+            weight[torch.cat(tails)] = torch.cat(weights)
+        if self.gradients:
+            lines = [torch.arange(n, n + x.numel()) for n, x in self.gradients.items()]
+            gradient[torch.cat(lines).to(gradient.device)] = torch.cat([*self.gradients.values()])
         element = torch.cat(self.elements) if self.elements else onward
         starts = [self.begun[value] for value in self.starts]
         return Forest(

@@ -262,10 +262,12 @@ def shared(states: list[State]) -> bool:
     return len(palette.rows) <= MANY  # last, as a GPU may not have told yet
 
 
-def alike(states: list[State]) -> bool:
-    """Whether all are plain, with one and the same mark."""
+def alike(states: list[State], told: int = 0) -> bool:
+    """Whether all are plain, with one and the same mark; the first ``told`` of them are, if the
+    first is plain.
+    """
     mark = states[0].mark
-    return mark is not None and all(state.mark == mark for state in states)
+    return mark is not None and all(state.mark == mark for state in states[max(1, told) :])
 
 
 def where(value: Tensor, numbers: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from gradtrace import waiting
 from gradtrace.components import Component
-from gradtrace.groups import Bools, Counts, grouped, sparse
+from gradtrace.groups import Counts, Reach, grouped
 from gradtrace.influence import Influence, Moments, Row, Weight
 from gradtrace.kernels import steps as fused
 from gradtrace.kernels.leaves import Leaves
@@ -42,13 +43,12 @@ class Counted:
 
 
 class Able(NamedTuple):
-    """What can be said without counting: the place of each leaf's value; by place and component,
-    whether the leaf belongs to it, and whether paths from it could pass it.
+    """What can be said without counting: the place of each leaf's value; which components paths
+    from the leaf at each place could pass; and which leaves belong to which.
     """
 
     place: dict[int, int]
-    owns: Bools
-    could: Bools
+    reach: Reach
 
 
 class Ahead(NamedTuple):
@@ -237,16 +237,16 @@ class Tally:
     def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
         """The table."""
         self._settle()
-        place, owns, could = self._foreseen()
+        place, reach = self._foreseen()
         order = [place[leaf.value] for leaf in self.leaves]
-        owns, could = owns[order], could[order]
         groups = grouped([leaf.found for leaf in self.leaves if leaf.found is not None])
         bits = [component.bits for component in self.components]
-        eligible, through, paths, finite = groups.added(self.pairs, could, bits)
-        sizes = np.array([leaf.size for leaf in self.leaves], dtype=float)  # exact below 2**53
+        sizes = np.zeros(len(place))
+        np.add.at(sizes, order, [float(leaf.size) for leaf in self.leaves])  # exact below 2**53
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
-        own = sizes @ owns.astype(float)
-        unreached = (totals - paths) @ could.astype(float)
+        eligible, through, unreached, finite = groups.added(self.pairs, reach, order, totals, bits)
+        own = np.zeros(len(bits))
+        np.add.at(own, reach.owned[1], sizes[reach.owned[0]])
         if not finite:
             notes = (*notes, NONFINITE)
         moments = (
@@ -263,13 +263,13 @@ class Tally:
         if self.able is None:
             values = [leaf.value for leaf in self.program.leaves]
             place = {value: n for n, value in enumerate(values)}
-            owns, reached = self._owned(values), possible(self.program, self.marks)
-            bits = [component.bits for component in self.components]
-            self.able = Able(place, owns, hits([reached[value] for value in values], bits) & ~owns)
+            reached = possible(self.program, self.marks)
+            words = words_of([reached[value] for value in values])
+            self.able = Able(place, Reach(words, self._owned(values)))
         return self.able
 
-    def _owned(self, values: list[int]) -> Bools:
-        """Which leaf belongs to which component."""
+    def _owned(self, values: list[int]) -> npt.NDArray[np.int64]:
+        """The leaves that belong to components, and these, one pair after the other."""
         places: dict[str, list[int]] = {}
         for place, value in enumerate(values):
             places.setdefault(self.names[value], []).append(place)
@@ -279,9 +279,7 @@ class Tally:
             here = [place for name in component.owns for place in places.get(name, ())]
             leaves += here
             components += [n] * len(here)
-        owns = np.zeros((len(values), len(self.components)), dtype=bool)
-        owns[leaves, components] = True
-        return owns
+        return np.array([leaves, components], np.int64)
 
 
 def _of_pieces(state: State, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
@@ -307,14 +305,6 @@ def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
         counts[1] += count
         sizes[1] += size
     return Counts(counts, sizes, rows, extra, pair, 1)
-
-
-def hits(marks: list[int], bits: list[int]) -> Bools:
-    """Which marks have any of some bits, as a matrix of marks by sets of bits."""
-    found, words = np.zeros((len(marks), len(bits)), dtype=bool), words_of(marks)
-    for n, which, some in sparse(words_of(bits)[:, : words.shape[1]]):
-        found[:, which] |= (words[:, n, None] & some) != 0
-    return found
 
 
 def possible(program: Program, marks: Marks) -> dict[int, int]:

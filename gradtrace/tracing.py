@@ -289,16 +289,20 @@ class Tracer:
     ) -> None:
         """A sum over the users of a value, one more of them."""
         found: list[State] = []
+        told = 0  # so many of them are known to be alike, if there are more than one
         for map_, value in step.terms:
             if value in sums:
                 some = sums.pop(value)
-                found += map(unpacked, some) if self.narrow else some
+                if found or len(some) == 1:
+                    found += map(unpacked, some) if self.narrow else some
+                else:  # what goes on is not copied: there may be thousands of terms
+                    found, told = some, len(some)
             else:
                 state = states[value]
                 found.append(self._term(self._map(map_, value), state, step, not found))
         if step.out not in self.partial:
             states[step.out] = _ended(self.rule.join(found, step, scope))
-        elif alike(found) or (not self.narrow and len(found) <= TERMS and shared(found)):
+        elif alike(found, told) or (not self.narrow and len(found) <= TERMS and shared(found)):
             sums[step.out] = found
         else:
             total = self.rule.join(found, step, NOTHING, on=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace import groups
-from gradtrace.groups import Counts, grouped
+from gradtrace.groups import Counts, Reach, grouped
 from gradtrace.marks import Table, words_of
 
 NAN = math.nan
@@ -34,11 +36,23 @@ def drawn(seed: int, leaves: int, pairs: int) -> list[Counts]:
     return found
 
 
+def reached(seed: int, found: list[Counts], bits: list[int]) -> tuple[Reach, np.ndarray]:
+    """What leaves could pass by their bits, among which are those of their marks, and what they
+    belong to; and both as a matrix.
+    """
+    draw = np.random.default_rng(seed)
+    marks = [reduce(or_, each.rows) | each.extra for each in found]
+    marks = [mark | sum(int(draw.integers(2)) << n for n in (61, 72, 200)) for mark in marks]
+    owned = draw.random((len(found), len(bits))) < 0.2
+    could = np.array([[bool(mark & some) for some in bits] for mark in marks]) & ~owned
+    return Reach(words_of(marks), np.array(np.nonzero(owned))), could
+
+
 def plainly(
-    found: list[Counts], pairs: int, could: np.ndarray, bits: list[int]
-) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    found: list[Counts], pairs: int, could: np.ndarray, bits: list[int], most: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     eligible, through = np.zeros((pairs, len(bits), 2)), np.zeros((pairs, len(bits), 2))
-    totals = []
+    unreached = np.zeros(len(bits))
     for leaf, each in enumerate(found):
         total = 0
         for n, (count, sum_) in enumerate(zip(each.counts.tolist(), each.sums.tolist())):
@@ -52,26 +66,30 @@ def plainly(
                 if could[leaf, c]:
                     eligible[each.pair + pair, c] += more
                     through[each.pair + pair, c] += more * bool(mark & some)
-        totals.append(total)
-    return eligible, through, totals
+        unreached += could[leaf] * (most[leaf] - total)
+    return eligible, through, unreached
 
 
-@pytest.mark.parametrize("entries", [1, 7, 1 << 22])
+@pytest.mark.parametrize("sparse", [0, 1 << 30])
+@pytest.mark.parametrize("entries", [1, 1000, 1 << 22])
 @given(st.integers(0, 1000), st.integers(1, 7), st.integers(1, 4))
-def test_groups_are_added_up(entries: int, seed: int, leaves: int, pairs: int) -> None:
+def test_groups_are_added_up(entries: int, sparse: int, seed: int, leaves: int, pairs: int) -> None:
     found = drawn(seed, leaves, pairs)
     if seed % 2:
         found[0].sums[-1] = (NAN, math.inf)[seed % 3 == 0]
-    bits = [1, 1 << 61 | 1 << 72, 0, 1 << 200, 2 << 60]
-    could = np.random.default_rng(seed).random((leaves, len(bits))) < 0.7
+    bits = [1, 1 << 61 | 1 << 72, 0, 1 << 200, 2 << 60, 1 << 72 | 1 << 200]
+    order = np.random.default_rng(seed).permutation(leaves)  # where each leaf is in reach
+    reach, could = reached(seed, [found[n] for n in np.argsort(order)], bits)
+    most = np.arange(leaves, dtype=float) + 20
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "ENTRIES", (entries, entries))
+        patch.setattr(groups, "SPARSE", sparse)
         here = grouped(found)
-        eligible, through, paths, finite = here.added(pairs, could, bits)
-    *wanted, totals = plainly(found, pairs, could, bits)
+        eligible, through, unreached, finite = here.added(pairs, reach, order.tolist(), most, bits)
+    wanted = plainly(found, pairs, could[order], bits, most)
     assert np.array_equal(eligible, wanted[0])  # quarters: sums are exact in any order
     assert np.array_equal(through, wanted[1])
-    assert paths.tolist() == totals
+    assert np.array_equal(unreached, wanted[2])
     last = found[0].rows[-1] | found[0].extra
     assert finite == (not seed % 2 or not found[0].counts[-1] or not last & 1)
 
@@ -98,7 +116,8 @@ def test_leaves_that_share_tensors(seed: int, leaves: int, pairs: int) -> None:
 
 def test_nothing_counted() -> None:
     here = grouped([])
-    eligible, through, totals, finite = here.added(2, np.zeros((0, 3), bool), [1, 2, 4])
+    reach = Reach(np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.int64))
+    eligible, through, unreached, finite = here.added(2, reach, [], np.zeros(0), [1, 2, 4])
     assert eligible.shape == through.shape == (2, 3, 2)
-    assert not eligible.any() and not through.any()
-    assert finite and not len(totals)
+    assert not eligible.any() and not through.any() and not unreached.any()
+    assert finite

@@ -15,7 +15,6 @@ import gradtrace as gt
 from gradtrace.components import Component, within
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.influence import Influence, Moments, Row
-from gradtrace.tally import hits
 from gradtrace.trace import Trace
 
 RULES = pytest.mark.parametrize("rule", ["greedy", "viterbi"])
@@ -328,17 +327,6 @@ def test_the_table_in_text_html_and_pandas() -> None:
 
 
 # Parts -------------------------------------------------------------------------------------------
-
-
-def test_which_marks_have_which_bits() -> None:
-    found = hits([0, 1, 6, 1 << 100], [1, 2 | 1 << 100, 0, 12])
-    assert found.tolist() == [
-        [False, False, False, False],
-        [True, False, False, False],
-        [False, True, False, True],
-        [False, True, False, False],
-    ]
-    assert hits([], [1]).shape == (0, 1)
 
 
 def test_fractions_hold_any_float() -> None:

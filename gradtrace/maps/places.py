@@ -35,6 +35,9 @@ def _legs(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ...]:
 def located(at: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     """``Σ index·stride`` of each element, by number in row-major order of ``sizes``."""
     legs = _legs(tuple(sizes), tuple(strides))
+    if at.is_cpu and at.shape == (1,):  # as whole numbers, which takes a third of the time
+        n = int(at)
+        return torch.tensor([sum(n // step % size * stride for step, size, stride in legs)])
     total: Tensor | None = None
     for n, (step, size, stride) in enumerate(legs):
         if not stride:
@@ -68,6 +71,8 @@ def picked(x: Tensor, shape: Shape, at: Tensor) -> Tensor:
     if not x.dim():
         return x.expand(at.shape)
     if x.shape == shape and x.is_contiguous():
+        if at.dim() == 1:
+            return x.view(-1).index_select(0, at)
         return x.reshape(-1).index_select(0, at.reshape(-1)).reshape(at.shape)
     x = x.resolve_neg().expand(shape)
     place = located(at, shape, x.stride())

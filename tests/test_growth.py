@@ -1,0 +1,264 @@
+"""Work grows as the graph does: calls are counted, not time, at a size and at twice that size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace import groups, marks
+from gradtrace.autograd import Outputs
+from gradtrace.components import Routes
+from gradtrace.following import Kept
+
+Loss: TypeAlias = Callable[[], Tensor]
+Made: TypeAlias = tuple[nn.Module, Loss]
+
+SIZE = 80
+
+
+class Holder(nn.Module):
+    """A module of some parameters."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.w = nn.ParameterList([nn.Parameter(torch.randn(*shape)) for shape in shapes])
+
+
+def chain(n: int) -> Made:
+    model = Holder((4,))
+
+    def loss() -> Tensor:
+        h: Tensor = model.w[0]
+        for _ in range(n):
+            h = (h * 1.01).tanh()
+        return h.sum()
+
+    return model, loss
+
+
+def modules(n: int) -> Made:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(n)])
+    for layer in model:
+        nn.init.eye_(layer.weight)
+    return model, lambda: model(torch.ones(1, 2)).sum()
+
+
+def residual(n: int) -> Made:
+    model = nn.ModuleList([nn.Linear(3, 3) for _ in range(n)])
+
+    def loss() -> Tensor:
+        h = torch.ones(2, 3)
+        for layer in model:
+            h = h + layer(h).tanh()
+        return h.sum()
+
+    return model, loss
+
+
+def shared(n: int) -> Made:
+    """One weight that is used many times."""
+    model = nn.ModuleDict({"cell": nn.RNNCell(2, 3)})
+
+    def loss() -> Tensor:
+        h = torch.zeros(1, 3)
+        for _ in range(n):
+            h = model["cell"](torch.ones(1, 2), h)
+        return h.sum()
+
+    return model, loss
+
+
+def spread(n: int) -> Made:
+    """One value that is used many times."""
+    model = Holder((4,))
+
+    def loss() -> Tensor:
+        h = model.w[0] * 2
+        return torch.stack([(h * k).sum() for k in range(1, n)]).square().sum()
+
+    return model, loss
+
+
+def joined(n: int) -> Made:
+    model = Holder(*[(2,)] * n)
+    return model, lambda: torch.cat(list(model.w)).square().sum()
+
+
+def unbound(n: int) -> Made:
+    model = Holder((n, 2))
+    return model, lambda: sum((x.tanh().sum() for x in model.w[0].unbind()), torch.zeros(()))
+
+
+def labelled(n: int) -> Made:
+    model = nn.Sequential(nn.Linear(2, n), nn.Linear(n, 2))
+
+    def loss() -> Tensor:
+        h = gt.label(model[0](torch.ones(1, 2)).tanh(), 1, "unit")
+        total: Tensor = model[1](h).sum()
+        return total
+
+    return model, loss
+
+
+def samples(n: int) -> Made:
+    """A vector of three losses, through a weight that is used many times."""
+    model = Holder((3, 3))
+
+    def loss() -> Tensor:
+        h = torch.eye(3)
+        for _ in range(n):
+            h = (h @ model.w[0]).tanh()
+        return h.sum(1)
+
+    return model, loss
+
+
+CASES: dict[str, tuple[Callable[[int], Made], tuple[str, ...]]] = {
+    "chain": (chain, ("operators",)),
+    "modules": (modules, ("modules", "classes")),
+    "residual": (residual, ("modules", "arguments")),
+    "shared": (shared, ("modules",)),
+    "spread": (spread, ("operators", "arguments")),
+    "joined": (joined, ("arguments",)),
+    "unbound": (unbound, ("operators",)),
+    "labelled": (labelled, ("labels",)),
+    "samples": (samples, ("operators",)),
+}
+
+
+def calls(work: Callable[[], Any]) -> int:
+    """How many functions are called, of Python and of C, or generators asked for the next."""
+    count = 0
+
+    def see(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def work_of(name: str, n: int) -> dict[str, int]:
+    """The calls of recording, of each kind of influence, of a path."""
+    torch.manual_seed(0)
+    make, kinds = CASES[name]
+    model, loss = make(n)
+    with gt.watch(model) as watch:
+        value = loss()
+    found: dict[str, int] = {}
+    found["record"] = calls(lambda: watch.trace(value))
+    trace = watch.trace(value)
+    for kind in kinds:
+        found[kind] = calls(lambda: trace.influence(kind))  # noqa: B023
+    if value.dim() == 0:
+        leaf = next(iter(trace.gradients))
+        first = [0] * trace.gradients[leaf].dim()
+        found["path"] = calls(lambda: trace.path(leaf, first))
+    found["graph"] = calls(lambda: watch.graph(value))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twice_the_size_is_twice_the_work(name: str) -> None:
+    work_of(name, 4)  # what is done once in a process
+    small, large = work_of(name, SIZE), work_of(name, 2 * SIZE)
+    for what in small:
+        assert large[what] <= 2.3 * small[what], (what, small[what], large[what])
+
+
+class Node:
+    """A node that counts how often its outputs are listed."""
+
+    def __init__(self, outputs: int) -> None:
+        self.outputs, self.asked = outputs, 0
+
+    @property
+    def _input_metadata(self) -> list[SimpleNamespace]:
+        self.asked += 1
+        return [SimpleNamespace(slot=n) for n in range(self.outputs)]
+
+
+def test_a_node_of_many_outputs_lists_them_once() -> None:
+    outputs, node = Outputs(), Node(100)
+    assert [outputs.wanted(node, n).slot for n in range(100)] == [*range(100)]
+    assert node.asked == 1
+
+
+def test_terms_of_a_long_sum_are_listed_once() -> None:
+    model, loss = shared(50)
+    with gt.watch(model) as watch:
+        trace = watch.trace(loss())
+    terms = sum(map(len, Kept(trace.program, trace.program.seed).makers.values()))
+    steps = trace.program.steps()
+    assert terms <= sum(len(step.terms) for step in steps)
+
+
+def test_where_an_argument_came_from_is_looked_up_once() -> None:
+    model, loss = spread(80)
+    with gt.watch(model) as watch:
+        program = watch.trace(loss()).program
+    routes, looked = Routes.of(program), 0
+
+    class Counted(dict[int, int]):
+        def get(self, key: int, default: Any = None) -> Any:
+            nonlocal looked
+            looked += 1
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return super().__contains__(key)
+
+    routes.wholes = Counted(routes.wholes)
+    values = [value for block in program.blocks for value in block.gives.values()]
+    for value in values:
+        routes.source(value)
+    assert looked <= 8 * len(values)
+
+
+def test_marks_of_few_bits_are_not_compared_with_every_component(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = 0
+    hits = groups._hits
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal entries
+        found = hits(*args)
+        entries += found.numel()
+        return found
+
+    monkeypatch.setattr(groups, "_hits", counted)
+    monkeypatch.setattr(groups, "ENTRIES", (1 << 18, 1 << 18))
+    model, loss = labelled(600)
+    with gt.watch(model) as watch:
+        trace = watch.trace(loss())
+    table = trace.influence("labels")
+    assert len(table) == 600
+    assert entries <= 600 * len(trace.program.leaves)  # which leaves could pass which
+
+
+def test_marks_of_one_high_bit_have_different_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "unique", None)  # what is asked where keys are equal by chance
+    words = np.zeros((3 * 64 * 5, 5), np.uint64)
+    for n in range(len(words)):
+        words[n, n // 64 % 5] = np.uint64(1) << np.uint64(n % 64)
+    words[:, 0] |= np.uint64(1)
+    found = marks.distinct(words)
+    assert found is not None
+    firsts, which = found
+    assert len(firsts) == 64 * 5 and np.array_equal(words[firsts][which], words)
