@@ -4,7 +4,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN     = $(VENV)/bin
 
-.PHONY: demo test chromium lint docs web bench experiments sanitize clean
+.PHONY: demo test chromium lint docs web bench experiments sanitize wheel matrix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
@@ -49,6 +49,19 @@ sanitize: $(VENV)/.developed
 	GRADTRACE_NATIVE=$(CURDIR)/build/sanitize/gradtrace_cpu.so ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest -x $(SANITIZED)
+
+# Wheels with the kernels inside, into dist/, for both machines or those in ARCHS; the other one's
+# is cross-compiled (Debian: g++-aarch64-linux-gnu). The host's is installed where there is no
+# compiler, and tested there.
+wheel: $(VENV)/.developed
+	$(BIN)/python .ci/wheels.py build $(ARCHS)
+	$(BIN)/python .ci/wheels.py try dist/*manylinux*_$$(uname -m).whl
+
+# The tests on many versions of torch and Python; writes docs/versions.md. See .ci/matrix.py.
+matrix: $(VENV)/.developed
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/matrix .
+	CELLS="$(CELLS)" FULL="$(FULL)" SAMPLE="$(SAMPLE)" CUDA="$(CUDA)" \
+	$(BIN)/python .ci/matrix.py build/matrix/gradtrace-*.whl
 
 # torch comes first and by version: a plain request for it would fetch gigabytes of CUDA. To keep
 # a torch of your own, set TORCH to its version.

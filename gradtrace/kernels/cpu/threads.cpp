@@ -1,14 +1,42 @@
 #include "threads.h"
 
 #include <atomic>
-#include <exception>
 #include <mutex>
 #include <new>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
+#ifdef GRADTRACE_PORTABLE
+// Wheels ask for nothing of a libstdc++ newer than GCC 8's, as torch's do. Allocators of later
+// headers call this one, which came with GCC 11; CMakeLists.txt keeps it inside the library.
+namespace std {
+void __throw_bad_array_new_length() { throw bad_alloc(); }
+}  // namespace std
+#endif
+
 namespace gradtrace {
 namespace {
+
+// What the exception that is being handled comes to. (std::exception_ptr would do the same, with
+// symbols that libstdc++ has had since GCC 11 only.)
+int status() noexcept {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    return OUT_OF_MEMORY;
+  } catch (const std::logic_error&) {
+    return BAD_OPERANDS;
+  } catch (...) {
+    return FAILED;
+  }
+}
+
+void raise(int status) {
+  if (status == OUT_OF_MEMORY) throw std::bad_alloc();
+  if (status == BAD_OPERANDS) throw std::logic_error("bad operands");
+  if (status != DONE) throw std::runtime_error("failed");
+}
 
 // GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are the ones that wait
 // for work anyway, and a second runtime would fight with them over the cores.
@@ -20,7 +48,7 @@ struct Work {
   const std::function<void(int64_t)>& body;
   std::atomic<int64_t> next{0};
   std::mutex lock;
-  std::exception_ptr error;
+  int failure = DONE;
 
   void run() noexcept {
     for (;;) {
@@ -30,7 +58,7 @@ struct Work {
         body(task);
       } catch (...) {
         const std::lock_guard<std::mutex> guard(lock);
-        if (!error) error = std::current_exception();
+        if (failure == DONE) failure = status();
         next.store(tasks);
         return;
       }
@@ -58,26 +86,22 @@ void each(int64_t tasks, int threads, const std::function<void(int64_t)>& body) 
     for (int64_t task = 0; task < tasks; task++) body(task);
     return;
   }
-  Work work{tasks, body, {}, {}, {}};
+  Work work{tasks, body, {}, {}, DONE};
   const int count = static_cast<int>(tasks < threads ? tasks : threads);
   if (parallel) {
     parallel(start, &work, static_cast<unsigned>(count), 0);
   } else {
     spawn(work, count);
   }
-  if (work.error) std::rethrow_exception(work.error);
+  raise(work.failure);
 }
 
 int guarded(const std::function<void()>& body) noexcept {
   try {
     body();
     return DONE;
-  } catch (const std::bad_alloc&) {
-    return OUT_OF_MEMORY;
-  } catch (const std::logic_error&) {
-    return BAD_OPERANDS;
   } catch (...) {
-    return FAILED;
+    return status();
   }
 }
 
