@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from gradtrace.autograd import Node, explain, name_of, sequence_of
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.printable import printable
 
 
 class Place(NamedTuple):
@@ -198,7 +199,7 @@ class Lazy(Mapping[str, Tensor]):
         return len(self._makers)
 
     def __repr__(self) -> str:
-        return f"gradients of {', '.join(self._makers)}"
+        return printable(f"gradients of {', '.join(self._makers)}")
 
 
 def unknown(kind: str, name: str, known: Mapping[str, object]) -> str:

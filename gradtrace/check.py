@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtrace import autograd
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
+from gradtrace.printable import printable
 from gradtrace.switches import DOUBLE, EAGER
 from gradtrace.watching import named_parameters
 
@@ -116,10 +117,10 @@ class Check:
         return [header, *map(_cells, self.rows)]
 
     def __str__(self) -> str:
-        table = self.table()
+        table = [tuple(map(printable, cells)) for cells in self.table()]
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
-        return "\n".join([*lines, self.verdict])
+        return "\n".join([*lines, printable(self.verdict)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from gradtrace import files
+from gradtrace import files, formats
 from gradtrace.batches import Batch, Entry
 from gradtrace.errors import GradtraceError
 from gradtrace.group import merged
@@ -177,7 +177,7 @@ class Book:
     def _read(self, path: Path) -> Counted:
         if not path.exists():
             return Counted()
-        meta = files.read(path, "influence").meta
+        meta = files.read(path, "influence", formats.JOURNAL).meta
         if meta["settings"] != self.settings:
             changed = [k for k in self.settings if meta["settings"].get(k) != self.settings[k]]
             raise GradtraceError(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from gradtrace.graph import Edge, Graph, Operator
 from gradtrace.layout import Box, Layout, Link, Point, layered, settle
+from gradtrace.printable import printable
 
 LIMIT = 2_000
 """The most operators drawn; a picture of more can neither be read nor be laid out soon."""
@@ -284,19 +285,13 @@ def _step(labels: Iterable[Line]) -> float:
 
 def _brief(text: str, limit: int) -> str:
     """At most ``limit`` characters; cut before as well as after, so that long names cost little."""
-    return _cut("".join(map(_visible, _cut(text, limit))), limit)
+    return _cut(printable(_cut(text, limit)), limit)
 
 
 def _cut(text: str, limit: int) -> str:
     """Keep more of the end than of the start: that is where names differ."""
     start = limit // 3
     return text if len(text) <= limit else f"{text[:start]}…{text[start + 1 - limit :]}"
-
-
-def _visible(char: str) -> str:
-    """Controls, marks of direction and lone surrogates as escapes: they are no XML, or mislead."""
-    hidden = unicodedata.category(char) in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
-    return char.encode("unicode_escape").decode() if hidden else char
 
 
 def _breadth(char: str) -> float:

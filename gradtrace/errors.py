@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from gradtrace.printable import printable
+
 
 def close(name: str, known: Iterable[str], most: int = 8) -> str:
     """``; did you mean ...?``, or what there is, if that is no more than ``most``; or nothing.
@@ -37,7 +39,10 @@ def needs(what: str, *packages: str) -> str:
 
 
 class GradtraceError(Exception):
-    """The base of every error that gradtrace raises on purpose."""
+    """The base of every error that gradtrace raises on purpose; its text is always printable."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class NoGraph(GradtraceError):
@@ -60,7 +65,7 @@ class UnknownName(GradtraceError, KeyError):
     """A name that no leaf, module or schedule of this graph has."""
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+        return printable(self.args[0]) if self.args else ""
 
 
 class Unsupported(GradtraceError):
@@ -95,6 +100,7 @@ def caution(text: str, stacklevel: int = 2) -> None:
     """Warn of something that a training run goes on with; where warnings are errors it is printed,
     as training must not end because it is watched.
     """
+    text = printable(text)
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except Warning:

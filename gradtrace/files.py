@@ -27,23 +27,39 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from hashlib import sha256
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
-from stat import S_IMODE
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from gradtrace.errors import UPDATE, GradtraceError
+from gradtrace import disk
+from gradtrace.disk import ROOM, BadFile, NoFile
+from gradtrace.errors import UPDATE
+from gradtrace.validate import (
+    DEPTH,
+    MEMORY,
+    Schema,
+    Unfit,
+    array,
+    integer,
+    mapping,
+    one_of,
+    parse,
+    record,
+    sequence,
+    text,
+    unfit,
+    weight,
+)
+
+__all__ = ["BadFile", "Contents", "NoFile", "put", "read", "write"]
 
 SCHEMA = 2
 """Of the documents that are written here. In files of 1, traces have no view (see ``report``)."""
@@ -51,13 +67,40 @@ SCHEMA = 2
 HEADER = 100_000_000
 """The most bytes of names and metadata: of more, the safetensors library reads none."""
 
-DEPTH = 100
-"""The most levels of lists and dicts within ``meta``."""
+DIMENSIONS = 64
+"""The most dimensions of a tensor; PyTorch computes with no more."""
+
+CHUNK = 1 << 24
+"""So many bytes are read or written, and summed up, at a time."""
 
 BLANK = "0" * 64
 FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 FIELDS = {"sha256": str, "kind": str, "names": dict, "meta": dict}
-DTYPES = re.compile("bool|u?int(8|16|32|64)|b?float16|float(32|64)")
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+"""By the names of safetensors, in its order: larger ones come first in a file, so that each tensor
+begins at a multiple of its element's size."""
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+RANKS = {code: rank for rank, code in enumerate(DTYPES)}
+TENSOR = record(
+    dtype=one_of(*DTYPES),
+    shape=array(integer(), DIMENSIONS),
+    data_offsets=sequence(integer(), integer()),
+)
 FOREIGN = {
     b"PK": "a zip archive, such as torch.save writes",
     b"\x80": "a pickle, which could run anything and is never loaded",
@@ -69,11 +112,7 @@ FOREIGN = {
 
 AGAIN = "copy it again from where it is whole, or make it again"
 OTHER = "give a file that gradtrace wrote for this"
-ROOM = "free some space, or choose a folder that you may write to"
-
-
-class BadFile(GradtraceError):
-    """A file that cannot be read or written: missing, damaged, of another kind, no space left."""
+MISFIT = f"is damaged: its contents do not fit together ({{}}); {AGAIN}"
 
 
 class Contents(NamedTuple):
@@ -92,53 +131,76 @@ def write(
     ``meta`` holds what JSON can: None, bool, int, float, str, lists (tuples become lists) and dicts
     with str keys. Tensors may have any name, share memory, and require grad.
     """
-    with _replacing(path) as temporary:
-        plain = _plain(tensors)
+    with _replacing(path) as file:
+        plain = {f"t{n}": _plain(*item) for n, item in enumerate(tensors.items())}
+        order = sorted(plain, key=lambda key: (-RANKS[CODES[plain[key].dtype]], key))
         document = _document(kind, meta, dict(zip(plain, tensors)))
-        save_file(plain, temporary, {"gradtrace": document})
-        _seal(temporary)
+        header = _packed({key: plain[key] for key in order}, document)
+        total = sha256(header)
+        disk.put(file, header)
+        for key in order:
+            for chunk in _bytes(plain[key]):
+                total.update(chunk)
+                disk.put(file, chunk)
+        file.seek(header.index(BLANK.encode()))
+        disk.put(file, total.hexdigest().encode())
 
 
-def put(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text as UTF-8, all of it or nothing, as ``write`` does."""
-    with _replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
+def put(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write bytes, or a text as UTF-8 (lone surrogates as escapes), all of it or nothing."""
+    raw = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    with _replacing(path) as file:
+        disk.put(file, raw)
 
 
 @contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A file beside ``path`` that takes its place in the end, if nothing goes wrong."""
+def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` in the end; errors name it."""
     with _about(path, f"was not written ({{}}); what was there is untouched: {ROOM}") as at:
-        _permit(at)
-        temporary = at.with_name(f".gradtrace-{secrets.token_hex(8)}.tmp")
         try:
-            with open(temporary, "xb"):
-                mode = S_IMODE((at if at.exists() else temporary).stat().st_mode)
-            yield temporary
-            with suppress(OSError):  # save_file makes private files; some systems know no modes
-                os.chmod(temporary, mode)
-            os.replace(temporary, at)
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            at = at.resolve()
+        except (OSError, RuntimeError) as error:
+            raise BadFile(f"leads nowhere ({error}): give another path") from error
+        with disk.replacing(at) as file:
+            yield file
 
 
-def read(path: str | os.PathLike[str], kind: str | None = None) -> Contents:
-    """Read what ``write`` wrote, each byte checked; if a ``kind`` is given, that kind only.
+def read(
+    path: str | os.PathLike[str], kind: str | None = None, schema: Schema | None = None
+) -> Contents:
+    """Read what ``write`` wrote, each byte checked; if a ``kind`` is given, that kind only, and if
+    a ``schema``, only metadata that fits.
 
-    Nothing in a file is ever run. Tensors come back on the CPU, in memory of their own.
+    The file is opened once, so one that is replaced meanwhile is read as it was. Nothing in a file
+    is ever run. Tensors come back on the CPU, in memory of their own.
     """
-    with _about(path, f"is cut short or damaged ({{}}): {AGAIN}") as at, _opened(at) as file:
+    told = f"is cut short or damaged ({{}}): {AGAIN}"
+    with _about(path, told) as at, disk.opened(at) as file:
         header = _header(file)
-        with safe_open(at, "pt", device="cpu") as held:
-            document = _parsed(held.metadata() or {})
-            names = _checked(document, kind, held.keys())
-            if _digest(header, document["sha256"], file) != document["sha256"]:
-                raise BadFile(f"is damaged, its checksum is wrong: {AGAIN}")
-            tensors = {name: held.get_tensor(key).clone() for key, name in names.items()}
-    return Contents(document["kind"], document["meta"], tensors)
+        tensors, document = _parsed(header, os.fstat(file.fileno()).st_size)
+        names = _checked(document, kind, tensors)
+        if schema is not None:
+            _fit(schema, document["meta"])
+        total = _summed(header, document["sha256"])
+        del header
+        found = {key: _tensor(file, tensor, total) for key, tensor in tensors.items()}
+        if file.read(1) or total.hexdigest() != document["sha256"]:
+            raise BadFile(f"is damaged, its checksum is wrong: {AGAIN}")
+    for tensor in found.values():
+        if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+            raise BadFile(f"{os.fspath(path)!r} is damaged, a bool is neither 0 nor 1: {AGAIN}")
+    return Contents(
+        document["kind"], document["meta"], {name: found[key] for key, name in names.items()}
+    )
+
+
+@contextmanager
+def about(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around checks of what a file holds: what is unfit there becomes a BadFile that names it."""
+    try:
+        yield
+    except Unfit as error:
+        raise BadFile(f"{os.fspath(path)!r} {MISFIT.format(error)}") from error
 
 
 @contextmanager
@@ -146,13 +208,17 @@ def _about(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
     """Where a path leads; what goes wrong there becomes a BadFile that names the file."""
     called = repr(os.fspath(path))
     try:
-        at = Path(path).expanduser().resolve()
+        at = Path(path).expanduser()
     except (OSError, RuntimeError, ValueError) as error:
         raise BadFile(f"{called} leads nowhere ({error}): give another path") from error
     try:
         yield at
     except BadFile as error:
-        raise BadFile(f"{called} {error}") from error.__cause__
+        raise type(error)(f"{called} {error}") from error.__cause__
+    except MemoryError as error:
+        raise BadFile(
+            f"{called} does not fit in memory: free some, or take a larger machine"
+        ) from error
     except Exception as error:  # of hostile files, libraries complain in many ways
         raise BadFile(f"{called} {otherwise.format(repr(str(error)[:200]))}") from error
 
@@ -160,30 +226,43 @@ def _about(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
 # Writing -----------------------------------------------------------------------------------------
 
 
-def _permit(at: Path) -> None:
-    """Refuse to put a file in place of a device or a read-only file, as ``os.replace`` would."""
-    if not at.parent.is_dir():
-        raise BadFile("is in a folder that does not exist: make the folder first")
-    if at.exists() and not at.is_file():
-        raise BadFile("is a folder or a device: give the name of a file to write")
-    if at.exists() and not os.access(at, os.W_OK):
-        raise BadFile("is read-only: make it writable, or choose another name")
-
-
-def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As safetensors wants them: dense, contiguous, on the CPU, each in memory of its own."""
-    plain: dict[str, Tensor] = {}
-    seen = set()
-    for name, tensor in tensors.items():
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    """As it is written: dense, contiguous, on the CPU."""
+    dense = tensor.layout is torch.strided and not tensor.is_meta
+    if not dense or tensor.dtype not in CODES or tensor.dim() > DIMENSIONS:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if not DTYPES.fullmatch(dtype) or tensor.layout is not torch.strided or tensor.is_meta:
-            what = f"{name[:80]!r} is {tensor.layout}, {tensor.device}, {dtype}"
-            raise BadFile(f"cannot hold every tensor ({what}): give dense ones of real numbers")
-        bare = tensor.detach().cpu().resolve_neg().contiguous()
-        storage = bare.untyped_storage().data_ptr()
-        plain[f"t{len(plain)}"] = bare.clone() if storage in seen else bare
-        seen.add(storage)
-    return plain
+        what = f"{name[:80]!r} is {tensor.layout}, {tensor.device}, {dtype}, {tensor.dim()}-d"
+        raise BadFile(
+            f"cannot hold every tensor ({what}): give dense ones of real numbers and at most "
+            f"{DIMENSIONS} dimensions"
+        )
+    return tensor.detach().cpu().resolve_neg().contiguous()
+
+
+def _bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """The memory of a contiguous tensor, in chunks; nothing is copied."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # strides of sizes of 1 may be anything
+    raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for start in range(0, len(raw), CHUNK):
+        yield raw[start : start + CHUNK]
+
+
+def _packed(tensors: Mapping[str, Tensor], document: str) -> bytes:
+    """The header of a safetensors file, with its length before it."""
+    held: dict[str, Any] = {"__metadata__": {"gradtrace": document}}
+    end = 0
+    for key, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        shape = list(tensor.shape)
+        held[key] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(held, separators=(",", ":"))
+    if len(header) > HEADER or weight(header) > MEMORY:
+        raise BadFile(
+            f"would have {len(header):,} bytes of metadata, over the limit of {HEADER:,} (or of "
+            f"{MEMORY:,} in memory): save fewer or smaller tables"
+        )
+    header += " " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header.encode()
 
 
 def _document(kind: str, meta: Mapping[str, Any], names: dict[str, str]) -> str:
@@ -224,34 +303,7 @@ def _encoded(value: object, depth: int = 0) -> object:
     raise BadFile(f"cannot hold {what} as metadata: give numbers, text, lists and dicts")
 
 
-def _seal(path: Path) -> None:
-    """Put the checksum in its place, and see the file onto the disk."""
-    with open(path, "r+b") as file:
-        if (size := int.from_bytes(file.read(8), "little")) > HEADER:
-            raise BadFile(f"would have {size:,} bytes of metadata, over the limit of {HEADER:,}")
-        file.seek(0)
-        header = _header(file)
-        digest = _digest(header, BLANK, file)
-        file.seek(header.index(BLANK.encode()))
-        file.write(digest.encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
 # Reading -----------------------------------------------------------------------------------------
-
-
-def _opened(at: Path) -> BinaryIO:
-    try:
-        if at.is_dir():
-            raise BadFile("is a folder: name a file in it")
-        if at.exists() and not at.is_file():  # opening a pipe could wait for ever
-            raise BadFile("is a device or a pipe: copy it to a file first")
-        return open(at, "rb")
-    except FileNotFoundError:
-        raise BadFile("does not exist: check the name and the folder") from None
-    except OSError as error:
-        raise BadFile(f"cannot be opened ({error.strerror}): check its permissions") from error
 
 
 def _header(file: BinaryIO) -> bytes:
@@ -271,22 +323,76 @@ def _header(file: BinaryIO) -> bytes:
     return file.read(8 + size)
 
 
-def _digest(header: bytes, digest: str, rest: BinaryIO) -> str:
-    """The checksum of header and rest, with zeros for the checksum that the header holds."""
-    total = sha256(header.replace(digest.encode(), BLANK.encode(), 1))
-    while chunk := rest.read(1 << 20):
-        total.update(chunk)
-    return total.hexdigest()
-
-
-def _parsed(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The document, if it has the form of a version that is known here."""
-    if "gradtrace" not in metadata:
-        raise BadFile(f"is a safetensors file that gradtrace did not write: {OTHER}")
+def _fit(schema: Schema, meta: dict[str, Any]) -> None:
     try:
-        found = json.loads(metadata["gradtrace"], object_pairs_hook=_decoded)
-    except RecursionError:
-        raise BadFile(f"has metadata nested too deep to be read: {OTHER}") from None
+        schema(meta)
+    except Unfit as error:
+        raise BadFile(MISFIT.format(error)) from error
+
+
+def _summed(header: bytes, digest: str) -> Any:
+    """The checksum of a header that holds its own, with zeros in its place."""
+    at = header.find(digest.encode()) if re.fullmatch("[0-9a-f]{64}", digest) else -1
+    if at < 0:
+        raise BadFile(f"is damaged, its checksum is wrong: {AGAIN}")
+    total = sha256(memoryview(header)[:at])
+    total.update(BLANK.encode())
+    total.update(memoryview(header)[at + len(BLANK) :])
+    return total
+
+
+class Held(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    size: int  # in bytes
+
+
+def _parsed(header: bytes, length: int) -> tuple[dict[str, Held], dict[str, Any]]:
+    """The tensors in the order of their bytes, and the document, if all of it has a known form."""
+    found = parse(str(memoryview(header)[8:], "ascii"))  # large ones are not copied once more
+    if type(found) is not dict:
+        unfit("the header is no mapping")
+    metadata = found.pop("__metadata__", None)
+    if metadata is None or (type(metadata) is dict and "gradtrace" not in metadata):
+        raise BadFile(f"is a safetensors file that gradtrace did not write: {OTHER}")
+    record(gradtrace=text(HEADER))(metadata)
+    return _layout(found, length - len(header)), _document_of(metadata["gradtrace"])
+
+
+def _layout(found: dict[str, Any], length: int) -> dict[str, Held]:
+    """Tensors that lie one behind the other and fill the file."""
+    mapping(TENSOR)(found)
+    held: dict[str, Held] = {}
+    end = 0
+    for key, tensor in sorted(found.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        dtype, shape = DTYPES[tensor["dtype"]], tuple(tensor["shape"])
+        if prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
+            unfit(f"tensor {key} is too large")
+        size = prod(shape) * dtype.itemsize
+        start, stop = tensor["data_offsets"]
+        if start != end or stop - start != size:
+            unfit(f"tensor {key} is not where it should be")
+        held[key], end = Held(dtype, shape, size), stop
+    if end != length:
+        unfit(f"the tensors have {end:,} bytes, and the file {length:,}")
+    return held
+
+
+def _tensor(file: BinaryIO, held: Held, total: Any) -> Tensor:
+    """The next tensor of a file, its bytes added to the checksum."""
+    tensor = torch.empty(held.shape, dtype=held.dtype, device="cpu")
+    for chunk in _bytes(tensor):
+        if file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]
+            raise BadFile(f"is cut short: {AGAIN}")
+        total.update(chunk)
+    return tensor
+
+
+def _document_of(document: str) -> dict[str, Any]:
+    """The document, if it has the form of a version that is known here."""
+    found = parse(document, _decoded)
     schema = found.get("schema") if isinstance(found, dict) else None
     if type(schema) is int and schema > SCHEMA:
         raise BadFile(f"was made by a newer gradtrace: {UPDATE}")
@@ -301,18 +407,18 @@ def _parsed(metadata: Mapping[str, str]) -> dict[str, Any]:
 def _decoded(pairs: list[tuple[str, Any]]) -> object:
     """A value from its JSON object; keys must differ, and mean something if they start with $."""
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise Unfit("a key is there twice")
     match pairs:
         case [("$int", str(digits))]:
             return int(digits, 16)
-        case [("$float", str(name))]:
+        case [("$float", str(name))] if name in FLOATS:
             return FLOATS[name]
     if any(re.match(r"\$(?!\$)", key) for key, _ in pairs):
-        raise ValueError("a key starts with a single $")
+        raise Unfit("a key starts with a single $")
     return {key.removeprefix("$"): value for key, value in pairs}
 
 
-def _checked(document: dict[str, Any], kind: str | None, keys: Iterable[str]) -> dict[str, str]:
+def _checked(document: dict[str, Any], kind: str | None, keys: Mapping[str, Any]) -> dict[str, str]:
     """The name of each tensor by its key, if the file holds the kind and the tensors it should."""
     if kind not in (None, held := document["kind"]):
         raise BadFile(f"holds {held[:80]!r}, and {kind!r} was asked for: {OTHER}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradtrace import autograd
+from gradtrace import autograd, files
 from gradtrace.atlas import Atlas, unknown
 from gradtrace.autograd import ACCUMULATE, Node
 from gradtrace.errors import UnknownName
@@ -174,8 +174,7 @@ class Graph:
 
         svg = draw(self)
         if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(svg)
+            files.put(path, svg)
         return svg
 
     def _repr_html_(self) -> str:

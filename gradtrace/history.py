@@ -22,27 +22,27 @@ a row is ``[own, unreached, through, eligible, through, eligible]``, by count an
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import sys
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from gradtrace import disk, formats, validate
 from gradtrace.errors import caution
 from gradtrace.files import BadFile
 from gradtrace.influence import Influence, Moments, Row
+from gradtrace.validate import Unfit, unfit
 
 SCHEMA = 1
-NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
-"""What file systems answer that know no fsync."""
-
 AFTER_TORN = ("resume", "gap")
 """Lines that tell of a torn one before them."""
 
@@ -112,7 +112,7 @@ class History:
     def components(self) -> tuple[str, ...]:
         """The names of all components of all steps, each once."""
         tables = (table for table in self.influences if table is not None)
-        return tuple(dict.fromkeys(row.name for table in tables for row in table))
+        return tuple(dict.fromkeys(name for table in tables for name in table.names))
 
     @property
     def cost(self) -> float:
@@ -184,12 +184,12 @@ class Writer:
         if self.path is None:
             return None
         try:
-            file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # as long as the run
-        except OSError as error:
+            file = disk.opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        except BadFile as error:
             raise BadFile(
-                f"{str(self.path)!r} cannot be written to ({error.strerror or error}); give a file "
-                "in a folder that exists and that you may write to"
-            ) from error
+                f"{str(self.path)!r} cannot be written to: it {error}; give a file in a folder "
+                "that exists and that you may write to"
+            ) from error.__cause__
         if not _locked(file):
             file.close()
             raise BadFile(
@@ -201,14 +201,14 @@ class Writer:
     def _begin(self, settings: Mapping[str, Any], start: int | None) -> int:
         """Write the header, or go on with what is there; the first step to come."""
         settings = json.loads(json.dumps(_plain(dict(settings))))
-        there = b"" if self.path is None else self.path.read_bytes()
+        there = b"" if self.path is None else disk.content(self.path)
         if b"\n" not in there:
             self._torn = bool(there)  # killed before the header was whole
             first = start or 0
             self._header = header(first, settings, "resume" if there else "run")
             self._put(self._header)
             return first
-        found = read(self.path)  # type: ignore[arg-type]
+        found = parse(there, repr(str(self.path)))
         if other := _differences(found.header["settings"], settings):
             raise BadFile(
                 f"{str(self.path)!r} holds a run of another {' and '.join(other)}; give another "
@@ -296,7 +296,7 @@ class Writer:
             text, start = before + b"".join(self.kept), len(before)
             while done < len(text):
                 done += self._file.write(text[done:])
-            _sync(self._file)
+            disk.sync(self._file)
         except OSError as error:
             self._size += done
             self._keep(text or b"".join(self.kept), done, start, error)
@@ -357,7 +357,7 @@ class Writer:
             done = 0
             while done < len(content):
                 done += file.write(content[done:])
-            _sync(file)
+            disk.sync(file)
         except BaseException:
             file.close()
             path.unlink(missing_ok=True)
@@ -374,8 +374,8 @@ class Writer:
     def _replaced(self, path: Path) -> None:
         """Another file has the name now: the same one if an editor has saved it, or a copy."""
         content = _whole(self._file)
-        with suppress(OSError):
-            if path.read_bytes() == content:
+        with suppress(OSError, BadFile):
+            if disk.content(path) == content:
                 self._go_on_with(path, len(content))
                 return
         number = 2
@@ -439,14 +439,6 @@ def _locked(file: Any) -> bool:
     return True
 
 
-def _sync(file: Any) -> None:
-    try:
-        os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in NO_SYNC:
-            raise
-
-
 def _line(data: Mapping[str, Any]) -> bytes:
     return json.dumps(_plain(data), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
@@ -490,15 +482,7 @@ def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
 
 def read(path: str | os.PathLike[str]) -> History:
     """Read the file of a run, while it goes on or after."""
-    at = Path(path).expanduser()
-    try:
-        content = at.read_bytes()
-    except OSError as error:
-        raise BadFile(
-            f"{str(path)!r} cannot be read ({error.strerror or error}); give the file that "
-            "gradtrace.Monitor(file=...) writes"
-        ) from error
-    return parse(content, repr(str(path)))
+    return parse(disk.content(path), repr(str(path)))
 
 
 def parse(content: bytes, called: str) -> History:
@@ -511,9 +495,10 @@ def parse(content: bytes, called: str) -> History:
 
 def _lines(content: bytes, called: str, reading: Reading) -> Iterator[tuple[int, dict[str, Any]]]:
     """The lines with their numbers; torn ones become notes."""
-    *whole, torn = content.split(b"\n")
     held: list[int] = []
-    for number, line in enumerate(whole, 1):
+    number = start = 0
+    while (end := content.find(b"\n", start)) >= 0:
+        line, start, number = content[start:end], end + 1, number + 1
         found = _object(line)
         if found is None:
             held += [number] if line else []
@@ -526,14 +511,14 @@ def _lines(content: bytes, called: str, reading: Reading) -> Iterator[tuple[int,
         yield number, found
     if held:
         raise damaged(called, held[0])
-    if torn:
-        reading.torn(len(whole) + 1)
+    if start < len(content):
+        reading.torn(number + 1)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        found = validate.parse(line)
+    except Unfit:
         return None
     return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
 
@@ -559,6 +544,37 @@ TAKERS = {
 }
 """Which method of ``Reading`` takes the lines of a kind."""
 
+T = TypeVar("T")
+
+
+class Timeline(Generic[T]):
+    """Values by step, in the order of steps; what comes last for a step counts."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []  # ascending
+        self._values: dict[int, T] = {}
+
+    def put(self, step: int, value: T) -> None:
+        """Add a value; mostly of a step after all others."""
+        if step not in self._values:
+            if self.steps and step < self.steps[-1]:
+                insort(self.steps, step)
+            else:
+                self.steps.append(step)
+        self._values[step] = value
+
+    def cut(self, first: int) -> int:
+        """Drop what there is of a step and of all after it; how many these were."""
+        at = bisect_left(self.steps, first)
+        for step in (gone := self.steps[at:]):
+            del self._values[step]
+        del self.steps[at:]
+        return len(gone)
+
+    def all(self) -> tuple[T, ...]:
+        """The values."""
+        return tuple(map(self._values.__getitem__, self.steps))
+
 
 class Reading:
     """Gathers lines."""
@@ -566,13 +582,13 @@ class Reading:
     def __init__(self, called: str) -> None:
         self.called = called
         self.header: dict[str, Any] | None = None
-        self.records: dict[int, Record] = {}
-        self.seconds: dict[int, float] = {}
+        self.records: Timeline[Record] = Timeline()
+        self.seconds: Timeline[float] = Timeline()
         self.names: list[str] | None = None
         self.running = True
         self.until: int | None = None
         self.share = math.nan
-        self.skipped: dict[int, dict[str, Any]] = {}
+        self.skipped: Timeline[dict[str, Any]] = Timeline()
         self.notes: list[str] = []
 
     def torn(self, number: int) -> None:
@@ -587,20 +603,26 @@ class Reading:
                 f"{self.called} does not begin as a run of gradtrace.Monitor; give the file that "
                 "Monitor(file=...) writes"
             )
+        if kind in ("run", "resume"):
+            self._known(line.get("schema_version"))
         try:
-            getattr(self, TAKERS.get(kind, "_unknown"))(line)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as e:
-            raise damaged(self.called, number, f"{type(e).__name__}: {e}") from e
+            if kind not in TAKERS:
+                unfit(f"is of an unknown kind {kind[:40]!r}")
+            formats.LINES[kind](line)
+            getattr(self, TAKERS[kind])(line)
+        except Unfit as error:
+            raise damaged(self.called, number, error) from error
+
+    def _known(self, version: object) -> None:
+        if type(version) is int and version != SCHEMA:
+            raise BadFile(
+                f"{self.called} was written by another version of gradtrace (schema "
+                f"{str(version)[:20]}, not {SCHEMA}); read it with that one"
+            )
 
     def _run(self, line: dict[str, Any]) -> None:
-        version = line["schema_version"]
-        if version != SCHEMA:
-            raise BadFile(
-                f"{self.called} was written by another version of gradtrace (schema {version}, not "
-                f"{SCHEMA}); read it with that one"
-            )
         if self.header is not None:
-            raise ValueError("a second header")
+            unfit("is a second header")
         self.header = line
 
     def _resume(self, line: dict[str, Any]) -> None:
@@ -608,63 +630,63 @@ class Reading:
         if self.header is None:
             self._run(line)
             return
-        first = int(line["step"])
-        again = [step for step in self.records if step >= first]
+        first = line["step"]
+        again = self.records.cut(first)
+        self.seconds.cut(first)
         if again:
             self.notes.append(
-                f"the run went on from step {first:,} again: {len(again):,} traced steps from "
-                "before are left out"
+                f"the run went on from step {first:,} again: {again:,} traced steps from before "
+                "are left out"
             )
-        self.records = {s: record for s, record in self.records.items() if s < first}
-        self.seconds = {s: each for s, each in self.seconds.items() if s < first}
-        self.skipped = {s: each for s, each in self.skipped.items() if s < first}
+        self.skipped.cut(first)
         self.names, self.running, self.until, self.share = None, True, None, math.nan
 
     def _gap(self, line: dict[str, Any]) -> None:
         """Told by the torn line before it."""
 
-    def _unknown(self, line: dict[str, Any]) -> None:
-        raise ValueError(f"unknown kind {line['kind'][:40]!r}")
-
     def _named(self, line: dict[str, Any]) -> None:
-        self.names = [str(name) for name in line["names"]]
+        self.names = line["names"]
 
     def _step(self, line: dict[str, Any]) -> None:
-        table = line.get("influence")
-        step = int(line["step"])
-        self.records[step] = Record(
+        table, step = line.get("influence"), line["step"]
+        record = Record(
             step,
             float(line["loss"]),
             None if table is None else self._table(table),
-            str(line["verdict"]),
+            line["verdict"],
             {name: Norms(float(a), _maybe(b)) for name, (a, b) in line["norms"].items()},
             float(line["scale"]),
             float(line["seconds"]),
             float(line["share"]),
-            tuple(map(str, line["notes"])),
+            tuple(line["notes"]),
         )
+        self.records.put(step, record)
 
     def _table(self, table: dict[str, Any]) -> Influence:
         if self.names is None or len(self.names) != len(table["rows"]):
-            raise ValueError("the names of its components are missing")
-        rows = [_unpacked(name, row) for name, row in zip(self.names, table["rows"])]
-        return Influence.from_dict({**table, "rows": rows})
+            unfit("has a table whose components have no names")
+        names, rows = self.names, table["rows"]
+        return Influence.later(
+            names,
+            lambda: tuple(map(_unpacked, names, rows)),
+            pairs=table["pairs"],
+            weight=table["weight"],
+            rule=table["rule"],
+            notes=tuple(table["notes"]),
+            interrupted=table["interrupted"],
+        )
 
     def _times(self, line: dict[str, Any]) -> None:
-        for step, each in enumerate(line["seconds"], int(line["step"])):
+        for step, each in enumerate(line["seconds"], line["step"]):
             if each is not None:
-                self.seconds[step] = float(each)
+                self.seconds.put(step, float(each))
 
     def _skipped(self, line: dict[str, Any]) -> None:
-        self.skipped[int(line["step"])] = {
-            "count": int(line["count"]),
-            "every": int(line["every"]),
-            "budget": float(line["budget"]),
-        }
+        self.skipped.put(line["step"], line)
 
     def _why(self, count: int) -> str:
         """Of steps that were not traced."""
-        last = self.skipped[max(self.skipped)]
+        last = self.skipped.all()[-1]
         return (
             f"{count:,} steps that were due (every={last['every']:,}) were not traced, as traces "
             f"would have taken more than budget={last['budget']:g} of training time; budget=None "
@@ -673,9 +695,9 @@ class Reading:
 
     def _end(self, line: dict[str, Any]) -> None:
         self.share = float(line.get("share", math.nan))
-        self.running, self.until = False, int(line["step"])
+        self.running, self.until = False, line["step"]
         if line.get("error"):
-            self.notes.append(f"the run was ended by {line['error']} at step {int(line['step']):,}")
+            self.notes.append(f"the run was ended by {line['error']} at step {line['step']:,}")
 
     def done(self) -> History:
         """All that was read."""
@@ -683,14 +705,14 @@ class Reading:
             raise BadFile(
                 f"{self.called} is empty: the run has not begun to write; look again later"
             )
-        count = sum(each["count"] for each in self.skipped.values())
+        count = sum(each["count"] for each in self.skipped.all())
         if count:
             self.notes.append(self._why(count))
         return History(
             self.header,
-            tuple(self.records[step] for step in sorted(self.records)),
-            tuple(sorted(self.seconds)),
-            tuple(self.seconds[step] for step in sorted(self.seconds)),
+            self.records.all(),
+            tuple(self.seconds.steps),
+            self.seconds.all(),
             self.running,
             tuple(self.notes),
             self.until,
@@ -703,14 +725,14 @@ def _maybe(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _unpacked(name: str, row: Sequence[Any]) -> dict[str, Any]:
-    """A row as ``Influence.from_dict`` reads it."""
+def _unpacked(name: str, row: Sequence[Any]) -> Row:
+    """A row from what ``_packed`` made of it."""
     own, unreached, *sums = row
     if len(sums) == 4:
-        two = (Moments.of(*map(float, sums[at : at + 2])) for at in (0, 2))
-        sums = [[(f.numerator, f.denominator) for f in moments.parts()] for moments in two]
-    count, gradient = sums
-    return {"name": name, "own": own, "unreached": unreached, "count": count, "gradient": gradient}
+        t, e, gt, ge = map(float, sums)
+        return Row(name, own, unreached, Moments.of(t, e), Moments.of(gt, ge))
+    count, gradient = (Moments(*(Fraction(*pair) for pair in five)) for five in sums)
+    return Row(name, own, unreached, count, gradient)
 
 
 def scalars(record: Record, prefix: str = "gradtrace/") -> dict[str, float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import nan, sqrt
 from typing import Any, Literal
 
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.printable import printable
 from gradtrace.tables import Column, Table
 
 Weight = Literal["count", "gradient"]
@@ -78,6 +79,10 @@ class Moments:
     @property
     def share(self) -> float:
         """``Σt / Σe``."""
+        if self._parts is None and len(self._pairs[0]) == 1:
+            (t,), (e,) = self._pairs  # a quotient of floats is rounded as that of fractions is
+            if 1e-200 < e < 1e200 and 1e-100 * e < t <= e:
+                return t / e
         return float(self.t / self.e) if self.e else nan
 
     def error(self, pairs: int) -> float:
@@ -146,6 +151,36 @@ class Influence:
     rule: str = "greedy"
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+
+    @classmethod
+    def later(
+        cls, names: Sequence[str], make: Callable[[], tuple[Row, ...]], **rest: Any
+    ) -> Influence:
+        """A table whose rows, of these names, are made when they are first asked for.
+
+        A file of a run holds thousands of tables, and most of them nobody looks at.
+        """
+        found = cls((), **rest)
+        del found.__dict__["rows"]
+        found.__dict__["_later"] = (names, make)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        """The rows of a table that was to be made later."""
+        if name != "rows" or "_later" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__["rows"] = self.__dict__.pop("_later")[1]()
+        return self.__dict__["rows"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self.rows
+        return self.__dict__
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The components."""
+        later = self.__dict__.get("_later")
+        return tuple(later[0]) if later else tuple(row.name for row in self.rows)
 
     def __getitem__(self, name: str) -> Row:
         for row in self.rows:
@@ -232,7 +267,8 @@ class Influence:
         return str(self.table())
 
     def __repr__(self) -> str:
-        return f"Influence({len(self.rows)} components, {self.pairs:,} pairs, {self.rule})"
+        many = f"{len(self.rows)} components, {self.pairs:,} pairs"
+        return printable(f"Influence({many}, {self.rule})")
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()

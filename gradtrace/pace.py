@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from gradtrace.gauges import Kind
 from gradtrace.limits import spelt
+from gradtrace.printable import printable
 from gradtrace.tables import IGNORE, Column, Table
 from gradtrace.trends import (
     FEW,
@@ -218,12 +219,12 @@ class Pace:
         }
 
     def __str__(self) -> str:
-        return f"{self.verdict}\n{self.table()}"
+        return f"{printable(self.verdict)}\n{self.table()}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        verdict = escape(self.verdict)
+        verdict = escape(printable(self.verdict))
         return f'<div class="{IGNORE}"><p>{verdict}</p>\n{self.table()._repr_html_()}</div>'
 
 

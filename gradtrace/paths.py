@@ -15,6 +15,7 @@ from torch import Tensor
 from gradtrace.coarse import Link
 from gradtrace.following import Hop, Kept
 from gradtrace.marks import Marks
+from gradtrace.printable import printable
 from gradtrace.program import Program
 from gradtrace.sampling import Forest, Marked, Slices
 from gradtrace.shapes import Shape
@@ -128,7 +129,7 @@ class Path:
 
     def __repr__(self) -> str:
         way = " -> ".join(self.modules) or f"{len(self.steps)} steps"
-        return f"Path({self.name}{list(self.index)}: {way}, weight={self.weight:.4g})"
+        return printable(f"Path({self.name}{list(self.index)}: {way}, weight={self.weight:.4g})")
 
 
 def _shape(sizes: Shape) -> str:

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from gradtrace import files, history
+from gradtrace import files, formats, history
 from gradtrace.history import History
 from gradtrace.report import View, loaded, report, saved, write
 from gradtrace.report.training import timing, training
 from gradtrace.trace import Trace
+from gradtrace.validate import unfit
 
 KIND = "view"
 VIEW = "view"
@@ -40,16 +41,14 @@ def keep(path: str | os.PathLike[str], found: Seen) -> None:
 
 def kept(path: str | os.PathLike[str]) -> Seen | None:
     """The view in a file; None if there is no file."""
-    if not Path(path).exists():
-        return None
-    contents = files.read(path, KIND)
     try:
-        return Seen(int(contents.meta["step"]), loaded(contents.tensors[VIEW]))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise files.BadFile(
-            f"{str(path)!r} is damaged: its contents do not fit together ({error}); delete it, and "
-            "the report goes without it"
-        ) from error
+        with files.about(path):
+            contents = files.read(path, KIND, formats.VIEW)
+            if contents.tensors.keys() != {VIEW}:
+                unfit("its tensors are others")
+            return Seen(contents.meta["step"], loaded(contents.tensors[VIEW]))
+    except files.NoFile:
+        return None
 
 
 def write_report(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from gradtrace import files, history
+from gradtrace import files, formats, history
 from gradtrace import report as reports
 from gradtrace.atlas import Gradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
@@ -154,33 +155,23 @@ def load(path: str | os.PathLike[str]) -> Saved:
     Files hold numbers and text, nothing that runs; one that is damaged, of a newer version or not
     a trace is refused with ``gradtrace.files.BadFile``.
     """
-    contents = files.read(path, KIND)
-    meta, tensors = contents.meta, contents.tensors
-    try:
-        grads = {name: tensors[f"gradient {n}"] for n, name in enumerate(meta["leaves"])}
-        return Saved(
-            Gradients(grads, meta["aliases"]),
-            str(meta["rule"]),
-            str(meta["granularity"]),
-            int(meta["pairs"]),
-            dict(meta["modules"]),
-            tuple(meta["notes"]),
-            {kind: Influence.from_dict(table) for kind, table in meta["tables"].items()},
-            Flow.from_dict(meta["flow"]),
-            Paths(tuple(_unpacked(meta["kinds"], grads, tensors)), f"Paths ({meta['rule']})"),
-            reports.loaded(tensors[VIEW]) if VIEW in tensors else None,
-        )
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        AttributeError,
-        ZeroDivisionError,
-    ) as error:
-        raise files.BadFile(
-            f"{path} is damaged: its contents do not fit together ({error}); save the trace again"
-        ) from error
+    with files.about(path):
+        meta, tensors = files.read(path, KIND, formats.TRACE)[1:]
+        formats.trace_tensors(meta, tensors, {VIEW})
+        seen = reports.loaded(tensors[VIEW]) if VIEW in tensors else None
+    grads = {name: tensors[f"gradient {n}"] for n, name in enumerate(meta["leaves"])}
+    return Saved(
+        Gradients(grads, meta["aliases"]),
+        meta["rule"],
+        meta["granularity"],
+        meta["pairs"],
+        meta["modules"],
+        tuple(meta["notes"]),
+        {kind: Influence.from_dict(table) for kind, table in meta["tables"].items()},
+        Flow.from_dict(meta["flow"]),
+        Paths(Packed(meta["kinds"], tensors), f"Paths ({meta['rule']})"),
+        seen,
+    )
 
 
 # Paths as arrays ----------------------------------------------------------------------------------
@@ -206,27 +197,42 @@ def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tens
     }
 
 
-def _unpacked(
-    kinds: Sequence[Mapping[str, Any]], grads: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> Iterator[Path]:
-    rows, numbers = tensors["steps"].tolist(), tensors["numbers"].tolist()
-    if len(rows) != len(numbers) or sum(lengths := tensors["lengths"].tolist()) != len(rows):
-        raise ValueError("paths of other lengths than their steps")
-    first = 0
-    for length, pair in zip(lengths, tensors["pairs"].tolist()):
-        steps = []
-        for (kind, element), values in zip(
-            rows[first : first + length], numbers[first : first + length]
-        ):
-            what = kinds[kind]
-            shape = tuple(int(n) for n in what["shape"])
-            place = str(what["operator"]), str(what["module"]), int(what["call"])
-            steps.append(PathStep(*place, shape, unravel(element, shape), *values))
-        name = str(kinds[rows[first][0]]["leaf"])
-        if name not in grads:
-            raise KeyError(name)
-        yield Path(name, steps[0].index, tuple(steps), steps[0].gradient, pair)
-        first += length
+class Packed(Sequence[Path]):
+    """Paths in the arrays of a file, whose contents were checked; each is made when asked for."""
+
+    def __init__(self, kinds: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> None:
+        self.kinds = kinds
+        self.steps, self.numbers = tensors["steps"], tensors["numbers"]
+        self.pairs = tensors["pairs"].tolist()
+        self.lengths = tensors["lengths"].tolist()
+        self.firsts = [end - n for end, n in zip(accumulate(self.lengths), self.lengths)]
+
+    @overload
+    def __getitem__(self, at: int) -> Path: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Path, ...]: ...
+    def __getitem__(self, at: int | slice) -> Path | tuple[Path, ...]:
+        if isinstance(at, slice):
+            return tuple(self[n] for n in range(*at.indices(len(self))))
+        mine = slice(self.firsts[at], self.firsts[at] + self.lengths[at])
+        rows = zip(self.steps[mine].tolist(), self.numbers[mine].tolist())
+        steps = tuple(self._step(self.kinds[kind], element, n) for (kind, element), n in rows)
+        name = self.kinds[int(self.steps[mine.start, 0])]["leaf"]
+        return Path(name, steps[0].index, steps, steps[0].gradient, self.pairs[at])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def _step(self, kind: Mapping[str, Any], element: int, numbers: Sequence[float]) -> PathStep:
+        shape = tuple(kind["shape"])
+        index = unravel(element, shape)
+        return PathStep(kind["operator"], kind["module"], kind["call"], shape, index, *numbers)
 
 
 def _number(index: Sequence[int], shape: Sequence[int]) -> int:

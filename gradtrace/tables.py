@@ -19,6 +19,7 @@ from math import floor, isfinite, log10, nan
 from typing import Any, Literal
 
 from gradtrace.errors import GradtraceError, needs
+from gradtrace.printable import printable
 
 ROWS, WIDTH, TOLD = 40, 60, 400
 """The most rows shown; the most columns that a text takes in a cell, and in a tooltip."""
@@ -90,7 +91,7 @@ class Table:
     @property
     def heading(self) -> str:
         """The title, fit to be shown."""
-        return _visible(self.title)
+        return printable(self.title)
 
     def lines(self, limit: int | None = ROWS, width: int = WIDTH) -> list[list[str]]:
         """The headers and the rows as text, cell by cell, fit to be shown.
@@ -103,7 +104,7 @@ class Table:
 
     def words(self, limit: int | None = ROWS) -> list[str]:
         """What is said below the rows: how many are left out, and the notes."""
-        return list(map(_visible, self._words(limit)))
+        return list(map(printable, self._words(limit)))
 
     def __str__(self) -> str:
         return self.text()
@@ -212,19 +213,6 @@ def _plain(value: object) -> object:
 # Text --------------------------------------------------------------------------------------------
 
 
-def _visible(text: str) -> str:
-    r"""Controls, marks of direction and lone surrogates as escapes: they would mislead the reader.
-
-    >>> print(_visible("a\u202eb"))
-    a\u202eb
-    """
-    hidden = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
-    return "".join(
-        char.encode("unicode_escape").decode() if unicodedata.category(char) in hidden else char
-        for char in text
-    )
-
-
 def _brief(text: str, width: int) -> str:
     """Cut in the middle to so many columns of a terminal, and no more characters than that.
 
@@ -233,7 +221,7 @@ def _brief(text: str, width: int) -> str:
     """
     width = max(width, 1)
     few = text if len(text) <= 2 * width else text[:width] + text[-width:]  # long names cost little
-    few = _visible(few)
+    few = printable(few)
     if sum(max(_room(char), 1) for char in few) <= width:
         return few
     end = _start(few[::-1], width // 2)[::-1]

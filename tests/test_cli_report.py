@@ -96,7 +96,7 @@ def test_it_is_opened(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["none.gradtrace"], "does not exist"),
         (["text.gradtrace"], "not a gradtrace file"),
-        (["none.jsonl"], "cannot be read"),
+        (["none.jsonl"], "does not exist"),
         (["a.gradtrace", "run.jsonl"], "only traces are compared"),
         (["a.gradtrace", "--name", "x", "--name", "y"], "2 names"),
         (["a.gradtrace", "--out", "a.gradtrace"], "is the file that is read"),

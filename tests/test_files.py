@@ -22,11 +22,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace import files
+from gradtrace import disk, files
 from gradtrace.errors import GradtraceError
 from gradtrace.files import BadFile, Contents, read, write
 
@@ -306,12 +305,11 @@ def test_a_step_that_fails_leaves_nothing(
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_a_full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(tensors: Any, path: Path, metadata: Any) -> None:
-        save_file(tensors, path, metadata)
-        with open("/dev/full", "wb") as full:
-            full.write(path.read_bytes())
+    def put(file: Any, data: bytes) -> None:
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(data)
 
-    monkeypatch.setattr(files, "save_file", save)
+    monkeypatch.setattr(disk, "put", put)
     with pytest.raises(BadFile, match="No space left on device"):
         write(place, "trace", {}, {"x": torch.ones(5)})
 
@@ -329,13 +327,22 @@ def test_a_file_that_the_system_lets_not_grow(place: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("step", ["save_file", "_seal", "_digest"])
+STEPS = [
+    *((files, name) for name in ("_plain", "_document", "_packed", "_bytes")),
+    *((disk, name) for name in ("_lock", "put", "sync")),
+    *((os, name) for name in ("chmod", "replace", "fsync")),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "step"), STEPS, ids=lambda value: getattr(value, "__name__", value)
+)
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_leaves_nothing(
-    place: Path, step: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    place: Path, where: Any, step: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(files, step, failing(kind()))
+        patch.setattr(where, step, failing(kind()))
         with pytest.raises(kind):
             write(place, "trace", {}, {"x": torch.ones(5)})
 
@@ -392,7 +399,7 @@ def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_no_permission(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     with monkeypatch.context() as patch:
-        patch.setattr(files, "open", failing(denied), raising=False)
+        patch.setattr(disk, "open", failing(denied), raising=False)
         with pytest.raises(BadFile, match=r"Permission denied.*folder that you may write"):
             write(place, "trace", {}, {})
 
@@ -647,7 +654,7 @@ def test_a_huge_header_is_not_allocated(at: Path, monkeypatch: pytest.MonkeyPatc
             asked.append(-1 if size is None else size)
             return super().read(size)
 
-    monkeypatch.setattr(files, "open", lambda path, mode: Spy(path, mode), raising=False)
+    monkeypatch.setattr(os, "fdopen", Spy)
     for size in (10**14, files.HEADER, 2**64 - 1):
         at.write_bytes(struct.pack("<Q", size) + b"{" + bytes(11))
         refused(at)
@@ -678,7 +685,7 @@ def test_there_is_no_file(tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_opened(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(at, "trace", {}, {})
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    monkeypatch.setattr(files, "open", failing(denied), raising=False)
+    monkeypatch.setattr(os, "open", failing(denied))
     refused(at, "cannot be opened (Permission denied): check its permissions")
 
 
@@ -816,3 +823,49 @@ def test_hostile_tensors_are_read_or_refused(
         assert str(at) in str(error)
     else:
         assert sum(t.numel() * t.element_size() for t in found.tensors.values()) == len(data)
+
+
+# As others write it ------------------------------------------------------------------------------
+
+
+def test_the_bytes_are_those_of_safetensors(at: Path) -> None:
+    """What an older gradtrace wrote with that library is what is written now, byte for byte."""
+    from safetensors.torch import load, save
+
+    tensors = {name: make().detach().resolve_neg().contiguous() for name, make in VALUES.items()}
+    write(at, "trace", {"a": "é"}, tensors)
+    blob = at.read_bytes()
+    with safe_open(at, "pt") as held:
+        metadata = held.metadata()
+    assert save(load(blob), metadata) == blob
+
+
+def test_files_of_ever_new_sizes_leave_nothing_behind(at: Path) -> None:
+    """Not even a type: ctypes keeps one for every size it has seen."""
+    import gc
+
+    def ctypes_arrays() -> int:
+        types = (each for each in gc.get_objects() if type in type(each).__mro__)
+        return sum("_Array_" in each.__name__ for each in types)
+
+    before = ctypes_arrays()
+    for size in range(50):
+        write(at, "view", {}, {"view": torch.zeros(70_001 + size, dtype=torch.uint8)})
+        read(at)
+    assert ctypes_arrays() == before
+
+
+def test_large_tensors_are_written_in_chunks(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK", 7)
+    tensor = torch.arange(100, dtype=torch.int16).reshape(4, 25)
+    assert same(back(at, {}, x=tensor, y=tensor.T).tensors["y"], tensor.T)
+
+
+def test_a_bool_is_0_or_1(at: Path) -> None:
+    write(at, "trace", {}, {"x": torch.tensor([True, False])})
+    blob = at.read_bytes()
+    digest = re.search(rb'sha256\\":\\"([0-9a-f]{64})', blob)
+    assert digest is not None
+    blank = blob.replace(digest[1], b"0" * 64)[:-1] + b"\x02"
+    at.write_bytes(blank.replace(b"0" * 64, sha256(blank).hexdigest().encode(), 1))
+    refused(at, "a bool is neither 0 nor 1")

@@ -247,7 +247,7 @@ def test_other_files(content: bytes, told: str) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(GradtraceError, match="cannot be read"):
+    with pytest.raises(GradtraceError, match="does not exist"):
         history.read(tmp_path / "none.jsonl")
     with pytest.raises(GradtraceError, match="cannot be written"):
         Writer(tmp_path / "no folder" / "run.jsonl", {})
@@ -421,3 +421,89 @@ def test_a_damaged_view_is_told(tmp_path: Path) -> None:
     (tmp_path / "run.gradtrace").write_bytes(b"something else")
     with pytest.raises(GradtraceError, match=r"run\.gradtrace"):
         runs.report_run(tmp_path / "run.jsonl", tmp_path / "x.html")
+
+
+# How much work it is ------------------------------------------------------------------------------
+
+
+def test_a_history_is_read_without_fractions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables are made when they are looked at, of floats; sums only when somebody asks."""
+    influence = sys.modules["gradtrace.influence"]
+    path = run(tmp_path / "run.jsonl", steps=50)
+    made: list[str] = []
+    summed, row = influence._summed, history._unpacked
+    monkeypatch.setattr(influence, "_summed", lambda *two: made.append("sums") or summed(*two))
+    monkeypatch.setattr(history, "_unpacked", lambda *one: made.append("row") or row(*one))
+    found = history.read(path)
+    assert found.components == ("a", "b") and found.steps == tuple(range(50))
+    assert made == []
+    assert len(found.records[7].influence or ()) == 2 and made == ["row"] * 2
+    shown = training(found)
+    assert shown is not None and made == ["row"] * 100
+    assert shown.share[0].tolist() == [0.75] * 50
+    assert found.records[7] == record(7)
+
+
+def test_shares_of_floats_are_those_of_fractions() -> None:
+    import random
+
+    rng = random.Random(0)
+    numbers = [0.0, 5e-324, 1e-310, 1e-200, 0.1, 1 / 3, 1.0, 3.0, 1e16, 1e200, 1.7e308]
+    numbers += [rng.random() * 10.0 ** rng.randrange(-30, 30) for _ in range(300)]
+    for e in numbers[1:]:
+        for t in (0.0, e, e * rng.random(), rng.choice(numbers)):
+            exact = Moments(*Moments.of(t, e).parts())
+            try:
+                wanted = exact.share
+            except OverflowError:
+                continue
+            assert Moments.of(t, e).share == wanted, (t, e)
+
+
+def test_tables_to_be_made_later_are_tables(tmp_path: Path) -> None:
+    import copy
+    import pickle
+    from dataclasses import replace
+
+    path = run(tmp_path / "run.jsonl")
+    first, *others = (history.read(path).records[0].influence for _ in range(5))
+    want = record(0).influence
+    assert want is not None and None not in (first, *others)
+    assert first == want and hash(others[0]) == hash(want)
+    assert pickle.loads(pickle.dumps(others[1])) == want
+    assert copy.deepcopy(others[2]) == want and replace(others[3], pairs=2).rows == want.rows  # type: ignore[type-var]
+    with pytest.raises(AttributeError, match="no attribute 'row'"):
+        first.row  # type: ignore[union-attr]  # noqa: B018
+
+
+def test_a_run_that_goes_on_often_is_read_in_linear_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going on from a step costs what is left out, not what is there."""
+    line = history.Timeline[int]()
+    for step in range(1000):
+        line.put(step, step)
+    looked = 0
+
+    class Counting(list[int]):
+        def __iter__(self) -> Any:
+            nonlocal looked
+            looked += len(self)
+            return super().__iter__()
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            return Counting(found) if isinstance(at, slice) else found
+
+    line.steps = Counting(line.steps)
+    for _ in range(1000):
+        assert line.cut(999) == 1
+        line.put(999, 5)
+    assert looked == 1000 and line.cut(2000) == 0
+    line.put(500, 7)
+    line.put(2, 8)
+    assert len(line.all()) == 1000 and line.all()[500] == 7
+    assert line.cut(3) == 997 and line.steps == [0, 1, 2] and line.all() == (0, 1, 8)
+    line.put(1_000, 1)
+    line.put(50, 2)
+    assert line.steps == [0, 1, 2, 50, 1000] and line.all() == (0, 1, 8, 2, 1)

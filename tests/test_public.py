@@ -33,11 +33,12 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
+    {"printable", "validate"},
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"}
     | {"calls", "digests", "nests", "recurrent", "switches"},
     {"plain", "limits", "internals"},
-    {"scripts", "einsum", "kernels", "autograd", "tables", "files", "standins", "gauges"},
-    {"semirings", "labels", "loggers", "marks"},
+    {"scripts", "einsum", "kernels", "autograd", "tables", "disk", "standins", "gauges"},
+    {"semirings", "labels", "loggers", "marks", "files", "formats"},
     {"maps", "atlas", "hooks", "passes", "testing", "groups"},
     {"linear", "deferred", "schedules", "states", "border", "threads"},
     {"program", "nodes"},

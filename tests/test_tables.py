@@ -355,7 +355,9 @@ def test_tables_that_make_no_sense_are_refused() -> None:
 def test_a_long_name_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a name, only its ends are looked at."""
     looked: list[int] = []
-    visible = tables._visible
-    monkeypatch.setattr(tables, "_visible", lambda text: looked.append(len(text)) or visible(text))
+    printable = tables.printable
+    monkeypatch.setattr(
+        tables, "printable", lambda text: looked.append(len(text)) or printable(text)
+    )
     str(Table("", (Column("a"),), (("x" * 10**7,),)))
     assert max(looked) <= 120

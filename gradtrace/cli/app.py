@@ -18,6 +18,7 @@ import gradtrace
 from gradtrace.cli.codes import BUG, INTERRUPTED, MEANING, UNREAD, WRONG
 from gradtrace.cli.printing import say
 from gradtrace.errors import GradtraceError
+from gradtrace.printable import printable
 
 DEBUG = "--debug"
 ORDER = ("demo", "trace", "influence", "report", "check", "experiment", "bench", "ops", "doctor")
@@ -45,6 +46,15 @@ class Guarded(TyperGroup):
             args = [DEBUG, *(arg for arg in args[:end] if arg != DEBUG), *args[end:]]
         return super().parse_args(ctx, args)
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse what was typed, which may be the name of somebody else's file."""
+        try:
+            return super().make_context(*args, **options)
+        except Exception as error:
+            if _is_usage(error):
+                _clean(error)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
         try:
@@ -55,7 +65,10 @@ class Guarded(TyperGroup):
             say(f"gradtrace: {str(stop) or 'stopped'}")
             raise typer.Exit(INTERRUPTED) from stop
         except Exception as error:
-            if ctx.params.get("debug") or _is_usage(error):
+            if _is_usage(error):
+                _clean(error)
+                raise
+            if ctx.params.get("debug"):
                 raise
             say(f"gradtrace: {told(error)}")
             raise typer.Exit(code_of(error)) from error
@@ -64,6 +77,12 @@ class Guarded(TyperGroup):
 def _is_usage(error: Exception) -> bool:
     """Whether it is about how a command was typed, which typer tells by itself."""
     return hasattr(error, "exit_code") and hasattr(error, "format_message")
+
+
+def _clean(error: Any) -> None:
+    """Make the message of an error fit to be printed."""
+    if isinstance(getattr(error, "message", None), str):
+        error.message = printable(error.message)
 
 
 def code_of(error: BaseException) -> int:
@@ -168,7 +187,8 @@ def _show(error: Exception) -> None:
     own = found
     while own is not None and _ours(own):
         own = own.tb_next
-    traceback.print_exception(type(cause), cause, own or found)
+    lines = "".join(traceback.format_exception(type(cause), cause, own or found)).splitlines()
+    print("\n".join(map(printable, lines)), file=sys.stderr)
     if cause is not error:
         say(f"gradtrace: {error}")
 

@@ -1,4 +1,7 @@
-"""What commands print: tables, JSON, remarks, progress."""
+"""What commands print: tables, JSON, remarks, progress.
+
+All text passes through ``printable`` here, whatever names and files it comes from.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from gradtrace.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,8 +38,13 @@ def console(stderr: bool = False) -> Console:
     """Plain where colour is not wanted, wide where nobody's window limits it."""
     from rich.console import Console
 
+    class Printable(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            """Lines of text; tables are made of printable text already."""
+            super().print(*(printable(x) if isinstance(x, str) else x for x in objects), **options)
+
     stream = sys.stderr if stderr else sys.stdout
-    return Console(
+    return Printable(
         file=stream,
         color_system=None if os.environ.get("NO_COLOR") else "auto",
         width=None if stream.isatty() else PIPE_WIDTH,
@@ -59,10 +69,11 @@ def table(
 
     found = Table(box=SIMPLE, pad_edge=False)
     numbers = set(right)
-    for k, title in enumerate(rows[0]):
+    for k, title in enumerate(map(printable, rows[0])):
         found.add_column(title, justify="right" if k in numbers else "left", overflow="fold")
     for row in rows[1:]:
-        found.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
+        cells = map(printable, row)
+        found.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in cells))
     return found
 
 
@@ -79,12 +90,13 @@ def write_table(data: Data, limit: int | None = None) -> None:
 
 def write_json(data: dict[str, Any]) -> None:
     """JSON, and nothing else."""
-    print(json.dumps(data, indent=2, allow_nan=False))
+    text = json.dumps(data, indent=2, allow_nan=False)
+    print(text.replace("\x7f", "\\u007f"))  # the one control character that JSON leaves as it is
 
 
 def say(line: str) -> None:
     """A remark, on stderr."""
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
+    print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
 
 
 class Work:
@@ -96,8 +108,8 @@ class Work:
 
     def begin(self, what: str) -> None:
         """Something else is done now."""
-        self._now = what
-        self._show(what, 0, None)
+        self._now = printable(what)
+        self._show(self._now, 0, None)
 
     def advance(self, done: int, total: int) -> None:
         """So far it has come."""
@@ -118,7 +130,7 @@ def working(what: str) -> Iterator[Work]:
     )
     off = not out.is_terminal or out.is_dumb_terminal
     with Progress(*columns, console=out, transient=True, disable=off) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(printable(what), total=None)
         work = Work(
             lambda now, done, total: bar.update(task, description=now, completed=done, total=total)
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from gradtrace import disk
 from gradtrace.errors import GradtraceError
 from gradtrace.history import History
 from gradtrace.runs import beside, report_run
@@ -99,7 +100,14 @@ def wait(asked: Asked, every: float, say: Callable[[str], None]) -> None:
 
 
 def _begun(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
+    """Whether there is something in a file; a pipe or a device would never have a size."""
+    try:
+        with disk.opened(path) as file:
+            return bool(file.read(1))
+    except disk.NoFile:
+        return False
+    except disk.BadFile as error:
+        raise disk.BadFile(f"{str(path)!r} {error}") from error.__cause__
 
 
 def follow(asked: Asked, every: float, done: Done) -> Done:

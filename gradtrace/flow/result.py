@@ -8,6 +8,7 @@ from math import isfinite, sqrt
 from typing import Any, NamedTuple
 
 from gradtrace.errors import UnknownName
+from gradtrace.printable import printable
 from gradtrace.tables import Column, Table
 
 FACTOR = 1000.0
@@ -103,7 +104,7 @@ class Flow:
     @property
     def verdict(self) -> str:
         """Whether the gradient vanishes, explodes or dies, where, and what one can do."""
-        return " ".join(self.findings)
+        return printable(" ".join(self.findings))
 
     def __getitem__(self, module: str) -> Row:
         for row in self.rows:

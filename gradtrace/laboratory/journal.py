@@ -12,7 +12,6 @@ as it wrote) is no row. Nothing is ever deleted: ``set_aside`` renames the folde
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -22,17 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from gradtrace import disk, formats
 from gradtrace.errors import GradtraceError
 from gradtrace.laboratory.findings import Cell, Result
+from gradtrace.validate import Unfit, parse
 
 SCHEMA = 1
 ASKED = ("experiment", "form", "settings", "files")
 """Parts of a header that must be the same for rows to belong together. The number of seeds is not
 among them: cells are independent, so a run with more seeds goes on from one with fewer.
 """
-ROW = {"cell", "result", "seconds"}
-NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
-"""What file systems answer that know no fsync."""
 
 
 class OtherSettings(GradtraceError):
@@ -85,7 +83,7 @@ class Journal:
                 header = next(lines, None)
                 if header is None:
                     continue  # killed before the header was whole
-                self._check(header, path)
+                self._check(header)
                 if header.get("code") != self.header.get("code"):
                     self.stale |= {key(row["cell"]) for row in lines}
                     continue
@@ -102,7 +100,7 @@ class Journal:
             if self._file is None:
                 self.rows.mkdir(parents=True, exist_ok=True)
                 path = self.rows / f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
-                self._file = open(path, "xb")  # noqa: SIM115  # as long as the process
+                self._file = open(path, "xb", buffering=0)  # noqa: SIM115  # as long as the process
                 self._put(_line({"schema": SCHEMA, **self.header}))
             self._put(line)
 
@@ -127,20 +125,10 @@ class Journal:
 
     def _put(self, line: bytes) -> None:
         assert self._file is not None
-        self._file.write(line)
-        self._file.flush()
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            if error.errno not in NO_SYNC:
-                raise
+        disk.put(self._file, line)
+        disk.sync(self._file)
 
-    def _check(self, header: dict[str, Any], path: Path) -> None:
-        if header.get("schema") != SCHEMA:
-            raise GradtraceError(
-                f"{path} was written by another version of gradtrace (schema "
-                f"{header.get('schema')}, not {SCHEMA}); --restart sets it aside"
-            )
+    def _check(self, header: dict[str, Any]) -> None:
         wanted = json.loads(json.dumps({name: self.header.get(name) for name in ASKED}))
         if other := _differences({name: header.get(name) for name in ASKED}, wanted):
             raise OtherSettings(
@@ -174,21 +162,32 @@ def _line(data: dict[str, Any]) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file."""
-    content = path.read_bytes()
-    *lines, torn = content.split(b"\n")
-    del torn  # empty, or the start of a row that was never finished
-    for number, line in enumerate(lines, 1):
+    """The whole lines of a file, each of the form it should have."""
+    content = disk.content(path)
+    number = start = 0
+    while (end := content.find(b"\n", start)) >= 0:  # what follows the last one was never finished
+        line, start, number = content[start:end], end + 1, number + 1
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or not row.keys() >= (ROW if number > 1 else {"schema"}):
+            row = parse(line, nan=True)
+            if number == 1:
+                _check_version(row, path)
+            formats.ROWS["header" if number == 1 else "row"](row)
+        except Unfit as error:
             raise GradtraceError(
-                f"{path}, line {number} is damaged; delete that line to measure its cell again, or "
-                "--restart to set all rows aside"
-            )
+                f"{path}, line {number} is damaged ({error}); delete that line to measure its cell "
+                "again, or --restart to set all rows aside"
+            ) from error
         yield row
+
+
+def _check_version(header: Any, path: Path) -> None:
+    """Rows of another version may have another form."""
+    version = header.get("schema") if isinstance(header, dict) else None
+    if type(version) is int and version != SCHEMA:
+        raise GradtraceError(
+            f"{path} was written by another version of gradtrace (schema {str(version)[:20]}, not "
+            f"{SCHEMA}); --restart sets it aside"
+        )
 
 
 def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from gradtrace import disk, files
+from gradtrace.disk import BadFile
 from gradtrace.errors import GradtraceError
+from gradtrace.formats import RESULTS
 from gradtrace.laboratory.findings import Findings, Series, Table
+from gradtrace.validate import Unfit, parse
 
 SCHEMA = 1
 FILE = "results.json"
@@ -72,29 +73,24 @@ def text(data: Mapping[str, Any]) -> str:
 def read(path: Path) -> dict[str, Any] | None:
     """A file of this schema, or None."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = parse(disk.content(path))
+        RESULTS(data)
+    except (BadFile, Unfit):
         return None
-    good = isinstance(data, dict) and data.get("schema") == SCHEMA
-    return data if good else None
+    return dict(data) if data["schema"] == SCHEMA else None
 
 
 def write(path: Path, content: str | bytes) -> None:
     """Write a file, all of it or nothing."""
-    raw = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(raw)
-        os.replace(temporary, path)
-    except OSError as error:
+        files.put(path, content)
+    except (OSError, BadFile) as error:
+        why = getattr(error, "strerror", None) or error
         raise GradtraceError(
-            f"cannot write {path}: {error.strerror or error}; what was measured is kept: run the "
-            "same command again when there is room, or with an --out that you may write to"
+            f"cannot write {path}: {why}; what was measured is kept: run the same command again "
+            "when there is room, or with an --out that you may write to"
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def name(data: Mapping[str, Any]) -> str:

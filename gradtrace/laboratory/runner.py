@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradtrace import disk
 from gradtrace.errors import GradtraceError
 from gradtrace.laboratory import machine, pools, results
 from gradtrace.laboratory.code import code
@@ -24,6 +25,7 @@ from gradtrace.laboratory.journal import Journal, key
 from gradtrace.laboratory.loading import Source, about, load
 from gradtrace.laboratory.ranks import Ranks
 from gradtrace.laboratory.work import Failed, Work
+from gradtrace.printable import printable
 
 PACKAGES = ("numpy",)
 PATIENCE = 3
@@ -121,8 +123,8 @@ def _concluded(plan: Plan, journal: Journal, cells: list[Cell]) -> Outcome:
         "seeds": plan.seeds,
         "cells": len(cells),
         "seconds": round(sum(entries[key(cell)].seconds for cell in cells), 2),
-        "machines": _distinct(header["machine"] for header in headers),
-        "versions": _distinct(header["versions"] for header in headers),
+        "machines": _distinct(h["machine"] for h in headers if "machine" in h),
+        "versions": _distinct(h["versions"] for h in headers if "versions" in h),
         "date": time.strftime("%Y-%m-%d"),
     }
     return Outcome(ran | results.found(findings, name), findings.plots)
@@ -213,7 +215,7 @@ def _digests(settings: Mapping[str, Any]) -> dict[str, str]:
     path = settings.get("text")
     if not isinstance(path, str) or not Path(path).is_file():
         return {}
-    return {"text": sha256(Path(path).read_bytes()).hexdigest()}
+    return {"text": sha256(disk.content(path)).hexdigest()}
 
 
 def _distinct(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -245,7 +247,7 @@ class Shown(Bar):
 
     def tick(self, text: str) -> None:
         """Something is going on."""
-        self.progress.update(self.task, text=str(text)[:40])
+        self.progress.update(self.task, text=printable(str(text)[:40]))
 
 
 @contextmanager
@@ -264,4 +266,4 @@ def _bar(name: str, total: int, wanted: bool) -> Iterator[Bar]:
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True) as progress:
-        yield Shown(progress, progress.add_task(name, total=total, text=""))
+        yield Shown(progress, progress.add_task(printable(name), total=total, text=""))

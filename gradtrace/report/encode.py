@@ -21,8 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from gradtrace.validate import distinct, integer, one_of, parse, record, unfit
+
 KINDS = {"f4": "<f4", "f8": "<f8", "i4": "<i4", "u1": "|u1"}
 NAMES = {np.dtype(form): kind for kind, form in KINDS.items()}
+COLUMN = record({"$": one_of(*KINDS)}, o=integer(), n=integer())
 UNIT = 8
 """Columns begin at multiples of this, so that the page can look at them where they are."""
 
@@ -69,17 +72,35 @@ def _written(value: object, blob: Blob) -> object:
 
 
 def read(data: bytes) -> Any:
-    """What was contained; lists for tuples, words for numbers that are not finite."""
+    """What was contained; lists for tuples, words for numbers that are not finite.
+
+    Columns must lie one behind the other, as they are written, and fill the blob: a few bytes that
+    all columns share would become many when they are written again.
+    """
     size = int.from_bytes(data[:4], "little")
     start = -(-(4 + size) // UNIT) * UNIT
+    if not 4 <= start <= len(data):
+        unfit("the view is cut short")
     blob = memoryview(data)[start:]
+    end = 0
 
-    def column(found: dict[str, Any]) -> Any:
+    def column(pairs: list[tuple[str, Any]]) -> Any:
+        nonlocal end
+        found = distinct(pairs)
         if "$" not in found:
             return found
-        return np.frombuffer(blob, KINDS[found["$"]], int(found["n"]), int(found["o"]))
+        COLUMN(found)
+        form = np.dtype(KINDS[found["$"]])
+        length = found["n"] * form.itemsize
+        if found["o"] != end or end + length > len(blob):
+            unfit("a column of the view is not where it should be")
+        end += length + -length % UNIT
+        return np.frombuffer(blob, form, found["n"], found["o"])
 
-    return json.loads(data[4 : 4 + size], object_hook=column)
+    value = parse(data[4 : 4 + size], column)
+    if end != len(blob):
+        unfit("the view is longer than its columns")
+    return value
 
 
 def lettered(data: bytes) -> str:

@@ -9,6 +9,7 @@ from html import escape
 import numpy as np
 
 from gradtrace.errors import GradtraceError
+from gradtrace.printable import printable
 from gradtrace.report.forest import UNFOLLOWED
 from gradtrace.report.model import Forest, HeatMap, View
 from gradtrace.report.page import page
@@ -37,7 +38,7 @@ def framed(view: Callable[[], View], called: str) -> str:
                 return frame(text, each.name)
         raise GradtraceError(TOO_LARGE)
     except GradtraceError as error:
-        return f"<p>{escape(called)}</p><p>{escape(str(error))}</p>"
+        return f"<p>{escape(printable(called))}</p><p>{escape(str(error))}</p>"
 
 
 def frame(text: str, title: str) -> str:
@@ -49,7 +50,8 @@ def frame(text: str, title: str) -> str:
     style = "width:100%;border:1px solid rgba(128,128,128,.35);border-radius:6px"
     return (
         f'<iframe srcdoc="{escape(text)}" sandbox="allow-scripts allow-downloads" '
-        f'title="{escape(title)}" width="100%" height="{HEIGHT}" style="{style}"></iframe>'
+        f'title="{escape(printable(title))}" width="100%" height="{HEIGHT}" '
+        f'style="{style}"></iframe>'
     )
 
 

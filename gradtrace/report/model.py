@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
+
+from gradtrace.validate import Unfit, number, unfit
 
 # The dtype of a column is given twice, since NDArray taken apart by `typing` depends on numpy's
 # version.
@@ -239,14 +242,25 @@ def revived(kind: type, data: Any) -> Any:
     >>> revived(Sample, {"paths": 3, "drawn": 4, "elements": 9, "seed": 0})
     Sample(paths=3, drawn=4, elements=9, seed=0)
     """
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _hints(kind)
     if not isinstance(data, Mapping) or not data.keys() >= hints.keys():
-        raise ValueError(f"no {kind.__name__}")
-    found = kind(**{name: _value(hint, data[name]) for name, hint in hints.items()})
-    lengths = {len(x) for x in vars(found).values() if isinstance(x, np.ndarray)}
+        unfit(f"is no {kind.__name__}")
+    values = {}
+    for name, hint in hints.items():
+        try:
+            values[name] = _value(hint, data[name])
+        except Unfit as error:
+            raise error.within(name) from None
+    found = kind(**values)
+    lengths = {len(x) for x in values.values() if isinstance(x, np.ndarray)}
     if len(lengths) > 1:
-        raise ValueError(f"columns of {kind.__name__} differ in length")
+        unfit(f"has columns that differ in length ({kind.__name__})")
     return found
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _value(hint: Any, data: Any) -> Any:
@@ -256,21 +270,22 @@ def _value(hint: Any, data: Any) -> Any:
     if origin is Annotated:
         dtype = args[1]
         if not isinstance(data, np.ndarray) or data.dtype != dtype:
-            raise ValueError(f"no column of {np.dtype(dtype)}")
+            unfit(f"is no column of {np.dtype(dtype)}")
         return data
     if origin is dict and isinstance(data, Mapping):
         return {str(key): _value(args[1], each) for key, each in data.items()}
     if origin is tuple and isinstance(data, list):
         kinds = args[:1] * len(data) if args[1] is ... else args
         if len(kinds) != len(data):
-            raise ValueError(f"{len(data)} values in place of {len(kinds)}")
+            unfit(f"has {len(data)} values in place of {len(kinds)}")
         return tuple(map(_value, kinds, data))
     if isinstance(hint, type) and is_dataclass(hint):
         return revived(hint, data)
-    if hint is float and isinstance(data, (int, float, str)):
+    if hint is float:
+        number()(data)
         return float(data)
     if type(data) is not hint:
-        raise ValueError(f"{type(data).__name__} in place of {hint}")
+        unfit(f"is {type(data).__name__} in place of {getattr(hint, '__name__', hint)}")
     return data
 
 

@@ -6,6 +6,7 @@ from html import escape
 from importlib import resources
 
 from gradtrace.errors import GradtraceError
+from gradtrace.printable import printable
 from gradtrace.report.encode import contained, lettered
 from gradtrace.report.model import Report, plain
 
@@ -40,7 +41,7 @@ def filled(frame: str, title: str, data: str) -> str:
 def _text(title: str) -> str:
     """As HTML in ASCII, so that no mark of direction or lone surrogate is in the file."""
     short = title if len(title) <= LONGEST else title[: LONGEST - 1] + "…"
-    return escape(short).encode("ascii", "xmlcharrefreplace").decode()
+    return escape(printable(short)).encode("ascii", "xmlcharrefreplace").decode()
 
 
 def template() -> str:

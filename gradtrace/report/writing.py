@@ -12,9 +12,11 @@ import torch
 
 from gradtrace import files
 from gradtrace.errors import GradtraceError
+from gradtrace.report.checking import check
 from gradtrace.report.encode import contained, read
 from gradtrace.report.model import Report, Timing, Training, View, plain, revived
 from gradtrace.report.page import page
+from gradtrace.validate import unfit
 
 SCHEMA = 1
 """Of what the page reads."""
@@ -75,7 +77,10 @@ def saved(view: View) -> torch.Tensor:
 
 
 def loaded(data: torch.Tensor) -> View:
-    """What ``saved`` gave, each field checked; ValueError and its like if it is something else."""
+    """What ``saved`` gave, each field checked; ``Unfit`` if it is something else."""
+    if data.dtype != torch.uint8 or data.dim() != 1:
+        unfit("the view is no row of bytes")
     found = revived(View, read(data.numpy().tobytes()))
     assert isinstance(found, View)
+    check(found)
     return found

@@ -236,7 +236,7 @@ def test_what_cannot_be_reported(tmp_path: Path) -> None:
         made.report(file, name=[1])  # type: ignore[list-item]
     with pytest.raises(GradtraceError, match="from 1 on"):
         made.report(file, sample=0)
-    with pytest.raises(files.BadFile, match="cannot be read"):
+    with pytest.raises(files.BadFile, match="does not exist"):
         made.report(file, training=tmp_path / "none.jsonl")
     assert not file.exists()
 

@@ -1,0 +1,240 @@
+"""Regular files: opened once, replaced whole, and nothing left behind by a process that was killed.
+
+A pipe or a device where a file is expected could block for ever or never end, so anything but a
+regular file is refused, for reading and for writing, before it is opened and again afterwards.
+
+A file is replaced by a temporary beside it that takes its name when it is complete::
+
+    .gradtrace-<machine>-<boot>-<process>-<random>.tmp
+
+The process that writes it holds a lock on it (``flock``), which the kernel drops when the process
+ends, however that happens. The first time a process writes to a folder it removes temporaries of
+this machine, of this boot or an earlier one, that nobody holds. Those of other machines (on a
+shared file system) are never touched, nor any where the file system knows no locks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gradtrace.errors import GradtraceError
+
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:  # not on Windows
+    LOCKS = False
+else:
+    LOCKS = True
+
+ROOM = "free some space, or choose a folder that you may write to"
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
+"""What file systems answer that know no fsync."""
+
+KINDS = (
+    (stat.S_ISDIR, "a folder", "name a file in it"),
+    (stat.S_ISFIFO, "a device or a pipe", "copy it to a file first"),
+    (stat.S_ISSOCK, "a socket", "give the name of a file"),
+)
+ALWAYS = sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_BINARY", "O_NOCTTY", "O_CLOEXEC"))
+DEVICE = ("a device or a pipe", "copy it to a file first")
+TEMPORARY = re.compile(r"\.gradtrace-([0-9a-f]{12})-([0-9a-f]{12})-[0-9]+-[0-9a-f]{16}\.tmp")
+IDENTITY = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class BadFile(GradtraceError):
+    """A file that cannot be read or written: missing, damaged, of another kind, no space left."""
+
+
+class NoFile(BadFile):
+    """There is no file of this name."""
+
+
+# Reading and appending ---------------------------------------------------------------------------
+
+
+def _refuse_irregular(mode: int) -> None:
+    """Refuse what is no regular file, by its mode."""
+    if stat.S_ISREG(mode):
+        return
+    what, instead = next((rest for is_it, *rest in KINDS if is_it(mode)), DEVICE)
+    raise BadFile(f"is {what}: {instead}")
+
+
+def opened(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+    """A regular file, not buffered when it is written to."""
+    try:
+        with suppress(FileNotFoundError):
+            _refuse_irregular(os.stat(path).st_mode)
+        more = (
+            getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
+        )
+        number = os.open(path, flags | more, 0o666)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise NoFile("is a link to a file that does not exist: check where it leads") from None
+        raise NoFile("does not exist: check the name and the folder") from None
+    except OSError as error:
+        raise BadFile(f"cannot be opened ({error.strerror}): check its permissions") from error
+    try:
+        _refuse_irregular(os.fstat(number).st_mode)  # it may have been replaced since
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            return os.fdopen(number, "r+b" if flags & os.O_RDWR else "wb", buffering=0)
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def content(path: str | os.PathLike[str]) -> bytes:
+    """All bytes of a regular file; the message of a ``BadFile`` names it."""
+    called = repr(os.fspath(path))
+    try:
+        with opened(Path(path).expanduser()) as file:
+            return file.read()
+    except BadFile as error:
+        raise type(error)(f"{called} {error}") from error.__cause__
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BadFile(f"{called} cannot be read ({error}): give another path") from error
+
+
+def put(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write all of it to a file that is not buffered."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def sync(file: BinaryIO) -> None:
+    """See that what was written, not buffered, is on the disk, if the file system can tell."""
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+
+
+# Replacing ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(at: Path) -> Iterator[BinaryIO]:
+    """A file to write to, that takes the place of ``at`` in the end, if nothing goes wrong."""
+    _permit(at)
+    _sweep(at.parent)
+    temporary = at.with_name(_name())
+    try:
+        while (file := _created(temporary)) is None:
+            temporary = at.with_name(_name())
+        with file:
+            mode = stat.S_IMODE((at if at.exists() else temporary).stat().st_mode)
+            yield file
+            sync(file)
+            with suppress(OSError):  # some systems know no modes
+                os.chmod(temporary, mode)
+            if not LOCKS:
+                file.close()  # Windows renames no open file; elsewhere the lock is held until then
+            os.replace(temporary, at)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _permit(at: Path) -> None:
+    """Refuse to put a file in place of a device or a read-only file, as ``os.replace`` would."""
+    if not at.parent.is_dir():
+        raise BadFile("is in a folder that does not exist: make the folder first")
+    if at.exists() and not at.is_file():
+        raise BadFile("is a folder or a device: give the name of a file to write")
+    if at.exists() and not os.access(at, os.W_OK):
+        raise BadFile("is read-only: make it writable, or choose another name")
+
+
+def _created(path: Path) -> BinaryIO | None:
+    """A new file with our lock on it; None if somebody who sweeps has removed it in between."""
+    file: Any = open(path, "x+b", buffering=0)  # noqa: SIM115
+    try:
+        _lock(file, wait=True)
+        there = os.stat(path).st_ino == os.fstat(file.fileno()).st_ino
+    except FileNotFoundError:
+        there = False
+    except BaseException:
+        file.close()
+        raise
+    if not there:
+        file.close()
+    return file if there else None
+
+
+def _lock(file: BinaryIO, wait: bool = False) -> bool:
+    """Whether the lock on a file is ours; False too where there are no locks."""
+    try:
+        if LOCKS:
+            flock(file, LOCK_EX | (0 if wait else LOCK_NB))
+        return LOCKS
+    except OSError:
+        return False
+
+
+def _name() -> str:
+    machine, boot = origin()
+    return f".gradtrace-{machine}-{boot}-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+
+
+@cache
+def origin() -> tuple[str, str]:
+    """Short names of this machine and of the time since it was started.
+
+    Without such names of the system's own they are random: nobody else's files look like ours then.
+    """
+    machine = next((text for path in IDENTITY if (text := _line(path))), "")
+    boot = _line(BOOT)
+    whole = f"{machine} {platform.node()}" if machine else secrets.token_hex(16)
+    return _short(whole), _short(boot or secrets.token_hex(16))
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _short(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:12]
+
+
+_swept: set[str] = set()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove temporaries of processes of this machine that were killed; once for each folder."""
+    key = str(folder)
+    if key in _swept:
+        return
+    _swept.add(key)
+    machine, boot = origin()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            match = TEMPORARY.fullmatch(entry.name)
+            ours = match and (match[1] == machine or match[2] == boot)
+            if ours and entry.is_file(follow_symlinks=False):
+                _remove(Path(entry.path))
+
+
+def _remove(path: Path) -> None:
+    """Remove a temporary if the process that wrote it is gone, which its lock tells."""
+    with suppress(OSError, BadFile), opened(path, os.O_RDWR) as file:  # NFS locks what it may write
+        if _lock(file) and os.stat(path).st_ino == os.fstat(file.fileno()).st_ino:
+            path.unlink()

@@ -1,0 +1,30 @@
+"""Text from files, names and other people's errors, made fit to be printed.
+
+A name may hold terminal escapes, newlines that fake a log line, or marks that turn the direction of
+what follows. Whatever goes to a terminal, a log or the text of an exception passes through
+``printable``: ``GradtraceError`` does it for messages of errors, ``errors.caution`` for warnings,
+and the command line's ``printing`` for everything that is printed.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+HIDDEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
+"""Unicode categories that are shown as escapes: C0 and C1 controls, format characters (bidi marks
+among them), lone surrogates, unassigned code points, line and paragraph separators."""
+
+
+def printable(text: object) -> str:
+    r"""The text with everything that a terminal or a reader could stumble over as an escape.
+
+    >>> print(printable("a\x1b]0;title\x07b\u202ec\n"))
+    a\x1b]0;title\x07b\u202ec\n
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(
+        char.encode("unicode_escape").decode() if unicodedata.category(char) in HIDDEN else char
+        for char in text
+    )

@@ -1,0 +1,317 @@
+"""Files that somebody changed: read, or refused with GradtraceError, whatever it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mutants
+import pytest
+import torch
+
+import gradtrace as gt
+from gradtrace import files, formats, history, validate
+from gradtrace.errors import GradtraceError
+from gradtrace.validate import Unfit
+
+COUNT = {"trace": 40, "view": 25, "influence": 60, "run": 40, "experiment": 20, "results": 15}
+"""Of each kind, here; ``python tests/mutants.py`` tries thousands."""
+
+
+@pytest.mark.parametrize("kind", mutants.KINDS)
+def test_mutants_are_read_or_refused(tmp_path: Path, kind: str) -> None:
+    made = mutants.KINDS[kind].make(tmp_path)
+    for blob in made:
+        mutants.KINDS[kind].read(blob, tmp_path)  # as they are they are read
+    found = [mutants.tried(kind, made, number, tmp_path) for number in range(COUNT[kind])]
+    assert [trial for trial in found if trial.told not in ("read", "refused")] == []
+    assert {trial.told for trial in found} >= ({"refused"} if kind != "results" else {"read"})
+
+
+# Bombs -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "made.gradtrace"
+    mutants.traced().save(path, sample=5)
+    return path
+
+
+def put(meta: dict[str, Any], tensors: dict[str, Any], *path: Any, value: Any) -> None:
+    at: Any = meta
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+
+
+HUGE = 2**100_000
+BOMBS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "fraction of text": (("tables", "", "rows", 0, "count", 0), ["1e99999999"]),
+    "fraction of texts": (("tables", "", "rows", 0, "gradient", 0), ["1e99999999", "1"]),
+    "huge fraction": (("tables", "", "rows", 0, "count", 0), [HUGE, HUGE - 1]),
+    "denominator 0": (("tables", "", "rows", 0, "count", 0), [1, 0]),
+    "denominator below 0": (("tables", "", "rows", 0, "count", 0), [-1, -1]),
+    "through over eligible": (("tables", "", "rows", 0, "count", 0), [10**9, 1]),
+    "four moments": (("tables", "", "rows", 0, "count"), [[0, 1]] * 4),
+    "no sums": (("tables", "", "rows", 0, "count"), [[1, 1], [2, 1], [1, 1], [2, 1], [9, 1]]),
+    "half an element": (("tables", "", "rows", 0, "count", 0), [1, 2]),
+    "own below 0": (("tables", "", "rows", 0, "own"), -1),
+    "own a bool": (("tables", "", "rows", 0, "own"), True),
+    "a shape of many dimensions": (("kinds", 0, "shape"), [1] * 500_000),
+    "a shape below 0": (("kinds", 0, "shape"), [-1]),
+    "a shape of floats": (("kinds", 0, "shape"), [1.0]),
+    "pairs without end": (("pairs",), HUGE),
+    "pairs a float": (("pairs",), 1.5),
+    "a rule of nobody": (("rule",), "\x1b[31m"),
+    "notes a text": (("notes",), "note"),
+    "notes of numbers": (("notes",), [1]),
+    "aliases a list": (("aliases",), []),
+    "aliases elsewhere": (("aliases", "x"), "nowhere"),
+    "leaves twice": (("leaves",), ["a", "a"]),
+    "modules of numbers": (("modules", "mix"), 3),
+    "a depth too large": (("flow", "profile", 0, "depth"), 2**70),
+    "a norm below 0": (("flow", "profile", 0, "norm"), -1.0),
+    "a field too many": (("flow", "profile", 0, "__class__"), 1),
+    "an infinite loop": (("flow", "findings"), {"a": 1}),
+    "depth": (("modules", "mix"), mutants.DEEP[0][0]),
+}
+
+
+@pytest.mark.parametrize(("where", "value"), BOMBS.values(), ids=BOMBS)
+def test_bombs_are_refused(tmp_path: Path, saved: Path, where: Any, value: Any) -> None:
+    contents = files.read(saved)
+    put(contents.meta, contents.tensors, *where, value=value)
+    if value is mutants.DEEP[0][0]:
+        with pytest.raises(GradtraceError, match="more than 100 levels"):
+            files.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
+        return
+    files.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
+    with pytest.raises(files.BadFile, match="is damaged: its contents do not fit together") as told:
+        gt.load(tmp_path / "x")
+    assert str(told.value).isprintable() and len(str(told.value)) < 600 + len(str(tmp_path))
+
+
+def _elements(t: dict[str, Any]) -> None:
+    t["steps"][0, 1] = 10**6
+
+
+def _negative(t: dict[str, Any]) -> None:
+    t["steps"][-1, 0] = -1
+
+
+def _lengths(t: dict[str, Any]) -> None:
+    t["lengths"][0], t["lengths"][1] = -1, t["lengths"][0] + t["lengths"][1] + 1
+
+
+def _overflow(t: dict[str, Any]) -> None:
+    t["lengths"] = torch.tensor([2**62] * 4 + t["lengths"].tolist()[4:])
+
+
+TENSORS: dict[str, Any] = {
+    "element outside": _elements,
+    "negative kind": _negative,
+    "negative length": _lengths,
+    "lengths that wrap": _overflow,
+    "pair outside": lambda t: t["pairs"].fill_(10**6),
+    "steps of floats": lambda t: t.update(steps=t["steps"].double()),
+    "one column": lambda t: t.update(steps=t["steps"][:, :1].clone()),
+    "numbers of ints": lambda t: t.update(numbers=t["numbers"].long()),
+    "gradient of ints": lambda t: t.update({"gradient 0": t["gradient 0"].long()}),
+    "another shape": lambda t: t.update({"gradient 0": t["gradient 0"].T.clone()}),
+    "a tensor more": lambda t: t.update({"gradient 99": torch.ones(1)}),
+    "a tensor less": lambda t: t.pop("gradient 0"),
+    "a view of floats": lambda t: t.update(view=t["view"].float()),
+    "half a view": lambda t: t.update(view=t["view"][: len(t["view"]) // 2].clone()),
+    "an empty view": lambda t: t.update(view=t["view"][:0].clone()),
+}
+
+
+@pytest.mark.parametrize("change", TENSORS.values(), ids=TENSORS)
+def test_tensors_that_do_not_fit(tmp_path: Path, saved: Path, change: Any) -> None:
+    contents = files.read(saved)
+    change(contents.tensors)
+    files.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
+    with pytest.raises(files.BadFile, match="its contents do not fit together"):
+        gt.load(tmp_path / "x")
+
+
+def test_json_that_would_take_gigabytes_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size in memory is known from its characters, before anything is made of it."""
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    for bomb in ("[" + "[]," * 3_000_000 + "1]", '{"a":{}}' * 1_200_000, "1," * 7_000_000):
+        with pytest.raises(Unfit, match="would take more than 400,000,000 bytes of memory"):
+            validate.parse(bomb)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[],[],[],[[]]]" * 1,
+        json.dumps([[[]] * 2000] * 50),
+        json.dumps([{str(n): n + 1000 for n in range(2000)}] * 30),
+        json.dumps([{"a": {}}] * 50_000),
+        json.dumps([n + 1000 for n in range(200_000)]),
+        json.dumps([f"text {n}" for n in range(100_000)]),
+        json.dumps(["é" * 100_000, "🙂" * 100_000]),
+    ],
+    ids=["small", "lists", "keys", "dicts", "numbers", "texts", "wide"],
+)
+def test_the_memory_of_json_is_foreseen(text: str) -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        found = validate.parse(text)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert found is not None and held <= validate.weight(text) + 10_000
+
+
+def test_what_cannot_be_read_again_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MEMORY", 10_000)
+    with pytest.raises(files.BadFile, match="save fewer or smaller tables"):
+        files.write(tmp_path / "x", "trace", {"x": [[]] * 1000}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", '{"a":1,"a":1}', "1" * 5000, "["])
+def test_json_is_strict(word: str) -> None:
+    with pytest.raises(Unfit):
+        validate.parse(f'{{"x": {word}}}')
+    with pytest.raises(Unfit):
+        validate.parse(b'{"x": "\xff"}')
+
+
+# Runs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rows", [[20, 0, [["1e99999999"], [0, 1], [0, 1], [0, 1], [0, 1]], [[0, 1]] * 5]]),
+        ("rows", [[20, 0, 5.0, 4.0, 0.0, 0.0]]),
+        ("rows", [[20, 0, 1.0, "inf", 0.0, 0.0]]),
+        ("rows", [[-1, 0, 1.0, 2.0, 0.0, 0.0]]),
+        ("rows", [[True, 0, 1.0, 2.0, 0.0, 0.0]]),
+        ("rows", [[1, 0, 1.0]]),
+        ("weight", "heavy"),
+        ("rule", "\x1b[31m"),
+        ("pairs", 10**30),
+        ("notes", [1]),
+    ],
+)
+def test_tables_of_a_run_are_checked(key: str, value: Any) -> None:
+    table = {"rows": [[1, 0, 1.0, 2.0, 0.5, 0.5]], "pairs": 1, "weight": "count", "rule": "greedy"}
+    step: dict[str, Any] = {"kind": "step", "step": 0, "loss": 1.0, "verdict": "", "norms": {}}
+    step |= {"scale": 1.0, "seconds": 0.1, "share": 0.1, "notes": []}
+    begin = {"kind": "run", "schema_version": 1, "step": 0, "settings": {}, "versions": {}}
+    lines: list[Any] = [begin, {"kind": "names", "names": ["a"]}, step]
+
+    def parsed() -> history.History:
+        return history.parse(b"".join(json.dumps(x).encode() + b"\n" for x in lines), "it")
+
+    step["influence"] = {**table, "notes": [], "interrupted": False}
+    assert parsed().components == ("a",)
+    step["influence"][key] = value
+    with pytest.raises(GradtraceError, match="damaged in line 3"):
+        parsed()
+
+
+@pytest.mark.parametrize("second", ["nan", "inf", -1.0, "1", True, [], 10**400])
+def test_times_of_a_run_are_checked(second: Any) -> None:
+    begin = {"kind": "run", "schema_version": 1, "step": 0, "settings": {}, "versions": {}}
+    times = {"kind": "times", "step": 0, "seconds": [0.5, None, second]}
+    lines = "".join(json.dumps(line) + "\n" for line in (begin, times))
+    with pytest.raises(GradtraceError, match="damaged in line 2"):
+        history.parse(lines.encode(), "it")
+
+
+@pytest.mark.parametrize("version", ["\x1b[31m", 10**400, True, None, [], 1.5])
+def test_versions_that_are_none(version: Any) -> None:
+    line = json.dumps({"kind": "run", "schema_version": version}).encode() + b"\n"
+    with pytest.raises(GradtraceError) as told:
+        history.parse(line, "it")
+    assert str(told.value).isprintable() and len(str(told.value)) < 300
+
+
+# Journals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: meta.pop("settings"),
+        lambda meta: meta.pop("influence"),
+        lambda meta: meta.update(settings=None),
+        lambda meta: meta.update(influence=None),
+        lambda meta: meta.update(batches={}),
+        lambda meta: meta.update(batches={"": "-0x7"}),
+        lambda meta: meta.update(batches={"": "0x7" + "f" * 20}),
+        lambda meta: meta.update(batches={"5/2": "0x7"}),
+        lambda meta: meta.update(batches=10**30),
+        lambda meta: meta["influence"].update(pairs=1),
+        lambda meta: meta["influence"]["rows"].append(meta["influence"]["rows"][0]),
+        lambda meta: meta["influence"]["rows"][0].update(count=[[1, 0]] * 5),
+        lambda meta: meta["influence"]["rows"][0].update(unreached=-5),
+    ],
+)
+def test_journals_are_checked(tmp_path: Path, change: Any) -> None:
+    mutants.counted(tmp_path / "x")
+    meta = files.read(tmp_path / "x").meta
+    formats.JOURNAL(meta)
+    change(meta)
+    files.write(tmp_path / "x", "influence", meta, {})
+    with pytest.raises(files.BadFile, match="its contents do not fit together"):
+        mutants.counted(tmp_path / "x")
+
+
+# Views -------------------------------------------------------------------------------------------
+
+
+def test_a_view_that_leads_in_a_circle_is_refused(tmp_path: Path, saved: Path) -> None:
+    """A page would follow it for ever."""
+    from dataclasses import replace
+
+    from gradtrace.report.writing import loaded
+    from gradtrace.report.writing import saved as packed
+
+    view = loaded(files.read(saved).tensors["view"])
+    following = view.forest.next.copy()
+    following[-1] = 0
+    with pytest.raises(Unfit, match="forest paths lead in a circle"):
+        loaded(packed(replace(view, forest=replace(view.forest, next=following))))
+
+
+def test_columns_that_share_bytes_are_refused() -> None:
+    """Few bytes would become many when they are written again."""
+    from gradtrace.report import encode
+
+    text = b'[{"$":"u1","o":0,"n":8},{"$":"u1","o":0,"n":8}]'
+    data = len(text).to_bytes(4, "little") + text
+    with pytest.raises(Unfit, match="not where it should be"):
+        encode.read(data + bytes(-len(data) % 8) + bytes(8))
+
+
+def test_files_of_schema_1_are_read(tmp_path: Path, saved: Path) -> None:
+    """They have no view; as an older gradtrace wrote them, by the safetensors library."""
+    from hashlib import sha256
+
+    from safetensors.torch import save
+
+    contents = files.read(saved)
+    contents.tensors.pop("view")
+    names = {f"t{n}": name for n, name in enumerate(contents.tensors)}
+    document = {"schema": 1, "sha256": "0" * 64, "kind": "trace", "names": names}
+    text = json.dumps({**document, "meta": files._encoded(contents.meta)})
+    tensors = {key: contents.tensors[name].clone() for key, name in names.items()}
+    blob = save(tensors, {"gradtrace": text})
+    (tmp_path / "x").write_bytes(blob.replace(b"0" * 64, sha256(blob).hexdigest().encode(), 1))
+    found, now = gt.load(tmp_path / "x"), gt.load(saved)
+    assert found.influence() == now.influence() and list(found.paths()) == list(now.paths())
+    with pytest.raises(GradtraceError, match="holds no view"):
+        found.report(tmp_path / "x.html")

@@ -1,0 +1,210 @@
+"""Names and files with terminal escapes, bidi marks and newlines: nothing of it is printed raw."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import gradtrace as gt
+from gradtrace import files, history
+from gradtrace.cli import printing
+from gradtrace.cli.app import app
+from gradtrace.errors import GradtraceError, UnknownName, caution
+from gradtrace.loggers import Loggers
+from gradtrace.printable import HIDDEN, printable
+
+EVIL = {
+    "colour": "\x1b[31mred",
+    "title": "\x1b]0;owned\x07",
+    "link": "\x1b]8;;http://x\x1b\\here\x1b]8;;\x1b\\",
+    "c1": "\x9b31m\x90q\x9c",
+    "bidi": "a\u202eb\u2066c\u200f",
+    "newline": "ok\ngradtrace: all is well",
+    "return": "hidden\rshown",
+    "separators": "a\u2028b\u2029c\x85d\x0be",
+    "surrogate": "\ud800",
+    "nul": "a\0b\x7f",
+    "tag": "\U000e0041\ufeff",
+}
+MARKUP = "[link=http://x][red]markup[/red]"
+
+
+def unprintable(text: str) -> list[str]:
+    """What a terminal must not get; lines and the colours of rich are its own."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text) if "\x1b[31mred" not in text else text
+    return [char for char in text if char != "\n" and printable(char) != char]
+
+
+@pytest.mark.parametrize("text", EVIL.values(), ids=EVIL)
+def test_everything_hidden_is_an_escape(text: str) -> None:
+    found = printable(text)
+    assert unprintable(found) == [] and "\n" not in found
+    assert printable(found) == found and found.encode().decode() == found
+    assert HIDDEN
+
+
+def test_what_can_be_read_stays() -> None:
+    for text in ("", "encoder.0", "解码器", "é", "a b", "🙂", MARKUP, "\\x1b"):
+        assert printable(text) is text
+
+
+# Errors and warnings -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVIL.values(), ids=EVIL)
+@pytest.mark.parametrize("kind", [GradtraceError, UnknownName, files.BadFile])
+def test_errors_are_printable(kind: type[GradtraceError], name: str) -> None:
+    error = kind(f"no leaf {name} takes part")
+    assert unprintable(str(error)) == [] and unprintable(repr(error)) == []
+    assert error.args == (f"no leaf {name} takes part",)
+
+
+@pytest.mark.parametrize("name", EVIL.values(), ids=EVIL)
+def test_warnings_are_printable(name: str) -> None:
+    class Bad:
+        def log(self, step: int, scalars: Any) -> None:
+            raise ValueError(name)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        caution(f"no view was kept: {name}", stacklevel=1)
+        Loggers([Bad()]).log(0, {})
+    assert len(told) == 2 and all(unprintable(str(each.message)) == [] for each in told)
+    assert told[0].filename == __file__
+
+
+def evil_model(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    model = nn.Module()
+    for each in (name, MARKUP):
+        model._modules[each] = nn.Linear(2, 2)
+    first, second = model._modules.values()
+    assert first is not None and second is not None
+    return model, lambda: second(first(torch.ones(1, 2)) * 1e-30).sum()
+
+
+@pytest.mark.parametrize("name", EVIL.values(), ids=EVIL)
+def test_results_are_printable(name: str) -> None:
+    """Tables, verdicts and what is shown of an object, also in a notebook."""
+    model, loss = evil_model(name)
+    with gt.watch(model) as watch:
+        value = loss()
+    trace = watch.trace(value)
+    flow, table, paths = trace.flow(), trace.influence(), trace.paths(k=1, name=f"{name}.weight")
+    graph = watch.graph(value)
+    shown = [
+        *(str(x) for x in (flow, table, paths, paths[0], graph)),
+        *(repr(x) for x in (flow, table, paths, paths[0], graph, trace, trace.gradients)),
+        *(x._repr_html_() for x in (flow, table, paths[0])),
+        *(flow.verdict, graph.draw()),
+    ]
+    assert [unprintable(text) for text in shown] == [[]] * len(shown)
+    with pytest.raises(GradtraceError) as told:
+        trace.path("nothing")
+    assert unprintable(str(told.value)) == []
+
+
+# The command line --------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+NAME = {name!r}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self._modules[NAME] = nn.Linear(2, 2)
+        self._modules[{markup!r}] = nn.Linear(2, 2)
+    def forward(self, x):
+        for each in self._modules.values():
+            x = each(x) * 1e-6
+        return x
+def loss():
+    return Net()(torch.ones(1, 2)).sum()
+def parts():
+    return Net(), lambda model, x: model(x).sum(), [torch.ones(1, 2)]
+def broken():
+    raise ValueError(NAME)
+def pair():
+    net = Net()
+    return lambda: net(torch.ones(1, 2)).sum(), net
+"""
+
+
+def ran(*args: str) -> str:
+    result = CliRunner().invoke(app, list(args))
+    return result.output + (result.stderr or "")
+
+
+COMMANDS = {
+    "trace": ["trace", "evil.py:loss"],
+    "trace --json": ["trace", "evil.py:loss", "--json"],
+    "path": ["trace", "evil.py:loss", "--path", "nothing"],
+    "influence": ["influence", "evil.py:parts"],
+    "check": ["check", "evil.py:pair"],
+    "an error": ["trace", "evil.py:broken"],
+    "no function": ["trace", "evil.py:@"],
+    "no file": ["report", "@"],
+    "no such command": ["@"],
+    "no such option": ["trace", "--@"],
+    "an extra argument": ["report", "a", "b", "@"],
+    "a bad value": ["trace", "evil.py:loss", "--top", "@"],
+    "no experiment": ["experiment", "@"],
+    "a setting": ["experiment", "layers", "--set", "@=1"],
+}
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred\x9b\u202e\x07", "ok\x1b]8;;http://x\x07\x0dlink"])
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_commands_print_no_controls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    (tmp_path / "evil.py").write_text(SCRIPT.format(name=name, markup=MARKUP))
+    output = ran(*(word.replace("@", name) for word in command))
+    assert output and [c for c in output if c != "\n" and printable(c) != c] == []
+
+
+def test_files_print_no_controls(tmp_path: Path) -> None:
+    """A rule, a version and a name out of a file that somebody else wrote."""
+    evil = "\x1b[31m\u202e"
+    model, loss = evil_model(evil)
+    with gt.watch(model) as watch:
+        value = loss()
+    watch.trace(value).save(tmp_path / "x.gradtrace")
+    contents = files.read(tmp_path / "x.gradtrace")
+    contents.meta["rule"] = evil
+    files.write(tmp_path / "rule.gradtrace", "trace", contents.meta, contents.tensors)
+    line = {"kind": "run", "schema_version": evil, "step": 0, "settings": {}, "versions": {}}
+    (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
+    run = history.Writer(tmp_path / "good.jsonl", {"model": evil})
+    run.end(3, error=evil)
+    run.close()
+    for file in ("x.gradtrace", "rule.gradtrace", "run.jsonl", "good.jsonl"):
+        for more in ([], ["--json"], ["--name", evil]):
+            output = ran("report", str(tmp_path / file), "--out", str(tmp_path / "o.html"), *more)
+            assert output and unprintable(output) == []
+    title = re.search("<title>(.*?)</title>", (tmp_path / "o.html").read_text())
+    assert title and unprintable(title[1]) == [] and "\\x1b" in title[1]
+
+
+def test_progress_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    work = printing.Work(lambda what, done, total: said.append(what))
+    work.begin("saving \x1b[31m")
+    work.advance(1, 2)
+    printing.say("a\x1b[31m\u202eb\x9b")
+    printing.write_json({"a": "\x7f\x1b"})
+    out, err = capsys.readouterr()
+    assert said == ["saving \\x1b[31m"] * 2 and unprintable(err + out) == []
+    assert json.loads(out) == {"a": "\x7f\x1b"}
