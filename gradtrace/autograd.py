@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from gradtrace import internals, limits
 from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, TooLarge, Unsupported
 from gradtrace.shapes import Shape
+from gradtrace.undo import users_code
 
 Node: TypeAlias = Any  # torch.autograd.graph.Node; its subclasses are generated, and untyped
 Grads: TypeAlias = Sequence[Tensor | None]
@@ -296,7 +297,8 @@ def _apply(node: Node, grads: Grads) -> Grads:
     """
     if name_of(node) in REFUSED:
         raise _Refused(REFUSED[name_of(node)])
-    outs = type(node).apply(node, *grads)  # not node.apply, which handed replaces for a moment
+    with users_code():
+        outs = type(node).apply(node, *grads)  # not node.apply, which handed replaces for a moment
     outs = outs if isinstance(outs, tuple) else (outs,)
     needs = node.needs_input_grad
     if len(outs) < len(needs) or any(out is not None for out in outs[len(needs) :]):

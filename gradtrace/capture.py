@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace import autograd, standins, waiting
+from gradtrace import autograd, hooks, standins, waiting
 from gradtrace.atlas import NOWHERE, Atlas, Place, placed
 from gradtrace.autograd import ACCUMULATE, FACTS, VIEWS, Edges, Node, Outputs, learn
 from gradtrace.deferred import Deferred, Part
@@ -304,7 +304,7 @@ class Record:
                 "followed on one device: bring the model, what it is given, and the loss to one "
                 "(gradtrace.backward(loss) takes graphs over several)"
             )
-        if leaf._backward_hooks:
+        if leaf._backward_hooks and hooks.stand_on(leaf):
             block = Block(HOOKS, NOWHERE, {0: value})
             name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
             try:

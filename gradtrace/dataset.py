@@ -18,6 +18,7 @@ from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.group import Message, Team, joined
 from gradtrace.identity import Identity, identity
 from gradtrace.influence import Influence
+from gradtrace.undo import Undo, restored, undoing
 from gradtrace.watching import watch
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -266,16 +267,23 @@ def _traced(
     model: nn.Module, loss_fn: LossFn, batch: Any, number: int, settings: dict[str, Any]
 ) -> Influence:
     try:
-        with watch(model) as watched:
-            loss = loss_fn(model, batch)
-        if not isinstance(loss, Tensor):
-            raise GradtraceError(
-                f"loss_fn returned a {type(loss).__name__}; return a loss, or a vector of losses"
-            )
-        trace = watched.trace(loss, rule=settings["rule"], granularity=settings["granularity"])
-        return trace.influence(settings["components"], settings["weight"])
+        with restored(model) as undo, undoing(undo):
+            return _measured(model, loss_fn, batch, settings, undo)
     except GradtraceError as error:
         raise type(error)(f"batch {number}: {error}") from error
+
+
+def _measured(
+    model: nn.Module, loss_fn: LossFn, batch: Any, settings: dict[str, Any], undo: Undo
+) -> Influence:
+    with watch(model) as watched, undo:
+        loss = loss_fn(model, batch)
+    if not isinstance(loss, Tensor):
+        raise GradtraceError(
+            f"loss_fn returned a {type(loss).__name__}; return a loss, or a vector of losses"
+        )
+    trace = watched.trace(loss, rule=settings["rule"], granularity=settings["granularity"])
+    return trace.influence(settings["components"], settings["weight"])
 
 
 @contextmanager

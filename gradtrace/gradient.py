@@ -66,7 +66,7 @@ class Walk:
         kind = type(node)
         if kind is ACCUMULATE:
             variable = node.variable
-            if variable._backward_hooks:
+            if variable._backward_hooks and hooks.stand_on(variable):
                 grads = hooks.run_leaf_hooks(variable, grads)
             grad = grads[0]
             assert grad is not None

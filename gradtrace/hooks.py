@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace.autograd import Grads, Node, explain, handed, is_python
-from gradtrace.errors import GradtraceError
+from gradtrace.autograd import Grads, Node, explain, handed, is_python, name_of
+from gradtrace.errors import GradtraceError, Unsupported
 
 _OURS = [0]
 
@@ -58,6 +59,44 @@ class HookWatch:
 NEVER = (1 << 64) - 1
 
 
+class Silence:
+    """A pass that runs no hooks, and whether there may have been any."""
+
+    hooked = False
+
+
+_SILENT = threading.local()
+
+
+@contextmanager
+def silenced() -> Iterator[Silence]:
+    """Within, hooks do not run: the gradient is that before them.
+
+    For passes in addition to one of the user's own, in which hooks run too: what they do besides
+    (count, average, log) must not be done twice, and nobody can know whether they do.
+    """
+    outer = _silence()
+    _SILENT.here = found = Silence()
+    try:
+        yield found
+    finally:
+        _SILENT.here = outer
+
+
+def _silence() -> Silence | None:
+    return getattr(_SILENT, "here", None)
+
+
+def stand_on(leaf: Tensor) -> bool:
+    """Whether there are hooks on a leaf that are to be run."""
+    if not leaf._backward_hooks:
+        return False
+    silence = _silence()
+    if silence is not None:
+        silence.hooked = True
+    return silence is None
+
+
 def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
     """The gradient of a leaf after the hooks that stand on it."""
     node = get_gradient_edge(leaf).node
@@ -97,6 +136,10 @@ def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any
 
 def before(node: Node, grads: Grads) -> Grads:
     """The cotangents of a node after the hooks that stand on its outputs and before the node."""
+    silence = _silence()
+    if silence is not None:
+        silence.hooked = True
+        return _unhooked(node, grads)
     if is_python(node):
         return handed(node, grads)
     found = tuple(_run_tensor_hooks(node, grads))
@@ -109,9 +152,27 @@ def before(node: Node, grads: Grads) -> Grads:
 
 def after(node: Node, outs: Grads, grads: Grads) -> Grads:
     """What a node gives after the hooks that stand behind it."""
+    if _silence() is not None:
+        return outs
     found = tuple(outs)
     for hook in _hooks(node.register_hook):
         changed = hook(found, tuple(grads))
         if changed is not None:
             found = changed if isinstance(changed, tuple) else (changed,)
     return found
+
+
+IDENTITIES = frozenset({"BackwardHookFunctionBackward"})
+"""Functions that hand on what they are given, whether a gradient is missing or zero."""
+
+
+def _unhooked(node: Node, grads: Grads) -> Grads:
+    """The cotangents of a node on which hooks may stand, without these."""
+    missing = any(grad is None for grad in grads)
+    if missing and is_python(node) and name_of(node) not in IDENTITIES:
+        raise Unsupported(
+            f"{name_of(node)} has outputs that the loss does not use, and hooks may stand on it: "
+            "what it is to be given for them only PyTorch's engine knows, which would run the "
+            "hooks. Register hooks before the forward pass, or use all outputs"
+        )
+    return grads

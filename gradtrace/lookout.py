@@ -8,10 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradtrace.calls import Listener, listen
+from gradtrace.hooks import Silence, silenced
 from gradtrace.passes import backward_runs
+from gradtrace.undo import restored, same_draws, undoing
 from gradtrace.watching import unwrapped, watch
 
 MANY = 1 << 20
@@ -124,39 +126,20 @@ class Relay(Listener):
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Within, tracing cannot be noticed by training: random numbers and buffers are as before after
-    it, and no mixed precision applies to it.
+def undisturbed(model: nn.Module) -> Iterator[Silence]:
+    """Within, tracing cannot be noticed by training: random numbers, tensors and the attributes of
+    modules are as before after it, no mixed precision applies to it, and hooks on gradients do not
+    run.
 
     Checkpointed parts of a model run again when they are traced: batch norms would count the batch
     once more, and a dropout without ``preserve_rng_state`` would draw.
     """
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     kinds = {"cpu", *(device.type for device in devices)}
-    kept = _copies(model)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([d.index or 0 for d in devices]))
+        stack.enter_context(same_draws())
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        try:
-            yield
-        finally:
-            for buffer, before in kept:
-                buffer.data.copy_(before)  # the graph may hold it: its version must stay
-
-
-def _copies(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Buffers that a forward pass may change: those of modules that train, if they are small. Batch
-    norms change theirs without a new version, so that cannot tell.
-    """
-    return [
-        (buffer, buffer.detach().clone())
-        for module in model.modules()
-        if module.training
-        for buffer in module._buffers.values()
-        if buffer is not None and buffer.numel() <= SMALL and not buffer.is_meta
-    ]
-
-
-SMALL = 1 << 16
-"""Masks and tables of positions are larger, and do not change."""
+        stack.enter_context(undoing(stack.enter_context(restored(model))))
+        yield stack.enter_context(silenced())

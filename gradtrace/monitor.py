@@ -32,6 +32,11 @@ from gradtrace.shards import Line, Shards
 from gradtrace.trace import Trace
 from gradtrace.watching import named_parameters, unwrapped, watch
 
+HOOKED = (
+    "hooks on gradients do not run in a trace of a Monitor, since they run in backward: gradients, "
+    "flow and influence are those before hooks"
+)
+
 FLUSH = 1_000
 """After so many steps their times are written down, traced or not."""
 
@@ -337,8 +342,10 @@ class Monitor:
         value, by = math.nan, 1.0
         try:
             value, by = _value(loss), _scale(scale)
-            with undisturbed(self.model):
+            with undisturbed(self.model) as silence:
                 trace, found = self._found(loss, watched)
+            if silence.hooked:
+                found = replace(found, note=HOOKED)
             return trace, unscaled(replace(found, loss=value, scale=by))
         except NonFinite as error:
             return None, Look(value / by, by, note=str(error))

@@ -1,17 +1,23 @@
-"""What surrounds a walk over a graph: one backward pass, and how what it has seen is freed."""
+"""What surrounds a walk over a graph: one backward pass, what it leaves of checkpoints to the pass
+that comes after, and how what it has seen is freed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
 
 import torch
 from torch.utils import checkpoint
 
 from gradtrace.autograd import Edges, Node
+from gradtrace.undo import users_code
 
 _RUNNING = threading.local()
 
@@ -21,8 +27,7 @@ def backward_runs() -> bool:
 
     A module that is called now recomputes what a checkpoint dropped.
     """
-    task = torch._C._current_graph_task_id()
-    return task != -1 or getattr(_RUNNING, "passes", 0) > 0
+    return _running() or _TASK() != -1
 
 
 SPAN = 32
@@ -69,14 +74,105 @@ def one_pass() -> Iterator[None]:
     """
     collecting = gc.isenabled()
     gc.disable()
-    _RUNNING.passes = getattr(_RUNNING, "passes", 0) + 1
+    outer = getattr(_RUNNING, "passes", 0), getattr(_RUNNING, "number", -1)
+    _RUNNING.passes, _RUNNING.number = outer[0] + 1, next(_NUMBERS)
     try:
-        with torch.no_grad(), recomputed_once():
+        with torch.no_grad(), recomputed_once(), _told():
             yield
     finally:
-        _RUNNING.passes -= 1
+        _RUNNING.passes, _RUNNING.number = outer
         if collecting:
             gc.enable()
+
+
+def walks(reached: Callable[[], Collection[Node]]) -> None:
+    """The pass on this thread goes over these nodes; they are looked up when a hook asks."""
+    _RUNNING.reached = reached
+
+
+# What PyTorch is told while a pass of ours runs ---------------------------------------------------
+
+_NUMBERS = count(1 << 40)  # of passes; the engine's own are small
+_TASK = torch._C._current_graph_task_id
+_EXECUTES = torch._C._will_engine_execute_node
+_CACHED: Any = vars(checkpoint)["_CachedTorchDispatchMode"]
+_ENTER, _EXIT = _CACHED.__enter__, _CACHED.__exit__
+_RECOMPUTATION: Any = vars(checkpoint)["_recomputation_hook"]
+
+
+def _running() -> bool:
+    return getattr(_RUNNING, "passes", 0) > 0
+
+
+def _task() -> int:
+    """The number of the backward pass that runs. A hook on several tensors counts its calls by it;
+    it is called by passes of PyTorch's engine over one node each, which are one pass of ours.
+    """
+    return _RUNNING.number if _running() else _TASK()
+
+
+def _executes(node: Node) -> bool:
+    return node in _RUNNING.reached() if _running() else _EXECUTES(node)
+
+
+class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
+    """Around the forward pass of a checkpointed part that runs again."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._undo = users_code()
+        self._undo.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._undo.__exit__(*error)
+        super().__exit__(*error)
+
+
+def _enter(mode: Any) -> Any:
+    """Selective checkpointing gives out each value that it has saved once. In a pass of ours all of
+    them are put back, so that the user's own pass finds them.
+    """
+    if _running():
+        mode._gradtrace_saved = {key: copy.copy(some) for key, some in mode.storage.items()}
+    return _ENTER(mode)
+
+
+def _exit(mode: Any, *error: object) -> Any:
+    saved = mode.__dict__.pop("_gradtrace_saved", None)
+    if saved is not None:
+        mode.storage.clear()
+        mode.storage.update(saved)
+    return _EXIT(mode, *error)
+
+
+_TOLD: tuple[tuple[Any, str, Any], ...] = (
+    (torch._C, "_current_graph_task_id", _task),
+    (torch._C, "_will_engine_execute_node", _executes),
+    (checkpoint, "_recomputation_hook", _Recomputation),
+    (_CACHED, "__enter__", _enter),
+    (_CACHED, "__exit__", _exit),
+)
+_ORIGINALS = tuple(getattr(where, name) for where, name, _ in _TOLD)
+_TELLING = threading.Lock()
+_LISTENERS = [0]
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Within, on this thread, PyTorch's hooks and checkpoints know of our pass."""
+    with _TELLING:
+        _LISTENERS[0] += 1
+        if _LISTENERS[0] == 1:
+            for where, name, ours in _TOLD:
+                setattr(where, name, ours)
+    try:
+        yield
+    finally:
+        with _TELLING:
+            _LISTENERS[0] -= 1
+            if not _LISTENERS[0]:
+                for (where, name, _), theirs in zip(_TOLD, _ORIGINALS):
+                    setattr(where, name, theirs)
 
 
 @contextlib.contextmanager
@@ -110,9 +206,9 @@ class _Uuid:
 @contextlib.contextmanager
 def _recomputed_once_before_2_10() -> Iterator[None]:
     vars(checkpoint)["uuid"] = _Uuid()
-    outer = getattr(_RUNNING, "recomputation", None)
-    _RUNNING.recomputation = uuid.uuid4()
+    outer = getattr(_RUNNING, "recomputation", None), getattr(_RUNNING, "number", -1)
+    _RUNNING.recomputation, _RUNNING.number = uuid.uuid4(), next(_NUMBERS)
     try:
         yield
     finally:
-        _RUNNING.recomputation = outer
+        _RUNNING.recomputation, _RUNNING.number = outer

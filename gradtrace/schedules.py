@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradtrace.autograd import Node, edges_of, root_of, sequence_of
 from gradtrace.errors import TooDeep, UnknownName, Unsupported
-from gradtrace.passes import limit_recursion
+from gradtrace.passes import limit_recursion, walks
 
 Visit: TypeAlias = Callable[[Any, Any], object]
 Edges: TypeAlias = Callable[[Any], Iterable[tuple[Any, int]]]
@@ -169,10 +169,12 @@ def walk(loss: Tensor, visit: Visit, order: str = "kahn") -> None:
         return out
 
     nodes: list[Node] = []
+    walks(lambda: pending(root)[0])
     try:
         nodes = schedule(order)(root, visit, edges)
     except BaseException:
         nodes = kahn(root, lambda node, edges: None, edges)
         raise
     finally:
+        walks(tuple)
         limit_recursion(nodes, known)

@@ -33,7 +33,7 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"printable", "validate"},
+    {"printable", "validate", "undo"},
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"}
     | {"calls", "digests", "nests", "recurrent", "switches"},
     {"plain", "limits", "internals"},

@@ -1,0 +1,410 @@
+"""What runs in addition to training leaves nothing in it: checkpoints, hooks, buffers, counters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+import gradtrace as gt
+
+SIZE = 4
+
+
+class Part(nn.Module):
+    """What runs again: a linear layer beside a state that every call moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.setup()
+
+    def setup(self) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.moved(x.detach()))
+
+    def moved(self, x: Tensor) -> Tensor | float:
+        return 1.0
+
+
+class LargeBuffer(Part):
+    def setup(self) -> None:
+        self.register_buffer("codes", torch.ones(70_000))
+
+    def moved(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.codes.index_add_(0, torch.tensor([69_999]), x.mean().reshape(1))
+        return self.codes[-1]
+
+
+class NewBuffer(Part):
+    def setup(self) -> None:
+        self.register_buffer("mean", torch.ones(()))
+
+    def moved(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.mean()
+        return self.mean
+
+
+class OtherMemory(Part):
+    def setup(self) -> None:
+        self.register_buffer("mean", torch.ones(()))
+
+    def moved(self, x: Tensor) -> Tensor:
+        self.mean.data = self.mean + x.mean()
+        return self.mean.clone()
+
+
+class PlainTensor(Part):
+    def setup(self) -> None:
+        self.mean = torch.ones(())
+
+    def moved(self, x: Tensor) -> Tensor:
+        self.mean.data.add_(x.mean())
+        return self.mean.clone()
+
+
+class Views(Part):
+    def setup(self) -> None:
+        self.register_buffer("table", torch.ones(3, SIZE))
+
+    def moved(self, x: Tensor) -> Tensor:
+        self.table[1] += x.mean(0)
+        self.table[:, 2] *= 1.5
+        self.table.view(-1)[3:7].mul_(0.9)
+        return self.table.sum(0)
+
+
+class Counter(Part):
+    def setup(self) -> None:
+        self.count = 0
+
+    def moved(self, x: Tensor) -> float:
+        self.count += 1
+        return 1 / self.count
+
+
+class Listed(Part):
+    def setup(self) -> None:
+        self.seen: list[float] = []
+
+    def moved(self, x: Tensor) -> float:
+        self.seen.append(float(x.mean()))
+        return 1 + sum(self.seen)
+
+
+class Unregistered(Part):
+    def setup(self) -> None:
+        self.hidden = [nn.BatchNorm1d(SIZE)]
+
+    def moved(self, x: Tensor) -> Tensor:
+        self.hidden[0](x)
+        mean = self.hidden[0].running_mean
+        assert mean is not None
+        return mean.clone()
+
+
+class WrittenParameter(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.99)
+        return super().forward(x)
+
+
+class Normed(Part):
+    def setup(self) -> None:
+        self.norm = nn.BatchNorm1d(SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+class Spectral(Part):
+    def setup(self) -> None:
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+class Drawn(Part):
+    def moved(self, x: Tensor) -> float:
+        return 1 + random.random() * 1e-3 * float(torch.rand(()))
+
+
+class Own(Part):
+    """A function of the user's whose backward moves a buffer."""
+
+    def setup(self) -> None:
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(Moving.apply(self.linear(x), self))
+
+
+class Moving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Own) -> Tensor:
+        ctx.part = part
+        return x * part.scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.part.scale.add_(0.5)
+        return grad * 1.5, None
+
+
+PARTS = [
+    *(LargeBuffer, NewBuffer, OtherMemory, PlainTensor, Views, Counter, Listed, Unregistered),
+    *(WrittenParameter, Normed, Spectral, Drawn, Own),
+]
+
+
+def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, save_products)
+
+WAYS: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda part, x: checkpoint(part, x, use_reentrant=False),
+    "undrawn": lambda part, x: checkpoint(
+        part, x, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+    ),
+    "selective": lambda part, x: checkpoint(part, x, use_reentrant=False, context_fn=SELECTIVE),
+    "nested": lambda part, x: checkpoint(WAYS["plain"], part, x, use_reentrant=False),
+    "not checkpointed": lambda part, x: part(x),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, part: type[Part], way: str) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(SIZE, SIZE), part(), nn.Linear(SIZE, 1)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(WAYS[self.way](self.part, self.first(x)))
+        return out
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """All that a model is: tensors, and plain attributes."""
+    found: list[Any] = [(k, v.detach().clone()) for k, v in model.state_dict().items()]
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if isinstance(value, (int, float, Tensor)) or key in ("seen", "hidden"):
+                some = value[0].state_dict() if key == "hidden" else value
+                found.append((f"{name}.{key}", copy.deepcopy(some)))
+    return found
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    assert [name for name, _ in found] == [name for name, _ in wanted]
+    for (name, x), (_, y) in zip(found, wanted):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, msg=name)
+
+
+def trained(make: Callable[[], nn.Module], monitored: bool, steps: int = 3) -> list[Any]:
+    torch.manual_seed(0)
+    random.seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gt.Monitor(model, every=1, budget=None, view=False) if monitored else nullcontext()
+    with monitor:
+        for _ in range(steps):
+            loss = model(torch.randn(5, SIZE)).square().mean()
+            if isinstance(monitor, gt.Monitor):
+                monitor.step(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if isinstance(monitor, gt.Monitor):
+        assert len(monitor.history.influences) == steps
+    return [*state_of(model), ("draws", torch.rand(())), ("random", random.random())]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "selective"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_monitor_leaves_what_runs_again(part: type[Part], way: str) -> None:
+    make = functools.partial(Net, part, way)
+    assert_same(trained(make, True), trained(make, False))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("context", [nullcontext, save_on_cpu])
+@pytest.mark.parametrize("way", ["plain", "selective", "nested"])
+def test_a_monitor_leaves_every_kind_of_checkpoint(way: str, context: Any, early: bool) -> None:
+    class Inside(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with context(), set_checkpoint_early_stop(early):
+                return super().forward(x)
+
+    make = functools.partial(Inside, Part, way)
+    assert_same(trained(make, True), trained(make, False))
+
+
+@pytest.mark.parametrize("part", [Part, Normed])
+def test_selective_checkpointing_is_traced_and_left_for_backward(part: type[Part]) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(5, SIZE), Net(part, "selective")
+    other = copy.deepcopy(model)
+    loss = model(x).square().mean()
+    for _ in range(2):
+        traced = gt.trace(loss, names=dict(model.named_parameters()))
+        traced.influence()
+    own = gt.backward(loss, names=dict(model.named_parameters()))
+    loss.backward()
+    other(x).square().mean().backward()
+    for name, parameter in other.named_parameters():
+        want = parameter.grad
+        torch.testing.assert_close(model.get_parameter(name).grad, want, rtol=0, atol=0)
+        torch.testing.assert_close(traced.gradients[name], want)
+        torch.testing.assert_close(own[name], want)
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["plain", "not checkpointed"])
+@pytest.mark.parametrize("part", PARTS)
+def test_influence_leaves_the_model(part: type[Part], way: str) -> None:
+    torch.manual_seed(0)
+    model = Net(part, way).train()
+    before = state_of(model)
+    batches = [torch.randn(5, SIZE) + 3 for _ in range(2)]
+    gt.influence(model, lambda model, x: model(x).square().mean(1), batches)
+    assert_same(state_of(model), before)
+    loss = model(batches[0]).square().mean()
+    loss.backward()  # versions are what they were
+
+
+def test_what_fails_leaves_the_model_too() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(SIZE), nn.Linear(SIZE, 1)).train()
+    before = state_of(model)
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        model(x)
+        raise KeyError("no loss")
+
+    with pytest.raises(KeyError, match="no loss"):
+        gt.influence(model, losses, [torch.randn(5, SIZE)])
+    assert_same(state_of(model), before)
+
+
+# Hooks --------------------------------------------------------------------------------------------
+
+
+class Hooked(nn.Module):
+    """Scales its gradients by how often a hook has run."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 1)
+        self.kind, self.calls = kind, [0]
+        scaled = self.scaled
+
+        if kind == "module":
+            self.first.register_full_backward_hook(
+                lambda module, before, after: tuple(scaled(g) for g in before)
+            )
+        elif kind == "module, before":
+            self.last.register_full_backward_pre_hook(lambda module, g: (scaled(g[0]),))
+        elif kind == "leaf":
+            self.first.weight.register_hook(scaled)
+        elif kind == "accumulated":
+            self.first.weight.register_post_accumulate_grad_hook(
+                lambda p: setattr(p, "grad", scaled(p.grad))
+            )
+
+    def scaled(self, grad: Tensor) -> Tensor:
+        self.calls.append(self.calls[-1] + 1)
+        return grad * (1 + self.calls[-1] / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind in ("module", "module, before"):
+            x = x.requires_grad_()
+        hidden = torch.tanh(self.first(x))
+        node: Any = hidden.grad_fn
+        if self.kind == "tensor":
+            hidden.register_hook(self.scaled)
+        elif self.kind == "node":
+            node.register_hook(lambda given, taken: (self.scaled(given[0]),))
+        elif self.kind == "node, before":
+            node.register_prehook(lambda given: (self.scaled(given[0]),))
+        elif self.kind in ("any", "all"):
+            tensors, mode = (hidden, self.last.weight, self.first.bias), self.kind
+            register_multi_grad_hook(
+                tensors,
+                lambda grads: self.calls.append(self.calls[-1] + 1),
+                mode=mode,  # type: ignore[arg-type]
+            )
+            return self.last(hidden) * (1 + self.calls[-1])  # type: ignore[no-any-return]
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+KINDS = [
+    *("tensor", "node", "node, before", "module", "module, before", "leaf", "accumulated"),
+    *("any", "all"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_monitor_runs_no_hooks(kind: str) -> None:
+    make = functools.partial(Hooked, kind)
+    with_one, without = trained(make, True), trained(make, False)
+    assert_same(with_one, without)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_monitor_says_that_there_are_hooks(kind: str) -> None:
+    model = Hooked(kind)
+    with gt.Monitor(model, every=1, budget=None, view=False) as monitor:
+        loss = model(torch.randn(5, SIZE)).square().mean()
+        record = monitor.step(loss)
+    assert model.calls == [0]
+    assert record is not None
+    said = any("hooks" in note for note in record.notes)
+    assert said is (kind != "accumulated")  # that one sees .grad, which a trace does not write
+
+
+def test_a_monitor_says_nothing_where_there_are_no_hooks() -> None:
+    model = Net(Part, "plain")
+    with gt.Monitor(model, every=1, budget=None, view=False) as monitor:
+        record = monitor.step(model(torch.randn(5, SIZE)).square().mean())
+    assert record is not None
+    assert record.notes == ()
+
+
+@pytest.mark.parametrize("look", [gt.trace, gt.backward, gt.program])
+@pytest.mark.parametrize("mode", ["any", "all"])
+def test_a_hook_on_several_tensors_runs_once_a_pass(mode: str, look: Any) -> None:
+    first, last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 1)
+    hidden = first(torch.randn(5, SIZE))
+    loss = last(hidden.tanh()).square().mean()
+    unused = torch.ones(3, requires_grad=True).exp()
+    got: list[Any] = []
+    tensors = (hidden, first.weight, unused, last.bias)
+    register_multi_grad_hook(tensors, got.append, mode=mode)  # type: ignore[arg-type]
+    loss.backward(retain_graph=True)
+    (want,) = got
+    got.clear()
+    look(loss)
+    (found,) = got
+    if mode == "all":
+        for x, y in zip(found, want):
+            torch.testing.assert_close(x, y)
