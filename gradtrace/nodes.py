@@ -19,8 +19,20 @@ from torch import Tensor
 
 from gradtrace import autograd, standins
 from gradtrace.autograd import Edges, Node
-from gradtrace.linear import RULES, Call, Together, between
-from gradtrace.maps import Contract, Identity, Index, Map, Reduce, Scale, Scatter, Slot
+from gradtrace.linear import RULES, Call, Together, between, timed, times
+from gradtrace.maps import (
+    Around,
+    Contract,
+    Identity,
+    Index,
+    Map,
+    Reduce,
+    Scale,
+    Scan,
+    Scatter,
+    Slot,
+    Sparse,
+)
 from gradtrace.shapes import Shape
 
 aten = torch.ops.aten
@@ -347,12 +359,61 @@ def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [bias, _left(grad, w, edges[1], product), _right(grad, x, edges[2], product, steps)]
 
 
+def sparse_affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``bias + A @ x`` with a sparse A, whose own gradient is not asked for."""
+    if node._saved_alpha != 1 or node._saved_beta != 1 or edges[1][0] is not None:
+        return None
+    bias: tuple[Tensor, Chain] | None = None if edges[0][0] is None else (grad, ())
+    return [bias, None, _right(grad, node._saved_mat1, edges[2], product)]
+
+
+def vector(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``A @ x``, of a constant matrix and a vector."""
+    if edges[0][0] is not None:
+        return None
+    matrix = node._saved_self
+    out = matrix.t() @ grad
+    shape, wanted = tuple(grad.shape), tuple(out.shape)
+    if matrix.layout is not torch.strided:
+        return [None, (out, times(matrix.t(), shape, wanted))]
+    return [None, (out, (Contract("m,mk->k", matrix, shape, wanted),))]
+
+
+def sparse_reduced(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``torch.sparse.mm(A, x, reduce)`` with a constant A in compressed rows."""
+    if edges[0][0] is not None:
+        return None
+    matrix, how, winner = node._saved_self, node._saved_reduce, node._saved_result1
+    shape, wanted = tuple(grad.shape), (matrix.shape[1], grad.shape[1])
+    values, columns, starts = matrix.values(), matrix.col_indices().long(), matrix.crow_indices()
+    count = starts.diff()
+    if how in ("sum", "mean"):
+        rows = torch.arange(len(count), device=grad.device).repeat_interleave(count)
+        weight = values / count[rows] if how == "mean" else values
+        chain: list[Map] = [
+            Sparse.of((columns, rows, weight), shape, wanted, Around(1, 1, shape[1]))
+        ]
+    else:  # of each element, the entry that was largest or least
+        there = (count > 0).unsqueeze(1) & (winner < len(values))
+        entry = torch.where(there, winner, 0)
+        column = torch.arange(shape[1], device=grad.device)
+        target = torch.where(there, columns[entry] * shape[1] + column, -1)
+        chain = [Scale(values[entry], shape), Scatter(target, wanted)]
+    out = grad
+    for step in chain:
+        out = step.apply(out)
+    return [None, (out, chain)]
+
+
 def _left(
     grad: Tensor, w: Tensor | None, edge: Edge, product: Product
 ) -> tuple[Tensor, Chain] | None:
     """Back through ``x @ w`` to x: ``g @ wᵀ``, of matrices or batches of them."""
     if edge[0] is None or w is None:
         return None
+    if w.layout is not torch.strided:
+        out = grad @ w.t()
+        return out, timed(w.t(), tuple(grad.shape), tuple(out.shape))
     out = product(grad, w.mT, edge)
     spec = "mn,kn->mk" if grad.dim() == 2 else "bmn,bkn->bmk"
     return out, (Contract(spec, w, tuple(grad.shape), tuple(out.shape)),)
@@ -368,6 +429,10 @@ def _right(
     """Back through ``x @ w`` to w: ``xᵀ @ g``. It lies in memory as w does, by its strides."""
     if edge[0] is None or x is None:
         return None
+    if x.layout is not torch.strided:
+        across = x.transpose(-2, -1)
+        out = (torch.mm if x.dim() == 2 else torch.bmm)(across, grad)
+        return out, times(across, tuple(grad.shape), tuple(out.shape))
     turned = len(steps) == 2 and steps[0] == 1 != steps[1]  # as PyTorch's own formula has it
     out = product(x.mT, grad, edge, turned, None if x.is_leaf and x.requires_grad else grad)
     spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
@@ -391,6 +456,30 @@ def euclidean(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found
         None if edges[0][0] is None else (first, between(x, y, 2.0, distance)),
         None if edges[1][0] is None else (second, [turn, *between(y, x, 2.0, distance.mT)]),
     ]
+
+
+def log_sums(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``logcumsumexp``: ``∂yᵢ/∂xⱼ = exp(xⱼ - yᵢ)`` for j ≤ i, as a product of two factors around a
+    sum, or, where these would leave the range of floats, as a matrix for each line.
+    """
+    if not grad.dim() or not grad.numel() or grad.is_complex():
+        return None
+    x, y, dim = node._saved_self, node._saved_result, _signed(node._saved_dim) % grad.dim()
+    shape = tuple(grad.shape)
+    most = y.amax(dim, keepdim=True)
+    span = float((most - y.amin(dim, keepdim=True)).amax())
+    if span < (600 if y.dtype is torch.float64 else 60):  # NaN is not
+        before, after = (most - y).exp(), (x - most).exp()
+        scan = Scan(dim, shape, reverse=True)
+        out = scan.apply(grad * before) * after
+        return [(out, [Scale(before, shape), scan, Scale(after, shape)])]
+    x, y = x.movedim(dim, -1), y.movedim(dim, -1)
+    weight = (x.unsqueeze(-1) - y.unsqueeze(-2)).exp().triu()  # (..., j, i)
+    letters = "abcdefghijkl"[: grad.dim()]
+    into, rest = letters.replace(letters[dim], "z"), letters.replace(letters[dim], "")
+    spec = f"{letters},{rest}z{letters[dim]}->{into}"
+    product_of = Contract(spec, weight, shape, shape)
+    return [(product_of.apply(grad), [product_of])]
 
 
 # One operation of what was saved ------------------------------------------------------------------
@@ -465,6 +554,10 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (divided, "Div0"),
     (matrix, "Mm0 Bmm0"),
     (affine, "Addmm0"),
+    (sparse_affine, "SparseAddmm0"),
+    (sparse_reduced, "SparseMmReduceImpl0"),
+    (vector, "Mv0"),
+    (log_sums, "Logcumsumexp0"),
     (looked_up, "Embedding0"),
     (euclidean, "EuclideanDist0"),
 )

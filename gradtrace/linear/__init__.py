@@ -12,6 +12,7 @@ from gradtrace.linear.elementwise import kept, probe
 from gradtrace.linear.general import dense
 from gradtrace.linear.movement import view
 from gradtrace.linear.opened import OPENED
+from gradtrace.linear.sparse import timed, times
 from gradtrace.linear.table import RULES
 from gradtrace.linear.together import Together
 
@@ -30,5 +31,7 @@ __all__ = [
     "real_dtype",
     "shape_of",
     "spread",
+    "timed",
+    "times",
     "view",
 ]

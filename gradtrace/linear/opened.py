@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import NotLinear
+from gradtrace.linear.sparse import bag_weights
 
 aten = torch.ops.aten
 
@@ -82,5 +83,6 @@ def grouped_mm(
 OPENED: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention,
     "_grouped_mm": grouped_mm,
+    "_embedding_bag_per_sample_weights_backward": bag_weights,
 }
 """Decompositions of our own, for what PyTorch fuses and does not open."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.linear import sparse
 from gradtrace.linear.call import (
     Call,
     Chain,
@@ -54,6 +55,8 @@ def product(left: str, right: str) -> Rule:
 
     def rule(call: Call) -> Chains:
         x, y = call.args[0], call.args[1]
+        if x.layout is not torch.strided or y.layout is not torch.strided:
+            return sparse.product(call)
         call.one_of(x, y)
         dep = call.dep
         if dep is x:

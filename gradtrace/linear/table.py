@@ -11,7 +11,7 @@ from gradtrace.linear import norms as n
 from gradtrace.linear import products as p
 from gradtrace.linear import resampling as r
 from gradtrace.linear import scatters as s
-from gradtrace.linear import sums
+from gradtrace.linear import sparse, sums
 from gradtrace.linear.call import Rule
 
 aten = torch.ops.aten
@@ -75,6 +75,7 @@ ROWS: tuple[tuple[Rule, str], ...] = (
     (s.scatter_add, "scatter_add"),
     (s.put, "put"),
     (s.embedding, "embedding_dense_backward"),
+    (sparse.bags, "_embedding_bag_backward _embedding_bag_dense_backward"),
     (s.unfolded, "unfold_backward"),
     (s.folded, "col2im"),
     (s.nll, "nll_loss_backward nll_loss2d_backward"),
