@@ -390,9 +390,8 @@ def sparse_reduced(node: Node, grad: Tensor, edges: Edges, product: Product) -> 
     if how in ("sum", "mean"):
         rows = torch.arange(len(count), device=grad.device).repeat_interleave(count)
         weight = values / count[rows] if how == "mean" else values
-        chain: list[Map] = [
-            Sparse.of((columns, rows, weight), shape, wanted, Around(1, 1, shape[1]))
-        ]
+        entries, around = (columns, rows, weight), Around(inner=shape[1])
+        chain: list[Map] = [Sparse.of(entries, shape, wanted, around)]
     else:  # of each element, the entry that was largest or least
         there = (count > 0).unsqueeze(1) & (winner < len(values))
         entry = torch.where(there, winner, 0)

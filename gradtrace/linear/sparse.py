@@ -81,7 +81,7 @@ def _frequency(call: Call, g: Tensor, indices: Tensor, weight: Tensor, padding: 
     """What each row is divided by, asked of the operation itself: on the CPU PyTorch looks up the
     frequency of other rows than it means to, and a gradient is what it computes.
     """
-    found = call.function(g)(torch.ones_like(g))[:, 0]
+    found: Tensor = call.function(g)(torch.ones_like(g))[:, 0]
     kept = torch.where(indices == padding, 0, weight)
     plain = torch.zeros_like(found).index_add(0, indices, kept)
     return (found / torch.where(plain == 0, 1, plain))[indices]
