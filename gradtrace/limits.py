@@ -8,6 +8,7 @@ limits the process too, by its own group and by every group around it; and so do
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -31,10 +32,15 @@ def available(root: Path | None = None) -> int | None:
 def _text(path: Path | str) -> str:
     """What a file says; nothing where there is none."""
     try:
-        with open(path, "rb") as file:
-            return file.read().decode("ascii", "replace")
+        file = os.open(path, os.O_RDONLY)  # several times as fast as open(), for a small file
     except OSError:
         return ""
+    try:
+        return b"".join(iter(lambda: os.read(file, 1 << 16), b"")).decode("ascii", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
 def _number(path: Path | str) -> int | None:
@@ -60,8 +66,14 @@ def _machine(root: Path) -> Iterator[int]:
     }
     if "MemAvailable" in told:
         yield told["MemAvailable"]
-    if _number(root / "proc/sys/vm/overcommit_memory") == 2 and "CommitLimit" in told:
+    if _strict(root) and "CommitLimit" in told:
         yield told["CommitLimit"] - told.get("Committed_AS", 0)
+
+
+@cache
+def _strict(root: Path) -> bool:
+    """Whether the system promises no more than it has, which is set once and for all."""
+    return _number(root / "proc/sys/vm/overcommit_memory") == 2
 
 
 MEMORY = re.compile(r"^(MemAvailable|CommitLimit|Committed_AS): +(\d+) kB", re.MULTILINE)
