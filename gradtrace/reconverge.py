@@ -188,7 +188,7 @@ def _lines_differ(before: list[Map], last: Contract | Distances) -> bool:
         return False
     source = _source(before, before[0].in_shape).reshape(last.in_shape)
     over = sorted(last.contracted())
-    line = torch.arange(prod(n for d, n in enumerate(last.in_shape) if d not in over))
+    line = torch.arange(prod(n for d, n in enumerate(last.in_shape) if d not in over), device="cpu")
     line = line.reshape([1 if d in over else n for d, n in enumerate(last.in_shape)])
     return distinct((line * prod(before[0].in_shape) + source)[source >= 0])
 
@@ -268,7 +268,9 @@ def _listed(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]
         if prod(tail[0].in_shape if tail else step.shape) * len(routes) > LISTED:
             return None
         source, weight = _source(head, shape).reshape(-1), _weight(head, shape, torch.float64)
-        target, further = _sent(tail, torch.float64) if tail else (torch.arange(len(source)), 1)
+        target, further = (
+            _sent(tail, torch.float64) if tail else (torch.arange(len(source), device="cpu"), 1)
+        )
         target = target.reshape(-1)
         weight = weight.reshape(-1) * torch.as_tensor(further).reshape(-1)
         there = (source >= 0) & (target >= 0) & (weight != 0)
@@ -302,7 +304,9 @@ def _matrix(
     """
     inputs, outputs = prod(shape), prod(step.shape)
     if not inputs * outputs:
-        return [[Dense(torch.zeros(outputs, inputs, dtype=step.dtype), shape, step.shape)]]
+        return [
+            [Dense(torch.zeros(outputs, inputs, dtype=step.dtype, device="cpu"), shape, step.shape)]
+        ]
     shared = [
         n for n, (a, b) in enumerate(zip(shape, step.shape), 1) if shape[:n] == step.shape[:n]
     ]
@@ -332,7 +336,7 @@ def _matrix(
 def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept: int) -> Tensor:
     """What unit cotangents become, the same one for each index along the first dimensions."""
     batch, each_in = prod(shape[:kept]), prod(shape[kept:])
-    units = torch.eye(each_in, dtype=torch.float64)
+    units = torch.eye(each_in, dtype=torch.float64, device="cpu")
 
     def column(unit: Tensor) -> Tensor:
         given = unit.reshape(*[1] * kept, *shape[kept:]).expand(shape)

@@ -133,7 +133,7 @@ class Distances(Map):
 
     def dense(self) -> Tensor:
         matrix = self.x.new_zeros(self.outputs, self.inputs)
-        source, weight = self.rows(torch.arange(self.outputs))
+        source, weight = self.rows(torch.arange(self.outputs, device="cpu"))
         return matrix.scatter(1, source, cast(weight, matrix.dtype))
 
     def routes(self, count: Count) -> Count:
