@@ -268,11 +268,11 @@ def _listed(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]
         if prod(tail[0].in_shape if tail else step.shape) * len(routes) > LISTED:
             return None
         source, weight = _source(head, shape).reshape(-1), _weight(head, shape, torch.float64)
-        target, further = (
-            _sent(tail, torch.float64) if tail else (torch.arange(len(source), device="cpu"), 1)
-        )
-        target = target.reshape(-1)
-        weight = weight.reshape(-1) * torch.as_tensor(further).reshape(-1)
+        if tail:
+            target, further = _sent(tail, torch.float64)
+            target, weight = target.reshape(-1), weight.reshape(-1) * further.reshape(-1)
+        else:
+            target, weight = torch.arange(len(source), device="cpu"), weight.reshape(-1)
         there = (source >= 0) & (target >= 0) & (weight != 0)
         found.append((target[there], source[there], weight[there].to(step.dtype)))
     row, column, weight = (torch.cat(parts) for parts in zip(*found))
