@@ -207,7 +207,9 @@ def _paths(
     if not _within(pairs, meta["pairs"]) or not _within(kinds, len(meta["kinds"])):
         unfit("paths: a number is out of bounds")
     sizes = torch.tensor(
-        [min(prod(kind["shape"]), 2**63 - 1) for kind in meta["kinds"]], dtype=torch.int64
+        [min(prod(kind["shape"]), 2**63 - 1) for kind in meta["kinds"]],
+        dtype=torch.int64,
+        device="cpu",
     )
     if total and not bool(((elements >= 0) & (elements < sizes[kinds])).all()):
         unfit("paths: an element is outside of its tensor")

@@ -244,7 +244,7 @@ def _few(words: Tensor, columns: list[Columns], count: int) -> tuple[Tensor, Ten
     times = torch.searchsorted(held, bits, right=True) - first
     mark = mark.repeat_interleave(times)
     begin = (times.cumsum(0) - times).repeat_interleave(times)
-    place = first.repeat_interleave(times) + torch.arange(len(mark)) - begin
+    place = first.repeat_interleave(times) + torch.arange(len(mark), device="cpu") - begin
     component = owner[order[place]]
     if all(c.size == 1 for c in columns):
         return mark, component

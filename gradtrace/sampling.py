@@ -241,7 +241,9 @@ class Growth:
             tails, weights = zip(*heavy)
             weight[torch.cat(tails)] = torch.cat(weights)
         if self.gradients:
-            lines = [torch.arange(n, n + x.numel()) for n, x in self.gradients.items()]
+            lines = [
+                torch.arange(n, n + x.numel(), device="cpu") for n, x in self.gradients.items()
+            ]
             gradient[torch.cat(lines).to(gradient.device)] = torch.cat([*self.gradients.values()])
         element = torch.cat(self.elements) if self.elements else onward
         starts = [self.begun[value] for value in self.starts]

@@ -37,7 +37,9 @@ def located(at: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     legs = _legs(tuple(sizes), tuple(strides))
     if at.is_cpu and at.shape == (1,):  # as whole numbers, which takes a third of the time
         n = int(at)
-        return torch.tensor([sum(n // step % size * stride for step, size, stride in legs)])
+        return torch.tensor(
+            [sum(n // step % size * stride for step, size, stride in legs)], device="cpu"
+        )
     total: Tensor | None = None
     for n, (step, size, stride) in enumerate(legs):
         if not stride:
