@@ -78,7 +78,9 @@ def resolve(
     """
     if len(block.steps) == len(block.gives) and all(len(s.terms) == 1 for s in block.steps):
         return  # one map for each argument
-    with nullcontext() if device.type == "cpu" else device, _disable_current_modes():
+    # What is made here without a device lies with the values, whatever the caller's default is.
+    same = torch.get_default_device().type == device.type == "cpu"
+    with nullcontext() if same else device, _disable_current_modes():
         origins = _origins(block)
         suspects = [value for value in block.gives.values() if origins[value].suspect]
         if suspects:
@@ -112,7 +114,7 @@ def _origins(block: Block) -> dict[int, _Origin]:
 
 def _disjoint(step: Step) -> bool:
     """Whether no element of the result comes from two terms (the parts of a ``cat``)."""
-    taken = torch.zeros(step.shape, dtype=torch.bool, device="cpu")
+    taken = torch.zeros(step.shape, dtype=torch.bool)
     for term in step.terms:
         if not isinstance(term.map, Index) or not term.map.fills:
             return False
@@ -154,7 +156,7 @@ def _pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
     if not all(isinstance(step, MOVES) for step in before) or last.inputs > LISTED:
         return False
     source = _source(before, before[0].in_shape).reshape(-1)
-    target = last.targets().reshape(-1)
+    target = last.targets().reshape(-1).to(source.device)
     return distinct((source * last.outputs + target)[(source >= 0) & (target >= 0)])
 
 
@@ -280,7 +282,7 @@ def _listed(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]
 
 
 def _source(chain: list[Map], shape: Shape) -> Tensor:
-    numbers = torch.arange(1, prod(shape) + 1, device="cpu").reshape(shape)
+    numbers = torch.arange(1, prod(shape) + 1).reshape(shape)
     for step in chain:
         if isinstance(step, Index):
             numbers = step.move(numbers)
@@ -290,7 +292,7 @@ def _source(chain: list[Map], shape: Shape) -> Tensor:
 
 
 def _weight(chain: list[Map], shape: Shape, dtype: torch.dtype) -> Tensor:
-    ones = torch.ones(shape, dtype=dtype, device="cpu")
+    ones = torch.ones(shape, dtype=dtype)
     for step in chain:
         ones = step.apply(ones)
     return ones
@@ -424,7 +426,7 @@ def _flips(step: Map, scan: Scan) -> bool:
     """Whether a map turns the elements round along the dimension of a scan."""
     if not isinstance(step, Index) or not (step.in_shape == step.out_shape == scan.in_shape):
         return False
-    own = torch.arange(step.inputs, device="cpu").reshape(step.in_shape)
+    own = torch.arange(step.inputs).reshape(step.in_shape)
     return torch.equal(step.source(), own.flip(scan.dim))
 
 
@@ -444,24 +446,24 @@ def _summing(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[lis
 def _sent(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Where each element of the first map's input goes, and what it is multiplied with."""
     shape = chain[0].in_shape
-    target = torch.arange(prod(shape), device="cpu")
-    weight = torch.ones(prod(shape), dtype=dtype, device="cpu")
+    target = torch.arange(prod(shape))
+    weight = torch.ones(prod(shape), dtype=dtype)
     for link in chain:
         if isinstance(link, Scale):
             factor = link.weight
             if not isinstance(factor, Tensor):
-                factor = torch.tensor(factor, device="cpu")
+                factor = torch.tensor(factor)
             number = nearby(factor, target.device)
             here = number.expand(link.in_shape).reshape(-1)
             weight = torch.where(target >= 0, weight * here[target.clamp(min=0)].to(dtype), weight)
             continue
         if isinstance(link, Index):
             source = link.source().reshape(-1)
-            onward = torch.full((link.inputs,), -1, device="cpu")
+            onward = torch.full((link.inputs,), -1)
             there = source >= 0
-            onward[source[there]] = torch.arange(link.outputs, device="cpu")[there]
+            onward[source[there]] = torch.arange(link.outputs)[there]
         elif isinstance(link, (Reduce, Scatter)):
-            onward = link.targets().reshape(-1)
+            onward = link.targets().reshape(-1).to(target.device)
         else:
             continue
         target = torch.where(target >= 0, onward[target.clamp(min=0)], -1)

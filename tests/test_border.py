@@ -312,6 +312,7 @@ FACTORIES |= {"randint", "randperm"}
 ELSEWHERE = {"experiments", "bench", "laboratory", "demo", "cli", "timing", "check", "report"}
 ELSEWHERE |= {"testing", "ablation", "group", "doctor"}
 """Code of which nothing runs inside a pass."""
+ELSEWHERE |= {"reconverge"}  # sets the default device itself, to that of the values
 
 
 def test_new_tensors_say_where_they_are() -> None:
