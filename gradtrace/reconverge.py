@@ -118,7 +118,7 @@ def _disjoint(step: Step) -> bool:
     for term in step.terms:
         if not isinstance(term.map, Index) or not term.map.fills:
             return False
-        here = term.map.source() >= 0
+        here = term.map.source(taken.device) >= 0
         if bool((taken & here).any()):
             return False
         taken |= here
@@ -427,7 +427,7 @@ def _flips(step: Map, scan: Scan) -> bool:
     if not isinstance(step, Index) or not (step.in_shape == step.out_shape == scan.in_shape):
         return False
     own = torch.arange(step.inputs).reshape(step.in_shape)
-    return torch.equal(step.source(), own.flip(scan.dim))
+    return torch.equal(step.source(own.device), own.flip(scan.dim))
 
 
 def _summing(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[list[Map], int]:
@@ -458,7 +458,7 @@ def _sent(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             weight = torch.where(target >= 0, weight * here[target.clamp(min=0)].to(dtype), weight)
             continue
         if isinstance(link, Index):
-            source = link.source().reshape(-1)
+            source = link.source(target.device).reshape(-1)
             onward = torch.full((link.inputs,), -1)
             there = source >= 0
             onward[source[there]] = torch.arange(link.outputs)[there]
