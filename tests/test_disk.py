@@ -203,11 +203,13 @@ def test_of_others_nothing_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "old", [name(), name(boot="1" * 12), name(machine="1" * 12), name(pid=os.getpid())]
+    "of",
+    [{}, {"boot": "1" * 12}, {"machine": "1" * 12}, {"pid": os.getpid()}],
+    ids=["", "boot", "machine", "process"],
 )
-def test_what_nobody_holds_is_removed(tmp_path: Path, old: str) -> None:
+def test_what_nobody_holds_is_removed(tmp_path: Path, of: dict[str, Any]) -> None:
     """Of this boot or an earlier one, of this machine or a container on it, of any process."""
-    (tmp_path / old).write_text("half")
+    (tmp_path / name(**of)).write_text("half")
     files.put(tmp_path / "x", "text")
     assert left(tmp_path) == []
 
