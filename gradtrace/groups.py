@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gradtrace import waiting
 from gradtrace.marks import Words, words_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -228,7 +229,7 @@ def _few(words: Tensor, columns: list[Columns], count: int) -> tuple[Tensor, Ten
     """Marks and the components they have a bit in common with, pair by pair; None if marks have
     many bits, or lie on a GPU, where nobody waits for how many there are.
     """
-    if words.device.type != "cpu":
+    if waiting.avoid(words):
         return None
     mark, word = words.nonzero(as_tuple=True)
     if SPARSE * 64 * len(mark) > len(words) * count:
