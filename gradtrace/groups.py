@@ -189,10 +189,10 @@ def _columns(bits: list[int], width: int, device: torch.device) -> list[Columns]
             which, places = found.setdefault(size, ([], []))
             which.append(n)
             places += [some.bit_length() - 1] if size == 1 else _places(some)
-    return [
-        Columns(lent(np.array(which, np.int64), device), lent(np.array(bits, np.int64), device), n)
-        for n, (which, bits) in found.items()
-    ]
+    lines = [line for both in found.values() for line in both]
+    whole = lent(np.array([n for line in lines for n in line], np.int64), device)  # one copy
+    parts = iter(torch.split(whole, [len(line) for line in lines]))
+    return [Columns(next(parts), next(parts), size) for size in found]
 
 
 def _places(bits: int) -> list[int]:
