@@ -350,8 +350,8 @@ class _Seen:
         if self.own is _MISSING:
             above: Any = super(self.kind, owner if module is None else module)
             return above.forward
-        if module is not None and type(self.own) is FunctionType:
-            return MethodType(self.own, module)  # torch.compile can follow this, not ``__get__``
+        if torch.compiler.is_compiling() and type(self.own) is FunctionType and module is not None:
+            return functools.partial(self.own, module)  # it cannot follow ``__get__``
         get = getattr(type(self.own), "__get__", None)
         try:
             return self.own if get is None else get(self.own, module, owner)

@@ -38,6 +38,8 @@ NAMES = (
     Name("autograd.graph.get_gradient_edge", "running hooks on leaves"),
     Name("utils.hooks.RemovableHandle.next_id", "noticing that a hook was registered"),
     Name("_C._current_graph_task_id", "telling whether a backward pass runs"),
+    Name("_C._will_engine_execute_node", "running multi-grad hooks once"),
+    Name("_C._autograd._unsafe_set_version_counter", "undoing what a recomputation writes"),
     Name("_C._get_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"),
     Name("_C._set_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"),
     Name(

@@ -361,7 +361,9 @@ def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 
 def sparse_affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     """``bias + A @ x`` with a sparse A, whose own gradient is not asked for."""
-    if node._saved_alpha != 1 or node._saved_beta != 1 or edges[1][0] is not None:
+    if node._saved_alpha != 1 or edges[1][0] is not None:
+        return None
+    if node._saved_beta != 1 and edges[0][0] is not None:  # sparse.mm has 0, and no bias
         return None
     bias: tuple[Tensor, Chain] | None = None if edges[0][0] is None else (grad, ())
     return [bias, None, _right(grad, node._saved_mat1, edges[2], product)]

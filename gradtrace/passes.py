@@ -53,14 +53,14 @@ def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
     heights: dict[Node | None, int] = {None: -1}  # the longest way down to a leaf
     for node in reversed(nodes):
         height = -1
-        for child, _ in edges[node]:
+        for child, _ in edges.get(node, ()):
             below = heights.get(child, 0)  # a leaf may come first, as in order of creation
             if below > height:
                 height = below
         heights[node] = height = height + 1
         start = height - height % SPAN
         if start > SPAN:
-            far = tuple([n for n, _ in edges[node] if SPAN <= heights.get(n, 0) < start])
+            far = tuple([n for n, _ in edges.get(node, ()) if SPAN <= heights.get(n, 0) < start])
             if far:
                 node.metadata[KEEPER] = far
 

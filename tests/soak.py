@@ -392,9 +392,10 @@ def threads(count: int, many: int, models: list[str]) -> int:
     """Traces of threads, each with a model of its own, equal to those of one thread."""
     failed = 0
     for name in models:
+        models_of = [made(name) for _ in range(many)]  # by the one generator of the process
 
-        def tables(offset: int, name: str = name) -> list[Any]:
-            model, found = made(name), []
+        def tables(offset: int, name: str = name, made: list[nn.Module] = models_of) -> list[Any]:
+            model, found = made[offset], []
             for step in range(count):
                 with gt.watch(model) as watch:
                     loss = loss_of(model, batch(name, offset * count + step))

@@ -164,6 +164,7 @@ def test_the_doctor_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_doctor_sees_a_part_recomputed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "recomputed_once", nullcontext)
+    monkeypatch.setattr(passes, "_told", nullcontext)
     assert verdicts()["checkpoints"] == "wrong"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from gradtrace.sizes import block_edges
 
 a = torch.linspace(0.2, 1.7, 12, dtype=torch.float64).reshape(3, 4)
 b = torch.linspace(-1.0, 0.9, 20, dtype=torch.float64).reshape(4, 5)
+near = torch.where(a > 1, a, 0).to_sparse()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # compressed rows are new to PyTorch
+    rows = near.to_sparse_csr()
 bias = torch.linspace(-0.5, 0.5, 5, dtype=torch.float64)
 batch = torch.linspace(-1.0, 2.0, 24, dtype=torch.float64).reshape(2, 3, 4)
 
@@ -193,6 +198,14 @@ CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     ],
     "Mm": [(torch.mm, (a, b)), (lambda x: torch.mm(x, b), (a,)), (lambda w: torch.mm(a, w), (b,))],
     "Bmm": [(lambda x, y: torch.bmm(x, y.mT), (batch, batch + 1))],
+    "Mv": [(lambda x: torch.mv(a, x), (b[:, 0],)), (lambda x: torch.mv(near, x), (b[:, 0],))],
+    "SparseAddmm": [
+        (lambda x: torch.sparse.mm(near, x), (b,)),
+        (lambda x: torch.sparse.mm(rows, x), (b,)),
+        (lambda c, x: torch.sparse.addmm(c, near, x), (b[:3], b)),
+    ],
+    "SparseMmReduceImpl": [(lambda x: torch.sparse.mm(rows, x, "amax"), (b,))],
+    "Logcumsumexp": [(lambda x: x.logcumsumexp(0), (a,)), (lambda x: x.logcumsumexp(1), (a,))],
     "EuclideanDist": [
         (lambda x, y: torch.cdist(x, y, compute_mode=BY_PRODUCT), (batch, batch + 1)),
         (lambda x, y: torch.cdist(x, y, compute_mode=BY_PRODUCT), (batch[0], batch[1, :2])),
@@ -289,11 +302,11 @@ def test_a_row_gives_what_its_formula_gives(
             same(one[leaf], value)
 
 
-ROUNDED = {"Gelu", "Sigmoid", "Silu", "Sqrt", "Log", "EuclideanDist"}
+ROUNDED = {"Gelu", "Sigmoid", "Silu", "Sqrt", "Log", "EuclideanDist", "Logcumsumexp"}
 """What the node makes of ones, times the cotangent, may differ from what it makes of that by
 rounding."""
 
-PRODUCTS = {"Mm", "Addmm", "Bmm", "Convolution"}
+PRODUCTS = {"Mm", "Mv", "Addmm", "Bmm", "Convolution", "SparseAddmm"}
 """Gradients that are sums of products: BLAS adds them up in an order that depends on the layout of
 the operands and on the processor, so only rounding is promised."""
 
