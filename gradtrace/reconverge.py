@@ -190,7 +190,7 @@ def _lines_differ(before: list[Map], last: Contract | Distances) -> bool:
         return False
     source = _source(before, before[0].in_shape).reshape(last.in_shape)
     over = sorted(last.contracted())
-    line = torch.arange(prod(n for d, n in enumerate(last.in_shape) if d not in over), device="cpu")
+    line = torch.arange(prod(n for d, n in enumerate(last.in_shape) if d not in over))
     line = line.reshape([1 if d in over else n for d, n in enumerate(last.in_shape)])
     return distinct((line * prod(before[0].in_shape) + source)[source >= 0])
 
@@ -274,7 +274,7 @@ def _listed(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]
             target, further = _sent(tail, torch.float64)
             target, weight = target.reshape(-1), weight.reshape(-1) * further.reshape(-1)
         else:
-            target, weight = torch.arange(len(source), device="cpu"), weight.reshape(-1)
+            target, weight = torch.arange(len(source)), weight.reshape(-1)
         there = (source >= 0) & (target >= 0) & (weight != 0)
         found.append((target[there], source[there], weight[there].to(step.dtype)))
     row, column, weight = (torch.cat(parts) for parts in zip(*found))
@@ -306,9 +306,7 @@ def _matrix(
     """
     inputs, outputs = prod(shape), prod(step.shape)
     if not inputs * outputs:
-        return [
-            [Dense(torch.zeros(outputs, inputs, dtype=step.dtype, device="cpu"), shape, step.shape)]
-        ]
+        return [[Dense(torch.zeros(outputs, inputs, dtype=step.dtype), shape, step.shape)]]
     shared = [
         n for n, (a, b) in enumerate(zip(shape, step.shape), 1) if shape[:n] == step.shape[:n]
     ]
@@ -338,7 +336,7 @@ def _matrix(
 def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept: int) -> Tensor:
     """What unit cotangents become, the same one for each index along the first dimensions."""
     batch, each_in = prod(shape[:kept]), prod(shape[kept:])
-    units = torch.eye(each_in, dtype=torch.float64, device="cpu")
+    units = torch.eye(each_in, dtype=torch.float64)
 
     def column(unit: Tensor) -> Tensor:
         given = unit.reshape(*[1] * kept, *shape[kept:]).expand(shape)

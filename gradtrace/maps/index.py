@@ -43,7 +43,7 @@ class Index(Map):
 
     def source(self, device: torch.device | None = None) -> Tensor:
         """For each output element, the number of the input element it is; -1 for none."""
-        numbers = torch.arange(1, self.inputs + 1, device=device or "cpu").reshape(self.in_shape)
+        numbers = torch.arange(1, self.inputs + 1, device=device).reshape(self.in_shape)
         return self.move(numbers).reshape(self.out_shape) - 1
 
     def sources(self, at: Tensor) -> Tensor:
