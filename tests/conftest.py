@@ -40,7 +40,7 @@ CHUNK = 25
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests first; tests that share a fixture of their module in one worker (`--dist
     loadgroup`), so that the fixture is computed once and not once a worker.
     """
@@ -53,6 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for key, found in names.items()
     }
     items.sort(key=lambda item: rank[id(item)])
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for n, item in enumerate(items):
         place = item.path.name
         if not _shares(item):
