@@ -27,6 +27,7 @@ from gradtrace.influence import Influence, checked_weight
 from gradtrace.marks import Marks, Palette
 from gradtrace.pairs import Pairs
 from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
+from gradtrace.prints import Prints
 from gradtrace.program import Program
 from gradtrace.semirings import Count
 from gradtrace.states import State
@@ -69,6 +70,7 @@ class Trace:
     names: dict[int, str] = field(repr=False)  # by leaf value
     aliases: dict[str, tuple[str, ...]] = field(repr=False)
     _versions: list[tuple[Tensor, int]] = field(init=False, repr=False)
+    _prints: Prints = field(init=False, repr=False)
     budget: int | None = None
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
     _kept: dict[int, Kept] = field(default_factory=dict, repr=False)
@@ -76,6 +78,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         self._versions = [(t, t._version) for t in weights_of(self.program)]
+        self._prints = Prints(leaf.tensor for leaf in self.program.leaves)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -83,7 +86,8 @@ class Trace:
         return tuple(dict.fromkeys(self.program.notes()))
 
     def _unchanged(self) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
+        changed = any(tensor._version != version for tensor, version in self._versions)
+        if changed or not self._prints.hold():
             raise GradtraceError(
                 "weights or activations were changed in place since the trace was made (by an "
                 "optimiser step?), so its paths can no longer be followed; ask for paths and "

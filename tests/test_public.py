@@ -33,7 +33,7 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"printable", "validate", "undo"},
+    {"printable", "validate", "undo", "prints"},
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"}
     | {"calls", "digests", "nests", "recurrent", "switches"},
     {"plain", "limits", "internals"},

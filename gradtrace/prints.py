@@ -1,0 +1,60 @@
+"""Whether weights hold what they held, also where no version counter tells (``p.data.mul_(2)``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+WHOLE = 1 << 16
+"""Tensors of at most so many elements are compared element by element."""
+
+SAMPLE = 1 << 12
+"""Of larger ones so many elements, evenly spread."""
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Prints:
+    """What tensors on the CPU held when this was made. Those on a GPU are left out: to look at them
+    is to wait for it.
+
+    >>> w, v = torch.zeros(3), torch.zeros(100_000)
+    >>> prints = Prints([w, v])
+    >>> prints.hold()
+    True
+    >>> w.data[1] = -0.0
+    >>> prints.hold()
+    False
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._lines: dict[torch.dtype, list[Tensor]] = {}  # views of the memory itself
+        for tensor in tensors:
+            if tensor.is_cpu and tensor.layout is torch.strided and tensor.numel():
+                line = _line(tensor.detach())
+                self._lines.setdefault(line.dtype, []).append(line)
+        self._held = self._look()
+
+    def _look(self) -> list[Tensor]:
+        # as whole numbers, so that NaN equals itself and -0 is not 0
+        return [torch.cat(lines).view(BITS[dtype.itemsize]) for dtype, lines in self._lines.items()]
+
+    def hold(self) -> bool:
+        """Whether the tensors hold what they held."""
+        return all(map(torch.equal, self._look(), self._held))
+
+
+def _line(tensor: Tensor) -> Tensor:
+    """A view of the elements, or of some of a large tensor, in one dimension: of the memory between
+    the first and the last, if they lie apart.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_contiguous():
+        line = tensor.view(-1)
+    else:
+        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        line = tensor.as_strided((span,), (1,))
+    return line if len(line) <= WHOLE else line[:: -(-len(line) // SAMPLE)]

@@ -1,0 +1,81 @@
+"""A trace notices that its weights were changed, however that was done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace.errors import GradtraceError
+
+
+def swap(p: Tensor) -> None:
+    p.data = p.data * 2
+
+
+def one(p: Tensor) -> None:
+    p.data.view(-1)[p.numel() // 3] += 1e-3
+
+
+def by_numpy(p: Tensor) -> None:
+    p.detach().numpy()[...] *= 2
+
+
+def on_a_view(p: Tensor) -> None:
+    with torch.no_grad():
+        p.data.view(-1)[: p.numel() // 2].copy_(torch.zeros(p.numel() // 2))
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "scaled": lambda p: p.data.mul_(10),
+    "negated": lambda p: p.data.neg_(),
+    "clipped": lambda p: p.data.clamp_(-0.05, 0.05),
+    "numpy": by_numpy,
+    "a view": on_a_view,
+    "foreach": lambda p: torch._foreach_mul_([p.data], 2.0),
+    "in place": lambda p: torch.no_grad()(p.mul_)(2),
+}
+
+
+@pytest.mark.parametrize("size", [4, 300])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_noticed(change: str, size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 1))
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, size)).sum()
+    trace = watch.trace(loss)
+    before = trace.path("0.weight", (0, 0)).weight
+    loss.backward()
+    assert trace.path("0.weight", (0, 0)).weight == before
+    CHANGES[change](model[0].weight if size > 4 else model[2].weight)
+    for ask in (lambda: trace.path("0.weight", (0, 0)), trace.influence, trace.flow):
+        with pytest.raises(GradtraceError, match="changed in place since the trace"):
+            ask()
+
+
+def test_one_element_of_a_small_weight_and_nothing_at_all() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(9, 1)
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 9)).sum()
+    trace = watch.trace(loss)
+    one(model.bias)
+    with pytest.raises(GradtraceError, match="changed in place since the trace"):
+        trace.influence()
+
+
+def test_other_memory_leaves_the_weights_of_the_forward_pass() -> None:
+    """``p.data = new`` does not touch what the graph has saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 4)).sum()
+    trace = watch.trace(loss)
+    before = trace.path("0.weight", (0, 0)).weight
+    for p in model.parameters():
+        swap(p)
+    assert trace.path("0.weight", (0, 0)).weight == before
