@@ -64,8 +64,13 @@ def state() -> tuple[str, ...]:
 
 @pytest.fixture
 def clean() -> Iterator[None]:
-    """As torch starts."""
+    """As torch starts, before and after: other tests of this process set precisions too."""
+    reset()
     yield
+    reset()
+
+
+def reset() -> None:
     torch.set_float32_matmul_precision("highest")
     general("none")
     MATMUL.fp32_precision = "none"

@@ -6,8 +6,7 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,17 +55,6 @@ def tidy(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def precise() -> Iterator[None]:
-    """Products of float32 in float32: TF32 keeps ten bits of each factor."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 # Clocks ------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from torch import Tensor
 import gradtrace
 from gradtrace import kernels
 from gradtrace.bench.cases import Problem, gpt2, llama
-from gradtrace.bench.devices import Peak, counted, peak, place, precise, settle, tidy, told, waited
+from gradtrace.bench.devices import Peak, counted, peak, place, settle, tidy, told, waited
 from gradtrace.bench.models import plain, watched
 from gradtrace.bench.results import Absent, Column, Curve, Figure, Section, Setting, say
 from gradtrace.errors import GradtraceError
+from gradtrace.kernels.exact import without_tf32
 from gradtrace.laboratory.rounds import Timed, Way, Ways, interleaved, power_fit
 
 TERA, GIB = 1e12, 2**30
@@ -91,7 +92,7 @@ def contractions(setting: Setting) -> Section:
     for product in LITTLE if setting.quick else PRODUCTS:
         _product(section, product, setting, device)
     section.note(
-        "Gaussian numbers in float32, TF32 off (`torch.set_float32_matmul_precision('highest')`). "
+        "Gaussian numbers in float32, TF32 off. "
         "Index: the exact one, the lowest k of equals. Marks: the int32 beside the winner, no "
         "index. By CUDA events around 5 calls in a row, laying out the operands included; the best "
         "of the rounds. Below the first two, those of GPT-2 small at 1,024 tokens, by the gradient "
@@ -104,7 +105,7 @@ def _product(section: Section, product: Product, setting: Setting, device: torch
     batch, m, k, n = product[1:5]
     a, b = torch.randn(batch, m, k, device=device), torch.randn(batch, k, n, device=device)
     ways = _contracted(a, b)
-    with precise():
+    with without_tf32():
         for way in ways.values():
             way()()  # compiled, laid out and warm
         timed = interleaved(
@@ -228,7 +229,7 @@ def _compared(
     problem = _made(setting, device, make)
     ways = _ways(problem)
     taken: dict[str, Peak | None] = {}
-    with precise():
+    with without_tf32():
         for name, way in list(ways.items()):  # and all is warm then
             try:
                 taken[name] = peak(way, device)
@@ -350,7 +351,7 @@ def _measured(
 ) -> Timed:
     ways = _ways(_made(setting, device, make))
     del ways[VITERBI]
-    with precise():
+    with without_tf32():
         for way in ways.values():
             taken = peak(way, device)
         timed = interleaved(ways, setting.turns(10), patience=8, clock=waited(device))
