@@ -42,13 +42,25 @@ def high() -> None:
     torch.set_float32_matmul_precision("high")
 
 
-WAYS: list[Callable[[], None]] = [by_the_new, everywhere, by_the_old, by_name, high]
+NEW = hasattr(MATMUL, "fp32_precision")  # the interface of torch 2.9 and newer
+OLD_WAYS: list[Callable[[], None]] = [by_the_old, by_name, high]
+WAYS = [by_the_new, everywhere, *OLD_WAYS] if NEW else OLD_WAYS
 
 
 def state() -> tuple[str, ...]:
     """All that a user can read."""
-    found = [MATMUL.fp32_precision, BACKENDS.fp32_precision]
-    found += [BACKENDS.mkldnn.matmul.fp32_precision, BACKENDS.cudnn.conv.fp32_precision]
+    return (*by_the_new_names(), *by_the_old_names())
+
+
+def by_the_new_names() -> tuple[str, ...]:
+    if not NEW:
+        return ()
+    names = (MATMUL, BACKENDS, BACKENDS.mkldnn.matmul, BACKENDS.cudnn.conv)
+    return tuple(name.fp32_precision for name in names)
+
+
+def by_the_old_names() -> tuple[str, ...]:
+    found = []
     readers: list[Callable[[], object]] = [
         torch.get_float32_matmul_precision,
         lambda: MATMUL.allow_tf32,
@@ -72,31 +84,74 @@ def clean() -> Iterator[None]:
 
 def reset() -> None:
     torch.set_float32_matmul_precision("highest")
-    general("none")
-    MATMUL.fp32_precision = "none"
-    BACKENDS.mkldnn.matmul.fp32_precision = "none"
-    BACKENDS.cudnn.conv.fp32_precision = "tf32"
-    assert state() == ("none", "none", "none", "tf32", "highest", "False", "True")
+    BACKENDS.cudnn.allow_tf32 = True
+    if NEW:
+        general("none")
+        MATMUL.fp32_precision = "none"
+        BACKENDS.mkldnn.matmul.fp32_precision = "none"
+        BACKENDS.cudnn.conv.fp32_precision = "tf32"
+        assert by_the_new_names() == ("none", "none", "none", "tf32")
+    assert by_the_old_names() == ("highest", "False", "True")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.__name__))
 def test_tf32_is_off_for_the_moment(way: Callable[[], None], clean: None) -> None:
     way()
     before = state()
-    assert before[0] == "tf32"
+    assert on()
     with without_tf32():
-        assert MATMUL.fp32_precision == "ieee"
-        assert BACKENDS.cudnn.conv.fp32_precision == "ieee"
-        assert MATMUL.allow_tf32 is False  # old and new agree, so that torch does not refuse
+        assert off()
         with without_tf32():
-            assert MATMUL.fp32_precision == "ieee"
-        assert MATMUL.fp32_precision == "ieee"
+            assert off()
+        assert off()
     assert state() == before
     with pytest.raises(ZeroDivisionError), without_tf32():
         raise ZeroDivisionError
     assert state() == before
 
 
+def on() -> bool:
+    return bool(MATMUL.fp32_precision == "tf32" if NEW else MATMUL.allow_tf32)
+
+
+def off() -> bool:
+    if MATMUL.allow_tf32:  # on a torch with both interfaces they agree, or this would raise
+        return False
+    if NEW:
+        return bool(MATMUL.fp32_precision == BACKENDS.cudnn.conv.fp32_precision == "ieee")
+    return not BACKENDS.cudnn.allow_tf32
+
+
+class OldMatmul:
+    """``torch.backends.cuda.matmul`` as it was in torch 2.8."""
+
+    @property
+    def allow_tf32(self) -> bool:
+        return torch.get_float32_matmul_precision() != "highest"
+
+    @allow_tf32.setter
+    def allow_tf32(self, value: bool) -> None:
+        torch.set_float32_matmul_precision("high" if value else "highest")
+
+
+@pytest.mark.parametrize("way", OLD_WAYS, ids=lambda way: str(way.__name__))
+def test_a_torch_that_has_the_old_interface_alone(
+    way: Callable[[], None], clean: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BACKENDS.cuda, "matmul", OldMatmul())
+    way()
+    before = by_the_old_names()
+    with without_tf32():
+        assert by_the_old_names() == ("highest", "False", "False")
+    assert by_the_old_names() == before
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.cudnn.allow_tf32 = False
+    with without_tf32():
+        assert by_the_old_names() == ("highest", "False", "False")
+    assert by_the_old_names() == ("highest", "False", "False")
+
+
+@pytest.mark.skipif(not NEW, reason="this torch has no torch.backends.cuda.matmul.fp32_precision")
 def test_where_it_is_off_nothing_is_touched(clean: None) -> None:
     for precision in ("none", "ieee"):
         MATMUL.fp32_precision = BACKENDS.cudnn.conv.fp32_precision = precision

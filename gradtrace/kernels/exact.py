@@ -2,7 +2,7 @@
 
 TF32 keeps 10 of 23 bits: enough to train, not to compare path masses by. It is switched off for the
 moment by the interface that it was switched on by, since torch refuses a mix of its old and its new
-one; what the user has set is there again afterwards.
+one; torch 2.8 and older have the old one alone. What the user has set is there again afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def without_tf32() -> AbstractContextManager[None]:
 
 @contextmanager
 def _without() -> Iterator[None]:
-    with _products(), _convolutions():
+    new = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # since torch 2.9
+    products, convolutions = (
+        (_products, _convolutions) if new else (_products_by_the_old, _convolutions_by_the_old)
+    )
+    with products(), convolutions():
         yield
 
 
@@ -80,3 +84,29 @@ def _by_the_old() -> str | None:
     except RuntimeError:  # it says highest, and the new one does not
         return None
     return None if found == "highest" else found
+
+
+@contextmanager
+def _products_by_the_old() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)  # which allows TF32 again, too
+
+
+@contextmanager
+def _convolutions_by_the_old() -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    if not cudnn.allow_tf32:
+        yield
+        return
+    cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = True
