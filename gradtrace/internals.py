@@ -177,6 +177,25 @@ def _both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _Negative.apply(x), -x  # type: ignore[no-untyped-call]
 
 
+def versions_can_be_set() -> None:
+    """Every write on a tensor counts its ``_version`` up, which can be set back."""
+    x = torch.ones(2, device="cpu")
+    before = x._version
+    x.add_(1.0)
+    _equal(x._version - before, 1, "the version of a tensor after a write, less before,")
+    set_version(x, before)
+    _equal(x._version, before, "the version that was set")
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let a tensor count as written on so many times, as before writes that were undone."""
+    setter: Any = torch._C._autograd._unsafe_set_version_counter
+    try:
+        setter((tensor,), (version,))
+    except TypeError:  # torch 2.6, which takes one at a time
+        setter(tensor, version)
+
+
 def no_pass_runs() -> None:
     """Outside a backward pass the number of the running one is -1."""
     _equal(torch._C._current_graph_task_id(), -1, "the running backward pass, where none runs,")
@@ -189,6 +208,7 @@ MEANINGS: tuple[Callable[[], None], ...] = (
     numbers_follow_time,
     hooks_are_counted,
     functions_are_known,
+    versions_can_be_set,
     no_pass_runs,
 )
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from gradtrace import internals
+
 
 class Writes(NamedTuple):
     """What an operation does to memory that it is given."""
@@ -93,7 +95,7 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for there, before, version in reversed(self._kept):
                 there.copy_(before)
                 if version is not None:
-                    torch._C._autograd._unsafe_set_version_counter((there,), (version,))
+                    internals.set_version(there, version)
         self._kept.clear()
         self._seen.clear()
 

@@ -60,6 +60,10 @@ CHANGES: dict[str, tuple[Patch, str]] = {
         (torch.autograd.function, "BackwardCFunction", type("Other", (), {})),
         "are Python's",
     ),
+    "versions that stay as they are": (
+        (torch._C._autograd, "_unsafe_set_version_counter", lambda tensors, versions: None),
+        "the version that was set is 1, not 0",
+    ),
     "another number for no pass": (
         (torch._C, "_current_graph_task_id", lambda: 0),
         "the running backward pass",
@@ -77,6 +81,23 @@ def test_another_meaning_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) 
     told = str(caught.value)
     assert text in told and f"torch {torch.__version__}" in told and internals.TESTED in told
     internals.check()
+
+
+def test_versions_are_set_one_by_one_in_torch_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    setter, seen = torch._C._autograd._unsafe_set_version_counter, []
+
+    def one(tensor: torch.Tensor, version: int) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError("incompatible function arguments")
+        seen.append(version)
+
+    monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", one)
+    internals.set_version(torch.ones(2), 3)
+    assert seen == [3]
+    monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", setter)
+    x = torch.ones(2)
+    internals.set_version(x, 3)
+    assert x._version == 3
 
 
 @pytest.mark.parametrize("name", internals.NAMES, ids=lambda name: str(name.path))

@@ -33,10 +33,11 @@ PUBLIC = {
 }
 
 LAYERS: tuple[set[str], ...] = (
-    {"printable", "validate", "undo", "prints"},
+    {"printable", "validate", "prints"},
     {"shapes", "errors", "layout", "trends", "budget", "shards", "waiting"}
     | {"calls", "digests", "nests", "recurrent", "switches"},
     {"plain", "limits", "internals"},
+    {"undo"},
     {"scripts", "einsum", "kernels", "autograd", "tables", "disk", "standins", "gauges"},
     {"semirings", "labels", "loggers", "marks", "files", "formats"},
     {"maps", "atlas", "hooks", "passes", "testing", "groups"},
