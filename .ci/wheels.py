@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -137,12 +138,26 @@ def home(python: Path, where: Path, variables: dict[str, str]) -> str:
     return run(python, "-c", show, cwd=where, env=variables)
 
 
+def check_sources(sources: Path) -> None:
+    """They are this project's files: nothing that git ignores, such as other people's packages."""
+    listed = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    ours = {"PKG-INFO", *run(*listed, cwd=ROOT).splitlines()}
+    with tarfile.open(sources) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    if foreign := sorted(names - ours):
+        some = ", ".join(foreign[:3])
+        raise SystemExit(f"{sources.name} has {len(foreign)} files that git ignores: {some}, ...")
+    if absent := {"pyproject.toml", "CMakeLists.txt", "gradtrace/__init__.py"} - names:
+        raise SystemExit(f"{sources.name} lacks {', '.join(sorted(absent))}")
+
+
 def from_sources() -> None:
     """The sources install without a compiler, work, and say what is missing."""
     made = WORK / "sdist"
     shutil.rmtree(made, ignore_errors=True)
     run(sys.executable, "-m", "build", "--sdist", "--outdir", made, ROOT)
     (sources,) = made.glob("*.tar.gz")
+    check_sources(sources)
     where, variables = environment("sources")
     python = where / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps")
