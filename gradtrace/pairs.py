@@ -128,6 +128,19 @@ def _most(many: list[Tensor]) -> Tensor:
     return total
 
 
+def places(of: Tensor, pairs: range, dim: int) -> Tensor:
+    """For each of these pairs, the places along a dimension where it has elements; ``of`` says what
+    pair an element belongs to. Rows are as long as the longest: others end in other places.
+    """
+    pair = of - (pairs.start + 1)
+    here = (pair >= 0) & (pair < len(pairs))
+    at = here.nonzero()[:, dim]
+    there = torch.zeros(len(pairs), of.shape[dim], dtype=torch.int8, device=of.device)
+    there[pair[here].long(), at] = 1
+    longest = max(1, int(there.sum(1).max()))
+    return there.argsort(dim=1, descending=True, stable=True)[:, :longest]
+
+
 def lines(there: Tensor, dim: int) -> Tensor:
     """The places along a dimension where there is anything."""
     others = [d for d in range(there.dim()) if d != dim]

@@ -105,13 +105,16 @@ class Tally:
     def add(self, found: Found, gradient: Tensor) -> None:
         """Count the paths of a leaf."""
         value, total = found.leaf.value, gradient.numel()
-        if isinstance(found.pair, Tensor):
+        size = total
+        if isinstance(found.pair, range):
+            size = total // len(found.pair)
+        elif isinstance(found.pair, Tensor):
             # A parameter is there for every pair, even if no two of them meet in an element of it
             # (an embedding whose rows are each used once); an input is there once, each part for
             # its pair.
             shared = isinstance(found.leaf.tensor, Parameter) or bool((found.pair == 0).any())
             total = total * self.pairs if shared else total
-        leaf = self._leaf(value, gradient.numel(), total)
+        leaf = self._leaf(value, size, total)
         state, pair = found.state, found.pair
         if isinstance(pair, int):
             if state.few is not None:
@@ -161,16 +164,22 @@ class Tally:
         self._wait(jobs, Ahead(leaf, rows, extra, pair, 0, at, 1))
 
     def _add_written(
-        self, leaf: Counted, state: State, gradient: Tensor, pair: int | Tensor
+        self, leaf: Counted, state: State, gradient: Tensor, pair: int | Tensor | range
     ) -> None:
         """A leaf each of whose elements has a mark."""
         numbers, (rows, extra) = state.numbers, state.palette
         assert numbers is not None
         size = len(rows) + 1
-        if not isinstance(pair, int):
+        if isinstance(pair, Tensor):
             there = (pair > 0) & (numbers > 0)
             numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
             pair, size = 0, self.pairs * len(rows) + 1
+        elif isinstance(pair, range):
+            number = torch.arange(len(pair), dtype=numbers.dtype, device=numbers.device)
+            shift = (number * len(rows)).reshape(-1, *[1] * (numbers.dim() - 1))
+            numbers = torch.where(numbers > 0, numbers + shift, 0)
+            size = len(pair) * len(rows) + 1
+            pair = pair.start
         jobs = self._jobs(gradient)
         at = None if jobs is None else jobs.tally(numbers, gradient, size)
         if jobs is None or at is None:

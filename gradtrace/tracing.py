@@ -20,16 +20,17 @@ nothing is compared. Gradients that recording has kept are not computed again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradtrace.choices import Nested, nested
-from gradtrace.maps import Map, tiled, tiling
-from gradtrace.maps.places import nearby
+from gradtrace.maps import Map, copied, narrowed, tiled, tiling
+from gradtrace.maps.places import each_at, nearby
 from gradtrace.marks import MANY, NO_MARKS, Marks, Palette, compact, sliced
-from gradtrace.pairs import Pairs, lines
+from gradtrace.pairs import Pairs, places
 from gradtrace.parked import Shelf, packed, take, unpacked
 from gradtrace.program import Leaf, Program, Step
 from gradtrace.rules import RULES, Greedy, Rule
@@ -38,13 +39,14 @@ from gradtrace.states import Scope, State, alike, made, shared, solid
 
 
 class Found(NamedTuple):
-    """A leaf after a pass. ``pair`` is the pair that the pass was for, or a tensor that says for
-    each element, from 1 on, which pair it belongs to (0: none).
+    """A leaf after a pass. ``pair`` is the pair that the pass was for; or a tensor that says for
+    each element, from 1 on, which pair it belongs to (0: none); or the pairs that the first
+    dimension of the state is for.
     """
 
     leaf: Leaf
     state: State
-    pair: int | Tensor
+    pair: int | Tensor | range
 
     @property
     def gradient(self) -> Tensor:
@@ -54,6 +56,9 @@ class Found(NamedTuple):
 
 NOTHING = Scope({}, frozenset())
 VITERBI, GRADIENT = RULES["viterbi"], RULES["gradient"]
+
+TOGETHER = 1 << 20
+"""Pairs that mix are computed together as long as no value of theirs has more elements."""
 
 TERMS = 3
 """As many terms of a sum that goes on are held as they are, where all have the same marks."""
@@ -83,7 +88,11 @@ class Tracer:
             for number, block in enumerate(program.blocks):
                 if (part := nested(block)) is not None:
                     self.nested[number] = part
+        # While pairs are computed together, along a first dimension: how many (0: they are not);
+        # where each has its elements of a value, along a dimension; and the maps for so many.
+        self.count = 0
         self.places: dict[int, tuple[int, Tensor]] = {}
+        self.copied: dict[int, tuple[Map, Map]] = {}
 
     def run(self, seed: Tensor) -> Iterator[Found]:
         """The leaves of one loss, each as soon as it is complete."""
@@ -99,8 +108,8 @@ class Tracer:
     def run_pairs(self, seed: Tensor, pairs: Pairs) -> Iterator[Found]:
         """The leaves of a vector of losses, each apart.
 
-        What belongs to one pair only is computed for all of them at once; what mixes them, for each
-        in turn.
+        What belongs to one pair only is computed for all of them at once. What mixes them is
+        computed for some at a time, each in a slice of its own along a new first dimension.
         """
         states = self._states()
         states[self.program.root] = self.root(seed)
@@ -108,20 +117,26 @@ class Tracer:
             yield Found(leaf, states[leaf.value], pairs.of[leaf.value])
         mixed = pairs.mixed(self.program)
         along = pairs.summed(self.program, mixed)
-        for pair in range(len(seed)):
+        for some in self._together(mixed, len(seed)):
             here = self._states()
+            if len(some) != self.count:
+                self.count, self.copied = len(some), {}
             self.places = {}
             for value, dim in along.items():
-                state = states[value]
-                there = pairs.of[value] == pair + 1
+                state, of = states[value], pairs.of[value]
                 if dim is not None:  # only where the pair is: the rest is summed over anyway
-                    index = lines(there, dim)
-                    self.places[value] = (dim, index)
-                    state, there = _narrowed(state, dim, index), there.index_select(dim, index)
-                here[value] = _only(state, there)
+                    self.places[value] = (dim, places(of, some, dim))
+                here[value] = _only(state, of, some, self.places.get(value))
             for leaf in self.passage(here, mixed, frozenset(), NOTHING):
-                yield Found(leaf, take(here, leaf.value), pair)
-        self.places = {}
+                yield Found(leaf, take(here, leaf.value), some)
+        self.count, self.places, self.copied = 0, {}, {}
+
+    def _together(self, mixed: set[int], count: int) -> Iterator[range]:
+        """The pairs, as many at a time as should be computed together."""
+        most = max((prod(s.shape) for s in self.program.steps() if s.out in mixed), default=1)
+        size = max(1, TOGETHER // max(1, most))
+        for first in range(0, count if mixed else 0, size):
+            yield range(first, min(first + size, count))
 
     def root(self, seed: Tensor) -> State:
         """The state of the loss."""
@@ -160,7 +175,7 @@ class Tracer:
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
         n, leaves, positions = -1, self.leaves, self.marks.position
-        plainly, through = not self.places, self.rule.through
+        plainly, through = not self.count, self.rule.through
         for number, block in enumerate(self.program.blocks):
             self._enter(number, block.takes, states)
             part = self.nested.get(number)
@@ -213,14 +228,15 @@ class Tracer:
                 if slices:
                     state = solid(state).written()
                     assert state.numbers is not None
-                    numbers, palette = sliced(state.numbers, state.palette, *slices)
+                    dim, kinds = slices
+                    dim += bool(self.count)
+                    numbers, palette = sliced(state.numbers, state.palette, dim, kinds)
                     states[value] = state._replace(numbers=numbers, palette=palette)
 
     def _step(self, step: Step, states: dict[int, State], scope: Scope) -> State:
         if len(step.terms) == 1:
             map_, value = step.terms[0]
-            map_ = self._map(map_, value) if self.places else map_
-            return self.rule.through(map_, states[value], step, scope)
+            return self.rule.through(self._map(map_, value), states[value], step, scope)
         maps = [self._map(map_, value) for map_, value in step.terms]
         if order := tiling(maps):
             known = scope.known.get(step.out)
@@ -309,11 +325,14 @@ class Tracer:
             sums[step.out] = [packed(total) if self.narrow else total]
 
     def _map(self, map_: Map, value: int) -> Map:
-        if value not in self.places:
+        if not self.count:
             return map_
-        found = map_.narrow(*self.places[value])
-        assert found is not None
-        return found
+        if value in self.places:
+            return narrowed(map_, *self.places[value])
+        known = self.copied.get(id(map_))
+        if known is None:
+            self.copied[id(map_)] = known = map_, copied(map_, self.count)
+        return known[1]
 
 
 def _sizes(state: State) -> State:
@@ -365,16 +384,20 @@ def tails(program: Program) -> set[int]:
     return found
 
 
-def _only(state: State, there: Tensor) -> State:
-    """A state without the elements of other pairs."""
-    assert state.value is not None
-    value = torch.where(there, state.value, torch.zeros((), dtype=state.value.dtype, device="cpu"))
-    numbers = None if state.numbers is None else torch.where(there, state.numbers, 0)
+def _only(state: State, of: Tensor, pairs: range, at: tuple[int, Tensor] | None) -> State:
+    """A state once for each pair, without the elements of other pairs: ``of`` says whose they are.
+    With ``at``, a dimension and the places along it of each pair, only these.
+    """
+    value, numbers = state.value, state.numbers
+    assert value is not None
+    mine = torch.arange(pairs.start + 1, pairs.stop + 1, device=of.device)
+    there = _each(of, at) == mine.reshape(-1, *[1] * value.dim())
+    nothing = torch.zeros((), dtype=value.dtype, device=value.device)
+    value = torch.where(there, _each(value, at), nothing)
+    numbers = None if numbers is None else torch.where(there, _each(numbers, at), 0)
     return state._replace(value=value, numbers=numbers)
 
 
-def _narrowed(state: State, dim: int, index: Tensor) -> State:
-    """A state at some places along a dimension."""
-    assert state.value is not None
-    numbers = None if state.numbers is None else state.numbers.index_select(dim, index)
-    return state._replace(value=state.value.index_select(dim, index), numbers=numbers)
+def _each(x: Tensor, at: tuple[int, Tensor] | None) -> Tensor:
+    """Along a first dimension, what each pair takes of a tensor."""
+    return x.unsqueeze(0) if at is None else each_at(x, *at)

@@ -23,6 +23,7 @@ from gradtrace.errors import TooLarge
 from gradtrace.kernels import native
 from gradtrace.maps import (
     Around,
+    Beside,
     Contract,
     Convolve,
     Dense,
@@ -285,6 +286,11 @@ TABLE: dict[str, Callable[[Make], Map]] = {
     "Contract inner empty": contract("mk,kn->mn", (2, 0), (0, 3)),
     "Contract outer empty": contract("mk,kn->mn", (0, 2), (2, 3)),
     "Contract complex": contract("mkY,knYZ->mnZ", (2, 3, 2), (3, 2, 2, 2)),
+    "Beside": lambda make: Beside([Scale(make(2, 3), (2, 3)) for _ in range(2)]),
+    "Beside of one": lambda make: Beside([Reduce([1], (2, 3), (2,))]),
+    "Beside of contractions": lambda make: Beside(
+        [contract("mk,kn->mn", (2, 3), (3, 2))(make)] * 2
+    ),
     "Dense": flat,
     "Dense sparse": sparse,
     "Dense 0-d": lambda make: Dense(make(1, 1), (), ()),
@@ -402,6 +408,10 @@ def of_distances(m: Distances) -> Tensor:
     return matrix.reshape(m.outputs, m.inputs)
 
 
+def of_beside(m: Beside) -> Tensor:
+    return torch.block_diag(*(REFERENCE[type(each)](each) for each in m.maps))
+
+
 def of_sparse(m: Sparse) -> Tensor:
     """A product of Kronecker's for each block."""
     blocks, planes, inner = m.around
@@ -496,6 +506,7 @@ REFERENCE: dict[type[Map], Callable[[Any], Tensor]] = {
     Convolve: of_convolve,
     Normaliser: of_normaliser,
     Scan: of_scan,
+    Beside: of_beside,
     Dense: lambda m: m.matrix.double(),
 }
 

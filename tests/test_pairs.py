@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_maps import TABLE, maker
+from test_maps import TABLE, Make, maker
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.influence import Influence
-from gradtrace.maps import Contract, Reduce, Scatter
+from gradtrace.maps import (
+    Beside,
+    Contract,
+    Identity,
+    Index,
+    Map,
+    Normaliser,
+    Reduce,
+    Scale,
+    Scatter,
+    Slot,
+    copied,
+    narrowed,
+)
 from gradtrace.pairs import Pairs
 from gradtrace.program import Program
+from gradtrace.rules import Greedy
+from gradtrace.semirings import MAX
+from gradtrace.states import State
 from gradtrace.tracing import NOTHING, Tracer
 
 BATCH = 4
@@ -299,6 +316,110 @@ def test_gradients_are_those_of_the_sum() -> None:
     wanted = torch.autograd.grad(loss.sum(), list(model.parameters()))
     for (name, _), grad in zip(model.named_parameters(), wanted):
         torch.testing.assert_close(trace.gradients[name], grad)
+
+
+# Many at once ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_copies_of_a_map_are_the_map_for_each(name: str) -> None:
+    """``copied``: along a new first dimension, each input by itself."""
+    make = maker()
+    m = TABLE[name](make)
+    many, plain = copied(m, 3), Beside([m] * 3)
+    assert many.in_shape == plain.in_shape and many.out_shape == plain.out_shape
+    assert (many.moves, many.stays) == (m.moves, m.stays)
+    assert_equal_maps(many, plain, make)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_maps_are_narrowed_for_each(name: str) -> None:
+    """``narrowed``: places of its own for each input."""
+    make = maker()
+    m = TABLE[name](make)
+    for dim, size in enumerate(m.in_shape):
+        index = torch.stack([torch.randperm(size)[: size - size // 2] for _ in range(3)])
+        parts = [m.narrow(dim, row) for row in index]
+        if parts[0] is not None:
+            some = [part for part in parts if part is not None]
+            assert_equal_maps(narrowed(m, dim, index), Beside(some), make)
+
+
+def assert_equal_maps(found: Map, wanted: Map, make: Make) -> None:
+    """In all that a pass and a path ask of a map."""
+    assert (found.in_shape, found.out_shape) == (wanted.in_shape, wanted.out_shape)
+    x = make(*wanted.in_shape)
+    torch.testing.assert_close(found.dense().double(), wanted.dense().double())
+    torch.testing.assert_close(found.apply(x), wanted.apply(x))
+    torch.testing.assert_close(found.pull((x,), MAX), wanted.pull((x,), MAX))
+    marks = torch.randint(1, 5, wanted.in_shape, dtype=torch.int32)
+    for mine, theirs in zip(found.carry(x, marks, value=True), wanted.carry(x, marks, value=True)):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(found.best(x), wanted.best(x))
+    at = torch.arange(0, wanted.outputs, 2)
+    torch.testing.assert_close(found.best(x, at), wanted.best(x, at))
+    for mine, theirs in zip(written(found, at), written(wanted, at)):
+        torch.testing.assert_close(mine, theirs)
+    reached = torch.randint(0, 4, wanted.in_shape, dtype=torch.int32)
+    assert torch.equal(found.reach(reached), wanted.reach(reached))
+    count = torch.randint(0, 4, wanted.in_shape).double()
+    assert torch.equal(torch.as_tensor(found.routes(count)), torch.as_tensor(wanted.routes(count)))
+
+
+def written(m: Map, at: Tensor) -> tuple[Tensor, ...]:
+    """Rows as a part of the matrix, and each entry asked for by itself."""
+    source, weight = m.rows(at)
+    there = source >= 0
+    row = torch.arange(len(at)).unsqueeze(1).expand(source.shape)[there]
+    matrix = torch.zeros(len(at), m.inputs, dtype=torch.float64)
+    matrix[row, source[there]] = weight.expand(source.shape)[there].double()
+    return matrix, m.entry(at[row], source[there]).sort().values
+
+
+def test_everyday_maps_have_copies_of_their_own_kind() -> None:
+    """So that a hundred pairs take as many steps as one."""
+    make = maker()
+    kinds = {Identity, Scale, Index, Slot, Reduce, Contract, Scatter, Normaliser}
+    for name, build in TABLE.items():
+        m = build(make)
+        if type(m) in kinds and name != "Normaliser 0-d":
+            assert type(copied(m, 2)) is type(m), name
+    for m in (TABLE["Contract mk,kn->mn"](make), TABLE["Reduce"](make), TABLE["Scatter"](make)):
+        assert type(narrowed(m, 1, torch.zeros(2, 1, dtype=torch.int64))) is type(m)
+
+
+@pytest.mark.parametrize("limit", [1, 75, 200])
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+def test_pairs_may_come_some_at_a_time(
+    rule: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(10)
+    model, x, y = ragged()
+    watch, loss = watched(model.double(), x, y)
+    trace = watch.trace(loss, rule=rule)
+    together = trace.influence("operators")
+    monkeypatch.setattr("gradtrace.tracing.TOGETHER", limit)
+    assert_same(trace.influence("operators"), together)
+
+
+def test_more_pairs_take_no_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed for each pair is computed for all of them by the same steps."""
+    steps: list[int] = []
+    through = Greedy.through
+
+    def counting(*args: Any) -> State:
+        steps.append(1)
+        return through(*args)
+
+    def number(batch: int) -> int:
+        torch.manual_seed(11)
+        watch, loss = watched(BatchNorm(), torch.randn(batch, 5), torch.randint(0, 3, (batch,)))
+        steps.clear()
+        watch.trace(loss).influence()
+        return len(steps)
+
+    monkeypatch.setattr(Greedy, "through", counting)
+    assert number(64) == number(4) > 0
 
 
 # Only where the pair is --------------------------------------------------------------------------

@@ -69,6 +69,7 @@ def test_nor_for_a_gpu(kind: str) -> None:
 
 def test_nothing_has_no_place_and_needs_none() -> None:
     assert pointers.flat(torch.empty(0, 3), torch.float32, 0) == 0
+    assert pointers.flat(torch.empty(3, 0)[2], torch.float32, 0) == 0  # two past the beginning
     with pytest.raises(GradtraceError):
         pointers.address(torch.ones(3), torch.float32, 4)
     with pytest.raises(GradtraceError):

@@ -31,6 +31,8 @@ def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
         _refuse(x, f"{dtype} was expected")
     if not x.is_cpu:
         _refuse(x, "it is not on the CPU")
+    if reach == 0:  # the place of nothing may be anywhere, as that of x[1] of an empty x
+        start = 0
     if reach < 0 or (start + reach) * dtype.itemsize > size or (reach and not first):
         _refuse(x, f"{reach:,} elements were expected in memory")
     if x.is_neg():

@@ -4,6 +4,7 @@ A map knows nothing of the operator it came from, and nothing of the semiring it
 """
 
 from gradtrace.maps.base import Map
+from gradtrace.maps.beside import Beside, copied, narrowed
 from gradtrace.maps.contract import Contract
 from gradtrace.maps.convolve import Convolve, Windows
 from gradtrace.maps.dense import Dense
@@ -19,6 +20,7 @@ from gradtrace.maps.sparse import Around, Sparse
 
 __all__ = [
     "Around",
+    "Beside",
     "Contract",
     "Convolve",
     "Dense",
@@ -35,7 +37,9 @@ __all__ = [
     "Slot",
     "Sparse",
     "Windows",
+    "copied",
     "gather",
+    "narrowed",
     "tiled",
     "tiling",
 ]

@@ -128,6 +128,18 @@ class Map(ABC):
         """
         return None
 
+    def copies(self, count: int) -> Map | None:
+        """The map of many inputs at once, along a new first dimension, each by itself, where that
+        is a map of the same kind; else None (``maps.beside``).
+        """
+        return None
+
+    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
+        """``narrow`` for each row of an index, of an input of its own, where that is one map of the
+        same kind; else None.
+        """
+        return None
+
     def tensors(self) -> tuple[str, ...]:
         """The names of the fields that hold weights."""
         return ()

@@ -17,7 +17,7 @@ from gradtrace.kernels.gpu import Lying, carried, serving
 from gradtrace.kernels.plans import Steps
 from gradtrace.kernels.rows import Lines, flat, products
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
-from gradtrace.maps.places import located
+from gradtrace.maps.places import each_at, located
 from gradtrace.plain import plain
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import cast, wide
@@ -199,6 +199,28 @@ class Contract(Map):
         weight = self.weight if at < 0 else self.weight.index_select(at, index)
         return Contract(self.spec, weight, resized(self.in_shape, dim, len(index)), self.out_shape)
 
+    def copies(self, count: int) -> Map | None:
+        x, w, out = self.letters()
+        free = self._free()
+        spec = f"{free}{x},{w}->{free}{out}"
+        return Contract(spec, self.weight, (count, *self.in_shape), (count, *self.out_shape))
+
+    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
+        x, w, out = self.letters()
+        if x[dim] in out:
+            return None
+        count, places = index.shape
+        narrow = resized(self.in_shape, dim, places)
+        free, at, weight = self._free(), w.find(x[dim]), self.weight
+        if at >= 0:
+            weight, w = each_at(weight, at, index), free + w
+        spec = f"{free}{x},{w}->{free}{out}"
+        return Contract(spec, weight, (count, *narrow), (count, *self.out_shape))
+
+    def _free(self) -> str:
+        """A letter that is not used."""
+        return next(letter for letter in ascii_letters if letter not in self.spec)
+
     def reach(self, x: Tensor) -> Tensor:
         how = self.plan()
         left = how.left(x)  # (b, m, k)
@@ -207,7 +229,7 @@ class Contract(Map):
 
     def dense(self) -> Tensor:
         x, w, out = self.letters()
-        free = next(letter for letter in ascii_letters if letter not in self.spec)
+        free = self._free()
         unit = torch.eye(self.inputs, dtype=self.weight.dtype, device="cpu").reshape(
             self.inputs, *self.in_shape
         )

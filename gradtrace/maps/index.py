@@ -105,6 +105,25 @@ class Index(Map):
     def reach(self, x: Tensor) -> Tensor:
         return self.move(x)
 
+    def copies(self, count: int) -> Map | None:
+        out_shape = (count, *self.out_shape)
+        known: dict[torch.device, Tensor] = {}
+        move, shape, size, fills = self.move, self.in_shape, self.inputs, self.fills
+
+        def each_moved(x: Tensor) -> Tensor:
+            source = known.get(x.device)
+            if source is None:
+                numbers = torch.arange(1, size + 1, device=x.device).reshape(shape)
+                known[x.device] = source = move(numbers).reshape(-1) - 1
+            if not size:
+                return x.new_zeros(out_shape)
+            taken = x.reshape(count, size).index_select(1, source.clamp(min=0) if fills else source)
+            if fills:
+                taken = torch.where(source >= 0, taken, torch.zeros_like(taken[:1, :1]))
+            return taken.reshape(out_shape)
+
+        return Index(each_moved, (count, *self.in_shape), out_shape, fills, self.injective)
+
     def dense(self) -> Tensor:
         source = self.source().reshape(-1, 1)
         return (source == torch.arange(self.inputs, device="cpu")).float()
@@ -132,6 +151,10 @@ class Slot(Index):
         self.dim = dim
         self.start = start
         self.cut = cut
+
+    def copies(self, count: int) -> Map | None:
+        shapes = ((count, *shape) for shape in (self.cut, self.in_shape, self.out_shape))
+        return Slot(self.dim + 1, self.start, *shapes)
 
     def sources(self, at: Tensor) -> Tensor:
         size, inner = self.cut[self.dim], prod(self.cut[self.dim + 1 :])

@@ -225,6 +225,13 @@ class Normaliser(Map):
     def reach(self, x: Tensor) -> Tensor:
         return x.amax(self.dims, keepdim=True).expand(x.shape) if x.numel() and self.dims else x
 
+    def copies(self, count: int) -> Map | None:
+        if not self.in_shape:
+            return None
+        dims = [d + 1 for d in self.dims]
+        pairs = list(zip(self.left, self.right))
+        return Normaliser(self.diagonal, pairs, dims, (count, *self.in_shape))
+
     def dense(self) -> Tensor:
         shape, n = self.in_shape, self.inputs
         kept = tuple(1 if d in self.dims else size for d, size in enumerate(shape))

@@ -95,3 +95,10 @@ def filled(x: Tensor) -> bool:
     """Whether a tensor's elements fill the memory between its first and its last."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
     return extent == x.numel()
+
+
+def each_at(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``x.index_select(dim, row)`` for each row of an index, along a new first dimension."""
+    taken = x.index_select(dim, index.reshape(-1))
+    shape = (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+    return taken.reshape(shape).movedim(dim, 0)

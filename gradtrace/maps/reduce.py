@@ -97,6 +97,14 @@ class Reduce(Map):
             return None
         return Reduce(self.dims, resized(self.in_shape, dim, len(index)), self.out_shape)
 
+    def copies(self, count: int) -> Map | None:
+        dims = [d + 1 for d in self.dims]
+        return Reduce(dims, (count, *self.in_shape), (count, *self.out_shape))
+
+    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
+        narrow = self.narrow(dim, index[0])
+        return None if narrow is None else narrow.copies(len(index))
+
     def _kept(self) -> Shape:
         return tuple(1 if d in self.dims else n for d, n in enumerate(self.in_shape))
 

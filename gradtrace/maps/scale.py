@@ -54,6 +54,9 @@ class Identity(Map):
     def reach(self, x: Tensor) -> Tensor:
         return x.reshape(self.out_shape)
 
+    def copies(self, count: int) -> Map | None:
+        return Identity((count, *self.in_shape), (count, *self.out_shape))
+
     def dense(self) -> Tensor:
         return torch.eye(self.inputs, device="cpu")
 
@@ -118,6 +121,9 @@ class Scale(Map):
 
     def reach(self, x: Tensor) -> Tensor:
         return x
+
+    def copies(self, count: int) -> Map | None:
+        return Scale(self.weight, (count, *self.in_shape))
 
     def dense(self) -> Tensor:
         weight = self._weight(torch.ones((), dtype=torch.float64, device="cpu"))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradtrace.kernels import steps
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, ones_at, per_element, taken_at
+from gradtrace.maps.places import each_at
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.shapes import Shape
@@ -139,6 +140,19 @@ class Scatter(Map):
 
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         return Scatter(self.target.index_select(dim, index), self.out_shape)
+
+    def copies(self, count: int) -> Map | None:
+        return self._apart(self.target.expand(count, *self.in_shape))
+
+    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
+        return self._apart(each_at(self.target, dim, index))
+
+    def _apart(self, targets: Tensor) -> Scatter:
+        """Each target in an output of its own."""
+        count = len(targets)
+        shift = torch.arange(count, device=targets.device) * self.outputs
+        shift = shift.reshape(count, *[1] * (targets.dim() - 1))
+        return Scatter(torch.where(targets >= 0, targets + shift, -1), (count, *self.out_shape))
 
     def reach(self, x: Tensor) -> Tensor:
         place = self.target.reshape(-1).remainder(self.outputs + 1)
