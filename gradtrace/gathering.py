@@ -35,7 +35,8 @@ class Gathering:
         self.base = 0  # what the others' step 0 is here
         self._lock = threading.RLock()
         self._open: dict[int, dict[int, str | Look]] = {}  # by step and rank; as text to be small
-        self._written: set[int] = set()
+        self._written: set[int] = set()  # of those that are open
+        self._unsaid: set[int] = set()  # of those that are open, with a look that the file lacks
         self._ended: set[int] = {0} if others.world > 1 else set()
         self._gone = -1  # steps up to this are forgotten
         self._late: Callable[[], object] | None = None
@@ -49,9 +50,9 @@ class Gathering:
     def own(self, step: int, look: Look) -> Record:
         """What this process found."""
         with self._lock:
-            self._settle()
+            self._settle(step)  # others may have told of later steps, and of this one
             self._put(step, 0, look)
-            if self._complete(step):
+            if step in self._written or self._complete(step):
                 self._write(step)
             self._expect()
             return merged(step, {0: look}, 1)
@@ -94,9 +95,10 @@ class Gathering:
         if step <= self._gone:
             return
         self._open.setdefault(step, {})[rank] = look
+        self._unsaid.add(step)
         while len(self._open) > KEPT:
             oldest = min(self._open)
-            if oldest not in self._written:
+            if oldest in self._unsaid:
                 self._write(oldest)
             self._forget(oldest)
             self._gone = max(self._gone, oldest)
@@ -107,9 +109,9 @@ class Gathering:
         others = (rank for rank in range(1, self.shards.world) if rank not in self._ended)
         return all(rank in there for rank in others) and (0 in there or self.closed)
 
-    def _settle(self) -> None:
+    def _settle(self, before: float = math.inf) -> None:
         """Write what is known of steps, complete or not."""
-        for step in sorted(self._open.keys() - self._written):
+        for step in sorted(step for step in self._unsaid if step < before):
             self._write(step)
 
     def _write(self, step: int) -> None:
@@ -124,6 +126,7 @@ class Gathering:
         if self.loggers and step not in self._written:
             self.loggers.log(step, history.scalars(record))
         self._written.add(step)
+        self._unsaid.discard(step)
         self._steps = max(self._steps, step + 1)
         self._more = self.closed
         if self._complete(step):
@@ -137,6 +140,7 @@ class Gathering:
     def _forget(self, step: int) -> None:
         self._open.pop(step, None)
         self._written.discard(step)
+        self._unsaid.discard(step)
 
     def _expect(self) -> None:
         """Look at the store often while others are to tell of steps that were traced here."""

@@ -31,7 +31,7 @@ SLOW = (
     "experiments",
     "test_native",
     "test_resident",
-    "test_shards",
+    "test_uneven",
 )
 """Files and folders with tests of seconds, which begin first so that no core idles at the end."""
 

@@ -1,15 +1,15 @@
-"""A process of a training run, started by ``test_shards``: each mode is a run with a Monitor.
+"""What a process of a training run does for ``test_uneven``: each mode is a run with a Monitor.
 
-``python monitors.py MODES RANK WORLD PORT FOLDER``; the test keeps the store at PORT. There is no
-collective in these loops but those that modes name: without a Monitor each comes to its end.
+``launch`` starts the processes; the test keeps the store at the port. There is no collective in
+these loops but those that modes name: without a Monitor each comes to its end.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def steps(mode: str, rank: int) -> int:
     """How many steps a rank has."""
     if mode in ("left", "barrier"):
         return STEPS if rank == 0 else STEPS - 2 - rank
-    return STEPS + rank if mode == "more" else 1 if (mode, rank) == ("none", 0) else STEPS
+    return STEPS + rank if mode == "more" else STEPS
 
 
 def run(mode: str, rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -79,20 +79,49 @@ def run(mode: str, rank: int, world: int, folder: Path) -> dict[str, Any]:
     return {"longest": longest, "seconds": time.perf_counter() - begun}
 
 
+def train(rank: int, folder: Path) -> None:
+    """DistributedDataParallel; the last loss of the second process is not finite."""
+    net = model()
+    outer = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kept = {}
+    with gt.Monitor(outer, every=2, budget=None, file=folder / "ddp.jsonl") as monitor:
+        for step in range(5):
+            loss = outer(part(step, rank)).square().mean()
+            if step == 4 and rank == 1:
+                loss = loss * math.nan
+            kept[step] = {name: value.clone() for name, value in net.state_dict().items()}
+            monitor.step(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.save(kept, folder / f"{rank}.pt")
+
+
+def warm() -> None:
+    """Load what is loaded when it is first used, before the process is copied."""
+    net = model()
+    with gt.Monitor(net, every=1, budget=None) as monitor:
+        monitor.step(net(part(0, 0)).square().mean())
+
+
 def main(modes: str, rank: int, world: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     told = {}
     for mode in modes.split(","):
+        if mode == "ddp":
+            train(rank, folder)
+            continue
         try:
             told[mode] = run(mode, rank, world, folder)
         except ValueError as error:
             told[mode] = {"error": str(error)}
         if mode != "killed":
             dist.barrier()  # a program's own, after the Monitor
-    (folder / f"{rank}.json").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5]))  # type: ignore[arg-type]
+    (folder / f"told-{rank}.json").write_text(json.dumps(told))
+    # Who is left ends together, so that the first hears all of them, on a slow machine too.
+    store.add("through", 1)
+    until = time.monotonic() + 60
+    while store.add("through", 0) < world - ("killed" in modes) and time.monotonic() < until:
+        time.sleep(0.05)

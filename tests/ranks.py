@@ -1,6 +1,6 @@
-"""A process of a group, started by ``test_group``: does what its scenario says, reports as JSON.
+"""What a process of a group does for ``test_group``: scenarios that report as JSON.
 
-``python ranks.py SCENARIO RANK WORLD PORT FOLDER``; the test keeps the store at PORT.
+``launch`` starts the processes; the test keeps the store at the port.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ class Collects(Reads):
     """Collects garbage in a loader's worker; connections that the parent left there would hang."""
 
     def __getitem__(self, n: int) -> Any:
-        gc.collect()
+        if not self.read:
+            gc.collect()
         return super().__getitem__(n)
 
 
@@ -206,6 +208,14 @@ def wrong(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
     yield "nothing", failure(lambda: gt.influence(model(), losses, []))
 
 
+def slow(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
+    """One rank takes its time, and has more batches than the others."""
+    yield "slow", gt.influence(model(), at(1, 0, lambda: time.sleep(0.1)), loader()).to_dict()
+    own = list(loader())[1:] if rank == 1 else list(loader())[: 1 if rank == 0 else 0]
+    loss = at(1, 0, lambda: time.sleep(0.1))
+    yield "slow, of its own", gt.influence(model(), loss, own, sharded=True).to_dict()
+
+
 def stopped(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
     """Ctrl-C on one rank."""
     for who in (0, 1):
@@ -264,25 +274,44 @@ def sharded(rank: int) -> Iterator[tuple[str, object]]:
 
 
 def killed(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
-    """The last rank is killed in its second batch, or the first."""
+    """The first of two ranks or the last of more is killed in its second batch."""
     who = world - 1 if world > 2 else 0
     loss = at(who, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
     file = folder / "killed.gradtrace"
     yield "killed", failure(lambda: gt.influence(model(), loss, loader(2), checkpoint=file))
 
 
-SCENARIOS = {f.__name__: f for f in (same, parts, wrong, stopped, wrappers, killed)}
+SCENARIOS = {f.__name__: f for f in (same, parts, wrong, slow, stopped, wrappers, killed)}
+
+
+def command(words: str, rank: int, world: int, port: int) -> None:
+    """The command line with its words as JSON, in the environment that torchrun gives it."""
+    from gradtrace.cli import main
+
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "RANK": rank}
+    torchrun |= {"LOCAL_RANK": rank, "TORCHELASTIC_USE_AGENT_STORE": True, "NO_COLOR": 1}
+    os.environ |= {name: str(value) for name, value in torchrun.items()}
+    sys.argv[:] = ["gradtrace", *json.loads(words)]
+    main()
+
+
+def warm() -> None:
+    """Load what is loaded when it is first used, before the process is copied."""
+    import torch.distributed.fsdp
+
+    import gradtrace.cli.influence  # noqa: F401
+
+    gt.influence(model(), losses, loader(), progress=False)
+    assert torch.distributed.fsdp is not None
 
 
 def main(names: str, rank: int, world: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+    if names.startswith("["):
+        command(names, rank, world, port)
+        return
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     for name in names.split(","):
         found = list(SCENARIOS[name](rank, world, folder))
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5]))  # type: ignore[arg-type]

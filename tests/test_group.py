@@ -1,24 +1,20 @@
 """Influence measured by the ranks of a group: equal to one process, to the last count.
 
-The processes run ``ranks.py``. Each takes seconds to import torch, so that one start serves for
-many scenarios, and the results are looked at one by one.
+The processes do what ``ranks`` says. One start serves for many scenarios, and the results are
+looked at one by one.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
+from launch import Ended, Group, started
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -31,60 +27,50 @@ from gradtrace.identity import identity
 from gradtrace.influence import Influence
 
 HERE = Path(__file__).parent
-LONG = 300
-"""Seconds that processes may take on a machine that has much else to do."""
 
 
-class Ended(NamedTuple):
-    """What the processes left: exit codes, what they printed, and results by scenario and rank."""
-
-    codes: list[int]
-    printed: list[str]
-    folder: Path
-
-    def found(self, scenario: str) -> list[list[tuple[str, Any]]]:
-        files = [self.folder / f"{scenario}-{rank}.json" for rank in range(len(self.codes))]
-        return [json.loads(f.read_text()) if f.exists() else [] for f in files]
-
-    def each(self, scenario: str, name: str) -> list[Any]:
-        """A result of every rank."""
-        return [dict(found)[name] for found in self.found(scenario) if found]
-
-
-def started(scenarios: str, world: int, folder: Path) -> Ended:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, HERE / "ranks.py", scenarios, *map(str, (rank, world, store.port))]
-            + [str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    try:
-        printed = [process.communicate(timeout=LONG)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return Ended([process.returncode for process in processes], printed, folder)
+WORDS = {
+    "measures": ("--json", "--journal", "{folder}/run.gradtrace"),
+    "fails": ("--", "1"),
+}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    ended = started("same,parts,wrong,stopped,wrappers", 2, tmp_path_factory.mktemp("two"))
-    assert ended.codes == [0, 0], ended.printed
-    return ended
+def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """All groups of this file, one after the other; the processes are copies of one."""
+    folder = {
+        name: tmp_path_factory.mktemp(name)
+        for name in ("two", "four", "killed2", "killed4", *WORDS)
+    }
+    asked = {
+        "two": Group("same,parts,wrong,slow,stopped,wrappers", 2, folder["two"]),
+        "four": Group("same,wrong,slow", 4, folder["four"]),
+        "killed2": Group("killed", 2, folder["killed2"]),
+        "killed4": Group("killed", 4, folder["killed4"]),
+    }
+    for name, words in WORDS.items():
+        target = f"{scripted(folder[name])}:parts"
+        told = ["influence", target, *(word.format(folder=folder[name]) for word in words)]
+        asked[name] = Group(json.dumps(told), 2, folder[name])
+    return dict(zip(asked, started("ranks", *asked.values())))
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    ended = started("same", 4, tmp_path_factory.mktemp("four"))
-    assert ended.codes == [0, 0, 0, 0], ended.printed
-    return ended
+def two(groups: dict[str, Ended]) -> Ended:
+    assert groups["two"].codes == [0, 0], groups["two"].printed
+    return groups["two"]
+
+
+@pytest.fixture(scope="module")
+def four(groups: dict[str, Ended]) -> Ended:
+    assert groups["four"].codes == [0, 0, 0, 0], groups["four"].printed
+    return groups["four"]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request: pytest.FixtureRequest, two: Ended, four: Ended) -> Ended:
+    """The groups of two and of four."""
+    return {2: two, 4: four}[request.param]
 
 
 @cache
@@ -99,13 +85,17 @@ def alone(name: str = "greedy", size: int = 4) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ranks.SAME)
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_together_are_one_process(name: str, world: int, request: Any) -> None:
+def test_ranks_together_are_one_process(name: str, world: Ended) -> None:
     """Six batches on four ranks, one batch on two: parts are uneven, and some are empty."""
-    ended: Ended = request.getfixturevalue({2: "two", 4: "four"}[world])
-    whole = ranks.SAME[name]().to_dict()
-    assert ended.each("same", name) == [whole] * world
+    whole = alone(name)
+    assert world.each("same", name) == [whole] * len(world.codes)
     assert whole["pairs"] > 0
+
+
+def test_a_slow_rank_is_waited_for(world: Ended) -> None:
+    many = len(world.codes)
+    assert world.each("slow", "slow") == [alone()] * many
+    assert world.each("slow", "slow, of its own") == [alone()] * many
 
 
 def test_a_rank_may_measure_alone(two: Ended) -> None:
@@ -165,20 +155,23 @@ def test_a_sampler_that_repeats_samples_is_told_of() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_error_on_one_rank_reaches_all(two: Ended, who: int) -> None:
-    told = two.each("wrong", f"rank {who} raises")
-    assert told[who] == "ValueError: no such word"
-    assert told[1 - who].startswith(f"RankFailed: rank {who}: ValueError: no such word; what was")
-    assert f"raised{who}.gradtrace" in told[1 - who]
-    kept = dict(two.found("wrong")[0])[f"kept {who}"]
+def test_an_error_on_one_rank_reaches_all(world: Ended, who: int) -> None:
+    told = world.each("wrong", f"rank {who} raises")
+    assert told.pop(who) == "ValueError: no such word"
+    assert len(told) == len(world.codes) - 1
+    for each in told:
+        assert each.startswith(f"RankFailed: rank {who}: ValueError: no such word; what was")
+        assert f"raised{who}.gradtrace" in each
+    kept = dict(world.found("wrong")[0])[f"kept {who}"]
     assert f"raised{who}.gradtrace.rank{who}" in kept
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_run_that_failed_goes_on(two: Ended, who: int) -> None:
-    assert two.each("wrong", f"resumed {who}") == [alone()] * 2
-    assert two.each("wrong", f"again {who}") == [alone()] * 2
-    assert sorted(path.name for path in two.folder.glob(f"raised{who}*")) == [
+def test_a_run_that_failed_goes_on(world: Ended, who: int) -> None:
+    many = len(world.codes)
+    assert world.each("wrong", f"resumed {who}") == [alone()] * many
+    assert world.each("wrong", f"again {who}") == [alone()] * many
+    assert sorted(path.name for path in world.folder.glob(f"raised{who}*")) == [
         f"raised{who}.gradtrace"
     ]
 
@@ -193,11 +186,11 @@ def test_a_run_that_failed_goes_on(two: Ended, who: int) -> None:
         ("nothing", "the loader gave no batch"),
     ],
 )
-def test_ranks_that_do_not_do_the_same_are_refused(two: Ended, name: str, message: str) -> None:
-    first, second = two.each("wrong", name)
+def test_ranks_that_do_not_do_the_same_are_refused(world: Ended, name: str, message: str) -> None:
+    first, *others = world.each("wrong", name)
     assert first.startswith("GradtraceError: ")
     assert message in first
-    assert second == first
+    assert others == [first] * (len(world.codes) - 1)
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -215,11 +208,11 @@ def test_ctrl_c_before_anything_was_counted(two: Ended) -> None:
     assert "counted" not in two.printed[1]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_is_killed_fails_the_others(tmp_path: Path, world: int) -> None:
-    """The first of two, the last of three: each in its second batch."""
-    dead = 0 if world == 2 else 2
-    ended = started("killed", world, tmp_path)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_is_killed_fails_the_others(groups: dict[str, Ended], world: int) -> None:
+    """The first of two, the last of four: each in its second batch."""
+    dead = 0 if world == 2 else 3
+    ended = groups[f"killed{world}"]
     assert [code for rank, code in enumerate(ended.codes) if rank != dead] == [0] * (world - 1)
     assert ended.codes[dead] == -9
     told = ended.each("killed", "killed")
@@ -227,13 +220,13 @@ def test_a_rank_that_is_killed_fails_the_others(tmp_path: Path, world: int) -> N
     for message in told:
         assert f"RankFailed: rank {dead} ended without a word: it was killed" in message
         assert "what was counted is kept beside" in message
-    assert (tmp_path / f"killed.gradtrace.rank{dead}").exists()
-    file = tmp_path / "killed.gradtrace"
+    assert (ended.folder / f"killed.gradtrace.rank{dead}").exists()
+    file = ended.folder / "killed.gradtrace"
     ranks.CALLS.clear()
     table = gt.influence(ranks.model(), ranks.calm(), ranks.loader(2), checkpoint=file)
     assert table.to_dict() == alone("greedy", 2)
     assert len(ranks.CALLS) < 11
-    assert [path.name for path in tmp_path.glob("*.gradtrace*")] == ["killed.gradtrace"]
+    assert [path.name for path in ended.folder.glob("*.gradtrace*")] == ["killed.gradtrace"]
 
 
 # Wrapped models ----------------------------------------------------------------------------------
@@ -359,68 +352,32 @@ def parts(what="fine"):
         if what == os.environ.get("RANK", "0"):
             raise ValueError("no such word")
         return ranks.losses(model, batch)
-    if what == "early" and os.environ.get("RANK") == "1":
-        raise KeyError("gone")
     print("this is no result")
     return losses, ranks.loader(), ranks.model()
-
-def two():
-    return ranks.model(), ranks.losses
-
-def samples():
-    return ranks.model(), ranks.losses, ranks.data()
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
+def scripted(folder: Path) -> Path:
+    path = folder / "train.py"
     path.write_text(SCRIPT.format(tests=str(HERE)))
     return path
 
 
-def command(world: int, *args: object) -> Iterator[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each rank of ``gradtrace influence``, as torchrun has it."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    shared |= {"WORLD_SIZE": str(world)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "gradtrace", "influence", *map(str, args)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=LONG)
-            yield process.returncode, out, err
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def test_the_command_measures_on_two_ranks(script: Path, tmp_path: Path) -> None:
-    options = ("--json", "--journal", tmp_path / "run.gradtrace")
-    first, second = command(2, f"{script}:parts", *options)
-    assert (first[0], second[0]) == (0, 0), (first, second)
-    assert second[1] == ""
-    found = json.loads(first[1])
+def test_the_command_measures_on_two_ranks(groups: dict[str, Ended]) -> None:
+    ended = groups["measures"]
+    assert ended.codes == [0, 0], ended.printed
+    assert ended.out(1) == ""
+    found = json.loads(ended.out(0))
     assert found["pairs"] == ranks.SIZE
     table = Influence.from_dict(alone()).table()
     shares = [(row[0], row[1], row[3]) for row in table.rows]
     assert [(r["component"], r["through"], r["share"]) for r in found["influence"]] == shares
-    assert (tmp_path / "run.gradtrace").exists()
+    assert (ended.folder / "run.gradtrace").exists()
 
 
-def test_the_command_fails_on_all_ranks_with_one(script: Path) -> None:
-    first, second = command(2, f"{script}:parts", "--", "1")
-    assert (first[0], second[0]) == (2, 2)
-    assert "gradtrace: rank 1: ValueError: no such word" in first[2]
-    assert "train.py, line 9: ValueError: no such word" in second[2]
-    assert first[1] == second[1] == ""
+def test_the_command_fails_on_all_ranks_with_one(groups: dict[str, Ended]) -> None:
+    ended = groups["fails"]
+    assert ended.codes == [2, 2]
+    assert "gradtrace: rank 1: ValueError: no such word" in ended.err(0)
+    assert "train.py, line 9: ValueError: no such word" in ended.err(1)
+    assert ended.out(0) == ended.out(1) == ""

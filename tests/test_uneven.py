@@ -1,27 +1,29 @@
-"""A Monitor in processes that do not go in step: it holds up none of them, and loses nothing."""
+"""A Monitor in processes that train together: one file tells of all of them.
+
+Where they do not go in step it holds up none of them, and loses nothing.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import random
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import monitors
 import pytest
 import torch
 import torch.distributed as dist
+from launch import Ended, Group, started
 
 import gradtrace as gt
 from gradtrace import history
+from gradtrace.gathering import Gathering
 from gradtrace.history import History
 from gradtrace.influence import Influence
+from gradtrace.loggers import Loggers
+from gradtrace.looks import Look
+from gradtrace.shards import Message, Shards
 
-HERE = Path(__file__).parent
-LONG = 240
 MODES = ("even", "left", "barrier", "more", "slow", "raises", "budget", "killed")
 
 pytestmark = pytest.mark.skipif(
@@ -29,43 +31,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Ended(NamedTuple):
-    codes: list[int]
-    printed: list[str]
-    folder: Path
-
-    def read(self, mode: str) -> History:
-        return history.read(self.folder / f"{mode}.jsonl")
-
-    def told(self, rank: int) -> dict[str, Any]:
-        return json.loads((self.folder / f"{rank}.json").read_text())  # type: ignore[no-any-return]
-
-
-def started(world: int, folder: Path) -> Ended:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, str(HERE / "monitors.py"), ",".join(MODES)]
-    processes = [
-        subprocess.Popen(
-            [*command, *map(str, (rank, world, store.port)), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    try:
-        printed = [process.communicate(timeout=LONG)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return Ended([process.returncode for process in processes], printed, folder)
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """Two and four processes that do not go in step; one after the other, as copies of one."""
+    folders = [tmp_path_factory.mktemp("uneven") for _ in range(2)]
+    modes = ",".join(MODES)
+    return started("monitors", Group(f"ddp,{modes}", 2, folders[0]), Group(modes, 4, folders[1]))
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return started(request.param, tmp_path_factory.mktemp("uneven"))
+def ended(request: pytest.FixtureRequest, groups: list[Ended]) -> Ended:
+    return groups[request.param // 2 - 1]
+
+
+def read(ended: Ended, mode: str) -> History:
+    return history.read(ended.folder / f"{mode}.jsonl")
 
 
 @cache
@@ -95,17 +75,16 @@ def test_no_process_is_held_up_or_broken(ended: Ended) -> None:
         ended.printed
     )
     assert ended.codes[1] == -9
-    for rank in range(world):
-        if rank != 1:
-            told = ended.told(rank)
-            assert told.keys() == set(MODES)
-            # A step that waits for one which never comes would take minutes.
-            assert all(each.get("longest", 0) < 30 for each in told.values())
+    assert len(ended.found("told")) == world - 1
+    for told in ended.found("told"):
+        assert told.keys() == set(MODES)
+        # A step that waits for one which never comes would take minutes.
+        assert all(each.get("longest", 0) < 30 for each in told.values())
 
 
 @pytest.mark.parametrize("mode", ["even", "left", "barrier", "more", "slow"])
 def test_every_step_is_of_all_that_had_it(ended: Ended, mode: str) -> None:
-    world, found = len(ended.codes), ended.read(mode)
+    world, found = len(ended.codes), read(ended, mode)
     many = {rank: monitors.steps(mode, rank) for rank in range(world)}
     assert found.steps == tuple(range(max(many.values()))) and not found.running
     for step in found.steps:
@@ -114,7 +93,7 @@ def test_every_step_is_of_all_that_had_it(ended: Ended, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["raises", "killed"])
 def test_one_that_ends_leaves_the_others_complete(ended: Ended, mode: str) -> None:
-    world, found = len(ended.codes), ended.read(mode)
+    world, found = len(ended.codes), read(ended, mode)
     assert found.steps == tuple(range(monitors.STEPS)) and not found.running
     for step in found.steps[3:]:
         assert agrees(found, step, [rank for rank in range(world) if rank != 1], world)
@@ -125,7 +104,7 @@ def test_one_that_ends_leaves_the_others_complete(ended: Ended, mode: str) -> No
 
 def test_a_budget_is_that_of_the_first_process(ended: Ended) -> None:
     """It says ahead which steps are traced, so that the others trace the same."""
-    found = ended.read("budget")
+    found = read(ended, "budget")
     pairs = [table.pairs for table in found.influences if table is not None]
     assert found.steps[0] == 0 and pairs[0] == len(ended.codes)
     assert sum(pairs) >= 2 * len(ended.codes)
@@ -135,9 +114,84 @@ def test_no_thread_is_left(ended: Ended) -> None:
     assert all("Traceback" not in text for text in ended.printed), ended.printed
 
 
-def test_alone() -> None:
-    from gradtrace.shards import Shards
+# In step, with DistributedDataParallel -----------------------------------------------------------
 
+
+def test_two_processes_are_one_over_both_parts(groups: list[Ended]) -> None:
+    found = read(groups[0], "ddp")
+    assert found.steps == (0, 2, 4) and not found.running
+    kept = torch.load(groups[0].folder / "0.pt")
+    model = monitors.model()
+    for record in found.records[:2]:
+        model.load_state_dict(kept[record.step])
+        tables, losses = [], []
+        for rank in (0, 1):
+            with gt.watch(model) as watch:
+                loss = model(monitors.part(record.step, rank)).square().mean()
+            tables.append(watch.trace(loss).influence(sample=10_000))
+            losses.append(loss.item())
+        expected = tables[0].merge(tables[1])
+        assert record.influence is not None and record.influence.pairs == 2
+        counts = [(row.name, row.own, row.unreached, row.count) for row in record.influence]
+        assert counts == [(row.name, row.own, row.unreached, row.count) for row in expected]
+        assert record.loss == pytest.approx(sum(losses) / 2, rel=1e-6)
+        assert set(record.norms) >= {"first", "left", "right", "out"}
+
+
+def test_one_process_that_fails_to_trace_is_told(groups: list[Ended]) -> None:
+    last = read(groups[0], "ddp").records[-1]
+    assert last.influence is not None and last.influence.pairs == 1
+    assert last.notes and "not finite" in last.notes[0]
+
+
+def test_both_processes_train_alike(groups: list[Ended]) -> None:
+    first, second = (torch.load(groups[0].folder / f"{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(first[4][name], second[4][name]) for name in first[4])
+
+
+# In whatever order looks come ---------------------------------------------------------------------
+
+
+class Told(Shards):
+    """Four processes, of which this is the first; a test says what the others tell."""
+
+    def __init__(self) -> None:
+        super().__init__(together=False)
+        self.world, self.messages = 4, list[tuple[int, Message]]()
+
+    def heard(self) -> list[tuple[int, Message]]:
+        found, self.messages = self.messages, []
+        return found
+
+
+@pytest.mark.parametrize("dead", [(), (1,)], ids=["all live", "one is dead"])
+def test_no_look_is_lost(tmp_path: Path, dead: tuple[int, ...]) -> None:
+    """Others may be ahead of the first process, or behind; one that is dead never tells its end."""
+    for seed in range(8):
+        draw, told = random.Random(seed), Told()
+        writer = history.Writer(tmp_path / f"{seed}.jsonl", {})
+        run = Gathering(writer, Loggers([]), told)
+        left = {rank: list(range(6)) for rank in range(4) if rank not in dead}
+        while any(left.values()):
+            rank = draw.choice([rank for rank in left if left[rank]])
+            step, look = left[rank].pop(0), Look(2.0**rank, 1.0)
+            if rank == 0:
+                run.own(step, look)
+            else:
+                told.messages.append((rank, {"step": step, "look": look.to_dict()}))
+            for act in (run.pump, run.read):
+                if draw.random() < 0.3:
+                    act()
+        told.messages += [(rank, {"end": 6}) for rank in left if rank]
+        run.pump()
+        run.close(6, "", 0.0, lambda: None)
+        records = history.read(tmp_path / f"{seed}.jsonl").records
+        expected = sum(2.0**rank for rank in left) / len(left)
+        assert [(each.step, each.loss) for each in records] == [(n, expected) for n in range(6)]
+        assert all(bool(each.notes) == bool(dead) for each in records)
+
+
+def test_alone() -> None:
     alone = Shards()
     assert alone.first and alone.world == 1 and alone.line is None
     alone.tell({"nothing": 1})
