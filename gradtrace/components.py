@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from gradtrace.atlas import unknown
 from gradtrace.errors import GradtraceError, UnknownName
@@ -31,8 +32,7 @@ SUMS = ("AddBackward0", "SubBackward0", "CatBackward0", "StackBackward0")
 KINDS = ("modules", "classes", "operators", "labels", "arguments")
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(NamedTuple):
     """A named set of atoms (bits of a mark), and the leaves that belong to it."""
 
     name: str

@@ -5,6 +5,8 @@ There may be millions of groups, of a leaf, a pair and a mark, and hundreds of c
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,9 +16,12 @@ import torch
 from torch import Tensor
 
 from gradtrace import waiting
+from gradtrace.errors import GradtraceError
+from gradtrace.kernels import native, pointers
 from gradtrace.marks import Words, words_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+Whole: TypeAlias = npt.NDArray[np.int64]
 
 ENTRIES = (1 << 22, 1 << 24)
 """How many pairs of a group and a component to look at in one go, and how many on a GPU."""
@@ -48,7 +53,7 @@ class Reach(NamedTuple):
     """
 
     words: Words
-    owned: npt.NDArray[np.int64]
+    owned: Whole
 
 
 class Columns(NamedTuple):
@@ -269,8 +274,87 @@ def lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(x).to(device, non_blocking=True)
 
 
-def grouped(found: Sequence[Counts]) -> Groups:
+class Listed(NamedTuple):
+    """What was counted at leaves on the CPU: added up by the compiled library, leaf by leaf."""
+
+    found: Sequence[Counts]
+    library: ctypes.CDLL
+
+    def added(
+        self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
+    ) -> Sums:
+        """``Groups.added``."""
+        found, count, places = self.found, len(bits), len(reach.words)
+        if not len(found) == len(place) == len(totals):
+            raise GradtraceError(f"{len(found)} leaves, {len(place)} places, {len(totals)} totals")
+        counts, sums, starts = _joined(found, torch.device("cpu"))
+        tables: dict[int, Words] = {}
+        leaves: list[tuple[int, ...]] = []
+        for (each, _, rows, _, pair, blank, _, size), start, at in zip(found, starts, place):
+            words = tables.get(id(rows))
+            if words is None:
+                words = tables[id(rows)] = np.ascontiguousarray(words_of(rows), np.uint64)
+            size = len(each) if size is None else size
+            shape = words.shape
+            leaves.append((start, size, blank, words.ctypes.data, shape[1], shape[0], pair, at))
+        width = max([1, *(words.shape[1] for words in tables.values())])
+        extra = words_of([each.extra for each in found], 0, width)
+        width = extra.shape[1]
+        able = np.ascontiguousarray(reach.words, np.uint64)
+        owner, own = _starts(reach.owned, places)
+        begin, of = _by_bit(bits, 64 * max(width, able.shape[1]))
+        facts = np.array(leaves, np.int64).reshape(-1, 8)
+        totals = np.ascontiguousarray(totals, np.float64)
+        told = np.zeros((2, count, pairs, 2)), np.zeros(count), np.zeros(1, np.int64)
+        entries = len(counts)
+        line = (
+            *(len(found), entries, pairs, count, places, width, able.shape[1], len(own)),
+            facts.ctypes.data,
+            pointers.flat(counts, torch.int64, entries),
+            pointers.flat(sums, torch.float64, entries),
+            *(x.ctypes.data for x in (extra, able, owner, own, begin, of, totals)),
+            told[0].ctypes.data,
+            told[0].ctypes.data + told[0].nbytes // 2,
+            *(x.ctypes.data for x in told[1:]),
+        )
+        native.checked(self.library.gradtrace_groups(_REQUEST.pack(*line)))
+        eligible, through = told[0].transpose(0, 2, 1, 3)
+        return Sums(eligible, through, told[1], not told[2].any())
+
+
+_REQUEST = struct.Struct("22q")
+
+
+def _starts(both: Whole, count: int) -> tuple[Whole, Whole]:
+    """Of keys and their values: where the values of each key begin, and the values by key."""
+    key, value = both
+    starts = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(key, minlength=count), out=starts[1:])
+    return starts, value[np.argsort(key, kind="stable")]
+
+
+def _by_bit(bits: list[int], width: int) -> tuple[Whole, Whole]:
+    """The components that have each bit below ``width``."""
+    places: list[int] = []
+    owners: list[int] = []
+    for n, some in enumerate(bits):
+        here = [some.bit_length() - 1] if some.bit_count() == 1 else _places(some)
+        places += here
+        owners += [n] * len(here)
+    line = np.array([places, owners], np.int64)
+    return _starts(line[:, line[0] < width], width)
+
+
+def grouped(found: Sequence[Counts]) -> Groups | Listed:
     """What was counted, of all leaves."""
+    library = native.library()
+    if library is not None and all(each.counts.is_cpu for each in found):
+        return Listed(found, library)
+    return groups_of(found)
+
+
+def groups_of(found: Sequence[Counts]) -> Groups:
+    """What was counted, on the device that counted it."""
     device = found[0].counts.device if found else torch.device("cpu")
     counts, sums, places = _joined(found, device)
     rows, firsts = _rows(found)

@@ -327,9 +327,10 @@ NO_MARKS = Marks(1, {}, {}, {})
 
 def sliced(numbers: Tensor, palette: Palette, dim: int, bits: list[int]) -> tuple[Tensor, Palette]:
     """Marks of a tensor whose slices along a dimension each add bits of their own."""
-    kinds = list(dict.fromkeys(bits))
-    places = {each: n for n, each in enumerate(kinds)}
-    which = torch.tensor([places[b] for b in bits], dtype=torch.int32, device=numbers.device)
+    # by identity: whole numbers of one bit have few different hashes, and one name one number
+    ones = {id(each): each for each in bits}
+    kinds, places = list(ones.values()), {each: n for n, each in enumerate(ones)}
+    which = torch.tensor([places[id(b)] for b in bits], dtype=torch.int32, device=numbers.device)
     shape = [len(bits) if d == dim else 1 for d in range(numbers.dim())]
     product = (numbers - 1) * len(kinds) + which.reshape(shape) + 1
     found = torch.where(numbers == 0, 0, product)

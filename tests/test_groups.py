@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 
@@ -13,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace import groups
-from gradtrace.groups import Counts, Reach, grouped
+from gradtrace.groups import Counts, Groups, Listed, Reach, grouped, groups_of
+from gradtrace.kernels import native
 from gradtrace.marks import Table, words_of
 
 NAN = math.nan
+NOBODY = np.zeros((2, 0), np.int64)
 
 
 def drawn(seed: int, leaves: int, pairs: int) -> list[Counts]:
@@ -70,10 +73,26 @@ def plainly(
     return eligible, through, unreached
 
 
-@pytest.mark.parametrize("sparse", [0, 1 << 30])
-@pytest.mark.parametrize("entries", [1, 1000, 1 << 22])
+def listed(found: list[Counts]) -> Listed:
+    """By the compiled library."""
+    here = grouped(found)
+    assert isinstance(here, Listed)
+    return here
+
+
+WAYS: dict[str, tuple[Callable[[list[Counts]], Groups | Listed], int, int]] = {
+    f"torch {entries} {sparse}": (groups_of, entries, sparse)
+    for entries in (1, 1000, 1 << 22)
+    for sparse in (0, 1 << 30)
+}
+if native.library() is not None:
+    WAYS["library"] = (listed, 1, 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @given(st.integers(0, 1000), st.integers(1, 7), st.integers(1, 4))
-def test_groups_are_added_up(entries: int, sparse: int, seed: int, leaves: int, pairs: int) -> None:
+def test_groups_are_added_up(way: str, seed: int, leaves: int, pairs: int) -> None:
+    make, entries, sparse = WAYS[way]
     found = drawn(seed, leaves, pairs)
     if seed % 2:
         found[0].sums[-1] = (NAN, math.inf)[seed % 3 == 0]
@@ -84,7 +103,7 @@ def test_groups_are_added_up(entries: int, sparse: int, seed: int, leaves: int, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "ENTRIES", (entries, entries))
         patch.setattr(groups, "SPARSE", sparse)
-        here = grouped(found)
+        here = make(found)
         eligible, through, unreached, finite = here.added(pairs, reach, order.tolist(), most, bits)
     wanted = plainly(found, pairs, could[order], bits, most)
     assert np.array_equal(eligible, wanted[0])  # quarters: sums are exact in any order
@@ -110,12 +129,20 @@ def test_leaves_that_share_tensors(seed: int, leaves: int, pairs: int) -> None:
         Counts(*both, *each[2:6], places[n], len(each.counts)) if n in places else each
         for n, each in enumerate(found)
     ]
-    for mine, wanted in zip(grouped(shared), grouped(found)):
+    for mine, wanted in zip(groups_of(shared), groups_of(found)):
         assert torch.equal(mine, wanted)
+    bits, reach = [1, 1 << 61 | 1 << 72], Reach(words_of([-1 & (1 << 300) - 1] * leaves), NOBODY)
+    most, at = np.arange(leaves, dtype=float), list(range(leaves))
+    for mine, wanted in zip(
+        grouped(shared).added(pairs, reach, at, most, bits),
+        groups_of(found).added(pairs, reach, at, most, bits),
+    ):
+        assert np.array_equal(mine, wanted)
 
 
-def test_nothing_counted() -> None:
-    here = grouped([])
+@pytest.mark.parametrize("make", [grouped, groups_of])
+def test_nothing_counted(make: Callable[[list[Counts]], Groups | Listed]) -> None:
+    here = make([])
     reach = Reach(np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.int64))
     eligible, through, unreached, finite = here.added(2, reach, [], np.zeros(0), [1, 2, 4])
     assert eligible.shape == through.shape == (2, 3, 2)

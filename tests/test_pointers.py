@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
+from gradtrace import groups
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import contract, native, pointers, rows, steps
 from gradtrace.kernels.reference import Operand
+from gradtrace.marks import words_of
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no compiled library")
 
@@ -129,6 +132,27 @@ def test_every_kernel_survives_what_has_no_memory(entry: str, kind: str) -> None
         assert (got is None and wanted is None) or torch.equal(got, wanted)
 
 
+def added(
+    totals: int = 2,
+    places: Sequence[int] = (0, 1),
+    pairs: int = 2,
+    sums: int = 6,
+    size: int | None = None,
+    rows: Sequence[int] = (1, 3, 5),
+    owned: int = 2,
+) -> groups.Sums:
+    """Two leaves, of two pairs and three marks each, added up for three components."""
+    counts = torch.ones(6, dtype=torch.int64)
+    leaf = groups.Counts(counts, torch.ones(sums, dtype=torch.float64), rows, 1, 0, 0, 0, size)
+    reach = groups.Reach(words_of([7, 7]), np.array([[0], [owned]]))
+    return groups.grouped([leaf, leaf]).added(pairs, reach, places, np.ones(totals), [1, 2, 4])
+
+
+@needs_library
+def test_what_is_refused_differs_from_what_is_added_up() -> None:
+    assert added().through.shape == (2, 3, 2)
+
+
 SIZES: dict[str, Callable[[], Any]] = {
     "fewer marks than elements": lambda: steps.merge(torch.ones(9), ints(8), torch.ones(9), 2),
     "fewer others": lambda: steps.merge(torch.ones(9), ints(9), torch.ones(9), ints(8)),
@@ -160,6 +184,14 @@ SIZES: dict[str, Callable[[], Any]] = {
         torch.tensor([3]),
         torch.tensor([0]),
     ),
+    "fewer totals than leaves": lambda: added(totals=1),
+    "fewer places than leaves": lambda: added(places=[0]),
+    "no such leaf": lambda: added(places=[0, 2]),
+    "no such pair": lambda: added(pairs=1),
+    "fewer sums than counts": lambda: added(sums=5),
+    "more entries than counts": lambda: added(size=7),
+    "no marks": lambda: added(rows=()),
+    "no such component": lambda: added(owned=4),
     "no such element": lambda: rows.others(
         torch.ones(2, 1),
         torch.ones(2, 3, 4),
@@ -198,6 +230,9 @@ def test_the_library_itself_refuses_null_pointers_and_sizes_that_overflow() -> N
     assert library.gradtrace_normalise(0, 2, 2, 1, nowhere, none, none, none, 1) == bad
     assert library.gradtrace_normalise(0, 2, 2, 7, nowhere, none, none, none, 1) == bad
     assert library.gradtrace_normalise(0, huge, 8, 1, nowhere, none, none, none, 1) == bad
+    assert library.gradtrace_groups(none) == bad
+    for sizes in ([0] * 22, [4] * 8 + [0] * 14, [huge] * 8 + [0] * 14, [-1] * 8 + [0] * 14):
+        assert library.gradtrace_groups(groups._REQUEST.pack(*sizes)) == bad
     contract._library()
     assert library.gradtrace_contract(none) == bad
     call = ctypes.create_string_buffer(contract._CALL.pack(*[0] * 44))

@@ -16,7 +16,7 @@ import torch
 
 from gradtrace.errors import GradtraceError
 
-ABI = 6
+ABI = 7
 """What the library must answer, so that one of another version is not called."""
 
 FILE = "lib/gradtrace_cpu.so"  # in a folder of its own: it is no Python module

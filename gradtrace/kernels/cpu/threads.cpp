@@ -108,7 +108,7 @@ int guarded(const std::function<void()>& body) noexcept {
 }  // namespace gradtrace
 
 // The shape of this interface; the Python side refuses a library that answers otherwise.
-GRADTRACE_API int gradtrace_abi() { return 6; }
+GRADTRACE_API int gradtrace_abi() { return 7; }
 
 GRADTRACE_API void gradtrace_use(void (*runtime)(void (*)(void*), void*, unsigned, unsigned)) {
   gradtrace::parallel = runtime;
