@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
+WORKERS ?= 2
 BIN     = $(VENV)/bin
 
 .PHONY: demo test chromium lint docs web bench experiments sanitize wheel matrix clean
@@ -9,8 +10,9 @@ BIN     = $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
 
+# `make test THOROUGH=1` runs everything: all samples of all operators, a thousand random graphs.
 test: $(VENV)/.developed chromium
-	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+	GRADTRACE_THOROUGH=$(THOROUGH) $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # The browser tests want Chromium: installed where that is allowed, else they are skipped.
 chromium:
@@ -37,7 +39,7 @@ bench: $(VENV)/.developed
 
 # All experiments in their quick form, on one page. The full ones: gradtrace experiment NAME.
 experiments: $(VENV)/.developed
-	$(BIN)/gradtrace experiment --all --quick --out out/experiments --workers 2
+	$(BIN)/gradtrace experiment --all --quick --out out/experiments --workers $(WORKERS)
 
 # The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself leaks.
 # `make sanitize SANITIZED="-n auto --ignore tests/browser tests gradtrace"` runs the whole suite so

@@ -13,8 +13,15 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 torch.set_num_threads(1)
+
+from thorough import THOROUGH, few  # noqa: E402 - found by the line above
+
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=few(30, 100),
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("ci")
 
@@ -41,9 +48,14 @@ CHUNK = 25
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests first; tests that share a fixture of their module in one worker (`--dist
-    loadgroup`), so that the fixture is computed once and not once a worker.
+    """Slow tests first, and those of the thorough run only there; tests that share a fixture of
+    their module in one worker (`--dist loadgroup`), so that it is computed once and not once a
+    worker.
     """
+    if not THOROUGH:
+        left = [item for item in items if item.get_closest_marker("thorough")]
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left)
     names = {
         id(item): {item.path.stem, *(folder.name for folder in item.path.parents)} for item in items
     }

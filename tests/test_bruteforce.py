@@ -1,4 +1,4 @@
-"""Random graphs, in CI 1,000 of them, against the list of all their paths.
+"""Random graphs against the list of all their paths: 200 of them, in the thorough run 1,000.
 
 ``python tests/test_bruteforce.py 0 100000`` runs a longer range of seeds, on all processors.
 """
@@ -13,8 +13,9 @@ import pytest
 import torch
 from against_bruteforce import check
 from randomgraphs import build
+from thorough import few
 
-GRAPHS, EACH = 1000, 50
+GRAPHS, EACH = few(200, 1000), 20
 
 
 @pytest.mark.parametrize("first", range(0, GRAPHS, EACH))
