@@ -134,7 +134,7 @@ class Tracer:
     def _together(self, mixed: set[int], count: int) -> Iterator[range]:
         """The pairs, as many at a time as should be computed together."""
         most = max((prod(s.shape) for s in self.program.steps() if s.out in mixed), default=1)
-        size = max(1, TOGETHER // max(1, most))
+        size = 1 if self.narrow else max(1, TOGETHER // max(1, most))
         for first in range(0, count if mixed else 0, size):
             yield range(first, min(first + size, count))
 
