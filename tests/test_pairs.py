@@ -76,7 +76,8 @@ class BatchNorm(nn.Module):
         self.out = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.norm(self.first(x))))
+        h = gt.label(self.first(x), 1, "unit")
+        return self.out(torch.tanh(self.norm(h)))
 
 
 def tokens() -> tuple[nn.Module, Tensor, Tensor]:
@@ -207,9 +208,11 @@ def test_paths_of_a_pair_are_those_of_the_sample_alone(name: str, rule: str) -> 
 # Where samples mix -------------------------------------------------------------------------------
 
 
-def one_by_one(watch: gt.watch, loss: Tensor, rule: str) -> Influence:
+def one_by_one(
+    watch: gt.watch, loss: Tensor, rule: str, components: str | None = None
+) -> Influence:
     """Every pair by a pass of its own, from the same graph."""
-    found = [watch.trace(loss[b], rule=rule).influence() for b in range(len(loss))]
+    found = [watch.trace(loss[b], rule=rule).influence(components) for b in range(len(loss))]
     return found[0].merge(*found[1:])
 
 
@@ -221,7 +224,9 @@ def test_batch_norm_in_training_is_traced_pair_by_pair(rule: str) -> None:
     watch, loss = watched(model, x, y)
     pairs = Pairs.follow(program_of(watch, loss), BATCH)
     assert "first" in module_of_mixed(program_of(watch, loss), pairs)
-    assert_same(watch.trace(loss, rule=rule).influence(), one_by_one(watch, loss, rule))
+    for components in (None, "labels"):
+        wanted = one_by_one(watch, loss, rule, components)
+        assert_same(watch.trace(loss, rule=rule).influence(components), wanted)
 
 
 def program_of(watch: gt.watch, loss: Tensor) -> Program:
