@@ -38,6 +38,10 @@ else:
     LOCKS = True
 
 ROOM = "free some space, or choose a folder that you may write to"
+WRITTEN = "give a file that gradtrace wrote"
+LINE = 100_000_000
+"""The most bytes of a line."""
+
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 """What file systems answer that know no fsync."""
 
@@ -97,16 +101,45 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
         raise
 
 
-def content(path: str | os.PathLike[str]) -> bytes:
-    """All bytes of a regular file; the message of a ``BadFile`` names it."""
+@contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A regular file; the message of a ``BadFile`` names it."""
     called = repr(os.fspath(path))
     try:
         with opened(Path(path).expanduser()) as file:
-            return file.read()
+            yield file
     except BadFile as error:
         raise type(error)(f"{called} {error}") from error.__cause__
+    except MemoryError as error:
+        raise BadFile(
+            f"{called} does not fit in memory: free some, or take a larger machine"
+        ) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise BadFile(f"{called} cannot be read ({error}): give another path") from error
+
+
+def content(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """All bytes of a regular file, of so many at most."""
+    with _reading(path) as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
+            raise BadFile(f"has more than {most:,} bytes: {WRITTEN}")
+        return file.read()
+
+
+def lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """The lines of a regular file, each read when it is asked for."""
+    with _reading(path) as file:
+        yield from split(file)
+
+
+def split(file: BinaryIO) -> Iterator[bytes]:
+    """Lines with their ends; the last may have none."""
+    number = 0
+    while line := file.readline(LINE + 1):
+        number += 1
+        if len(line) > LINE:
+            raise BadFile(f"has more than {LINE:,} bytes in line {number}: {WRITTEN}")
+        yield line
 
 
 def put(file: BinaryIO, data: bytes | memoryview) -> None:

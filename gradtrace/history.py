@@ -22,15 +22,17 @@ a row is ``[own, unreached, through, eligible, through, eligible]``, by count an
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import sys
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -45,6 +47,9 @@ from gradtrace.validate import Unfit, unfit
 SCHEMA = 1
 AFTER_TORN = ("resume", "gap")
 """Lines that tell of a torn one before them."""
+
+IDLE = 1000
+"""The most torn or empty lines in a row: a process that is killed leaves one."""
 
 
 class Norms(NamedTuple):
@@ -201,21 +206,22 @@ class Writer:
     def _begin(self, settings: Mapping[str, Any], start: int | None) -> int:
         """Write the header, or go on with what is there; the first step to come."""
         settings = json.loads(json.dumps(_plain(dict(settings))))
-        there = b"" if self.path is None else disk.content(self.path)
-        if b"\n" not in there:
-            self._torn = bool(there)  # killed before the header was whole
+        there = Reading(repr(str(self.path)))
+        if self.path is not None:
+            there.take_all(disk.lines(self.path))
+        self._torn = there.unfinished
+        if not there.whole:  # or killed before the header was
             first = start or 0
-            self._header = header(first, settings, "resume" if there else "run")
+            self._header = header(first, settings, "resume" if there.unfinished else "run")
             self._put(self._header)
             return first
-        found = parse(there, repr(str(self.path)))
+        found = there.done()
         if other := _differences(found.header["settings"], settings):
             raise BadFile(
                 f"{str(self.path)!r} holds a run of another {' and '.join(other)}; give another "
                 "file, or delete it to begin again"
             )
         first = start if start is not None else 0 if found.last is None else found.last + 1
-        self._torn = not there.endswith(b"\n")
         self._header = header(first, settings, "resume")
         self._put(self._header)
         return first
@@ -482,37 +488,16 @@ def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
 
 def read(path: str | os.PathLike[str]) -> History:
     """Read the file of a run, while it goes on or after."""
-    return parse(disk.content(path), repr(str(path)))
+    reading = Reading(repr(str(path)))
+    reading.take_all(disk.lines(path))
+    return reading.done()
 
 
 def parse(content: bytes, called: str) -> History:
     """What the lines of a file say."""
     reading = Reading(called)
-    for number, line in _lines(content, called, reading):
-        reading.take(number, line)
+    reading.take_all(disk.split(io.BytesIO(content)))
     return reading.done()
-
-
-def _lines(content: bytes, called: str, reading: Reading) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines with their numbers; torn ones become notes."""
-    held: list[int] = []
-    number = start = 0
-    while (end := content.find(b"\n", start)) >= 0:
-        line, start, number = content[start:end], end + 1, number + 1
-        found = _object(line)
-        if found is None:
-            held += [number] if line else []
-            continue
-        if held and found["kind"] not in AFTER_TORN:
-            break
-        for each in held:
-            reading.torn(each)
-        held.clear()
-        yield number, found
-    if held:
-        raise damaged(called, held[0])
-    if start < len(content):
-        reading.torn(number + 1)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -548,28 +533,41 @@ T = TypeVar("T")
 
 
 class Timeline(Generic[T]):
-    """Values by step, in the order of steps; what comes last for a step counts."""
+    """Values by step, in the order of steps; what comes last for a step counts.
+
+    Steps come in order, nearly always. The others lie on a heap: whatever their order, none of them
+    moves all the rest.
+    """
 
     def __init__(self) -> None:
-        self.steps: list[int] = []  # ascending
         self._values: dict[int, T] = {}
+        self._ascending: list[int] = []
+        self._others: list[int] = []  # a heap of -step
 
     def put(self, step: int, value: T) -> None:
         """Add a value; mostly of a step after all others."""
         if step not in self._values:
-            if self.steps and step < self.steps[-1]:
-                insort(self.steps, step)
+            if self._ascending and step < self._ascending[-1]:
+                heappush(self._others, -step)
             else:
-                self.steps.append(step)
+                self._ascending.append(step)
         self._values[step] = value
 
     def cut(self, first: int) -> int:
         """Drop what there is of a step and of all after it; how many these were."""
-        at = bisect_left(self.steps, first)
-        for step in (gone := self.steps[at:]):
+        at = bisect_left(self._ascending, first)
+        gone = self._ascending[at:]
+        del self._ascending[at:]
+        while self._others and -self._others[0] >= first:
+            gone.append(-heappop(self._others))
+        for step in gone:
             del self._values[step]
-        del self.steps[at:]
         return len(gone)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that there are."""
+        return tuple(sorted(self._values) if self._others else self._ascending)
 
     def all(self) -> tuple[T, ...]:
         """The values."""
@@ -581,6 +579,9 @@ class Reading:
 
     def __init__(self, called: str) -> None:
         self.called = called
+        self.whole = self.unfinished = (
+            False  # whether there are whole lines, and one without its end
+        )
         self.header: dict[str, Any] | None = None
         self.records: Timeline[Record] = Timeline()
         self.seconds: Timeline[float] = Timeline()
@@ -590,6 +591,34 @@ class Reading:
         self.share = math.nan
         self.skipped: Timeline[dict[str, Any]] = Timeline()
         self.notes: list[str] = []
+
+    def take_all(self, lines: Iterable[bytes]) -> None:
+        """All lines; torn ones become notes."""
+        held: list[int] = []  # lines that say nothing, since the last that does
+        number = idle = 0
+        for number, line in enumerate(lines, 1):
+            self.unfinished = not line.endswith(b"\n")
+            if self.unfinished:
+                break
+            self.whole = True
+            found = None if line == b"\n" else _object(line)
+            if found is None:
+                held += [number] if line != b"\n" else []
+                idle += 1
+                if idle > IDLE:
+                    raise damaged(self.called, number - IDLE, f"{IDLE:,} lines say nothing")
+                continue
+            if held and found["kind"] not in AFTER_TORN:
+                break
+            for each in held:
+                self.torn(each)
+            held.clear()
+            idle = 0
+            self.take(number, found)
+        if held:
+            raise damaged(self.called, held[0])
+        if self.unfinished:
+            self.torn(number)
 
     def torn(self, number: int) -> None:
         """A line without its end."""
@@ -711,7 +740,7 @@ class Reading:
         return History(
             self.header,
             self.records.all(),
-            tuple(self.seconds.steps),
+            self.seconds.steps,
             self.seconds.all(),
             self.running,
             tuple(self.notes),

@@ -14,7 +14,6 @@ gradtrace.validate.Unfit: sizes[1] is 11, not within 0 and 10
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from math import inf, isfinite, isnan
 from typing import Any, NoReturn, TypeAlias
@@ -40,7 +39,6 @@ BYTES = {"[": 90, "{": 260, ":": 110, ",": 60}
 """What the values of JSON take in memory, told by the characters before them (measured on 64-bit
 CPython 3.11: lists, dicts, keys with their slots, and small values)."""
 
-LONG = re.compile(rf"[0-9]{{{DIGITS + 1}}}")
 FLOATS = {"nan", "inf", "-inf"}
 
 
@@ -86,7 +84,7 @@ def parse(
         text = text.decode() if isinstance(text, bytes) else text
         if len(text) > MEMORY // 400 and weight(text) > MEMORY:
             unfit(f"JSON would take more than {MEMORY:,} bytes of memory")
-        options: dict[str, Any] = {"parse_int": _integer} if LONG.search(text) else {}
+        options: dict[str, Any] = {"parse_int": _integer} if _endless(text) else {}
         options |= {} if nan else {"parse_constant": _constant}
         return json.loads(text, object_pairs_hook=pairs or distinct, **options)
     except RecursionError:
@@ -109,6 +107,17 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> NoReturn:
     unfit(f"{name} is not JSON")
+
+
+def _endless(text: str) -> bool:
+    """Whether an integer may have more than ``DIGITS``: it covers a whole block of half as many.
+
+    Each character is looked at once; a search for that many digits would begin anew at each.
+    """
+    half = DIGITS // 2
+    return len(text) > DIGITS and any(
+        text[at : at + half].isdigit() for at in range(0, len(text), half)
+    )
 
 
 def _integer(digits: str) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 import gradtrace as gt
 from gradtrace import files, formats, history, validate
 from gradtrace.errors import GradtraceError
+from gradtrace.laboratory.results import read as read_results
 from gradtrace.validate import Unfit
 
 COUNT = {"trace": 40, "view": 25, "influence": 60, "run": 40, "experiment": 20, "results": 15}
@@ -187,7 +191,72 @@ def test_json_is_strict(word: str) -> None:
         validate.parse(b'{"x": "\xff"}')
 
 
+def test_digits_are_looked_at_once() -> None:
+    """A search for many of them that begins anew at each takes 4 s for a megabyte of this."""
+    text = ("9" * (validate.DIGITS - 1) + "a") * 2000
+    begun = time.process_time()
+    assert validate.parse(f'{{"a": "{text}"}}') == {"a": text}
+    assert time.process_time() - begun < 8
+    for before in (0, 1, 1999, 2000, 2001, 3999):
+        with pytest.raises(Unfit, match="an integer has 4,001 digits"):
+            validate.parse("[" + " " * before + "9" * 4001 + "]")
+    assert validate.parse("[" + "9" * 4000 + "]") == [10**4000 - 1]
+
+
 # Runs --------------------------------------------------------------------------------------------
+
+BEGIN = {"kind": "run", "schema_version": 1, "step": 0, "settings": {}, "versions": {}}
+
+
+@pytest.mark.parametrize("line", ["", " ", "x", "[]", "{}"])
+def test_lines_that_say_nothing_are_not_read_for_ever(line: str) -> None:
+    lines = json.dumps(BEGIN) + "\n" + f"{line}\n" * 5_000_000
+    begun = time.process_time()
+    with pytest.raises(GradtraceError, match=r"damaged in line 2 \(1,000 lines say nothing"):
+        history.parse(lines.encode(), "it")
+    assert time.process_time() - begun < 8
+
+
+def test_a_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without ends of lines may be larger than memory: this one has a terabyte of zeros."""
+    monkeypatch.setattr("gradtrace.disk.LINE", 1000)
+    run, rows = tmp_path / "run.jsonl", tmp_path / "out" / "mine" / "rows" / "1-a.jsonl"
+    rows.parent.mkdir(parents=True)
+    results = tmp_path / "out" / "other" / "results.json"
+    results.parent.mkdir()
+    for path in (run, rows, results):
+        path.touch()
+        os.truncate(path, 2**40)
+    for call in (
+        lambda: history.read(run),
+        lambda: history.Writer(run, {}),
+        lambda: mutants.experiment(tmp_path),
+    ):
+        with pytest.raises(GradtraceError, match=r"jsonl.*more than 1,000 bytes in line 1"):
+            call()
+    assert read_results(results) is None
+
+
+def test_steps_in_any_order_are_put_in_order() -> None:
+    """Whatever the order; each that is out of order moves none of the others."""
+    draw = random.Random(0)
+    for _ in range(50):
+        found, plain = history.Timeline[int](), dict[int, int]()
+        for n in range(60):
+            step = draw.randrange(40)
+            if draw.random() < 0.1:
+                gone = [each for each in plain if each >= step]
+                assert found.cut(step) == len(gone)
+                plain = {each: plain[each] for each in plain if each < step}
+            else:
+                found.put(step, n)
+                plain[step] = n
+            assert found.steps == tuple(sorted(plain))
+            assert found.all() == tuple(plain[each] for each in sorted(plain))
+    begun = time.process_time()
+    for step in range(400_000, 0, -1):
+        found.put(step + 100, 0)
+    assert time.process_time() - begun < 8
 
 
 @pytest.mark.parametrize(
@@ -209,8 +278,7 @@ def test_tables_of_a_run_are_checked(key: str, value: Any) -> None:
     table = {"rows": [[1, 0, 1.0, 2.0, 0.5, 0.5]], "pairs": 1, "weight": "count", "rule": "greedy"}
     step: dict[str, Any] = {"kind": "step", "step": 0, "loss": 1.0, "verdict": "", "norms": {}}
     step |= {"scale": 1.0, "seconds": 0.1, "share": 0.1, "notes": []}
-    begin = {"kind": "run", "schema_version": 1, "step": 0, "settings": {}, "versions": {}}
-    lines: list[Any] = [begin, {"kind": "names", "names": ["a"]}, step]
+    lines: list[Any] = [BEGIN, {"kind": "names", "names": ["a"]}, step]
 
     def parsed() -> history.History:
         return history.parse(b"".join(json.dumps(x).encode() + b"\n" for x in lines), "it")
@@ -224,9 +292,8 @@ def test_tables_of_a_run_are_checked(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("second", ["nan", "inf", -1.0, "1", True, [], 10**400])
 def test_times_of_a_run_are_checked(second: Any) -> None:
-    begin = {"kind": "run", "schema_version": 1, "step": 0, "settings": {}, "versions": {}}
     times = {"kind": "times", "step": 0, "seconds": [0.5, None, second]}
-    lines = "".join(json.dumps(line) + "\n" for line in (begin, times))
+    lines = "".join(json.dumps(line) + "\n" for line in (BEGIN, times))
     with pytest.raises(GradtraceError, match="damaged in line 2"):
         history.parse(lines.encode(), "it")
 

@@ -163,10 +163,9 @@ def _line(data: dict[str, Any]) -> bytes:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a file, each of the form it should have."""
-    content = disk.content(path)
-    number = start = 0
-    while (end := content.find(b"\n", start)) >= 0:  # what follows the last one was never finished
-        line, start, number = content[start:end], end + 1, number + 1
+    for number, line in enumerate(disk.lines(path), 1):
+        if not line.endswith(b"\n"):
+            return  # the last was never finished
         try:
             row = parse(line, nan=True)
             if number == 1:

@@ -18,6 +18,8 @@ from gradtrace.validate import Unfit, parse
 
 SCHEMA = 1
 FILE = "results.json"
+MOST = 100_000_000
+"""The most bytes of such a file."""
 
 
 def found(findings: Findings, name: str) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def text(data: Mapping[str, Any]) -> str:
 def read(path: Path) -> dict[str, Any] | None:
     """A file of this schema, or None."""
     try:
-        data = parse(disk.content(path))
+        data = parse(disk.content(path, MOST))
         RESULTS(data)
     except (BadFile, Unfit):
         return None
