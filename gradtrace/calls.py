@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _module
 
 Forward: TypeAlias = Callable[..., Any]
 
@@ -264,11 +265,14 @@ class Patch:
 
     def _stage(self, name: str, stage: int) -> Forward:
         own, kind = vars(self.kind).get(name, _MISSING), self.kind
+        forward = _plain_forward(kind) if stage == IMPLEMENTATION else None
 
         @functools.wraps(_static(kind, name))
         def seen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """The same as before; listeners are told, unless a subclass has told them."""
             run = getattr(super(kind, self), name) if own is _MISSING else MethodType(own, self)
+            if torch.compiler.is_compiling() and forward is not None and _only_forward(self):
+                return forward(self, *args, **kwargs)
             if type(self) is not kind or torch.compiler.is_compiling():
                 return run(*args, **kwargs)
             return _run(stage, self, run, args, kwargs)
@@ -290,6 +294,39 @@ class Patch:
                 type.__delattr__(self.kind, name)
             else:
                 type.__setattr__(self.kind, name, before)
+
+
+def _as_written(kind: type, name: str) -> Any:
+    """What the class itself has by this name, without us."""
+    put = _PATCHES[kind].put if kind in _PATCHES else {}
+    return put[name][0] if name in put else vars(kind).get(name, _MISSING)
+
+
+def _plain_forward(kind: type) -> FunctionType | None:
+    """The ``forward`` of a class, if it is a function and PyTorch's own way to it is followed."""
+    above = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    if any(_as_written(each, "_call_impl") is not _MISSING for each in above):
+        return None
+    written = (_as_written(each, "forward") for each in above)
+    found = next((each for each in written if each is not _MISSING), None)
+    return found if isinstance(found, FunctionType) else None
+
+
+def _only_forward(module: nn.Module) -> bool:
+    """Whether a call does no more than ``forward`` of the class; asked in compiled code, which in
+    torch 2.8 and older cannot follow ``_Seen``.
+    """
+    return not (
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
 
 
 def _patch(kind: type) -> None:

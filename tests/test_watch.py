@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace import engine
+from gradtrace import calls, engine
 from gradtrace.errors import GradtraceError, Unsupported
 
 
@@ -499,6 +499,51 @@ def test_compiled_modules_run_eagerly(how: Callable[[Nested], nn.Module], warm: 
     ]
     assert made_by(watch, loss, "ReluBackward0") == [("layers.1.1", 0), ("layers.1.1", 1)]
     assert torch._dynamo.eval_frame._stance.stance == "default"  # type: ignore[attr-defined]
+
+
+class Doubled(nn.Linear):
+    """What is called does more than its forward."""
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs) * 2
+
+
+class Inherits(nn.Linear):
+    """Has the forward of the class above."""
+
+
+def with_its_own_forward(linear: nn.Linear) -> nn.Linear:
+    linear.forward = lambda x: x * 3  # type: ignore[method-assign]
+    return linear
+
+
+def with_a_hook(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_hook(lambda module, given, out: out.exp())
+    return linear
+
+
+PARTS: dict[str, tuple[nn.Module, bool]] = {  # and whether torch 2.6 makes one graph of it
+    "plain": (nn.Linear(4, 4), True),
+    "inherited forward": (Inherits(4, 4), True),
+    "own implementation": (Doubled(4, 4), False),
+    "own forward": (with_its_own_forward(nn.Linear(4, 4)), False),
+    "hook": (with_a_hook(nn.Linear(4, 4)), False),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.filterwarnings("ignore")
+def test_modules_can_be_compiled_while_somebody_listens(name: str) -> None:
+    part, whole = PARTS[name]
+    model, x = nn.Sequential(nn.Linear(4, 4), part), torch.randn(2, 4)
+    wanted = model(x)
+    stop = calls.listen(calls.Listener(), model.modules())
+    try:
+        compiled = torch.compile(model, backend="eager", fullgraph=whole)
+        assert torch.equal(compiled(x), wanted)
+    finally:
+        stop()
 
 
 @pytest.mark.usefixtures("dynamo")
