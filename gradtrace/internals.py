@@ -57,6 +57,7 @@ NAMES = (
     Name("_C._functorch.is_functorch_wrapped_tensor", "refusing losses of torch.func"),
     Name("_C._functorch.maybe_current_level", "refusing losses of torch.func"),
     Name("_C._dispatch_get_all_op_names", "the list of operators"),
+    Name("_C._set_cudnn_allow_tf32", "products in full float32"),
     Name("_foreach_norm", "finding gradients that are not finite"),
     Name("utils._python_dispatch.TorchDispatchMode", "recording formulas"),
     Name("utils._python_dispatch._disable_current_modes", "recording formulas"),

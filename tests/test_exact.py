@@ -25,9 +25,13 @@ def everywhere() -> None:
 
 
 def general(precision: str) -> None:
-    """Set that of everything, even after PyTorch's own test suite was imported and forbids it."""
     with BACKENDS.__allow_nonbracketed_mutation():
         BACKENDS.fp32_precision = precision
+
+
+def convolutions(allow: bool) -> None:
+    with BACKENDS.__allow_nonbracketed_mutation():
+        BACKENDS.cudnn.allow_tf32 = allow
 
 
 def by_the_old() -> None:
@@ -75,8 +79,11 @@ def by_the_old_names() -> tuple[str, ...]:
 
 
 @pytest.fixture
-def clean() -> Iterator[None]:
-    """As torch starts, before and after: other tests of this process set precisions too."""
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As torch starts, before and after: other tests of this process set precisions too. Some
+    settings cannot be assigned to, as after an import of PyTorch's own test suite.
+    """
+    monkeypatch.setattr(BACKENDS, "__allow_nonbracketed_mutation_flag", False)
     reset()
     yield
     reset()
@@ -84,7 +91,7 @@ def clean() -> Iterator[None]:
 
 def reset() -> None:
     torch.set_float32_matmul_precision("highest")
-    BACKENDS.cudnn.allow_tf32 = True
+    convolutions(True)
     if NEW:
         general("none")
         MATMUL.fp32_precision = "none"
@@ -145,7 +152,7 @@ def test_a_torch_that_has_the_old_interface_alone(
         assert by_the_old_names() == ("highest", "False", "False")
     assert by_the_old_names() == before
     torch.set_float32_matmul_precision("highest")
-    BACKENDS.cudnn.allow_tf32 = False
+    convolutions(False)
     with without_tf32():
         assert by_the_old_names() == ("highest", "False", "False")
     assert by_the_old_names() == ("highest", "False", "False")

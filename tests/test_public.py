@@ -93,6 +93,7 @@ INTERNALS = {
 """Attributes of autograd that ``gradtrace.autograd`` is there to read."""
 
 TOLERATED = {
+    "calls": {"_backward_hooks"},
     "capture": {"_backward_hooks", "_sequence_nr"},
     "doctor": {"grad_fn", "register_prehook"},  # tried there
     "formulas": {"_sequence_nr"},

@@ -101,12 +101,11 @@ def _products_by_the_old() -> Iterator[None]:
 
 @contextmanager
 def _convolutions_by_the_old() -> Iterator[None]:
-    cudnn = torch.backends.cudnn
-    if not cudnn.allow_tf32:
+    if not torch.backends.cudnn.allow_tf32:
         yield
         return
-    cudnn.allow_tf32 = False
+    torch._C._set_cudnn_allow_tf32(False)
     try:
         yield
     finally:
-        cudnn.allow_tf32 = True
+        torch._C._set_cudnn_allow_tf32(True)
