@@ -150,9 +150,9 @@ class Greedy:
     @staticmethod
     def _larger(first: State, second: State, step: Step, known: Tensor | None) -> State | None:
         """``join`` of two terms in one step, where there is a kernel for it."""
-        if first.size is not None:
-            return None
         assert first.value is not None and second.value is not None
+        if first.size is not None or not fused.on_gpu(first.value, second.value):
+            return None
         plain = first.numbers is None
         palette, shift = first.palette.then(second.palette)
         numbers = larger(

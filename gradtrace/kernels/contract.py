@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import gpu, native, pointers, reference
+from gradtrace.kernels.gpu import Lying
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -142,6 +143,52 @@ def compiled(
     _run(call, (i, m, k, n), AT_ONCE * threads)
     survived, considered = _COUNTS[0].unpack_from(call, _COUNTS[1])
     return out, survived / max(1, considered)
+
+
+def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
+    """Whether ``carried`` may have these."""
+    if not (a.is_cpu and b.is_cpu and marks.is_cpu) or marks.dtype is not torch.int32:
+        return False
+    return a.dtype in KINDS and b.dtype in KINDS and _library() is not None
+
+
+def carried(
+    a: Tensor, b: Tensor, marks: Tensor, how: Lying, shape: tuple[int, ...], value: bool
+) -> Contraction | None:
+    """``contraction`` of tensors that lie so, with its marks, each result in a shape of as many
+    elements; None where there is nothing to choose from.
+    """
+    (i, m, n), k = how.shape, how.k
+    if not (i and m and n and k):
+        return None
+    dtype, reach = kind(a, b), _reach(how)
+    largest = torch.empty(shape, dtype=dtype, device="cpu") if value else None
+    out = torch.empty(shape, dtype=torch.int32, device="cpu")
+    views: list[int] = []
+    for x, (batch, row, inner), far in zip((a, b, marks), (how.a, how.b, how.marks), reach):
+        views += (pointers.address(x, x.dtype, far), READ[x.dtype])
+        views += (0, 0, batch, 0, row, 0, inner)
+    places = (0 if largest is None else largest.data_ptr(), 0, out.data_ptr())  # just made
+    threads = torch.get_num_threads()
+    call = bytearray(_CALL.size)
+    _CALL.pack_into(
+        call, 0, *views, i, m, k, n, KINDS[dtype], *places,
+        0, i, 0, m, threads, Way.BY_MEASURE, how.of_b, 0, 0,
+    )  # fmt: skip
+    _run(call, (i, m, k, n), AT_ONCE * threads)
+    return Contraction(largest, None, out)
+
+
+@lru_cache(4096)
+def _reach(how: Lying) -> tuple[int, int, int]:
+    """How far the elements of both operands and of the marks reach in memory."""
+    (i, m, n), k = how.shape, how.k
+    marked = (i, n, k) if how.of_b else (i, m, k)
+    a, b, marks = (
+        1 + sum((size - 1) * step for size, step in zip(sizes, steps))
+        for sizes, steps in (((i, m, k), how.a), ((i, n, k), how.b), (marked, how.marks))
+    )
+    return a, b, marks
 
 
 def _run(call: bytearray, shape: tuple[int, int, int, int], limit: int) -> None:

@@ -20,7 +20,7 @@ def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
     """Where the elements of a tensor on the CPU lie, of which the kernel reads or writes those
     before ``reach``, counted in memory from the first one on.
     """
-    if is_wrapper(x):
+    if type(x) not in PLAIN and is_wrapper(x):
         _refuse(x, "its elements are not in memory")
     try:
         memory, start = x.untyped_storage(), int(x.storage_offset())

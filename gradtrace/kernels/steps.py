@@ -58,16 +58,17 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 def _serving(value: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     """The library, if it can serve: numbers it knows, on the CPU."""
     library = native.library()
-    if library is None or value.dtype not in (torch.float32, torch.float64):
+    if library is None or not value.is_cpu or value.dtype not in (torch.float32, torch.float64):
         return None
-    if value.is_cuda or any(x.device != value.device for x in others) or value.device.type != "cpu":
-        return None
+    for x in others:
+        if not x.is_cpu:
+            return None
     return _typed(library)
 
 
 def on_gpu(value: Tensor, *others: Tensor) -> bool:
     """Whether a GPU's kernels can serve."""
-    return value.dtype in between.KINDS and between.serves(value, *others)
+    return between.serves(value, *others) and value.dtype in between.KINDS
 
 
 def joint(gradient: Tensor, *others: Tensor) -> bool:
@@ -126,7 +127,7 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     elements come; more of them than a ``PIECE`` are summed a piece after the other. A mark that is
     not below ``count`` is an error; on a GPU, where nobody waits for it, it is left out.
     """
-    if _flat(marks, gradient) and count and marks.dtype is torch.int32 and on_gpu(gradient, marks):
+    if on_gpu(gradient, marks) and count and marks.dtype is torch.int32 and _flat(marks, gradient):
         return between.tally(marks, gradient, count)
     if gradient.device != marks.device:  # that of a scalar of the CPU among tensors of a GPU
         gradient = gradient.to(marks.device)
@@ -160,7 +161,7 @@ def _piece(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]
     sums = torch.empty(count, dtype=torch.float64, device=gradient.device)
     n, at = gradient.numel(), pointers.flat
     where = (at(marks, torch.int32, n), at(gradient, gradient.dtype, n), count)
-    found = (at(counts, torch.int64, count), at(sums, torch.float64, count))
+    found = (counts.data_ptr(), sums.data_ptr())  # just made
     checked(library.gradtrace_tally(_is_wide(gradient), n, *where, *found, _threads(n)))
     return counts, sums
 
@@ -173,7 +174,7 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """How many elements are not 0 (int64), and the sum of their sizes (float64), as exact as those
     of ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
     """
-    if _flat(gradient) and on_gpu(gradient):
+    if on_gpu(gradient) and _flat(gradient):
         return between.measured(gradient)
     (flat,) = together(gradient)
     if flat.numel() <= PIECE:
@@ -192,7 +193,7 @@ def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
     n, at = flat.numel(), pointers.flat
     count = torch.empty((), dtype=torch.int64, device=flat.device)
     total = torch.empty((), dtype=torch.float64, device=flat.device)
-    where = (at(flat, flat.dtype, n), at(count, torch.int64, 1), at(total, torch.float64, 1))
+    where = (at(flat, flat.dtype, n), count.data_ptr(), total.data_ptr())
     checked(library.gradtrace_magnitude(_is_wide(flat), n, *where, _threads(n)))
     return count, total
 
@@ -310,14 +311,14 @@ def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     if library is None or not how.short:
         return _reduce(x, marks, dims)
     x, marks, levels = _leveled(x, marks, dims, how.levels)
-    value, out = x.new_empty(how.shape), marks.new_empty(how.shape)
+    value = torch.empty(how.shape, dtype=x.dtype, device="cpu")
+    out = torch.empty(how.shape, dtype=torch.int32, device="cpu")
     numbers = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
     given = (
         pointers.address(x, x.dtype, _extent(levels, 1)),
         pointers.address(marks, torch.int32, _extent(levels, 2)),
     )
-    n = prod(how.shape)
-    found = (pointers.flat(value, x.dtype, n), pointers.flat(out, torch.int32, n))
+    found = (value.data_ptr(), out.data_ptr())  # just made
     checked(library.gradtrace_reduce(_is_wide(x), *given, numbers, *found, _threads(x.numel())))
     return Carried(value, out)
 

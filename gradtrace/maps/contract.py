@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradtrace.einsum import Plan, plan
-from gradtrace.kernels import contraction, winner
-from gradtrace.kernels.gpu import Lying, carried, serving
+from gradtrace.kernels import contract, contraction, gpu, winner
+from gradtrace.kernels.gpu import Lying
 from gradtrace.kernels.plans import Steps
 from gradtrace.kernels.rows import Lines, flat, products
 from gradtrace.maps.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
@@ -92,7 +92,8 @@ class Contract(Map):
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
     def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        if serving(x, self.weight, marks) and (there := self._in_place(x, marks, value)):
+        there = self._in_place(x, marks, value)
+        if there is not None:
             return there
         how = self.plan()
         left, right, words = how.left(x), how.right(self.weight), how.left(marks)
@@ -111,15 +112,20 @@ class Contract(Map):
     def _in_place(
         self, x: Tensor, marks: Tensor, value: bool
     ) -> tuple[Tensor | None, Tensor] | None:
-        """``carry`` on a GPU, from operands as they lie; None where that cannot be."""
+        """``carry`` from operands as they lie; None where that cannot be."""
         weight = self.weight
+        for kernel in (gpu, contract):
+            if kernel.serving(x, weight, marks):
+                break
+        else:
+            return None
         lay = _lay(
             self.spec, self.in_shape, weight.shape, x.stride(), weight.stride(), marks.stride()
         )
         if lay is None:
             return None
         a, b = (weight, x) if lay.how.of_b else (x, weight)
-        found = carried(a, b, marks, lay.how, lay.shape, value)
+        found = kernel.carried(a, b, marks, lay.how, lay.shape, value)
         if found is None:
             return None
         largest, _, chosen = found
