@@ -38,11 +38,36 @@ struct Request {
 };
 static_assert(sizeof(Request) == 22 * 8 && sizeof(Leaf) == 8 * 8, "as Python packs them");
 
+// Sums with what rounding has left out of each, so that the order hardly ever matters.
+struct Number {
+  double sum = 0, rest = 0;
+
+  void add(double x) {
+    const double old = sum, back = old + x - old;
+    sum = old + x;
+    rest += (old - (sum - back)) + (x - back);
+  }
+
+  void add(const Number& other) {
+    add(other.sum);
+    rest += other.rest;
+  }
+
+  double value() const { return std::isfinite(sum) ? sum + rest : sum; }
+};
+
 class Sum {
  public:
   explicit Sum(const Request& all) : all(all), seen(all.components, -1), mine(all.components, -1) {
     check();
+    const int64_t size = 2 * all.components * all.pairs;
+    eligible.resize(size);
+    through.resize(size);
     for (int64_t n = 0; n < all.leaves; n++) add(n, all.leaf[n]);
+    for (int64_t k = 0; k < size; k++) {
+      all.eligible[k] = eligible[k].value();
+      all.through[k] = through[k].value();
+    }
   }
 
  private:
@@ -100,7 +125,7 @@ class Sum {
     for (int64_t k = all.owner[leaf.place]; k < all.owner[leaf.place + 1]; k++) mine[all.own[k]] = n;
     const uint64_t* rows = reinterpret_cast<const uint64_t*>(leaf.rows);
     const uint64_t* extra = all.extra + n * all.width;
-    std::vector<double> found;  // by pair: how many elements, and their sum
+    std::vector<Number> found;  // by pair: how many elements, and their sum
     double paths = 0;
     for (int64_t k = 0; k < leaf.size - leaf.blank; k++) {
       const int64_t count = all.counts[leaf.start + leaf.blank + k];
@@ -113,25 +138,27 @@ class Sum {
       const double number = static_cast<double>(count);
       paths += number;
       found.resize(std::max<size_t>(found.size(), 2 * pair + 2));
-      found[2 * pair] += number;
-      found[2 * pair + 1] += sum;
+      found[2 * pair].add(number);
+      found[2 * pair + 1].add(sum);
       const auto word = [&](int64_t w) { return (w < leaf.width ? row[w] : 0) | extra[w]; };
-      double* out = all.through + 2 * (leaf.pair + pair);
       each(all.width, word, [&](int64_t component) {
-        out[2 * all.pairs * component] += number;
-        out[2 * all.pairs * component + 1] += sum;
+        const int64_t at = 2 * (all.pairs * component + leaf.pair + pair);
+        through[at].add(number);
+        through[at + 1].add(sum);
       });
     }
     const double missing = all.totals[n] - paths;
     const uint64_t* able = all.able + leaf.place * all.reach;
     each(all.reach, [&](int64_t w) { return able[w]; }, [&](int64_t component) {
       all.unreached[component] += missing;
-      double* out = all.eligible + 2 * (all.pairs * component + leaf.pair);
-      for (size_t k = 0; k < found.size(); k++) out[k] += found[k];
+      for (size_t k = 0; k < found.size(); k++) {
+        eligible[2 * (all.pairs * component + leaf.pair) + k].add(found[k]);
+      }
     });
   }
 
   const Request& all;
+  std::vector<Number> eligible, through;
   std::vector<int64_t> seen, mine;  // by component: the last look, and the last leaf of its own
   int64_t stamp = 0, here = 0;
 };
