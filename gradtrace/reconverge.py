@@ -135,20 +135,21 @@ def _next(origin: _Origin, step: Map) -> _Origin:
 
 def _apart(before: list[Map], last: Map) -> bool:
     """Whether the many routes into ``last`` start at different elements."""
-    spreading = [step for step in before if not step.single_target]
+    spreading = [n for n, step in enumerate(before) if not step.single_target]
     if not spreading:
         return True
     if isinstance(last, (Reduce, Scatter)):
         return _pairs_differ(before, last)
-    if isinstance(last, (Contract, Distances)) and all(isinstance(s, MOVES) for s in before):
+    if not isinstance(last, (Contract, Distances)):
+        return False
+    if all(isinstance(step, MOVES) for step in before):
         return _lines_differ(before, last)
-    return (
-        len(spreading) == 1
-        and spreading[0] is before[-1]
-        and isinstance(last, Contract)
-        and isinstance(spreading[0], Contract)
-        and not spreading[0].produced() & last.contracted()
-    )
+    first, between = before[spreading[0]], before[spreading[0] + 1 :]
+    if not isinstance(first, Contract):
+        return False
+    if all(isinstance(s, (Identity, Scale)) and s.out_shape == first.out_shape for s in between):
+        return not first.produced() & last.contracted()
+    return all(isinstance(step, MOVES) for step in between) and _lines_differ(between, last, first)
 
 
 def _pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
@@ -184,15 +185,30 @@ def distinct(numbers: Tensor) -> bool:
     return different.numel() == numbers.numel()
 
 
-def _lines_differ(before: list[Map], last: Contract | Distances) -> bool:
-    """Whether no element that was moved and scaled stands twice among those that are added up."""
+def _lines_differ(
+    before: list[Map], last: Contract | Distances, first: Contract | None = None
+) -> bool:
+    """Whether no element that was moved and scaled stands twice among those that are added up; nor
+    two that come from one element by the contraction that is ``first``.
+    """
     if last.inputs > LISTED:
         return False
     source = _source(before, before[0].in_shape).reshape(last.in_shape)
-    over = sorted(last.contracted())
-    line = torch.arange(prod(n for d, n in enumerate(last.in_shape) if d not in over))
-    line = line.reshape([1 if d in over else n for d, n in enumerate(last.in_shape)])
-    return distinct((line * prod(before[0].in_shape) + source)[source >= 0])
+    line = _lines(last.in_shape, last.contracted())
+    there = source >= 0
+    if first is not None:  # elements that come from the same ones count as one
+        source = (
+            _lines(first.out_shape, first.produced())
+            .expand(first.out_shape)
+            .reshape(-1)[source.clamp(min=0)]
+        )
+    return distinct((line * prod(before[0].in_shape) + source)[there])
+
+
+def _lines(shape: Shape, over: set[int]) -> Tensor:
+    """The number of each line along some dimensions; of size 1 in these."""
+    line = torch.arange(prod(n for d, n in enumerate(shape) if d not in over))
+    return line.reshape([1 if d in over else n for d, n in enumerate(shape)])
 
 
 def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, Shape]) -> int:

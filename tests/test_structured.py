@@ -175,3 +175,60 @@ def test_whole_numbers_that_occur_twice() -> None:
         assert not distinct(again)
     assert distinct(many[:0]) and distinct(many[:1])
     assert not distinct(torch.zeros(5_000, dtype=torch.int64))
+
+
+def positive(x: Tensor) -> Tensor:
+    """Matrices far from singular ones."""
+    return x + 4 * torch.eye(x.shape[-1], dtype=x.dtype)
+
+
+class Turned(torch.autograd.Function):
+    """``a @ x @ b``, with the product turned round half way back; or ``x @ a @ b``, by whose
+    gradient every two elements of a row are joined in several ways.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, both: bool) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.both = both
+        return a @ x @ b if both else x @ a @ b
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        half = (given[0] @ b.mT).mT.contiguous()
+        found = (half @ a).mT if ctx.both else (a @ half).mT
+        return found, None, None, None
+
+
+SQUARE = numbers(3, 4, 4).double()
+PRODUCTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "inverse": (lambda x: torch.linalg.inv(positive(x)), True),
+    "solve": (lambda x: torch.linalg.solve(positive(x), SQUARE[..., :2]), True),
+    "triangular": (
+        lambda x: torch.linalg.solve_triangular(positive(x), SQUARE[..., :2], upper=True),
+        True,
+    ),
+    "turned": (lambda x: Turned.apply(x, SQUARE, SQUARE.mT.contiguous(), True), True),  # type: ignore[no-untyped-call]
+    "on one side": (lambda x: Turned.apply(x, SQUARE, SQUARE, False), False),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_on_both_sides_stay_products(name: str) -> None:
+    """They join every two elements of a matrix, n⁴ pairs, each in one way; others are merged."""
+    f, apart = PRODUCTS[name]
+    x = numbers(3, 4, 4, seed=2).double().requires_grad_()
+    out = f(x)
+    seed = numbers(*out.shape, seed=1).double()
+    each = torch.autograd.functional.jacobian(f, x) * seed.reshape(*out.shape, 1, 1, 1)
+    sizes = each.abs().reshape(out.numel(), *x.shape)
+    wanted = ((ABS, sizes.sum(0)), (MAX, sizes.amax(0)), (COUNT, (sizes > 1e-13).double().sum(0)))
+    for semiring, value in wanted:
+        found = gt.backward(f(x), semiring, names={"x": x}, cotangent=seed)
+        assert not found.notes
+        torch.testing.assert_close(found["x"].double(), value, rtol=1e-6, atol=1e-12)
+    maps = [term.map for step in gt.program(f(x), cotangent=seed).steps() for term in step.terms]
+    held = [getattr(m, part) for m in maps for part in m.tensors()]
+    largest = max(t.numel() for t in held if isinstance(t, Tensor))
+    assert (largest <= x.numel()) == apart

@@ -40,14 +40,18 @@ class Way(IntEnum):
     PRUNED = 2
 
 
-@cache
 def _library() -> ctypes.CDLL | None:
     found = native.library()
-    if found is not None:
-        found.gradtrace_contract.argtypes = [ctypes.c_void_p]
-        found.gradtrace_isa.restype = ctypes.c_char_p
-        found.gradtrace_current_isa.restype = ctypes.c_char_p
-        found.gradtrace_use_isa.argtypes = [ctypes.c_char_p]
+    return None if found is None else _typed(found)
+
+
+@cache
+def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, told what its functions take."""
+    found.gradtrace_contract.argtypes = [ctypes.c_void_p]
+    found.gradtrace_isa.restype = ctypes.c_char_p
+    found.gradtrace_current_isa.restype = ctypes.c_char_p
+    found.gradtrace_use_isa.argtypes = [ctypes.c_char_p]
     return found
 
 
