@@ -105,19 +105,21 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+OFTEN = {"minimum": 40}
+"""How many times all pairs and elements are gone over, if more than 6: what is equal gets half by
+two routes, which are merged.
+"""
 
 
-def test_recording_does_work_for_the_pairs_alone(case: Case) -> None:
-    f, inputs = case
+@pytest.mark.parametrize("name", CASES)
+def test_recording_does_work_for_the_pairs_alone(name: str) -> None:
+    f, inputs = CASES[name]
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = f(*leaves)
     loss = (out * numbers(*out.shape, seed=1)).sum()
     size = sum(x.numel() for x in (out, *leaves))
     pairs = gt.graph(loss).scalar_edges
-    assert work(lambda: gt.program(loss)) < 50 * (pairs + size)
+    assert work(lambda: gt.program(loss)) < OFTEN.get(name, 6) * (pairs + size)
 
 
 POWERS = (0.5, 1, 1.5, 2, 3, float("inf"))
