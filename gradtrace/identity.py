@@ -292,7 +292,7 @@ class Walk:
             if name not in changed:
                 self.say(name)
                 self._held(cell, code)
-        for name in sorted(_names(code)) if own else ():
+        for name in sorted(_globals(code)) if own else ():
             if name in function.__globals__ and name not in changed:
                 self.say(name)
                 self._global(function.__globals__[name], code)
@@ -342,7 +342,18 @@ def _all(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType) -> set[str]:
+    """Names of globals and of attributes."""
     return {name for each in _all(code) for name in each.co_names}
+
+
+def _globals(code: CodeType) -> set[str]:
+    """Names that are looked up outside a function; an attribute may be called as a global is."""
+    return {
+        step.argval
+        for each in _all(code)
+        for step in dis.get_instructions(each)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    }
 
 
 def _stored(code: CodeType) -> frozenset[str]:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ class Gauge:
             self._times.append(now - self._last)
         if (step + 1) % max(1, self.total // 100) == 0:
             objects = len(gc.get_objects())
-            row = (step + 1, rss(), objects, handles(), median(self._times or [0.0]) * 1000)
+            row = (step + 1, rss(), objects, handles(), fmean(self._times or [0.0]) * 1000)
             self.rows.append(row)
             self._times.clear()
         self._last = time.process_time()
@@ -412,10 +412,11 @@ def threads(count: int, many: int, models: list[str]) -> int:
 
 
 def ranks(count: int) -> int:
-    """Tests of processes that do not go in step, again and again."""
+    """Tests of processes that measure together or do not go in step, again and again."""
     failed = 0
     for n in range(count):
-        command = [sys.executable, "-m", "pytest", "-q", str(HERE / "test_uneven.py")]
+        files = [str(HERE / f"test_{name}.py") for name in ("uneven", "group")]
+        command = [sys.executable, "-m", "pytest", "-q", *files]
         code = subprocess.run([*command, "-p", "no:cacheprovider"], check=False).returncode
         print(f"round {n + 1} of {count}: {'passed' if code == 0 else 'FAILED'}", flush=True)
         failed += code != 0

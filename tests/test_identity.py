@@ -235,6 +235,32 @@ def test_the_same_loss_is_recognised() -> None:
     assert identity(model, loss)[0].modules == before
 
 
+def test_a_global_with_the_name_of_an_attribute_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``a = gt.influence(model, ...)``, where the model has a module ``a``."""
+
+    def function(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x).square()
+
+    before = identity(net(), function)[0]
+    for name in ("a", "power", "square"):
+        monkeypatch.setattr(sys.modules[__name__], name, 5, raising=False)
+    assert identity(net(), function)[0] == before
+    monkeypatch.setattr(sys.modules[__name__], "loss", by_global)
+    assert identity(net(), function)[0] != before
+
+    def within(model: nn.Module, x: Tensor) -> Tensor:
+        class Inner:
+            scale = SCALE
+
+        return loss(model, x) * Inner.scale
+
+    inner = told(within)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 7.0)
+    assert told(within) != inner
+
+
 class Shy:
     """An object that does not want to be looked at."""
 
