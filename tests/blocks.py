@@ -25,6 +25,7 @@ import doctest
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fresh
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
@@ -42,6 +44,15 @@ LANGUAGES = {"python", "console", "output", "text"} | SITE
 MARK = re.compile(r"<!--\s*(file|exit|not run):\s*(.*?)\s*-->\s*", re.DOTALL)
 NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+SETTINGS = {
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "error",
+    "OMP_NUM_THREADS": "1",
+    "NO_COLOR": "1",
+    "COLUMNS": "100",
+}
+"""What commands find in the environment."""
+
 CONVENTION = "python, console, output or text, or a comment before it: see tests/blocks.py"
 
 
@@ -169,24 +180,20 @@ class Run:
         program = command.split()[0]
         if program not in ("gradtrace", "python"):
             raise block.fail(f"{program!r} is not run here; say so: <!-- not run: why -->")
+        if program == "gradtrace" and not re.search(r"[|<>;&]", command):
+            words = shlex.split(command.replace("\\\n", " "))
+            return fresh.python("-m", *words, cwd=self.folder, env=os.environ | SETTINGS)
         shims = self.folder / ".bin"
         shims.mkdir(exist_ok=True)
         for name, module in (("python", ""), ("gradtrace", "-m gradtrace")):
             shim = shims / name
             shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
             shim.chmod(0o755)
-        settings = {
-            "PATH": f"{shims}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": "error",
-            "OMP_NUM_THREADS": "1",
-            "NO_COLOR": "1",
-            "COLUMNS": "100",
-        }
+        path = f"{shims}{os.pathsep}{os.environ['PATH']}"
         return subprocess.run(
             ["bash", "-c", command],
             cwd=self.folder,
-            env=os.environ | settings,
+            env=os.environ | SETTINGS | {"PATH": path},
             capture_output=True,
             text=True,
             timeout=300,

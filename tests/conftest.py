@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else threads that wait take all cores
 
 import pytest
 import torch
@@ -72,6 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not _shares(item):
             place += f" {n if rank[id(item)] < len(SLOW) else n // CHUNK}"
         item.add_marker(pytest.mark.xdist_group(place))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there now stays: to look through a million objects takes half a second each time
+    that a test, or something that measures memory, collects garbage.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _shares(item: pytest.Item) -> bool:

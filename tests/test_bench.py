@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -283,7 +282,7 @@ def test_it_runs_with_torch_and_numpy_alone() -> None:
         "print(main(['--quick', '--device', 'cpu', '--only', 'gpu-contraction', '--only', 'x']))\n"
         "sys.exit(main(['--quick', '--device', 'cpu', '--only', 'gpu-contraction']))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = fresh.python("-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2\n# Benchmarks") and "| smaller | (1, 3, 5, 2) |" in done.stdout
     assert "there is no section 'x'" in done.stderr

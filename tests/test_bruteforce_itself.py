@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from bruteforce import Hop, NotFinite, Path, ScalarGraph, TooManyPaths, Weights, sharp
 from randomgraphs import NAMES, TRAITS, Rotate, Sample, build
+from thorough import few
 from torch import Tensor
 
-SEEDS = range(200)
+SEEDS = range(few(80, 200))
 
 
 def leaf(*numbers: float) -> Tensor:
@@ -402,7 +403,7 @@ def test_the_sum_over_paths_is_the_gradient(samples: list[Sample]) -> None:
 def test_blurred_programs_have_the_gradient_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn again for being ill-conditioned is not thereby hidden."""
     monkeypatch.setattr(randomgraphs, "BLUR", math.inf)
-    for sample in map(build, range(1000, 1100)):
+    for sample in map(build, range(1000, few(1040, 1100))):
         leaves = list(sample.leaves.values())
         wanted = torch.autograd.grad(sample.loss, leaves, allow_unused=True)
         largest = max((float(grad.abs().amax()) for grad in wanted if grad is not None), default=0)
@@ -413,7 +414,7 @@ def test_blurred_programs_have_the_gradient_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_both_ways_to_list_paths_agree(samples: list[Sample]) -> None:
-    for sample in samples[:60]:
+    for sample in samples[: few(20, 60)]:
         graph = sample.graph
         for name, x in sample.leaves.items():
             assert graph.table(name, Weights.count).flatten().tolist() == graph.count_paths(name)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -293,11 +294,11 @@ def test_a_script_can_do_as_it_likes(tmp_path: Path) -> None:
         "    return torch.ones(2, requires_grad=True).sum()\n"
         "def fails():\n    raise ValueError('own')\n"
     )
-    done = process("trace", f"{script}:loss", "--json", stdout=subprocess.PIPE)
+    done = fresh.python("-m", "gradtrace", "trace", f"{script}:loss", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["loss"] == [2.0]
     assert all(word in done.stderr for word in ("printed", "echoed", "written"))
-    done = process("trace", f"{script}:fails", "--debug", stdout=subprocess.PIPE)
+    done = fresh.python("-m", "gradtrace", "trace", f"{script}:fails", "--debug")
     assert done.returncode == WRONG and done.stdout == ""
     assert "raise ValueError('own')" in done.stderr and "tracing.py" not in done.stderr
     assert "loud.py, line 8: ValueError: own" in done.stderr

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import islice, product
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -281,10 +280,8 @@ def test_marks_of_other_dtypes() -> None:
 def test_the_environment_names_an_instruction_set(isa: str) -> None:
     """One that is not there is passed over."""
     code = "from gradtrace.kernels import contract; print(contract.isa(), contract.isas()[-1])"
-    run = [sys.executable, "-c", code]
-    environment = os.environ | {"GRADTRACE_ISA": isa}
-    told = subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout
-    used, best = told.split()
+    told = fresh.python("-c", code, check=True, env=os.environ | {"GRADTRACE_ISA": isa})
+    used, best = told.stdout.split()
     assert used == ("generic" if isa == "generic" else best)
 
 

@@ -6,12 +6,11 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -112,11 +111,8 @@ def test_a_link_that_leads_nowhere(tmp_path: Path, read: Any) -> None:
 def test_standard_input_is_read_if_it_is_a_file(tmp_path: Path) -> None:
     Writer(tmp_path / "run.jsonl", {}).close()
     code = "from gradtrace import history; print(len(history.read('/dev/stdin')))"
-    command = [sys.executable, "-c", code]
-    with open(tmp_path / "run.jsonl", "rb") as file:
-        assert subprocess.run(command, stdin=file, capture_output=True).stdout == b"0\n"
-    done = subprocess.run(command, input=b"{}", capture_output=True, text=False)
-    assert b"device or a pipe: copy it to a file first" in done.stderr
+    assert fresh.python("-c", code, stdin=tmp_path / "run.jsonl").stdout == "0\n"
+    assert "device or a pipe: copy it to a file first" in fresh.python("-c", code).stderr
 
 
 def test_a_file_replaced_meanwhile_is_read_as_it_was(
@@ -165,7 +161,7 @@ def left(folder: Path) -> list[str]:
 def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     at = tmp_path / "x"
     at.write_text("old")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(at)])
+    done = fresh.python("-c", KILLED, str(at))
     assert done.returncode == -signal.SIGKILL and at.read_text() == "old"
     assert len(left(tmp_path)) == 1
     files.put(tmp_path / "y", "text")

@@ -22,6 +22,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from thorough import few
 from torch import Tensor, nn
 
 import gradtrace
@@ -201,7 +202,7 @@ def exact(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-@settings(max_examples=150)
+@settings(max_examples=few(40, 150))
 @given(st.dictionaries(st.text(st.characters(), max_size=5), json_values, max_size=4))
 @example({"$int": "0x5"})
 @example({"$float": {"$float": "nan"}, "$x": {"$$int": math.nan}})
@@ -751,7 +752,7 @@ def test_with_any_bit_flipped_it_is_refused(at: Path, whole: bytes) -> None:
                 assert "its checksum is wrong" in message
 
 
-@settings(max_examples=300)
+@settings(max_examples=few(50, 300))
 @given(st.data())
 def test_with_any_byte_changed_it_is_refused(
     tmp_path_factory: pytest.TempPathFactory, whole: bytes, data: st.DataObject
@@ -770,7 +771,7 @@ def test_padding_counts_too(at: Path, whole: bytes) -> None:
     refused(at, "its checksum is wrong")
 
 
-@settings(max_examples=200)
+@settings(max_examples=few(50, 200))
 @given(st.data())
 def test_pieces_moved_or_added_are_refused(
     tmp_path_factory: pytest.TempPathFactory, whole: bytes, data: st.DataObject
@@ -786,7 +787,7 @@ def test_pieces_moved_or_added_are_refused(
         refused(at)
 
 
-@settings(max_examples=300)
+@settings(max_examples=few(50, 300))
 @given(st.binary(max_size=200))
 @example(b"\x02\0\0\0\0\0\0\0{}")
 def test_noise_is_refused(tmp_path_factory: pytest.TempPathFactory, blob: bytes) -> None:
@@ -806,7 +807,7 @@ hostile_specs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=few(50, 400))
 @given(
     st.dictionaries(st.sampled_from(["t0", "t1", "t00", "", "t-1"]), hostile_specs, max_size=3),
     st.binary(max_size=16),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import Tensor, nn
@@ -121,7 +120,7 @@ print(len(CASES), "cases")
 
 def test_deep_graphs_are_freed_at_once_on_small_stacks() -> None:
     """Whatever goes last: the loss, a trace, an intermediate value, a node; after an error too."""
-    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True)
+    done = fresh.python("-c", DEEP)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "17 cases\n"
 

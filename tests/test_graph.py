@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import few
 from torch import Tensor, nn
 
 import gradtrace
@@ -452,13 +453,13 @@ def expressions(draw: Any) -> Tensor:
     return pool[-1].sum()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(25, 60), deadline=None)
 @given(expressions())
 def test_edges_are_the_entries_of_the_jacobians(loss: Tensor) -> None:
     assert gradtrace.graph(loss).scalar_edges == brute_force(loss)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(15, 40), deadline=None)
 @given(expressions())
 def test_vertices_are_the_outputs_of_the_nodes(loss: Tensor) -> None:
     total = 0

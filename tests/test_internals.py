@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch.utils import checkpoint
@@ -133,9 +134,7 @@ def test_importing_says_so_at_once() -> None:
         broken
         + "import gradtrace as gt\ntry: gt.watch\nexcept gt.errors.GradtraceError as e: print(e)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = fresh.python("-c", script, check=True)
     assert "torch.autograd._get_sequence_nr is gone" in done.stdout
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import few
 from torch import Tensor
 
 from gradtrace import kernels
@@ -83,7 +84,7 @@ def test_three_loops(kind: str, shape: tuple[int, int, int, int]) -> None:
     check(*pair(kind, shape))
 
 
-@settings(max_examples=60)
+@settings(max_examples=few(25, 60))
 @given(st.data(), *[st.integers(0, 3)] * 4)
 def test_any_numbers(data: st.DataObject, i: int, m: int, k: int, n: int) -> None:
     numbers = st.one_of(

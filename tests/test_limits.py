@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,11 +154,7 @@ except gt.errors.TooLarge as error:
 
 
 def limited(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout
+    return fresh.python("-c", SCRIPT, *words, check=True).stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")

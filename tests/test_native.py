@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 from gradtrace.errors import GradtraceError
@@ -28,13 +28,7 @@ print("library" if native.library() else "no library")
 
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    return fresh.python("-c", SCRIPT, env={**os.environ, **environment}, check=True)
 
 
 def test_without_the_library_results_are_the_same_and_one_line_says_so(tmp_path: Path) -> None:

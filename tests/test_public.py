@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import fresh
 import pytest
 
 import gradtrace
@@ -294,9 +293,7 @@ def test_experiments_use_public_names(path: Path) -> None:
 
 def modules_after(code: str) -> set[str]:
     script = f"{code}\nimport sys\nprint(*sorted(m.split('.')[0] for m in sys.modules))"
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return set(fresh.python("-c", script, check=True).stdout.split())
 
 
 def test_importing_gradtrace_imports_nothing_heavy() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,9 +75,7 @@ def test_the_model_is_not_needed(tmp_path: Path) -> None:
     made = trace()
     made.save(tmp_path / "x.gradtrace")
     code = "import gradtrace as gt; print(gt.load('x.gradtrace').influence())"
-    out = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    out = fresh.python("-c", code, cwd=tmp_path, check=True)
     assert out.stdout.strip() == str(made.influence())
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
+from thorough import few
 from torch import Tensor
 
 import gradtrace
 from gradtrace import engine
 
-MANY = 100_000
+MANY = few(10_000, 100_000)
 ROUNDS = 12
 """How often a pass is run again: what each leaves behind, were it one object, is seen in fewer."""
 
@@ -34,20 +34,20 @@ def branches(operators: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["kahn", "creation"])
 @pytest.mark.parametrize(("make", "slope"), [(chain, -1.0), (branches, -float(MANY))])
-def test_100_000_operators(make, slope: float, schedule: str) -> None:
+def test_many_operators(make, slope: float, schedule: str) -> None:
     loss, leaf = make(MANY)
     found = gradtrace.backward(loss, names={"x": leaf}, schedule=schedule)
     assert found["x"].tolist() == [slope, slope]
 
 
 @pytest.mark.parametrize(("make", "slope"), [(chain, -1.0), (branches, -float(MANY))])
-def test_100_000_operators_recorded(make, slope: float) -> None:
+def test_many_operators_recorded(make, slope: float) -> None:
     loss, leaf = make(MANY)
     found = engine.run(gradtrace.program(loss), gradtrace.SUM)
     assert found[leaf].tolist() == [slope, slope]
 
 
-def test_graph_of_100_000_operators() -> None:
+def test_graph_of_many_operators() -> None:
     loss, leaf = chain(MANY)
     graph = gradtrace.graph(loss, names={"x": leaf})
     assert len(graph) == MANY + 1
@@ -56,29 +56,36 @@ def test_graph_of_100_000_operators() -> None:
 
 
 FREE = """
-import torch, gradtrace
+import sys, threading, torch, gradtrace
 from test_scale import chain
-for what in (gradtrace.backward, gradtrace.program, gradtrace.graph):
-    loss, leaf = chain(100_000)
+
+def walked(what):
+    loss, leaf = chain(int(sys.argv[1]))
     what(loss)
-    del loss, leaf
-loss, leaf = chain(100_000)
-loss = loss * torch.ones(()).requires_grad_().exp()
-loss.backward(retain_graph=False)
-try:
-    gradtrace.backward(loss)
-except gradtrace.errors.FreedGraph:
-    pass
-del loss
-print("done")
+
+def freed():
+    loss, leaf = chain(int(sys.argv[1]))
+    loss = loss * torch.ones(()).requires_grad_().exp()
+    loss.backward(retain_graph=False)
+    try:
+        gradtrace.backward(loss)
+    except gradtrace.errors.FreedGraph:
+        print("done")
+
+threading.stack_size(1 << 20)
+for what in (gradtrace.backward, gradtrace.program, gradtrace.graph):
+    thread = threading.Thread(target=walked, args=(what,))
+    thread.start()
+    thread.join()
+thread = threading.Thread(target=freed)
+thread.start()
+thread.join()
 """
 
 
 def test_a_deep_graph_that_was_walked_can_be_freed() -> None:
     """Nodes that Python has seen free one another by recursion, unless we see to it."""
-    command = [sys.executable, "-c", FREE]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = fresh.python("-c", FREE, str(MANY), cwd=Path(__file__).parent, check=True)
     assert done.stdout == "done\n"
 
 
@@ -107,7 +114,7 @@ def refused(loss):
         raise AssertionError("the graph is freed")
 
 def freed(_):
-    loss, leaf = chain(1_000)
+    loss, leaf = chain(300)
     loss = loss * leaf.exp().sum()  # what exp saves is gone after backward
     loss.backward()
     leaf.grad = None
@@ -116,7 +123,7 @@ def freed(_):
 found = {}
 for make, act in ((chain, walked), (branches, walked), (chain, recorded), (branches, recorded),
                   (freed, refused)):
-    loss, leaf = make(1_000)
+    loss, leaf = make(300)
     counts = []
     gc.collect()
     gc.freeze()  # what is there already is not looked through again and again
@@ -135,9 +142,7 @@ def left() -> dict[str, list[list[int]]]:
     """How many tensors and objects there are after each pass, in a process in which no other test
     left threads or garbage behind.
     """
-    command = [sys.executable, "-c", LEFT, str(ROUNDS)]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = fresh.python("-c", LEFT, str(ROUNDS), cwd=Path(__file__).parent, check=True)
     found: dict[str, list[list[int]]] = json.loads(done.stdout)
     return found
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import few
 from torch import Tensor, nn
 
 import gradtrace
@@ -79,7 +80,7 @@ def assert_scheduled(graph: Plain, order: list[int]) -> None:
 
 
 @pytest.mark.parametrize("walk", [kahn, recursive])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=few(30, 80), deadline=None)
 @given(dags())
 def test_each_node_once_after_its_users(walk: Callable[..., None], graph: Plain) -> None:
     order: list[int] = []
@@ -93,7 +94,7 @@ def test_each_node_once_after_its_users(walk: Callable[..., None], graph: Plain)
     assert_scheduled(graph, order)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=few(30, 80), deadline=None)
 @given(dags())
 def test_creation_visits_each_node_once_after_its_users(graph: Plain) -> None:
     order: list[int] = []
@@ -101,7 +102,7 @@ def test_creation_visits_each_node_once_after_its_users(graph: Plain) -> None:
     assert_scheduled(graph, order)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(25, 60), deadline=None)
 @given(dags())
 def test_pending_counts_edges_not_nodes(graph: Plain) -> None:
     uses, known = pending(0, edges_in(graph))
@@ -111,7 +112,7 @@ def test_pending_counts_edges_not_nodes(graph: Plain) -> None:
         assert uses[node] == sum(graph[user].count(node) for user in inside)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=few(30, 80), deadline=None)
 @given(dags(), st.randoms(use_true_random=False))
 def test_creation_never_visits_a_node_too_early(graph: Plain, random: Any) -> None:
     """Whatever the numbers say: a schedule, or an error."""

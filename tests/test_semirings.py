@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import few
 from torch import Tensor
 
 import gradtrace
@@ -240,7 +241,7 @@ def one(semiring: Semiring, shape: Sequence[int] = ()) -> Value:
 
 @every
 @pytest.mark.parametrize("law", LAWS)
-@settings(max_examples=12)
+@settings(max_examples=few(5, 12))
 @given(st.data())
 def test_laws(semiring: Semiring, law: str, data: st.DataObject) -> None:
     a, b, c = (data.draw(values(semiring, 4)) for _ in range(3))
@@ -248,7 +249,7 @@ def test_laws(semiring: Semiring, law: str, data: st.DataObject) -> None:
 
 
 @every
-@settings(max_examples=40)
+@settings(max_examples=few(15, 40))
 @given(st.data())
 def test_lift_multiplies(semiring: Semiring, data: st.DataObject) -> None:
     a, b = (data.draw(derivatives(semiring, 6)) for _ in range(2))
@@ -273,7 +274,7 @@ def test_entropy_of_nothing_is_zero() -> None:
     assert torch.equal(ENTROPY.entropy(with_zero), torch.zeros(2))
 
 
-@settings(max_examples=50)
+@settings(max_examples=few(15, 50))
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
 def test_entropy_is_that_of_the_distribution_of_paths(weights: list[float]) -> None:
     w = torch.tensor(weights, dtype=torch.float64)
@@ -316,7 +317,7 @@ def test_fold(semiring: Semiring, n: int) -> None:
 
 
 @every
-@settings(max_examples=12)
+@settings(max_examples=few(5, 12))
 @given(st.data(), st.sets(st.integers(0, 2)), st.booleans())
 def test_reduce(semiring: Semiring, data: st.DataObject, dims: set[int], negative: bool) -> None:
     x = data.draw(values(semiring, 2, 3, 2))
@@ -338,7 +339,7 @@ def test_reduce_of_nothing_is_zero(semiring: Semiring, shape: tuple[int, int]) -
 
 
 @every
-@settings(max_examples=25)
+@settings(max_examples=few(10, 25))
 @given(st.data(), st.integers(0, 9), st.integers(0, 4))
 def test_scatter(semiring: Semiring, data: st.DataObject, n: int, size: int) -> None:
     x = data.draw(values(semiring, n))
@@ -559,7 +560,7 @@ def test_topk_of_no_number_is_refused(k: Any) -> None:
 # TopK against all products -----------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=few(25, 60))
 @given(st.integers(1, 6), st.data())
 def test_topk_is_the_k_largest_of_all_paths(k: int, data: st.DataObject) -> None:
     """Fewer paths than k leave zeros; equal ones count one by one."""
@@ -877,7 +878,7 @@ def test_exact_counts_through_a_convolution() -> None:
 
 # Deep graphs -------------------------------------------------------------------------------------
 
-DEEP = 10_000
+DEEP = few(4_000, 10_000)
 
 
 def repeated(factors: Iterable[float], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -902,7 +903,7 @@ DEPTHS: dict[str, tuple[Semiring, tuple[float, ...]]] = {
 }
 
 
-def test_a_chain_of_ten_thousand() -> None:
+def test_a_deep_chain() -> None:
     x, loss = repeated([0.5] * DEEP)
     program = gradtrace.program(loss, names={"x": x})
     for name, (semiring, wanted) in DEPTHS.items():
@@ -912,7 +913,7 @@ def test_a_chain_of_ten_thousand() -> None:
         run(program, MAX)
 
 
-def test_backward_of_a_chain_of_ten_thousand() -> None:
+def test_backward_of_a_deep_chain() -> None:
     x, loss = repeated([0.5] * DEEP)
     assert float(gradtrace.backward(loss, Max(log=True), names={"x": x})["x"]) == -DEEP
 

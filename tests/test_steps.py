@@ -12,6 +12,7 @@ import torch
 from test_carry import odd, same
 from test_maps import KINDS, Make, apart, maker, one_gradient_a_sample, whole
 from test_maps import numbers as along_a_line
+from thorough import few
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
@@ -143,7 +144,8 @@ def test_tally(kind: str, shape: tuple[int, ...], threads: int) -> None:
 @pytest.mark.parametrize("dtype", [*TYPES, torch.bfloat16], ids=str)
 def test_sums_are_the_same(runs: int, dtype: torch.dtype, threads: int) -> None:
     """To the bit, in long runs of one mark and in short ones, over several chunks."""
-    for n, count in ((200_001, 7), (200_002, 7), (90_001, 129), (100_003, 200_000)):
+    most = few(50_000, 200_000)
+    for n, count in ((most + 1, 7), (most + 2, 7), (70_001, 129), (most // 2 + 3, most)):
         gradient = numbers("generic", torch.float64, n).to(dtype) * 1.7
         marks = marks_like(torch.zeros(-(-n // runs)), count).repeat_interleave(runs)[:n]
         found, plain = (
@@ -425,7 +427,9 @@ def lines_of(kind: str, n: int, dtype: torch.dtype) -> Lines:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 16, 17, 65, 127, 300, 768])
+@pytest.mark.parametrize(
+    "n", [1, 2, 16, 17, 65, 127, 300, pytest.param(768, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_lines_of_rank_two(kind: str, n: int, dtype: torch.dtype, threads: int) -> None:
     how = lines_of(kind, n, dtype)

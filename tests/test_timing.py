@@ -123,12 +123,10 @@ def test_there_must_be_something_to_run_over() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
+def _alone() -> None:
     """What other tests left in this process is not looked at: growth is told as a share of all."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def loop(kind: str, steps: int = 60) -> gt.timing[None]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from torch import Tensor, nn
@@ -193,8 +192,8 @@ def test_a_forked_process_leaves_the_file_alone(tmp_path: Path) -> None:
         monitor.step(model(torch.ones(1, 2)).sum())
         # The program ends without a close.
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
-    subprocess.run([*command, str(tmp_path / "run.jsonl")], check=True, timeout=200)
+    words = ("-W", "ignore", "-c", textwrap.dedent(script), str(tmp_path / "run.jsonl"))
+    fresh.python(*words, check=True)
     found = history.read(tmp_path / "run.jsonl")
     assert found.steps == (0, 1) and not found.running and not found.notes
     lines = (tmp_path / "run.jsonl").read_text().splitlines()

@@ -6,12 +6,11 @@ import csv
 import io
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import fresh
 import pytest
 import torch
 
@@ -105,8 +104,15 @@ def test_it_opens_on_what_the_trace_says(network: pages.Made, look: Opener) -> N
 
 
 @pytest.mark.parametrize("tab", TABS)
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    ("size", "dark"),
+    [
+        pytest.param(DESK, False, id="light-desk"),
+        pytest.param(PHONE, True, id="dark-phone"),
+        pytest.param(DESK, True, id="dark-desk", marks=pytest.mark.thorough),
+        pytest.param(PHONE, False, id="light-phone", marks=pytest.mark.thorough),
+    ],
+)
 def test_every_tab_is_accessible(
     tab: str, size: tuple[int, int], dark: bool, network: pages.Made, look: Opener
 ) -> None:
@@ -218,9 +224,7 @@ def test_the_time_to_open_is_measured_on_every_tab(network: pages.Made) -> None:
         "import sys, pathlib; from gradtrace.bench.opening import opened; "
         "print([(each.tab, each.nodes > 0) for each in opened(pathlib.Path(sys.argv[1]), 1)])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(network.file)], capture_output=True, text=True, check=True
-    )
+    done = fresh.python("-c", code, str(network.file), check=True)
     assert eval(done.stdout) == [("overview", False), ("graph", True), ("paths", False)]
 
 

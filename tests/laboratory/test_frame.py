@@ -230,7 +230,7 @@ def alive(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_killed_in_the_middle_it_goes_on_to_the_same_table(
     mine: Path, tmp_path: Path, workers: int
 ) -> None:
@@ -487,6 +487,7 @@ def test_two_ranks_give_the_same_table(mine: Path, whole: Path, tmp_path: Path) 
     assert table(tmp_path / "two") == table(whole)
 
 
+@pytest.mark.thorough
 def test_torchrun_gives_the_same_table(mine: Path, whole: Path, tmp_path: Path) -> None:
     """The command itself, which sets up its ranks in its own way."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
