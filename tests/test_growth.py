@@ -17,6 +17,7 @@ from gradtrace import groups, marks
 from gradtrace.autograd import Outputs
 from gradtrace.components import Routes
 from gradtrace.following import Kept
+from gradtrace.kernels import native
 
 Loss: TypeAlias = Callable[[], Tensor]
 Made: TypeAlias = tuple[nn.Module, Loss]
@@ -242,6 +243,7 @@ def test_marks_of_few_bits_are_not_compared_with_every_component(
         entries += found.numel()
         return found
 
+    monkeypatch.setattr(native, "library", lambda: None)  # which goes over bits alone
     monkeypatch.setattr(groups, "_hits", counted)
     monkeypatch.setattr(groups, "ENTRIES", (1 << 18, 1 << 18))
     model, loss = labelled(600)
@@ -262,3 +264,25 @@ def test_marks_of_one_high_bit_have_different_keys(monkeypatch: pytest.MonkeyPat
     assert found is not None
     firsts, which = found
     assert len(firsts) == 64 * 5 and np.array_equal(words[firsts][which], words)
+
+
+class Unhashed(int):
+    """A number that nobody puts in a set or looks up: powers of two have 61 different hashes."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_bits_of_labels_are_not_hashed() -> None:
+    bits = [Unhashed(1 << n) for n in range(1, 41)] * 2
+    numbers, palette = marks.sliced(torch.ones(1, 80, dtype=torch.int32), marks.Palette(), 1, bits)
+    assert [palette.marks()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiled library")
+@pytest.mark.parametrize(
+    ("name", "kind", "most"), [("residual", "modules", 850), ("labelled", "labels", 21)]
+)
+def test_a_layer_takes_few_calls(name: str, kind: str, most: int) -> None:
+    """Of Python and of torch, for influence: a small layer takes as long as they do."""
+    found = [work_of(name, n)[kind] for n in (SIZE, 2 * SIZE)]
+    assert found[1] - found[0] < most * SIZE

@@ -105,8 +105,8 @@ CASES: dict[str, Case] = {
 }
 
 
-OFTEN = {"minimum": 40}
-"""How many times all pairs and elements are gone over, if more than 6: what is equal gets half by
+OFTEN = {"minimum": 40, "pdist": 4}
+"""How many times all pairs and elements are gone over at most, if not 6: what is equal gets half by
 two routes, which are merged.
 """
 
