@@ -50,7 +50,7 @@ class Shards:
         self.line: Line | None = None
         if there and together is not False and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+            store = dist.distributed_c10d._get_default_store()  # a group tells its own since 2.9
             _numbers[called] += 1
             prefix = f"gradtrace/monitor/{called}/{_numbers[called]}"
             self.line = Line(store, prefix, self.rank, self.world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 import subprocess
@@ -125,6 +127,66 @@ def test_every_private_name_of_torch_is_listed() -> None:
     on_a_gpu = {"_C._cuda_getCurrentRawStream"}
     listed = {re.sub(r"(_C\.\w+)\..*", r"\1", name.path) for name in internals.NAMES}
     assert used - on_a_gpu <= listed, "list them in internals.NAMES, with what they are for"
+
+
+WITH_A_WAY_ROUND = {
+    "torch.backends.fp32_precision": "kernels.exact: torch 2.8 and older have allow_tf32 alone",
+    "torch.backends.cudnn.conv": "the same",
+    "torch._C._get_graph_exec_group": "passes: torch 2.9 and older count by uuid",
+    "torch._C._set_graph_exec_group": "the same",
+    "torch.utils.checkpoint.GraphExecGroup": "the same",
+    "torch._C._cuda_getCurrentRawStream": "in builds for CUDA, which alone come to it",
+    "torch.cuda._utils._nvrtc_compile": "kernels.launch: without it, plain torch on the GPU",
+}
+
+
+def test_every_name_of_torch_that_is_read_exists() -> None:
+    """Of all sources, also those that run on a GPU or in a group: nothing that this torch lacks."""
+    root = Path(internals.__file__).parent
+    paths = set().union(*(named(ast.parse(file.read_text())) for file in root.rglob("*.py")))
+    assert len(paths) > 300
+    lacking = {path for path in paths if not exists(path)}
+    assert lacking <= WITH_A_WAY_ROUND.keys()
+
+
+def named(tree: ast.AST) -> set[str]:
+    """The names under ``torch`` that a source reads, in full."""
+    short, found = {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                short[name.asname or name.name.partition(".")[0]] = (
+                    name.name if name.asname else name.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for name in node.names:
+                short[name.asname or name.name] = f"{node.module}.{name.name}"
+                found.add(f"{node.module}.{name.name}")
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.insert(0, node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name) and node.id in short:
+            found.add(".".join([short[node.id], *parts]))
+    return {path for path in found if path.startswith("torch.") and "tensorboard" not in path}
+
+
+def exists(path: str) -> bool:
+    """Whether it can be read, or imported; of values only the first name is looked at."""
+    found: Any = torch
+    parts = path.split(".")
+    for end in range(2, len(parts) + 1):
+        if not isinstance(found, (types.ModuleType, type)):
+            return True
+        try:
+            found = getattr(found, parts[end - 1])
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(parts[:end]))
+            except ImportError:
+                return False
+    return True
 
 
 def test_importing_says_so_at_once() -> None:

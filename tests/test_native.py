@@ -8,9 +8,10 @@ from pathlib import Path
 
 import fresh
 import pytest
+import torch
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import native
+from gradtrace.kernels import launch, native
 
 SCRIPT = """
 import torch, gradtrace as gt
@@ -56,3 +57,20 @@ def test_what_a_kernel_could_not_do_is_raised(status: int, error: type[Exception
     native.checked(0)
     with pytest.raises(error):
         native.checked(status)
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, ValueError, TypeError])
+def test_a_torch_that_compiles_otherwise_leaves_the_gpu_to_plain_torch(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def module(*_: object) -> None:
+        raise error("not as it was")
+
+    monkeypatch.setattr(launch, "_module", module)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert launch._compiles.__wrapped__(0, "contract.cu") is False
+    assert "without its CUDA kernels of contract.cu, slower: not as it was" in caplog.text
+
+
+def test_what_is_compiled_comes_alone_or_with_a_name() -> None:
+    assert launch._binary(b"text") == launch._binary((b"text", "name")) == b"text"

@@ -167,7 +167,7 @@ def _compiles(device: int, file: str) -> bool:
         return False
     try:
         _module(device, file, FIRST.get(file, ()))
-    except (RuntimeError, OSError, AttributeError, ImportError) as error:
+    except Exception as error:  # the driver, the compiler, or a torch that has it not or otherwise
         _log.warning("gradtrace runs without its CUDA kernels of %s, slower: %s", file, error)
         return False
     return True
@@ -181,10 +181,15 @@ def _module(device: int, file: str, defines: tuple[str, ...]) -> ctypes.c_void_p
     text = source(file, defines)
     with torch.cuda.device(device):
         torch.zeros((), device=f"cuda:{device}")  # there is a context then
-        binary, _ = _nvrtc_compile(text, names(text)[0])
+        binary = _binary(_nvrtc_compile(text, names(text)[0]))
         module = ctypes.c_void_p()
         _checked(_driver().cuModuleLoadData(ctypes.byref(module), binary))
     return module
+
+
+def _binary(made: bytes | tuple[bytes, str]) -> bytes:
+    """What was compiled; since torch 2.10 a name comes with it."""
+    return made if isinstance(made, bytes) else made[0]
 
 
 @cache
