@@ -522,6 +522,7 @@ def with_a_hook(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 PARTS: dict[str, tuple[nn.Module, bool]] = {  # and whether torch 2.6 makes one graph of it
     "plain": (nn.Linear(4, 4), True),
     "inherited forward": (Inherits(4, 4), True),
@@ -535,6 +536,8 @@ PARTS: dict[str, tuple[nn.Module, bool]] = {  # and whether torch 2.6 makes one 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.filterwarnings("ignore")
 def test_modules_can_be_compiled_while_somebody_listens(name: str) -> None:
+    if name == "own forward" and (2, 9) <= VERSION < (2, 13):
+        pytest.skip("the compiler of torch 2.9 to 2.12 refuses a forward that is set on a module")
     part, whole = PARTS[name]
     model, x = nn.Sequential(nn.Linear(4, 4), part), torch.randn(2, 4)
     wanted = model(x)
