@@ -62,7 +62,7 @@ wheel: $(VENV)/.developed
 # The tests on many versions of torch and Python; writes docs/versions.md. See .ci/matrix.py.
 matrix: $(VENV)/.developed
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/matrix .
-	CELLS="$(CELLS)" FULL="$(FULL)" SAMPLE="$(SAMPLE)" CUDA="$(CUDA)" \
+	CELLS="$(CELLS)" FULL="$(FULL)" SAMPLE="$(SAMPLE)" CUDA="$(CUDA)" WORKERS="$(WORKERS)" KEEP="$(KEEP)" \
 	$(BIN)/python .ci/matrix.py build/matrix/gradtrace-*.whl
 
 # torch comes first and by version: a plain request for it would fetch gigabytes of CUDA. To keep

@@ -9,6 +9,8 @@ A cell whose torch or Python is not to be had is a row that says so, and the com
     make matrix FULL=1                   # all tests
     make matrix CELLS="2.8.0:3.12"       # one cell; the other rows stay as they are
     make matrix CUDA=1                   # with NVIDIA's packages, where torch wants them
+    make matrix WORKERS=1                # one process for tests, in place of one for each core
+    make matrix KEEP=1                   # environments stay, and are used again with a new wheel
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -53,7 +56,23 @@ CORE = (
     "tests/test_contract.py",
     "tests/test_kernels.py",
     "tests/test_steps.py",
+    "tests/test_exact.py",
+    "tests/test_undisturbed.py",
+    "tests/test_freed.py",
+    "tests/test_wrapped.py",
+    "tests/test_touched.py",
+    "tests/test_plain.py",
+    "tests/test_calls.py",
+    "tests/test_several_outputs.py",
+    "tests/test_sparse.py",
+    "tests/test_identity.py",
 )
+ALWAYS = (
+    "tests/test_exact.py",
+    "tests/test_monitor.py::test_compiled_models[inner]",
+    "tests/test_monitor.py::test_training_has_the_same_bits[Checkpointed]",
+)
+"""What versions of torch have been found to differ in: these all run in every cell."""
 TESTING = [
     "transformers",
     "pytest",
@@ -116,15 +135,20 @@ def install(python: Path, *what: object) -> None:
         run("uv", "pip", "install", "--quiet", "--python", python, *what)
     else:
         pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
-        run(*pip, "--disable-pip-version-check", "--no-warn-conflicts", *what)
+        words = ("--force-reinstall" if word == "--reinstall" else word for word in what)
+        run(*pip, "--disable-pip-version-check", "--no-warn-conflicts", *words)
 
 
 def environment(torch: str, version: str, wheel: Path, at_lowest: bool) -> Path:
     """A fresh environment with torch, the wheel and what tests need; its Python."""
-    where = FOLDER / "env"
+    name = f"env-{torch}-{version}" + "-lowest" * at_lowest if keep() else "env"
+    where, whole = FOLDER / name, FOLDER / name / "whole"
+    python = where / "bin" / "python"
+    if keep() and whole.exists():
+        install(python, "--no-deps", "--reinstall", wheel)
+        return python
     shutil.rmtree(where, ignore_errors=True)
     run(interpreter(version), "-m", "venv", "--without-pip", where)
-    python = where / "bin" / "python"
     if os.environ.get("CUDA") == "1":
         install(python, f"torch=={torch}")
     else:
@@ -148,7 +172,13 @@ def environment(torch: str, version: str, wheel: Path, at_lowest: bool) -> Path:
             ),
         )
     run(python, "-c", "import torch")
+    whole.touch()
     return python
+
+
+def keep() -> bool:
+    """Whether environments are used again."""
+    return os.environ.get("KEEP") == "1"
 
 
 def share() -> int:
@@ -156,18 +186,20 @@ def share() -> int:
     return int(os.environ.get("SAMPLE") or (1 if os.environ.get("FULL") == "1" else 6))
 
 
-def tests(python: Path, workers: str, name: str) -> dict[str, int]:
-    """Run them beside the installed package, not in the checkout; how many passed, failed, ..."""
+def tests(python: Path, workers: str, name: str, at_lowest: bool) -> dict[str, int]:
+    """Run them beside the installed package, not in the checkout; how many passed, failed, ...
+
+    And the seconds that they took of a processor.
+    """
     where, report = FOLDER / "tests", FOLDER / "report.xml"
     shutil.rmtree(where, ignore_errors=True)
     report.unlink(missing_ok=True)
     where.mkdir()
-    for name in run(
-        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
-    ).stdout.splitlines():
-        if not name.startswith("gradtrace/") and (ROOT / name).exists():
-            (where / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, where / name)
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for file in listed.stdout.splitlines():
+        if not file.startswith("gradtrace/") and (ROOT / file).exists():
+            (where / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, where / file)
     full = os.environ.get("FULL") == "1"
     chosen = ["tests"] if full else [c for c in CORE if (ROOT / c.split("::")[0]).exists()]
     command = [
@@ -178,11 +210,14 @@ def tests(python: Path, workers: str, name: str) -> dict[str, int]:
         "-n",
         workers,
         f"--junitxml={report}",
+        *(("-W", "ignore::DeprecationWarning") if at_lowest else ()),
         *chosen,
     ]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / ".ci")}
     settings["GRADTRACE_SAMPLE"] = f"{share()}:{name}"
+    settings["GRADTRACE_ALWAYS"] = " ".join(ALWAYS)
     settings.pop("GRADTRACE_NATIVE", None)
+    before = processor()
     with (FOLDER / "log.txt").open("w") as log:
         subprocess.run([str(c) for c in command], cwd=where, env=settings, stdout=log, stderr=log)
     if not report.exists():
@@ -194,7 +229,14 @@ def tests(python: Path, workers: str, name: str) -> dict[str, int]:
         "passed": counts["tests"] - failed - counts["skipped"],
         "failed": failed,
         "skipped": counts["skipped"],
+        "seconds": round(processor() - before),
     }
+
+
+def processor() -> float:
+    """Seconds of a processor that the commands run so far have taken."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def cell(name: str, wheel: Path, workers: str) -> list[str]:
@@ -209,11 +251,11 @@ def cell(name: str, wheel: Path, workers: str) -> list[str]:
         show = "import platform, numpy; print(platform.python_version(), numpy.__version__)"
         row[1], number = run(python, "-c", show).stdout.split()
         row[2] += f" (numpy {number})"
-        counts = tests(python, workers, name)
+        counts = tests(python, workers, name, bool(rest))
     except Unavailable as error:
         text = re.sub(r"(\w+://)?/\S+", "...", str(error)).replace("|", "/")
         print(f"NOT RUN: torch {torch} with Python {version}: {error}", file=sys.stderr)
-        return [*row, what, "**not run**", "", "", today(), text]
+        return [*row, what, "**not run**", "", "", "", today(), text]
     took = f"{(time.monotonic() - started) / 60:.0f} min"
     print(f"torch {torch}, Python {version}: {counts} in {took}", flush=True)
     log = FOLDER / "log.txt"
@@ -224,7 +266,7 @@ def cell(name: str, wheel: Path, workers: str) -> list[str]:
             file=sys.stderr,
         )
     shutil.copy(log, FOLDER / f"log-{name.replace(':', '-')}.txt")
-    numbers = [str(counts[key]) for key in ("passed", "failed", "skipped")]
+    numbers = [str(counts[key]) for key in ("passed", "failed", "skipped", "seconds")]
     return [*row, what, *numbers, today(), ""]
 
 
@@ -241,6 +283,7 @@ HEAD = [
     "passed",
     "failed",
     "skipped",
+    "CPU seconds",
     "on",
     "why not",
 ]
@@ -248,11 +291,13 @@ TEXT = """# Versions
 
 `make matrix` runs the tests on each of these, in a fresh environment with the wheel of the
 checkout, and writes this page. *Core* is SUM against autograd for a tenth of PyTorch's operator
-database, the architectures, hooks, `watch`, the monitor, files and the kernels against their
-reference; of these each cell runs one test in six, other ones in each, unless `SAMPLE=1` is given.
-`make matrix FULL=1` runs everything. *Lowest* has the lowest version of every dependency
-that is allowed. Tests that need a GPU, a browser or a package that is not installed are skipped. A
-torch built for CUDA is run on the CPU, with stand-ins for NVIDIA's libraries.
+database, the architectures, hooks, `watch`, the monitor, files, freed memory and the kernels
+against their reference. Of these each cell runs the share that its row tells, other tests in each,
+and all of those in which versions were found to differ. `make matrix SAMPLE=1` runs the whole core,
+`make matrix FULL=1` the whole suite. *Lowest* has the lowest version of every dependency that is
+allowed, whose warnings of deprecation among themselves are no errors there. Tests that need a GPU,
+a browser or a package that is not installed are skipped. A torch built for CUDA is run on the CPU,
+with stand-ins for NVIDIA's libraries.
 
 """
 NOTES = """
@@ -290,7 +335,7 @@ def main() -> int:
     """Run the cells; 1 if any failed or could not be run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--workers", default="auto")
+    parser.add_argument("--workers", default=os.environ.get("WORKERS") or "auto")
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     chosen = os.environ.get("CELLS", "").split() or CELLS
