@@ -79,9 +79,10 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable ".[experiments]"
 	touch $@
 
-$(VENV)/.developed: $(VENV)/.torch $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch $@ $(VENV)/.installed
+# What is installed already is not built again: only what developing needs comes on top.
+$(VENV)/.developed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet "gradtrace[dev]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

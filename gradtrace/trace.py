@@ -510,7 +510,7 @@ class Trace:
             for found in tracer.run_pairs(seed, pairs):
                 yield found, found.gradient
             return
-        plain = Tracer(self.program, "gradient").run_pairs(seed, pairs)
+        plain = Tracer(self.program, "gradient", narrow=narrow).run_pairs(seed, pairs)
         for found, other in zip(tracer.run_pairs(seed, pairs), plain):
             yield found, other.gradient
 

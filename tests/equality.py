@@ -42,6 +42,7 @@ from operators import CPU, Problem, entries, label, makers
 import gradtrace
 from gradtrace import engine
 from gradtrace.kernels import between, contract, launch, reference, rows, steps
+from gradtrace.kernels.gpu import Lying
 from gradtrace.maps import Normaliser
 from gradtrace.marks import Marks
 from gradtrace.semirings import MAX
@@ -98,8 +99,24 @@ def _merged(
     steps._merge(size, marks, value, other, shift)
 
 
+def _carried(
+    a: Tensor, b: Tensor, marks: Tensor, how: Lying, shape: tuple[int, ...], value: bool
+) -> reference.Contraction | None:
+    (i, m, n), k = how.shape, how.k
+    if not (i and m and n and k):
+        return None
+    left, right = a.as_strided((i, m, k), how.a), b.as_strided((i, n, k), how.b).mT
+    words = marks.as_strided((i, n, k) if how.of_b else (i, m, k), how.marks)
+    words = words.mT if how.of_b else words
+    found = reference.contraction(left, right, value=value, marks=words, of_b=how.of_b)
+    assert found.marks is not None
+    largest = None if found.value is None else found.value.reshape(shape)
+    return reference.Contraction(largest, None, found.marks.reshape(shape))
+
+
 DEFINITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     contract.contraction: reference.contraction,
+    contract.carried: _carried,
     reference.argmax: reference.argmax,
     steps.merge: _merged,
     steps.tally: _tallied,
@@ -120,7 +137,7 @@ IN_PLACE = {steps.merge}
 
 DERIVED = {
     *("largest", "winner", "magnitude", "summed", "together", "reduction", "on_gpu", "joint"),
-    *("survivors", "compiled", "isa", "isas", "use_isa", "flat"),
+    *("survivors", "compiled", "isa", "isas", "use_isa", "flat", "serving"),
 }
 """Functions of the kernels' modules that are made of these, or only tell something."""
 
