@@ -119,13 +119,13 @@ class Groups(NamedTuple):
         paths = self.totals()
         missing = torch.zeros(able.shape[1], 1, dtype=torch.float64, device=device)
         missing.index_add_(0, where, (lent(totals, device) - paths).unsqueeze(1))
-        found = torch.zeros(2, count, pairs, 2, dtype=torch.float64, device=device)
+        found = torch.zeros(2, pairs, count, 2, dtype=torch.float64, device=device)
         if pairs == 1:  # what could pass is added up by leaf first
             by_leaf = torch.zeros(able.shape[1], 2, dtype=torch.float64, device=device)
-            by_leaf.index_add_(0, where[self.leaf], both)
+            _add_rows(by_leaf, where[self.leaf], both)
             missing = torch.cat([missing, by_leaf], 1)
         told = _product(able, missing, entries)
-        found[0, :, 0] += told[:, 1:] if pairs == 1 else 0
+        found[0, 0] += told[:, 1:] if pairs == 1 else 0
         width = max(self.rows.shape[1], 1)
         columns = _columns(bits, 64 * width, device)
         most = _most(columns, count, width, entries)
@@ -136,27 +136,37 @@ class Groups(NamedTuple):
             marks = self.rows[self.row[some]] | self.extra[leaf]
             if pairs > 1:
                 could = able.index_select(1, here)
-                for k in (0, 1):
-                    found[0, :, :, k].index_add_(1, pair, could * both[some, k])
+                _add_rows(found[0], pair, could.mT.unsqueeze(2) * both[some].unsqueeze(1))
             few = _few(marks, columns, count)
             if few is not None:
                 row, component = few
                 mine = (owners[:, here[row]] != component).all(0)
                 row, component = row[mine], component[mine]
-                line = found[1].view(count * pairs, 2)
-                line.index_add_(0, component * pairs + pair[row], both[some][row])
+                line = found[1].view(pairs * count, 2)
+                _add_rows(line, pair[row] * count + component, both[some][row])
                 continue
             passing = _hits(marks, columns, count, owners[:, here])
             if pairs == 1:
-                found[1, :, 0] += passing.double() @ both[some]
+                found[1, 0] += passing.double() @ both[some]
                 continue
-            for k in (0, 1):
-                found[1, :, :, k].index_add_(1, pair, passing * both[some, k])
+            _add_rows(found[1], pair, passing.mT.unsqueeze(2) * both[some].unsqueeze(1))
         odd = (sums != self.sums).any().double()
         line = torch.cat([odd.reshape(1), told[:, 0], found.reshape(-1)]).cpu()  # one wait
         unlike, unreached, rest = np.split(line.numpy(), [1, 1 + count])
-        eligible, through = rest.reshape(found.shape).transpose(0, 2, 1, 3)
+        eligible, through = rest.reshape(found.shape)
         return Sums(eligible, through, unreached, not unlike.any())
+
+
+def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """``total[index[n]] += rows[n]``, in the order of ``n``, so that sums are always the same bits.
+
+    On a GPU ``index_add_`` adds in whatever order threads come, and ``index_put_`` sorts first; on
+    the CPU it is the other way round.
+    """
+    if total.is_cuda:
+        total.index_put_((index,), rows, accumulate=True)
+    else:
+        total.index_add_(0, index, rows)
 
 
 def _owners(reach: Reach, count: int, device: torch.device) -> Tensor:

@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import devices
+import numpy as np
 import pytest
 import torch
+from test_groups import drawn
 from test_maps import KINDS
 
 from gradtrace import memory
+from gradtrace.groups import Reach, groups_of
 from gradtrace.kernels import gpu, plans, reference
+from gradtrace.marks import words_of
 
 SHAPES = [
     (1, 128, 128, 300),
@@ -159,6 +163,25 @@ def test_influence_does_not_depend_on_what_is_counted_together(
         wanted = devices.influences("cuda", dtype, pairs), devices.cancelling("cuda")
         monkeypatch.setattr(memory, "ROOM", room)
         assert (devices.influences("cuda", dtype, pairs), devices.cancelling("cuda")) == wanted
+
+
+@on_a_gpu
+@pytest.mark.parametrize("pairs", [1, 7])
+def test_sums_over_components_are_always_the_same_bits(pairs: int) -> None:
+    """Many terms for each pair and component, of all sizes, so that any other order would show."""
+    bits = [1, 1 << 61 | 1 << 72, 1 << 60, 2 << 60]
+    here = [
+        each._replace(counts=each.counts.cuda(), sums=torch.randn_like(each.sums).exp().cuda())
+        for each in drawn(3, 2000, pairs)
+    ]
+    everything = Reach(words_of([(1 << 100) - 1] * 40), np.zeros((2, 0), np.int64))
+    place, totals = [n % 40 for n in range(len(here))], np.full(len(here), 99.0)
+    first, *others = (
+        groups_of(here).added(pairs, everything, place, totals, bits) for _ in range(10)
+    )
+    assert first.through.any()
+    for other in others:
+        assert all(np.array_equal(mine, wanted) for mine, wanted in zip(other, first))
 
 
 @on_a_gpu

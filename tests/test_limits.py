@@ -9,6 +9,7 @@ from typing import Any
 import fresh
 import pytest
 import torch
+from sanitized import UNSANITIZED
 from torch import Tensor, nn
 
 import gradtrace as gt
@@ -164,6 +165,7 @@ def test_ulimit_is_seen_before_the_work_begins() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+@UNSANITIZED
 def test_an_allocation_that_fails_says_what_was_asked_and_what_there_is() -> None:
     said = limited("RLIMIT_DATA", "Data", "unseen")
     assert "ran out of memory" in said and "MiB more were asked for" in said

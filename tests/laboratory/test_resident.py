@@ -12,6 +12,7 @@ from statistics import median
 
 import pytest
 import torch
+from sanitized import UNSANITIZED
 from torch import nn
 
 from gradtrace.laboratory import resident
@@ -20,8 +21,9 @@ from gradtrace.laboratory.resident import apart
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new process finds this file."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    """A new process finds this file, and what it imports."""
+    for folder in (Path(__file__).parents[1], Path(__file__).parent):
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 LINUX = pytest.mark.skipif(not resident.REFS.exists(), reason="told by Linux")
@@ -49,6 +51,7 @@ def wide() -> float:
 
 
 @LINUX
+@UNSANITIZED
 def test_peak_memory_is_that_of_the_time_since_and_of_what_was_freed() -> None:
     """Medians: the system may take away or bring back pages of code at any time."""
     found = apart(f"{__name__}:rises", *[64, 32] * 5)
