@@ -21,6 +21,7 @@ from gradtrace.atlas import Atlas
 from gradtrace.autograd import is_number
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.formulas import Formulas
+from gradtrace.gradient import RECENT
 from gradtrace.hooks import HookWatch
 from gradtrace.nodes import _CALLS, JOINTS, NODES, summed
 from gradtrace.semirings import COUNT, MAX
@@ -268,6 +269,14 @@ def test_every_row_has_a_case() -> None:
 def _large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the gradients of all leaves put off, and of none."""
     monkeypatch.setattr(capture, "LARGE", request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks() -> None:
+    """Hooks that were registered before a test do not concern the graph that it makes: else all of
+    its nodes would be looked into, in case a hook stands on them.
+    """
+    RECENT.refresh()
 
 
 @pytest.mark.parametrize(("name", "n"), ROWS)
