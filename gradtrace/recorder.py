@@ -29,7 +29,7 @@ CONVOLUTION = aten.convolution_backward.default
 ZEROS = aten._efficientzerotensor.default
 """Makes a tensor without memory: maps and kernels want one with it."""
 
-FUSED = frozenset({linear.OPENED["_scaled_dot_product_flash_attention_for_cpu_backward"]})
+FUSED = frozenset(rule for name, rule in linear.OPENED.items() if "attention" in name)
 """Decompositions of what is several operators for the user."""
 
 
