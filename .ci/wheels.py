@@ -164,9 +164,9 @@ def from_sources() -> None:
     run(*pip, sources, env=variables)
     lend_packages(where)
     show = (
-        "import torch, gradtrace as gt; from gradtrace.kernels import native\n"
+        "import torch, gradtrace as gt; from gradtrace.kernels import cpu_library\n"
         "x = torch.ones(3, 3, requires_grad=True)\n"
-        "print(gt.trace((x @ x).sum()).influence(), native.library(), gt.__file__)"
+        "print(gt.trace((x @ x).sum()).influence(), cpu_library.library(), gt.__file__)"
     )
     told = run(python, "-c", show, cwd=where, env=variables)
     for text in ("without its compiled kernels", "None", str(where)):

@@ -10,7 +10,7 @@ import torch
 from stage import Loss, show, traced, trained
 from torch import Tensor, nn
 
-from gradtrace.tables import Column, Table
+from gradtrace.io.table import Column, Table
 from gradtrace.trace import Trace
 
 WORDS, LENGTH, MASK = 12, 8, 1

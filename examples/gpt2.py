@@ -11,7 +11,7 @@ from stage import Loss, show, trained
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.tables import Column, Table
+from gradtrace.io.table import Column, Table
 from gradtrace.trace import Trace
 
 WORDS, WIDTH, HEADS, LAYERS, HALF = 16, 32, 4, 2, 8

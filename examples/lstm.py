@@ -11,9 +11,9 @@ import torch
 from stage import Loss, show, trained
 from torch import Tensor, nn
 
-from gradtrace.paths import Path
-from gradtrace.tables import Column, Table
+from gradtrace.io.table import Column, Table
 from gradtrace.trace import Trace
+from gradtrace.tracing.paths import Path
 
 KEYS, NOISE, STEPS, WIDTH = 4, 4, 8, 16
 GATES = ("input", "forget", "candidate", "output")

@@ -9,9 +9,9 @@ import torch
 from stage import Loss, show, trained
 from torch import Tensor, nn
 
-from gradtrace.influence import Influence
-from gradtrace.tables import Column, Table
+from gradtrace.io.table import Column, Table
 from gradtrace.trace import Trace
+from gradtrace.tracing.influence import Influence
 
 WORDS, LENGTH, LAYERS = 8, 10, 2
 

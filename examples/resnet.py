@@ -10,7 +10,7 @@ from stage import Loss, show, trained
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.tables import Column, Table
+from gradtrace.io.table import Column, Table
 from gradtrace.trace import Trace
 
 PIXELS, BLOCKS = 16, 4

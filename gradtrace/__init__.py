@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradtrace import errors, semirings, testing
-    from gradtrace.ablation import ablate
     from gradtrace.api import backward, enumerate_paths, graph, program, trace
-    from gradtrace.check import check
-    from gradtrace.dataset import influence
-    from gradtrace.labels import label
-    from gradtrace.monitor import Monitor
-    from gradtrace.saving import load
+    from gradtrace.autodiff.labels import label
+    from gradtrace.distributed.dataset_influence import influence
+    from gradtrace.profiling.timing import timing
+    from gradtrace.report.saving import load
     from gradtrace.semirings import SUM
-    from gradtrace.timing import timing
-    from gradtrace.watching import watch
+    from gradtrace.session import watch
+    from gradtrace.tools.ablation import ablate
+    from gradtrace.tools.gradcheck import check
+    from gradtrace.training.monitor import Monitor
 
 __all__ = [  # noqa: RUF022  # plainly sorted
     "Monitor",
@@ -48,20 +48,20 @@ __all__ = [  # noqa: RUF022  # plainly sorted
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Monitor": "monitor",
+    "Monitor": "training.monitor",
     "SUM": "semirings",
-    "ablate": "ablation",
+    "ablate": "tools.ablation",
     "backward": "api",
-    "check": "check",
+    "check": "tools.gradcheck",
     "enumerate_paths": "api",
     "graph": "api",
-    "influence": "dataset",
-    "label": "labels",
-    "load": "saving",
+    "influence": "distributed.dataset_influence",
+    "label": "autodiff.labels",
+    "load": "report.saving",
     "program": "api",
-    "timing": "timing",
+    "timing": "profiling.timing",
     "trace": "api",
-    "watch": "watching",
+    "watch": "session",
 }
 """Where the names above are made, of those that are no modules themselves."""
 

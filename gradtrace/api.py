@@ -11,22 +11,24 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradtrace import autograd, engine, memory, waiting
-from gradtrace.atlas import Atlas, Gradients, Lazy
-from gradtrace.border import admit, isolated
-from gradtrace.capture import DENSE_LIMIT, record
-from gradtrace.deferred import Deferred, sizes_of
+from gradtrace.autodiff import nodes
+from gradtrace.autodiff.backward import RECENT, first_nonfinite, gradient, seed_of
+from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.loss_checks import admit, isolated
+from gradtrace.autodiff.names import Atlas, Gradients, Lazy
+from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, Unsupported
-from gradtrace.gradient import RECENT, first_nonfinite, gradient, seed_of
-from gradtrace.graph import Graph, build
-from gradtrace.hooks import HookWatch
-from gradtrace.paths import Paths
-from gradtrace.plain import numbers_of
-from gradtrace.program import Leaf, Program
-from gradtrace.schedules import walk
+from gradtrace.graphs.graph import Graph, build
+from gradtrace.ir import interpreter, memory
+from gradtrace.ir.lazy_gradient import Deferred, sizes_of
+from gradtrace.ir.program import Leaf, Program
+from gradtrace.kernels import sync
+from gradtrace.kernels.sync import look
+from gradtrace.pytorch.plain_tensors import numbers_of
+from gradtrace.recording.record import DENSE_LIMIT, record
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
-from gradtrace.waiting import look
+from gradtrace.tracing.paths import Paths
 
 T = TypeVar("T")
 
@@ -194,7 +196,7 @@ def backward_of(
     else:
         memory.see_recording(loss)
         recorded = record(loss, seed, atlas, watch, schedule, bare=True)
-        found = list(engine.run(recorded, semiring).items())
+        found = list(interpreter.run(recorded, semiring).items())
         notes = tuple(dict.fromkeys(recorded.notes()))
     RECENT.refresh()
     named = Gradients(*_named(found, atlas, loss), notes)
@@ -317,8 +319,8 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     """The leaves of a loss in the order of its graph."""
     found: list[Tensor] = []
 
-    def visit(node: autograd.Node, _: autograd.Edges) -> None:
-        if type(node) is autograd.ACCUMULATE:
+    def visit(node: nodes.Node, _: nodes.Edges) -> None:
+        if type(node) is nodes.ACCUMULATE:
             found.append(node.variable)
 
     walk(loss, visit)
@@ -379,7 +381,7 @@ def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
     for grad in chain.from_iterable(map(numbers_of, grads)):
         if grad.itemsize == 1:  # PyTorch does not add up float8
             grad = grad.float()
-        if waiting.avoid(grad) and grad.numel():
+        if sync.avoid(grad) and grad.numel():
             away.setdefault((grad.dtype, grad.device), []).append(grad)
         elif grad.numel() < SMALL:
             kinds.setdefault((grad.dtype, grad.device, grad.shape), []).append(grad)

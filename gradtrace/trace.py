@@ -14,25 +14,26 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from gradtrace import engine, memory, saving
 from gradtrace import report as reports
-from gradtrace.atlas import Lazy, unknown
-from gradtrace.border import isolated
-from gradtrace.coarse import Coarse
-from gradtrace.components import Chosen, Component, Components, Survey
+from gradtrace.autodiff.fingerprints import Prints
+from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.autodiff.names import Lazy, unknown
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow, flow_of, measure
-from gradtrace.following import Kept
-from gradtrace.influence import Influence, checked_weight
-from gradtrace.marks import Marks, Palette
-from gradtrace.pairs import Pairs
-from gradtrace.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
-from gradtrace.prints import Prints
-from gradtrace.program import Program
+from gradtrace.ir import interpreter, memory
+from gradtrace.ir.program import Program
+from gradtrace.report import saving
 from gradtrace.semirings import Count
-from gradtrace.states import State
-from gradtrace.tally import Tally
-from gradtrace.tracing import Found, Tracer
+from gradtrace.tracing.components import Chosen, Component, Components, Survey
+from gradtrace.tracing.influence import Influence, checked_weight
+from gradtrace.tracing.path_search import Kept
+from gradtrace.tracing.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
+from gradtrace.tracing.per_sample import Pairs
+from gradtrace.tracing.provenance import Marks, Palette
+from gradtrace.tracing.tally import Tally
+from gradtrace.tracing.tensor_paths import Coarse
+from gradtrace.tracing.traced_value import State
+from gradtrace.tracing.tracer import Found, Tracer
 
 SAMPLED = 10_000
 """The elements whose paths tell influence in a report where there is no memory for all."""
@@ -187,7 +188,7 @@ class Trace:
             f"there are more than {limit:,} paths; raise limit, or take a smaller graph. "
             "gradtrace.backward(loss, gradtrace.semirings.COUNT) tells how many there are"
         )
-        counts = engine.run(self.program, Count(log=True)).values()  # before any is listed
+        counts = interpreter.run(self.program, Count(log=True)).values()  # before any is listed
         if sum(2.0 ** min(float(n), 999.0) for c in counts for n in c.reshape(-1)) > limit:
             raise few
         found: list[Path] = []

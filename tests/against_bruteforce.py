@@ -11,11 +11,11 @@ from randomgraphs import Sample
 from torch import Tensor
 
 import gradtrace as gt
-from gradtrace import engine
 from gradtrace import semirings as S
-from gradtrace.paths import Path
-from gradtrace.program import Program
+from gradtrace.ir import interpreter
+from gradtrace.ir.program import Program
 from gradtrace.trace import Trace
+from gradtrace.tracing.paths import Path
 
 K = 4
 
@@ -37,7 +37,7 @@ def check(sample: Sample, paths: int = 6) -> None:
 
 def check_semirings(program: Program, trace: Trace, graph: ScalarGraph, sample: Sample) -> None:
     values = {
-        semiring.name: engine.run(program, semiring)
+        semiring.name: interpreter.run(program, semiring)
         for semiring in (S.SUM, S.ABS, S.MAX, S.EXTREMES, S.ENTROPY, S.TopK(K), S.COUNT, S.BOOL)
     }
     exact = sharp(graph, sample.loss, sample.leaves) and not hazy(sample)

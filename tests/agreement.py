@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import gradtrace
-from gradtrace import engine
 from gradtrace.api import program
-from gradtrace.atlas import Atlas
-from gradtrace.gradient import RECENT, gradient
+from gradtrace.autodiff.backward import RECENT, gradient
+from gradtrace.autodiff.names import Atlas
+from gradtrace.ir import interpreter
 
 
 def fast(loss: Tensor) -> dict[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def fast(loss: Tensor) -> dict[Tensor, Tensor]:
 
 def recorded(loss: Tensor) -> dict[Tensor, Tensor]:
     """Every leaf's gradient by recording the backward program and running it in SUM."""
-    return engine.run(program(loss), gradtrace.SUM)
+    return interpreter.run(program(loss), gradtrace.SUM)
 
 
 WAYS = {"fast": fast, "recorded": recorded}

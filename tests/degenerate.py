@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gradtrace.laboratory import results
-from gradtrace.laboratory.findings import Experiment, Row
+from gradtrace.experiments.harness import results
+from gradtrace.experiments.harness.findings import Experiment, Row
 
 KINDS: dict[str, Callable[[float, int], float]] = {
     "equal": lambda value, place: 0.005859375,  # 6 KiB of a MiB: what a process's pages come to

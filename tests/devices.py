@@ -21,19 +21,26 @@ from test_steps import every_pair as all_pairs
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace import rules
-from gradtrace.influence import Influence
-from gradtrace.kernels import between, gpu, launch, native, reference, steps
-from gradtrace.kernels.between import larger
-from gradtrace.kernels.leaves import Leaves
+from gradtrace.ir.program import Step, Term
+from gradtrace.kernels import (
+    cpu_library,
+    cuda_contraction,
+    cuda_launch,
+    cuda_steps,
+    reference,
+    steps,
+)
+from gradtrace.kernels.cuda_batched_tally import Leaves
+from gradtrace.kernels.cuda_steps import larger
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
 from gradtrace.kernels.steps import Lines
-from gradtrace.maps import Contract, Identity, Normaliser
-from gradtrace.marks import Palette
-from gradtrace.program import Step, Term
-from gradtrace.rules import Greedy
+from gradtrace.linops import Contract, Identity, Normaliser
 from gradtrace.semirings import TopK
-from gradtrace.states import Scope, State
+from gradtrace.tracing import rules
+from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.provenance import Palette
+from gradtrace.tracing.rules import Greedy
+from gradtrace.tracing.traced_value import Scope, State
 
 NAN, INF = math.nan, math.inf
 MAKERS = {"generic": maker, "ties": whole, "odd": odd}
@@ -44,8 +51,8 @@ WIDE = FLOATS[:2]
 def plainly(f: Callable[..., Any], *given: Any, **more: Any) -> Any:
     """Neither compiled nor on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
-        patch.setattr(launch, "serves", lambda *_: False)
+        patch.setattr(cpu_library, "library", lambda: None)
+        patch.setattr(cuda_launch, "serves", lambda *_: False)
         return f(*given, **more)
 
 
@@ -112,7 +119,7 @@ def sent(x: Matrices, device: str) -> Matrices:
 def contracted(device: str, a: Matrices, b: Matrices, **how: Any) -> None:
     """What ``gpu`` gives and what the reference does."""
     here: dict[str, Any] = {k: sent(x, device) if k == "marks" else x for k, x in how.items()}
-    found = gpu.contraction(sent(a, device), sent(b, device), **here)
+    found = cuda_contraction.contraction(sent(a, device), sent(b, device), **here)
     alike(found, reference.contraction(a, b, **how))
 
 
@@ -693,20 +700,20 @@ def numbering(device: str, large: bool) -> None:
     shared memory, as they lie in memory.
     """
     shapes = [(), (0, 3), (37,), (2, 3, 4), (70, 301)] + [(1024, 3000)] * large
-    for shape, count in product(shapes, (1, 33, 1000, 32 * between.SHARED // 4 + 999)):
+    for shape, count in product(shapes, (1, 33, 1000, 32 * cuda_steps.SHARED // 4 + 999)):
         for given in strided(words(math.prod(shape), count).reshape(shape).to(device)):
             _numbered(given, count)
     _numbered(words(5, 9).to(device).expand(3, 4, 5), 9)
     odd = torch.tensor([-1, 0, 2, 5, 130, 1 << 30], dtype=torch.int32, device=device)
-    assert _bits(between.used(odd, 3))[:3] == [1, 0, 1]
+    assert _bits(cuda_steps.used(odd, 3))[:3] == [1, 0, 1]
     table = torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
-    found = between.renumbered(odd, table)
+    found = cuda_steps.renumbered(odd, table)
     assert found is not None
     assert found.tolist() == [0, 7, 9, 0, 0, 0]
     many = torch.zeros([2] * 9, dtype=torch.int32, device=device).permute(8, 6, 4, 2, 0, 7, 5, 3, 1)
-    assert between.used(many, 5) is None
-    assert between.used(odd.long(), 5) is None
-    assert between.renumbered(odd.long(), table) is None
+    assert cuda_steps.used(many, 5) is None
+    assert cuda_steps.used(odd.long(), 5) is None
+    assert cuda_steps.renumbered(odd.long(), table) is None
 
 
 def _bits(words: Tensor | None) -> list[int]:
@@ -716,13 +723,13 @@ def _bits(words: Tensor | None) -> list[int]:
 
 def _numbered(given: Tensor, count: int) -> None:
     wanted = torch.bincount(given.cpu().reshape(-1), minlength=count) > 0
-    there = between.used(given, count)
+    there = cuda_steps.used(given, count)
     assert _bits(there)[:count] == wanted.tolist()
     assert there is not None
     wanted[:1] = False
-    same(between.closed(there, count), (wanted.cumsum(0) * wanted).int())
+    same(cuda_steps.closed(there, count), (wanted.cumsum(0) * wanted).int())
     table = words(count, 1 << 30, 5).to(given.device)
-    found = between.renumbered(given, table)
+    found = cuda_steps.renumbered(given, table)
     assert found is not None
     same(found, table[given].cpu())
     assert found.stride() == table[given].stride() or not found.numel()

@@ -40,15 +40,15 @@ from architectures import ARCHITECTURES
 from operators import CPU, Problem, entries, label, makers
 
 import gradtrace
-from gradtrace import engine
-from gradtrace.kernels import between, contract, launch, reference, rows, steps
-from gradtrace.kernels.gpu import Lying
-from gradtrace.maps import Normaliser
-from gradtrace.marks import Marks
+from gradtrace.ir import interpreter
+from gradtrace.kernels import cuda_launch, cuda_steps, max_contraction, reference, rows, steps
+from gradtrace.kernels.cuda_contraction import Lying
+from gradtrace.linops import Normaliser
 from gradtrace.semirings import MAX
-from gradtrace.states import solid
 from gradtrace.trace import Trace
-from gradtrace.tracing import Tracer
+from gradtrace.tracing.provenance import Marks
+from gradtrace.tracing.traced_value import solid
+from gradtrace.tracing.tracer import Tracer
 
 DEVICE = torch.device(os.environ.get("GRADTRACE_DEVICE", "cpu"))
 SPARSE = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
@@ -72,7 +72,7 @@ def _normalised(
     how: steps.Lines,
     marks: Tensor | None = None,
     value: bool = True,
-    lies: between.Lies | None = None,
+    lies: cuda_steps.Lies | None = None,
 ) -> steps.Chosen:
     """As ``maps.normaliser`` has it, where no kernel can serve."""
     rank, shape = len(how.left), tuple(how.x.shape)
@@ -115,8 +115,8 @@ def _carried(
 
 
 DEFINITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    contract.contraction: reference.contraction,
-    contract.carried: _carried,
+    max_contraction.contraction: reference.contraction,
+    max_contraction.carried: _carried,
     reference.argmax: reference.argmax,
     steps.merge: _merged,
     steps.tally: _tallied,
@@ -180,8 +180,8 @@ def defined() -> Iterator[Counter[str]]:
             for word, value in list(vars(module).items()):
                 if callable(value) and _known(value, by):
                     put.append((module, word, value))
-    by[launch.serves] = lambda *_: False  # what only a GPU has, as leaves counted together
-    put.append((launch, "serves", launch.serves))
+    by[cuda_launch.serves] = lambda *_: False  # what only a GPU has, as leaves counted together
+    put.append((cuda_launch, "serves", cuda_launch.serves))
     try:
         for module, word, value in put:
             setattr(module, word, by[value])
@@ -214,7 +214,7 @@ def outcome(trace: Trace, marks: Marks, kinds: dict[int, int], paths: int = 0) -
     """Values in MAX; by each rule the mark of every element, the table, some paths."""
     program, tensors, tables = trace.program, {}, {}
     leaves = {leaf.tensor: str(leaf.value) for leaf in program.leaves}
-    for tensor, value in engine.run(program, MAX).items():
+    for tensor, value in interpreter.run(program, MAX).items():
         tensors[f"MAX of {leaves[tensor]}"] = value
     for rule in RULES:
         here = dataclasses.replace(trace, rule=rule)
@@ -348,7 +348,7 @@ def check_architecture(name: str, device: torch.device = DEVICE, paths: int = 40
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     leaves = list(named.values())
     wanted = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    assert_agree(engine.run(trace.program, gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(trace.program, gradtrace.SUM), leaves, wanted)
     ours = {named[name]: grad for name, grad in trace.gradients.items() if name in named}
     assert_agree(ours, leaves, wanted)
     return Checked(assert_equal(trace, paths), [])

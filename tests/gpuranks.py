@@ -19,7 +19,7 @@ from ranks import Batch, failure, loader
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import wrapped
+from gradtrace.distributed import unwrap
 
 
 def losses(net: nn.Module, batch: Batch) -> Tensor:
@@ -62,7 +62,7 @@ def sharded(device: str) -> Iterator[tuple[str, object]]:
     yield "fsdp", gt.influence(net, losses, loader()).to_dict()
     yield "fsdp is sharded", all(hasattr(p, "full_tensor") for p in net.parameters())
     yield "fsdp refused", failure(lambda: gt.watch(net).__enter__())
-    with wrapped.gathered(net), gt.watch(net) as watch:
+    with unwrap.gathered(net), gt.watch(net) as watch:
         traced = watch.trace(losses(net, next(iter(loader()))).sum()).influence()
     yield "fsdp gathered", traced.to_dict()
     losses(net, next(iter(loader()))).sum().backward()  # type: ignore[no-untyped-call]

@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import history, runs
 from gradtrace.errors import GradtraceError
+from gradtrace.runs import history
+from gradtrace.training import run_report
 
 BLANK = b"0" * 64
 SECONDS, BYTES = 10.0, 10**9
@@ -94,14 +95,14 @@ def read_trace(blob: bytes, folder: Path) -> None:
 
 
 def make_views(folder: Path) -> list[bytes]:
-    runs.keep(folder / "made.gradtrace", runs.seen(traced(), 7, 10))
+    run_report.keep(folder / "made.gradtrace", run_report.seen(traced(), 7, 10))
     return [(folder / "made.gradtrace").read_bytes()]
 
 
 def read_view(blob: bytes, folder: Path) -> None:
     (folder / "file.gradtrace").write_bytes(blob)
-    seen = runs.kept(folder / "file.gradtrace")
-    runs.write_report(history.History({}), seen, folder / "out.html")
+    seen = run_report.kept(folder / "file.gradtrace")
+    run_report.write_report(history.History({}), seen, folder / "out.html")
 
 
 def make_runs(folder: Path) -> list[bytes]:
@@ -120,7 +121,7 @@ def make_runs(folder: Path) -> list[bytes]:
 def read_run(blob: bytes, folder: Path) -> None:
     path = folder / "file.jsonl"
     path.write_bytes(blob)
-    found = runs.report_run(path, folder / "out.html")
+    found = run_report.report_run(path, folder / "out.html")
     repr(found), found.components, found.losses, found.cost, found.last
     for record in found.records:
         history.scalars(record), str(record.influence)
@@ -163,7 +164,7 @@ Method: m
 
 Seeds: s
 """
-from gradtrace.laboratory.findings import Findings, Seeds, Table
+from gradtrace.experiments.harness.findings import Findings, Seeds, Table
 QUICK = FULL = {"n": 3}
 SEEDS, TIMED = Seeds(1, 1), False
 def cells(settings, seeds): return [{"k": k} for k in range(settings["n"])]
@@ -176,8 +177,8 @@ def conclude(rows):
 
 
 def experiment(folder: Path) -> Any:
-    from gradtrace.laboratory.command import Asked, run
-    from gradtrace.laboratory.loading import Source
+    from gradtrace.experiments.harness.command import Asked, run
+    from gradtrace.experiments.harness.loading import Source
 
     (folder / "mine.py").write_text(EXPERIMENT)
     return run(
@@ -205,7 +206,7 @@ def make_results(folder: Path) -> list[bytes]:
 
 
 def read_results(blob: bytes, folder: Path) -> None:
-    from gradtrace.laboratory.publishing import gather
+    from gradtrace.experiments.harness.publishing import gather
 
     other = folder / "out" / "other"
     other.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import gradtrace as gt
-from gradtrace import wrapped
-from gradtrace.influence import Influence
+from gradtrace.distributed import unwrap
+from gradtrace.tracing.influence import Influence
 
 Batch = tuple[Tensor, Tensor]
 SIZE = 22
@@ -260,7 +260,7 @@ def sharded(rank: int) -> Iterator[tuple[str, object]]:
         yield f"{name} is sharded", all(hasattr(p, "full_tensor") for p in net.parameters())
         if dtype is None:
             yield "fsdp refused", failure(lambda: gt.watch(net).__enter__())  # noqa: B023
-            with wrapped.gathered(net), gt.watch(net) as watch:
+            with unwrap.gathered(net), gt.watch(net) as watch:
                 traced = watch.trace(losses(net, next(iter(loader())))).influence()
             yield "fsdp gathered", traced.to_dict()
         losses(net, next(iter(loader()))).sum().backward()

@@ -36,7 +36,8 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import files, history
+from gradtrace.io import container as files
+from gradtrace.runs import history
 
 HERE = Path(__file__).parent
 
@@ -289,7 +290,7 @@ Method: Sums.
 Seeds: Of the numbers.
 """
 import torch
-from gradtrace.laboratory.findings import Findings, Seeds, Table
+from gradtrace.experiments.harness.findings import Findings, Seeds, Table
 
 QUICK = FULL = {"n": 12}
 SEEDS = Seeds(quick=1, full=1)
@@ -309,8 +310,8 @@ def conclude(rows):
 
 
 def experiment(folder: Path) -> None:
-    from gradtrace.laboratory.command import Asked, run
-    from gradtrace.laboratory.loading import Source
+    from gradtrace.experiments.harness.command import Asked, run
+    from gradtrace.experiments.harness.loading import Source
 
     path = folder / "mine.py"
     if not path.exists():
@@ -320,7 +321,7 @@ def experiment(folder: Path) -> None:
 
 
 def left_experiment(folder: Path) -> None:
-    from gradtrace.laboratory.journal import _lines
+    from gradtrace.experiments.harness.journal import _lines
 
     for path in (folder / "out" / "mine" / "rows").glob("*.jsonl"):
         list(_lines(path))

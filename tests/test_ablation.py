@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace.ablation import Rule, ablate
-from gradtrace.calls import listeners_of
+from gradtrace.autodiff.hooks import NEVER, HookWatch
+from gradtrace.autodiff.labels import CUTS, label, labels_of
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.hooks import NEVER, HookWatch
-from gradtrace.labels import CUTS, label, labels_of
+from gradtrace.pytorch.module_calls import listeners_of
+from gradtrace.tools.ablation import Rule, ablate
 
 
 @pytest.fixture(autouse=True)
@@ -959,7 +959,7 @@ def test_an_error_while_entering(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("gradtrace.ablation.Slices.begin", interrupt)
+        patch.setattr("gradtrace.tools.ablation.Slices.begin", interrupt)
         with pytest.raises(KeyboardInterrupt), ablate(model, "embed", "head", "label:a"):
             pass
     assert state_of(model) == before

@@ -12,12 +12,12 @@ from architectures import ARCHITECTURES
 from thorough import few, some
 
 import gradtrace
-from gradtrace import engine
-from gradtrace.marks import Marks
-from gradtrace.paths import Paths
-from gradtrace.program import HOOKS
+from gradtrace.ir import interpreter
+from gradtrace.ir.program import HOOKS
 from gradtrace.trace import Trace
-from gradtrace.tracing import Tracer
+from gradtrace.tracing.paths import Paths
+from gradtrace.tracing.provenance import Marks
+from gradtrace.tracing.tracer import Tracer
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_all_parameters_agree(watched: bool, name: str) -> None:
         leaves = list(named.values())
         wanted = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     assert_agree({named[n]: g for n, g in grads.items() if n in named}, leaves, wanted)
-    assert_agree(engine.run(program, gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(program, gradtrace.SUM), leaves, wanted)
     assert sum(g is not None for g in wanted) > len(leaves) / 2
     if watched:
         assert all(block.place.module for block in program.blocks if "Addmm" in block.operator)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import engine
 from gradtrace.errors import (
     FreedGraph,
     GradtraceError,
@@ -23,6 +22,7 @@ from gradtrace.errors import (
     UnknownName,
     Unsupported,
 )
+from gradtrace.ir import interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_a_cotangent_weighs_them() -> None:
     loss, weight = x.exp(), torch.randn(2, 3)
     (want,) = torch.autograd.grad(loss, x, weight, retain_graph=True)
     torch.testing.assert_close(gt.backward(loss, cotangent=weight)["leaf0"], want)
-    run = engine.run(gt.program(loss, cotangent=weight), gt.SUM)
+    run = interpreter.run(gt.program(loss, cotangent=weight), gt.SUM)
     torch.testing.assert_close(run[x], want)
     double = gt.backward(loss, cotangent=weight.double())["leaf0"]
     assert double.dtype is torch.float32
@@ -254,7 +254,7 @@ def test_complex_numbers_inside(f: Callable[[Tensor], Tensor]) -> None:
     loss = f(x).pow(2).sum()
     (want,) = torch.autograd.grad(loss, x, retain_graph=True)
     torch.testing.assert_close(gt.backward(loss)["leaf0"], want)
-    torch.testing.assert_close(engine.run(gt.program(loss), gt.SUM)[x], want)
+    torch.testing.assert_close(interpreter.run(gt.program(loss), gt.SUM)[x], want)
 
 
 def test_sparse_gradients() -> None:
@@ -406,7 +406,7 @@ def test_empty_tensors(f: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(0, 3, requires_grad=True)
     loss = f(x)
     assert gt.backward(loss)["leaf0"].shape == (0, 3)
-    run = engine.run(gt.program(loss), gt.SUM)
+    run = interpreter.run(gt.program(loss), gt.SUM)
     assert all(grad.shape == (0, 3) for grad in run.values())
 
 
@@ -414,7 +414,7 @@ def test_zero_dimensions() -> None:
     x = torch.tensor(3.0, requires_grad=True)
     loss = x * x + x
     assert float(gt.backward(loss)["leaf0"]) == 7.0
-    assert float(engine.run(gt.program(loss), gt.SUM)[x]) == 7.0
+    assert float(interpreter.run(gt.program(loss), gt.SUM)[x]) == 7.0
 
 
 def test_one_element_with_dimensions() -> None:

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from gradtrace.bench import cases, trained
-from gradtrace.bench import run as running
-from gradtrace.bench.page import markdown
-from gradtrace.bench.results import Absent, Column, Section, Setting
-from gradtrace.bench.table import ELSEWHERE
+from gradtrace.benchmarks import cases, trained
+from gradtrace.benchmarks import run as running
+from gradtrace.benchmarks.page import markdown
+from gradtrace.benchmarks.results import Absent, Column, Section, Setting
+from gradtrace.benchmarks.table import ELSEWHERE
 from gradtrace.cli import app
 from gradtrace.experiments.branching import Branching, branching
-from gradtrace.laboratory import machine
+from gradtrace.experiments.harness import machine
 
 OPTIONAL = ("matplotlib", "transformers", "torch_semiring_einsum")
 
@@ -278,7 +278,7 @@ def test_it_runs_with_torch_and_numpy_alone() -> None:
         "for name in ('typer', 'click', 'rich', 'networkx', 'safetensors', 'pandas', 'scipy',\n"
         "             'matplotlib', 'sklearn', 'hypothesis'):\n"
         "    sys.modules[name] = None\n"
-        "from gradtrace.bench.__main__ import main\n"
+        "from gradtrace.benchmarks.__main__ import main\n"
         "print(main(['--quick', '--device', 'cpu', '--only', 'gpu-contraction', '--only', 'x']))\n"
         "sys.exit(main(['--quick', '--device', 'cpu', '--only', 'gpu-contraction']))\n"
     )

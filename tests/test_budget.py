@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace import monitor
-from gradtrace.budget import Budget
-from gradtrace.looks import Look
-from gradtrace.monitor import Monitor
+from gradtrace.runs.step_results import Look
 from gradtrace.trace import Trace
+from gradtrace.training import monitor
+from gradtrace.training.monitor import Monitor
+from gradtrace.training.overhead_budget import Budget
 
 
 class Clock:

@@ -22,8 +22,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace import calls
-from gradtrace.discovery import Discovery
+from gradtrace.pytorch import module_calls
+from gradtrace.tools.discovery import Discovery
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _nothing_is_left() -> Any:
     for kind, attributes in zip(kinds, before):
         for name in ("__init__", "__call__", "_call_impl", "forward"):
             assert vars(kind).get(name) is attributes.get(name), (kind, name)
-    assert not calls._LISTENERS and not calls._PATCHES and not calls._ALL
+    assert not module_calls._LISTENERS and not module_calls._PATCHES and not module_calls._ALL
     assert "lstm" not in vars(torch._VF)
 
 

@@ -15,8 +15,8 @@ from test_maps import TABLE, Make, apart, convolve, maker, whole, windows
 from thorough import few
 from torch import Tensor
 
-from gradtrace.kernels import native
-from gradtrace.maps import Map, Windows
+from gradtrace.kernels import cpu_library
+from gradtrace.linops import Map, Windows
 from gradtrace.semirings import MAX
 
 INF, NAN = math.inf, math.nan
@@ -41,8 +41,8 @@ MAKERS: dict[str, Callable[..., Make]] = {"generic": maker, "ties": whole, "odd"
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiled kernels, and plain torch in their place."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
+        monkeypatch.setattr(cpu_library, "library", lambda: None)
+    elif cpu_library.library() is None:
         pytest.skip("without compiled kernels")
     yield
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradtrace.check import Check, Row, check
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
+from gradtrace.tools.gradcheck import Check, Row, check
 
 Made = tuple[Callable[..., Tensor], nn.Module]
 

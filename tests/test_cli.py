@@ -14,11 +14,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 import gradtrace
-from gradtrace import demo
 from gradtrace.cli import app
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments import competition
-from gradtrace.linear import OPENED, RULES
+from gradtrace.experiments import competition, demo
+from gradtrace.recording.aten_rules import OPENED, RULES
 
 SCRIPT = """
 import torch

@@ -19,8 +19,8 @@ from gradtrace.cli import app
 from gradtrace.cli.options import KINDS, kinds
 from gradtrace.cli.target import functions
 from gradtrace.cli.tracing import Element, components
-from gradtrace.components import KINDS as KNOWN
 from gradtrace.errors import GradtraceError
+from gradtrace.tracing.components import KINDS as KNOWN
 
 SCRIPT = """
 import os

@@ -13,23 +13,32 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import Contraction, Operand, contract, contraction, native, reference
-from gradtrace.kernels.contract import Way, compiled
+from gradtrace.kernels import (
+    Contraction,
+    Operand,
+    contraction,
+    cpu_library,
+    max_contraction,
+    reference,
+)
+from gradtrace.kernels.max_contraction import Way, compiled
 from gradtrace.kernels.reference import Matrices
 
 INF, NAN = math.inf, math.nan
 HALF = [torch.float16, torch.bfloat16]
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no compiled library")
+pytestmark = pytest.mark.skipif(
+    cpu_library.library() is None, reason="there is no compiled library"
+)
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """Every test leaves the number of threads and the instruction set as they were."""
-    threads, isa = torch.get_num_threads(), contract.isa()
+    threads, isa = torch.get_num_threads(), max_contraction.isa()
     yield
     torch.set_num_threads(threads)
-    contract.use_isa(isa)
+    max_contraction.use_isa(isa)
 
 
 # Data --------------------------------------------------------------------------------------------
@@ -124,8 +133,8 @@ def check(a: Matrices, b: Matrices, marks: Matrices, everything: bool = False) -
     """Every instruction set and way gives what the reference gives, for one and two threads."""
     wanted = reference.contraction(a, b, index=True, marks=marks)
     before: dict[int, Contraction] = {}
-    for isa, threads, way in product(contract.isas(), (1, 2), WAYS):
-        contract.use_isa(isa)
+    for isa, threads, way in product(max_contraction.isas(), (1, 2), WAYS):
+        max_contraction.use_isa(isa)
         torch.set_num_threads(threads)
         for value, index, marked in WANTED if everything else WANTED[:1]:
             found = compiled(a, b, value, index, marks if marked else None, way)[0]
@@ -206,8 +215,8 @@ def test_every_half(dtype: torch.dtype) -> None:
     """All 65,536 numbers of half precision are read as torch reads them."""
     a = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(1, -1, 1)
     one = torch.ones(1, 1, 1, dtype=dtype)
-    for isa in contract.isas():
-        contract.use_isa(isa)
+    for isa in max_contraction.isas():
+        max_contraction.use_isa(isa)
         assert same_bits(contraction(a, one).value, a.float().abs())
         assert same_bits(contraction(one, a.transpose(1, 2)).value, a.float().abs().mT)
 
@@ -259,13 +268,13 @@ def test_windows_beside_the_data_are_refused() -> None:
 
 def test_long_calls_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By matrices, by rows, and by rows of each matrix."""
-    monkeypatch.setattr(contract, "FEW", 3)
+    monkeypatch.setattr(max_contraction, "FEW", 3)
     torch.set_num_threads(1)
     a, b = pair("ties", (3, 10, 6, 4))
     marks = words(3, 10, 6)
     wanted = reference.contraction(a, b, index=True, marks=marks)
     for limit in (1, 100, 24 * 5, 240, 241, 480, 719, 720, 721):
-        monkeypatch.setattr(contract, "AT_ONCE", limit)
+        monkeypatch.setattr(max_contraction, "AT_ONCE", limit)
         agree(contraction(a, b, index=True, marks=marks), wanted)
 
 
@@ -279,7 +288,7 @@ def test_marks_of_other_dtypes() -> None:
 @pytest.mark.parametrize("isa", ["generic", "abacus"])
 def test_the_environment_names_an_instruction_set(isa: str) -> None:
     """One that is not there is passed over."""
-    code = "from gradtrace.kernels import contract; print(contract.isa(), contract.isas()[-1])"
+    code = "from gradtrace.kernels.max_contraction import isa, isas; print(isa(), isas()[-1])"
     told = fresh.python("-c", code, check=True, env=os.environ | {"GRADTRACE_ISA": isa})
     used, best = told.stdout.split()
     assert used == ("generic" if isa == "generic" else best)
@@ -303,17 +312,17 @@ def test_every_nan_is_the_same(rows: int, dtype: torch.dtype) -> None:
 def test_what_survives() -> None:
     """Equals all survive; of random numbers the fewer the more there are."""
     ones = torch.ones(1, 40, 300)
-    assert contract.survivors(ones, ones.transpose(1, 2)) == 1.0
-    few, many = (contract.survivors(*pair("random", (1, 40, k, 40))) for k in (100, 1000))
+    assert max_contraction.survivors(ones, ones.transpose(1, 2)) == 1.0
+    few, many = (max_contraction.survivors(*pair("random", (1, 40, k, 40))) for k in (100, 1000))
     assert 0 < many < few < 1
 
 
 def test_the_instruction_set_can_be_chosen() -> None:
-    assert contract.isas()[0] == "generic"
-    contract.use_isa("generic")
-    assert contract.isa() == "generic"
+    assert max_contraction.isas()[0] == "generic"
+    max_contraction.use_isa("generic")
+    assert max_contraction.isa() == "generic"
     with pytest.raises(ValueError, match="no instruction set 'abacus'"):
-        contract.use_isa("abacus")
+        max_contraction.use_isa("abacus")
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "zeros", "nan", "denormals"])
@@ -325,8 +334,8 @@ def test_marks_of_the_other_operand(kind: str, shape: tuple[int, int, int, int])
     assert wanted.index is not None and wanted.value is not None
     by_hand = marks.gather(1, wanted.index).masked_fill(wanted.value == 0, 0)
     assert wanted.marks is not None and torch.equal(wanted.marks, by_hand)
-    for isa, threads, way in product(contract.isas(), (1, 2), Way):
-        contract.use_isa(isa)
+    for isa, threads, way in product(max_contraction.isas(), (1, 2), Way):
+        max_contraction.use_isa(isa)
         torch.set_num_threads(threads)
         agree(compiled(a, b, True, True, marks, way, True)[0], wanted)
         turned = transposed(marks)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradtrace as gt
-from gradtrace import dataset
+from gradtrace.distributed import dataset_influence
 from gradtrace.errors import GradtraceError
-from gradtrace.influence import Influence
+from gradtrace.tracing.influence import Influence
 
 Batch = tuple[Tensor, Tensor]
 
@@ -212,4 +212,4 @@ def test_the_progress_bar_is_on_standard_error(capsys: pytest.CaptureFixture[str
     assert "tracing" in capsys.readouterr().err
     gt.influence(model(), losses, batches(2))
     assert not capsys.readouterr().err
-    assert dataset.bar is not None
+    assert dataset_influence.bar is not None

@@ -10,19 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import api, capture, waiting
-from gradtrace.deferred import Deferred
+from gradtrace import api
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
-from gradtrace.program import Step
-from gradtrace.rules import Greedy
-from gradtrace.states import State
-from gradtrace.store import Store
+from gradtrace.ir.lazy_gradient import Deferred
+from gradtrace.ir.program import Step
+from gradtrace.kernels import sync
+from gradtrace.recording import record
+from gradtrace.recording.gradient_cache import Store
 from gradtrace.trace import Trace
+from gradtrace.tracing.rules import Greedy
+from gradtrace.tracing.traced_value import State
 
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(capture, "LARGE", 1)
+    monkeypatch.setattr(record, "LARGE", 1)
     torch.manual_seed(0)
     yield
 
@@ -122,7 +124,7 @@ def test_gradients_are_those_of_autograd(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss_of = CASES[case]()
-    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    monkeypatch.setattr(sync, "avoid", lambda x: True)
     monkeypatch.setattr(api, "room", lambda *_: 1 << 30)
     trace = traced(model, loss_of)
     assert not put_off(trace)
@@ -146,7 +148,7 @@ def test_nothing_depends_on_it(case: str, rule: str, monkeypatch: pytest.MonkeyP
     model, loss_of = CASES[case]()
     later = traced(model, loss_of, rule)
     few = later.paths(sample=20)
-    monkeypatch.setattr(capture, "LARGE", 1 << 40)
+    monkeypatch.setattr(record, "LARGE", 1 << 40)
     at_once = traced(model, loss_of, rule)
     assert not put_off(at_once)
     for ours, theirs in zip(later.influence().rows, at_once.influence().rows, strict=True):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import gradtrace as gt
-from gradtrace.discovery import Discovery, outermost
 from gradtrace.errors import GradtraceError
+from gradtrace.tools.discovery import Discovery, outermost
 
 
 class Net(nn.Module):

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace import disk, files, history, runs
 from gradtrace.cli.reporting import Asked, wait
-from gradtrace.disk import BadFile
-from gradtrace.history import Writer
+from gradtrace.io import atomic_files, container
+from gradtrace.io.atomic_files import BadFile
+from gradtrace.runs import history
+from gradtrace.runs.history import Writer
+from gradtrace.training import run_report
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
 
@@ -58,17 +60,17 @@ IRREGULAR: dict[str, Callable[[Path], Path]] = {
 
 READERS: dict[str, Callable[[Path], object]] = {
     "load": gt.load,
-    "files.read": files.read,
+    "files.read": container.read,
     "history": history.read,
-    "view": runs.kept,
+    "view": run_report.kept,
     "influence": lambda path: counted(path),
-    "report of a run": lambda path: runs.report_run(path, path.parent / "x.html"),
+    "report of a run": lambda path: run_report.report_run(path, path.parent / "x.html"),
     "report --watch": lambda path: wait(Asked(path, None, path), 0.01, print),
 }
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "files.write": lambda path: files.write(path, "trace", {}, {}),
-    "files.put": lambda path: files.put(path, "text"),
+    "files.write": lambda path: container.write(path, "trace", {}, {}),
+    "files.put": lambda path: container.put(path, "text"),
     "Monitor": lambda path: gt.Monitor(nn.Linear(2, 2), file=path),
     "Writer": lambda path: Writer(path, {}),
     "draw": lambda path: gt.graph(torch.ones(1, requires_grad=True).sum()).draw(str(path)),
@@ -102,15 +104,17 @@ def test_what_is_no_file_is_refused(tmp_path: Path, use: Any, make: Any) -> None
     assert path.exists()
 
 
-@pytest.mark.parametrize("read", [gt.load, files.read, history.read, disk.content])
+@pytest.mark.parametrize("read", [gt.load, container.read, history.read, atomic_files.content])
 def test_a_link_that_leads_nowhere(tmp_path: Path, read: Any) -> None:
-    with pytest.raises(disk.NoFile, match="a link to a file that does not exist: check where"):
+    with pytest.raises(
+        atomic_files.NoFile, match="a link to a file that does not exist: check where"
+    ):
         read(link(tmp_path / "x", "nowhere"))
 
 
 def test_standard_input_is_read_if_it_is_a_file(tmp_path: Path) -> None:
     Writer(tmp_path / "run.jsonl", {}).close()
-    code = "from gradtrace import history; print(len(history.read('/dev/stdin')))"
+    code = "from gradtrace.runs import history; print(len(history.read('/dev/stdin')))"
     assert fresh.python("-c", code, stdin=tmp_path / "run.jsonl").stdout == "0\n"
     assert "device or a pipe: copy it to a file first" in fresh.python("-c", code).stderr
 
@@ -120,8 +124,8 @@ def test_a_file_replaced_meanwhile_is_read_as_it_was(
 ) -> None:
     """It is opened once, so that another one of its name does not matter."""
     at, other = tmp_path / "x", tmp_path / "y"
-    files.write(at, "view", {"step": 1}, {"view": torch.zeros(100)})
-    files.write(other, "view", {"step": 2}, {"view": torch.ones(777)})
+    container.write(at, "view", {"step": 1}, {"view": torch.zeros(100)})
+    container.write(other, "view", {"step": 2}, {"view": torch.ones(777)})
     opened: list[str] = []
     real = os.open
 
@@ -132,10 +136,10 @@ def test_a_file_replaced_meanwhile_is_read_as_it_was(
         return found
 
     monkeypatch.setattr(os, "open", spy)
-    found = files.read(at, "view")
+    found = container.read(at, "view")
     assert found.meta == {"step": 1} and found.tensors["view"].sum() == 0
     assert opened == [str(at)]
-    assert files.read(at, "view").meta == {"step": 2}
+    assert container.read(at, "view").meta == {"step": 2}
 
 
 # What killed processes leave ----------------------------------------------------------------------
@@ -143,14 +147,14 @@ def test_a_file_replaced_meanwhile_is_read_as_it_was(
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_swept", set())
+    monkeypatch.setattr(atomic_files, "_swept", set())
 
 
 KILLED = """
 import os, signal, sys
-from gradtrace import disk, files
-disk.sync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
-files.put(sys.argv[1], "new")
+from gradtrace.io import atomic_files, container
+atomic_files.sync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+container.put(sys.argv[1], "new")
 """
 
 
@@ -164,12 +168,12 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     done = fresh.python("-c", KILLED, str(at))
     assert done.returncode == -signal.SIGKILL and at.read_text() == "old"
     assert len(left(tmp_path)) == 1
-    files.put(tmp_path / "y", "text")
+    container.put(tmp_path / "y", "text")
     assert left(tmp_path) == [] and at.read_text() == "old"
 
 
 def name(machine: str | None = None, boot: str | None = None, pid: int = 1) -> str:
-    ours = disk.origin()
+    ours = atomic_files.origin()
     return f".gradtrace-{machine or ours[0]}-{boot or ours[1]}-{pid}-{secrets.token_hex(8)}.tmp"
 
 
@@ -188,12 +192,12 @@ def test_of_others_nothing_is_removed(tmp_path: Path) -> None:
     folder.mkdir()
     aside = link(tmp_path / name(), str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").write_text("text")
-    with disk.replacing(tmp_path / "mine") as file:
+    with atomic_files.replacing(tmp_path / "mine") as file:
         (mine,) = set(left(tmp_path)) - {*kept, folder.name, aside.name}
-        disk._swept.clear()
-        files.put(tmp_path / "other", "text")
+        atomic_files._swept.clear()
+        container.put(tmp_path / "other", "text")
         assert mine in left(tmp_path), "a process that lives holds its lock"
-        disk.put(file, b"whole")
+        atomic_files.put(file, b"whole")
     assert left(tmp_path) == sorted([*kept, folder.name, aside.name])
     assert (tmp_path / "mine").read_bytes() == b"whole"
 
@@ -206,14 +210,14 @@ def test_of_others_nothing_is_removed(tmp_path: Path) -> None:
 def test_what_nobody_holds_is_removed(tmp_path: Path, of: dict[str, Any]) -> None:
     """Of this boot or an earlier one, of this machine or a container on it, of any process."""
     (tmp_path / name(**of)).write_text("half")
-    files.put(tmp_path / "x", "text")
+    container.put(tmp_path / "x", "text")
     assert left(tmp_path) == []
 
 
 def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / (old := name())).touch()
-    monkeypatch.setattr(disk, "LOCKS", False)
-    files.put(tmp_path / "x", "text")
+    monkeypatch.setattr(atomic_files, "LOCKS", False)
+    container.put(tmp_path / "x", "text")
     assert left(tmp_path) == [old] and (tmp_path / "x").read_text() == "text"
 
 
@@ -221,7 +225,7 @@ def test_a_temporary_that_is_swept_too_early_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its making and its lock another process may take it for a dead one's."""
-    lock = disk._lock
+    lock = atomic_files._lock
     made: list[Path] = []
 
     def swept(file: Any, wait: bool = False) -> bool:
@@ -230,8 +234,8 @@ def test_a_temporary_that_is_swept_too_early_is_made_again(
             made[0].unlink()
         return lock(file, wait)
 
-    monkeypatch.setattr(disk, "_lock", swept)
-    files.put(tmp_path / "x", "text")
+    monkeypatch.setattr(atomic_files, "_lock", swept)
+    container.put(tmp_path / "x", "text")
     assert made and (tmp_path / "x").read_text() == "text" and left(tmp_path) == []
 
 
@@ -240,5 +244,5 @@ def test_a_folder_is_swept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     real = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: looked.append(path) or real(path))
     for n in range(3):
-        files.put(tmp_path / str(n), "text")
+        container.put(tmp_path / str(n), "text")
     assert len(looked) == 1

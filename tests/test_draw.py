@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtrace.atlas import Atlas
-from gradtrace.draw import LIMIT, draw
-from gradtrace.graph import Edge, Graph, Operator, build
-from gradtrace.hooks import HookWatch
+from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.names import Atlas
+from gradtrace.graphs.graph import Graph, build
+from gradtrace.graphs.operators import Edge, Operator
+from gradtrace.graphs.svg import LIMIT, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 

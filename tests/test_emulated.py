@@ -17,13 +17,23 @@ from test_maps import KINDS
 from thorough import some
 from torch import Tensor
 
-from gradtrace import memory, waiting
-from gradtrace.kernels import between, contract, gpu, launch, leaves, plans, steps, top
-from gradtrace.kernels.leaves import Leaves
-from gradtrace.maps import Contract
-from gradtrace.marks import Palette, compact
+from gradtrace.ir import memory
+from gradtrace.kernels import (
+    contraction,
+    cuda_batched_tally,
+    cuda_contraction,
+    cuda_launch,
+    cuda_steps,
+    cuda_tiling,
+    cuda_top_k,
+    steps,
+    sync,
+)
+from gradtrace.kernels.cuda_batched_tally import Leaves
+from gradtrace.kernels.sync import Letter
+from gradtrace.linops import Contract
 from gradtrace.semirings import TopK
-from gradtrace.waiting import Letter
+from gradtrace.tracing.provenance import Palette, compact
 
 
 @pytest.fixture(scope="session")
@@ -59,10 +69,10 @@ def test_contraction_of_half_precision(dtype: torch.dtype, emulator: Emulator) -
 
 def test_long_contractions_are_cut(emulator: Emulator) -> None:
     """Several thread blocks work on a tile, and k are in larger blocks."""
-    assert plans.plan(1, 3, 5, 700, 5).parts > 1
+    assert cuda_tiling.plan(1, 3, 5, 700, 5).parts > 1
     devices.contraction("cpu", (1, 3, 700, 5), "ties", torch.float32)
     for k, block in some(((2100, 32), (17_000, 128)), 1):
-        assert plans.plan(1, 3, 5, k, 5).block == block
+        assert cuda_tiling.plan(1, 3, 5, k, 5).block == block
         a, b = torch.randn(1, 3, k).round(), torch.randn(1, k, 5).round()
         devices.contracted("cpu", a, b, index=True)
         devices.contracted("cpu", a.mT.contiguous().mT, b, index=True)
@@ -86,7 +96,7 @@ def test_operands_are_read_as_they_lie(
         devices.contracted("cpu", a, b.mT, index=True)
         devices.contracted("cpu", a, b.mT)
     apart: tuple[int, int, int] = (0, 1, 400)
-    held = plans.way((2, m, n), k, (apart, apart), (True, True), 5).held
+    held = cuda_tiling.way((2, m, n), k, (apart, apart), (True, True), 5).held
     assert [line > 0 for line in held] == [n < 300, n == 300]
 
 
@@ -122,7 +132,7 @@ def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of matrices, rows and columns."""
-    monkeypatch.setattr(gpu, "SMALL", 0)
+    monkeypatch.setattr(cuda_contraction, "SMALL", 0)
     a, b = (torch.randn(2, 300, 20).round(), torch.randn(2, 20, 270).round())
     marks = torch.randint(1, 99, (2, 20, 270)).int()
     for room, pieces in ((1 << 40, 1), (200_000, 2), (140_000, 4), (1, 8)):
@@ -156,23 +166,23 @@ def test_the_order_of_threads_and_blocks_does_not_matter(emulator: Emulator) -> 
 def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
     a, b = torch.randn(1, 20, 30), torch.randn(1, 30, 10)
     assert torch.equal(
-        contract.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
+        contraction.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
     )
     assert emulator.launches == ["contract"]
 
 
 def test_the_largest_few(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     devices.top("cpu", 3, [(2, 3, 5, 4), (1, 18, 20, 70), (1, 2, 0, 3), (0, 2, 3, 1)])
-    monkeypatch.setattr(top, "MANY", 2)
+    monkeypatch.setattr(cuda_top_k, "MANY", 2)
     devices.top("cpu", 3, [(5, 3, 2, 4)])
     assert set(emulator.launches) == {"top_float", "top_double"}
 
 
 def test_too_many_of_the_largest_are_left_to_torch(emulator: Emulator) -> None:
     x, weight = torch.rand(9, 1, 2, 3).sort(0, descending=True).values.unbind(), torch.rand(1, 3, 2)
-    assert not top.serves(x, weight)
-    assert not top.serves(x[:2], weight.double())
-    assert top.serves(x[:2], weight)
+    assert not cuda_top_k.serves(x, weight)
+    assert not cuda_top_k.serves(x[:2], weight.double())
+    assert cuda_top_k.serves(x[:2], weight)
     assert len(TopK(9).contract("imk,ikn->imn", x, weight)) == 9
     assert not emulator.launches
     TopK(3).contract("imk,ikn->imn", x[:3], weight)
@@ -189,17 +199,19 @@ def test_tally(emulator: Emulator) -> None:
     devices.tally("cpu", False)
     devices.tally_of_matrices("cpu")
     devices.tally_of_far_numbers("cpu")
-    assert all(not work.any() for work in between._WORK.values())  # left as the next one needs it
+    assert all(
+        not work.any() for work in cuda_steps._WORK.values()
+    )  # left as the next one needs it
 
 
 def test_marks_that_are_too_many_are_counted_some_at_a_time(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(between, "WORK", 5000)
-    between._counting.cache_clear()
+    monkeypatch.setattr(cuda_steps, "WORK", 5000)
+    cuda_steps._counting.cache_clear()
     devices._tallied("cpu", devices.words(500, 40), torch.randn(500), 40)
     assert emulator.launches.count("tally_float") == 3
-    between._counting.cache_clear()
+    cuda_steps._counting.cache_clear()
 
 
 def test_one_launch_counts_a_leaf(emulator: Emulator) -> None:
@@ -212,7 +224,7 @@ def test_one_launch_counts_a_leaf(emulator: Emulator) -> None:
 def test_a_mark_that_is_not_in_the_table_is_left_out(emulator: Emulator) -> None:
     """As no GPU is waited for; the compiled kernels of the CPU refuse it."""
     marks = torch.tensor([-1, 0, 2, 5, 130], dtype=torch.int32)
-    counts, _ = between.tally(marks, torch.ones(5), 3)
+    counts, _ = cuda_steps.tally(marks, torch.ones(5), 3)
     assert counts.tolist() == [1, 0, 1]
 
 
@@ -222,17 +234,17 @@ def test_leaves_are_counted_together(backwards: bool, emulator: Emulator) -> Non
     devices.leaves("cpu", 1)
     assert len(emulator.launches) < 70  # of some 130 leaves, of floats and of doubles
     assert {"settle_float", "settle_double"} < {*emulator.launches}
-    assert all(not work.any() for work in between._WORK.values())
+    assert all(not work.any() for work in cuda_steps._WORK.values())
 
 
 def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU counts them at the same time."""
     built.use(monkeypatch)
-    given: list[between.Tallied] = []
-    lines: list[between.Reduced] = []
-    monkeypatch.setattr(between, "counted", lambda _name, _device, jobs, *_: given.extend(jobs))
-    monkeypatch.setattr(between, "reduced", lambda _wide, _device, jobs: lines.extend(jobs))
-    monkeypatch.setattr(leaves, "SPACE", 2500)
+    given: list[cuda_steps.Tallied] = []
+    lines: list[cuda_steps.Reduced] = []
+    monkeypatch.setattr(cuda_steps, "counted", lambda _name, _device, jobs, *_: given.extend(jobs))
+    monkeypatch.setattr(cuda_steps, "reduced", lambda _wide, _device, jobs: lines.extend(jobs))
+    monkeypatch.setattr(cuda_batched_tally, "SPACE", 2500)
     jobs = Leaves(torch.device("cpu"))
     for n in range(9):
         x, marks = torch.ones(700, 7 + n), torch.ones(700, 7 + n).int()
@@ -254,7 +266,7 @@ def test_work_is_held_until_the_launch(emulator: Emulator, monkeypatch: pytest.M
     """More than is kept between launches belongs to this one alone."""
     alive: list[bool] = []
     made: list[weakref.ref[Tensor]] = []
-    work, kernel = between._work, launch.kernel
+    work, kernel = cuda_steps._work, cuda_launch.kernel
 
     def making(device: torch.device, words: int) -> Tensor:
         found = work(device, words)
@@ -271,10 +283,10 @@ def test_work_is_held_until_the_launch(emulator: Emulator, monkeypatch: pytest.M
 
         return launched
 
-    monkeypatch.setattr(between, "KEPT", 1)
-    monkeypatch.setattr(between, "_work", making)
-    monkeypatch.setattr(launch, "kernel", launching)
-    counts, _ = between.tally(torch.arange(90).int() % 7, torch.ones(90), 7)
+    monkeypatch.setattr(cuda_steps, "KEPT", 1)
+    monkeypatch.setattr(cuda_steps, "_work", making)
+    monkeypatch.setattr(cuda_launch, "kernel", launching)
+    counts, _ = cuda_steps.tally(torch.arange(90).int() % 7, torch.ones(90), 7)
     assert counts.sum() == 90 and alive
 
 
@@ -302,13 +314,13 @@ def test_leaves_that_are_counted_by_themselves(
     assert jobs.tally(marks, x, 3) is None
     assert jobs.measure(x) is None
     monkeypatch.setattr(steps, "PIECE", 100)
-    monkeypatch.setattr(between, "WORK", 5000)
-    between._counting.cache_clear()
+    monkeypatch.setattr(cuda_steps, "WORK", 5000)
+    cuda_steps._counting.cache_clear()
     assert jobs.tally(marks, x, 40) is None
     assert (jobs.entries, jobs.bytes) == (0, 0)
     assert jobs.tally(marks, x, 3) == 0
     assert jobs.reduce(x, marks, (0,), gradient, 3) == 3
-    between._counting.cache_clear()
+    cuda_steps._counting.cache_clear()
     assert [part.tolist() for part in jobs.counted()] == [
         [20, 0, 0, 5, 0, 0],
         [20.0, 0, 0, 5, 0, 0],
@@ -330,7 +342,7 @@ def test_influence_is_that_of_the_cpu(
 
     monkeypatch.setattr(memory, "ROOM", room)
     monkeypatch.setattr(Leaves, "counted", counted)
-    monkeypatch.setattr(leaves, "SPACE", 8)
+    monkeypatch.setattr(cuda_batched_tally, "SPACE", 8)
     emulator.launches.clear()
     assert devices.influences("cpu", dtype, 1) == wanted
     most = 28 * 10 * (4 + dtype.itemsize) + 1000
@@ -346,13 +358,13 @@ def test_plain_leaves_are_looked_at_once(
     """Unless they hold too much."""
     wanted = devices.plainly(devices.cancelling, "cpu")
     assert next(iter(wanted)).unreached == 3  # to one element of each leaf nothing comes
-    looks, real = [], waiting.look
+    looks, real = [], sync.look
 
     def look(numbers: Sequence[Tensor]) -> list[float]:
         looks.append(len(numbers))
         return real(numbers)
 
-    monkeypatch.setattr(waiting, "look", look)
+    monkeypatch.setattr(sync, "look", look)
     monkeypatch.setattr(memory, "ROOM", room)
     assert devices.cancelling("cpu") == wanted
     assert [n for n in looks if n] == ([1, 1, 1] if room == 1 else [3])
@@ -383,10 +395,10 @@ def test_reduce(emulator: Emulator) -> None:
 
 def test_long_lines_are_cut() -> None:
     for reduced, results, beside in ((70_001, 1, False), (600, 3, True), (1, 10**6, True)):
-        columns, rows, cuts, length = between.divided(reduced, results, beside, 5)
+        columns, rows, cuts, length = cuda_steps.divided(reduced, results, beside, 5)
         assert columns * rows == 256
         assert cuts * length >= reduced > (cuts - 1) * length
-    assert between.divided(70_001, 1, False, 5)[2] > 1
+    assert cuda_steps.divided(70_001, 1, False, 5)[2] > 1
 
 
 def test_scatter(emulator: Emulator) -> None:
@@ -423,7 +435,7 @@ def test_normalise_tensors_as_they_lie(emulator: Emulator) -> None:
 
 
 def test_terms_with_the_same_marks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    monkeypatch.setattr(sync, "avoid", lambda x: True)
     devices.shared_sums("cpu")
 
 
@@ -487,13 +499,13 @@ def _done(f: Callable[..., Any], *given: Any) -> Any:
 
 
 def test_the_emulator_tells_what_cannot_work(emulator: Emulator) -> None:
-    kernel = launch.kernel(torch.device("cpu"), "steps.cu", "gather")
+    kernel = cuda_launch.kernel(torch.device("cpu"), "steps.cu", "gather")
     with pytest.raises(AssertionError, match="another number of words"):
         kernel((1, 1, 1), (1, 1, 1), (0,))
     with pytest.raises(AssertionError, match="too large"):
         kernel((1, 70_000, 1), (1, 1, 1), (0,) * 5)
     with pytest.raises(AssertionError, match="no such kernel"):
-        launch.kernel(torch.device("cpu"), "steps.cu", "nobody")((1, 1, 1), (1, 1, 1), ())
+        cuda_launch.kernel(torch.device("cpu"), "steps.cu", "nobody")((1, 1, 1), (1, 1, 1), ())
     kernel((1, 1, 1), (1, 1, 1), (0,) * 5)
 
 
@@ -512,7 +524,7 @@ SOURCES = [
     *(
         ("contract.cu", (f"KB {block}", f"BM {rows}", f"BN {columns}", "INDEX"))
         for block in (8, 16)
-        for rows, columns in plans.TILES
+        for rows, columns in cuda_tiling.TILES
     ),
     ("contract.cu", ("KB 32", "BM 128", "BN 128", "INDEX")),
     ("contract.cu", ("KB 64", "BM 128", "BN 128", "INDEX")),
@@ -535,7 +547,7 @@ def test_the_sources_compile_for_a_gpu(file: str, defines: tuple[str, ...]) -> N
     library = nvrtc()
     if library is None:
         pytest.skip("there is no NVRTC here")
-    program, text = ctypes.c_void_p(), launch.source(file, defines)
+    program, text = ctypes.c_void_p(), cuda_launch.source(file, defines)
     created = library.nvrtcCreateProgram(
         ctypes.byref(program), text.encode(), b"source.cu", 0, None, None
     )
@@ -550,5 +562,5 @@ def test_the_sources_compile_for_a_gpu(file: str, defines: tuple[str, ...]) -> N
     library.nvrtcDestroyProgram(ctypes.byref(program))
     assert code == 0, told
     spills = [line for line in told.splitlines() if "spill" in line]
-    assert len(spills) == len(launch.names(text))
+    assert len(spills) == len(cuda_launch.names(text))
     assert all(" 0 bytes spill stores" in line for line in spills), told

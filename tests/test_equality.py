@@ -34,7 +34,7 @@ from equality import (
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace.kernels import contract, reference, rows, steps
+from gradtrace.kernels import max_contraction, reference, rows, steps
 from gradtrace.trace import Trace
 
 SAMPLE = ("gpt2", "resnet", "mamba2"), 24
@@ -78,7 +78,7 @@ def small() -> Trace:
 
 
 def test_every_kernel_has_a_definition() -> None:
-    for module in (contract, steps, rows):
+    for module in (max_contraction, steps, rows):
         for name, value in vars(module).items():
             own = inspect.isfunction(value) and value.__module__ == module.__name__
             if own and not name.startswith("_") and name not in DERIVED:
@@ -86,11 +86,11 @@ def test_every_kernel_has_a_definition() -> None:
 
 
 def test_definitions_take_the_place_of_all_kernels_and_leave_it() -> None:
-    names = {module: dict(vars(module)) for module in (contract, steps, rows, reference)}
+    names = {module: dict(vars(module)) for module in (max_contraction, steps, rows, reference)}
     used = assert_equal(small(), paths=20)
     assert {
-        "contract.contraction", "steps.merge", "steps.tally", "steps.reduce", "steps.scatter",
-        "steps.normalise", "steps.measured",
+        "max_contraction.contraction", "steps.merge", "steps.tally", "steps.reduce",
+        "steps.scatter", "steps.normalise", "steps.measured",
     } <= set(used)  # fmt: skip
     for module, before in names.items():
         assert all(vars(module)[name] is value for name, value in before.items())

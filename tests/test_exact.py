@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradtrace as gt
-from gradtrace.kernels.exact import exact, without_tf32
+from gradtrace.kernels.precision import exact, without_tf32
 from gradtrace.semirings import ABS, ENTROPY, SUM, Semiring
 
 BACKENDS: Any = torch.backends  # whose newer names mypy does not know
@@ -169,7 +169,7 @@ def test_where_it_is_off_nothing_is_touched(clean: None) -> None:
 
 
 def test_on_the_cpu_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradtrace.kernels.exact.without_tf32", lambda: 1 / 0)
+    monkeypatch.setattr("gradtrace.kernels.precision.without_tf32", lambda: 1 / 0)
     with exact(torch.ones(2)):
         pass
 

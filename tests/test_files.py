@@ -26,9 +26,9 @@ from thorough import few
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace import disk, files
 from gradtrace.errors import GradtraceError
-from gradtrace.files import BadFile, Contents, read, write
+from gradtrace.io import atomic_files, container
+from gradtrace.io.container import BadFile, Contents, read, write
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_a_full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(data)
 
-    monkeypatch.setattr(disk, "put", put)
+    monkeypatch.setattr(atomic_files, "put", put)
     with pytest.raises(BadFile, match="No space left on device"):
         write(place, "trace", {}, {"x": torch.ones(5)})
 
@@ -329,8 +329,8 @@ def test_a_file_that_the_system_lets_not_grow(place: Path) -> None:
 
 
 STEPS = [
-    *((files, name) for name in ("_plain", "_document", "_packed", "_bytes")),
-    *((disk, name) for name in ("_lock", "put", "sync")),
+    *((container, name) for name in ("_plain", "_document", "_packed", "_bytes")),
+    *((atomic_files, name) for name in ("_lock", "put", "sync")),
     *((os, name) for name in ("chmod", "replace", "fsync")),
 ]
 
@@ -400,7 +400,7 @@ def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_no_permission(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "open", failing(denied), raising=False)
+        patch.setattr(atomic_files, "open", failing(denied), raising=False)
         with pytest.raises(BadFile, match=r"Permission denied.*folder that you may write"):
             write(place, "trace", {}, {})
 
@@ -485,7 +485,7 @@ def test_a_hundred_levels_can_be_held(at: Path) -> None:
 
 def test_too_much_metadata(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(files, "HEADER", 10_000)
+        patch.setattr(container, "HEADER", 10_000)
         with pytest.raises(BadFile, match="over the limit of 10,000"):
             write(place, "trace", {"x": "y" * 10_000}, {})
 
@@ -656,7 +656,7 @@ def test_a_huge_header_is_not_allocated(at: Path, monkeypatch: pytest.MonkeyPatc
             return super().read(size)
 
     monkeypatch.setattr(os, "fdopen", Spy)
-    for size in (10**14, files.HEADER, 2**64 - 1):
+    for size in (10**14, container.HEADER, 2**64 - 1):
         at.write_bytes(struct.pack("<Q", size) + b"{" + bytes(11))
         refused(at)
     assert asked and max(asked) <= 20 and min(asked) >= 0
@@ -857,7 +857,7 @@ def test_files_of_ever_new_sizes_leave_nothing_behind(at: Path) -> None:
 
 
 def test_large_tensors_are_written_in_chunks(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "CHUNK", 7)
+    monkeypatch.setattr(container, "CHUNK", 7)
     tensor = torch.arange(100, dtype=torch.int16).reshape(4, 25)
     assert same(back(at, {}, x=tensor, y=tensor.T).tensors["y"], tensor.T)
 

@@ -16,7 +16,7 @@ import gradtrace
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.flow import Flow, flow_of, sizing
 from gradtrace.flow.sizing import Wiring, measure, sizes
-from gradtrace.program import Program, Step
+from gradtrace.ir.program import Program, Step
 
 WIDTH = 32
 Loss = Callable[[nn.Module], Tensor]

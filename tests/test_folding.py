@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gradtrace as gt
-from gradtrace import engine
-from gradtrace.folding import composed
-from gradtrace.maps import Identity, Index, Scale
-from gradtrace.program import Block
+from gradtrace.ir import interpreter
+from gradtrace.ir.fuse_moves import composed
+from gradtrace.ir.program import Block
+from gradtrace.linops import Identity, Index, Scale
 from gradtrace.semirings import COUNT, MAX, SUM
 
 Function = Callable[[Tensor], Tensor]
@@ -38,7 +38,7 @@ def block_of(formula: Function, x: Tensor) -> Block:
     cotangent = torch.randn(x.shape, dtype=x.dtype)
     program = gt.program(Formula.apply(x, formula), cotangent=cotangent)
     (block,) = program.blocks
-    assert torch.equal(engine.run(program, SUM)[x], formula(cotangent))
+    assert torch.equal(interpreter.run(program, SUM)[x], formula(cotangent))
     return block
 
 

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
+from gradtrace.autodiff.pass_scope import KEEPER, SPAN
 from gradtrace.errors import GradtraceError
-from gradtrace.passes import KEEPER, SPAN
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ DEEP = """
 import gc, sys, threading, torch
 from torch.multiprocessing.reductions import StorageWeakRef
 import gradtrace as gt
-from gradtrace.schedules import walk
+from gradtrace.autodiff.traversal import walk
 
 gc.disable()
 torch.set_num_threads(1)

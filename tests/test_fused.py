@@ -1,4 +1,4 @@
-"""What PyTorch fuses, opened: see ``gradtrace.linear.opened``."""
+"""What PyTorch fuses, opened: see ``gradtrace.recording.aten_rules.decompositions``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtrace as gt
-from gradtrace.linear.opened import gru_cell, lstm_cell
+from gradtrace.recording.aten_rules.decompositions import gru_cell, lstm_cell
 
 
 def numbers(*shape: int, seed: int) -> Tensor:

@@ -12,10 +12,10 @@ import torch
 from test_groups import drawn
 from test_maps import KINDS
 
-from gradtrace import memory
-from gradtrace.groups import Reach, groups_of
-from gradtrace.kernels import gpu, plans, reference
-from gradtrace.marks import words_of
+from gradtrace.ir import memory
+from gradtrace.kernels import cuda_contraction, cuda_tiling, reference
+from gradtrace.tracing.aggregate import Reach, groups_of
+from gradtrace.tracing.provenance import words_of
 
 SHAPES = [
     (1, 128, 128, 300),
@@ -32,27 +32,30 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_plan_covers_all_k_in_shares_of_whole_blocks() -> None:
     for k in (1, 15, 16, 17, 768, 4096, 4097, 40_000, 10_000_000):
         for m, n in ((1, 1), (12_800, 128), (1_280_000, 64)):
-            found = plans.plan(1, m, n, k, 132)
+            found = cuda_tiling.plan(1, m, n, k, 132)
             tiles = -(-m // found.rows) * -(-n // found.columns)
-            assert found.padded >= k > found.padded - max(found.block, plans.INNER)
+            assert found.padded >= k > found.padded - max(found.block, cuda_tiling.INNER)
             assert found.padded % found.block == 0
             assert found.total == tiles * found.steps
             assert found.parts * found.share >= found.total > (found.parts - 1) * found.share
             if found.cut:
-                assert found.share * plans.INNER % found.block == 0
-            assert min(found.share, found.steps) * plans.INNER <= plans.BLOCKS * found.block
+                assert found.share * cuda_tiling.INNER % found.block == 0
+            assert (
+                min(found.share, found.steps) * cuda_tiling.INNER
+                <= cuda_tiling.BLOCKS * found.block
+            )
 
 
 def test_shares_are_equal_and_tiles_fit() -> None:
     """A share for each processor, of GPT-2's shapes; few columns or few rows make no zeros."""
     for i, m, k, n in ((1, 768, 1024, 3072), (1, 1024, 3072, 768), (12, 1024, 1024, 64)):
-        found = plans.plan(i, m, n, k, 132)
+        found = cuda_tiling.plan(i, m, n, k, 132)
         assert 120 <= found.parts <= 132
-        assert found.total * plans.INNER * found.rows * found.columns == i * m * k * n
-    assert plans.plan(12, 1024, 64, 1024, 132)[1:3] == (256, 64)
-    assert plans.plan(12, 64, 1024, 1024, 132)[1:3] == (64, 256)
+        assert found.total * cuda_tiling.INNER * found.rows * found.columns == i * m * k * n
+    assert cuda_tiling.plan(12, 1024, 64, 1024, 132)[1:3] == (256, 64)
+    assert cuda_tiling.plan(12, 64, 1024, 1024, 132)[1:3] == (64, 256)
     for k in (4096, 4097):  # other tiles have no larger blocks
-        found = plans.plan(1, 1024, 64, k, 132)
+        found = cuda_tiling.plan(1, 1024, 64, k, 132)
         assert found[:3] == ((16, 256, 64) if k == 4096 else (32, 128, 128))
 
 
@@ -60,7 +63,7 @@ def test_shares_are_equal_and_tiles_fit() -> None:
 def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) -> None:
     for m, n, k in ((1, 1, 1), (130, 257, 40_000), (300, 20, 150)):
         for lie in ((None, None), ((9, 1, 300), (9, 150, 1))):
-            how = plans.way((3, m, n), k, lie, asked, 132)
+            how = cuda_tiling.way((3, m, n), k, lie, asked, 132)
             at, where = how.plan, how.space
             assert list(where) == sorted(where)
             assert all(start % 16 == 0 for start in where)
@@ -72,12 +75,12 @@ def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) ->
             assert where.numbers - where.parts >= 4 * area
             assert where.size - where.numbers >= area * asked[1]
             assert how.shared[0] < 227 << 10
-            assert how.shared[1] <= plans.MOST
+            assert how.shared[1] <= cuda_tiling.MOST
             assert how.joined == (asked[1] or at.cut)
 
 
 def test_cpu_tensors_are_not_served() -> None:
-    assert not gpu.served(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
+    assert not cuda_contraction.served(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
 
 
 @on_a_gpu
@@ -97,7 +100,7 @@ def test_contraction(
 @on_a_gpu
 @pytest.mark.parametrize("worth", [0, 1 << 62], ids=["CUDA", "Triton"])
 def test_windows_are_read_where_they_lie(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "WORTH", worth)
+    monkeypatch.setattr(cuda_contraction, "WORTH", worth)
     devices.windows("cuda", 10)
     devices.mixed("cuda")
     devices.nothing("cuda")
@@ -109,7 +112,7 @@ def test_windows_are_read_where_they_lie(worth: int, monkeypatch: pytest.MonkeyP
 def test_marks_through_contractions_in_all_their_forms(
     dtype: torch.dtype, worth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "WORTH", worth)
+    monkeypatch.setattr(cuda_contraction, "WORTH", worth)
     devices.carried("cuda", dtype)
 
 
@@ -117,10 +120,10 @@ def test_marks_through_contractions_in_all_their_forms(
 def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu, "SMALL", 0)
-    monkeypatch.setattr(gpu, "WORTH", 0)
+    monkeypatch.setattr(cuda_contraction, "SMALL", 0)
+    monkeypatch.setattr(cuda_contraction, "WORTH", 0)
     for most in (3_000_000, 700_000, 1):
-        monkeypatch.setattr(gpu, "WORKSPACE", most)
+        monkeypatch.setattr(cuda_contraction, "WORKSPACE", most)
         devices.contraction("cuda", (2, 700, 64, 300), "ties", torch.float32)
 
 

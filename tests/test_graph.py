@@ -15,9 +15,9 @@ from thorough import few
 from torch import Tensor, nn
 
 import gradtrace
+from gradtrace.autodiff.traversal import kahn
 from gradtrace.errors import NoGraph, UnknownName
-from gradtrace.graph import Graph
-from gradtrace.schedules import kahn
+from gradtrace.graphs.graph import Graph
 
 
 def leaf(*shape: int) -> Tensor:

@@ -19,12 +19,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradtrace as gt
-from gradtrace import batches, files
-from gradtrace.batches import Entry
-from gradtrace.counted import Book, Counted, pooled
+from gradtrace.distributed import batches
+from gradtrace.distributed.batches import Entry
+from gradtrace.distributed.checkpoint import Book, Counted, pooled
+from gradtrace.distributed.identity import identity
 from gradtrace.errors import GradtraceError
-from gradtrace.identity import identity
-from gradtrace.influence import Influence
+from gradtrace.io import container
+from gradtrace.tracing.influence import Influence
 
 HERE = Path(__file__).parent
 
@@ -274,7 +275,7 @@ def test_a_sharded_model_is_refused_or_gathered(two: Ended) -> None:
     assert two.each("wrappers", "fsdp gathered") == [table.to_dict()] * 2
     for message in two.each("wrappers", "fsdp refused"):
         assert message.startswith("Unsupported: fully_shard has sharded the model")
-        assert "gradtrace.wrapped.gathered(model)" in message
+        assert "gradtrace.distributed.unwrap.gathered(model)" in message
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp in bfloat16"])
@@ -319,7 +320,7 @@ def test_a_file_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     table = one()
     meta = {"settings": SETTINGS, "batches": 1, "influence": table.to_dict()}
     file = tmp_path / "run.gradtrace"
-    files.write(file, "influence", meta, {})
+    container.write(file, "influence", meta, {})
     before = file.read_bytes()
     with pytest.raises(GradtraceError, match=r"older gradtrace.*delete it to begin again"):
         gt.influence(ranks.model(), ranks.losses, ranks.loader(), checkpoint=file)

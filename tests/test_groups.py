@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace import groups
-from gradtrace.groups import Counts, Groups, Listed, Reach, grouped, groups_of
-from gradtrace.kernels import native
-from gradtrace.marks import Table, words_of
+from gradtrace.kernels import cpu_library
+from gradtrace.tracing import aggregate
+from gradtrace.tracing.aggregate import Counts, Groups, Listed, Reach, grouped, groups_of
+from gradtrace.tracing.provenance import Table, words_of
 
 NAN = math.nan
 NOBODY = np.zeros((2, 0), np.int64)
@@ -85,7 +85,7 @@ WAYS: dict[str, tuple[Callable[[list[Counts]], Groups | Listed], int, int]] = {
     for entries in (1, 1000, 1 << 22)
     for sparse in (0, 1 << 30)
 }
-if native.library() is not None:
+if cpu_library.library() is not None:
     WAYS["library"] = (listed, 1, 1)
 
 
@@ -101,8 +101,8 @@ def test_groups_are_added_up(way: str, seed: int, leaves: int, pairs: int) -> No
     reach, could = reached(seed, [found[n] for n in np.argsort(order)], bits)
     most = np.arange(leaves, dtype=float) + 20
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "ENTRIES", (entries, entries))
-        patch.setattr(groups, "SPARSE", sparse)
+        patch.setattr(aggregate, "ENTRIES", (entries, entries))
+        patch.setattr(aggregate, "SPARSE", sparse)
         here = make(found)
         eligible, through, unreached, finite = here.added(pairs, reach, order.tolist(), most, bits)
     wanted = plainly(found, pairs, could[order], bits, most)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import groups, marks
-from gradtrace.autograd import Outputs
-from gradtrace.components import Routes
-from gradtrace.following import Kept
-from gradtrace.kernels import native
+from gradtrace.autodiff.nodes import Outputs
+from gradtrace.kernels import cpu_library
+from gradtrace.tracing import aggregate, provenance
+from gradtrace.tracing.components import Routes
+from gradtrace.tracing.path_search import Kept
 
 Loss: TypeAlias = Callable[[], Tensor]
 Made: TypeAlias = tuple[nn.Module, Loss]
@@ -235,7 +235,7 @@ def test_marks_of_few_bits_are_not_compared_with_every_component(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entries = 0
-    hits = groups._hits
+    hits = aggregate._hits
 
     def counted(*args: Any) -> Tensor:
         nonlocal entries
@@ -243,9 +243,9 @@ def test_marks_of_few_bits_are_not_compared_with_every_component(
         entries += found.numel()
         return found
 
-    monkeypatch.setattr(native, "library", lambda: None)  # which goes over bits alone
-    monkeypatch.setattr(groups, "_hits", counted)
-    monkeypatch.setattr(groups, "ENTRIES", (1 << 18, 1 << 18))
+    monkeypatch.setattr(cpu_library, "library", lambda: None)  # which goes over bits alone
+    monkeypatch.setattr(aggregate, "_hits", counted)
+    monkeypatch.setattr(aggregate, "ENTRIES", (1 << 18, 1 << 18))
     model, loss = labelled(600)
     with gt.watch(model) as watch:
         trace = watch.trace(loss())
@@ -260,7 +260,7 @@ def test_marks_of_one_high_bit_have_different_keys(monkeypatch: pytest.MonkeyPat
     for n in range(len(words)):
         words[n, n // 64 % 5] = np.uint64(1) << np.uint64(n % 64)
     words[:, 0] |= np.uint64(1)
-    found = marks.distinct(words)
+    found = provenance.distinct(words)
     assert found is not None
     firsts, which = found
     assert len(firsts) == 64 * 5 and np.array_equal(words[firsts][which], words)
@@ -274,11 +274,13 @@ class Unhashed(int):
 
 def test_bits_of_labels_are_not_hashed() -> None:
     bits = [Unhashed(1 << n) for n in range(1, 41)] * 2
-    numbers, palette = marks.sliced(torch.ones(1, 80, dtype=torch.int32), marks.Palette(), 1, bits)
+    numbers, palette = provenance.sliced(
+        torch.ones(1, 80, dtype=torch.int32), provenance.Palette(), 1, bits
+    )
     assert [palette.marks()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
 
 
-@pytest.mark.skipif(native.library() is None, reason="no compiled library")
+@pytest.mark.skipif(cpu_library.library() is None, reason="no compiled library")
 @pytest.mark.parametrize(
     ("name", "kind", "most"), [("residual", "modules", 850), ("labelled", "labels", 21)]
 )

@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace import history, runs
 from gradtrace.errors import GradtraceError
-from gradtrace.history import Norms, Record, Writer
-from gradtrace.influence import Influence, Moments, Row
 from gradtrace.report.training import NUMBERS, timing, training
+from gradtrace.runs import history
+from gradtrace.runs.history import Norms, Record, Writer
+from gradtrace.tracing.influence import Influence, Moments, Row
+from gradtrace.training import run_report
 
 HOSTILE = ["</script><b>", 'a"b\\', "\u202eright", "🙂", "x" * 10_000, "\ud800", "\x00\n"]
 
@@ -389,9 +390,9 @@ def test_the_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
             monitor.step(loss)
             loss.backward()
             monitor.report(tmp_path / "live.html")
-            seen = runs.kept(tmp_path / "run.gradtrace")
+            seen = run_report.kept(tmp_path / "run.gradtrace")
             assert seen is not None and seen.step == step
-        found = runs.report_run(tmp_path / "run.jsonl", tmp_path / "x.html", "mine")
+        found = run_report.report_run(tmp_path / "run.jsonl", tmp_path / "x.html", "mine")
         assert found.running and found.steps == (0, 1, 2)
     assert (tmp_path / "live.html").stat().st_size == pytest.approx(
         (tmp_path / "x.html").stat().st_size, rel=0.1
@@ -420,7 +421,7 @@ def test_a_damaged_view_is_told(tmp_path: Path) -> None:
     run(tmp_path / "run.jsonl")
     (tmp_path / "run.gradtrace").write_bytes(b"something else")
     with pytest.raises(GradtraceError, match=r"run\.gradtrace"):
-        runs.report_run(tmp_path / "run.jsonl", tmp_path / "x.html")
+        run_report.report_run(tmp_path / "run.jsonl", tmp_path / "x.html")
 
 
 # How much work it is ------------------------------------------------------------------------------

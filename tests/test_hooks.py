@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 import gradtrace as gt
-from gradtrace import engine
+from gradtrace.autodiff.backward import RECENT
+from gradtrace.autodiff.hooks import NEVER, HookWatch
 from gradtrace.errors import GradtraceError, NotLinear
-from gradtrace.gradient import RECENT
-from gradtrace.hooks import NEVER, HookWatch
+from gradtrace.ir import interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def check(loss: Tensor, leaves: dict[str, Tensor], watch: Any = None) -> None:
 
 
 def by_program(loss: Tensor, leaves: dict[str, Tensor], program: Any) -> dict[str, Tensor]:
-    run = engine.run(program, gt.SUM)
+    run = interpreter.run(program, gt.SUM)
     return {name: run[leaf] for name, leaf in leaves.items() if leaf in run}
 
 
@@ -439,7 +439,7 @@ def test_orders_of_building_hooking_and_passes(asked: str) -> None:
     def gradient(loss: Tensor, x: Tensor) -> Tensor:
         if asked == "backward":
             return gt.backward(loss, names={"x": x})["x"]
-        return engine.run(gt.program(loss), gt.SUM)[x]
+        return interpreter.run(gt.program(loss), gt.SUM)[x]
 
     events = ("build a", "build b", "hook a", "hook b", "pass a", "pass b", "unhook a")
     for order in permutations(events):

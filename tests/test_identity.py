@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import gradtrace as gt
-from gradtrace import digests
+from gradtrace.distributed import digests
+from gradtrace.distributed.identity import identity
 from gradtrace.errors import GradtraceError
-from gradtrace.identity import identity
-from gradtrace.influence import Influence
+from gradtrace.tracing.influence import Influence
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradtrace as gt
-from gradtrace import history, loggers
 from gradtrace.errors import GradtraceError
-from gradtrace.influence import Influence
+from gradtrace.runs import history
+from gradtrace.tracing.influence import Influence
+from gradtrace.training import loggers
 
 lightning = pytest.importorskip("lightning.pytorch")
 transformers = pytest.importorskip("transformers")

@@ -20,9 +20,11 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 from typer.testing import CliRunner
 
-from gradtrace import doctor, hooks, internals, passes
+from gradtrace.autodiff import hooks, pass_scope
 from gradtrace.cli import app
 from gradtrace.errors import GradtraceError, IncompatibleTorch, needs
+from gradtrace.pytorch import internals
+from gradtrace.tools import self_test
 
 MUL, SPLIT, BORN = torch.Tensor.__mul__, torch.split, RemovableHandle.__init__
 
@@ -217,7 +219,7 @@ def test_asking_leaves_nothing_behind() -> None:
     """The hooks that are tried are not taken for the user's; no random number is drawn."""
     state, watch = torch.get_rng_state(), hooks.HookWatch()
     internals.check()
-    doctor.diagnosis()
+    self_test.diagnosis()
     assert torch.equal(state, torch.get_rng_state())
     assert watch.clear_since() in (watch._sequence, hooks.NEVER)
 
@@ -226,7 +228,7 @@ def test_asking_leaves_nothing_behind() -> None:
 
 
 def verdicts() -> dict[str, str]:
-    return {found.what: found.verdict for found in doctor.diagnosis()}
+    return {found.what: found.verdict for found in self_test.diagnosis()}
 
 
 def test_the_doctor_finds_nothing_here() -> None:
@@ -245,14 +247,14 @@ def test_the_doctor_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_doctor_sees_a_part_recomputed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "recomputed_once", nullcontext)
-    monkeypatch.setattr(passes, "_told", nullcontext)
+    monkeypatch.setattr(pass_scope, "recomputed_once", nullcontext)
+    monkeypatch.setattr(pass_scope, "_told", nullcontext)
     assert verdicts()["checkpoints"] == "wrong"
 
 
 def test_missing_packages_are_named_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "This"})
-    assert doctor.diagnosis()[-1].detail == needs("This", "no-such-package")
+    monkeypatch.setattr(self_test, "OPTIONAL", {"no-such-package": "This"})
+    assert self_test.diagnosis()[-1].detail == needs("This", "no-such-package")
     assert "pip install no-such-package" in needs("This", "no-such-package")
 
 
@@ -263,9 +265,9 @@ def test_an_older_torch_recomputes_once_too(monkeypatch: pytest.MonkeyPatch) -> 
     """There one number stands for one recomputation: within a pass it is the same."""
     monkeypatch.delattr(checkpoint, "GraphExecGroup", raising=False)
     monkeypatch.setattr(checkpoint, "uuid", types.ModuleType("uuid"), raising=False)
-    with passes.recomputed_once():
+    with pass_scope.recomputed_once():
         first, second = (checkpoint.uuid.uuid4() for _ in range(2))
-        with passes.recomputed_once():
+        with pass_scope.recomputed_once():
             inner = checkpoint.uuid.uuid4()
         assert checkpoint.uuid.uuid4() == first == second != inner
     assert checkpoint.uuid.uuid4() != first

@@ -13,9 +13,11 @@ from sanitized import UNSANITIZED
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import autograd, engine, limits, memory
+from gradtrace.autodiff import nodes
 from gradtrace.errors import GradtraceError, TooLarge
-from gradtrace.following import Kept
+from gradtrace.ir import interpreter, memory
+from gradtrace.pytorch import memory_limits
+from gradtrace.tracing.path_search import Kept
 
 GIB = 1 << 30
 V2 = "/sys/fs/cgroup"
@@ -38,7 +40,7 @@ class Tree:
     def mount(self, at: str, kind: str, inside: str = "/", options: str = "rw") -> None:
         self.mounts.append(f"31 23 0:28 {inside} {at} rw,relatime - {kind} {kind} {options}")
         self.write("/proc/self/mountinfo", "\n".join(self.mounts))
-        limits._mounted.cache_clear()
+        memory_limits._mounted.cache_clear()
 
     def group(self, folder: str, limit: object, used: int, cached: int = 0) -> None:
         self.write(f"{folder}/memory.max", f"{limit}\n")
@@ -51,7 +53,7 @@ class Tree:
         self.write(f"{folder}/memory.stat", f"cache 5\ntotal_inactive_file {cached}\n")
 
     def available(self) -> int | None:
-        return limits.available(self.root)
+        return memory_limits.available(self.root)
 
 
 @pytest.fixture
@@ -67,11 +69,11 @@ def test_the_machine_alone(tree: Tree) -> None:
 
 
 def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
-    assert limits.available(tmp_path) is None
-    assert limits.resident(tmp_path) is None
+    assert memory_limits.available(tmp_path) is None
+    assert memory_limits.resident(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_bytes(b"\xff\xfe nonsense\nMemAvailable: many kB")
-    assert limits.available(tmp_path) is None
+    assert memory_limits.available(tmp_path) is None
 
 
 def test_a_group_of_its_own(tree: Tree) -> None:
@@ -129,13 +131,14 @@ def test_a_system_that_promises_no_more_than_it_has(tree: Tree) -> None:
     tree.write("/proc/meminfo", text)
     assert tree.available() == 8 * GIB
     tree.write("/proc/sys/vm/overcommit_memory", "2\n")
-    limits._strict.cache_clear()
+    memory_limits._strict.cache_clear()
     assert tree.available() == GIB
 
 
 SCRIPT = """
 import resource, sys, torch, gradtrace as gt
-from gradtrace import limits, memory
+from gradtrace.ir import memory
+from gradtrace.pytorch import memory_limits as limits
 from torch import nn
 model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
 gt.trace(model(torch.randn(2, 64)).sum()).influence("operators")
@@ -190,7 +193,7 @@ def test_an_error_in_a_node_is_told_as_what_it_is(semiring: Any, monkeypatch: An
     with gt.watch(model) as watch:
         loss = model(torch.ones(3, 2))
     monkeypatch.setattr(Tensor, "sum", fail)
-    monkeypatch.setattr(autograd, "_sums_to", fail)
+    monkeypatch.setattr(nodes, "_sums_to", fail)
     with pytest.raises(GradtraceError, match=r"^AddBackward0 failed: the disk is on fire$"):
         watch.backward(loss, semiring)
 
@@ -213,7 +216,7 @@ def test_memory_that_runs_out_anywhere_is_told(error: Exception, monkeypatch: An
 
     monkeypatch.setattr(sys.modules["gradtrace.trace"], "flow_of", full)
     monkeypatch.setattr(Kept, "follow", full)
-    monkeypatch.setattr(engine, "run", full)
+    monkeypatch.setattr(interpreter, "run", full)
     for ask in (
         trace.flow,
         lambda: trace.path("x", 0),
@@ -233,7 +236,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return 50 * GIB
 
-    monkeypatch.setattr(limits, "available", available)
+    monkeypatch.setattr(memory_limits, "available", available)
     return calls
 
 

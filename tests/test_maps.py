@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import gradtrace.maps
+import gradtrace.linops
 from gradtrace.errors import TooLarge
-from gradtrace.kernels import native
-from gradtrace.maps import (
+from gradtrace.kernels import cpu_library
+from gradtrace.linops import (
     Around,
     Beside,
     Contract,
@@ -45,7 +45,7 @@ from gradtrace.maps import (
     tiled,
     tiling,
 )
-from gradtrace.maps.hull import Cloud
+from gradtrace.linops.convex_hull import Cloud
 from gradtrace.semirings import COUNT, ENTROPY, MAX, SUM, Count, Max, Semiring, TopK, Value
 
 Shape = tuple[int, ...]
@@ -626,7 +626,7 @@ def test_tensors_names_the_weights(build: Callable[[Make], Map]) -> None:
 
 
 def map_classes() -> list[type[Map]]:
-    found = [getattr(gradtrace.maps, name) for name in gradtrace.maps.__all__]
+    found = [getattr(gradtrace.linops, name) for name in gradtrace.linops.__all__]
     abstract = {Map, Opaque}  # of an Opaque only the sum is known
     return [c for c in found if isinstance(c, type) and issubclass(c, Map) and c not in abstract]
 
@@ -724,7 +724,7 @@ def test_few_rows_at_a_time(build: Callable[[Make], Map], monkeypatch: pytest.Mo
     x = maker(seed=1)(*m.in_shape)
     wanted, winners = m.generic((x,), SUM), m.largest(x)
     for limit in (1, 7):
-        monkeypatch.setattr("gradtrace.maps.base.LIMIT", limit)
+        monkeypatch.setattr("gradtrace.linops.base.LIMIT", limit)
         assert torch.equal(m.generic((x,), SUM)[0], wanted[0])
         assert all(torch.equal(a, b) for a, b in zip(m.largest(x), winners))
 
@@ -1262,7 +1262,7 @@ def corners_of(found: list[Tensor]) -> Iterator[None]:
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)  # which has a hull of its own
+        patch.setattr(cpu_library, "library", lambda: None)  # which has a hull of its own
         patch.setattr(Cloud, "_corners", record)
         yield
 

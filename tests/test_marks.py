@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace import marks, waiting
-from gradtrace.marks import Palette, Table, Words, compact, distinct, sliced, words_of
+from gradtrace.kernels import sync
+from gradtrace.tracing import provenance
+from gradtrace.tracing.provenance import Palette, Table, Words, compact, distinct, sliced, words_of
 
 
 def read(numbers: torch.Tensor, palette: Palette) -> list[int]:
@@ -57,9 +58,9 @@ def test_compact_changes_no_mark(
     numbers = torch.tensor(drawn, dtype=torch.int32)
     before = read(numbers, palette)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(marks, "MANY", 2)
-        patch.setattr(marks, "LONG", 5)
-        patch.setattr(waiting, "avoid", lambda x: waits)
+        patch.setattr(provenance, "MANY", 2)
+        patch.setattr(provenance, "LONG", 5)
+        patch.setattr(sync, "avoid", lambda x: waits)
         found, smaller = compact(numbers, palette)
     assert read(found, smaller) == before
     assert found.dtype is torch.int32
@@ -99,7 +100,9 @@ def test_many_marks_are_words() -> None:
     assert many.then(many) == (many, 0)
 
 
-@pytest.mark.parametrize("odd", [marks.ODD, np.zeros_like(marks.ODD)], ids=["keys", "one key"])
+@pytest.mark.parametrize(
+    "odd", [provenance.ODD, np.zeros_like(provenance.ODD)], ids=["keys", "one key"]
+)
 @given(
     st.sampled_from([1, 3, 300]),
     st.lists(st.integers(0, 40), max_size=60),
@@ -112,7 +115,7 @@ def test_equal_marks_are_found_by_their_words(
     kinds = np.random.default_rng(seed).integers(0, 1 << 63, (41, width), np.uint64)
     words = kinds[np.array(drawn, dtype=np.intp)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(marks, "ODD", odd)
+        patch.setattr(provenance, "ODD", odd)
         found = distinct(words)
     lines = [tuple(line) for line in words.tolist()]
     places = {line: n for n, line in reversed(list(enumerate(lines)))}
@@ -141,7 +144,7 @@ def test_words_are_the_marks_they_were(rows: list[int], long: int) -> None:
     assert list(Table(words_of(rows, 5, 9))) == [row | 5 for row in rows]
     table = Palette(Table(words_of(rows)), 1 << 70)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(marks, "LONG", long)
+        patch.setattr(provenance, "LONG", long)
         for first, second in ((Palette(rows, 2), table), (table, Palette(rows)), (table, table)):
             both, _ = first.then(second)
             assert (
@@ -173,8 +176,8 @@ def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
     """
     numbers, palette, wanted = torch.tensor([0, 1], dtype=torch.int32), Palette(), [0, 1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(marks, "MANY", 1)
-        patch.setattr(marks, "LONG", 2)
+        patch.setattr(provenance, "MANY", 1)
+        patch.setattr(provenance, "LONG", 2)
         for kind, drawn in moves:
             bits = drawn << 62  # in two words
             if kind == "mark":
@@ -200,7 +203,7 @@ def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
 
 def test_marks_that_are_known_to_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of terms one of which went through a module, again and again."""
-    monkeypatch.setattr(marks, "distinct", pytest.fail)
+    monkeypatch.setattr(provenance, "distinct", pytest.fail)
     palette, numbers = Palette(), torch.ones(1, dtype=torch.int32)
     for turn in range(1, 30):
         palette, shift = palette.then(palette.mark(1 << 7 * turn))

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace import memory, tally
 from gradtrace.errors import TooLarge
-from gradtrace.memory import MARK
+from gradtrace.ir import memory
+from gradtrace.ir.memory import MARK
 from gradtrace.trace import Trace
+from gradtrace.tracing import tally
 
 
 def chain(layers: int, keep: bool) -> Trace:

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace import monitor
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.influence import Influence
+from gradtrace.tracing.influence import Influence
+from gradtrace.training import monitor
 
 Batch = tuple[Tensor, Tensor]
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import gradtrace as gt
-from gradtrace import files, formats, history, validate
 from gradtrace.errors import GradtraceError
-from gradtrace.laboratory.results import read as read_results
-from gradtrace.validate import Unfit
+from gradtrace.experiments.harness.results import read as read_results
+from gradtrace.io import container, schemas, validation
+from gradtrace.io.validation import Unfit
+from gradtrace.runs import history
 
 COUNT = {"trace": 40, "view": 25, "influence": 60, "run": 40, "experiment": 20, "results": 15}
 """Of each kind, here; ``python tests/mutants.py`` tries thousands."""
@@ -85,14 +86,16 @@ BOMBS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 @pytest.mark.parametrize(("where", "value"), BOMBS.values(), ids=BOMBS)
 def test_bombs_are_refused(tmp_path: Path, saved: Path, where: Any, value: Any) -> None:
-    contents = files.read(saved)
+    contents = container.read(saved)
     put(contents.meta, contents.tensors, *where, value=value)
     if value is mutants.DEEP[0][0]:
         with pytest.raises(GradtraceError, match="more than 100 levels"):
-            files.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
+            container.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
         return
-    files.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
-    with pytest.raises(files.BadFile, match="is damaged: its contents do not fit together") as told:
+    container.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
+    with pytest.raises(
+        container.BadFile, match="is damaged: its contents do not fit together"
+    ) as told:
         gt.load(tmp_path / "x")
     assert str(told.value).isprintable() and len(str(told.value)) < 600 + len(str(tmp_path))
 
@@ -134,10 +137,10 @@ TENSORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("change", TENSORS.values(), ids=TENSORS)
 def test_tensors_that_do_not_fit(tmp_path: Path, saved: Path, change: Any) -> None:
-    contents = files.read(saved)
+    contents = container.read(saved)
     change(contents.tensors)
-    files.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
-    with pytest.raises(files.BadFile, match="its contents do not fit together"):
+    container.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
+    with pytest.raises(container.BadFile, match="its contents do not fit together"):
         gt.load(tmp_path / "x")
 
 
@@ -146,7 +149,7 @@ def test_json_that_would_take_gigabytes_is_not_parsed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     for bomb in ("[" + "[]," * 3_000_000 + "1]", '{"a":{}}' * 1_200_000, "1," * 7_000_000):
         with pytest.raises(Unfit, match="would take more than 400,000,000 bytes of memory"):
-            validate.parse(bomb)
+            validation.parse(bomb)
 
 
 @pytest.mark.parametrize(
@@ -167,40 +170,40 @@ def test_the_memory_of_json_is_foreseen(text: str) -> None:
 
     tracemalloc.start()
     try:
-        found = validate.parse(text)
+        found = validation.parse(text)
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert found is not None and held <= validate.weight(text) + 10_000
+    assert found is not None and held <= validation.weight(text) + 10_000
 
 
 def test_what_cannot_be_read_again_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MEMORY", 10_000)
-    with pytest.raises(files.BadFile, match="save fewer or smaller tables"):
-        files.write(tmp_path / "x", "trace", {"x": [[]] * 1000}, {})
+    monkeypatch.setattr(container, "MEMORY", 10_000)
+    with pytest.raises(container.BadFile, match="save fewer or smaller tables"):
+        container.write(tmp_path / "x", "trace", {"x": [[]] * 1000}, {})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", '{"a":1,"a":1}', "1" * 5000, "["])
 def test_json_is_strict(word: str) -> None:
     with pytest.raises(Unfit):
-        validate.parse(f'{{"x": {word}}}')
+        validation.parse(f'{{"x": {word}}}')
     with pytest.raises(Unfit):
-        validate.parse(b'{"x": "\xff"}')
+        validation.parse(b'{"x": "\xff"}')
 
 
 def test_digits_are_looked_at_once() -> None:
     """A search for many of them that begins anew at each takes 4 s for a megabyte of this."""
-    text = ("9" * (validate.DIGITS - 1) + "a") * 2000
+    text = ("9" * (validation.DIGITS - 1) + "a") * 2000
     begun = time.process_time()
-    assert validate.parse(f'{{"a": "{text}"}}') == {"a": text}
+    assert validation.parse(f'{{"a": "{text}"}}') == {"a": text}
     assert time.process_time() - begun < 8
     for before in (0, 1, 1999, 2000, 2001, 3999):
         with pytest.raises(Unfit, match="an integer has 4,001 digits"):
-            validate.parse("[" + " " * before + "9" * 4001 + "]")
-    assert validate.parse("[" + "9" * 4000 + "]") == [10**4000 - 1]
+            validation.parse("[" + " " * before + "9" * 4001 + "]")
+    assert validation.parse("[" + "9" * 4000 + "]") == [10**4000 - 1]
 
 
 # Runs --------------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ def test_lines_that_say_nothing_are_not_read_for_ever(line: str) -> None:
 
 def test_a_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file without ends of lines may be larger than memory: this one has a terabyte of zeros."""
-    monkeypatch.setattr("gradtrace.disk.LINE", 1000)
+    monkeypatch.setattr("gradtrace.io.atomic_files.LINE", 1000)
     run, rows = tmp_path / "run.jsonl", tmp_path / "out" / "mine" / "rows" / "1-a.jsonl"
     rows.parent.mkdir(parents=True)
     results = tmp_path / "out" / "other" / "results.json"
@@ -329,11 +332,11 @@ def test_versions_that_are_none(version: Any) -> None:
 )
 def test_journals_are_checked(tmp_path: Path, change: Any) -> None:
     mutants.counted(tmp_path / "x")
-    meta = files.read(tmp_path / "x").meta
-    formats.JOURNAL(meta)
+    meta = container.read(tmp_path / "x").meta
+    schemas.JOURNAL(meta)
     change(meta)
-    files.write(tmp_path / "x", "influence", meta, {})
-    with pytest.raises(files.BadFile, match="its contents do not fit together"):
+    container.write(tmp_path / "x", "influence", meta, {})
+    with pytest.raises(container.BadFile, match="its contents do not fit together"):
         mutants.counted(tmp_path / "x")
 
 
@@ -347,7 +350,7 @@ def test_a_view_that_leads_in_a_circle_is_refused(tmp_path: Path, saved: Path) -
     from gradtrace.report.writing import loaded
     from gradtrace.report.writing import saved as packed
 
-    view = loaded(files.read(saved).tensors["view"])
+    view = loaded(container.read(saved).tensors["view"])
     following = view.forest.next.copy()
     following[-1] = 0
     with pytest.raises(Unfit, match="forest paths lead in a circle"):
@@ -370,11 +373,11 @@ def test_files_of_schema_1_are_read(tmp_path: Path, saved: Path) -> None:
 
     from safetensors.torch import save
 
-    contents = files.read(saved)
+    contents = container.read(saved)
     contents.tensors.pop("view")
     names = {f"t{n}": name for n, name in enumerate(contents.tensors)}
     document = {"schema": 1, "sha256": "0" * 64, "kind": "trace", "names": names}
-    text = json.dumps({**document, "meta": files._encoded(contents.meta)})
+    text = json.dumps({**document, "meta": container._encoded(contents.meta)})
     tensors = {key: contents.tensors[name].clone() for key, name in names.items()}
     blob = save(tensors, {"gradtrace": text})
     (tmp_path / "x").write_bytes(blob.replace(b"0" * 64, sha256(blob).hexdigest().encode(), 1))

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import launch, native
+from gradtrace.kernels import cpu_library, cuda_launch
 
 SCRIPT = """
 import torch, gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import native
+from gradtrace.kernels import cpu_library
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
 for _ in range(2):
@@ -24,7 +24,7 @@ for _ in range(2):
         loss = model(torch.randn(3, 5, generator=torch.Generator().manual_seed(1))).square().sum()
     trace = watch.trace(loss, rule="viterbi")
     print(trace.influence(), trace.path("0.weight", (1, 2)))
-print("library" if native.library() else "no library")
+print("library" if cpu_library.library() else "no library")
 """
 
 
@@ -54,9 +54,9 @@ def test_a_file_that_is_no_library_is_not_loaded(tmp_path: Path) -> None:
     ("status", "error"), [(1, MemoryError), (2, RuntimeError), (3, GradtraceError)]
 )
 def test_what_a_kernel_could_not_do_is_raised(status: int, error: type[Exception]) -> None:
-    native.checked(0)
+    cpu_library.checked(0)
     with pytest.raises(error):
-        native.checked(status)
+        cpu_library.checked(status)
 
 
 @pytest.mark.parametrize("error", [ImportError, RuntimeError, ValueError, TypeError])
@@ -66,11 +66,11 @@ def test_a_torch_that_compiles_otherwise_leaves_the_gpu_to_plain_torch(
     def module(*_: object) -> None:
         raise error("not as it was")
 
-    monkeypatch.setattr(launch, "_module", module)
+    monkeypatch.setattr(cuda_launch, "_module", module)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert launch._compiles.__wrapped__(0, "contract.cu") is False
+    assert cuda_launch._compiles.__wrapped__(0, "contract.cu") is False
     assert "without its CUDA kernels of contract.cu, slower: not as it was" in caplog.text
 
 
 def test_what_is_compiled_comes_alone_or_with_a_name() -> None:
-    assert launch._binary(b"text") == launch._binary((b"text", "name")) == b"text"
+    assert cuda_launch._binary(b"text") == cuda_launch._binary((b"text", "name")) == b"text"

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import gradtrace as gt
-from gradtrace import capture, reconverge, semirings
-from gradtrace.atlas import Atlas
+from gradtrace import semirings
+from gradtrace.autodiff.names import Atlas
 from gradtrace.errors import Unsupported
-from gradtrace.kernels import native, steps
-from gradtrace.linear.elementwise import weigh
-from gradtrace.maps import Scale
-from gradtrace.maps.places import nearby, picked
+from gradtrace.ir import merge_routes
+from gradtrace.kernels import cpu_library, steps
+from gradtrace.linops import Scale
+from gradtrace.linops.indexing import nearby, picked
+from gradtrace.recording import record
+from gradtrace.recording.aten_rules.elementwise import weigh
 from gradtrace.semirings import ABS, BOOL, COUNT, ENTROPY, EXTREMES, MAX, SUM, Max, Semiring, TopK
 
 GPU = torch.device("cuda", 0)
@@ -83,7 +85,7 @@ def test_a_complex_number(weight: Tensor | complex) -> None:
 
 def test_weights_that_are_merged() -> None:
     with torch.device("meta"):
-        target, weight = reconverge._sent([Scale(TWO, (3,)), Scale(3.0, (3,))], torch.float32)
+        target, weight = merge_routes._sent([Scale(TWO, (3,)), Scale(3.0, (3,))], torch.float32)
     assert target.is_meta and weight.is_meta
 
 
@@ -115,7 +117,7 @@ def test_what_has_dimensions_or_is_there_stays() -> None:
 
 def test_marks_of_another_device_go_to_no_kernel() -> None:
     """The CPU's kernels read memory where they are told to."""
-    if native.library() is None:
+    if cpu_library.library() is None:
         pytest.skip("without compiled kernels")
     size, marks = torch.ones(3), torch.ones(3, dtype=torch.int32, device="meta")
     assert steps._serving(size) is not None
@@ -129,13 +131,13 @@ def test_a_graph_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch
     model = nn.Linear(2, 2, bias=False)
     with gt.watch(model) as watch:
         loss = model(torch.ones(2)).sum()
-    right = capture.Record._leaf
+    right = record.Record._leaf
 
-    def moved(pen: capture.Record, leaf: Tensor, grad: Tensor, value: int) -> None:
+    def moved(pen: record.Record, leaf: Tensor, grad: Tensor, value: int) -> None:
         pen.atlas = Atlas.of({"far": far})
         right(pen, far, grad, value)
 
-    monkeypatch.setattr(capture.Record, "_leaf", moved)
+    monkeypatch.setattr(record.Record, "_leaf", moved)
     far = torch.empty(2, 2, device="meta", requires_grad=True)
     with pytest.raises(Unsupported, match="leaf far is on meta and the loss on cpu") as error:
         watch.trace(loss)

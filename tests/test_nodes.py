@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace
-from gradtrace import autograd, capture, engine
-from gradtrace.atlas import Atlas
-from gradtrace.autograd import is_number
+from gradtrace.autodiff import nodes
+from gradtrace.autodiff.backward import RECENT
+from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.names import Atlas
+from gradtrace.autodiff.nodes import is_number
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.formulas import Formulas
-from gradtrace.gradient import RECENT
-from gradtrace.hooks import HookWatch
-from gradtrace.nodes import _CALLS, JOINTS, NODES, summed
+from gradtrace.ir import interpreter
+from gradtrace.ir.cost import block_edges
+from gradtrace.recording import record
+from gradtrace.recording.formula import Formulas
+from gradtrace.recording.node_rules import _CALLS, JOINTS, NODES, summed
 from gradtrace.semirings import COUNT, MAX
-from gradtrace.sizes import block_edges
 
 a = torch.linspace(0.2, 1.7, 12, dtype=torch.float64).reshape(3, 4)
 b = torch.linspace(-1.0, 0.9, 20, dtype=torch.float64).reshape(4, 5)
@@ -268,7 +270,7 @@ def test_every_row_has_a_case() -> None:
 @pytest.fixture(params=[1, 1 << 40], ids=["later", "at once"], autouse=True)
 def _large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the gradients of all leaves put off, and of none."""
-    monkeypatch.setattr(capture, "LARGE", request.param)
+    monkeypatch.setattr(record, "LARGE", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -289,20 +291,20 @@ def test_a_row_gives_what_its_formula_gives(
     wanted = torch.autograd.grad(loss, leaves, retain_graph=True)
     short = gradtrace.program(loss)
     assert followed(loss, monkeypatch) <= GIVEN_UP.get((name, n), set())
-    monkeypatch.setattr(capture, "NODES", {})
-    monkeypatch.setattr(capture, "JOINTS", {})
+    monkeypatch.setattr(record, "NODES", {})
+    monkeypatch.setattr(record, "JOINTS", {})
     watched = gradtrace.program(loss)
-    assert_agree(engine.run(short, gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(short, gradtrace.SUM), leaves, wanted)
     assert_agree({leaf.tensor: leaf.compute() for leaf in short.leaves}, leaves, wanted)
-    assert_agree(engine.run(watched, gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(watched, gradtrace.SUM), leaves, wanted)
     for one, other in zip(short.blocks, watched.blocks, strict=True):
         assert (one.operator, one.note, one.opened) == (other.operator, other.note, other.opened)
         assert set(one.gives) >= set(other.gives)  # x**0 gives zeros, or nothing
         if set(one.gives) == set(other.gives):
             assert block_edges(one) == block_edges(other)
     for found, rounded in (
-        (lambda p: engine.run(p, MAX), ROUNDED),
-        (lambda p: engine.run(p, COUNT), ROUNDED),
+        (lambda p: interpreter.run(p, MAX), ROUNDED),
+        (lambda p: interpreter.run(p, COUNT), ROUNDED),
         (lambda p: {leaf.tensor: leaf.compute() for leaf in p.leaves}, ROUNDED | PRODUCTS),
     ):
         one, other = found(short), found(watched)
@@ -349,12 +351,12 @@ def test_cotangents_may_lie_in_memory_as_they_like(
     found = [
         {
             leaf.tensor: leaf.compute()
-            for leaf in capture.record(out, cotangent, Atlas(), watch).leaves
+            for leaf in record.record(out, cotangent, Atlas(), watch).leaves
         }
     ]
-    monkeypatch.setattr(capture, "NODES", {})
-    monkeypatch.setattr(capture, "JOINTS", {})
-    program = capture.record(out, cotangent, Atlas(), watch)
+    monkeypatch.setattr(record, "NODES", {})
+    monkeypatch.setattr(record, "JOINTS", {})
+    program = record.record(out, cotangent, Atlas(), watch)
     found.append({leaf.tensor: leaf.compute() for leaf in program.leaves})
     assert_agree(found[0], leaves, wanted)
     same = torch.testing.assert_close if name in ROUNDED | PRODUCTS else assert_equal
@@ -368,7 +370,7 @@ def test_a_row_asks_for_each_saved_value_once(name: str, n: int) -> None:
     leaves = [x.clone().requires_grad_() for x in inputs]
     loss = checkpoint(f, *leaves, use_reentrant=False).sum()
     wanted = torch.autograd.grad(loss, leaves, retain_graph=True)
-    assert_agree(engine.run(gradtrace.program(loss), gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(gradtrace.program(loss), gradtrace.SUM), leaves, wanted)
 
 
 @pytest.mark.parametrize("wanted", [(4,), (1, 4), (3, 1), (1, 1), (1,), (), (3, 4), (2, 3, 4)])
@@ -394,12 +396,12 @@ def test_broadcasting_is_undone_bit_for_bit(
         y = y.movedim(0, -1).contiguous().movedim(-1, 0)
     elif layout == "expanded":
         y = y[:1].expand(2, 3, 4)
-    assert_equal(autograd.conform(y, torch.empty(wanted, dtype=dtype)), y.sum_to_size(wanted))
+    assert_equal(nodes.conform(y, torch.empty(wanted, dtype=dtype)), y.sum_to_size(wanted))
 
 
 def test_a_gradient_that_does_not_fit_is_refused() -> None:
     with pytest.raises(GradtraceError, match="gave a gradient of shape"):
-        autograd.conform(torch.ones(2, 3, 4), torch.empty(3, 5))
+        nodes.conform(torch.ones(2, 3, 4), torch.empty(3, 5))
 
 
 def test_nodes_that_are_alike_share_their_maps() -> None:
@@ -429,7 +431,7 @@ def test_rows_with_infinite_cotangents(
     out = f(*leaves)
     loss = (out.reshape(-1) * torch.tensor([bad] + [1.0] * (out.numel() - 1))).sum()
     short = gradtrace.program(loss)
-    monkeypatch.setattr(capture, "NODES", {})
+    monkeypatch.setattr(record, "NODES", {})
     watched = gradtrace.program(loss)
     for one, other in zip(short.leaves, watched.leaves, strict=True):
         torch.testing.assert_close(one.compute(), other.compute(), rtol=0, atol=0, equal_nan=True)
@@ -440,7 +442,7 @@ def test_a_split_of_which_only_a_part_is_used() -> None:
     loss = (x.split([2, 3, 5])[1] ** 2).sum()
     (slot,) = gradtrace.program(loss).blocks[-1].steps[0].terms
     assert (slot.map.in_shape, slot.map.out_shape) == ((3,), (10,))
-    found = engine.run(gradtrace.program(loss), gradtrace.SUM)[x]
+    found = interpreter.run(gradtrace.program(loss), gradtrace.SUM)[x]
     assert found.tolist() == [0, 0, 4, 6, 8, 0, 0, 0, 0, 0]
 
 
@@ -448,7 +450,7 @@ def test_one_tensor_for_several_outputs() -> None:
     """The cotangents of both parts are one and the same tensor."""
     x = torch.arange(4.0).requires_grad_()
     first, second = x.chunk(2)
-    found = engine.run(gradtrace.program((first + second).sum()), gradtrace.SUM)[x]
+    found = interpreter.run(gradtrace.program((first + second).sum()), gradtrace.SUM)[x]
     assert found.tolist() == [1, 1, 1, 1]
 
 
@@ -471,7 +473,7 @@ def test_hooks_are_looked_for_before_rows_are() -> None:
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     y.register_hook(lambda grad: grad * 10)  # type: ignore[no-untyped-call]
-    found = engine.run(gradtrace.program((y + 1).sum()), gradtrace.SUM)[x]
+    found = interpreter.run(gradtrace.program((y + 1).sum()), gradtrace.SUM)[x]
     assert found.tolist() == [20, 20, 20]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import NotScalar, UnknownName
-from gradtrace.influence import Influence
-from gradtrace.maps import (
+from gradtrace.ir.program import Program
+from gradtrace.linops import (
     Beside,
     Contract,
     Identity,
@@ -28,12 +28,12 @@ from gradtrace.maps import (
     copied,
     narrowed,
 )
-from gradtrace.pairs import Pairs
-from gradtrace.program import Program
-from gradtrace.rules import Greedy
 from gradtrace.semirings import MAX
-from gradtrace.states import State
-from gradtrace.tracing import NOTHING, Tracer
+from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.per_sample import Pairs
+from gradtrace.tracing.rules import Greedy
+from gradtrace.tracing.traced_value import State
+from gradtrace.tracing.tracer import NOTHING, Tracer
 
 BATCH = 4
 
@@ -403,7 +403,7 @@ def test_pairs_may_come_some_at_a_time(
     watch, loss = watched(model.double(), x, y)
     trace = watch.trace(loss, rule=rule)
     together = trace.influence("operators")
-    monkeypatch.setattr("gradtrace.tracing.TOGETHER", limit)
+    monkeypatch.setattr("gradtrace.tracing.tracer.TOGETHER", limit)
     assert_same(trace.influence("operators"), together)
 
 

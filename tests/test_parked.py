@@ -12,16 +12,17 @@ from architectures import ARCHITECTURES
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import memory, parked
-from gradtrace.bench import cases
+from gradtrace.benchmarks import cases
 from gradtrace.errors import TooLarge
-from gradtrace.kernels import gpu, plans
-from gradtrace.maps import Contract, Identity
-from gradtrace.marks import Palette
-from gradtrace.parked import Shelf, packed, take, unpacked
-from gradtrace.states import State
+from gradtrace.ir import memory
+from gradtrace.kernels import cuda_contraction, cuda_tiling
+from gradtrace.linops import Contract, Identity
 from gradtrace.trace import Trace
-from gradtrace.tracing import Tracer
+from gradtrace.tracing import compact_storage
+from gradtrace.tracing.compact_storage import Shelf, packed, take, unpacked
+from gradtrace.tracing.provenance import Palette
+from gradtrace.tracing.traced_value import State
+from gradtrace.tracing.tracer import Tracer
 
 
 def state(numbers: Tensor | None, count: int) -> State:
@@ -116,14 +117,14 @@ def test_a_shelf() -> None:
 def kinds(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
     """The types of marks that were put away."""
     seen: set[torch.dtype] = set()
-    right = parked.narrowed
+    right = compact_storage.narrowed
 
     def spied(numbers: Tensor, count: int) -> Tensor:
         found = right(numbers, count)
         seen.add(found.dtype)
         return found
 
-    monkeypatch.setattr(parked, "narrowed", spied)
+    monkeypatch.setattr(compact_storage, "narrowed", spied)
     return seen
 
 
@@ -275,7 +276,7 @@ def product(m: int, k: int, n: int) -> Contract:
 
 def _all(shape: tuple[int, int, int], k: int) -> int:
     """What it takes at once, with operands that have to be copied."""
-    return plans.way(shape, k, (None, None), (True, True), 132).space.size
+    return cuda_tiling.way(shape, k, (None, None), (True, True), 132).space.size
 
 
 def test_a_contraction_lays_its_operands_out_on_a_gpu_alone() -> None:
@@ -284,7 +285,7 @@ def test_a_contraction_lays_its_operands_out_on_a_gpu_alone() -> None:
     assert memory.workspace(Identity((3,)), 132) == 0
     assert memory.workspace(product(0, 3, 4), 132) == 0
     assert memory.workspace(small, 132) == _all((1, 64, 48), 32)
-    assert memory.workspace(large, 132) == plans.SMALL < gpu.WORKSPACE
+    assert memory.workspace(large, 132) == cuda_tiling.SMALL < cuda_contraction.WORKSPACE
     long = product(1 << 10, 1 << 20, 1 << 10)  # a tile of it is more than that
     assert memory.workspace(long, 132) == _all((1, 256, 256), 1 << 20)
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace import capture
-from gradtrace.deferred import Deferred
+from gradtrace.ir.lazy_gradient import Deferred
 from gradtrace.kernels import steps
-from gradtrace.maps import Contract
-from gradtrace.states import Part
+from gradtrace.linops import Contract
+from gradtrace.recording import record
 from gradtrace.trace import Trace
+from gradtrace.tracing.traced_value import Part
 
 SPECS = {
     "mn,mk->kn": ((5, 4), (5, 6), (6, 4)),
@@ -77,7 +77,7 @@ def test_tables_are_the_same(
     tied: bool, deferred: bool, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if deferred:  # then gradients lie as products give them, and not as weights do
-        monkeypatch.setattr(capture, "LARGE", 1)
+        monkeypatch.setattr(record, "LARGE", 1)
     trace = traced(tied, dtype)
     assert any(isinstance(leaf.given, Deferred) for leaf in trace.program.leaves) is deferred
     whole = trace.influence()

@@ -17,8 +17,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import gradtrace as gt
 from gradtrace.errors import Unsupported
-from gradtrace.maps import Contract, Dense, Scale
-from gradtrace.plain import plain
+from gradtrace.linops import Contract, Dense, Scale
+from gradtrace.pytorch.plain_tensors import plain
 
 F = torch.func
 

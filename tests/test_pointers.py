@@ -13,13 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from gradtrace import groups
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import contract, native, pointers, rows, steps
+from gradtrace.kernels import cpu_library, max_contraction, pointers, rows, steps
 from gradtrace.kernels.reference import Operand
-from gradtrace.marks import words_of
+from gradtrace.tracing import aggregate
+from gradtrace.tracing.provenance import words_of
 
-needs_library = pytest.mark.skipif(native.library() is None, reason="no compiled library")
+needs_library = pytest.mark.skipif(cpu_library.library() is None, reason="no compiled library")
 
 
 def freed(x: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ def lines(x: Tensor) -> steps.Lines:
 
 
 ENTRIES: dict[str, Callable[[Tensor], Any]] = {
-    "contraction, left": lambda x: contract.contraction(x[None], torch.ones(1, 6, 3)),
-    "contraction, right": lambda x: contract.contraction(torch.ones(1, 3, 4), x[None]),
-    "contraction, windows": lambda x: contract.contraction(
+    "contraction, left": lambda x: max_contraction.contraction(x[None], torch.ones(1, 6, 3)),
+    "contraction, right": lambda x: max_contraction.contraction(torch.ones(1, 3, 4), x[None]),
+    "contraction, windows": lambda x: max_contraction.contraction(
         Operand(x.reshape(-1), torch.zeros(1).long(), torch.arange(4), torch.arange(6)),
         torch.ones(1, 6, 3),
     ),
@@ -140,12 +140,12 @@ def added(
     size: int | None = None,
     rows: Sequence[int] = (1, 3, 5),
     owned: int = 2,
-) -> groups.Sums:
+) -> aggregate.Sums:
     """Two leaves, of two pairs and three marks each, added up for three components."""
     counts = torch.ones(6, dtype=torch.int64)
-    leaf = groups.Counts(counts, torch.ones(sums, dtype=torch.float64), rows, 1, 0, 0, 0, size)
-    reach = groups.Reach(words_of([7, 7]), np.array([[0], [owned]]))
-    return groups.grouped([leaf, leaf]).added(pairs, reach, places, np.ones(totals), [1, 2, 4])
+    leaf = aggregate.Counts(counts, torch.ones(sums, dtype=torch.float64), rows, 1, 0, 0, 0, size)
+    reach = aggregate.Reach(words_of([7, 7]), np.array([[0], [owned]]))
+    return aggregate.grouped([leaf, leaf]).added(pairs, reach, places, np.ones(totals), [1, 2, 4])
 
 
 @needs_library
@@ -162,9 +162,9 @@ SIZES: dict[str, Callable[[], Any]] = {
     "fewer targets": lambda: steps.scatter(torch.ones(9), ints(9), torch.arange(8), 9),
     "fewer marks scattered": lambda: steps.scatter(torch.ones(9), ints(8), torch.arange(9), 9),
     "wide marks reduced": lambda: steps.reduce(torch.ones(3, 3), ints(3, 3).long(), (0,)),
-    "other k": lambda: contract.contraction(torch.ones(1, 2, 3), torch.ones(1, 4, 2)),
-    "other batch": lambda: contract.contraction(torch.ones(2, 2, 3), torch.ones(1, 3, 2)),
-    "other marks": lambda: contract.contraction(
+    "other k": lambda: max_contraction.contraction(torch.ones(1, 2, 3), torch.ones(1, 4, 2)),
+    "other batch": lambda: max_contraction.contraction(torch.ones(2, 2, 3), torch.ones(1, 3, 2)),
+    "other marks": lambda: max_contraction.contraction(
         torch.ones(1, 2, 3), torch.ones(1, 3, 2), marks=ints(1, 2, 2)
     ),
     "a line past the end": lambda: rows.products(
@@ -212,7 +212,7 @@ def test_operands_that_do_not_fit_together_are_refused(case: str) -> None:
 @needs_library
 def test_the_library_itself_refuses_null_pointers_and_sizes_that_overflow() -> None:
     """What Python let through would be caught there: each function, every pointer null."""
-    library = native.library()
+    library = cpu_library.library()
     assert library is not None
     steps._typed(library)
     bad, huge, none = 3, 1 << 62, None
@@ -232,13 +232,13 @@ def test_the_library_itself_refuses_null_pointers_and_sizes_that_overflow() -> N
     assert library.gradtrace_normalise(0, huge, 8, 1, nowhere, none, none, none, 1) == bad
     assert library.gradtrace_groups(none) == bad
     for sizes in ([0] * 22, [4] * 8 + [0] * 14, [huge] * 8 + [0] * 14, [-1] * 8 + [0] * 14):
-        assert library.gradtrace_groups(groups._REQUEST.pack(*sizes)) == bad
-    contract._library()
+        assert library.gradtrace_groups(aggregate._REQUEST.pack(*sizes)) == bad
+    max_contraction._library()
     assert library.gradtrace_contract(none) == bad
-    call = ctypes.create_string_buffer(contract._CALL.pack(*[0] * 44))
+    call = ctypes.create_string_buffer(max_contraction._CALL.pack(*[0] * 44))
     assert library.gradtrace_contract(call) == bad
     sizes = [0] * 27 + [huge] * 4 + [0] * 13
-    call = ctypes.create_string_buffer(contract._CALL.pack(*sizes))
+    call = ctypes.create_string_buffer(max_contraction._CALL.pack(*sizes))
     assert library.gradtrace_contract(call) == bad
     for name, letters in rows.ARGUMENTS.items():
         call_rows = rows._function(f"gradtrace_{name}_float", name)

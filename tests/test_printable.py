@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import gradtrace as gt
-from gradtrace import files, history
 from gradtrace.cli import printing
 from gradtrace.cli.app import app
 from gradtrace.errors import GradtraceError, UnknownName, caution
-from gradtrace.loggers import Loggers
+from gradtrace.io import container
 from gradtrace.printable import HIDDEN, printable
+from gradtrace.runs import history
+from gradtrace.training.loggers import Loggers
 
 EVIL = {
     "colour": "\x1b[31mred",
@@ -61,7 +62,7 @@ def test_what_can_be_read_stays() -> None:
 
 
 @pytest.mark.parametrize("name", EVIL.values(), ids=EVIL)
-@pytest.mark.parametrize("kind", [GradtraceError, UnknownName, files.BadFile])
+@pytest.mark.parametrize("kind", [GradtraceError, UnknownName, container.BadFile])
 def test_errors_are_printable(kind: type[GradtraceError], name: str) -> None:
     error = kind(f"no leaf {name} takes part")
     assert unprintable(str(error)) == [] and unprintable(repr(error)) == []
@@ -182,9 +183,9 @@ def test_files_print_no_controls(tmp_path: Path) -> None:
     with gt.watch(model) as watch:
         value = loss()
     watch.trace(value).save(tmp_path / "x.gradtrace")
-    contents = files.read(tmp_path / "x.gradtrace")
+    contents = container.read(tmp_path / "x.gradtrace")
     contents.meta["rule"] = evil
-    files.write(tmp_path / "rule.gradtrace", "trace", contents.meta, contents.tensors)
+    container.write(tmp_path / "rule.gradtrace", "trace", contents.meta, contents.tensors)
     line = {"kind": "run", "schema_version": evil, "step": 0, "settings": {}, "versions": {}}
     (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
     run = history.Writer(tmp_path / "good.jsonl", {"model": evil})

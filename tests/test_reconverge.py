@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 import gradtrace
-from gradtrace import engine, reconverge
-from gradtrace.maps import Dense, Index, Scale
-from gradtrace.program import Block, Program
-from gradtrace.reconverge import NOTE
+from gradtrace.ir import interpreter, merge_routes
+from gradtrace.ir.merge_routes import NOTE
+from gradtrace.ir.program import Block, Program
+from gradtrace.linops import Dense, Index, Scale
 from gradtrace.semirings import SUM
 
 Function = Callable[..., Tensor]
@@ -313,7 +313,7 @@ def test_the_program_gives_the_gradient(recorded: Recorded) -> None:
     """In full precision, whatever was merged or written out."""
     name, program, leaves = recorded
     f, _ = OPERATORS[name]
-    found = engine.run(program, SUM)
+    found = interpreter.run(program, SUM)
     wanted = torch.autograd.grad(f(*leaves), leaves, program.seed, allow_unused=True)
     for leaf, grad in zip(leaves, wanted):
         if grad is not None:
@@ -379,7 +379,7 @@ def test_numbers_are_merged_in_the_precision_of_the_gradient() -> None:
     """BUG reconverge._dtype: numbers alone are merged in float32."""
     x = tensor(3).requires_grad_()
     out = Formula.apply(x, lambda g: g * 0.1 + g * 0.7)
-    found = engine.run(gradtrace.program(out, cotangent=torch.ones_like(x)), SUM)
+    found = interpreter.run(gradtrace.program(out, cotangent=torch.ones_like(x)), SUM)
     torch.testing.assert_close(found[x], torch.full_like(x, 0.8), rtol=1e-12, atol=0)
 
 
@@ -409,7 +409,7 @@ def test_products_from_both_sides_are_left_as_they_are() -> None:
 
 
 def test_what_is_too_large_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconverge, "SMALL", 8)
+    monkeypatch.setattr(merge_routes, "SMALL", 8)
     w = tensor(3)
     block, program = block_of(lambda g: g * w - w * (g * w).sum(), tensor(3))
     assert block.note == NOTE
@@ -421,12 +421,12 @@ def test_what_is_too_large_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_operator_too_large_to_add_up_still_has_its_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reconverge, "SMALL", 4)
+    monkeypatch.setattr(merge_routes, "SMALL", 4)
     program, (x,) = record(lambda x: x.std(), tensor(6))
     assert len(program.notes()) <= 1
     out = x.std()
     (wanted,) = torch.autograd.grad(out, x, program.seed)
-    torch.testing.assert_close(engine.run(program, SUM)[x], wanted)
+    torch.testing.assert_close(interpreter.run(program, SUM)[x], wanted)
 
 
 RULED = ["softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"]
@@ -434,7 +434,7 @@ RULED = ["softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"]
 
 @pytest.mark.parametrize("name", RULED)
 def test_operators_with_a_rule_need_no_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconverge, "SMALL", 0)
+    monkeypatch.setattr(merge_routes, "SMALL", 0)
     f, inputs = OPERATORS[name]
     program, _ = record(f, *inputs)
     assert program.notes() == []
@@ -445,7 +445,7 @@ def test_operators_with_a_rule_need_no_matrix(name: str, monkeypatch: pytest.Mon
 def test_disjoint_and_elementwise_parts_are_not_flagged(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconverge, "SMALL", 0)
+    monkeypatch.setattr(merge_routes, "SMALL", 0)
     f, inputs = OPERATORS[name]
     program, _ = record(f, *inputs)
     assert program.notes() == []

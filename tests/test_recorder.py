@@ -16,9 +16,9 @@ from agreement import WAYS, assert_agree
 from torch import Tensor
 
 import gradtrace
-from gradtrace import engine
 from gradtrace.errors import NotLinear
-from gradtrace.maps import Dense, Sparse
+from gradtrace.ir import interpreter
+from gradtrace.linops import Dense, Sparse
 
 FUSED_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 """Whether this torch has a fused kernel for grouped heads on the CPU."""
@@ -307,7 +307,7 @@ def test_edges_of_a_formula_written_in_parts() -> None:
 def test_division_by_whole_numbers_keeps_all_digits() -> None:
     """``amax`` shares its gradient among equal maxima: g / 3, in float64."""
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    found = engine.run(gradtrace.program(x.amax()), gradtrace.SUM)[x]
+    found = interpreter.run(gradtrace.program(x.amax()), gradtrace.SUM)[x]
     assert torch.equal(found, torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
@@ -324,8 +324,8 @@ def test_one_tensor_handed_to_two_outputs_of_a_function_is_two_values() -> None:
     x = torch.tensor([1.0], requires_grad=True)
     one, two = Pair.apply(x)
     program = gradtrace.program((one + two).sum())  # the sum hands one tensor to both
-    assert float(engine.run(program, gradtrace.semirings.COUNT)[x]) == 2
-    assert float(engine.run(program, gradtrace.semirings.MAX)[x]) == 3
+    assert float(interpreter.run(program, gradtrace.semirings.COUNT)[x]) == 2
+    assert float(interpreter.run(program, gradtrace.semirings.MAX)[x]) == 3
 
 
 def test_what_is_handed_on_is_a_value_of_its_own() -> None:

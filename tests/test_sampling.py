@@ -12,17 +12,17 @@ from test_paths import MODELS, RULES, Made
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import paths as paths_module
-from gradtrace.components import Survey
-from gradtrace.kernels import native, rows
+from gradtrace.kernels import cpu_library, rows
 from gradtrace.kernels.rows import Lines
-from gradtrace.maps import Index, Map
-from gradtrace.maps.places import located, picked
-from gradtrace.paths import marked, sampled
-from gradtrace.sampling import Forest
-from gradtrace.states import solid
+from gradtrace.linops import Index, Map
+from gradtrace.linops.indexing import located, picked
 from gradtrace.trace import Trace
-from gradtrace.tracing import Tracer
+from gradtrace.tracing import paths as paths_module
+from gradtrace.tracing.components import Survey
+from gradtrace.tracing.path_forest import Forest
+from gradtrace.tracing.paths import marked, sampled
+from gradtrace.tracing.traced_value import solid
+from gradtrace.tracing.tracer import Tracer
 
 # Single elements of maps -------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def brute(size: Tensor) -> tuple[list[float], list[int]]:
 @pytest.fixture(params=[True, False], ids=["compiled", "plain"])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels, and without."""
-    if request.param and native.library() is None:
+    if request.param and cpu_library.library() is None:
         pytest.skip("the kernels were not built")
     if not request.param:
         monkeypatch.setattr(rows, "_function", lambda symbol, name: None)

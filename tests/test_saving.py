@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import files
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.io import container
 from gradtrace.trace import Trace
 
 
@@ -110,10 +110,10 @@ def test_hostile_module_names_are_text(tmp_path: Path) -> None:
 
 def rewritten(path: Path, change: Any) -> None:
     """The file with other contents, its container intact."""
-    contents = files.read(path)
+    contents = container.read(path)
     meta, tensors = json.loads(json.dumps(contents.meta)), dict(contents.tensors)
     change(meta, tensors)
-    files.write(path, contents.kind, meta, tensors)
+    container.write(path, contents.kind, meta, tensors)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_contents_that_do_not_fit_together_are_refused(tmp_path: Path, change: A
     file = tmp_path / "x"
     trace().save(file, sample=5)
     rewritten(file, change)
-    with pytest.raises(files.BadFile, match="damaged"):
+    with pytest.raises(container.BadFile, match="damaged"):
         gt.load(file)
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    files.write(tmp_path / "x", "influence", {}, {})
-    with pytest.raises(files.BadFile):
+    container.write(tmp_path / "x", "influence", {}, {})
+    with pytest.raises(container.BadFile):
         gt.load(tmp_path / "x")
 
 

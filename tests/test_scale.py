@@ -12,7 +12,7 @@ from thorough import few
 from torch import Tensor
 
 import gradtrace
-from gradtrace import engine
+from gradtrace.ir import interpreter
 
 MANY = few(10_000, 100_000)
 ROUNDS = 12
@@ -43,7 +43,7 @@ def test_many_operators(make, slope: float, schedule: str) -> None:
 @pytest.mark.parametrize(("make", "slope"), [(chain, -1.0), (branches, -float(MANY))])
 def test_many_operators_recorded(make, slope: float) -> None:
     loss, leaf = make(MANY)
-    found = engine.run(gradtrace.program(loss), gradtrace.SUM)
+    found = interpreter.run(gradtrace.program(loss), gradtrace.SUM)
     assert found[leaf].tolist() == [slope, slope]
 
 
@@ -92,7 +92,7 @@ def test_a_deep_graph_that_was_walked_can_be_freed() -> None:
 LEFT = """
 import gc, json, sys
 import torch, gradtrace
-from gradtrace import engine
+from gradtrace.ir import interpreter
 from test_scale import branches, chain
 
 def tensors():
@@ -103,7 +103,7 @@ def walked(loss):
     gradtrace.backward(loss)
 
 def recorded(loss):
-    engine.run(gradtrace.program(loss), gradtrace.SUM)
+    interpreter.run(gradtrace.program(loss), gradtrace.SUM)
 
 def refused(loss):
     try:

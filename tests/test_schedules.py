@@ -14,8 +14,8 @@ from thorough import few
 from torch import Tensor, nn
 
 import gradtrace
+from gradtrace.autodiff.traversal import SCHEDULES, creation, kahn, pending, recursive, schedule
 from gradtrace.errors import TooDeep, UnknownName, Unsupported
-from gradtrace.schedules import SCHEDULES, creation, kahn, pending, recursive, schedule
 
 Plain = dict[int, list[int | None]]
 

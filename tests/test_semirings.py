@@ -24,8 +24,8 @@ from torch import Tensor
 
 import gradtrace
 from gradtrace import semirings
-from gradtrace.engine import run
 from gradtrace.errors import GradtraceError, OutOfRange
+from gradtrace.ir.interpreter import run
 from gradtrace.semirings import (
     ABS,
     BOOL,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.maps import Dense
+from gradtrace.linops import Dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 

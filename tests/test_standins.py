@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import capture, standins
+from gradtrace.recording import placeholders, record
 from gradtrace.semirings import COUNT, ENTROPY, MAX
 
 
@@ -56,7 +56,7 @@ def test_values_do_not_depend_on_gradients(
     monkeypatch.setattr(torch, "matmul", counted)
     bare = gt.backward(loss, semiring, names=names)
     assert not products, "a product was computed for a gradient that nobody reads"
-    monkeypatch.setattr(capture, "_unseen", lambda *_: False)
+    monkeypatch.setattr(record, "_unseen", lambda *_: False)
     full = gt.backward(loss, semiring, names=names)
     for key, value in full.items():
         torch.testing.assert_close(bare[key], value, rtol=0, atol=0, equal_nan=True)
@@ -93,8 +93,8 @@ def test_errors_are_those_of_true_gradients() -> None:
 
 
 def test_a_stand_in_has_no_pattern_and_no_memory() -> None:
-    x = standins.like((1000, 1000), torch.float32, torch.device("cpu"))
+    x = placeholders.like((1000, 1000), torch.float32, torch.device("cpu"))
     assert x.shape == (1000, 1000) and x.untyped_storage().nbytes() < 10_000
     assert bool(((x >= 0.5) & (x <= 1.5)).all()) and x[0].unique().numel() > 900
-    assert standins.like((), torch.float64, torch.device("cpu")).shape == ()
-    assert standins.like((0, 3), torch.float64, torch.device("cpu")).shape == (0, 3)
+    assert placeholders.like((), torch.float64, torch.device("cpu")).shape == ()
+    assert placeholders.like((0, 3), torch.float64, torch.device("cpu")).shape == (0, 3)

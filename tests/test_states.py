@@ -14,16 +14,17 @@ from randomgraphs import build
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import rules, tracing, waiting
 from gradtrace.api import program
-from gradtrace.maps import Contract, Identity, Index, Map, tiling
-from gradtrace.maps.index import Slot
-from gradtrace.maps.normaliser import Normaliser, _lies
-from gradtrace.marks import MANY, Palette
-from gradtrace.program import Program, Step, Term, single
-from gradtrace.rules import Greedy
-from gradtrace.states import Part, Scope, State, cancelled, made, shared
-from gradtrace.tracing import Tracer, tails
+from gradtrace.ir.program import Program, Step, Term, single
+from gradtrace.kernels import sync
+from gradtrace.linops import Contract, Identity, Index, Map, tiling
+from gradtrace.linops.diag_low_rank import Normaliser, _lies
+from gradtrace.linops.gather import Slot
+from gradtrace.tracing import rules, tracer
+from gradtrace.tracing.provenance import MANY, Palette
+from gradtrace.tracing.rules import Greedy
+from gradtrace.tracing.traced_value import Part, Scope, State, cancelled, made, shared
+from gradtrace.tracing.tracer import Tracer, tails
 from tests.waits import Waits
 
 NOTHING = Scope({}, frozenset())
@@ -109,7 +110,7 @@ def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int)
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_terms_with_the_same_marks(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "avoid", lambda x: waits)
+    monkeypatch.setattr(sync, "avoid", lambda x: waits)
     devices.shared_sums("cpu")
 
 
@@ -165,7 +166,7 @@ def test_influence_is_that_of_comparing(
 
     for way in (noted, lambda states: False):
         monkeypatch.setattr(rules, "shared", way)
-        monkeypatch.setattr(tracing, "shared", way)
+        monkeypatch.setattr(tracer, "shared", way)
         with gt.watch(model) as watch:
             loss = model(x)
         tables.append(watch.trace(loss, rule=rule).influence(["first", "second", "last"]))
@@ -184,7 +185,7 @@ def test_zeros_are_looked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> 
     value = part.value()
     wanted = [[True] * 3, [False] * 3]
     for waits in (False, True):
-        monkeypatch.setattr(waiting, "avoid", lambda x, waits=waits: waits)
+        monkeypatch.setattr(sync, "avoid", lambda x, waits=waits: waits)
         with Waits(2 if waits else None):  # where they are, and whether something came there
             found = cancelled((part,), value)
         assert found is not None and found.tolist() == wanted

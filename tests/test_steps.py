@@ -16,15 +16,15 @@ from thorough import few
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import native, steps
+from gradtrace.kernels import cpu_library, steps
 from gradtrace.kernels.steps import Compressed, Lines
-from gradtrace.maps import Around, Normaliser, Sparse
+from gradtrace.linops import Around, Normaliser, Sparse
 
 NAN = math.nan
 TYPES = (torch.float32, torch.float64)
 MAKERS: dict[str, Callable[..., Make]] = {"generic": maker, "ties": whole, "odd": odd}
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="without compiled kernels")
+pytestmark = pytest.mark.skipif(cpu_library.library() is None, reason="without compiled kernels")
 
 
 @pytest.fixture(params=[1, 2])
@@ -40,7 +40,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def plainly(f: Callable[..., Any], *arguments: Any) -> Any:
     """A step in plain torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
+        patch.setattr(cpu_library, "library", lambda: None)
         return f(*arguments)
 
 

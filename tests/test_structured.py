@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.reconverge import NOTE, distinct
+from gradtrace.ir.merge_routes import NOTE, distinct
 from gradtrace.semirings import ABS, COUNT, MAX
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace import tables
 from gradtrace.errors import GradtraceError
-from gradtrace.tables import Column, Table
+from gradtrace.io import table as tables
+from gradtrace.io.table import Column, Table
 
 COLUMNS = (
     Column("name"),

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from gradtrace import testing
 from gradtrace.errors import GradtraceError
-from gradtrace.semirings import (
-    Abs,
-    Count,
-    Max,
-    Semiring,
-    TopK,
-    Value,
-)
+from gradtrace.semirings import Abs, Count, Max, Semiring, TopK, Value
 from gradtrace.semirings.base import Piece
 from gradtrace.testing import LawBroken, check_semiring
 

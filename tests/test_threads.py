@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.atlas import Atlas, Place
-from gradtrace.threads import elsewhere
+from gradtrace.autodiff.names import Atlas, Place
+from gradtrace.autodiff.threads import elsewhere
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import gauges
 from gradtrace.errors import GradtraceError, NoGraph
-from gradtrace.pace import Pace, Seen, pace
+from gradtrace.profiling import resource_meters
+from gradtrace.profiling.summary import Pace, Seen, pace
 
 MODULE = import_module("gradtrace.timing")  # its name is taken by the class
 
@@ -26,7 +26,7 @@ MODULE = import_module("gradtrace.timing")  # its name is taken by the class
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still unless it is moved."""
     now = [100.0]
-    for module in (MODULE, gauges):
+    for module in (MODULE, resource_meters):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     return now
 
@@ -217,7 +217,7 @@ def test_readings_pace_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 1
         return [], 0
 
-    monkeypatch.setattr(gauges, "scan", scan)
+    monkeypatch.setattr(resource_meters, "scan", scan)
     with gt.timing() as timing:
         for _ in range(3000):
             with timing.step():
@@ -230,7 +230,7 @@ def test_readings_pace_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pauses_of_the_collector_are_seen() -> None:
-    with gauges.Pauses() as pauses:
+    with resource_meters.Pauses() as pauses:
         gc.collect()
     assert pauses.total > 0
     assert pauses not in gc.callbacks
@@ -238,12 +238,12 @@ def test_pauses_of_the_collector_are_seen() -> None:
 
 def test_tensors_and_bytes() -> None:
     base = torch.zeros(1000)
-    found, objects = gauges.scan()
+    found, objects = resource_meters.scan()
     assert any(it is base for it in found)
     assert objects > len(found)
-    assert gauges.bytes_of([base, base[10:], base.view(10, 100)]) == 4000
-    assert gauges.bytes_of([torch.eye(3).to_sparse()]) == 0
-    assert (gauges.resident() or 1 << 20) >= 1 << 20
+    assert resource_meters.bytes_of([base, base[10:], base.view(10, 100)]) == 4000
+    assert resource_meters.bytes_of([torch.eye(3).to_sparse()]) == 0
+    assert (resource_meters.resident() or 1 << 20) >= 1 << 20
 
 
 # What is said ------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_few_steps_tell_nothing(n: int) -> None:
 
 @pytest.mark.parametrize("times", [[0.0] * 40, [0.0] * 30 + [1.0] * 10, [0.004] * 40])
 def test_a_clock_that_stands_still_tells_little_but_something(times: list[float]) -> None:
-    seen = {"x": Seen(gauges.RESIDENT, list(range(1, 41)), times)}
+    seen = {"x": Seen(resource_meters.RESIDENT, list(range(1, 41)), times)}
     report = pace(times, list(range(0, 40, 3)), seen)
     assert "nan" not in report.verdict and "inf" not in report.verdict
     assert report.slower == 0
@@ -283,14 +283,16 @@ def test_steady_steps() -> None:
 def test_slow_steps_and_what_grows_with_them() -> None:
     times = noise(2000) * (1 + 0.0001 * np.arange(2000))
     steps = list(range(100, 2000, 100))
-    seen = {"x": Seen(gauges.TENSORS, steps, [12.0 * step for step in steps])}
+    seen = {"x": Seen(resource_meters.TENSORS, steps, [12.0 * step for step in steps])}
     report = pace(list(times), [], seen)
     assert report.slower == 1
     assert report.verdict.startswith("Steps slow down: 1.1")
     assert "What grows with them: live tensors +12 a step (a list that keeps" in report.verdict
     assert (
         "Nothing that is measured"
-        in pace(list(times), [], {"x": Seen(gauges.TENSORS, steps, [5.0] * len(steps))}).verdict
+        in pace(
+            list(times), [], {"x": Seen(resource_meters.TENSORS, steps, [5.0] * len(steps))}
+        ).verdict
     )
 
 
@@ -321,7 +323,7 @@ def test_epochs_have_their_own_trend() -> None:
 def test_the_machine_is_told_apart() -> None:
     steps = list(range(20, 2000, 10))
     slower = [1e-5 * (1 + step / 4000) for step in steps]
-    report = pace(list(noise(2000)), [], {"x": Seen(gauges.MACHINE, steps, slower)})
+    report = pace(list(noise(2000)), [], {"x": Seen(resource_meters.MACHINE, steps, slower)})
     assert "the machine itself becomes slower" in report.verdict
 
 
@@ -338,4 +340,4 @@ def test_it_shows_itself() -> None:
 
 def test_parameters_that_are_not_initialised_yet_count_for_nothing() -> None:
     lazy = torch.nn.LazyLinear(3)
-    assert gauges.bytes_of([lazy.weight, torch.zeros(4)]) == 16
+    assert resource_meters.bytes_of([lazy.weight, torch.zeros(4)]) == 16

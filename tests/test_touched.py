@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import history
 from gradtrace.errors import GradtraceError, caution
-from gradtrace.history import History
+from gradtrace.runs import history
+from gradtrace.runs.history import History
 
 STEPS = 6
 

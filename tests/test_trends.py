@@ -9,7 +9,7 @@ from math import isinf, isnan
 import numpy as np
 import pytest
 
-from gradtrace.trends import (
+from gradtrace.profiling.trend_tests import (
     FEW,
     inflation_of,
     mann_kendall,

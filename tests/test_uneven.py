@@ -16,13 +16,13 @@ import torch.distributed as dist
 from launch import Ended, Group, started
 
 import gradtrace as gt
-from gradtrace import history
-from gradtrace.gathering import Gathering
-from gradtrace.history import History
-from gradtrace.influence import Influence
-from gradtrace.loggers import Loggers
-from gradtrace.looks import Look
-from gradtrace.shards import Message, Shards
+from gradtrace.distributed.rank_exchange import Message, Shards
+from gradtrace.runs import history
+from gradtrace.runs.history import History
+from gradtrace.runs.step_results import Look
+from gradtrace.tracing.influence import Influence
+from gradtrace.training.gathering import Gathering
+from gradtrace.training.loggers import Loggers
 
 MODES = ("even", "left", "barrier", "more", "slow", "raises", "budget", "killed")
 

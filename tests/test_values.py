@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import memory
-from gradtrace.engine import gradient_of
-from gradtrace.paths import Path
+from gradtrace.ir import memory
+from gradtrace.ir.interpreter import gradient_of
+from gradtrace.ir.recompute import Stretches
 from gradtrace.trace import Trace
-from gradtrace.values import Stretches
+from gradtrace.tracing.paths import Path
 
 
 class Skips(nn.Module):

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from gradtrace import internals
+from gradtrace.pytorch import internals
 
 ROOT = Path(__file__).parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text()

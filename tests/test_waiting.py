@@ -14,10 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from waits import Waits
 
 import gradtrace as gt
-from gradtrace import api, capture, engine, linear, recorder, waiting
+from gradtrace import api
 from gradtrace.errors import GradtraceError, NonFinite
+from gradtrace.ir import interpreter
+from gradtrace.kernels import sync
+from gradtrace.kernels.sync import Hopes, look
+from gradtrace.recording import aten_rules, dispatch, record
 from gradtrace.semirings import MAX
-from gradtrace.waiting import Hopes, look
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -93,7 +96,7 @@ def test_hopes_are_looked_at_once() -> None:
 
 
 def test_tensors_of_the_cpu_are_looked_at_as_one_likes() -> None:
-    assert not waiting.avoid(X)
+    assert not sync.avoid(X)
 
 
 # Recording ---------------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ def test_tensors_of_the_cpu_are_looked_at_as_one_likes() -> None:
 @pytest.fixture
 def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts as one that lies on a GPU."""
-    monkeypatch.setattr(waiting, "avoid", lambda x: True)
+    monkeypatch.setattr(sync, "avoid", lambda x: True)
 
 
 def recurrent() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
@@ -125,7 +128,7 @@ def test_recording_waits_once_or_twice(
     name: str, large: int, unwaiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For whether gradients are finite, at the very end."""
-    monkeypatch.setattr(capture, "LARGE", large)
+    monkeypatch.setattr(record, "LARGE", large)
     monkeypatch.setattr(api, "room", lambda *_: 0)  # else nothing is put off on a GPU
     model, loss_of = MODELS[name]()
     with gt.watch(model) as watch:
@@ -144,14 +147,14 @@ def test_hoping_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         loss = loss_of(model)
     plain = watch.trace(loss)
     with monkeypatch.context() as patch:
-        patch.setattr(waiting, "avoid", lambda x: True)
+        patch.setattr(sync, "avoid", lambda x: True)
         hoping = watch.trace(loss)
     assert [len(b.steps) for b in plain.program.blocks] == [
         len(b.steps) for b in hoping.program.blocks
     ]
     for key in plain.gradients:
         assert torch.equal(plain.gradients[key], hoping.gradients[key])
-    one, other = engine.run(plain.program, MAX), engine.run(hoping.program, MAX)
+    one, other = interpreter.run(plain.program, MAX), interpreter.run(hoping.program, MAX)
     assert all(torch.equal(value, other[leaf]) for leaf, value in one.items())
 
 
@@ -162,7 +165,7 @@ def softplus(x: Tensor) -> Tensor:
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """A formula that hides what it does: ``softplus``, whose result is taken for a constant."""
     func = torch.ops.aten.softplus_backward.default
-    monkeypatch.setitem(recorder._WAYS, func, recorder.Way("exact", linear.RULES["zeros_like"]))
+    monkeypatch.setitem(dispatch._WAYS, func, dispatch.Way("exact", aten_rules.RULES["zeros_like"]))
 
 
 def test_what_was_hoped_in_vain_is_recorded_again(
@@ -172,7 +175,7 @@ def test_what_was_hoped_in_vain_is_recorded_again(
     x = torch.randn(4, requires_grad=True)
     loss = softplus(x * 2)
     with Waits() as waits:
-        found = engine.run(gt.program(loss), gt.SUM)[x]
+        found = interpreter.run(gt.program(loss), gt.SUM)[x]
     torch.testing.assert_close(found, torch.autograd.grad(loss, x)[0])
     assert any("_nonzero" in place for place in waits.places)
 
@@ -182,7 +185,7 @@ def test_errors_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Softplus())
     texts = []
     for avoid in (False, True):
-        monkeypatch.setattr(waiting, "avoid", lambda x, avoid=avoid: avoid)
+        monkeypatch.setattr(sync, "avoid", lambda x, avoid=avoid: avoid)
         with gt.watch(model) as watch:
             loss = model(torch.ones(2, 3)).sum()
         with pytest.raises(GradtraceError, match=r"SoftplusBackward0 \(in 1\)") as error:
@@ -213,7 +216,7 @@ def test_code_of_the_users_runs_once(unwaiting: None, monkeypatch: pytest.Monkey
         loss = make()
         wanted = torch.autograd.grad(loss, x, retain_graph=True)[0]
         calls.clear()
-        found = engine.run(gt.program(loss), gt.SUM)[x]
+        found = interpreter.run(gt.program(loss), gt.SUM)[x]
         torch.testing.assert_close(found, wanted)
         assert calls == ["function", "hook"]
 
@@ -221,15 +224,15 @@ def test_code_of_the_users_runs_once(unwaiting: None, monkeypatch: pytest.Monkey
 def test_a_probe_that_is_hoped_to_be_linear() -> None:
     for f, linear_ in ((lambda x: torch.lerp(x, x * 0, 0.25), True), (torch.special.erf, False)):
         x, hopes = torch.tensor([0.5, -2.0]), Hopes()
-        pen = recorder.Recorder(1 << 20, hopes=hopes)
+        pen = dispatch.Recorder(1 << 20, hopes=hopes)
         pen.begin([])
         pen.track(x, pen.new())
-        waiting_, waiting.avoid = waiting.avoid, lambda x: True
+        waiting_, sync.avoid = sync.avoid, lambda x: True
         try:
             with pen:
                 f(x)
         finally:
-            waiting.avoid = waiting_
+            sync.avoid = waiting_
         assert hopes.fulfilled() is linear_
 
 
@@ -237,7 +240,7 @@ def test_a_probe_that_is_hoped_to_be_linear() -> None:
 def test_near_is_close(value: list[float]) -> None:
     b = torch.tensor(value)
     for a in (b, b + 1e-5, b + 1, torch.tensor([float("inf"), 2.0])[: len(value)]):
-        assert bool(recorder.near(a, b).all()) == recorder.close(a, b)
+        assert bool(dispatch.near(a, b).all()) == dispatch.close(a, b)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e38])
@@ -255,7 +258,7 @@ def test_one_look_at_all_gradients(bad: float, unwaiting: None) -> None:
 def test_gradients_that_are_not_finite_are_refused(
     large: int, unwaiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "LARGE", large)
+    monkeypatch.setattr(record, "LARGE", large)
     monkeypatch.setattr(api, "room", lambda *_: 0)  # else nothing is put off on a GPU
     model = nn.Linear(3, 3)
     with gt.watch(model) as watch:

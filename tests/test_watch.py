@@ -15,8 +15,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace import calls, engine
 from gradtrace.errors import GradtraceError, Unsupported
+from gradtrace.ir import interpreter
+from gradtrace.pytorch import module_calls as calls
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def check(watch: Any, loss: Tensor, leaves: dict[str, Tensor]) -> None:
     for name, grad in present.items():
         assert found[name].dtype is grad.dtype
         assert_close(found[name], grad)
-    run = engine.run(watch.program(loss), gt.SUM)
+    run = interpreter.run(watch.program(loss), gt.SUM)
     assert {id(leaf) for leaf in run} == {id(leaves[name]) for name in present}
     for name, grad in present.items():
         assert_close(run[leaves[name]], grad)
@@ -752,7 +753,7 @@ def test_autocast(inside: bool) -> None:
     for (name, grad), want in zip(found.items(), wanted):
         assert name in leaves and grad.dtype is want.dtype
         torch.testing.assert_close(grad, want, rtol=0, atol=0)
-    run = engine.run(watch.program(loss), gt.SUM)
+    run = interpreter.run(watch.program(loss), gt.SUM)
     for leaf, want in zip(leaves.values(), wanted):  # rounded elsewhere, to 8 bits
         torch.testing.assert_close(run[leaf], want, rtol=0, atol=0.02 * float(want.abs().amax()))
     assert made_by(watch, loss, "AddmmBackward0") == [("0", 0), ("3", 0)]
@@ -1004,7 +1005,7 @@ def test_the_graph_can_be_used_again() -> None:
     first, second = watch.backward(loss), watch.backward(loss)
     program = watch.program(loss)
     loss.backward()
-    run = engine.run(program, gt.SUM)
+    run = interpreter.run(program, gt.SUM)
     for name, p in model.named_parameters():
         assert torch.equal(first[name], second[name])
         assert_close(first[name], p.grad)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import wrapped
+from gradtrace.distributed import unwrap
 from gradtrace.errors import GradtraceError, Unsupported
 
 dist = torch.distributed
@@ -90,7 +90,7 @@ def monitored(model: nn.Module) -> object:
 
 
 def entered(model: nn.Module) -> object:
-    with wrapped.apart(model):
+    with unwrap.apart(model):
         raise AssertionError("it should have been refused before")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradtrace.autograd import is_number
+from gradtrace.autodiff.nodes import is_number
 
 _SEEN = (
     "_local_scalar_dense nonzero nonzero_static masked_select equal allclose unique_dim "

@@ -14,7 +14,7 @@ from gradtrace.cli.printing import Json, write_json
 
 def sections(incomplete: str) -> list[str]:
     """For the shell."""
-    from gradtrace.bench.table import SECTIONS
+    from gradtrace.benchmarks.table import SECTIONS
 
     return [name for name in SECTIONS if name.startswith(incomplete)]
 
@@ -51,9 +51,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time tracing beside PyTorch's own passes; takes up to 20 minutes."""
-    from gradtrace.bench import page
-    from gradtrace.bench.results import Setting
-    from gradtrace.bench.run import Places, known, run
+    from gradtrace.benchmarks import page
+    from gradtrace.benchmarks.results import Setting
+    from gradtrace.benchmarks.run import Places, known, run
 
     found = run(known(only or ()), Setting(quick, rounds, device), Places(out, figures))
     if as_json:

@@ -13,7 +13,7 @@ from gradtrace.cli.target import Arguments, Target, functions
 from gradtrace.errors import GradtraceError
 
 if TYPE_CHECKING:
-    from gradtrace.check import Check
+    from gradtrace.tools.gradcheck import Check
 
 
 @app.command(
@@ -41,7 +41,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Compare gradients with differences of the loss; exit code 1 if one is wrong."""
-    from gradtrace.check import check as check_gradients
+    from gradtrace.tools.gradcheck import check as check_gradients
 
     wanted = Target.of(target)
     with working(f"running {wanted.name}") as work, wanted.running(args or []) as script:

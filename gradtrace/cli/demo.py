@@ -20,7 +20,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Let an RNN, an LSTM and a GRU compete, look at a small network, and write a report."""
-    from gradtrace import demo as demonstration
+    from gradtrace.experiments import demo as demonstration
 
     found = demonstration.demo(out, say)
     if as_json:

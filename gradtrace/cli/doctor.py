@@ -12,7 +12,7 @@ from gradtrace.cli.printing import STYLES, Json, console, table, write_json
 @app.command(epilog=examples("gradtrace doctor", "gradtrace doctor --json"))
 def doctor(as_json: Json = False) -> None:
     """Check that gradtrace works here: gradients, hooks and kernels against PyTorch's own."""
-    from gradtrace import doctor as checks
+    from gradtrace.tools import self_test as checks
 
     found = checks.diagnosis()
     if as_json:

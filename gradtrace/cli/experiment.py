@@ -14,7 +14,7 @@ from gradtrace.cli.printing import Json, console, say, table, write, write_json
 
 def names(incomplete: str) -> list[str]:
     """For the shell."""
-    from gradtrace.laboratory.table import available
+    from gradtrace.experiments.harness.table import available
 
     return [name for name in available() if name.startswith(incomplete)]
 
@@ -71,7 +71,7 @@ def experiment(
     as_json: Json = False,
 ) -> None:
     """Run an experiment, or go on with one; under torchrun, many processes do one together."""
-    from gradtrace.laboratory import command
+    from gradtrace.experiments.harness import command
 
     if listed:
         _write_list(command.listed(), as_json)
@@ -107,7 +107,7 @@ def _write_list(found: list[dict[str, str]], as_json: bool) -> None:
 
 def write_found(found: dict[str, dict[str, Any]]) -> None:
     """The tables of experiments, and the sentence of each."""
-    from gradtrace.laboratory.results import numeric, told
+    from gradtrace.experiments.harness.results import numeric, told
 
     out = console()
     for name, data in found.items():

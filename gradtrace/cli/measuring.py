@@ -18,11 +18,11 @@ from gradtrace.cli.codes import WRONG
 from gradtrace.cli.printing import write, write_table
 from gradtrace.cli.target import Target
 from gradtrace.cli.tracing import SHOWN, chosen, rows
-from gradtrace.components import Components
-from gradtrace.dataset import influence
+from gradtrace.distributed.dataset_influence import influence
 from gradtrace.errors import GradtraceError, RankFailed
-from gradtrace.influence import Influence
-from gradtrace.laboratory.ranks import Ranks, joined
+from gradtrace.experiments.harness.ranks import Ranks, joined
+from gradtrace.tracing.components import Components
+from gradtrace.tracing.influence import Influence
 
 RETURNS = "return (model, loss_fn, loader), where loss_fn(model, batch) gives a loss"
 

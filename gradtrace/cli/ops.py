@@ -20,15 +20,19 @@ def ops(
     as_json: Json = False,
 ) -> None:
     """What is known of each ATen operation that backward formulas are made of."""
-    from gradtrace import catalogue
+    from gradtrace.tools import op_catalogue
 
-    found = [op for name in names for op in catalogue.named(name)] if names else catalogue.listed()
-    counts = catalogue.kinds()
+    found = (
+        [op for name in names for op in op_catalogue.named(name)]
+        if names
+        else op_catalogue.listed()
+    )
+    counts = op_catalogue.kinds()
     if as_json:
         write_json({"operations": [op._asdict() for op in found], "kinds": dict(counts)})
         return
     out = console()
-    out.print(table([catalogue.Op._fields, *found]))
+    out.print(table([op_catalogue.Op._fields, *found]))
     if not names:
         told = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
         out.print(f"All {counts.total():,} functional ATen overloads: {told}")

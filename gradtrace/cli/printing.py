@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from gradtrace.tables import Table as Data
+    from gradtrace.io.table import Table as Data
 
 PIPE_WIDTH = 160
 STYLES = {

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gradtrace import disk
 from gradtrace.errors import GradtraceError
-from gradtrace.history import History
-from gradtrace.runs import beside, report_run
-from gradtrace.saving import Saved, load
+from gradtrace.io import atomic_files
+from gradtrace.report.saving import Saved, load
+from gradtrace.runs.history import History
+from gradtrace.training.run_report import beside, report_run
 
 RUN = ".jsonl"
 
@@ -102,12 +102,12 @@ def wait(asked: Asked, every: float, say: Callable[[str], None]) -> None:
 def _begun(path: Path) -> bool:
     """Whether there is something in a file; a pipe or a device would never have a size."""
     try:
-        with disk.opened(path) as file:
+        with atomic_files.opened(path) as file:
             return bool(file.read(1))
-    except disk.NoFile:
+    except atomic_files.NoFile:
         return False
-    except disk.BadFile as error:
-        raise disk.BadFile(f"{str(path)!r} {error}") from error.__cause__
+    except atomic_files.BadFile as error:
+        raise atomic_files.BadFile(f"{str(path)!r} {error}") from error.__cause__
 
 
 def follow(asked: Asked, every: float, done: Done) -> Done:

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gradtrace import scripts
 from gradtrace.errors import GradtraceError, close
+from gradtrace.tools import user_script
 
 SCRIPT = "gradtrace_script"
 """The name under which a user's script is imported, so that it hides no other module."""
@@ -60,10 +60,10 @@ class Target:
     def running(self, args: Sequence[str]) -> Iterator[ModuleType]:
         """The script, imported, while code of it runs."""
         argv = sys.argv
-        with scripts.running(self.path), _stdout_is_stderr():
+        with user_script.running(self.path), _stdout_is_stderr():
             sys.argv = [str(self.path), *args]  # for scripts that parse it where they begin
             try:
-                yield scripts.imported(self.path, SCRIPT)
+                yield user_script.imported(self.path, SCRIPT)
             finally:
                 sys.argv = argv
                 sys.modules.pop(SCRIPT, None)

@@ -59,7 +59,7 @@ def trace(
 ) -> None:
     """Trace the gradient of a loss: through which modules does most of it come?"""
     from gradtrace.cli import tracing
-    from gradtrace.discovery import uncompiled
+    from gradtrace.tools.discovery import uncompiled
 
     asked = tracing.Asked(
         rule=rule,

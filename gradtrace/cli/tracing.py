@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gradtrace.check import takes_model
 from gradtrace.cli.printing import Work, write, write_table
-from gradtrace.components import KINDS, Components
-from gradtrace.discovery import Discovery
 from gradtrace.errors import GradtraceError
 from gradtrace.flow import Flow
-from gradtrace.influence import Influence, Row
-from gradtrace.paths import Path as GradientPath
-from gradtrace.tables import Table
+from gradtrace.io.table import Table
+from gradtrace.session import watch
+from gradtrace.tools.discovery import Discovery
+from gradtrace.tools.gradcheck import takes_model
 from gradtrace.trace import Trace
-from gradtrace.watching import watch
+from gradtrace.tracing.components import KINDS, Components
+from gradtrace.tracing.influence import Influence, Row
+from gradtrace.tracing.paths import Path as GradientPath
 
 SHOWN = 20
 RETURNS = "return a loss, a model and its loss, or (model, loss_fn)"

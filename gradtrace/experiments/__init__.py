@@ -2,5 +2,5 @@
 
 Each is one module with its question, expectation, method and seeds at the top. It says what there
 is to measure (``cells``), measures one of these (``measure``), and says what was found
-(``conclude``); see ``gradtrace.laboratory.findings``.
+(``conclude``); see ``gradtrace.experiments.harness.findings``.
 """

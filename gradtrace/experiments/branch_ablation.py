@@ -34,6 +34,8 @@ from torch import Generator, Tensor, nn
 import gradtrace as gt
 from gradtrace.experiments.branching import Branching, branching
 from gradtrace.experiments.contest import COSTS, Trial
+from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
+from gradtrace.experiments.harness.statistics import Interval
 from gradtrace.experiments.rivals import (
     BASELINES,
     FEWEST,
@@ -52,8 +54,6 @@ from gradtrace.experiments.rivals import (
 )
 from gradtrace.experiments.scores import Scores, scores
 from gradtrace.experiments.training import descent, moments, plain
-from gradtrace.laboratory.findings import Cell, Findings, Result, Row, Seeds, Tick
-from gradtrace.laboratory.statistics import Interval
 
 FULL: dict[str, Any] = {
     "widths": {"random": [4, 32], "equal": [12, 12]},

@@ -41,7 +41,7 @@ from gradtrace.experiments.branching import (
     plan,
     units,
 )
-from gradtrace.laboratory.findings import (
+from gradtrace.experiments.harness.findings import (
     Cell,
     Findings,
     Plot,
@@ -52,8 +52,8 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.rounds import Way, Ways, interleaved, linear_fit, quotient, told
-from gradtrace.laboratory.statistics import Interval, bootstrap
+from gradtrace.experiments.harness.rounds import Way, Ways, interleaved, linear_fit, quotient, told
+from gradtrace.experiments.harness.statistics import Interval, bootstrap
 
 QUICK = {"stacks": [2, 4, 8], "each": 2, "rounds": 5, "counted": 2_000, "drawn": 3}
 FULL = {"stacks": [2, 4, 8, 16, 32], "each": 6, "rounds": 15, "counted": 20_000, "drawn": 3}

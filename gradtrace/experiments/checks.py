@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
+from gradtrace.experiments.harness.parts import Part, all_cells, all_findings
 from gradtrace.experiments.slides import costs, differences, formulas
-from gradtrace.laboratory.findings import Cell, Findings, Result, Row, Seeds, Tick
-from gradtrace.laboratory.parts import Part, all_cells, all_findings
 
 PARTS = cast(dict[str, Part], {"differences": differences, "costs": costs, "formulas": formulas})
 QUICK: dict[str, Any] = {

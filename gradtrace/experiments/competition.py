@@ -43,11 +43,11 @@ from torch import Generator, Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.contest import conclude
+from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.languages import LANGUAGES, UNSCORED, Batch, Task
 from gradtrace.experiments.scores import Scores, scores
 from gradtrace.experiments.text import digest, words
 from gradtrace.experiments.training import descent, moments, plain
-from gradtrace.laboratory.findings import Cell, Findings, Result, Row, Seeds, Tick
 
 __all__ = ["FULL", "QUICK", "SEEDS", "TIMED", "cells", "compete", "conclude", "measure"]
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import isfinite, log2
 from typing import Any
 
+from gradtrace.experiments.harness.findings import Findings, Plot, Row, Series, Table
 from gradtrace.experiments.rivals import (
     BASELINES,
     FEWEST,
@@ -23,7 +24,6 @@ from gradtrace.experiments.rivals import (
     sentence,
     verdict,
 )
-from gradtrace.laboratory.findings import Findings, Plot, Row, Series, Table
 
 HALF = 0.5
 """The target is set by what the full network reaches in this part of its budget."""

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.laboratory.findings import (
+from gradtrace.experiments.harness.findings import (
     Cell,
     Findings,
     Plot,
@@ -48,7 +48,7 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.statistics import Interval, bootstrap
+from gradtrace.experiments.harness.statistics import Interval, bootstrap
 from gradtrace.semirings import EXTREMES, MAX
 
 QUICK = {"sequences": 10_000, "epochs": [10], "samples": 64, "traced": 16}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gradtrace as gt
-from gradtrace.laboratory.findings import (
+from gradtrace.experiments.harness.findings import (
     Cell,
     Findings,
     Plot,
@@ -41,7 +41,7 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.rounds import Fit, Way, interleaved, linear_fit, quotient
+from gradtrace.experiments.harness.rounds import Fit, Way, interleaved, linear_fit, quotient
 
 QUICK = {"layers": [1, 10, 30, 100, 200, 300], "rounds": 3}
 FULL = {"layers": [1, *range(25, 1001, 25)], "rounds": 9}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace.laboratory.findings import (
+from gradtrace.experiments.harness.findings import (
     Cell,
     Findings,
     Plot,
@@ -41,9 +41,9 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.ledger import Ledger, tensors_alive
-from gradtrace.laboratory.resident import apart, beyond
-from gradtrace.laboratory.rounds import linear_fit
+from gradtrace.experiments.harness.ledger import Ledger, tensors_alive
+from gradtrace.experiments.harness.resident import apart, beyond
+from gradtrace.experiments.harness.rounds import linear_fit
 
 QUICK = {
     "width": 32,

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.laboratory.findings import (
+from gradtrace.experiments.harness.findings import (
     Cell,
     Findings,
     Plot,
@@ -45,7 +45,7 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.statistics import Interval, bootstrap
+from gradtrace.experiments.harness.statistics import Interval, bootstrap
 from gradtrace.semirings import COUNT, ENTROPY, Value
 
 QUICK = {"widths": [4, 16, 64], "points": 3000, "epochs": [0, 1, 8], "samples": 64}

@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
+from gradtrace.experiments.harness.parts import Part, all_cells, all_findings
 from gradtrace.experiments.lecture import (
     batches,
     classes,
@@ -33,8 +35,6 @@ from gradtrace.experiments.lecture import (
     structures,
     worked,
 )
-from gradtrace.laboratory.findings import Cell, Findings, Result, Row, Seeds, Tick
-from gradtrace.laboratory.parts import Part, all_cells, all_findings
 
 PARTS = cast(
     dict[str, Part],

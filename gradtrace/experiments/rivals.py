@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradtrace.laboratory.findings import Plot, Series, Table
-from gradtrace.laboratory.rounds import told
-from gradtrace.laboratory.statistics import Floats, Interval, percentiles, ranks, resample
+from gradtrace.experiments.harness.findings import Plot, Series, Table
+from gradtrace.experiments.harness.rounds import told
+from gradtrace.experiments.harness.statistics import Floats, Interval, percentiles, ranks, resample
 
 RULES = {"greedy": "influence (greedy)", "viterbi": "influence (viterbi)"}
 """The two rules, as measures are called."""

@@ -38,8 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.experiments.images import pictures
-from gradtrace.laboratory.findings import (
+from gradtrace.experiments.harness.findings import (
     Cell,
     Findings,
     Plot,
@@ -50,9 +49,10 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.resident import apart
-from gradtrace.laboratory.rounds import told
-from gradtrace.laboratory.statistics import Interval, Trend, medians, pooled, theil_sen
+from gradtrace.experiments.harness.resident import apart
+from gradtrace.experiments.harness.rounds import told
+from gradtrace.experiments.harness.statistics import Interval, Trend, medians, pooled, theil_sen
+from gradtrace.experiments.images import pictures
 
 Floats = npt.NDArray[np.float64]
 

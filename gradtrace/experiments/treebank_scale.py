@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.laboratory.findings import (
+from gradtrace.experiments.harness.findings import (
     Cell,
     Findings,
     Plot,
@@ -42,8 +42,8 @@ from gradtrace.laboratory.findings import (
     Table,
     Tick,
 )
-from gradtrace.laboratory.resident import apart, beyond
-from gradtrace.laboratory.rounds import (
+from gradtrace.experiments.harness.resident import apart, beyond
+from gradtrace.experiments.harness.rounds import (
     Fit,
     Way,
     Ways,

@@ -29,7 +29,7 @@ from gradtrace.flow.depth import Measured, Modules
 from gradtrace.flow.result import Flow, Level, Row
 from gradtrace.flow.sizing import Size, Wiring, losses_of, measure
 from gradtrace.flow.words import Report
-from gradtrace.program import Program
+from gradtrace.ir.program import Program
 
 __all__ = ["Flow", "Level", "Row", "Size", "flow_of", "measure"]
 

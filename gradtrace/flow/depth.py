@@ -12,13 +12,7 @@ from typing import NamedTuple
 from torch.nn import Parameter
 
 from gradtrace.flow.result import FACTOR, FEW, MOSTLY, REPEATS, Level, Row
-from gradtrace.flow.sizing import (
-    Handed,
-    Lost,
-    Size,
-    Wiring,
-    elementwise,
-)
+from gradtrace.flow.sizing import Handed, Lost, Size, Wiring, elementwise
 
 
 class Change(NamedTuple):

@@ -8,8 +8,8 @@ from math import isfinite, sqrt
 from typing import Any, NamedTuple
 
 from gradtrace.errors import UnknownName
+from gradtrace.io.table import Column, Table
 from gradtrace.printable import printable
-from gradtrace.tables import Column, Table
 
 FACTOR = 1000.0
 """A fall by more between top and end is called vanishing, a rise by more exploding. Healthy nets

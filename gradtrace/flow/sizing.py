@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from gradtrace.engine import gradient_of
 from gradtrace.flow.result import FAINT
-from gradtrace.maps import Map
-from gradtrace.program import HOOKS, Block, Program
+from gradtrace.ir.interpreter import gradient_of
+from gradtrace.ir.program import HOOKS, Block, Program
+from gradtrace.linops import Map
 
 
 class Size(NamedTuple):

@@ -8,11 +8,7 @@ from math import isfinite, isnan
 
 from gradtrace.flow.depth import Change, Measured, Modules
 from gradtrace.flow.result import FACTOR, NEAR, SHOWN, name_of
-from gradtrace.flow.sizing import (
-    Lost,
-    elementwise,
-    maps_of,
-)
+from gradtrace.flow.sizing import Lost, elementwise, maps_of
 
 KEEP = (
     "Skip connections, normalisation, gated cells or another initialisation (He for ReLU, Xavier "

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError, needs
 from gradtrace.integrations.making import Divided, checked, placed
-from gradtrace.monitor import Monitor
+from gradtrace.training.monitor import Monitor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

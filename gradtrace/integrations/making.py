@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.errors import GradtraceError
-from gradtrace.monitor import Monitor
+from gradtrace.training.monitor import Monitor
 
 THEIRS = {"model", "start", "accumulate", "clock"}
 """Arguments of Monitor that a trainer knows by itself."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, needs
-from gradtrace.history import Record, scalars
 from gradtrace.integrations.making import Divided, checked, placed
-from gradtrace.monitor import Monitor
+from gradtrace.runs.history import Record, scalars
+from gradtrace.training.monitor import Monitor
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback

@@ -5,7 +5,7 @@ compiled library or a GPU, and gives the same bits. A map that knows how its ope
 ``gpu`` first, which needs no views of them.
 """
 
-from gradtrace.kernels.contract import contraction, largest, survivors, winner
+from gradtrace.kernels.max_contraction import contraction, largest, survivors, winner
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, argmax
 
 __all__ = [

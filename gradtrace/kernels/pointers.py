@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.plain import PLAIN, is_wrapper
+from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
 
 
 def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import pointers
-from gradtrace.kernels.native import checked, library
+from gradtrace.kernels.cpu_library import checked, library
 from gradtrace.kernels.reference import argmax
 
 LIMIT = 1 << 20

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from gradtrace.kernels import between, native, pointers
-from gradtrace.kernels.between import Lies
-from gradtrace.kernels.native import checked
+from gradtrace.kernels import cpu_library, cuda_steps, pointers
+from gradtrace.kernels.cpu_library import checked
+from gradtrace.kernels.cuda_steps import Lies
 from gradtrace.kernels.reference import argmax
 
 PIECE = 1 << 24
@@ -57,7 +57,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def _serving(value: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     """The library, if it can serve: numbers it knows, on the CPU."""
-    library = native.library()
+    library = cpu_library.library()
     if library is None or not value.is_cpu or value.dtype not in (torch.float32, torch.float64):
         return None
     for x in others:
@@ -68,7 +68,7 @@ def _serving(value: Tensor, *others: Tensor) -> ctypes.CDLL | None:
 
 def on_gpu(value: Tensor, *others: Tensor) -> bool:
     """Whether a GPU's kernels can serve."""
-    return between.serves(value, *others) and value.dtype in between.KINDS
+    return cuda_steps.serves(value, *others) and value.dtype in cuda_steps.KINDS
 
 
 def joint(gradient: Tensor, *others: Tensor) -> bool:
@@ -93,7 +93,7 @@ def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift
 
     What is 0 never wins, nor where ``other``, a mark or one for each element, is 0.
     """
-    if on_gpu(size, marks, value) and between.merge(size, marks, value, other, shift):
+    if on_gpu(size, marks, value) and cuda_steps.merge(size, marks, value, other, shift):
         return
     library = _serving(size, marks, value)
     if library is None or not (size.is_contiguous() and marks.is_contiguous()):
@@ -128,7 +128,7 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     not below ``count`` is an error; on a GPU, where nobody waits for it, it is left out.
     """
     if on_gpu(gradient, marks) and count and marks.dtype is torch.int32 and _flat(marks, gradient):
-        return between.tally(marks, gradient, count)
+        return cuda_steps.tally(marks, gradient, count)
     if gradient.device != marks.device:  # that of a scalar of the CPU among tensors of a GPU
         gradient = gradient.to(marks.device)
     marks, gradient = together(marks, gradient)
@@ -152,7 +152,7 @@ def summed(pieces: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _piece(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count and marks.dtype is torch.int32 and on_gpu(gradient, marks):
-        return between.tally(marks, gradient, count)
+        return cuda_steps.tally(marks, gradient, count)
     gradient = _wide(gradient)
     library = _serving(gradient, marks)
     if library is None:
@@ -175,7 +175,7 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     of ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
     """
     if on_gpu(gradient) and _flat(gradient):
-        return between.measured(gradient)
+        return cuda_steps.measured(gradient)
     (flat,) = together(gradient)
     if flat.numel() <= PIECE:
         return _measured_piece(flat)
@@ -185,7 +185,7 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
     if on_gpu(flat):
-        return between.measured(flat)
+        return cuda_steps.measured(flat)
     flat = _wide(flat)
     library = _serving(flat)
     if library is None:
@@ -305,7 +305,7 @@ def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     how = reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
     if how.short and marks.dtype is torch.int32 and on_gpu(x, marks):
         x, marks, levels = _leveled(x, marks, dims, how.levels)
-        return Carried(*between.reduce(x, marks, levels, how.shape))
+        return Carried(*cuda_steps.reduce(x, marks, levels, how.shape))
     x = _wide(x)
     library = _serving(x, marks)
     if library is None or not how.short:
@@ -415,7 +415,7 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     """
     if marks.dtype is torch.int32 and on_gpu(x, marks, target):
         flat = (x.contiguous(), marks.contiguous(), target.long().contiguous())
-        return Carried(*between.scatter(*flat, size))
+        return Carried(*cuda_steps.scatter(*flat, size))
     x = _wide(x)
     library = _serving(x, marks, target)
     if library is None:
@@ -543,8 +543,12 @@ def _sparse(how: Compressed, x: Tensor, marks: Tensor) -> Carried:
 
 def gather(marks: Tensor, source: Tensor) -> Tensor:
     """The marks (flat) of the elements pointed to; 0 for -1."""
-    if marks.dtype is torch.int32 and source.dtype is torch.int64 and between.serves(marks, source):
-        return between.gather(marks.contiguous(), source.contiguous())
+    if (
+        marks.dtype is torch.int32
+        and source.dtype is torch.int64
+        and cuda_steps.serves(marks, source)
+    ):
+        return cuda_steps.gather(marks.contiguous(), source.contiguous())
     if not marks.numel():
         return marks.new_zeros(source.shape)
     return torch.where(source >= 0, marks[source.clamp(min=0)], 0)
@@ -594,8 +598,8 @@ def normalise(
     for part in parts:
         if part.dtype is not kind:
             return None
-    if kind in between.WIDE and between.serves(*parts):
-        most, found = between.normalise(given, len(left), lies, value)
+    if kind in cuda_steps.WIDE and cuda_steps.serves(*parts):
+        most, found = cuda_steps.normalise(given, len(left), lies, value)
         return Chosen(most, found, None) if marks is None else Chosen(most, None, found)
     library = _serving(x, *parts)
     if library is None:

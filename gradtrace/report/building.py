@@ -9,8 +9,7 @@ import torch
 
 from gradtrace import flow
 from gradtrace.flow.sizing import sizes
-from gradtrace.paths import sampled
-from gradtrace.program import Leaf
+from gradtrace.ir.program import Leaf
 from gradtrace.report import forest, model, routes
 from gradtrace.report.cells import LARGEST, Cells, cells, grids
 from gradtrace.report.forest import NONE, UNFOLLOWED, Places
@@ -19,6 +18,7 @@ from gradtrace.report.model import HeatMap, View
 from gradtrace.report.numbers import along, table
 from gradtrace.report.source import Source
 from gradtrace.report.tree import Tree, named
+from gradtrace.tracing.paths import sampled
 
 
 @dataclass(frozen=True)

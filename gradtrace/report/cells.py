@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.report.model import Floats, Ints
-from gradtrace.shapes import Shape
+from gradtrace.types import Shape
 
 CELLS = 48 * 48
 """The most cells of a leaf."""

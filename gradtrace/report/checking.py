@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradtrace.io.validation import Unfit, array, integer, one_of, unfit
 from gradtrace.report.forest import UNFOLLOWED
 from gradtrace.report.model import Forest, HeatMap, View
-from gradtrace.validate import Unfit, array, integer, one_of, unfit
 
 DIMENSIONS = 64
 COUNT = 2**63 - 1

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtrace.validate import distinct, integer, one_of, parse, record, unfit
+from gradtrace.io.validation import distinct, integer, one_of, parse, record, unfit
 
 KINDS = {"f4": "<f4", "f8": "<f8", "i4": "<i4", "u1": "|u1"}
 NAMES = {np.dtype(form): kind for kind, form in KINDS.items()}

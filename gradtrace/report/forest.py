@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradtrace import sampling
-from gradtrace.coarse import Coarse
 from gradtrace.report.cells import LARGEST
 from gradtrace.report.graph import Rows, columns
 from gradtrace.report.model import Floats, Forest
 from gradtrace.report.source import Source
+from gradtrace.tracing import path_forest
+from gradtrace.tracing.tensor_paths import Coarse
 
 Places = npt.NDArray[np.int64]
 
@@ -55,7 +55,7 @@ def followed(source: Source, elements: Mapping[int, Places]) -> Grown:
     return grown._replace(starts={**starts, **dict(zip(at, parts))}, elements=dict(elements))
 
 
-def _contracted(source: Source, found: sampling.Forest) -> tuple[Grown, Places]:
+def _contracted(source: Source, found: path_forest.Forest) -> tuple[Grown, Places]:
     """Without what lies within operators; and for each node the number of its stop.
 
     The derivative of a stop by the one before it is the product of the weights between them, from

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_t
 import numpy as np
 import numpy.typing as npt
 
-from gradtrace.validate import Unfit, number, unfit
+from gradtrace.io.validation import Unfit, number, unfit
 
 # The dtype of a column is given twice, since NDArray taken apart by `typing` depends on numpy's
 # version.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gradtrace import flow
-from gradtrace.influence import Influence as Measured
 from gradtrace.report.model import Floats, Flow, FlowRow, Influence
+from gradtrace.tracing.influence import Influence as Measured
 
 
 def table(found: Measured, modules: Mapping[str, int]) -> Influence:

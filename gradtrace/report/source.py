@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradtrace.flow import Size
-from gradtrace.influence import Influence
-from gradtrace.paths import Builder
-from gradtrace.program import Block, Leaf, Program
-from gradtrace.shapes import Shape
+from gradtrace.ir.program import Block, Leaf, Program
+from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.paths import Builder
+from gradtrace.types import Shape
 
 INPUT = re.compile(r"leaf\d+")
 """The names of leaves that have none of the user's."""

@@ -7,10 +7,10 @@ from math import nan
 
 import numpy as np
 
-from gradtrace.history import History, Record
-from gradtrace.pace import Pace, pace
+from gradtrace.profiling.summary import Pace, pace
+from gradtrace.profiling.trend_tests import FEW, medians
 from gradtrace.report.model import Floats, Timing, Training
-from gradtrace.trends import FEW, medians
+from gradtrace.runs.history import History, Record
 
 NUMBERS = 100_000
 """The most shares that a page holds; of longer runs it has some of the steps."""

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from gradtrace import files
 from gradtrace.errors import GradtraceError
+from gradtrace.io import container
+from gradtrace.io.validation import unfit
 from gradtrace.report.checking import check
 from gradtrace.report.encode import contained, read
 from gradtrace.report.model import Report, Timing, Training, View, plain, revived
 from gradtrace.report.page import page
-from gradtrace.validate import unfit
 
 SCHEMA = 1
 """Of what the page reads."""
@@ -36,7 +36,7 @@ def report(
 
 def write(path: str | os.PathLike[str], contents: Report) -> None:
     """Write a report to a file, all of it or nothing."""
-    files.put(path, page(contents))
+    container.put(path, page(contents))
 
 
 def _titled(views: Sequence[View], names: str | Sequence[str] | None) -> tuple[View, ...]:

@@ -16,9 +16,9 @@ says what the sum and the product are, and ``lift`` what a derivative counts as:
 | ``BOOL`` | whether any path has a weight that is not 0 |
 """
 
+from gradtrace.semirings.additive import ABS, COUNT, ENTROPY, SUM, Abs, Count, Entropy, Sum
 from gradtrace.semirings.base import Semiring, Value
-from gradtrace.semirings.orders import BOOL, EXTREMES, MAX, Bool, Extremes, Max, TopK
-from gradtrace.semirings.sums import ABS, COUNT, ENTROPY, SUM, Abs, Count, Entropy, Sum
+from gradtrace.semirings.selective import BOOL, EXTREMES, MAX, Bool, Extremes, Max, TopK
 
 __all__ = [
     "ABS",

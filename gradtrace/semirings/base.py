@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradtrace.einsum import plan
 from gradtrace.errors import OutOfRange
+from gradtrace.semirings.einsum_plan import plan
 
 Value: TypeAlias = tuple[Tensor, ...]
 """A value of a semiring for every element of a cotangent: tensors of its shape, one a part."""

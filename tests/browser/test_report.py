@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradtrace as gt
-from gradtrace.paths import Path as Found
+from gradtrace.tracing.paths import Path as Found
 
 from . import pages
 from .conftest import DESK, PHONE, Opener, Visit, chromium
@@ -221,7 +221,7 @@ def test_the_time_to_open_is_measured_on_every_tab(network: pages.Made) -> None:
     if chromium() is None:
         pytest.skip("there is no Chromium here")
     code = (
-        "import sys, pathlib; from gradtrace.bench.opening import opened; "
+        "import sys, pathlib; from gradtrace.benchmarks.opening import opened; "
         "print([(each.tab, each.nodes > 0) for each in opened(pathlib.Path(sys.argv[1]), 1)])"
     )
     done = fresh.python("-c", code, str(network.file), check=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import gpu, launch
+from gradtrace.kernels import cuda_contraction, cuda_launch
 
 HEADER = Path(__file__).with_name("device.h")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
@@ -32,7 +32,11 @@ class Emulated:
         self.library, self.name, self.emulator = library, name.encode(), emulator
 
     def __call__(
-        self, grid: launch.Grid, block: launch.Grid, words: tuple[int, ...], shared: int = 0
+        self,
+        grid: cuda_launch.Grid,
+        block: cuda_launch.Grid,
+        words: tuple[int, ...],
+        shared: int = 0,
     ) -> None:
         given = (ctypes.c_longlong * len(words))(*words)
         shape = (ctypes.c_uint * 6)(*grid, *block)
@@ -61,11 +65,11 @@ class Emulator:
         return found
 
     def compiled(self, file: str, defines: tuple[str, ...]) -> ctypes.CDLL:
-        source = launch.source(file, defines)
+        source = cuda_launch.source(file, defines)
         tells = "".join(
             f'  if (!strcmp(name, "{name}"))'
             f" return emulated::launch({name}, shape, shared, words, count, backwards);\n"
-            for name in launch.names(source)
+            for name in cuda_launch.names(source)
         )
         entry = (
             'extern "C" __attribute__((visibility("default")))'
@@ -105,15 +109,15 @@ class Emulator:
 
         self.launches.clear()
         self.backwards, self.room = False, 1 << 40
-        patch.setattr(launch, "serves", serves)
-        patch.setattr(launch, "kernel", kernel)
-        patch.setattr(launch, "processors", lambda device: PROCESSORS)
-        patch.setattr(launch, "stream", lambda device: 0)
-        patch.setattr(launch, "room", lambda device: self.room)
-        patch.setattr(launch, "at", lambda device: nullcontext())
-        patch.setattr(gpu, "triton", lambda: False)
-        gpu.ready.cache_clear()
-        gpu._ready.cache_clear()
+        patch.setattr(cuda_launch, "serves", serves)
+        patch.setattr(cuda_launch, "kernel", kernel)
+        patch.setattr(cuda_launch, "processors", lambda device: PROCESSORS)
+        patch.setattr(cuda_launch, "stream", lambda device: 0)
+        patch.setattr(cuda_launch, "room", lambda device: self.room)
+        patch.setattr(cuda_launch, "at", lambda device: nullcontext())
+        patch.setattr(cuda_contraction, "triton", lambda: False)
+        cuda_contraction.ready.cache_clear()
+        cuda_contraction._ready.cache_clear()
 
 
 def compiler() -> str | None:

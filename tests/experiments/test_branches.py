@@ -10,7 +10,7 @@ import degenerate
 import pytest
 
 from gradtrace.experiments import branches
-from gradtrace.laboratory.findings import Findings, Row
+from gradtrace.experiments.harness.findings import Findings, Row
 
 SETTINGS = {"stacks": [2, 3], "each": 2, "rounds": 1, "counted": 3_000, "drawn": 3}
 

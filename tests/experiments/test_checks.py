@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gradtrace.experiments import checks
+from gradtrace.experiments.harness.findings import Findings, Row
 from gradtrace.experiments.slides.gradients import analytic, network, numerical, slope, wave
 from gradtrace.experiments.slides.logarithms import exponent, geometric
-from gradtrace.laboratory.findings import Findings, Row
 
 SETTINGS = checks.QUICK | {"costs": {"sizes": [3, 10, 200]}}
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments import branch_ablation, competition, contest, languages, rivals, text
+from gradtrace.experiments.harness.findings import Cell, Findings, Row
 from gradtrace.experiments.rivals import RULES, Network, Rivals
-from gradtrace.laboratory.findings import Cell, Findings, Row
 
 SMALL = competition.QUICK | {
     "tasks": ["copy"],

@@ -12,7 +12,7 @@ import torch
 
 import gradtrace as gt
 from gradtrace.experiments import first_token as experiment
-from gradtrace.laboratory.findings import Row
+from gradtrace.experiments.harness.findings import Row
 
 SMALL = {"sequences": 400, "epochs": [1], "samples": 24, "traced": 6}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gradtrace.experiments import layers
+from gradtrace.experiments.harness.findings import Findings, Row
 from gradtrace.experiments.layers import INFLUENCE, PYTORCH, SCHEDULES, STILL, WAYS
-from gradtrace.laboratory.findings import Findings, Row
 
 SMALL = {"layers": [1, 2, 5, 12], "rounds": 1}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gradtrace.experiments import memory
-from gradtrace.laboratory.findings import Findings, Row
-from gradtrace.laboratory.ledger import Ledger
+from gradtrace.experiments.harness.findings import Findings, Row
+from gradtrace.experiments.harness.ledger import Ledger
 
 SETTINGS = {
     "width": 6,

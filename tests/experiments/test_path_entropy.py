@@ -10,7 +10,7 @@ import torch
 
 import gradtrace as gt
 from gradtrace.experiments import path_entropy as experiment
-from gradtrace.laboratory.findings import Row
+from gradtrace.experiments.harness.findings import Row
 from gradtrace.semirings import COUNT
 
 SMALL = {"widths": [4, 32, 256], "points": 400, "epochs": [0, 1], "samples": 16}

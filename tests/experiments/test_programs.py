@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gradtrace.experiments import programs
+from gradtrace.experiments.harness.findings import Findings, Row
 from gradtrace.experiments.lecture import program, rates, starts
 from gradtrace.experiments.lecture.descent import Rule, descend, gradient, marks, minimum
 from gradtrace.experiments.lecture.optimisers import (
@@ -23,7 +24,6 @@ from gradtrace.experiments.lecture.optimisers import (
     constant,
     power,
 )
-from gradtrace.laboratory.findings import Findings, Row
 
 SMALL: dict[str, Any] = {
     "worked": {"tolerance": 1e-9},

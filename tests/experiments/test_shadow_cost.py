@@ -16,7 +16,7 @@ import torch
 
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments import images, shadow_cost
-from gradtrace.laboratory.findings import Row
+from gradtrace.experiments.harness.findings import Row
 
 SMALL = {**shadow_cost.QUICK, "samples": 200, "batch": 5, "epochs": 4, "hidden": 8}
 BATCHES = 160

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradtrace.experiments import treebank_scale as scale
-from gradtrace.laboratory.findings import Findings, Row
+from gradtrace.experiments.harness.findings import Findings, Row
 
 SETTINGS = {"words": 40, "units": 7, "steps": [2, 3, 7], "rounds": 1}
 

@@ -18,8 +18,9 @@ from pages import decoded, read
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import files, report
+from gradtrace import report
 from gradtrace.errors import GradtraceError
+from gradtrace.io import container
 from gradtrace.report import encode, inline, page
 from gradtrace.trace import Trace
 
@@ -158,14 +159,14 @@ def test_a_report_after_the_weights_have_changed(tmp_path: Path) -> None:
 
 
 def test_files_of_the_first_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, write = tmp_path / "old.gradtrace", files.write
+    file, write = tmp_path / "old.gradtrace", container.write
 
     def old(path: Any, kind: str, meta: Any, tensors: dict[str, Tensor]) -> None:
         write(path, kind, meta, {n: t for n, t in tensors.items() if n != "view"})
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "SCHEMA", 1)
-        patch.setattr(files, "write", old)
+        patch.setattr(container, "SCHEMA", 1)
+        patch.setattr(container, "write", old)
         trace().save(file)
     found = gt.load(file)
     assert found.influence() == trace().influence()
@@ -175,16 +176,16 @@ def test_files_of_the_first_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_damaged_view_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, write = tmp_path / "bad.gradtrace", files.write
+    file, write = tmp_path / "bad.gradtrace", container.write
     bad = encode.contained({"name": "x", "operators": np.zeros(3)})
 
     def wrong(path: Any, kind: str, meta: Any, tensors: dict[str, Tensor]) -> None:
         view = torch.frombuffer(bytearray(bad), dtype=torch.uint8)
         write(path, kind, meta, {**tensors, "view": view})
 
-    monkeypatch.setattr(files, "write", wrong)
+    monkeypatch.setattr(container, "write", wrong)
     trace().save(file)
-    with pytest.raises(files.BadFile, match="do not fit together"):
+    with pytest.raises(container.BadFile, match="do not fit together"):
         gt.load(file)
 
 
@@ -199,13 +200,13 @@ def test_a_full_disk_leaves_what_was_there(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, step, full)
-    with pytest.raises(files.BadFile, match=r"No space left.*untouched"):
+    with pytest.raises(container.BadFile, match=r"No space left.*untouched"):
         made.report(file)
     assert file.read_text() == "before" and [*tmp_path.iterdir()] == [file]
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(files.BadFile, match="folder that does not exist"):
+    with pytest.raises(container.BadFile, match="folder that does not exist"):
         trace().report(tmp_path / "no" / "x.html")
 
 
@@ -236,7 +237,7 @@ def test_what_cannot_be_reported(tmp_path: Path) -> None:
         made.report(file, name=[1])  # type: ignore[list-item]
     with pytest.raises(GradtraceError, match="from 1 on"):
         made.report(file, sample=0)
-    with pytest.raises(files.BadFile, match="does not exist"):
+    with pytest.raises(container.BadFile, match="does not exist"):
         made.report(file, training=tmp_path / "none.jsonl")
     assert not file.exists()
 

@@ -23,10 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.experiments.harness.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Series,
+    Table,
+    Tick,
+)
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.descent import Point, descend, gradient, marks, minimum
 from gradtrace.experiments.lecture.optimisers import Descent, constant
-from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
 
 OFFSET = (0.6, -0.8, 0.6)
 """Where descent starts, off the true weights: in the valley of the best minimum."""

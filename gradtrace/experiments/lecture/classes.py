@@ -20,9 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.experiments.harness.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Series,
+    Table,
+    Tick,
+)
 from gradtrace.experiments.lecture.descent import Point, descend, gradient, marks
 from gradtrace.experiments.lecture.optimisers import Momentum
-from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
 
 CLASSES, FEATURES = 3, 2
 SATURATED = -10.0

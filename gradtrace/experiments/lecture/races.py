@@ -17,11 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.experiments.harness.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Series,
+    Table,
+    Tick,
+)
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.batches import OFFSET
 from gradtrace.experiments.lecture.descent import Loss, Point, Rule, descend, minimum
 from gradtrace.experiments.lecture.optimisers import AdaGrad, AdamW, Descent, Momentum, constant
-from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
 
 RULES: dict[str, Callable[[float], Rule]] = {
     "descent": lambda rate: Descent(constant(rate)),

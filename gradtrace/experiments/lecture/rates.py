@@ -21,11 +21,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace.experiments.harness.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Series,
+    Table,
+    Tick,
+)
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.batches import OFFSET
 from gradtrace.experiments.lecture.descent import Point, descend, marks, minimum
 from gradtrace.experiments.lecture.optimisers import Descent, Schedule, constant, power
-from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
 
 START = 3.0
 """The lecture's ``x₀``."""

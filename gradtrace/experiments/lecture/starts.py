@@ -21,7 +21,16 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
+from gradtrace.experiments.harness.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Series,
+    Table,
+    Tick,
+)
 
 SCALES = {"small": 0.25, "Xavier": 1.0, "He": 2.0, "large": 4.0}
 """``n · Var W`` of each initialisation."""

@@ -21,10 +21,19 @@ from torch import Tensor
 
 import gradtrace as gt
 from gradtrace import semirings
+from gradtrace.experiments.harness.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Series,
+    Table,
+    Tick,
+)
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.descent import Point, descend, gradient
 from gradtrace.experiments.lecture.optimisers import AdamW
-from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
 
 LAYERS, TURNS, SWITCH = 4, 5, 0.25
 

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Table, Tick
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.descent import Point, gradient
-from gradtrace.laboratory.findings import Cell, Findings, Result, Row, Table, Tick
 
 Line: TypeAlias = tuple[str, str, float, float]
 """Whether the source has a number or a formula, what it is, our number, and the source's."""

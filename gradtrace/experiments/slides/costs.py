@@ -16,11 +16,20 @@ import torch
 from torch import Tensor
 
 import gradtrace as gt
+from gradtrace.experiments.harness.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Series,
+    Table,
+    Tick,
+)
+from gradtrace.experiments.harness.rounds import told
 from gradtrace.experiments.slides.formulas import Weights
 from gradtrace.experiments.slides.gradients import ORDER, analytic, best_step, numerical
 from gradtrace.experiments.slides.logarithms import exponent
-from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
-from gradtrace.laboratory.rounds import told
 
 ROUNDS = 5
 WAYS = {

@@ -15,6 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.experiments.harness.findings import (
+    Cell,
+    Findings,
+    Plot,
+    Result,
+    Row,
+    Series,
+    Table,
+    Tick,
+)
+from gradtrace.experiments.harness.rounds import told
 from gradtrace.experiments.slides.gradients import (
     EPSILON,
     ORDER,
@@ -28,8 +39,6 @@ from gradtrace.experiments.slides.gradients import (
     wave,
 )
 from gradtrace.experiments.slides.logarithms import exponent, geometric
-from gradtrace.laboratory.findings import Cell, Findings, Plot, Result, Row, Series, Table, Tick
-from gradtrace.laboratory.rounds import told
 
 DECADES = {"float32": 9, "float64": 17}
 """How far h goes down: until it drowns in the numbers it is added to."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.laboratory.findings import Cell, Findings, Result, Row, Tick
+from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Tick
 
 
 class Weights(nn.Module):

@@ -1,0 +1,145 @@
+"""The gradient alone: PyTorch's own formulas, called in our order, nothing recorded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradtrace.autodiff import hooks, nodes
+from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.names import Atlas, Place
+from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, Edges, Grads, Node, Outputs, learn
+from gradtrace.autodiff.pass_scope import one_pass
+from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.traversal import walk
+from gradtrace.errors import NotScalar, Unsupported
+
+RECENT = HookWatch()
+"""The moment at which a pass of ours ended last: graphs made since are free of earlier hooks."""
+
+
+def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
+    """The cotangent that the walk starts with: 1, or what the caller gives for several losses."""
+    if loss.is_complex():
+        raise Unsupported(
+            "the loss is complex, so it has no gradient to follow; take its real part or magnitude"
+        )
+    if cotangent is not None:
+        if tuple(cotangent.shape) != tuple(loss.shape):
+            raise NotScalar(
+                f"the cotangent has shape {tuple(cotangent.shape)}, the loss {tuple(loss.shape)}; "
+                "they must agree"
+            )
+        if cotangent.device != loss.device:
+            raise Unsupported(
+                f"the cotangent is on {cotangent.device}, the loss on {loss.device}; move one"
+            )
+        return cotangent.detach().to(loss.dtype)
+    if loss.numel() != 1:
+        raise NotScalar(
+            f"the loss has {loss.numel():,} elements (shape {tuple(loss.shape)}) and nothing says "
+            "how to weigh them; pass loss.sum() or loss.mean(), or cotangent= with one weight for "
+            "each"
+        )
+    return torch.ones_like(loss, memory_format=torch.preserve_format)
+
+
+class Walk:
+    """One pass over the nodes of a graph: adjoints by node and slot, each dropped when used.
+
+    ``leaves`` holds the cotangent of each leaf when the pass is done.
+    """
+
+    def __init__(self, loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch) -> None:
+        self.atlas, self.loss = atlas, loss
+        self.clear_since = watch.clear_since()
+        start = [None] * nodes.slot_of(loss) + [seed]
+        self.adjoints: dict[Node, list[Tensor | None]] = {nodes.root_of(loss): start}
+        self.leaves: list[tuple[Tensor, Tensor]] = []
+        self.outputs = Outputs()
+
+    def visit(self, node: Node, edges: Edges) -> None:
+        """Call the node on what has reached it, and hand the results to its arguments."""
+        grads = self.adjoints.pop(node, None)
+        if grads is None:
+            return  # no cotangent came this way
+        kind = type(node)
+        if kind is ACCUMULATE:
+            variable = node.variable
+            if variable._backward_hooks and hooks.stand_on(variable):
+                grads = hooks.run_leaf_hooks(variable, grads)
+            grad = grads[0]
+            assert grad is not None
+            if grad._is_zerotensor():  # without memory; the user gets zeros
+                grad = torch.zeros_like(grad)
+            self.leaves.append((variable, grad))
+            return
+        facts = FACTS.get(kind) or learn(kind)
+        if facts.many:
+            grads += [None] * (len(node._input_metadata) - len(grads))
+        asked, adjoints, position = facts.asked, self.adjoints, -1
+        try:
+            if facts.python or node._sequence_nr() < self.clear_since:
+                outs = self._careful(node, grads)
+            else:
+                outs = node(*grads)
+                if type(outs) is not tuple:
+                    outs = (outs,)
+            for (child, slot), out in zip(edges, outs):
+                position += 1
+                if child is None or out is None:
+                    continue
+                if asked is None or position in asked:
+                    out = nodes.conform(out, self.outputs.wanted(child, slot))
+                waiting = adjoints.get(child)
+                if waiting is None:
+                    adjoints[child] = [None] * slot + [out] if slot else [out]
+                    continue
+                if slot >= len(waiting):
+                    waiting += [None] * (slot + 1 - len(waiting))
+                there = waiting[slot]
+                waiting[slot] = out if there is None else there + out
+        except Exception as error:
+            raise self.atlas.place(error, node, self.place_of(node)) from error
+
+    def place_of(self, node: Node) -> Place:
+        """The module call that made a node."""
+        return elsewhere(self.loss, self.atlas).get(node) or self.atlas.place_of(node)
+
+    def _careful(self, node: Node, grads: Grads) -> Grads:
+        """Call a Python function, or a node that hooks may stand on."""
+        if node._sequence_nr() >= self.clear_since:
+            return nodes.call(node, grads)
+        ready = hooks.before(node, grads)
+        return hooks.after(node, nodes.call_ready(node, ready), ready)
+
+
+def gradient(
+    loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, order: str = "kahn"
+) -> list[tuple[Tensor, Tensor]]:
+    """Every leaf with its gradient, as ``torch.autograd.grad`` gives it."""
+    state = Walk(loss, seed, atlas, watch)
+    with one_pass():
+        walk(loss, state.visit, order)
+    return state.leaves
+
+
+def first_nonfinite(loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch) -> str:
+    """The first operator, from the loss, that hands a gradient on which is not finite."""
+    state = Walk(loss, seed, atlas, watch)
+    found: list[str] = []
+
+    def visit(node: Node, edges: Edges) -> None:
+        if not found:
+            state.visit(node, edges)
+            if any(
+                not bool(torch.isfinite(grad).all())
+                for child, slot in edges
+                for grad in state.adjoints.get(child, ())
+                if grad is not None
+            ):
+                found.append(atlas.describe(node, state.place_of(node)))
+
+    with one_pass():
+        walk(loss, visit)
+    return found[0] if found else "the last sum into a leaf"

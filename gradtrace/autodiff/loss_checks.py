@@ -1,0 +1,118 @@
+"""The border to the caller: which losses can be followed, and the state of PyTorch they are
+followed in.
+
+A pass runs PyTorch's own formulas and many small operations of ours. What the caller has switched
+on around the call (inference mode, autocast, forward-mode AD, dispatch modes) would change what
+these compute, so it is switched off for as long as a pass lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradtrace.autodiff import nodes
+from gradtrace.autodiff.names import Atlas
+from gradtrace.errors import NoGraph, TooLarge, Unsupported
+from gradtrace.pytorch import memory_limits
+from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
+
+FOLLOWED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes of losses; complex ones are refused with a reason of their own."""
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Within, PyTorch computes as it does in a fresh process, without gradient; also a decorator.
+
+    >>> with torch.inference_mode(), isolated():
+    ...     torch.ones(1).is_inference()
+    False
+    """
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        if forward_ad._current_level >= 0:
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not memory_limits.ran_out(error):
+                raise
+            raise TooLarge(
+                f"memory ran out{memory_limits.told(error)}; trace fewer samples at a time, "
+                "sampled elements: influence(sample=10_000), or whole tensors: "
+                "granularity='operator'"
+            ) from error
+
+
+def admit(loss: object, atlas: Atlas, elements: bool = True) -> None:
+    """Refuse, before anything is touched, what no pass can follow; or, if gradients alone are
+    wanted and no ``elements`` are looked at, what even has none.
+    """
+    if isinstance(loss, Tensor):
+        _see_level(loss)
+    nodes.root_of(loss)
+    assert isinstance(loss, Tensor)
+    if loss.is_nested:
+        raise Unsupported(
+            "the loss is a nested tensor; make one number of it, by to_padded_tensor(0.0).sum() or "
+            "by the sum of what unbind() gives"
+        )
+    if is_wrapper(loss):
+        if elements:
+            refuse_wrapper(loss, "the loss")
+        return
+    if loss.layout is not torch.strided:
+        raise Unsupported(f"the loss has layout {loss.layout}; trace loss.to_dense().sum()")
+    if loss.is_meta:
+        raise Unsupported(
+            "the loss is on the meta device, where tensors have shapes and no numbers, so there is "
+            "no gradient to follow; materialise the model (model.to_empty(device='cpu') and load "
+            "its weights), and run the forward pass again"
+        )
+    if loss.dtype not in FOLLOWED and not loss.is_complex():
+        raise Unsupported(
+            f"the loss is of {loss.dtype}, which PyTorch cannot compute gradients in; convert it "
+            "(loss.float()) where it is made"
+        )
+    wrapped = {key: names[0] for key, (leaf, names) in atlas.leaves.items() if is_wrapper(leaf)}
+    if wrapped and elements:
+        _see_leaves(loss, wrapped)
+
+
+def _see_level(loss: Tensor) -> None:
+    """Transforms of ``torch.func`` hand their function stand-ins, which have no graph of their
+    own.
+    """
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(loss) or functorch.maybe_current_level() is not None:
+        raise NoGraph(
+            "gradtrace was called inside a transform of torch.func (grad, vmap, jvp, ...), where a "
+            "loss is a stand-in without a graph of its own; return the loss from the transformed "
+            "function, and trace it outside"
+        )
+
+
+def _see_leaves(loss: Tensor, wrapped: dict[int, str]) -> None:
+    """Refuse a loss that a wrapped parameter takes part in."""
+    stack, seen = [nodes.root_of(loss)], set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node) is nodes.ACCUMULATE and id(node.variable) in wrapped:
+            refuse_wrapper(node.variable, f"leaf {wrapped[id(node.variable)]}")
+        stack += [child for child, _ in nodes.edges_of(node) if child is not None]

@@ -1,0 +1,211 @@
+"""Where the user's names lie in a graph: leaves by tensor, modules by the time a node was made."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import count
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradtrace.autodiff.nodes import Node, explain, name_of, sequence_of
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.printable import printable
+
+
+class Place(NamedTuple):
+    """A call of a module: its name (``""`` outside any) and which call of it this was, from 0."""
+
+    module: str
+    call: int
+
+
+NOWHERE = Place("", 0)
+
+
+@dataclass(eq=False)
+class Stretches:
+    """For every stretch of a thread's sequence numbers, the innermost module call.
+
+    ``starts`` ascends; nodes made from ``starts[i]`` on, until the next start, lie in
+    ``places[i]``.
+    """
+
+    starts: list[int] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+    def enter(self, sequence: int, place: Place) -> None:
+        """From this sequence number on, nodes belong to ``place``."""
+        self.starts.append(sequence)
+        self.places.append(place)
+
+    def place_at(self, number: int) -> Place:
+        """The innermost module call that a node of this sequence number was made in."""
+        at = bisect_right(self.starts, number) - 1
+        return self.places[at] if at >= 0 else NOWHERE
+
+
+@dataclass(eq=False)
+class Away(Stretches):
+    """One call of a module on another thread than that of the watch, and the calls inside it.
+
+    The nodes that made the tensors which it was given and which it returned are marked with it.
+    """
+
+
+GIVEN, MADE = "given", "made"
+
+
+@dataclass
+class Atlas(Stretches):
+    """Names of leaves, and the module calls on the thread of the watch.
+
+    Sequence numbers are a thread's own, so where several threads have made a graph the numbers of
+    its nodes do not say all; ``threads`` does.
+    """
+
+    leaves: dict[int, tuple[Tensor, list[str]]] = field(default_factory=dict)  # by id
+    away: bool = False  # whether modules were called on other threads
+
+    @classmethod
+    def of(cls, names: Mapping[str, Tensor] | None) -> Atlas:
+        """An atlas of named leaves and no modules."""
+        atlas = cls()
+        for name, tensor in (names or {}).items():
+            if not isinstance(tensor, Tensor):
+                raise UnknownName(f"names[{name!r}] is a {type(tensor).__name__}, not a tensor")
+            frozen = isinstance(tensor, Parameter)  # as in dict(model.named_parameters())
+            if not tensor.is_leaf or not (tensor.requires_grad or frozen):
+                why = "is not a leaf" if tensor.requires_grad else "does not require grad"
+                raise UnknownName(
+                    f"names[{name!r}] {why}, so no gradient ends there; name parameters, or inputs "
+                    "made with requires_grad_()"
+                )
+            atlas.name(tensor, name)
+        return atlas
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Give a leaf one more name."""
+        names = self.leaves.setdefault(id(tensor), (tensor, []))[1]
+        if name not in names:
+            names.append(name)
+
+    def names_of(self, leaf: Tensor) -> tuple[str, ...]:
+        """All the names of a leaf (tied weights have several), or none."""
+        found = self.leaves.get(id(leaf))
+        return tuple(found[1]) if found else ()
+
+    def label(self, leaves: Iterable[Tensor]) -> dict[Tensor, str]:
+        """One name for each leaf: named ones in the order of the atlas, then leaf0, leaf1, ... in
+        the order given. Tensors that take turns as one parameter become w, w@1, ...
+        """
+        given = {id(leaf): leaf for leaf in leaves}
+        found: dict[str, Tensor] = {}
+        for key, (leaf, names) in self.leaves.items():
+            if key in given:
+                found[unused(names[0], found)] = leaf
+        unnamed = [leaf for key, leaf in given.items() if key not in self.leaves]
+        numbers = count()
+        for leaf in unnamed:
+            found[next(name for n in numbers if (name := f"leaf{n}") not in found)] = leaf
+        return {leaf: name for name, leaf in found.items()}
+
+    def place_of(self, node: Node) -> Place:
+        """The innermost module call in whose forward the node was made."""
+        number = sequence_of(node)
+        return NOWHERE if number is None else self.place_at(number)
+
+    def where(self, node: Node, place: Place | None = None) -> str:
+        """`` (in encoder.mix)``, or nothing, for error messages; ``place`` if it is known."""
+        module = (place or self.place_of(node)).module
+        return f" (in {module})" if module else ""
+
+    def place(self, error: Exception, node: Node, place: Place | None = None) -> GradtraceError:
+        """The error, saying at which operator of which module it happened."""
+        if not isinstance(error, GradtraceError):
+            return explain(error, node, self.where(node, place))
+        return placed(error, self.describe(node, place))
+
+    def describe(self, node: Node, place: Place | None = None) -> str:
+        """``AddmmBackward0 (in encoder.mix)``."""
+        return name_of(node) + self.where(node, place)
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """``w``, or ``w@1``, ``w@2``, ... where that is taken."""
+    if name not in taken:
+        return name
+    return next(other for n in count(1) if (other := f"{name}@{n}") not in taken)
+
+
+def placed(error: GradtraceError, where: str) -> GradtraceError:
+    """The same error, beginning with where it happened."""
+    text = str(error)
+    return error if where in text else type(error)(f"{where}: {text}")
+
+
+class Gradients(dict[str, Tensor]):
+    """``{name: tensor}``, each leaf once, in the order of the model.
+
+    A tied leaf is found by all its names. Asking for one that is not there says which are close.
+    ``notes`` say which operators' values are not exact, and why.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        aliases: Mapping[str, str] | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(values)
+        self.aliases = aliases or {}
+        self.notes = notes
+
+    def __missing__(self, name: str) -> Tensor:
+        if self.aliases.get(name) in self:
+            return self[self.aliases[name]]
+        raise UnknownName(unknown("leaf", name, self))
+
+
+class Lazy(Mapping[str, Tensor]):
+    """``Gradients`` that are computed when they are asked for, and then kept."""
+
+    def __init__(
+        self, makers: Mapping[str, Callable[[], Tensor]], aliases: Mapping[str, str]
+    ) -> None:
+        self._makers = makers
+        self._made: dict[str, Tensor] = {}
+        self.aliases = aliases
+
+    def __getitem__(self, name: str) -> Tensor:
+        name = self.aliases.get(name, name)
+        if name not in self._makers:
+            raise UnknownName(unknown("leaf", name, self._makers))
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __repr__(self) -> str:
+        return printable(f"gradients of {', '.join(self._makers)}")
+
+
+def unknown(kind: str, name: str, known: Mapping[str, object]) -> str:
+    """A message for a name that is not among ``known``."""
+    close = get_close_matches(name, list(known), n=3)
+    if close:
+        return f"no {kind} {name!r} takes part in this loss; did you mean {' or '.join(close)}?"
+    listed = ", ".join(list(known)[:8]) + (", ..." if len(known) > 8 else "")
+    return f"no {kind} {name!r} takes part in this loss; there are {listed or 'none'}"

@@ -1,0 +1,214 @@
+"""What surrounds a walk over a graph: one backward pass, what it leaves of checkpoints to the pass
+that comes after, and how what it has seen is freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.pytorch.side_effects import users_code
+
+_RUNNING = threading.local()
+
+
+def backward_runs() -> bool:
+    """Whether a backward pass, ours or PyTorch's, runs on this thread.
+
+    A module that is called now recomputes what a checkpoint dropped.
+    """
+    return _running() or _TASK() != -1
+
+
+SPAN = 32
+"""So many nodes in a row may free one another before a container stands between two of them."""
+
+KEEPER = "gradtrace: frees a deep graph step by step"
+"""The key under which a node's metadata holds some of the nodes that it leads to."""
+
+
+def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
+    """See to it that a graph can be freed at any depth, on any thread, as soon as it is let go.
+
+    ``nodes`` are all that a walk has met, each after the nodes that lead to it. PyTorch frees a
+    graph in a loop, but since 2.13 not nodes that Python has seen: these free one another by
+    recursion, some 210 bytes of C stack each, so that a chain of 2,500 overflows a stack of 512 kB.
+    Python's own containers avoid that: past 50 of them, one inside the other, the rest waits in a
+    list (the "trashcan"). So where a chain of nodes is long, every ``SPAN``-th of them also holds
+    its successors by a tuple in its metadata, which is let go after its edges are. The successors
+    live no longer than before, since the node leads to them anyway.
+    """
+    if len(nodes) <= 2 * SPAN:
+        return
+    heights: dict[Node | None, int] = {None: -1}  # the longest way down to a leaf
+    for node in reversed(nodes):
+        height = -1
+        for child, _ in edges.get(node, ()):
+            below = heights.get(child, 0)  # a leaf may come first, as in order of creation
+            if below > height:
+                height = below
+        heights[node] = height = height + 1
+        start = height - height % SPAN
+        if start > SPAN:
+            far = tuple([n for n, _ in edges.get(node, ()) if SPAN <= heights.get(n, 0) < start])
+            if far:
+                node.metadata[KEEPER] = far
+
+
+@contextlib.contextmanager
+def one_pass() -> Iterator[None]:
+    """One backward pass: no graph is built, and checkpointed parts are recomputed once.
+
+    The garbage collector pauses: a pass makes many small objects that are all in use, and to look
+    through them again and again costs a fifth of the time.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    outer = getattr(_RUNNING, "passes", 0), getattr(_RUNNING, "number", -1)
+    _RUNNING.passes, _RUNNING.number = outer[0] + 1, next(_NUMBERS)
+    try:
+        with torch.no_grad(), recomputed_once(), _told():
+            yield
+    finally:
+        _RUNNING.passes, _RUNNING.number = outer
+        if collecting:
+            gc.enable()
+
+
+def walks(reached: Callable[[], Collection[Node]]) -> None:
+    """The pass on this thread goes over these nodes; they are looked up when a hook asks."""
+    _RUNNING.reached = reached
+
+
+# What PyTorch is told while a pass of ours runs ---------------------------------------------------
+
+_NUMBERS = count(1 << 40)  # of passes; the engine's own are small
+_TASK = torch._C._current_graph_task_id
+_EXECUTES = torch._C._will_engine_execute_node
+_CACHED: Any = vars(checkpoint)["_CachedTorchDispatchMode"]
+_ENTER, _EXIT = _CACHED.__enter__, _CACHED.__exit__
+_RECOMPUTATION: Any = vars(checkpoint)["_recomputation_hook"]
+
+
+def _running() -> bool:
+    return getattr(_RUNNING, "passes", 0) > 0
+
+
+def _task() -> int:
+    """The number of the backward pass that runs. A hook on several tensors counts its calls by it;
+    it is called by passes of PyTorch's engine over one node each, which are one pass of ours.
+    """
+    return _RUNNING.number if _running() else _TASK()
+
+
+def _executes(node: Node) -> bool:
+    return node in _RUNNING.reached() if _running() else _EXECUTES(node)
+
+
+class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
+    """Around the forward pass of a checkpointed part that runs again."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._undo = users_code()
+        self._undo.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._undo.__exit__(*error)
+        super().__exit__(*error)
+
+
+def _enter(mode: Any) -> Any:
+    """Selective checkpointing gives out each value that it has saved once. In a pass of ours all of
+    them are put back, so that the user's own pass finds them.
+    """
+    if _running():
+        mode._gradtrace_saved = {key: copy.copy(some) for key, some in mode.storage.items()}
+    return _ENTER(mode)
+
+
+def _exit(mode: Any, *error: object) -> Any:
+    saved = mode.__dict__.pop("_gradtrace_saved", None)
+    if saved is not None:
+        mode.storage.clear()
+        mode.storage.update(saved)
+    return _EXIT(mode, *error)
+
+
+_TOLD: tuple[tuple[Any, str, Any], ...] = (
+    (torch._C, "_current_graph_task_id", _task),
+    (torch._C, "_will_engine_execute_node", _executes),
+    (checkpoint, "_recomputation_hook", _Recomputation),
+    (_CACHED, "__enter__", _enter),
+    (_CACHED, "__exit__", _exit),
+)
+_ORIGINALS = tuple(getattr(where, name) for where, name, _ in _TOLD)
+_TELLING = threading.Lock()
+_LISTENERS = [0]
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Within, on this thread, PyTorch's hooks and checkpoints know of our pass."""
+    with _TELLING:
+        _LISTENERS[0] += 1
+        if _LISTENERS[0] == 1:
+            for where, name, ours in _TOLD:
+                setattr(where, name, ours)
+    try:
+        yield
+    finally:
+        with _TELLING:
+            _LISTENERS[0] -= 1
+            if not _LISTENERS[0]:
+                for (where, name, _), theirs in zip(_TOLD, _ORIGINALS):
+                    setattr(where, name, theirs)
+
+
+@contextlib.contextmanager
+def recomputed_once() -> Iterator[None]:
+    """Within, a checkpointed part is recomputed at most once, and each of its values used once."""
+    if not hasattr(checkpoint, "GraphExecGroup"):
+        with _recomputed_once_before_2_10():
+            yield
+        return
+    outer = torch._C._get_graph_exec_group()
+    torch._C._set_graph_exec_group(None)
+    try:
+        with checkpoint.GraphExecGroup():
+            yield
+    finally:
+        torch._C._set_graph_exec_group(outer)
+
+
+class _Uuid:
+    """In place of the module ``uuid`` in ``torch.utils.checkpoint`` of torch 2.6 to 2.9.
+
+    There a part is recomputed once for each number that ``uuid4`` gives, which is asked for at
+    every saved value that is read outside PyTorch's own backward pass. Within a pass of ours, and
+    on its thread, it gives one number.
+    """
+
+    def uuid4(self) -> uuid.UUID:
+        return getattr(_RUNNING, "recomputation", None) or uuid.uuid4()
+
+
+@contextlib.contextmanager
+def _recomputed_once_before_2_10() -> Iterator[None]:
+    vars(checkpoint)["uuid"] = _Uuid()
+    outer = getattr(_RUNNING, "recomputation", None), getattr(_RUNNING, "number", -1)
+    _RUNNING.recomputation, _RUNNING.number = uuid.uuid4(), next(_NUMBERS)
+    try:
+        yield
+    finally:
+        _RUNNING.recomputation, _RUNNING.number = outer

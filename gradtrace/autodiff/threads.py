@@ -1,0 +1,129 @@
+"""Which operators of a graph were made on another thread than the watch's, and in which module.
+
+A node's sequence number is its thread's own count, and the node does not say which thread that was.
+Calls of modules on other threads leave marks on the nodes that they were given and have made, so
+all in between is known. Nodes that no module call on another thread has made are recognised by
+contradiction: on one thread each number is used once, and a node has a greater one than those it
+was made from. They belong to no module.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradtrace.autodiff.names import GIVEN, MADE, NOWHERE, Atlas, Away, Place
+from gradtrace.autodiff.nodes import (
+    ACCUMULATE,
+    VIEWS,
+    Edges,
+    Node,
+    edges_of,
+    marks_on,
+    root_of,
+    sequence_of,
+)
+
+
+def elsewhere(loss: Tensor, atlas: Atlas) -> dict[Node, Place]:
+    """The places of the nodes behind a loss that ``atlas.place_at`` would give a wrong one."""
+    if not atlas.starts:
+        return {}
+    numbers, edges = _survey(root_of(loss))
+    found = _marked(numbers, edges) if atlas.away else {}
+    left = {node: number for node, number in numbers.items() if node not in found}
+    found.update(dict.fromkeys(_strangers(left, edges, atlas), NOWHERE))
+    return found
+
+
+def _survey(root: Node) -> tuple[dict[Node, int], dict[Node, Edges]]:
+    """The number and the edges of every node but leaves."""
+    numbers: dict[Node, int] = {}
+    edges: dict[Node, Edges] = {}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        number = sequence_of(node)
+        if number is None or node in edges:
+            continue
+        numbers[node] = number
+        edges[node] = edges_of(node)
+        stack += [child for child, _ in edges[node] if child is not None and child not in edges]
+    return numbers, edges
+
+
+def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, Place]:
+    """What lies between the marks of calls on other threads."""
+    found: dict[Node, Place] = {}
+    given: dict[Away, set[Node]] = {}
+    made: list[tuple[Away, Node]] = []
+    for node in numbers:
+        for call, mark in marks_on(node):
+            if isinstance(call, Away) and mark == GIVEN:
+                given.setdefault(call, set()).add(node)
+            elif isinstance(call, Away) and mark == MADE:
+                made.append((call, node))
+    taken: dict[tuple[Away, int], Node] = {}
+    for call, node in made:
+        outside, first, end = given.get(call, set()), call.starts[0], call.starts[-1]
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            number = numbers[node]
+            if node in found or node in outside or not first <= number < end:
+                continue
+            other = taken.setdefault((call, number), node)
+            if other is not node:
+                found[node] = found[other] = NOWHERE  # one of them came in unseen
+                continue
+            found[node] = call.place_at(number)
+            stack += [c for c, _ in edges[node] if c in numbers and numbers[c] < number]
+    return found
+
+
+def _strangers(
+    numbers: dict[Node, int], edges: dict[Node, Edges], atlas: Atlas
+) -> dict[Node, None]:
+    """Nodes that clash with nodes of the watch's thread, so that they are of another one. Of two
+    that clash, those with a parameter of the module that was running at that number are the
+    watch's own; else those that clash with fewer. Where that does not tell, it may be either.
+    """
+    clashes = _clashes(numbers, edges)
+    own = {node for node in clashes if _fits(numbers[node], edges[node], atlas)}
+    strange = {node: None for node in clashes if clashes[node] & own}
+    while clashes := _rest(clashes, strange):
+        worst = max(map(len, clashes.values()))
+        strange.update({node: None for node in clashes if len(clashes[node]) == worst})
+    return strange
+
+
+def _rest(clashes: dict[Node, set[Node]], strange: dict[Node, None]) -> dict[Node, set[Node]]:
+    """The clashes between nodes that are not strange."""
+    left = {n: others - strange.keys() for n, others in clashes.items() if n not in strange}
+    return {node: others for node, others in left.items() if others}
+
+
+def _clashes(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, set[Node]]:
+    """For each node those that cannot be of the same thread."""
+    found: dict[Node, set[Node]] = {}
+    first: dict[int, Node] = {}
+    for node, number in numbers.items():
+        same = first.setdefault(number, node)
+        clashing = [] if same is node else [same]
+        clashing += [c for c, _ in edges[node] if c in numbers and numbers[c] >= number]
+        for other in clashing:
+            found.setdefault(node, set()).add(other)
+            found.setdefault(other, set()).add(node)
+    return found
+
+
+def _fits(number: int, edges: Edges, atlas: Atlas) -> bool:
+    """Whether a node takes a parameter of the module that was running at its number."""
+    module = atlas.place_at(number).module
+    for child, _ in edges:
+        if child is not None and type(child).__name__ in VIEWS:
+            child = edges_of(child)[0][0]
+        if child is not None and type(child) is ACCUMULATE:
+            names = atlas.names_of(child.variable)
+            if any(name.rpartition(".")[0] == module for name in names):
+                return True
+    return False

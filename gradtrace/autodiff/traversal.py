@@ -1,0 +1,180 @@
+"""Orders in which a graph is walked from its root: each calls ``visit(node, edges)`` once a
+node, after all the nodes that use it, and returns the nodes in that order.
+
+>>> graph = {"loss": ["mul"], "mul": ["x", "x"], "x": []}
+>>> kahn("loss", lambda node, edges: None, lambda n: [(c, 0) for c in graph[n]])
+['loss', 'mul', 'x']
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from gradtrace.autodiff.nodes import Node, edges_of, root_of, sequence_of
+from gradtrace.autodiff.pass_scope import limit_recursion, walks
+from gradtrace.errors import TooDeep, UnknownName, Unsupported
+
+Visit: TypeAlias = Callable[[Any, Any], object]
+Edges: TypeAlias = Callable[[Any], Iterable[tuple[Any, int]]]
+
+
+def pending(root: Node, edges: Edges = edges_of) -> tuple[dict[Node, int], dict[Node, Any]]:
+    """For every node reachable from the root, how many edges lead into it (``x * x`` has two),
+    and its own edges.
+    """
+    uses = {root: 0}
+    known = {}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        known[node] = out = edges(node)
+        for child, _ in out:
+            if child is None:
+                continue
+            if child in uses:
+                uses[child] += 1
+            else:
+                uses[child] = 1
+                stack.append(child)
+    return uses, known
+
+
+def kahn(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
+    """Kahn's algorithm: count the edges into each node, visit a node when its count is spent."""
+    uses, known = pending(root, edges)
+    ready = [root]
+    order = []
+    while ready:
+        node = ready.pop()
+        out = known.pop(node)
+        visit(node, out)
+        order.append(node)
+        for child, _ in out:
+            if child is not None:
+                left = uses[child] - 1
+                uses[child] = left
+                if not left:
+                    ready.append(child)
+    return order
+
+
+def creation(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
+    """The reverse of the order in which the nodes were made; no count of edges is needed.
+
+    A node is made after its arguments, so the newest of those known can have no unvisited user.
+    Leaves carry no number and come last. Where a graph breaks the rule (nodes made on several
+    threads), an error says so.
+    """
+    newest: list[tuple[int, int, Node]] = [(0, 0, root)]
+    known = {root}
+    visited: dict[Node, None] = {}  # in order
+    leaves = []
+    ties = count(1)
+    while newest:
+        _, _, node = heappop(newest)
+        out = edges(node)
+        visit(node, out)
+        visited[node] = None
+        for child, _ in out:
+            if child is None:
+                continue
+            if child not in known:
+                known.add(child)
+                number = sequence_of(child)
+                if number is None:
+                    leaves.append(child)
+                else:
+                    heappush(newest, (-number, next(ties), child))
+            elif child in visited:
+                raise Unsupported(
+                    "this graph was not made in one order (several threads?), so the reverse of "
+                    "its creation order is no schedule; use schedule='kahn'"
+                )
+    for leaf in leaves:
+        visit(leaf, ())
+    return [*visited, *leaves]
+
+
+def recursive(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
+    """Recursive count-down: a node knows how many uses are pending, and when the last of them
+    has been visited its own arguments follow, one call inside another.
+
+    It recurses by nature, so it raises ``TooDeep`` past the interpreter's limit.
+    """
+    uses, known = pending(root, edges)
+    order: list[Node] = []
+    deepest = sys.getrecursionlimit() - _depth() - 50  # room for the formulas themselves
+
+    _descend(root, 0, deepest, uses, known, visit, order)
+    return order
+
+
+def _descend(
+    node: Node,
+    depth: int,
+    deepest: int,
+    uses: dict[Node, int],
+    known: dict[Node, Any],
+    visit: Visit,
+    order: list[Node],
+) -> None:
+    if depth > deepest:
+        raise TooDeep(
+            f"the recursive schedule is {depth:,} calls deep, which is all that Python's stack "
+            "allows here; use schedule='kahn', or raise sys.setrecursionlimit"
+        )
+    out = known.pop(node)
+    visit(node, out)
+    order.append(node)
+    for child, _ in out:
+        if child is not None:
+            uses[child] -= 1
+            if not uses[child]:
+                _descend(child, depth + 1, deepest, uses, known, visit, order)
+
+
+def _depth() -> int:
+    frame, depth = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+SCHEDULES: dict[str, Callable[..., list[Node]]] = {
+    "kahn": kahn,
+    "creation": creation,
+    "recursive": recursive,
+}
+
+
+def schedule(name: str) -> Callable[..., list[Node]]:
+    """The schedule of that name."""
+    if name not in SCHEDULES:
+        raise UnknownName(f"no schedule {name!r}; there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def walk(loss: Tensor, visit: Visit, order: str = "kahn") -> None:
+    """Visit the nodes behind a loss, and see to it that they can be freed, come what may."""
+    root, known = root_of(loss), {}
+
+    def edges(node: Node) -> Any:
+        known[node] = out = edges_of(node)
+        return out
+
+    nodes: list[Node] = []
+    walks(lambda: pending(root)[0])
+    try:
+        nodes = schedule(order)(root, visit, edges)
+    except BaseException:
+        nodes = kahn(root, lambda node, edges: None, edges)
+        raise
+    finally:
+        walks(tuple)
+        limit_recursion(nodes, known)

@@ -1,0 +1,150 @@
+"""What ``gradtrace.Monitor`` costs: ``python -m gradtrace.benchmarks.monitoring [seconds]``.
+
+Each model trains for so many seconds with the default settings, and as many steps without. Told
+are a step, the share that the Monitor measured of itself and kept to, the share that a clock
+beside both runs finds, its first trace, a later one, and what an untraced step pays. Seconds are
+those of the processor, which other programs disturb least: run it with OMP_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+from time import process_time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradtrace.io.table import Column, Table
+from gradtrace.training.monitor import Monitor
+
+Loss = Callable[[nn.Module], Tensor]
+
+
+def perceptron() -> tuple[nn.Module, Loss]:
+    """The 784-512-512-10 perceptron, 64 images a batch."""
+    sizes = (784, 512, 512, 10)
+    layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    x, y = torch.randn(64, 784), torch.randint(10, (64,))
+    return nn.Sequential(*layers[:-1]), lambda model: functional.cross_entropy(model(x), y)
+
+
+def gpt2() -> tuple[nn.Module, Loss]:
+    """GPT-2 with 4 layers of width 128, 8 texts of 64 tokens a batch."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, "vocab_size": 1000}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
+    ids = torch.randint(1000, (8, 64))
+    return GPT2LMHeadModel(config), lambda model: model(input_ids=ids, labels=ids).loss
+
+
+class Recurrent(nn.Module):
+    """An LSTM of two layers and a linear one on its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(32, 64, 2, batch_first=True), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scores of ten classes."""
+        found: Tensor = self.out(self.lstm(x)[0][:, -1])
+        return found
+
+
+def lstm() -> tuple[nn.Module, Loss]:
+    """An LSTM of two layers of 64, 32 sequences of 30 steps a batch."""
+    x, y = torch.randn(32, 30, 32), torch.randint(10, (32,))
+    return Recurrent(), lambda model: functional.cross_entropy(model(x), y)
+
+
+MODELS = (perceptron, gpt2, lstm)
+
+
+def train(
+    model: nn.Module, loss_of: Loss, monitor: Monitor | None, enough: Callable[[int], bool]
+) -> list[float]:
+    """Seconds of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    times: list[float] = []
+    while not enough(len(times)):
+        begun = process_time()
+        loss = loss_of(model)
+        if monitor is not None:
+            monitor.step(loss)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(process_time() - begun)
+    return times
+
+
+def measured(make: Callable[[], tuple[nn.Module, Loss]], seconds: float) -> tuple[Any, ...]:
+    """A row of the table."""
+    torch.manual_seed(0)
+    model, loss_of = make()
+    train(model, loss_of, None, lambda step: step == 20)  # warm
+    begun = process_time()
+    with Monitor(model, clock=process_time) as monitor:
+        watched = train(model, loss_of, monitor, lambda _: process_time() - begun > seconds)
+        cost, records = monitor.cost, monitor.history.records
+    plain = train(model, loss_of, None, lambda step: step == len(watched))
+    later = median([record.seconds for record in records[1:]] or [records[0].seconds])
+    return (
+        make.__name__,
+        len(watched),
+        1000 * median(plain),
+        len(records),
+        records[0].seconds,
+        later,
+        cost.share,
+        sum(watched) / sum(plain) - 1,
+        1e6 * idle(),
+    )
+
+
+def idle(steps: int = 20_000) -> float:
+    """Seconds that an untraced step of a Monitor takes, the hook on the model included."""
+    model, x = nn.Identity(), torch.ones(1)
+    loss = nn.Linear(1, 1)(x).sum()
+    took = []
+    for watched in (True, False):
+        monitor = Monitor(model, every=1 << 40) if watched else None
+        if monitor is not None:
+            monitor._due = 1 << 40
+            monitor._next_look()
+        begun = process_time()
+        for _ in range(steps):
+            model(x)
+            if monitor is not None:
+                monitor.step(loss)
+        took.append((process_time() - begun) / steps)
+        if monitor is not None:
+            monitor.close()
+    return took[0] - took[1]
+
+
+def main(seconds: float) -> None:
+    """Print the table."""
+    columns = (
+        Column("model"),
+        Column("steps", "count"),
+        Column("ms a step", "number"),
+        Column("traces", "count"),
+        Column("first, s", "number"),
+        Column("later, s", "number"),
+        Column("own share", "share"),
+        Column("by the clock", "share"),
+        Column("untraced, µs", "number"),
+    )
+    title = f"Monitor, {seconds:g} s each, {torch.get_num_threads()} threads"
+    for make in MODELS:
+        print(Table(title, columns, (measured(make, seconds),)), flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 60.0)

@@ -1,0 +1,1 @@
+"""Influence over a data set, on one process or many, resumed after an interruption."""

@@ -1,0 +1,307 @@
+"""Influence over a data set: batch by batch, resumable, interruptible."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradtrace.distributed import batches, unwrap
+from gradtrace.distributed.checkpoint import AGAIN, SHARED, Book, Counted, fits, pooled
+from gradtrace.distributed.identity import Identity, identity
+from gradtrace.distributed.process_group import Message, Team, joined
+from gradtrace.errors import GradtraceError, RankFailed
+from gradtrace.pytorch.side_effects import Undo, restored, undoing
+from gradtrace.session import watch
+from gradtrace.tracing.components import Components, spelt
+from gradtrace.tracing.influence import Influence
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+def influence(
+    model: nn.Module,
+    loss_fn: LossFn,
+    loader: Iterable[Any],
+    *,
+    components: Components = None,
+    weight: str = "count",
+    rule: str = "greedy",
+    granularity: str = "scalar",
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    group: Any = None,
+    sharded: bool | None = None,
+) -> Influence:
+    """The influence of a model's components over a data set.
+
+    ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each sample; each counts
+    as a pair, and the table has the standard error of every share over pairs. Batches are traced
+    one after the other and only counts are kept. The model, its mode and its gradients stay as
+    they are.
+
+    With ``checkpoint`` what was counted is written to that file after every batch, and a run that
+    finds it there goes on with the batches it does not have. The file knows the weights, the code
+    of ``loss_fn``, the settings and the data of each batch: what differs is refused, and the file
+    is left as it is. So the loader must give the same batches again, in any order. Ctrl-C ends the
+    run with what was counted (``result.interrupted``). A progress bar is shown on a terminal, or as
+    ``progress`` says.
+
+    Where ``torch.distributed`` is initialised, all its ranks call this and measure together: each
+    traces every n-th batch of a loader that is the same on all of them, and each gets the table of
+    all batches, to the last count that of one process. ``group`` is another process group, or False
+    for this process alone. A loader with a DistributedSampler, or any other with ``sharded=True``,
+    gives each rank a part of its own. If a rank fails, all do (RankFailed), and a run with the same
+    ``checkpoint`` goes on, with any number of ranks. DistributedDataParallel and ``fully_shard``
+    are taken apart for the time being. docs/distributed.md has more.
+
+    >>> import torch, gradtrace as gt
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    >>> def losses(model, x):
+    ...     return model(x).square().squeeze(1)
+    >>> table = gt.influence(model, losses, [torch.randn(4, 2) for _ in range(3)])
+    >>> table.pairs, table.shares["2"], table.errors["2"]
+    (12, 1.0, 0.0)
+    """
+    settings = {
+        "components": spelt(components),
+        "weight": weight,
+        "rule": rule,
+        "granularity": granularity,
+    }
+    try:
+        with joined(group) as team, unwrap.apart(model):
+            own = batches.sharded(loader, team.world) if sharded is None else sharded
+            run = Run(team, Book(checkpoint, settings, team.rank, team.world), own)
+            run.begin(model, loss_fn)
+            part = settings | {"components": components}
+            run.count(
+                loader, progress, lambda batch, number: _traced(model, loss_fn, batch, number, part)
+            )
+            return run.conclude(batches.remarks(loader) if own else ())
+    except RankFailed as error:
+        if checkpoint is None:
+            raise
+        raise RankFailed(
+            f"{error}; what was counted is kept beside {os.fspath(checkpoint)}, and the same call "
+            "goes on from there"
+        ) from error
+
+
+NOTHING = Counted()
+
+
+@dataclass
+class Run:
+    """A measurement, as one of its ranks sees it."""
+
+    team: Team
+    book: Book
+    own: bool  # whether this rank has a loader of its own
+    mine: Counted = NOTHING
+    rest: Counted = NOTHING  # of files that are no rank's own; on rank 0
+    done: Counted = NOTHING  # of all files, without the table
+    part: batches.Batches | None = None
+    number: int = 0
+
+    @property
+    def loader(self) -> str:
+        """What the batches' numbers refer to."""
+        return f"{self.team.rank}/{self.team.world}" if self.own else SHARED
+
+    def begin(self, model: nn.Module, loss_fn: LossFn) -> None:
+        """See that all ranks ask the same of the same model, and what is counted already."""
+        said: Message = {
+            "settings": self.book.settings,
+            "model": unwrap.digest(model) if self.team.world > 1 else {},
+            "loader": self.own,
+        }
+        if self.book.path is not None:
+            found, self.book.names = identity(model, loss_fn)
+            said["identity"] = found.to_dict()
+        agreed = self.team.meet(said, self._agreed)
+        if "identity" in agreed:
+            self.book.identity = Identity.from_dict(agreed["identity"])
+        plan = self.team.meet({"counted": self.book.read().to_dict()}, self._plan)
+        self.mine = Counted.from_dict(plan["owns"][self.team.rank])
+        self.done = Counted.from_dict(plan["done"])
+
+    def _agreed(self, said: list[Message]) -> Message:
+        for rank, other in enumerate(said):
+            _same(rank, other, said[0])
+        return said[0]
+
+    def _plan(self, said: list[Message]) -> Message:
+        owns = [Counted.from_dict(each["counted"]) for each in said]
+        self.rest, left = pooled(self.book.whole(), owns, self.book.parts())
+        done = self.rest
+        for each in left:
+            done = done.join(each)
+        world = self.team.world
+        fits(done, [f"{k}/{world}" for k in range(world)] if self.own else [SHARED])
+        return {
+            "owns": [each.to_dict() for each in left],
+            "done": Counted(None, done.batches).to_dict(),
+        }
+
+    def count(
+        self, loader: Iterable[Any], progress: bool | None, trace: Callable[[Any, int], Influence]
+    ) -> None:
+        """Trace what this rank has to, until it is done or all are to stop."""
+        self.part = batches.Batches(loader, self._turns(), self._journal(), self._named)
+        wanted = progress if self.team.rank == 0 else False
+        try:
+            with bar(self.part, wanted) as step:
+                for batch in self.part:
+                    if self.team.halted:
+                        return
+                    self.number = batch.number
+                    if not batch.counted:
+                        part = trace(batch.data, batch.number)
+                        self.mine = self.mine.add(self.loader, batch, part)
+                        self.book.keep(self.mine)
+                    step()
+                self.part.end()
+        except KeyboardInterrupt:
+            self.team.interrupt()
+        finally:
+            self.book.flush()
+
+    @property
+    def _named(self) -> bool:
+        """Whether batches have to be told apart."""
+        return self.book.path is not None or self.team.world > 1
+
+    def _journal(self) -> batches.Journaled | None:
+        if self.book.path is None:
+            return None
+        return batches.Journaled(str(self.book.path), self.done.of(self.loader), AGAIN)
+
+    def _turns(self) -> Callable[[int], bool]:
+        """Whether a batch is this rank's; says so without holding the run, which holds it."""
+        own, world, rank = self.own, self.team.world, self.team.rank
+        return lambda number: own or number % world == rank
+
+    def conclude(self, notes: tuple[str, ...]) -> Influence:
+        """The table of all ranks."""
+        assert self.part is not None
+        said = {
+            "counted": self.mine.to_dict(),
+            "digest": self.part.digest,
+            "stopped": self.team.halted,
+        }
+        verdict = self.team.meet(said, lambda all_said: self._verdict(all_said, notes))
+        if verdict["influence"] is None:
+            raise KeyboardInterrupt
+        table = Influence.from_dict(verdict["influence"])
+        if table.interrupted and self.team.rank == 0:
+            many = f" of {self.team.world} ranks" if self.team.world > 1 else ""
+            print(
+                f"gradtrace: stopped in batch {self.number}; {table.pairs:,} pairs{many} counted",
+                file=sys.stderr,
+            )
+        elif not table.interrupted:
+            self.book.forget()
+        return table
+
+    def _verdict(self, said: list[Message], notes: tuple[str, ...]) -> Message:
+        whole = self.rest
+        for each in said:
+            whole = whole.join(Counted.from_dict(each["counted"]))
+        table = whole.table
+        if any(each["stopped"] for each in said):
+            return {"influence": table and replace(table, interrupted=True).to_dict()}
+        if not self.own:
+            for rank, each in enumerate(said):
+                _alike(rank, each["digest"], said[0]["digest"])
+        if table is None:
+            raise GradtraceError("the loader gave no batch, so there is nothing to measure")
+        if notes:
+            table = replace(table, notes=tuple(sorted({*table.notes, *notes})))
+        self.book.close(whole)
+        return {"influence": table.to_dict()}
+
+
+def _same(rank: int, other: Message, first: Message) -> None:
+    """Refuse ranks that do not do the same."""
+    for key, value in first["settings"].items():
+        if other["settings"].get(key) != value:
+            raise GradtraceError(
+                f"rank {rank} has {key}={other['settings'].get(key)!r}, and rank 0 has {value!r}: "
+                "call influence with the same arguments on all ranks"
+            )
+    if other["loader"] != first["loader"]:
+        raise GradtraceError(
+            f"rank {rank}'s loader {'is' if other['loader'] else 'is not'} a part of its own, and "
+            f"rank 0's {'is' if first['loader'] else 'is not'}: give all ranks loaders of a kind"
+        )
+    names = first["model"].keys() | other["model"].keys()
+    odd = sorted(n for n in names if first["model"].get(n) != other["model"].get(n))
+    if odd:
+        raise GradtraceError(
+            f"the model of rank {rank} is not that of rank 0: {odd[0]} differs; load the same "
+            "weights on all ranks, or seed them alike before the model is made"
+        )
+
+
+def _alike(rank: int, digest: str, first: str) -> None:
+    """Refuse loaders that give ranks different batches under the same number."""
+    if digest == first:
+        return
+    raise GradtraceError(
+        f"the loader of rank {rank} did not give the batches that rank 0's gave "
+        f"({digest.split(':')[0]} and {first.split(':')[0]} in all), so some samples were counted "
+        "twice and others never: seed all ranks alike before the loader shuffles, or pass "
+        "sharded=True if it gives each rank a part of its own; a checkpoint of this run is of no "
+        "use"
+    )
+
+
+def _traced(
+    model: nn.Module, loss_fn: LossFn, batch: Any, number: int, settings: dict[str, Any]
+) -> Influence:
+    try:
+        with restored(model) as undo, undoing(undo):
+            return _measured(model, loss_fn, batch, settings, undo)
+    except GradtraceError as error:
+        raise type(error)(f"batch {number}: {error}") from error
+
+
+def _measured(
+    model: nn.Module, loss_fn: LossFn, batch: Any, settings: dict[str, Any], undo: Undo
+) -> Influence:
+    with watch(model) as watched, undo:
+        loss = loss_fn(model, batch)
+    if not isinstance(loss, Tensor):
+        raise GradtraceError(
+            f"loss_fn returned a {type(loss).__name__}; return a loss, or a vector of losses"
+        )
+    trace = watched.trace(loss, rule=settings["rule"], granularity=settings["granularity"])
+    return trace.influence(settings["components"], settings["weight"])
+
+
+@contextmanager
+def bar(part: batches.Batches, wanted: bool | None) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error, if that is a terminal, or as ``wanted``."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("tracing", total=None if part.total is None else len(part))
+        yield lambda: progress.advance(task)

@@ -1,0 +1,415 @@
+"""What a measurement is of: a model, its weights, its mode and the code of a loss function.
+
+What was counted of one model must not be added to what is counted of another. So a journal keeps
+an ``Identity``, and a run that finds it there compares. Code is compared as bytecode, so comments
+do not matter: that of the loss function, of the user's modules, and of the user's functions that
+they call, with the constants and tensors that these refer to. Code of installed packages is told
+by its name. Lists and dicts count where the code that refers to them does not change them.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import platform
+import sys
+import sysconfig
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from gradtrace.distributed import digests
+from gradtrace.session import join, named_modules, unwrapped
+
+BUILT = ("__init__", "__post_init__", "__new__", "__setstate__")
+"""Methods that make an object: what others assign to changes as it is used."""
+
+MUTATORS = frozenset(
+    {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}
+    | {"popleft", "remove", "reverse", "setdefault", "sort", "subtract", "update", "write"}
+)
+"""Methods that change a container."""
+
+STORES = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+LARGE = 10_000
+"""Of containers with more items than this, only the number of items counts."""
+
+OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A model and a loss function, as few texts as can tell them from others."""
+
+    gradtrace: str
+    python: str
+    model: str  # its class
+    tensors: str  # names, shapes and types of parameters and buffers
+    values: str  # 8 digits for each of them
+    modules: str  # classes, code and settings of modules
+    mode: str  # which modules are in training
+    loss: str
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Identity:
+        """What ``to_dict`` gave; raises a ValueError for anything else."""
+        names = cls.__dataclass_fields__.keys()
+        if data.keys() != names or not all(isinstance(data[name], str) for name in names):
+            raise ValueError("no identity of a model and a loss function")
+        return cls(**data)
+
+    def to_dict(self) -> dict[str, str]:
+        """As JSON has it."""
+        return asdict(self)
+
+    def differences(self, now: Identity, names: list[str]) -> list[str]:
+        """What has changed since, in words; ``names`` are those of the model's tensors now."""
+        if self.gradtrace != now.gradtrace:
+            return [f"gradtrace (it was {self.gradtrace}, this is {now.gradtrace})"]
+        if self.python != now.python:
+            return [f"Python (it was {self.python}, this is {now.python})"]
+        if self.model != now.model:
+            return [f"the model (it was a {self.model}, this is a {now.model})"]
+        found = []
+        if self.tensors != now.tensors:
+            found.append("the model's parameters and buffers (names, shapes, dtypes)")
+        elif self.values != now.values:
+            found.append(_values(self.values, now.values, names))
+        if self.modules != now.modules:
+            found.append("the code or the settings of the model's modules")
+        if self.mode != now.mode:
+            found.append("the mode of modules (model.train() and model.eval())")
+        if self.loss != now.loss:
+            found.append("the loss function (its code, or constants that it uses)")
+        return found
+
+
+def _values(before: str, now: str, names: list[str]) -> str:
+    odd = [name for n, name in enumerate(names) if before[8 * n : 8 * n + 8] != now[8 * n :][:8]]
+    more = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
+    return f"the values of weights or buffers ({odd[0] if odd else 'all'}{more})"
+
+
+def identity(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[Identity, list[str]]:
+    """The identity of a measurement, and the names of the model's tensors."""
+    tensors = dict(_tensors(model))
+    return Identity(
+        gradtrace=sys.modules["gradtrace"].__version__,
+        python=".".join(platform.python_version_tuple()[:2]),
+        model=digests.named(_class(unwrapped(model))),
+        tensors=digests.digest(
+            *((n, str(t.dtype), tuple(t.shape), t.requires_grad) for n, t in tensors.items())
+        ),
+        values="".join(each[:8] for each in tensor_digests(tensors).values()),
+        modules=_modules(model),
+        mode=digests.digest(*((name, module.training) for name, module in named_modules(model))),
+        loss=_code(loss_fn, unwrapped(model)),
+    ), list(tensors)
+
+
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A digest of each of some tensors."""
+    found = {name: digests.new() for name in tensors}
+    digests.add_tensors([(found[name], tensor) for name, tensor in tensors.items()])
+    return {name: state.hexdigest() for name, state in found.items()}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers. Running statistics are not used by norms that are in training."""
+    for name, module in named_modules(model):
+        tensors: dict[str, Tensor | None] = dict(module._parameters)
+        if not (module.training and isinstance(module, _NormBase)):
+            tensors |= module._buffers
+        for key, tensor in tensors.items():
+            if tensor is not None:
+                yield join(name, key), tensor
+
+
+def _class(module: nn.Module) -> type:
+    """The user's class of a module; ``fully_shard`` makes another one of it."""
+    kinds = type(module).__mro__
+    return kinds[2] if kinds[1].__name__ == "FSDPModule" else kinds[0]
+
+
+# Code ---------------------------------------------------------------------------------------------
+
+
+def _modules(model: nn.Module) -> str:
+    walk = Walk(unwrapped(model))
+    for name, module in named_modules(model):
+        walk.say(name)
+        walk.kind(_class(module))
+        walk.settings(module, OWN)
+    return walk.digest()
+
+
+def _code(function: Any, model: nn.Module) -> str:
+    walk = Walk(model)
+    walk.value(function, None)
+    return walk.digest()
+
+
+class Walk:
+    """Gathers code and what it refers to, each function once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._into = digests.new()
+        self._seen: dict[int, Any] = {id(model): model}  # its weights are told apart elsewhere
+        self._assigned: dict[type, frozenset[str]] = {}
+
+    def digest(self) -> str:
+        """Of all that was gathered."""
+        return str(self._into.hexdigest())
+
+    def say(self, *texts: object) -> None:
+        """Add texts."""
+        self._into.update(f"{texts!r}".encode("utf-8", "surrogatepass"))
+
+    def value(self, value: Any, user: CodeType | None) -> None:
+        """Add something that code refers to: ``user``, which may change it.
+
+        An object that cannot be looked into is told by its class.
+        """
+        try:
+            self._value(value, user)
+        except Exception:  # whatever objects of the user's do when they are looked at
+            self.say(digests.named(type(value)))
+
+    def _value(self, value: Any, user: CodeType | None) -> None:
+        if isinstance(value, digests.PLAIN) or _is_plain(value):
+            self.say(value)
+        elif isinstance(value, (list, dict, set, tuple, frozenset)):
+            self._container(value, user)
+        elif isinstance(value, (Tensor, np.ndarray)):
+            digests.add(self._into, value)
+        elif id(value) in self._seen:
+            self.say("again")
+        else:
+            self._seen[id(value)] = value
+            self._object(value, user)
+
+    def _container(self, value: Any, user: CodeType | None) -> None:
+        self.say(type(value).__name__)
+        if isinstance(value, (list, dict, set)) and user is not None and _changes(user):
+            return
+        if len(value) > LARGE:
+            self.say(len(value))
+        elif isinstance(value, (set, frozenset)):
+            self.say(*sorted(repr(each) for each in value if isinstance(each, digests.PLAIN)))
+        else:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in items:
+                self.value(key, user)
+                self.value(each, user)
+
+    def _object(self, value: Any, user: CodeType | None) -> None:
+        if isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, MethodType):
+            self.value(value.__func__, None)
+            self.value(value.__self__, user)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, tuple(value.keywords.items())):
+                self.value(part, None)
+        elif isinstance(value, type):
+            self.kind(value)
+        elif isinstance(value, (ModuleType, BuiltinFunctionType)):
+            self.say(getattr(value, "__name__", ""))
+        elif isinstance(value, nn.Module):
+            self._module(value)
+        else:
+            self.kind(type(value))
+            if not installed(type(value)) or isinstance(value, (Namespace, SimpleNamespace)):
+                self.settings(value, frozenset())
+
+    def _module(self, module: nn.Module) -> None:
+        """Another model that a loss function uses."""
+        for text in tensor_digests(dict(_tensors(module))).values():
+            self.say(text)
+        for name, each in named_modules(module):
+            self.say(name, each.training)
+            self.kind(_class(each))
+            self.settings(each, OWN)
+
+    def settings(self, item: Any, without: frozenset[str]) -> None:
+        """Add the plain attributes of an object that only its making assigns to."""
+        kind = type(item)
+        if kind not in self._assigned:
+            self._assigned[kind] = _assigned(kind)
+        changed = self._assigned[kind]
+        for name, value in sorted(digests.attributes(item).items()):
+            if name in without or name in changed or name.startswith("_"):
+                continue
+            if isinstance(value, digests.PLAIN) or _is_plain(value):
+                self.say(name, value)
+            elif isinstance(value, (FunctionType, MethodType, functools.partial)):
+                self.say(name)
+                self.value(value, None)
+
+    def kind(self, kind: type) -> None:
+        """Add a class: its name, and if it is the user's, its code."""
+        if installed(kind):
+            self.say(kind.__module__)
+        self.say(digests.named(kind))
+        for base in kind.__mro__:
+            if installed(base) or (id(base) in self._seen and base is not kind):
+                continue
+            self._seen[id(base)] = base
+            for name, value in sorted(vars(base).items()):
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, FunctionType):
+                    self.say(name)
+                    self.value(function, None)
+                elif not name.startswith("__") and isinstance(value, digests.PLAIN):
+                    self.say(name, value)
+
+    def _function(self, function: FunctionType) -> None:
+        code = function.__code__
+        own = not installed(function)
+        changed = _stored(code)
+        if own:
+            self._bytecode(code)
+        else:
+            self.say(function.__module__, digests.named(function))
+        for part in (function.__defaults__ or (), tuple((function.__kwdefaults__ or {}).items())):
+            self.value(part, code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+            if name not in changed:
+                self.say(name)
+                self._held(cell, code)
+        for name in sorted(_globals(code)) if own else ():
+            if name in function.__globals__ and name not in changed:
+                self.say(name)
+                self._global(function.__globals__[name], code)
+
+    def _held(self, cell: Any, code: CodeType) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            return
+        self.value(value, code)
+
+    def _global(self, value: Any, code: CodeType) -> None:
+        self.value(value, code)
+        if isinstance(value, ModuleType) and not installed(value):
+            for name in sorted(_names(code)):
+                if name in vars(value):
+                    self.say(name)
+                    self.value(vars(value)[name], code)
+
+    def _bytecode(self, code: CodeType) -> None:
+        self.say(code.co_code, code.co_names, code.co_argcount, code.co_flags)
+        for each in code.co_consts:
+            self._constant(each)
+
+    def _constant(self, value: Any) -> None:
+        if isinstance(value, CodeType):
+            self._bytecode(value)
+        elif isinstance(value, tuple):
+            for each in value:
+                self._constant(each)
+        elif isinstance(value, frozenset):  # whose order is another in every process
+            self.say(*sorted(map(repr, value)))
+        else:
+            self.say(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (torch.dtype, torch.device, torch.Size, range, slice))
+
+
+def _all(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of functions within it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _all(each)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names of globals and of attributes."""
+    return {name for each in _all(code) for name in each.co_names}
+
+
+def _globals(code: CodeType) -> set[str]:
+    """Names that are looked up outside a function; an attribute may be called as a global is."""
+    return {
+        step.argval
+        for each in _all(code)
+        for step in dis.get_instructions(each)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    }
+
+
+def _stored(code: CodeType) -> frozenset[str]:
+    """Names outside a function that it assigns to, such as counters."""
+    return frozenset(
+        step.argval
+        for each in _all(code)
+        for step in dis.get_instructions(each)
+        if step.opname in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL")
+    )
+
+
+def _changes(code: CodeType) -> bool:
+    """Whether a function may change containers that it refers to."""
+    return any(
+        step.opname in STORES
+        or (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval in MUTATORS)
+        for each in _all(code)
+        for step in dis.get_instructions(each)
+    )
+
+
+def _assigned(kind: type) -> frozenset[str]:
+    """Attributes that methods of a class assign to as it is used."""
+    found = set()
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            function = getattr(value, "__func__", value)
+            if name in BUILT or not isinstance(function, FunctionType) or installed(base):
+                continue
+            for each in _all(function.__code__):
+                found |= {
+                    step.argval
+                    for step in dis.get_instructions(each)
+                    if step.opname == "STORE_ATTR"
+                }
+    return frozenset(found)
+
+
+@functools.cache
+def _roots() -> tuple[str, ...]:
+    """Where installed code is."""
+    found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    ours = sys.modules["gradtrace"].__file__ or ""
+    return (*(path for path in found if path), ours.removesuffix("__init__.py"))
+
+
+def installed(thing: Any) -> bool:
+    """Whether code belongs to an installed package, and not to the user's own program."""
+    code = getattr(thing, "__code__", None)
+    if isinstance(code, CodeType):
+        file = code.co_filename
+    else:
+        name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None) or ""
+        if module is not None and not file:
+            return name != "__main__"  # built in
+    return "site-packages" in file or file.startswith(_roots())

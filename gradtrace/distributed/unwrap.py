@@ -1,0 +1,123 @@
+"""Models wrapped for training by many processes, while they are measured.
+
+DistributedDataParallel and FSDP meet the other ranks in every forward pass. Ranks that trace
+different numbers of batches would wait for each other for ever, so the user's own module is called
+instead. Parameters that ``fully_shard`` has sharded are gathered for that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from gradtrace.distributed.identity import tensor_digests
+from gradtrace.pytorch.module_calls import Forward, Listener, listen
+from gradtrace.session import join, named_modules, refuse_flat, sharded_modules, sharding_hooks
+
+Hook = Callable[..., Any]
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """While forward passes of a model meet no other rank; on all ranks that share its parameters.
+
+    Sharded parameters are gathered first, so there must be memory for the whole model.
+    """
+    refuse_flat(model)
+    with ExitStack() as stack:
+        wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        stack.callback(listen(_Alone(), wrappers))
+        stack.enter_context(gathered(model))
+        yield
+
+
+# DistributedDataParallel --------------------------------------------------------------------------
+
+
+class _Alone(Listener):
+    """Calls go to the module inside, with tensors on its device as the wrapper puts them."""
+
+    def around(self, module: nn.Module, forward: Forward) -> Forward:
+        """What runs in place of the wrapper's ``forward``."""
+        assert isinstance(module, DistributedDataParallel)
+        inner = module.module
+        device = module.device_ids and torch.device(module.device_type, module.device_ids[0])
+
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            if device:
+                args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
+            return inner(*args, **kwargs)
+
+        return alone
+
+
+# fully_shard --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """While a model that ``fully_shard`` has sharded is whole on every rank, and can be traced.
+
+    All ranks enter it together, and then forward passes meet no other rank: its hooks only convert
+    tensors, as its policy for mixed precision says. Other models stay as they are.
+    """
+    modules = sharded_modules(model)
+    done = []
+    try:
+        for module in modules:
+            module.unshard()
+            done.append((module, _unhooked(module)))
+        yield
+    finally:
+        for module, hooks in done:
+            for table, key, hook in hooks:
+                table[key] = hook
+            module.reshard()
+
+
+def _unhooked(module: Any) -> list[tuple[dict[int, Hook], int, Hook]]:
+    """Put hooks that only convert in the place of FSDP's; which they were, and where."""
+    policy = module._get_fsdp_state()._mp_policy
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _converted((args, kwargs), inputs)
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        return _converted(output, policy.output_dtype)
+
+    found = []
+    for table, hook in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
+        for key in sharding_hooks(table):
+            found.append((table, key, table[key]))
+            table[key] = hook
+    return found
+
+
+def _converted(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return value
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+
+# Whether ranks have the same model ----------------------------------------------------------------
+
+
+def digest(model: nn.Module) -> dict[str, str]:
+    """What tells the values of a model's tensors from others, by name.
+
+    Running statistics count where they are used: in modules that are not in training.
+    """
+    found: dict[str, Tensor] = {}
+    for name, module in named_modules(model):
+        tensors: dict[str, Tensor | None] = dict(module._parameters)
+        if not module.training:
+            tensors |= module._buffers
+        found |= {join(name, key): each for key, each in tensors.items() if each is not None}
+    return tensor_digests(found)

@@ -1,0 +1,192 @@
+"""A digest of the code that measures a cell: rows of other code are not rows of this experiment.
+
+Code is read, not run. What counts is ``measure`` and all that it refers to: in its module, in
+modules beside the file, in ``gradtrace.experiments`` with its harness, and the versions of
+gradtrace and torch. Comments, docstrings and ``conclude`` do not count, so a text or a figure
+can be changed without measuring again.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import gradtrace
+from gradtrace.errors import GradtraceError
+from gradtrace.experiments.harness.loading import Source, load
+
+START = "measure"
+ALL = "*"
+OURS = ("gradtrace.experiments", "gradtrace.experiments.harness")
+PACKAGE = Path(gradtrace.__file__).parent.parent
+
+
+class Place(NamedTuple):
+    """A module: its file, and the folder and the dotted name by which others import it."""
+
+    file: Path
+    root: Path
+    name: str
+
+
+def code(source: Source) -> str:
+    """The digest of an experiment's code, as it is on disk now."""
+    return _digest(_found(source))
+
+
+def refresh(source: Source) -> None:
+    """See that the code of a file that was edited since it was loaded is loaded again."""
+    if not source.own:
+        return
+    found = _found(source)
+    before = _loaded.setdefault(source, _digest(found))
+    if before != _digest(found):
+        _loaded[source] = _digest(found)
+        load.cache_clear()
+        for name, _ in found:
+            module = sys.modules.get(name)
+            if Path(getattr(module, "__file__", None) or "").parent == Path(source.place).parent:
+                del sys.modules[name]
+
+
+_loaded: dict[Source, str] = {}
+
+
+def _found(source: Source) -> dict[tuple[str, str], str]:
+    """The code of each name in each module that counts."""
+    _parsed.cache_clear()
+    found: dict[tuple[str, str], str] = {}
+    _follow(_home(source), START, found)
+    return found
+
+
+def _digest(found: dict[tuple[str, str], str]) -> str:
+    text = repr((sorted(found.items()), gradtrace.__version__, str(torch.__version__)))
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def _home(source: Source) -> Place:
+    if source.own:
+        path = Path(source.place)
+        return Place(path, path.parent, path.stem)
+    spec = find_spec(source.place)
+    if spec is None or spec.origin is None:
+        raise GradtraceError(f"there is no module {source.place}")
+    return Place(Path(spec.origin), PACKAGE, source.place)
+
+
+def _follow(place: Place, name: str, found: dict[tuple[str, str], str]) -> None:
+    """Add what defines a name in a module, and all that this refers to."""
+    waiting = [(place, name)]
+    while waiting:
+        at, wanted = waiting.pop()
+        if (at.name, wanted) in found:
+            continue
+        statements = _parsed(at.file)
+        here = [s for s in statements if wanted == ALL or _defines(s, wanted) or not _defined(s)]
+        found[at.name, wanted] = " ".join(ast.dump(statement) for statement in here)
+        for statement in here:
+            if isinstance(statement, (ast.Import, ast.ImportFrom)) and wanted == ALL:
+                waiting += _imported(statement, at, None)
+            elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+                waiting += _imported(statement, at, wanted)
+            else:
+                waiting += ((at, used) for used in _used(statement))
+                for inner in ast.walk(statement):  # imports within functions
+                    if isinstance(inner, (ast.Import, ast.ImportFrom)):
+                        waiting += _imported(inner, at, None)
+
+
+@cache
+def _parsed(file: Path) -> list[ast.stmt]:
+    """The statements of a file without docstrings; none if it cannot be imported either."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = [s for s in node.body if not _is_text(s)] or [ast.Pass()]
+    return tree.body
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    """The names that a statement defines; none if it is there for what it does."""
+    match statement:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [statement.name]
+        case ast.Import() | ast.ImportFrom():
+            return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
+        case ast.Assign():
+            return [n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
+
+
+def _defines(statement: ast.stmt, name: str) -> bool:
+    found = _defined(statement)
+    return name in found or ALL in found
+
+
+def _used(statement: ast.stmt) -> Iterator[str]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            yield node.id
+
+
+def _imported(
+    statement: ast.Import | ast.ImportFrom, at: Place, wanted: str | None
+) -> Iterator[tuple[Place, str]]:
+    """What a statement imports from modules that count, by one name or all of it."""
+    for alias in statement.names:
+        called = alias.asname or alias.name.partition(".")[0]
+        if wanted is not None and wanted != called and alias.name != ALL:
+            continue
+        if isinstance(statement, ast.Import):
+            if there := _resolved(alias.name, at):
+                yield there, ALL
+            continue
+        base = _base(statement, at)
+        if inner := _resolved(f"{base}.{alias.name}".removeprefix("."), at):
+            yield inner, ALL
+        elif there := _resolved(base, at):
+            yield there, alias.name
+
+
+def _base(statement: ast.ImportFrom, at: Place) -> str:
+    """The module that is imported from, with its full name."""
+    if not statement.level:
+        return statement.module or ""
+    parts = at.name.split(".") + ([""] if at.file.name == "__init__.py" else [])
+    return ".".join([*parts[: -statement.level], *filter(None, [statement.module])])
+
+
+def _resolved(name: str, at: Place) -> Place | None:
+    """A module beside the experiment, or one of ours that experiments are made of."""
+    if not name:
+        return None
+    ours = name.startswith(OURS)
+    if name.partition(".")[0] == "gradtrace" and not ours:
+        return None
+    root = PACKAGE if ours else at.root
+    if root == PACKAGE and not ours:
+        return None
+    path = root.joinpath(*name.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return Place(file, root, name)
+    return None

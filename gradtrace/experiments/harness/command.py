@@ -1,0 +1,233 @@
+"""``gradtrace experiment``: from what was typed to what is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from gradtrace.errors import GradtraceError, close, needs
+from gradtrace.experiments.harness import drawing
+from gradtrace.experiments.harness.code import refresh
+from gradtrace.experiments.harness.findings import Experiment
+from gradtrace.experiments.harness.loading import Source, about, load
+from gradtrace.experiments.harness.publishing import document, gather, publish
+from gradtrace.experiments.harness.ranks import Ranks, joined
+from gradtrace.experiments.harness.runner import Plan, Say
+from gradtrace.experiments.harness.runner import run as run_plan
+from gradtrace.experiments.harness.table import available
+
+OUT = Path("gradtrace-experiments")
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,79}")
+NO_FIGURES = (
+    f"LEFT OUT: figures. {needs('Drawing them', 'matplotlib')}; then give the same command again "
+    "to draw what is measured"
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command."""
+
+    quick: bool = False
+    seeds: int | None = None
+    workers: int | None = None
+    out: Path | None = None
+    settings: tuple[str, ...] = ()
+    text: Path | None = None
+    docs: Path | None = None
+    restart: bool = False
+    ray: bool = False
+    name: str | None = None
+
+    @property
+    def form(self) -> str:
+        """The form's name."""
+        return "quick" if self.quick else "full"
+
+    @property
+    def folder(self) -> Path:
+        """Where all goes; both forms have a place of their own."""
+        return self.out or OUT / self.form
+
+
+@dataclass
+class Done:
+    """What came out: results by name, what failed and why, and the page to look at."""
+
+    page: Path
+    spoken: bool = True  # False on ranks that do not conclude
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def listed() -> list[dict[str, str]]:
+    """The name and the question of every experiment."""
+    sources = [Source(name, place) for name, place in available().items()]
+    return [
+        {"name": one.name, "question": about(load(one), one.name)["question"]} for one in sources
+    ]
+
+
+def sources(name: str | None, every: bool) -> list[Source]:
+    """The experiments that are meant."""
+    known = available()
+    if every == (name is not None):
+        raise GradtraceError("give the name of an experiment, or --all, or --list")
+    if name is None:
+        return [Source(*item) for item in known.items()]
+    if name in known:
+        return [Source(name, known[name])]
+    if name.endswith(".py"):
+        return [Source.of(Path(name))]
+    near = close(name, known, most=99)
+    raise GradtraceError(
+        f"there is no experiment {name!r}{near} (one of your own is given by its file: mine.py)"
+    )
+
+
+def run(chosen: Iterable[Source], asked: Asked, say: Say) -> Done:
+    """Run one experiment, or many: of many, one that fails leaves the others running."""
+    chosen = list(chosen)
+    _check_name(asked.name, chosen)
+    if not drawing.possible():
+        say(NO_FIGURES)
+    with joined() as ranks:
+        done = Done(asked.folder, spoken=ranks.first)
+        plans = [plan(source, asked, ranks) for source in chosen]
+        for one in plans:
+            try:
+                _one(one, asked, done, say if ranks.first else _quiet)
+            except GradtraceError as error:
+                if len(plans) == 1:
+                    raise
+                done.failed[one.title] = str(error)
+                say(f"{one.title} FAILED: {error}")
+    return done
+
+
+def _one(one: Plan, asked: Asked, done: Done, say: Say) -> None:
+    say(f"{one.title} ({one.form})")
+    outcome = run_plan(one, say)
+    if outcome is None:
+        return
+    done.found[one.title] = outcome.data
+    done.page = publish(outcome.data, outcome.plots, one.folder)
+    every = gather(one.out)
+    if len(done.found) > 1:
+        done.page = every
+    if asked.docs is not None:
+        document(outcome.data, one.folder, asked.docs)
+
+
+def _check_name(name: str | None, chosen: list[Source]) -> None:
+    """A name is a folder's and a page's; one that ends up elsewhere, or on all, is refused."""
+    if name is None:
+        return
+    if len(chosen) > 1:
+        raise GradtraceError("--name is of one experiment, not of --all")
+    if not NAME.fullmatch(name):
+        raise GradtraceError(
+            f"--name {name!r}: write small letters, digits and hyphens, such as "
+            f"--name {chosen[0].name}-mine"
+        )
+    if name != chosen[0].name and name in available():
+        raise GradtraceError(f"--name {name} is another experiment's name")
+
+
+def _quiet(line: str) -> None:
+    """Ranks other than the first say nothing."""
+
+
+def plan(source: Source, asked: Asked, ranks: Ranks) -> Plan:
+    """An experiment with its settings and what was asked."""
+    refresh(source)
+    experiment = load(source)
+    seeds = experiment.SEEDS.quick if asked.quick else experiment.SEEDS.full
+    settings = _settings(experiment, source.name, asked)
+    return Plan(
+        source=source,
+        form=asked.form,
+        settings=settings,
+        seeds=asked.seeds or seeds,
+        out=asked.folder,
+        workers=asked.workers,
+        ray=asked.ray,
+        restart=asked.restart,
+        ranks=ranks,
+        name=asked.name or "",
+        command=_command(source, asked, _changed(settings, experiment, asked.quick)),
+    )
+
+
+def _changed(settings: Mapping[str, Any], experiment: Experiment, quick: bool) -> dict[str, Any]:
+    """Those settings that are not the form's own."""
+    own = json.loads(json.dumps(dict(experiment.QUICK if quick else experiment.FULL)))
+    return {key: value for key, value in settings.items() if value != own[key]}
+
+
+def _command(source: Source, asked: Asked, changed: Mapping[str, Any]) -> str:
+    """What to type to get the same results: how many do the work, and where, does not count."""
+    words = ["gradtrace", "experiment", source.typed]
+    words += ["--quick"] if asked.quick else []
+    words += ["--seeds", str(asked.seeds)] if asked.seeds else []
+    for key, value in changed.items():
+        if key == "text" and asked.text is not None:
+            words += ["--text", str(value)]
+        else:
+            words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    words += ["--name", asked.name] if asked.name else []
+    return shlex.join(words)
+
+
+def _settings(experiment: Experiment, name: str, asked: Asked) -> dict[str, Any]:
+    """The form's settings with what ``--set`` and ``--text`` change."""
+    own = experiment.QUICK if asked.quick else experiment.FULL
+    found: dict[str, Any] = json.loads(json.dumps(dict(own)))
+    given = dict(_parsed(item) for item in asked.settings)
+    if asked.text is not None:
+        if not asked.text.is_file():
+            raise GradtraceError(f"there is no text {str(asked.text)!r} (in {Path.cwd()})")
+        given["text"] = str(asked.text)
+    for key, value in given.items():
+        if key not in found:
+            what = "takes no --text" if key == "text" else f"has no setting {key!r}"
+            raise GradtraceError(f"{name} {what}{close(key, found, most=99)}")
+        _check(key, value, found[key])
+        found[key] = value
+    return found
+
+
+def _parsed(item: str) -> tuple[str, Any]:
+    """``key=value``; a value that is not JSON is text."""
+    key, equals, value = item.partition("=")
+    if not equals or not key:
+        raise GradtraceError(f"--set {item!r}: write --set key=value, such as --set rounds=9")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _check(key: str, value: Any, default: Any) -> None:
+    """A setting keeps its kind; where the default is null, anything goes."""
+    if default is not None and _kind(value) != _kind(default):
+        raise GradtraceError(
+            f"--set {key}={json.dumps(value)}: {key} is {_kind(default)}, as in "
+            f"{key}={json.dumps(default)}"
+        )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, Real):
+        return "a number"
+    if isinstance(value, str):
+        return "a text"
+    return "null" if value is None else "a list" if isinstance(value, list) else "a dict"

@@ -1,0 +1,218 @@
+"""The pages that an experiment leaves: HTML that needs no other file, and Markdown for the docs."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from string import Template
+from typing import Any
+
+from gradtrace.experiments.harness.results import facts, name, numeric, told
+
+Data = Mapping[str, Any]
+"""Content of a ``results.json``."""
+
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --text: #1f2328; --page: #fff; --line: #d0d7de; --soft: #59636e;
+  --card: #f6f8fa; --link: #1f5a8c; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6edf3; --page: #0d1117; --line: #30363d; --soft: #9198a1; --card: #161b22;
+    --link: #79b8ff; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 56rem; padding: 1rem; color: var(--text); background: var(--page);
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
+a { color: var(--link); }
+.found { background: var(--card); border-left: 4px solid var(--link); padding: .75rem 1rem;
+  border-radius: 6px; font-size: 1.1rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1rem; }
+dt, figcaption, .note { color: var(--soft); } dd { margin: 0; min-width: 0; }
+@media (max-width: 36rem) { dl { display: block; } dd { margin-bottom: .5rem; } }
+.wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+caption { text-align: left; padding: .35rem .75rem; color: var(--soft); }
+th, td { padding: .35rem .75rem; text-align: left; vertical-align: top; }
+.number { text-align: right; white-space: nowrap; }
+tr + tr > *, thead + tbody > tr > * { border-top: 1px solid var(--line); }
+figure { margin: 1.5rem 0; }
+figure img { display: block; width: 100%; max-width: 48rem; height: auto; background: #fff;
+  border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
+</style>
+</head>
+<body>
+$body
+</body>
+</html>
+""")
+
+
+def html(sections: Sequence[str], title: str) -> str:
+    """A whole page."""
+    return PAGE.substitute(title=escape(title), body="\n".join(sections))
+
+
+def alone(data: Data, pictures: Mapping[str, bytes]) -> str:
+    """The page of one experiment."""
+    heading = f"<h1>{escape(name(data))}</h1>"
+    return html([heading, section(data, pictures)], f"{name(data)}: gradtrace experiment")
+
+
+def several(found: Iterable[tuple[Data, Mapping[str, bytes]]]) -> str:
+    """One page for many experiments: what each found, then each in full."""
+    listed = list(found)
+    items = [
+        f'<dt><a href="#{escape(anchor(data))}">{escape(name(data))}</a> '
+        f"({escape(data['form'])})</dt><dd>{_inline(data['sentence'])}</dd>"
+        for data, _ in listed
+    ]
+    parts = ["<h1>Experiments</h1>", f"<dl>{''.join(items)}</dl>"]
+    for data, pictures in listed:
+        parts.append(f'<h1 id="{escape(anchor(data))}">{escape(name(data))}</h1>')
+        parts.append(section(data, pictures))
+    return html(parts, "gradtrace experiments")
+
+
+def anchor(data: Data) -> str:
+    """Where an experiment is on a page."""
+    return re.sub(r"[^\w-]", "-", name(data))
+
+
+def section(data: Data, pictures: Mapping[str, bytes]) -> str:
+    """What one experiment found, and how."""
+    about = data["about"]
+    parts = [
+        f'<p class="found">{_inline(data["sentence"])}</p>',
+        "<dl>",
+        *(
+            f"<dt>{part.capitalize()}</dt><dd>{_inline(about[part])}</dd>"
+            for part in ("question", "expectation", "method", "seeds")
+        ),
+        "</dl>",
+        *(_figure(plot, pictures) for plot in data["plots"]),
+        *(_drawing(title, svg) for title, svg in data["drawings"].items()),
+        *(_table(table) for table in data["tables"]),
+        "<h2>How it was run</h2><dl>",
+        *(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts(data)),
+        "</dl>",
+    ]
+    return "\n".join(parts)
+
+
+def _inline(text: str) -> str:
+    """Text with ``code`` in it."""
+    return re.sub(r"``(.+?)``", r"<code>\1</code>", escape(text))
+
+
+def _figure(plot: Data, pictures: Mapping[str, bytes]) -> str:
+    title = escape(plot["title"])
+    if plot["name"] not in pictures:
+        return f'<p class="note">{title}: not drawn, as matplotlib is not installed.</p>'
+    return _image(title, "png", pictures[plot["name"]])
+
+
+def _drawing(title: str, svg: str) -> str:
+    """As an image, in which no script runs, whatever the SVG holds."""
+    return _image(escape(title), "svg+xml", svg.encode())
+
+
+def _image(title: str, kind: str, content: bytes) -> str:
+    source = f"data:image/{kind};base64,{b64encode(content).decode()}"
+    return f'<figure><img alt="{title}" src="{source}"><figcaption>{title}</figcaption></figure>'
+
+
+def _table(table: Data) -> str:
+    right = [numeric(table, k) for k in range(len(table["columns"]))]
+    head = _row("th", table["columns"], right)
+    body = "".join(_row("td", [told(cell) for cell in row], right) for row in table["rows"])
+    note = f'<p class="note">{_inline(table["note"])}</p>' if table["note"] else ""
+    return (
+        f'<h3>{_inline(table["title"])}</h3><div class="wide" tabindex="0"><table>'
+        f"<thead>{head}</thead><tbody>{body}</tbody></table></div>{note}"
+    )
+
+
+def _row(tag: str, cells: Iterable[str], right: Sequence[bool]) -> str:
+    made = (
+        f'<{tag} class="number">{_inline(cell)}</{tag}>'
+        if number
+        else f"<{tag}>{_inline(cell)}</{tag}>"
+        for cell, number in zip(cells, right)
+    )
+    return f"<tr>{''.join(made)}</tr>"
+
+
+# Markdown -----------------------------------------------------------------------------------------
+
+
+def markdown(data: Data, files: Mapping[str, str]) -> str:
+    """The page of one experiment for the docs; ``files`` are its pictures by plot or drawing."""
+    about = data["about"]
+    lines = [
+        f"# {_quiet(name(data))}",
+        "",
+        f"> {_quiet(data['sentence'])}",
+        "",
+        f"Written by `{command(data)}`.",
+    ]
+    for part in ("question", "expectation", "method", "seeds"):
+        lines += ["", f"*{part.capitalize()}.* {_quiet(about[part])}"]
+    titles = {plot["name"]: plot["title"] for plot in data["plots"]}
+    titles |= {title: title for title in data["drawings"]}
+    for plot, title in titles.items():
+        if plot in files:
+            lines += ["", f"![{_quiet(title)}]({files[plot]})"]
+    for table in data["tables"]:
+        lines += ["", f"## {_quiet(table['title'])}", "", *_grid(table)]
+        lines += ["", _quiet(table["note"])] if table["note"] else []
+    lines += ["", "## How it was run", ""]
+    lines += [f"- {fact}: {_quiet(value)}" for fact, value in facts(data)]
+    return "\n".join(lines) + "\n"
+
+
+def command(data: Data) -> str:
+    """What to type to get this; the page of an older run names the form alone."""
+    form = " --quick" if data["form"] == "quick" else ""
+    return str(data.get("command") or f"gradtrace experiment {data['experiment']}{form}")
+
+
+def index(found: Iterable[Data]) -> str:
+    """The list of all experiments for the docs."""
+    lines = [
+        "# Experiments",
+        "",
+        "What each found. `gradtrace experiment NAME` runs one again, and `--list` says what there",
+        "is. Every page says how its numbers were made.",
+    ]
+    for data in found:
+        title = name(data)
+        lines += ["", f"- [{_quiet(title)}]({title}.md): {_quiet(data['sentence'])}"]
+    return "\n".join(lines) + "\n"
+
+
+def _grid(table: Data) -> list[str]:
+    right = [numeric(table, k) for k in range(len(table["columns"]))]
+    rows = [
+        table["columns"],
+        *([told(cell) for cell in row] for row in table["rows"]),
+    ]
+    written = ["| " + " | ".join(_quiet(cell) for cell in row) + " |" for row in rows]
+    rule = "| " + " | ".join("---:" if number else "---" for number in right) + " |"
+    return [written[0], rule, *written[1:]]
+
+
+def _quiet(text: str) -> str:
+    """Text that Markdown takes as text; ``code`` stays code."""
+    parts = re.split(r"``(.+?)``", " ".join(text.split()))
+    for k in range(0, len(parts), 2):
+        parts[k] = re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", parts[k])
+    parts[1::2] = [f"`{code}`".replace("|", r"\|") for code in parts[1::2]]
+    return "".join(parts)

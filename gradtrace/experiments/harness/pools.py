@@ -1,0 +1,174 @@
+"""Ways to get cells done: one after the other, in processes, on a Ray cluster.
+
+Each is an iterator over cells that are done, with the error of those that failed. What stops it
+(Ctrl-C, a full disk) ends the processes at once; rows that are written stay.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from gradtrace.errors import GradtraceError, needs
+from gradtrace.experiments.harness.findings import Cell, Tick
+from gradtrace.experiments.harness.work import Failed, Work, measured
+
+
+class Done(NamedTuple):
+    """A cell that was measured, or failed."""
+
+    cell: Cell
+    error: Failed | None = None
+
+
+def serial(work: Work, cells: Sequence[Cell], tick: Tick) -> Generator[Done, None, None]:
+    """One after the other, in this process."""
+    for cell in cells:
+        try:
+            work.do(cell, tick)
+            yield Done(cell)
+        except Failed as error:
+            yield Done(cell, error)
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+def processes(work: Work, cells: Sequence[Cell], workers: int) -> Generator[Done, None, None]:
+    """In so many processes, each of one thread and with a journal file of its own."""
+    context = get_context("spawn")
+    alive, leash = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(min(workers, len(cells)), context, _begin, (alive, work))
+    try:
+        with _deaf():  # the processes are started here
+            futures = {pool.submit(_do, cell): cell for cell in cells}
+        for future in as_completed(futures):
+            yield Done(futures[future], _error(future))
+    except BrokenProcessPool as error:
+        raise GradtraceError(
+            "a worker process was killed (out of memory?); the rows written so far are kept: run "
+            "the same command again, perhaps with fewer --workers"
+        ) from error
+    finally:
+        leash.close()  # workers see it and end, at whatever they are
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started meanwhile hear no Ctrl-C, from their first moment on: one that
+    came as they import torch would end in a traceback. This one hears it afterwards.
+    """
+    mask = getattr(signal, "pthread_sigmask", None)  # not on Windows
+    if mask is None:
+        yield
+        return
+    before = mask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        mask(signal.SIG_SETMASK, before)
+
+
+def _error(future: Future[None]) -> Failed | None:
+    try:
+        future.result()
+    except Failed as error:
+        return error
+    return None
+
+
+_work: Work | None = None
+"""Of a worker process."""
+
+
+def _begin(alive: Connection, work: Work) -> None:
+    """Set up a worker: it ends when its parent does, however that ends, and leaves Ctrl-C to it."""
+    global _work
+    _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout = sys.stderr
+    torch.set_num_threads(1)
+    threading.Thread(target=_watch, args=(alive,), daemon=True).start()
+
+
+def _watch(alive: Connection) -> None:
+    """Nothing is ever sent: that there is something to read is the end of the other side."""
+    alive.poll(None)
+    os._exit(1)
+
+
+def _do(cell: Cell) -> None:
+    assert _work is not None
+    _work.do(cell, _silent)
+
+
+def _silent(text: str) -> None:
+    """A worker's ticks are not shown."""
+
+
+# Ray ----------------------------------------------------------------------------------------------
+
+
+def needs_ray() -> Any:
+    """The module, or an error that says how to get it."""
+    if importlib.util.find_spec("ray") is None:
+        raise GradtraceError(needs("--ray", "ray"))
+    return importlib.import_module("ray")
+
+
+def clustered(
+    work: Work, cells: Sequence[Cell], workers: int | None
+) -> Generator[Done, None, None]:
+    """On a Ray cluster (RAY_ADDRESS names one; else one is started here); the rows are written by
+    this process. Each task takes one CPU.
+    """
+    ray = needs_ray()
+    began = not ray.is_initialized()
+    if began:
+        own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers}
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", **own)
+    try:
+        task = ray.remote(num_cpus=1, max_retries=0)(_remote)
+        pending = {task.remote(work.source, cell): cell for cell in cells}
+        while pending:
+            ready, _ = ray.wait(list(pending))
+            for reference in ready:
+                cell = pending.pop(reference)
+                entry = _fetched(ray, reference)
+                if isinstance(entry, Failed):
+                    yield Done(cell, entry)
+                else:
+                    work.journal.append(cell, entry)
+                    yield Done(cell)
+    finally:
+        if began:
+            ray.shutdown()
+
+
+def _remote(source: Any, cell: Cell) -> Any:
+    """The entry, or the error as a value: Ray would wrap what is raised."""
+    try:
+        return measured(source, cell, _silent)
+    except Failed as error:
+        return error
+
+
+def _fetched(ray: Any, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        return Failed(f"a Ray task ended: {' '.join(str(error).split())}")

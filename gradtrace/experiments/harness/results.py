@@ -1,0 +1,147 @@
+"""What an experiment found, as JSON: ``results.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from gradtrace.errors import GradtraceError
+from gradtrace.experiments.harness.findings import Findings, Series, Table
+from gradtrace.io import atomic_files, container
+from gradtrace.io.atomic_files import BadFile
+from gradtrace.io.schemas import RESULTS
+from gradtrace.io.validation import Unfit, parse
+
+SCHEMA = 1
+FILE = "results.json"
+MOST = 100_000_000
+"""The most bytes of such a file."""
+
+
+def found(findings: Findings, name: str) -> dict[str, Any]:
+    """Findings as JSON; a number that is not finite is null."""
+    for table in findings.tables:
+        _check_table(table, name)
+    for plot in findings.plots:
+        for series in plot.series:
+            _check_series(series, name)
+    data: dict[str, Any] = _plain(asdict(findings))
+    try:
+        json.dumps(data, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise GradtraceError(f"{name}: what conclude returned is not JSON: {error}") from error
+    return data
+
+
+def _check_table(table: Table, name: str) -> None:
+    for row in table.rows:
+        if len(row) != len(table.columns):
+            raise GradtraceError(
+                f"{name}: the table {table.title!r} has {len(table.columns)} columns, but a row of "
+                f"{len(row)}"
+            )
+
+
+def _check_series(series: Series, name: str) -> None:
+    sizes = {len(part) for part in (series.x, series.y)}
+    sizes |= {len(part) for part in (series.low, series.high) if len(part)}
+    if len(sizes) > 1 or bool(len(series.low)) != bool(len(series.high)):
+        raise GradtraceError(
+            f"{name}: the series {series.label!r} has {len(series.x)} x, {len(series.y)} y, "
+            f"{len(series.low)} low and {len(series.high)} high"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, null for what is not finite."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return float(value) if isfinite(value) else None
+    return value
+
+
+def text(data: Mapping[str, Any]) -> str:
+    """The file's content."""
+    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """A file of this schema, or None."""
+    try:
+        data = parse(atomic_files.content(path, MOST))
+        RESULTS(data)
+    except (BadFile, Unfit):
+        return None
+    return dict(data) if data["schema"] == SCHEMA else None
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file, all of it or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        container.put(path, content)
+    except (OSError, BadFile) as error:
+        why = getattr(error, "strerror", None) or error
+        raise GradtraceError(
+            f"cannot write {path}: {why}; what was measured is kept: run the same command again "
+            "when there is room, or with an --out that you may write to"
+        ) from error
+
+
+def name(data: Mapping[str, Any]) -> str:
+    """What it is called: the experiment, or what ``--name`` said, for it on other data."""
+    return str(data.get("name") or data["experiment"])
+
+
+# Words --------------------------------------------------------------------------------------------
+
+
+def told(value: Any) -> str:
+    """A cell of a table as it is written: 1,234, 0.0123, or – where there is nothing to say."""
+    if value is None or (isinstance(value, float) and not isfinite(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+    return str(value)
+
+
+def numeric(table: Mapping[str, Any], column: int) -> bool:
+    """Whether a column of a table holds numbers, which stand at the right."""
+    cells = [row[column] for row in table["rows"] if row[column] is not None]
+    return bool(cells) and all(isinstance(cell, (int, float)) for cell in cells)
+
+
+def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How it was run, name by name."""
+    told_machines = "; ".join(
+        f"{m['processor']}, {m['cores']} cores ({m['system']})" for m in data["machines"]
+    )
+    told_versions = "; ".join(
+        ", ".join(f"{name} {number}" for name, number in found.items())
+        for found in data["versions"]
+    )
+    settings = ", ".join(f"{k} = {json.dumps(v)}" for k, v in data["settings"].items())
+    return [
+        ("Form", f"{data['form']}: {settings}"),
+        ("Seeds", f"{data['seeds']:,}"),
+        ("Work", f"{data['cells']:,} cells, {minutes(data['seconds'])} in all, one thread each"),
+        ("Machine", told_machines),
+        ("Versions", told_versions),
+        ("Date", data["date"]),
+    ]
+
+
+def minutes(seconds: float) -> str:
+    """``12.3 s`` or ``4.5 minutes``."""
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} minutes"

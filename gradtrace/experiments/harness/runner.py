@@ -1,0 +1,269 @@
+"""Run an experiment: cells that are not journaled yet are measured, then it concludes.
+
+A run that was killed goes on where it was when the same command is given again; a run of which all
+is measured concludes and draws anew, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradtrace.errors import GradtraceError
+from gradtrace.experiments.harness import machine, pools, results
+from gradtrace.experiments.harness.code import code
+from gradtrace.experiments.harness.findings import Cell, Plot, Row
+from gradtrace.experiments.harness.journal import Journal, key
+from gradtrace.experiments.harness.loading import Source, about, load
+from gradtrace.experiments.harness.ranks import Ranks
+from gradtrace.experiments.harness.work import Failed, Work
+from gradtrace.io import atomic_files
+from gradtrace.printable import printable
+
+PACKAGES = ("numpy",)
+PATIENCE = 3
+"""Cells that may fail before the run is given up."""
+
+Say = Callable[[str], None]
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, with a word on what is kept and how to go on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, how, and where to."""
+
+    source: Source
+    form: str  # quick or full
+    settings: Mapping[str, Any]
+    seeds: int
+    out: Path
+    workers: int | None = None
+    ray: bool = False
+    restart: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
+    name: str = ""  # unless it is the experiment's
+    command: str = ""  # what to type to get the same
+
+    @property
+    def title(self) -> str:
+        """What it is called."""
+        return self.name or self.source.name
+
+    @property
+    def folder(self) -> Path:
+        """Where this experiment's files are."""
+        return self.out / self.title
+
+    def header(self) -> dict[str, Any]:
+        """What journal files start with."""
+        return {
+            "experiment": self.source.name,
+            "form": self.form,
+            "settings": dict(self.settings),
+            "files": _digests(self.settings),
+            "code": code(self.source),
+            "versions": machine.versions(PACKAGES),
+            "machine": _where(),
+        }
+
+
+class Outcome(NamedTuple):
+    """What was found: as in ``results.json``, and what is to be drawn."""
+
+    data: dict[str, Any]
+    plots: tuple[Plot, ...]
+
+
+def run(plan: Plan, say: Say) -> Outcome | None:
+    """What was found; None on ranks that do not conclude."""
+    header = plan.header()  # before its code is loaded, which may be edited at any time
+    load(plan.source)
+    if plan.ray:
+        pools.needs_ray()
+    journal = Journal(plan.folder, header)
+    cells = _cells(plan)
+    todo = plan.ranks.agree(lambda: _todo(plan, journal, cells, say))
+    try:
+        error = _measure(plan, Work(plan.source, journal), todo, say)
+    finally:
+        journal.close()
+    plan.ranks.end(error)
+    return _concluded(plan, journal, cells) if plan.ranks.first else None
+
+
+def _concluded(plan: Plan, journal: Journal, cells: list[Cell]) -> Outcome:
+    experiment, name = load(plan.source), plan.source.name
+    entries, headers = journal.read()
+    missing = sum(key(cell) not in entries for cell in cells)
+    if missing:
+        raise GradtraceError(
+            f"{missing} of {len(cells)} rows are not in {journal.rows}: --out must be one folder "
+            "that all machines share, and all must have the same code and versions"
+        )
+    with plan.source.running():
+        findings = experiment.conclude([Row(c, entries[key(c)].result) for c in cells])
+    ran = {
+        "schema": results.SCHEMA,
+        "experiment": name,
+        "name": plan.title,
+        "command": plan.command,
+        "form": plan.form,
+        "about": about(experiment, name),
+        "settings": dict(plan.settings),
+        "seeds": plan.seeds,
+        "cells": len(cells),
+        "seconds": round(sum(entries[key(cell)].seconds for cell in cells), 2),
+        "machines": _distinct(h["machine"] for h in headers if "machine" in h),
+        "versions": _distinct(h["versions"] for h in headers if "versions" in h),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    return Outcome(ran | results.found(findings, name), findings.plots)
+
+
+def _cells(plan: Plan) -> list[Cell]:
+    """All pieces of work, as JSON has them."""
+    experiment, name = load(plan.source), plan.source.name
+    with plan.source.running():
+        cells = experiment.cells(plan.settings, plan.seeds)
+    try:
+        cells = [json.loads(key(cell)) for cell in cells]
+    except (TypeError, ValueError) as error:
+        raise GradtraceError(f"{name}: a cell is not JSON: {error}") from error
+    if not cells:
+        raise GradtraceError(f"{name}: these settings leave nothing to measure")
+    twice = len(cells) - len({key(cell) for cell in cells})
+    if twice:
+        raise GradtraceError(f"{name}: {twice} of its {len(cells)} cells are there twice")
+    return cells
+
+
+def _todo(plan: Plan, journal: Journal, cells: list[Cell], say: Say) -> list[Cell]:
+    """The cells that have no row yet."""
+    if plan.restart and (aside := journal.set_aside()):
+        say(f"{plan.source.name}: earlier rows are set aside in {aside}")
+    known, _ = journal.read()
+    todo = [cell for cell in cells if key(cell) not in known]
+    if again := sum(key(cell) in journal.stale for cell in todo):
+        say(
+            f"{plan.source.name}: {again} cells are measured again, as the code of the experiment "
+            "(or the version of gradtrace or torch) has changed since; their old rows are kept"
+        )
+    if len(todo) < len(cells):
+        say(f"{plan.source.name}: {len(cells) - len(todo)} of {len(cells)} cells are there already")
+    return todo
+
+
+def _measure(plan: Plan, work: Work, todo: list[Cell], say: Say) -> str | None:
+    """Do this rank's cells; what went wrong, in words."""
+    name, ranks, many = plan.source.name, plan.ranks, plan.workers or 1
+    timed = load(plan.source).TIMED
+    if timed and (many > 1 or plan.ray or ranks.world > 1) and ranks.first:
+        say(f"{name} measures time: one process does all, so that nothing runs beside it")
+    mine = ranks.share(todo) if not timed else todo if ranks.first else []
+    failed: list[Failed] = []
+    done = 0
+    with _bar(name, len(mine), ranks.first) as bar:
+        if plan.ray and not timed:
+            found = pools.clustered(work, mine, plan.workers)
+        elif many > 1 and len(mine) > 1 and not timed:
+            found = pools.processes(work, mine, many)
+        else:
+            found = pools.serial(work, mine, bar.tick)
+        try:
+            for cell in found:
+                bar.step()
+                if cell.error is None:
+                    done += 1
+                    continue
+                failed.append(cell.error)
+                say(f"{name}: failed: {cell.error}")
+                if len(failed) >= PATIENCE:
+                    break
+        except KeyboardInterrupt:
+            raise Stopped(
+                f"stopped; {name} has {done} more rows in {plan.folder}, and the same command "
+                "goes on from there"
+            ) from None
+        except GradtraceError as error:
+            if ranks.world == 1:
+                raise
+            return str(error)
+        finally:
+            found.close()
+    if not failed:
+        return None
+    return f"{name}: {len(failed)} cells failed, the first: {failed[0]}; all other rows are kept"
+
+
+def _where() -> dict[str, Any]:
+    """The machine; how many threads torch would take is no matter, as a cell has one."""
+    return {name: value for name, value in machine.machine().items() if name != "threads"}
+
+
+def _digests(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a text file holds is part of the question, not only its name."""
+    path = settings.get("text")
+    if not isinstance(path, str) or not Path(path).is_file():
+        return {}
+    return {"text": sha256(atomic_files.content(path)).hexdigest()}
+
+
+def _distinct(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in dict.fromkeys(json.dumps(part) for part in found)]
+
+
+# Progress -----------------------------------------------------------------------------------------
+
+
+class Bar:
+    """A progress bar that is not there."""
+
+    def step(self) -> None:
+        """A cell is done."""
+
+    def tick(self, text: str) -> None:
+        """Something is going on."""
+
+
+class Shown(Bar):
+    """A progress bar on a terminal."""
+
+    def __init__(self, progress: Any, task: Any) -> None:
+        self.progress, self.task = progress, task
+
+    def step(self) -> None:
+        """A cell is done."""
+        self.progress.advance(self.task)
+
+    def tick(self, text: str) -> None:
+        """Something is going on."""
+        self.progress.update(self.task, text=printable(str(text)[:40]))
+
+
+@contextmanager
+def _bar(name: str, total: int, wanted: bool) -> Iterator[Bar]:
+    """On stderr, where that is a terminal."""
+    if not wanted or not total or not sys.stderr.isatty():
+        yield Bar()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+
+    columns = (
+        *(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()),
+        *(Elapsed(), TextColumn("{task.fields[text]}", markup=False)),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Shown(progress, progress.add_task(printable(name), total=total, text=""))

@@ -1,0 +1,87 @@
+"""One cell, measured and journaled, in whatever process."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+
+import torch
+
+from gradtrace.errors import GradtraceError
+from gradtrace.experiments.harness.code import code
+from gradtrace.experiments.harness.findings import Cell, Tick
+from gradtrace.experiments.harness.journal import Entry, Journal, key
+from gradtrace.experiments.harness.loading import Source, load
+
+
+class Failed(GradtraceError):
+    """A cell that could not be measured."""
+
+
+@dataclass
+class Work:
+    """An experiment with its journal: what a process needs to do a cell."""
+
+    source: Source
+    journal: Journal
+    _same: bool = False  # whether this process has the code that the journal is of
+
+    def do(self, cell: Cell, tick: Tick) -> None:
+        """Measure a cell and write its row."""
+        if not self._same and self.journal.header.get("code") != code(self.source):
+            raise GradtraceError(
+                f"{self.source.name} was edited after this run began; give the same command again"
+            )
+        self._same = True  # it is loaded by now, or in a moment
+        self.journal.append(cell, measured(self.source, cell, tick))
+
+
+def measured(source: Source, cell: Cell, tick: Tick) -> Entry:
+    """One cell's result, as JSON has it, by one thread: sums of floats depend on how many there
+    are, and a result must not.
+    """
+    experiment = load(source)
+    try:
+        with source.running(), _one_thread(), _seeded(key(cell)):
+            begun = time.perf_counter()
+            result = experiment.measure(json.loads(key(cell)), tick)
+            seconds = time.perf_counter() - begun
+        return Entry(json.loads(json.dumps(result)), seconds)
+    except (TypeError, ValueError) as error:
+        raise Failed(f"{_named(cell)}: the result is not JSON: {error}") from error
+    except GradtraceError as error:
+        raise Failed(f"{_named(cell)}: {error}") from error
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _seeded(text: str) -> Iterator[None]:
+    """Code that takes numbers from the global generators gets the same in every process too."""
+    seed = int.from_bytes(sha256(text.encode()).digest()[:4], "big")
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+
+
+def _named(cell: Cell) -> str:
+    text = key(cell)
+    return f"cell {text if len(text) <= 120 else text[:117] + '...'}"

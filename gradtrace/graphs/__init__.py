@@ -1,0 +1,1 @@
+"""The graph of operators as data and as a picture."""

@@ -1,0 +1,172 @@
+"""The computation graph behind a loss: operators, edges, leaves, and how large it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradtrace.autodiff import nodes
+from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.names import Atlas, unknown
+from gradtrace.autodiff.nodes import ACCUMULATE, Node
+from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.traversal import walk
+from gradtrace.errors import UnknownName
+from gradtrace.graphs.operators import Edge, Operator
+from gradtrace.graphs.svg import draw
+from gradtrace.io import container
+
+if TYPE_CHECKING:
+    import networkx
+
+    from gradtrace.ir.program import Program
+
+
+@dataclass
+class Graph:
+    """Operators in an order in which each comes after all that use it; operator 0 is the root.
+
+    >>> import torch, gradtrace
+    >>> w = torch.ones(3, 2, requires_grad=True)
+    >>> graph = gradtrace.graph((torch.ones(4, 3) @ w).sum(), names={"w": w})
+    >>> [operator.name for operator in graph]
+    ['SumBackward0', 'MmBackward0', 'AccumulateGrad']
+    >>> graph.scalar_vertices, graph.scalar_edges  # 1 + 8 + 6; 8 of the sum, 4·3·2 of the product
+    (15, 32)
+    """
+
+    operators: list[Operator]
+    edges: list[Edge]
+    leaves: dict[str, Operator]
+    _loss: Tensor = field(repr=False)
+    _atlas: Atlas = field(repr=False)
+    _watch: HookWatch = field(repr=False)
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.operators)
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def __getitem__(self, key: int | str) -> Operator:
+        """An operator by index, or a leaf by any of its names."""
+        if isinstance(key, int):
+            return self.operators[key]
+        for leaf in self.leaves.values():
+            if key in leaf.names or key == leaf.leaf:
+                return leaf
+        raise UnknownName(unknown("leaf", key, self.leaves))
+
+    @property
+    def root(self) -> Operator:
+        """The operator that made the loss."""
+        return self.operators[0]
+
+    @cached_property
+    def _arguments(self) -> dict[int, list[Edge]]:
+        found: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            found.setdefault(edge.consumer, []).append(edge)
+        return found
+
+    @cached_property
+    def _uses(self) -> dict[int, list[Edge]]:
+        found: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            if edge.producer is not None:
+                found.setdefault(edge.producer, []).append(edge)
+        return found
+
+    def arguments(self, operator: Operator) -> list[Edge]:
+        """The edges to the operator's arguments, by position."""
+        return self._arguments.get(operator.index, [])
+
+    def uses(self, operator: Operator) -> list[Edge]:
+        """The edges from those that use the operator."""
+        return self._uses.get(operator.index, [])
+
+    @property
+    def scalar_vertices(self) -> int:
+        """|V'|: how many scalars the operators and leaves put out."""
+        return sum(operator.size for operator in self.operators)
+
+    @cached_property
+    def scalar_edges(self) -> int:
+        """|E'|: how many pairs of an output scalar and an input scalar the operators connect.
+
+        Counted from the maps of the backward program, never built: a product of m×k by k×n has
+        m·n·k for each operand that needs a gradient. Asking for it costs about a backward pass.
+        """
+        from gradtrace.ir.cost import count_edges
+
+        return count_edges(self._program())
+
+    def _program(self) -> Program:
+        from gradtrace.recording.record import record
+
+        return record(self._loss, torch.ones_like(self._loss), self._atlas, self._watch)
+
+    def to_networkx(self) -> networkx.MultiDiGraph[int]:
+        """The graph with an edge from each operator to each argument, keyed by position."""
+        import networkx
+
+        graph: networkx.MultiDiGraph[int] = networkx.MultiDiGraph()
+        for o in self.operators:
+            graph.add_node(
+                o.index, name=o.name, shape=o.shape, module=o.module, call=o.call, leaf=o.leaf
+            )
+        for e in self.edges:
+            if e.producer is not None:
+                graph.add_edge(e.consumer, e.producer, key=e.position, slot=e.slot)
+        return graph
+
+    def draw(self, path: str | None = None) -> str:
+        """The graph as SVG text: root on top, shapes as labels, argument positions on edges.
+
+        With ``path`` it is written there too.
+        """
+        svg = draw(self)
+        if path is not None:
+            container.put(path, svg)
+        return svg
+
+    def _repr_html_(self) -> str:
+        return self.draw()
+
+    def __repr__(self) -> str:
+        count = sum(edge.producer is not None for edge in self.edges)
+        return f"Graph({len(self):,} operators, {count:,} edges, {len(self.leaves):,} leaves)"
+
+
+def build(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
+    """The graph behind a loss."""
+    order: dict[Node, int] = {}
+    arguments = {}
+
+    def visit(node: Node, edges: nodes.Edges) -> None:
+        order[node] = len(order)
+        arguments[node] = edges
+
+    walk(loss, visit)
+    leaves = {n.variable: n for n in order if type(n) is ACCUMULATE}
+    named = {leaves[leaf]: label for leaf, label in atlas.label(leaves).items()}
+    operators = []
+    others = elsewhere(loss, atlas)
+    for node, index in order.items():
+        place, label = others.get(node) or atlas.place_of(node), named.get(node)
+        names = () if label is None else atlas.names_of(node.variable) or (label,)
+        shapes = nodes.shapes_of(node)
+        name = nodes.name_of(node)
+        operators.append(Operator(index, name, shapes, place.module, place.call, label, names))
+    edges = [
+        Edge(order[node], None if child is None else order[child], position, slot)
+        for node, out in arguments.items()
+        for position, (child, slot) in enumerate(out)
+    ]
+    ends = {o.leaf: o for o in operators if o.leaf is not None}
+    return Graph(operators, edges, ends, loss, atlas, watch)

@@ -1,0 +1,468 @@
+"""What each kind of file may hold: one schema a kind, checked before anything is made of it.
+
+- ``TRACE`` and ``VIEW``: the metadata of ``.gradtrace`` files of traces (``trace_tensors`` and
+  ``report.checking`` check their tensors),
+- ``JOURNAL``: that of what ``gradtrace.influence`` has counted,
+- ``LINES``: the lines of a Monitor's ``.jsonl``, by kind,
+- ``ROWS``: the header and the rows of an experiment's journal.
+
+Numbers must agree with each other too: of the elements that could pass through a component no more
+do than could, a path's elements lie within their tensors, and so on. A checksum tells damage, not
+malice, so nothing here relies on one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.io.validation import (
+    Schema,
+    Unfit,
+    anything,
+    array,
+    boolean,
+    each_of,
+    finite,
+    including,
+    integer,
+    mapping,
+    maybe,
+    number,
+    one_of,
+    record,
+    sequence,
+    text,
+    unfit,
+)
+
+STEPS = 2**31 - 1
+"""The most steps of a run: the report numbers them with 32 bits."""
+
+BITS = 20_000
+"""The most bits of a sum. Squares of floats have 4,300 at most, and a few more are added."""
+
+BATCHES = 10_000_000
+"""The most batches of a data set."""
+
+DIMENSIONS = 64
+"""The most dimensions of a tensor; PyTorch computes with no more."""
+
+ROUNDING = Fraction(1, 10**6)
+"""Sums of |gradient| are rounded: a part may seem larger than the whole by so much of it."""
+
+RULE = one_of("greedy", "viterbi")
+GRANULARITY = one_of("scalar", "operator")
+WEIGHT = one_of("count", "gradient")
+NOTES = array(text(), 100_000)
+COUNT = integer(0, 2**80)
+
+# Tables of influence -----------------------------------------------------------------------------
+
+_large = integer(-(2**BITS), 2**BITS)
+_positive = integer(1, 2**BITS)
+_fraction = sequence(_large, _positive)
+MOMENTS = sequence(*[_fraction] * 5)
+
+
+def _moments(found: Sequence[Sequence[int]], pairs: int, slack: Fraction) -> None:
+    """Whether Σt, Σe, Σt², Σte, Σe² can be those of so many pairs with ``0 <= t <= e``."""
+    t, e, tt, te, ee = (Fraction(*each) for each in found)
+    more = 1 + slack
+    ordered = 0 <= t <= e * more and 0 <= tt <= te * more and te <= ee * more
+    squares = all(
+        whole <= one * one * more and one * one <= pairs * whole * more
+        for one, whole in ((t, tt), (e, ee))
+    )
+    if not ordered or not squares or te > t * e * more:
+        unfit(f"are no sums over {pairs:,} pairs")
+
+
+def _sums(table: Mapping[str, Any]) -> None:
+    for n, row in enumerate(table["rows"]):
+        for name, slack in (("count", Fraction(0)), ("gradient", ROUNDING)):
+            try:
+                if name == "count" and any(below != 1 for _, below in row[name]):
+                    unfit("are no whole numbers")
+                _moments(row[name], table["pairs"], slack)
+            except Unfit as error:
+                raise error.within(name).within(n).within("rows") from None
+
+
+INFLUENCE = each_of(
+    including(
+        rows=array(
+            including(name=text(), own=COUNT, unreached=COUNT, count=MOMENTS, gradient=MOMENTS)
+        ),
+        pairs=integer(),
+        weight=WEIGHT,
+        rule=RULE,
+        notes=NOTES,
+        interrupted=boolean(),
+    ),
+    _sums,
+)
+
+# Traces ------------------------------------------------------------------------------------------
+
+_norm = number(0)
+_share = number(0, 1)
+LEVEL = record(
+    depth=integer(),
+    norm=_norm,
+    operator=text(),
+    module=text(),
+    entries=integer(),
+    largest=_norm,
+    zeros=_share,
+)
+MODULE = record(
+    module=text(),
+    kind=text(),
+    calls=integer(),
+    depth=integer(),
+    norm=_norm,
+    first=_norm,
+    last=_norm,
+    handed=maybe(_norm),
+    zeros=_share,
+    own=maybe(_norm),
+    verdict=text(),
+)
+FLOW = including(profile=array(LEVEL), rows=array(MODULE), findings=NOTES)
+SHAPE = array(integer(), DIMENSIONS)
+STEP = including(operator=text(), module=text(), call=integer(), shape=SHAPE, leaf=text())
+
+
+def _named(meta: Mapping[str, Any]) -> None:
+    leaves = set(meta["leaves"])
+    if len(leaves) < len(meta["leaves"]):
+        unfit("leaves have a name twice")
+    if strange := set(meta["aliases"].values()) - leaves:
+        unfit(f"aliases name {min(strange)[:80]!r}, which is no leaf")
+
+
+TRACE = each_of(
+    including(
+        rule=RULE,
+        granularity=GRANULARITY,
+        pairs=integer(1),
+        modules=mapping(text()),
+        aliases=mapping(text()),
+        leaves=array(text()),
+        notes=NOTES,
+        tables=mapping(INFLUENCE, 1000),
+        flow=FLOW,
+        kinds=array(STEP),
+    ),
+    _named,
+)
+VIEW = including(step=integer(0, STEPS))
+
+COLUMNS = {
+    "lengths": (torch.int64, 0),
+    "pairs": (torch.int64, 0),
+    "steps": (torch.int64, 2),
+    "numbers": (torch.float64, 3),
+}
+"""Of paths: the dtype of each tensor and how many columns it has (0: it is a vector)."""
+
+
+def trace_tensors(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], others: set[str]) -> None:
+    """Check the tensors of a trace whose metadata is a ``TRACE``; ``others`` may be there too."""
+    gradients = [f"gradient {n}" for n in range(len(meta["leaves"]))]
+    if odd := tensors.keys() ^ {*gradients, *COLUMNS, *(others & tensors.keys())}:
+        unfit(f"tensor {min(odd)[:80]!r} is missing, or one too many")
+    for name in gradients:
+        if not tensors[name].is_floating_point():
+            unfit(f"{name} is of {tensors[name].dtype}")
+    for name, (dtype, columns) in COLUMNS.items():
+        found = tensors[name]
+        form = found.dim() == (2 if columns else 1) and found.shape[1:] == (columns,)[:columns]
+        if found.dtype != dtype or not form:
+            unfit(f"tensor {name!r} has another form")
+    sizes = {name: tensors[key] for name, key in zip(meta["leaves"], gradients)}
+    _paths(meta, tensors, {name: list(grad.shape) for name, grad in sizes.items()})
+
+
+def _paths(
+    meta: Mapping[str, Any], tensors: Mapping[str, Tensor], leaves: Mapping[str, list[int]]
+) -> None:
+    """Steps name kinds that there are, and elements within them; paths begin at leaves."""
+    lengths, pairs, steps = (tensors[name] for name in ("lengths", "pairs", "steps"))
+    kinds, elements = steps[:, 0], steps[:, 1]
+    total = len(steps)
+    if len(lengths) != len(pairs) or len(tensors["numbers"]) != total:
+        unfit("paths: the tensors differ in length")
+    if len(lengths) and not (bool((lengths >= 1).all()) and bool((lengths <= total).all())):
+        unfit("paths: a length is out of bounds")
+    if int(lengths.sum()) != total:  # no overflow: each is at most the number of steps
+        unfit("paths have other lengths than their steps")
+    if not _within(pairs, meta["pairs"]) or not _within(kinds, len(meta["kinds"])):
+        unfit("paths: a number is out of bounds")
+    sizes = torch.tensor(
+        [min(prod(kind["shape"]), 2**63 - 1) for kind in meta["kinds"]],
+        dtype=torch.int64,
+        device="cpu",
+    )
+    if total and not bool(((elements >= 0) & (elements < sizes[kinds])).all()):
+        unfit("paths: an element is outside of its tensor")
+    for first in torch.unique(kinds[lengths.cumsum(0) - lengths]).tolist():
+        kind = meta["kinds"][first]
+        if leaves.get(kind["leaf"]) != kind["shape"]:
+            unfit(f"a path begins at {kind['leaf'][:80]!r}, which is no leaf of its shape")
+
+
+def _within(numbers: Tensor, high: int) -> bool:
+    return bool(((numbers >= 0) & (numbers < high)).all())
+
+
+# What was counted of a data set ------------------------------------------------------------------
+
+LOADER = re.compile(r"|([0-9]{1,9})/([0-9]{1,9})")
+MASK = re.compile(r"0x[0-9a-f]+")
+ENTRY = re.compile(r"[0-9a-f]{1,12}:[0-9a-f]{16}:([0-9a-f]{16})?")
+
+
+def _loader(name: Any) -> None:
+    text(100)(name)
+    match = LOADER.fullmatch(name)
+    if not match or (match[1] and int(match[1]) >= int(match[2])):
+        unfit("is no loader of a rank")
+
+
+def _some(value: Any) -> None:
+    """Batches: a mask, or their numbers, names and contents."""
+    text(50 * BATCHES)(value)
+    mask = len(value) <= BATCHES // 4 and MASK.fullmatch(value)
+    if not mask and not all(map(ENTRY.fullmatch, value.split())):
+        unfit("is no list of batches")
+
+
+def _batches(value: Any) -> None:
+    if type(value) is dict:
+        mapping(_some, 100_000, key=_loader)(value)
+    else:
+        integer(0, BATCHES)(value)
+
+
+def _many(batches: int | Mapping[str, str]) -> int:
+    """How many batches there are."""
+    if isinstance(batches, int):
+        return batches
+    return sum(
+        int(some, 16).bit_count() if some.startswith("0x") else len(some.split())
+        for some in batches.values()
+    )
+
+
+def _counted(meta: Mapping[str, Any]) -> None:
+    """Each batch that is counted has at least one pair, and each component one row. Files without
+    an identity are older, and have masks or numbers of batches.
+    """
+    if "identity" in meta:
+        _listed(meta["batches"])
+    table, many = meta["influence"], _many(meta["batches"])
+    pairs = 0 if table is None else table["pairs"]
+    if pairs < many or (pairs > 0 and not many):
+        unfit(f"{many:,} batches cannot have {pairs:,} pairs")
+    names = [row["name"] for row in (table["rows"] if table else ())]
+    if len(set(names)) < len(names):
+        unfit("influence names a component twice")
+
+
+def _listed(batches: Any) -> None:
+    """Each batch of a loader is there once."""
+    for some in batches.values() if type(batches) is dict else [batches]:
+        words = some.split() if type(some) is str and not some.startswith("0x") else None
+        names = None if words is None else {word.split(":")[1] for word in words}
+        if words is None or names is None or len(names) < len(words):
+            unfit("batches are no list, or name one twice")
+
+
+_identity = ("gradtrace", "python", "model", "tensors", "values", "modules", "mode", "loss")
+JOURNAL = each_of(
+    including(
+        {"identity": record(**{name: text(10**8) for name in _identity})},
+        settings=mapping(anything()),
+        influence=maybe(INFLUENCE),
+        batches=_batches,
+    ),
+    _counted,
+)
+
+# Lines of a run ----------------------------------------------------------------------------------
+
+_sum = finite(0)
+
+
+def _row(value: Any) -> None:
+    """A row of a step: own, unreached, then through and eligible, by count and by |gradient|."""
+    if type(value) is not list or len(value) not in (4, 6):
+        unfit("is no row of 6 numbers, or of 2 and two lists of sums")
+    own, unreached, *sums = value
+    COUNT(own)
+    COUNT(unreached)
+    if len(sums) == 2:
+        sequence(MOMENTS, MOMENTS)(sums)
+        return
+    for each in sums:
+        _sum(each)
+    t, e, gt, ge = sums
+    if t > e or gt > ge * (1 + float(ROUNDING)):
+        unfit("has more through than eligible")
+
+
+def _rows(value: Any) -> None:
+    """Rows, most of which are of one form, which is seen at a glance: there may be a million."""
+    rows(value)
+    odd = [n for n, row in enumerate(value) if not _usual(row)]
+    for n in odd:
+        try:
+            _row(value[n])
+        except Unfit as error:
+            raise error.within(n) from None
+
+
+def _usual(row: Any) -> bool:
+    if type(row) is not list or len(row) != 6:
+        return False
+    own, unreached, t, e, gt, ge = row
+    return (
+        type(own) is int
+        and type(unreached) is int
+        and type(t) is type(e) is type(gt) is type(ge) is float
+        and 0 <= own < 2**53
+        and 0 <= unreached < 2**53
+        and 0 <= t <= e < inf
+        and 0 <= gt <= ge < inf
+    )
+
+
+rows = array(lambda row: None)
+_norms = mapping(sequence(number(0), maybe(number(0))))
+
+
+def _two(value: Any) -> None:
+    """Norms by module, checked as quickly."""
+    usual = type(value) is dict and all(
+        type(each) is list
+        and len(each) == 2
+        and type(each[0]) is float
+        and (each[1] is None or type(each[1]) is float)
+        and 0 <= each[0] < inf
+        and 0 <= (each[1] or 0.0) < inf
+        for each in value.values()
+    )
+    if not usual:
+        _norms(value)
+
+
+def _seconds(value: Any) -> None:
+    usual = type(value) is list and all(
+        each is None or (type(each) is float and 0 <= each < inf) for each in value
+    )
+    if not usual:
+        array(maybe(finite(0)))(value)
+
+
+STEP_TABLE = including(
+    rows=_rows,
+    pairs=integer(),
+    weight=WEIGHT,
+    rule=RULE,
+    notes=NOTES,
+    interrupted=boolean(),
+)
+_settings = mapping(anything())
+_begin = including(
+    schema_version=integer(1, 1),
+    step=integer(0, STEPS),
+    settings=_settings,
+    versions=mapping(text()),
+)
+
+
+def _timed(line: Mapping[str, Any]) -> None:
+    if line["step"] + len(line["seconds"]) > STEPS:
+        unfit("has steps out of bounds")
+
+
+LINES: dict[str, Schema] = {
+    "run": _begin,
+    "resume": _begin,
+    "names": including(names=array(text())),
+    "step": including(
+        {"influence": STEP_TABLE},
+        step=integer(0, STEPS),
+        loss=number(),
+        verdict=text(),
+        norms=_two,
+        scale=number(),
+        seconds=number(0),
+        share=number(0),
+        notes=NOTES,
+    ),
+    "times": each_of(including(step=integer(0, STEPS), seconds=_seconds), _timed),
+    "gap": including(),
+    "skipped": including(
+        step=integer(0, STEPS), count=integer(), every=integer(1), budget=number(0)
+    ),
+    "end": including({"error": text(), "share": number(0)}, step=integer(0, STEPS)),
+}
+
+# Rows of an experiment ---------------------------------------------------------------------------
+
+MACHINE = including(processor=text(), cores=integer(), system=text())
+ROWS = {
+    "header": including(
+        {"code": text(), "machine": MACHINE, "versions": mapping(text()), "files": mapping(text())},
+        schema=integer(),
+        experiment=text(),
+        form=text(),
+        settings=_settings,
+    ),
+    "row": including(cell=mapping(anything()), result=mapping(anything()), seconds=finite(0)),
+}
+
+
+def _cell(value: Any) -> None:
+    if value is not None and type(value) is not bool:
+        (text() if type(value) is str else number())(value)
+
+
+def _grid(table: Mapping[str, Any]) -> None:
+    if any(len(row) != len(table["columns"]) for row in table["rows"]):
+        unfit("has a row of another length than its columns")
+
+
+RESULTS = including(
+    {"name": maybe(text()), "command": maybe(text())},
+    schema=integer(),
+    experiment=text(),
+    form=text(),
+    about=including(question=text(), expectation=text(), method=text(), seeds=text()),
+    settings=_settings,
+    seeds=integer(),
+    cells=integer(),
+    seconds=finite(0),
+    machines=array(MACHINE),
+    versions=array(mapping(text())),
+    date=text(),
+    sentence=text(),
+    tables=array(
+        each_of(
+            including(title=text(), columns=array(text()), rows=array(array(_cell)), note=text()),
+            _grid,
+        )
+    ),
+    plots=array(including(name=text(), title=text())),
+    drawings=mapping(text(100_000_000)),
+)
+"""``results.json``, as far as pages are made of it."""

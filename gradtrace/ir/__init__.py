@@ -1,0 +1,1 @@
+"""The backward program as data, the passes that rewrite it, and the interpreter that runs it."""

@@ -1,0 +1,42 @@
+"""How many scalar edges a backward program stands for: counted, never built."""
+
+from __future__ import annotations
+
+from math import prod
+
+from gradtrace.ir.program import HOOKS, Block, Program
+from gradtrace.linops import Identity, Index, Map
+from gradtrace.linops.base import Count
+from gradtrace.types import Shape
+
+
+def count_edges(program: Program) -> int:
+    """|E'|: the pairs of scalars that the operators connect, over all operators."""
+    return sum(block_edges(block) for block in program.blocks)
+
+
+def block_edges(block: Block) -> int:
+    """How many pairs of scalars one operator connects; of one that was taken apart, its parts."""
+    if block.operator == HOOKS:
+        return 0
+    if block.opened:
+        steps = [term.map for step in block.steps for term in step.terms]
+        return sum(_total(step.routes(1), step.out_shape) for step in steps if not _plain(step))
+    counts: dict[int, Count] = dict.fromkeys(block.takes.values(), 1)
+    shapes = {}
+    for step in block.steps:
+        total: Count = 0
+        for term in step.terms:
+            total = total + term.map.routes(counts[term.value])
+        counts[step.out] = total
+        shapes[step.out] = step.shape
+    return sum(_total(counts[value], shapes[value]) for value in block.gives.values())
+
+
+def _plain(step: Map) -> bool:
+    """Whether a map only shows what is there in another way."""
+    return isinstance(step, (Identity, Index))
+
+
+def _total(count: Count, shape: Shape) -> int:
+    return count * prod(shape) if isinstance(count, int) else int(count.sum())

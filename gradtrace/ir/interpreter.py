@@ -1,0 +1,99 @@
+"""Run a backward program in a semiring."""
+
+from __future__ import annotations
+
+from math import frexp, isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.ir.program import Program, Step
+from gradtrace.linops import tiled, tiling
+from gradtrace.semirings import Semiring, Value
+
+FAR = 24
+"""A value whose largest entry is beyond 2 to this power, either way, is scaled back to 1."""
+
+
+class Held(NamedTuple):
+    """A value, and the power of two that it is to be multiplied with: deep graphs leave the range
+    of floats, and powers of two are exact.
+    """
+
+    value: Value
+    exponent: int
+
+
+def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
+    """The value of every leaf: ``⊕`` over all paths of ``⊗`` of the lifted derivatives along each.
+
+    A tensor, or a tuple for semirings whose values have several parts. Values are dropped after
+    their last use, so memory is as for a backward pass.
+    """
+    last = program.last_uses
+    keep = {leaf.value for leaf in program.leaves}
+    ends = keep - last.keys()  # nothing is multiplied with them any more
+    with torch.no_grad():
+        values = {program.root: Held(semiring.weigh(program.seed), 0)}
+        for n, step in enumerate(program.steps()):
+            held = value_of(step, values, semiring)
+            same = step.out in ends or (len(step.terms) == 1 and step.terms[0].map.moves)
+            values[step.out] = held if same else balanced(held, semiring)
+            for term in step.terms:
+                if last[term.value] == n and term.value not in keep:
+                    values.pop(term.value, None)
+        found = {leaf.tensor: values[leaf.value] for leaf in program.leaves}
+        done = {leaf: semiring.finish(*held) for leaf, held in found.items()}
+    return {leaf: x[0] if len(x) == 1 else x for leaf, x in done.items()}
+
+
+def value_of(step: Step, values: dict[int, Held], semiring: Semiring) -> Held:
+    """``⊕`` over the terms of one step."""
+    if len(step.terms) > 1 and (order := tiling([term.map for term in step.terms])):
+        return _tiled(step, [values[term.value] for term in step.terms], order, semiring)
+    (map_, value), *rest = step.terms
+    out, exponent = map_.pull(values[value].value, semiring), values[value].exponent
+    for map_, value in rest:
+        other, power = map_.pull(values[value].value, semiring), values[value].exponent
+        if power < exponent:
+            other = semiring.scale(other, power - exponent)
+        elif power > exponent:
+            out, exponent = semiring.scale(out, exponent - power), power
+        out = semiring.plus(out, other)
+    return Held(semiring.settle(out, step.dtype), exponent)
+
+
+def _tiled(step: Step, held: list[Held], order: list[int], semiring: Semiring) -> Held:
+    """Terms that lie side by side."""
+    exponent = max(each.exponent for each in held)
+    parts = [
+        each.value
+        if each.exponent == exponent
+        else semiring.scale(each.value, each.exponent - exponent)
+        for each in held
+    ]
+    maps = [term.map for term in step.terms]
+    out = tuple(tiled(maps, part, order) for part in zip(*parts))
+    return Held(semiring.settle(out, step.dtype), exponent)
+
+
+def balanced(held: Held, semiring: Semiring) -> Held:
+    """The same value with its largest entry near 1, if it was far from it."""
+    size = semiring.size(held.value)
+    power = frexp(size)[1]
+    if abs(power) <= FAR or not size or not isfinite(size):
+        return held
+    return Held(semiring.scale(held.value, -power), held.exponent + power)
+
+
+def gradient_of(step: Step, values: dict[int, Tensor]) -> Tensor:
+    """One step of the gradient itself."""
+    if len(step.terms) > 1 and (order := tiling([term.map for term in step.terms])):
+        parts = [values[term.value] for term in step.terms]
+        return tiled([term.map for term in step.terms], parts, order).to(step.dtype)
+    (map_, value), *rest = step.terms
+    out = map_.apply(values[value])
+    for map_, value in rest:
+        out = out + map_.apply(values[value])
+    return out.to(step.dtype)

@@ -1,0 +1,497 @@
+"""One weight for a pair: formulas in which an element reaches another along several routes.
+
+``lift`` is not additive, so where two routes of one operator join the same two elements, running
+them apart would be wrong in any semiring but SUM. Such places are found, not listed: first by the
+shape of the program (cheap, never misses one), then element by element. Routes that only move and
+scale are merged by adding their weights; small formulas become a matrix; what is left is noted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradtrace.ir.program import Block, Step, Term
+from gradtrace.linops import (
+    Contract,
+    Dense,
+    Distances,
+    Identity,
+    Index,
+    Map,
+    Reduce,
+    Scale,
+    Scan,
+    Scatter,
+    Sparse,
+    gather,
+)
+from gradtrace.linops.indexing import nearby
+from gradtrace.types import Shape
+
+SMALL = 1 << 20
+"""The most entries of a matrix that takes the place of a reconverging formula."""
+
+STEPS = 16
+"""How many times as many elements may be computed on the way to it."""
+
+LISTED = 1 << 24
+"""The most elements that are looked through one by one."""
+
+HASH = -7046029254386353131
+"""An odd number whose multiples are spread evenly over 64 bits (2**64 over the golden ratio)."""
+
+ROUTES = 64
+"""The most routes that are merged one by one."""
+
+MOVES = (Identity, Scale, Index)
+"""Maps that take every element from one place at most."""
+
+NOTE = (
+    "an element reaches another along several routes, and the operator is too large to add them "
+    "up; semirings other than SUM take the routes apart"
+)
+
+
+@dataclass(slots=True)
+class _Origin:
+    """How a value comes from the cotangents of its block."""
+
+    takes: frozenset[int]
+    chain: list[Map] | None = field(default_factory=list)  # None: more than one route
+    suspect: bool = False
+
+
+def resolve(
+    block: Block, new: Callable[[], int], shapes: dict[int, Shape], device: torch.device
+) -> None:
+    """Rewrite a block so that every pair of elements has one weight, or note that it has not.
+
+    ``new`` makes values, ``shapes`` are those of the values that the block takes, on ``device``.
+    """
+    if len(block.steps) == len(block.gives) and all(len(s.terms) == 1 for s in block.steps):
+        return  # one map for each argument
+    # What is made here without a device lies with the values, whatever the caller's default is.
+    same = torch.get_default_device().type == device.type == "cpu"
+    with nullcontext() if same else device, _disable_current_modes():
+        origins = _origins(block)
+        suspects = [value for value in block.gives.values() if origins[value].suspect]
+        if suspects:
+            _rewrite(block, suspects, new, shapes)
+        _join_sums(block, new)
+        _turn_scans(block)
+
+
+def _rewrite(
+    block: Block, suspects: list[int], new: Callable[[], int], shapes: dict[int, Shape]
+) -> None:
+    for position, value in block.gives.items():
+        if value in suspects:
+            block.gives[position] = _merge(block, value, new, shapes)
+    _drop_unused(block)
+
+
+def _origins(block: Block) -> dict[int, _Origin]:
+    found = {value: _Origin(frozenset([value])) for value in block.takes.values()}
+    for step in block.steps:
+        if len(step.terms) == 1:
+            found[step.out] = _next(found[step.terms[0].value], step.terms[0].map)
+            continue
+        parts = [found[term.value] for term in step.terms]
+        takes = frozenset().union(*(part.takes for part in parts))
+        joined = len(takes) < sum(len(part.takes) for part in parts) and not _disjoint(step)
+        nexts = [_next(part, term.map) for part, term in zip(parts, step.terms)]
+        found[step.out] = _Origin(takes, None, joined or any(n.suspect for n in nexts))
+    return found
+
+
+def _disjoint(step: Step) -> bool:
+    """Whether no element of the result comes from two terms (the parts of a ``cat``)."""
+    taken = torch.zeros(step.shape, dtype=torch.bool)
+    for term in step.terms:
+        if not isinstance(term.map, Index) or not term.map.fills:
+            return False
+        here = term.map.source(taken.device) >= 0
+        if bool((taken & here).any()):
+            return False
+        taken |= here
+    return True
+
+
+def _next(origin: _Origin, step: Map) -> _Origin:
+    suspect = origin.suspect
+    if not suspect and not step.single_source:
+        suspect = origin.chain is None or not _apart(origin.chain, step)
+    chain = None if origin.chain is None else [*origin.chain, step]
+    return _Origin(origin.takes, chain, suspect)
+
+
+def _apart(before: list[Map], last: Map) -> bool:
+    """Whether the many routes into ``last`` start at different elements."""
+    spreading = [n for n, step in enumerate(before) if not step.single_target]
+    if not spreading:
+        return True
+    if isinstance(last, (Reduce, Scatter)):
+        return _pairs_differ(before, last)
+    if not isinstance(last, (Contract, Distances)):
+        return False
+    if all(isinstance(step, MOVES) for step in before):
+        return _lines_differ(before, last)
+    first, between = before[spreading[0]], before[spreading[0] + 1 :]
+    if not isinstance(first, Contract):
+        return False
+    if all(isinstance(s, (Identity, Scale)) and s.out_shape == first.out_shape for s in between):
+        return not first.produced() & last.contracted()
+    return all(isinstance(step, MOVES) for step in between) and _lines_differ(between, last, first)
+
+
+def _pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
+    """Whether elements that are moved, scaled and added up join no two elements twice."""
+    if not all(isinstance(step, MOVES) for step in before) or last.inputs > LISTED:
+        return False
+    source = _source(before, before[0].in_shape).reshape(-1)
+    target = last.targets().reshape(-1).to(source.device)
+    return distinct((source * last.outputs + target)[(source >= 0) & (target >= 0)])
+
+
+def distinct(numbers: Tensor) -> bool:
+    """Whether no whole number occurs twice, without sorting them all.
+
+    If they do not ascend, each is put in a place of a table by its hash, the last one stays. One
+    that finds its equal in its place is there twice; those that find another are looked at again,
+    some sixteenth of them.
+
+    >>> distinct(torch.arange(10_000)), distinct(torch.arange(10_000) % 9_999)
+    (True, False)
+    """
+    if bool((numbers[1:] > numbers[:-1]).all()):
+        return True
+    while len(numbers) > 1 << 10:
+        bits = (8 * len(numbers)).bit_length()
+        place = (numbers * HASH >> 64 - bits) & (1 << bits) - 1
+        table = torch.zeros(1 << bits, dtype=numbers.dtype, device=numbers.device)
+        own = torch.arange(len(numbers), device=numbers.device)
+        table[place] = own
+        winner = table[place]
+        lost = winner != own
+        if bool((numbers[winner[lost]] == numbers[lost]).any()):
+            return False
+        numbers = numbers[lost]
+    different: Tensor = numbers.unique()  # type: ignore[no-untyped-call]
+    return different.numel() == numbers.numel()
+
+
+def _lines_differ(
+    before: list[Map], last: Contract | Distances, first: Contract | None = None
+) -> bool:
+    """Whether no element that was moved and scaled stands twice among those that are added up; nor
+    two that come from one element by the contraction that is ``first``.
+    """
+    if last.inputs > LISTED:
+        return False
+    source = _source(before, before[0].in_shape).reshape(last.in_shape)
+    line = _lines(last.in_shape, last.contracted())
+    there = source >= 0
+    if first is not None:  # elements that come from the same ones count as one
+        source = (
+            _lines(first.out_shape, first.produced())
+            .expand(first.out_shape)
+            .reshape(-1)[source.clamp(min=0)]
+        )
+    return distinct((line * prod(before[0].in_shape) + source)[there])
+
+
+def _lines(shape: Shape, over: set[int]) -> Tensor:
+    """The number of each line along some dimensions; of size 1 in these."""
+    line = torch.arange(prod(n for d, n in enumerate(shape) if d not in over))
+    return line.reshape([1 if d in over else n for d, n in enumerate(shape)])
+
+
+def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, Shape]) -> int:
+    """A value with the same meaning in SUM and one weight a pair; or the same value and a note."""
+    step = next(step for step in block.steps if step.out == value)
+    terms: list[Term] = []
+    for take in dict.fromkeys(block.takes.values()):
+        routes = _routes(block, value, take)
+        if not routes:
+            continue
+        merged = (
+            _moved(routes, shapes[take], step.dtype)
+            or _listed(routes, shapes[take], step)
+            or _matrix(block, value, take, shapes[take], step)
+        )
+        if merged is None:
+            block.note = NOTE
+            return value
+        for chain in merged:
+            at = take
+            for link in chain[:-1]:
+                between = new()
+                block.steps.append(Step(between, (Term(link, at),), link.out_shape, step.dtype))
+                at = between
+            terms.append(Term(chain[-1], at))
+    result = new()
+    block.steps.append(Step(result, tuple(terms), step.shape, step.dtype))
+    return result
+
+
+def _routes(block: Block, value: int, take: int) -> list[list[Map]]:
+    """The chains of maps from a cotangent to a value, until there are too many to list."""
+    steps = {step.out: step for step in block.steps}
+    found: list[list[Map]] = []
+    stack: list[tuple[int, list[Map]]] = [(value, [])]
+    while stack and len(found) <= ROUTES:
+        at, chain = stack.pop()
+        if at == take:
+            found.append(chain)
+        elif at in steps:
+            stack += [(t.value, [t.map, *chain]) for t in reversed(steps[at].terms)]
+    return found
+
+
+def _moved(routes: list[list[Map]], shape: Shape, dtype: torch.dtype) -> list[list[Map]] | None:
+    """Routes that only move and scale: where two agree on the source, their weights are added."""
+    if len(routes) > ROUTES or not all(isinstance(s, MOVES) for chain in routes for s in chain):
+        return None
+    sources = [_source(chain, shape) for chain in routes]
+    weights = [_weight(chain, shape, dtype) for chain in routes]
+    for i, first in enumerate(sources):
+        for j in range(i + 1, len(sources)):
+            both = (first == sources[j]) & (first >= 0)
+            weights[i] = torch.where(both, weights[i] + weights[j], weights[i])
+            sources[j] = torch.where(both, -1, sources[j])
+    return [
+        [gather(source, shape), Scale(weight, tuple(weight.shape))]
+        for source, weight in zip(sources, weights)
+        if bool((source >= 0).any())
+    ]
+
+
+def _listed(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]] | None:
+    """Routes that move and scale elements and then add some up, as one sparse matrix: the weights
+    of all entries for a pair are added.
+    """
+    if len(routes) > ROUTES or not prod(shape) * prod(step.shape):
+        return None
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for chain in routes:
+        wide = next((n for n, m in enumerate(chain) if not isinstance(m, MOVES)), len(chain))
+        head, tail = chain[:wide], chain[wide:]
+        if not all(isinstance(m, (*MOVES, Reduce, Scatter)) and m.single_target for m in tail):
+            return None
+        if prod(tail[0].in_shape if tail else step.shape) * len(routes) > LISTED:
+            return None
+        source, weight = _source(head, shape).reshape(-1), _weight(head, shape, torch.float64)
+        if tail:
+            target, further = _sent(tail, torch.float64)
+            target, weight = target.reshape(-1), weight.reshape(-1) * further.reshape(-1)
+        else:
+            target, weight = torch.arange(len(source)), weight.reshape(-1)
+        there = (source >= 0) & (target >= 0) & (weight != 0)
+        found.append((target[there], source[there], weight[there].to(step.dtype)))
+    row, column, weight = (torch.cat(parts) for parts in zip(*found))
+    return [[Sparse.of((row, column, weight), shape, step.shape)]]
+
+
+def _source(chain: list[Map], shape: Shape) -> Tensor:
+    numbers = torch.arange(1, prod(shape) + 1).reshape(shape)
+    for step in chain:
+        if isinstance(step, Index):
+            numbers = step.move(numbers)
+        elif isinstance(step, Identity):
+            numbers = numbers.reshape(step.out_shape)
+    return numbers - 1
+
+
+def _weight(chain: list[Map], shape: Shape, dtype: torch.dtype) -> Tensor:
+    ones = torch.ones(shape, dtype=dtype)
+    for step in chain:
+        ones = step.apply(ones)
+    return ones
+
+
+def _matrix(
+    block: Block, value: int, take: int, shape: Shape, step: Step
+) -> list[list[Map]] | None:
+    """The formula as matrices, by unit cotangents, if they are small: one for each index along the
+    dimensions that come first and that it does not mix (those of a batch), or one for all.
+    """
+    inputs, outputs = prod(shape), prod(step.shape)
+    if not inputs * outputs:
+        return [[Dense(torch.zeros(outputs, inputs, dtype=step.dtype), shape, step.shape)]]
+    shared = [
+        n for n, (a, b) in enumerate(zip(shape, step.shape), 1) if shape[:n] == step.shape[:n]
+    ]
+    work = sum(prod(each.shape) for each in block.steps) // STEPS
+    for kept in (*reversed(shared), 0):
+        batch = prod(shape[:kept])
+        if inputs // batch * max(outputs, work) > SMALL or (kept and batch == 1):
+            continue
+        matrices = _columns(block, value, take, shape, step, kept)  # (column, batch, row)
+        if kept and not _blocks(block, value, take, matrices, shape, step):
+            continue
+        if batch == 1:
+            return [[Dense(matrices.squeeze(1).t().to(step.dtype), shape, step.shape)]]
+        each_in, each_out = inputs // batch, outputs // batch
+        there = matrices != 0
+        if not bool(there.all()):
+            column, sample, row = there.nonzero(as_tuple=True)
+            pairs = sample * each_out + row, sample * each_in + column
+            return [[Sparse.of((*pairs, matrices[there].to(step.dtype)), shape, step.shape)]]
+        flat = ((batch, each_in), (batch, each_out))
+        map_ = Contract("bj,bji->bi", matrices.transpose(0, 1).to(step.dtype), *flat)
+        ends = Identity(shape, flat[0]), Identity(flat[1], step.shape)
+        return [[ends[0], map_, ends[1]]]
+    return None
+
+
+def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept: int) -> Tensor:
+    """What unit cotangents become, the same one for each index along the first dimensions."""
+    batch, each_in = prod(shape[:kept]), prod(shape[kept:])
+    units = torch.eye(each_in, dtype=torch.float64)
+
+    def column(unit: Tensor) -> Tensor:
+        given = unit.reshape(*[1] * kept, *shape[kept:]).expand(shape)
+        return _run(block, {take: given}, value).reshape(batch, -1)
+
+    try:
+        return torch.func.vmap(column)(units)
+    except RuntimeError:  # an operation that cannot be batched
+        return torch.stack([column(unit) for unit in units])
+
+
+def _blocks(
+    block: Block, value: int, take: int, matrices: Tensor, shape: Shape, step: Step
+) -> bool:
+    """Whether the matrices of a batch are the whole formula: they are if they are for a cotangent
+    that has nothing to do with it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    given = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
+    given = given.to(matrices.device)
+    batch = matrices.shape[1]
+    found = torch.einsum("bj,jbi->bi", given.reshape(batch, -1), matrices)
+    wanted = _run(block, {take: given}, value).reshape(batch, -1)
+    size = torch.einsum("bj,jbi->bi", given.reshape(batch, -1), matrices.abs())
+    slack = 64 * torch.finfo(torch.float64).eps * float(size.nan_to_num(0, 0, 0).amax())
+    return torch.allclose(found, wanted, rtol=0, atol=slack, equal_nan=True)
+
+
+def _run(block: Block, values: dict[int, Tensor], wanted: int) -> Tensor:
+    """A block's value in SUM, in float64, for these cotangents; absent ones count as zero."""
+    for step in block.steps:
+        parts = [t.map.apply(values[t.value]) for t in step.terms if t.value in values]
+        if parts:
+            values[step.out] = torch.stack([part.double() for part in parts]).sum(0)
+    return values[wanted]
+
+
+def _join_sums(block: Block, new: Callable[[], int]) -> None:
+    """Sums of sums become one: an operator chooses among all that it adds up, not group by group.
+
+    (``repeat`` backwards sums over the repetitions of one dimension after the other.)
+    """
+    sums = [term.map for step in block.steps for term in step.terms]
+    if sum(isinstance(map_, (Reduce, Scatter)) and not map_.single_source for map_ in sums) < 2:
+        return
+    made = {step.out: step for step in block.steps}
+    uses = Counter(term.value for step in block.steps for term in step.terms)
+    uses.update(block.gives.values())
+    for n, step in reversed(list(enumerate(block.steps))):
+        chain, at = _summing(step, made, uses)
+        if sum(not link.single_source for link in chain) < 2 or chain[0].inputs > LISTED:
+            continue
+        target, weight = _sent(chain, step.dtype)
+        between = new()
+        scale = Step(
+            between, (Term(Scale(weight, chain[0].in_shape), at),), chain[0].in_shape, step.dtype
+        )
+        total = Term(Scatter(target, step.shape), between)
+        block.steps[n : n + 1] = [scale, Step(step.out, (total,), step.shape, step.dtype)]
+        _drop_unused(block)
+        return _join_sums(block, new)
+
+
+def _turn_scans(block: Block) -> None:
+    """Elements turned round, summed up and turned round again are a sum from the other end.
+
+    (``cumsum`` backwards. The first of equals is to be the lowest element, not the last.)
+    """
+    made = {step.out: step for step in block.steps}
+    for n, step in enumerate(block.steps):
+        last = step.terms[0]
+        middle = made.get(last.value)
+        if len(step.terms) > 1 or middle is None or len(middle.terms) > 1:
+            continue
+        scan, first = middle.terms[0].map, made.get(middle.terms[0].value)
+        if not isinstance(scan, Scan) or first is None or len(first.terms) > 1:
+            continue
+        if _flips(first.terms[0].map, scan) and _flips(last.map, scan):
+            turned = Scan(scan.dim, scan.in_shape, not scan.reverse)
+            block.steps[n] = step._replace(terms=(Term(turned, first.terms[0].value),))
+    _drop_unused(block)
+
+
+def _flips(step: Map, scan: Scan) -> bool:
+    """Whether a map turns the elements round along the dimension of a scan."""
+    if not isinstance(step, Index) or not (step.in_shape == step.out_shape == scan.in_shape):
+        return False
+    own = torch.arange(step.inputs).reshape(step.in_shape)
+    return torch.equal(step.source(own.device), own.flip(scan.dim))
+
+
+def _summing(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[list[Map], int]:
+    """The maps up to a step through which every element goes to one place, and where they begin."""
+    chain: list[Map] = []
+    at = step.out
+    while at in made and len(made[at].terms) == 1 and (not chain or uses[at] == 1):
+        map_, before = made[at].terms[0]
+        if not map_.single_target or not isinstance(map_, (*MOVES, Reduce, Scatter)):
+            break
+        chain.insert(0, map_)
+        at = before
+    return chain, at
+
+
+def _sent(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Where each element of the first map's input goes, and what it is multiplied with."""
+    shape = chain[0].in_shape
+    target = torch.arange(prod(shape))
+    weight = torch.ones(prod(shape), dtype=dtype)
+    for link in chain:
+        if isinstance(link, Scale):
+            factor = link.weight
+            if not isinstance(factor, Tensor):
+                factor = torch.tensor(factor)
+            number = nearby(factor, target.device)
+            here = number.expand(link.in_shape).reshape(-1)
+            weight = torch.where(target >= 0, weight * here[target.clamp(min=0)].to(dtype), weight)
+            continue
+        if isinstance(link, Index):
+            source = link.source(target.device).reshape(-1)
+            onward = torch.full((link.inputs,), -1)
+            there = source >= 0
+            onward[source[there]] = torch.arange(link.outputs)[there]
+        elif isinstance(link, (Reduce, Scatter)):
+            onward = link.targets().reshape(-1).to(target.device)
+        else:
+            continue
+        target = torch.where(target >= 0, onward[target.clamp(min=0)], -1)
+    return target.reshape(shape), weight.reshape(shape)
+
+
+def _drop_unused(block: Block) -> None:
+    used = set(block.gives.values())
+    kept: list[Step] = []
+    for step in reversed(block.steps):
+        if step.out in used:
+            kept.append(step)
+            used.update(term.value for term in step.terms)
+    block.steps[:] = reversed(kept)

@@ -1,0 +1,145 @@
+"""Many leaves counted together on a GPU: one launch for all of them, not several for each.
+
+Most leaves are small, and to launch a kernel takes Python longer than the kernel takes the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import cuda_launch, cuda_steps, steps
+from gradtrace.kernels.cuda_steps import Cut, Reduced, Tallied
+from gradtrace.kernels.pointers import on_device
+
+SPACE = 1 << 16
+"""Words of 8 bytes that are asked for at a time, for the marks of reduced leaves."""
+
+
+@lru_cache(4096)
+def _cut(
+    shape: Sequence[int],
+    steps_: Sequence[int],
+    along: Sequence[int],
+    dims: tuple[int, ...],
+    processors: int,
+) -> Cut | None:
+    """How values and marks that lie so are reduced; None where they would have to be copied."""
+    how = steps.reduction(shape, steps_, along, dims)
+    return cuda_steps.cut(how.levels, processors) if how.short and how.levels else None
+
+
+class Leaves:
+    """Leaves of one GPU that wait to be counted.
+
+    Each method takes one in, with its gradient, and tells at which place of the results its counts
+    will begin; or None if it has to be counted by itself. The tensors are held until then, and must
+    not change.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._clear()
+
+    def _clear(self) -> None:
+        self.bytes = self.entries = 0  # of what is held; of the results
+        self._words = self._lines = self._leaves = self._used = 0
+        self._held: list[Tensor] = []
+        self._space: Tensor | None = None
+        self._tallied: dict[str, list[Tallied]] = {}
+        self._reduced: tuple[list[Reduced], list[Reduced]] = ([], [])  # of floats, of doubles
+
+    def full(self, room: int) -> bool:
+        """Whether they are to be counted now, where so many bytes may be held."""
+        return (
+            self._leaves >= cuda_steps.TALLIES
+            or self._lines >= cuda_steps.REDUCTIONS
+            or self._words > cuda_steps.KEPT
+            or self.bytes > room
+        )
+
+    def tally(self, marks: Tensor, gradient: Tensor, count: int) -> int | None:
+        """``steps.tally``."""
+        if not steps.joint(gradient, marks) or marks.dtype is not torch.int32:
+            return None
+        if not (marks.is_contiguous() and gradient.is_contiguous()):
+            marks, gradient = steps.together(marks, gradient)
+        at = self._add(cuda_steps.TALLY, on_device(marks), gradient, count)
+        if at is not None:
+            self._hold(marks, gradient)
+        return at
+
+    def measure(self, gradient: Tensor) -> int | None:
+        """``steps.measured``."""
+        if not steps.joint(gradient):
+            return None
+        if not gradient.is_contiguous():
+            (gradient,) = steps.together(gradient)
+        self._hold(gradient)
+        return self._add(cuda_steps.MEASURE, 0, gradient, 1)
+
+    def reduce(
+        self, x: Tensor, marks: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
+    ) -> int | None:
+        """``steps.tally`` of the marks that ``steps.reduce`` gives."""
+        if not steps.joint(gradient, x, marks) or marks.dtype is not torch.int32:
+            return None
+        kind, processors = cuda_steps.KINDS.get(x.dtype), cuda_launch.processors(self.device)
+        cut = _cut(x.shape, x.stride(), marks.stride(), dims, processors)
+        if kind is None or cut is None or cut.results != gradient.numel():
+            return None
+        if not gradient.is_contiguous():
+            return None
+        most, out = self._asked(2 * cut.places if cut.settle else 0, cut.results)
+        at = self._add(cuda_steps.TALLY, out, gradient, count)
+        if at is not None:
+            job = Reduced(on_device(x), on_device(marks), kind, cut, most, 0, out)
+            self._reduced[kind == 1].append(job)
+            self._lines += 1
+            self._hold(x, marks, gradient)
+        return at
+
+    def _asked(self, parts: int, results: int) -> tuple[int, int]:
+        """Memory for so many words of 8 bytes, and then so many of 4: where it is."""
+        words = parts + (results + 1) // 2
+        if self._space is None or self._used + words > len(self._space):
+            size = max(SPACE, words)
+            self._space = torch.empty(size, dtype=torch.int64, device=self.device)
+            self._used = 0
+            self._hold(self._space)
+        at = on_device(self._space) + 8 * self._used
+        self._used += words
+        return at, at + 8 * parts
+
+    def _add(self, names: Sequence[str], marks: int, gradient: Tensor, count: int) -> int | None:
+        kind, n, at = cuda_steps.KINDS[gradient.dtype], gradient.numel(), self.entries
+        wide = kind == 1
+        plan = cuda_steps.counting(n, count, wide, self.device)
+        if plan.marks < count:  # some at a time
+            return None
+        job = Tallied(marks, on_device(gradient), kind, n, count, 0, plan, at, self._words)
+        self._tallied.setdefault(names[wide], []).append(job)
+        self._leaves += 1
+        self._words += plan.words
+        self.entries += count
+        return at
+
+    def _hold(self, *tensors: Tensor) -> None:
+        self._held += tensors
+        for x in tensors:
+            self.bytes += x.nbytes
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """Counts and sums of all that were taken in, which are let go."""
+        found = cuda_steps.results(self.entries, self.device)
+        with cuda_launch.at(self.device):
+            for wide, lines in enumerate(self._reduced):
+                if lines:
+                    cuda_steps.reduced(bool(wide), self.device, lines)
+            for name, jobs in self._tallied.items():
+                cuda_steps.counted(name, self.device, jobs, found, self._words)
+        self._clear()
+        return found

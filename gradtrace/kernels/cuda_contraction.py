@@ -1,0 +1,421 @@
+"""The contraction in (max, ×) on a GPU: CUDA compiled when first used, and Triton where that cannot
+serve. Both give the bits of ``reference``.
+
+The CUDA kernels take float32 (half precisions are copied as such), and read it where it lies. What
+follows from shapes, and from how operands lie, is worked out once (``ready``): a launch costs
+Python little more than telling where they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from itertools import product
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import cuda_launch, reference
+from gradtrace.kernels.cuda_tiling import LARGEST, MOST, SMALL, THREADS, Steps, Way, up, way
+from gradtrace.kernels.pointers import on_device
+from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
+
+FILE, BESIDE = "contract.cu", "rescan.cu"
+KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
+DTYPES = (*KINDS, torch.float64)
+WORKSPACE = 1 << 31
+"""The most bytes that are laid out at a time."""
+
+KEEP = 1 << 25
+"""A workspace up to this is kept for what comes next."""
+
+FAR, LONG = 1 << 24, 1 << 31
+"""Steps between rows, and between k, from which on an operand is copied; also columns, and steps of
+all tiles, of which there are no more in a launch: kernels count in 32 bits.
+"""
+
+MANY = 65_535
+"""The most matrices of a launch."""
+
+WORTH = 1 << 22
+"""Products from which on laying out pays."""
+
+
+def served(*operands: Matrices) -> bool:
+    """Whether these are numbers on a GPU that can be worked on here."""
+    datas = [x.data if isinstance(x, Operand) else x for x in operands]
+    for x in datas:
+        if x.dtype not in DTYPES:
+            return False
+    return cuda_launch.serves(FILE, *datas) or (triton() and all(x.is_cuda for x in datas))
+
+
+def _data(x: Matrices) -> Tensor:
+    return x.data if isinstance(x, Operand) else x
+
+
+@cache
+def triton() -> bool:
+    """Whether there is Triton."""
+    return find_spec("triton") is not None
+
+
+def contraction(
+    a: Matrices,
+    b: Matrices,
+    *,
+    value: bool = True,
+    index: bool = False,
+    marks: Matrices | None = None,
+    of_b: bool = False,
+) -> Contraction:
+    """``reference.contraction`` on the device of its operands."""
+    (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
+    left, right = _data(a), _data(b)
+    device, dtype = left.device, kind(left, right)
+    make = torch.empty if i and m and k and n else torch.zeros
+    shape = (i, m, n)
+    out = Contraction(
+        make(shape, dtype=dtype, device=device) if value else None,
+        make(shape, dtype=torch.int64, device=device) if index else None,
+        make(shape, dtype=torch.int32, device=device) if marks is not None else None,
+    )
+    if make is torch.zeros or not (value or index or marks is not None):
+        return out
+    with cuda_launch.at(device):
+        if dtype is torch.float32 and _worth(shape, k) and cuda_launch.serves(FILE, left, right):
+            given = NOWHERE if marks is None else _Side.of(_words(marks), *ROLES[of_b])
+            sides = _Side.of(a, 1, 2), _Side.of(b, 2, 1), given
+            _run(device, shape, k, sides, of_b, out)
+        elif triton():
+            from gradtrace.kernels import triton_contraction
+
+            words = None if marks is None else _words(marks)
+            triton_contraction.contraction(a, b, out, dtype, words, of_b)
+        else:
+            return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
+    return out
+
+
+ROLES = {False: (1, 2), True: (2, 1)}
+"""In which dimensions marks of a, or those of b, have their rows and their k."""
+
+
+def _worth(shape: tuple[int, int, int], k: int) -> bool:
+    i, m, n = shape
+    return (i * m * n * k >= WORTH or not triton()) and n < FAR
+
+
+def _words(marks: Matrices) -> Matrices:
+    if _data(marks).dtype is torch.int32:
+        return marks
+    return marks._replace(data=marks.data.int()) if isinstance(marks, Operand) else marks.int()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Lying:
+    """Tensors as matrices, without a view of them: (i, m, n) and k, the steps of a, of b and of
+    marks, which are those ``of_b`` or of a. Made once for all tensors that lie so.
+    """
+
+    shape: tuple[int, int, int]
+    k: int
+    a: Steps
+    b: Steps
+    marks: Steps
+    of_b: bool
+
+
+def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
+    """Whether ``carried`` may have these."""
+    kinds = a.dtype in KINDS and b.dtype in KINDS and marks.dtype is torch.int32
+    return kinds and cuda_launch.serves(FILE, a, b, marks)
+
+
+def carried(
+    a: Tensor, b: Tensor, marks: Tensor, how: Lying, shape: tuple[int, ...], value: bool
+) -> Contraction | None:
+    """``contraction`` of tensors that lie so, with its marks, each result in a shape of as many
+    elements; None where one launch cannot do it all.
+    """
+    device = a.device
+    found = _ready(device, how, KINDS[a.dtype], KINDS[b.dtype], value)
+    if found is None or not (found.small and _worth(how.shape, how.k)):
+        return None
+    largest = torch.empty(shape, dtype=torch.float32, device=device) if value else None
+    out = torch.empty(shape, dtype=torch.int32, device=device)
+    with cuda_launch.at(device):
+        found(
+            (on_device(a), 0, 0, 0), (on_device(b), 0, 0, 0), (on_device(marks), 0, 0, 0),
+            0 if largest is None else on_device(largest), 0, on_device(out),
+        )  # fmt: skip
+    return Contraction(largest, None, out)
+
+
+@lru_cache(4096)
+def _ready(device: torch.device, how: Lying, first: int, second: int, value: bool) -> Ready | None:
+    if not (all(how.shape) and how.k):
+        return None
+    lies = Lie(first, 2 if first else 4, how.a), Lie(second, 2 if second else 4, how.b)
+    asked = value, False, True
+    marks = Lie(0, 4, how.marks)
+    return ready(device, how.shape, how.shape, how.k, (*lies, marks), how.of_b, asked)
+
+
+# CUDA --------------------------------------------------------------------------------------------
+
+Place: TypeAlias = tuple[int, int, int, int]
+"""Where an operand is, and where its tables are; 0 for none."""
+
+PACKING, CONTRACTING = (32, 8, 1), (THREADS, 1, 1)
+UNPACKED = (0,) * 12
+NO_STEPS = (0, 0, 0)
+
+
+class Lie(NamedTuple):
+    """How an operand lies: what its numbers are, how many bytes one has, and steps; None for an
+    operand that has tables instead.
+    """
+
+    kind: int
+    size: int
+    steps: Steps | None
+
+    @property
+    def near(self) -> Steps | None:
+        """The steps, if numbers can be read where they are."""
+        if self.kind or self.steps is None or self.steps[1] >= FAR or self.steps[2] >= LONG:
+            return None
+        return self.steps
+
+    def at(self, place: Place, batch: int, row: int) -> Place:
+        """The place of the matrices and the rows from these on."""
+        start, batches, rows, inners = place
+        if self.steps is None:
+            return start, batches + 8 * batch, rows + 8 * row, inners
+        return start + self.size * (batch * self.steps[0] + row * self.steps[1]), 0, 0, 0
+
+
+class Reading(NamedTuple):
+    """Whether a kernel reads a copy of an operand, and the steps of what it reads."""
+
+    copy: bool
+    steps: Steps
+
+
+class Ready(NamedTuple):
+    """A contraction, ready for any operands that lie so: all but where things are."""
+
+    device: torch.device
+    way: Way
+    pack: cuda_launch.Kernel
+    contract: cuda_launch.Kernel
+    rescan: cuda_launch.Kernel
+    packing: tuple[tuple[int, ...], tuple[int, ...]]  # words of copying: all between two places
+    lines: int  # of the first operand's copying
+    contracting: tuple[Reading, Reading]
+    searching: tuple[Reading, Reading]
+    plane: tuple[int, int]  # steps of values
+    whole: tuple[int, int]  # and of what else is found
+    searched: bool
+    marks: tuple[int, ...]
+    of_b: bool
+    countable: bool  # in 32 bits
+
+    @property
+    def small(self) -> bool:
+        """Whether nothing has to be divided."""
+        return self.countable and self.way.space.size <= SMALL
+
+    def __call__(
+        self, a: Place, b: Place, marks: Place, value: int, index: int, found: int
+    ) -> None:
+        """Launch it. Where the value, the winner and its mark go is 0 if nobody wants them."""
+        how = self.way
+        memory = _KEPT.memory(self.device, how.space.size)
+        start = on_device(memory)
+        left, right, spare, blocks, parts, numbers, _ = [start + each for each in how.space]
+        ours, yours = how.copied
+        if ours or yours:
+            self.pack(
+                how.grids[0], PACKING,
+                (
+                    *((*a, *self.packing[0], left) if ours else UNPACKED),
+                    *((*b, *self.packing[1], right) if yours else UNPACKED),
+                    self.lines,
+                ),
+            )  # fmt: skip
+        results = (value or spare, *self.plane, blocks if self.searched else 0, parts, numbers)
+        (copy, mine), (other, theirs) = self.contracting
+        self.contract(
+            how.grids[1], CONTRACTING,
+            (left if copy else a[0], *mine, right if other else b[0], *theirs, *results, *how.work),
+            how.shared[0],
+        )  # fmt: skip
+        if not how.joined:
+            return
+        (copy, mine), (other, theirs) = self.searching
+        self.rescan(
+            how.grids[2], CONTRACTING,
+            (
+                left if copy else a[0], *mine, how.held[0],
+                right if other else b[0], *theirs, how.held[1],
+                *how.whole, *results, *how.tile, index, found, *self.whole,
+                *marks, *self.marks, self.of_b,
+            ),
+            how.shared[1],
+        )  # fmt: skip
+
+
+@lru_cache(4096)
+def ready(
+    device: torch.device,
+    whole: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    k: int,
+    lies: tuple[Lie, Lie, Lie],
+    of_b: bool,
+    asked: tuple[bool, bool, bool],
+) -> Ready:
+    """The part of this shape of a whole; ``asked``: whether value, winner and mark are wanted."""
+    (a, b, marks), (batches, m, n) = lies, shape
+    value, searched = asked[0], asked[1] or asked[2]
+    how = way(shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device))
+    padded, tile = how.plan.padded, (how.plan.block, how.plan.rows, how.plan.columns)
+    block, rows, columns = (f"{name} {size}" for name, size in zip(("KB", "BM", "BN"), tile))
+    defines = (block, rows, columns, "INDEX") if searched else (block, rows, columns)
+    copies = (m * padded, padded, 1), (n * padded, padded, 1)
+    steps = a.steps or NO_STEPS, b.steps or NO_STEPS
+    plane = whole[1] * whole[2], whole[2]
+    return Ready(
+        device,
+        how,
+        cuda_launch.kernel(device, BESIDE, "pack", (block,)),
+        cuda_launch.kernel(device, FILE, "contract", defines, how.shared[0]),
+        cuda_launch.kernel(device, BESIDE, "rescan", (block,), MOST),
+        ((*steps[0], a.kind, m, k, padded), (*steps[1], b.kind, n, k, padded)),
+        -(-m // 32) if how.copied[0] else 0,
+        (
+            _reading(a.near is None, copies[0], steps[0]),
+            _reading(b.near is None, copies[1], steps[1]),
+        ),
+        (
+            _reading(how.copied[0], copies[0], steps[0]),
+            _reading(how.copied[1], copies[1], steps[1]),
+        ),
+        plane if value else (m * n, n),
+        plane,
+        searched,
+        marks.steps or NO_STEPS,
+        of_b,
+        batches <= MANY and how.plan.total < LONG // 2,
+    )
+
+
+def _reading(copy: bool, copied: Steps, steps: Steps) -> Reading:
+    return Reading(copy, copied if copy else steps)
+
+
+class _Kept(threading.local):
+    """Workspaces that a thread uses again, one for each stream: what is launched on a stream comes
+    after what was launched there before. A new tensor each time would cost more than a launch.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[int | None, int], tuple[int, Tensor]] = {}
+
+    def memory(self, device: torch.device, size: int) -> Tensor:
+        """At least so many bytes, for what is launched on the current stream now."""
+        key = device.index, cuda_launch.stream(device)
+        there, found = self.tensors.get(key, (-1, None))
+        if found is None or there < size:
+            found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+            if size <= KEEP:
+                self.tensors[key] = size, found
+        return found
+
+
+_KEPT = _Kept()
+
+
+def _run(
+    device: torch.device,
+    shape: tuple[int, int, int],
+    k: int,
+    sides: tuple[_Side, _Side, _Side],
+    of_b: bool,
+    out: Contraction,
+) -> None:
+    """Fill in what ``out`` has: all at once, or as much at a time as there is room for."""
+    (a, b, marks), asked = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
+    lies = a.lie, b.lie, marks.lie
+    value, index, found = (0 if each is None else on_device(each) for each in out)
+    whole = ready(device, shape, shape, k, lies, of_b, asked)
+    if whole.small:
+        whole(a.place, b.place, marks.place, value, index, found)
+        return
+
+    def part(some: tuple[int, int, int]) -> Ready:
+        return ready(device, shape, some, k, lies, of_b, asked)
+
+    sizes = _fitting(shape, part, cuda_launch.room(device) // 2)
+    for batch, row, column in product(*(range(0, n, size) for n, size in zip(shape, sizes))):
+        at = batch, row, column
+        i, m, n = (min(s, n - first) for first, n, s in zip(at, shape, sizes))
+        corner = (batch * shape[1] + row) * shape[2] + column
+        part((i, m, n))(
+            a.lie.at(a.place, batch, row),
+            b.lie.at(b.place, batch, column),
+            marks.lie.at(marks.place, batch, column if of_b else row),
+            value and value + 4 * corner,
+            index and index + 8 * corner,
+            found and found + 4 * corner,
+        )
+
+
+def _fitting(
+    shape: tuple[int, int, int], part: Callable[[tuple[int, int, int]], Ready], room: int
+) -> tuple[int, int, int]:
+    """How many matrices, then rows and columns, can be worked on at a time."""
+    i, m, n = min(shape[0], MANY), *shape[1:]
+    most = min(WORKSPACE, room)
+    while True:
+        how = part((i, m, n))
+        if how.countable and how.way.space.size <= most:
+            break
+        if i > 1:
+            i = -(-i // 2)
+        elif max(m, n) <= LARGEST:
+            break
+        elif m >= n:
+            m = up(-(-m // 2), LARGEST)
+        else:
+            n = up(-(-n // 2), LARGEST)
+    return i, m, n
+
+
+class _Side(NamedTuple):
+    """Where the numbers of an operand are, and how they lie. Tensors that it names are held."""
+
+    lie: Lie
+    place: Place
+    held: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, x: Matrices, rows: int, inner: int) -> _Side:
+        if isinstance(x, Operand):
+            data = x.data.contiguous()
+            tables = tuple(table.long().contiguous() for table in x[1:])
+            batch, row, k = (on_device(table) for table in tables)
+            lie = Lie(KINDS.get(data.dtype, 0), data.itemsize, None)
+            return cls(lie, (on_device(data), batch, row, k), (data, *tables))
+        steps = x.stride()
+        lie = Lie(KINDS.get(x.dtype, 0), x.itemsize, (steps[0], steps[rows], steps[inner]))
+        return cls(lie, (on_device(x), 0, 0, 0), (x,))
+
+
+NOWHERE = _Side(Lie(0, 0, NO_STEPS), (0, 0, 0, 0), ())

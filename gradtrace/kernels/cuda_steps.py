@@ -1,0 +1,521 @@
+"""The steps of ``steps`` on a GPU, by ``cuda/steps.cu``. Nothing here waits for the device.
+
+Tensors are read as they lie, half precisions too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import cuda_launch
+from gradtrace.kernels.pointers import on_device
+
+FILE = "steps.cu"
+KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+WIDE = {torch.float32: "float", torch.float64: "double"}
+DIMS = 6
+"""The most dimensions that ``merge`` takes, after those that lie together are made one."""
+
+BINS = {False: (40, 8), True: (264, 12)}
+"""Bins of float and double in ``steps.cu``, and how many of them are in shared memory."""
+
+TALLIES, REDUCTIONS = 32, 16
+"""How many leaves a launch counts at most, and how many it reduces: as ``steps.cu`` has it."""
+
+NOBODY = (0,) * 512
+"""In place of the words of jobs that there are not."""
+
+HEAD, LEAST = 16, 4096
+"""Words before the bins, and how many elements are worth another block."""
+
+SHARED, WORK, KEPT = 47 << 10, 1 << 27, 1 << 19
+"""Bytes of shared memory for bins, the most bytes of memory, and the words that are kept."""
+
+EACH, TILE = 4, 256
+"""Elements that a thread compares with all others, and the most threads of a block."""
+
+PLAIN = 64
+"""Lines of at most this many elements are compared one with another."""
+
+LOST = (0, 0, 0)
+"""Lines that are not there."""
+
+
+class Lies(NamedTuple):
+    """How tensors of other shapes lie as lines: how many these are, how long, the shape of the
+    results, and what a step to the next line and to the next element adds to the place in each of
+    diagonal, x, left, right, marks.
+    """
+
+    lines: int
+    n: int
+    shape: Sequence[int]
+    steps: Sequence[tuple[int, int]]
+
+
+Levels = tuple[tuple[int, int, int], ...]
+"""Of each of four levels a size, and what a step adds to the place of a value and of a mark."""
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether these can be worked on: on one GPU, for which the kernels can be compiled."""
+    return cuda_launch.serves(FILE, *tensors)
+
+
+def _blocks(n: int) -> tuple[int, int, int]:
+    """A thread for each of n, or for every so many."""
+    return min(-(-n // 256), 1 << 20), 1, 1
+
+
+THREADS, COUNTERS = (256, 1, 1), (512, 1, 1)
+
+
+def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int) -> bool:
+    """``steps.merge``; False where it cannot be done."""
+    n = size.numel()
+    if not n or (isinstance(other, int) and not other):
+        return True
+    if value.dtype not in KINDS or size.dtype not in WIDE or marks.dtype is not torch.int32:
+        return False
+    shape = size.shape
+    value = value if value.shape == shape else value.expand(shape)
+    beside, constant = marks, other
+    if isinstance(other, Tensor):
+        beside, constant = other if other.dtype is torch.int32 else other.to(torch.int32), 0
+        beside = beside if beside.shape == shape else beside.expand(shape)
+    steps = size.stride(), marks.stride(), value.stride(), beside.stride()
+    how = _together(shape, *steps)
+    if how is None:
+        return False
+    there = 0 if isinstance(other, int) else on_device(beside)
+    device = size.device
+    with cuda_launch.at(device):
+        cuda_launch.kernel(device, FILE, f"merge_{WIDE[size.dtype]}")(
+            _blocks(n), THREADS,
+            (
+                on_device(size), on_device(marks), on_device(value), there, int(constant), shift,
+                KINDS[value.dtype], n, *how,
+            ),
+        )  # fmt: skip
+    return True
+
+
+def larger(
+    first: Tensor,
+    marks: Tensor | int,
+    loose: bool,
+    second: Tensor,
+    others: Tensor | int,
+    shift: int,
+) -> Tensor | None:
+    """``others + shift`` where others is not 0 and |second| is larger than |first|, else ``marks``;
+    of ``loose`` marks only those count whose element is not 0. NaN is largest of all, and the first
+    of equals stays. None where there is no kernel for it: ``steps.merge`` says the same in more
+    steps.
+    """
+    beside = [x for x in (marks, others) if isinstance(x, Tensor)]
+    n, kind, other = first.numel(), KINDS.get(first.dtype), KINDS.get(second.dtype)
+    if (
+        not cuda_launch.serves(FILE, first, second, *beside)
+        or not n
+        or kind is None
+        or other is None
+    ):
+        return None
+    shape, device = first.shape, first.device
+    if second.shape != shape:
+        return None
+    for x in beside:
+        if x.dtype is not torch.int32 or x.shape != shape:
+            return None
+    out = torch.empty(shape, dtype=torch.int32, device=device)
+    mine, here, mark = _beside(marks, out)
+    theirs, there, another = _beside(others, out)
+    strides = (out.stride(), first.stride(), mine.stride(), second.stride(), theirs.stride())
+    how = _together(shape, *strides)
+    if how is None:
+        return None
+    words = (
+        on_device(out), on_device(first), here, on_device(second), there, mark, another, shift,
+        int(loose), kind, other, n, *how,
+    )  # fmt: skip
+    with cuda_launch.at(device):
+        name = "larger_double" if kind == 1 else "larger_float"
+        cuda_launch.kernel(device, FILE, name)(_blocks(n), THREADS, words)
+    return out
+
+
+def _beside(marks: Tensor | int, out: Tensor) -> tuple[Tensor, int, int]:
+    """Marks, where they lie, and what each is; of a number for all, something that lies so."""
+    return (marks, on_device(marks), 0) if isinstance(marks, Tensor) else (out, 0, marks)
+
+
+@lru_cache(4096)
+def _together(shape: Sequence[int], *steps: Sequence[int]) -> tuple[int, ...] | None:
+    """How many dimensions there are, innermost first, once those that lie together in all tensors
+    are one, their sizes, and the steps of each tensor; None if they are too many.
+    """
+    sizes: list[int] = []
+    found: list[tuple[int, ...]] = []
+    for d in reversed(range(len(shape))):
+        here = tuple(step[d] for step in steps)
+        if shape[d] == 1:
+            continue
+        if sizes and here == tuple(sizes[-1] * step for step in found[-1]):
+            sizes[-1] *= shape[d]
+            continue
+        sizes.append(shape[d])
+        found.append(here)
+    if len(sizes) > DIMS:
+        return None
+    rest = DIMS - len(sizes)
+    words = [len(sizes), *sizes, *[1] * rest]
+    for k in range(len(steps)):
+        words += [*(step[k] for step in found), *[0] * rest]
+    return tuple(words)
+
+
+class Tallied(NamedTuple):
+    """A leaf to be counted: where its marks are (0: what is not 0 counts, as one mark) and its
+    gradient, of which kind, how many elements; how many marks, from which on, in which way; where
+    its results and its work begin.
+    """
+
+    marks: int
+    gradient: int
+    kind: int
+    n: int
+    many: int
+    low: int
+    plan: Counting
+    at: int = 0
+    work: int = 0
+
+
+def counted(
+    name: str,
+    device: torch.device,
+    jobs: Sequence[Tallied],
+    found: tuple[Tensor, Tensor],
+    work: int,
+) -> None:
+    """Count leaves in one launch, at most ``TALLIES`` of them: into counts and sums, with work of
+    so many words in all.
+    """
+    memory = _work(device, work)  # held until the launch: a large one is kept by nobody else
+    counts, sums, place = on_device(found[0]), on_device(found[1]), on_device(memory)
+    words, first, shared = [len(jobs)], 0, 0
+    for marks, gradient, kind, n, many, low, plan, at, mine in jobs:
+        words += (
+            marks, gradient, kind, n, many, low, min(plan.slots, many), plan.length,
+            place + 8 * mine, sums + 8 * at, counts + 8 * at, first, plan.blocks,
+        )  # fmt: skip
+        first += plan.blocks
+        shared = max(shared, plan.shared)
+    words += NOBODY[: 13 * (TALLIES - len(jobs))]
+    cuda_launch.kernel(device, FILE, name)((first, 1, 1), COUNTERS, tuple(words), shared)
+
+
+def results(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where counts and sums of so many marks go."""
+    counts = torch.empty(count, dtype=torch.int64, device=device)
+    return counts, torch.empty(count, dtype=torch.float64, device=device)
+
+
+def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``steps.tally`` of flat tensors, at most ``steps.PIECE`` elements and one mark at least."""
+    device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
+    found, plan = results(count, device), counting(n, count, kind == 1, device)
+    where = on_device(marks), on_device(gradient), kind, n
+    with cuda_launch.at(device):
+        for low in range(0, count, plan.marks):
+            job = Tallied(*where, min(plan.marks, count - low), low, plan, low)
+            counted(TALLY[kind == 1], device, (job,), found, plan.words)
+    return found
+
+
+def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """``steps.measured`` of a tensor without gaps, of at most ``steps.PIECE`` elements."""
+    device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
+    found, plan = results(1, device), counting(n, 1, kind == 1, device)
+    job = Tallied(0, on_device(gradient), kind, n, 1, 0, plan)
+    with cuda_launch.at(device):
+        counted(MEASURE[kind == 1], device, (job,), found, plan.words)
+    return found[0].reshape(()), found[1].reshape(())
+
+
+TALLY, MEASURE = ("tally_float", "tally_double"), ("measure_float", "measure_double")
+
+
+class Counting(NamedTuple):
+    """How a leaf is counted: by how many blocks, each of how many elements, with how many marks in
+    shared memory, of so many bytes; of how many marks at a time, so that the work has so many
+    words.
+    """
+
+    blocks: int
+    length: int
+    slots: int
+    shared: int
+    marks: int
+    words: int
+
+
+def counting(n: int, count: int, wide: bool, device: torch.device) -> Counting:
+    """How to count so many elements of so many marks."""
+    return _counting(n, count, wide, cuda_launch.processors(device))
+
+
+@lru_cache(4096)
+def _counting(n: int, count: int, wide: bool, processors: int) -> Counting:
+    bins, window = BINS[wide]
+    blocks = max(1, min(-(-n // LEAST), 2 * processors))
+    length = -(-n // blocks // 32) * 32 or 32  # whole lines of memory
+    marks = min(count, WORK // (8 * (bins + 2)))
+    slots = min(marks, SHARED // (4 * (2 * window + 2)))
+    shared = 4 * slots * (2 * window + (2 if slots < marks else 1))
+    return Counting(
+        max(1, -(-n // length)), length, slots, shared, marks, HEAD + (bins + 2) * marks
+    )
+
+
+_WORK: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _work(device: torch.device, words: int) -> Tensor:
+    """So many words that are 0, as kernels leave them: one tensor for each stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    found = _WORK.get((device, stream))
+    if found is None or len(found) < words:
+        found = torch.zeros(max(words, KEPT), dtype=torch.int64, device=device)
+        if words <= KEPT:
+            _WORK[device, stream] = found
+    return found
+
+
+def reduce(x: Tensor, marks: Tensor, levels: Levels, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """``steps.reduce`` of tensors whose dimensions are four levels."""
+    device = x.device
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    value = torch.empty(shape, dtype=dtype, device=device)
+    out = torch.empty(shape, dtype=torch.int32, device=device)
+    how, most = cut(levels, cuda_launch.processors(device)), 0
+    if how.settle:
+        between = torch.empty(2 * how.places, dtype=torch.int64, device=device)
+        most = on_device(between)
+    where = on_device(x), on_device(marks), KINDS[x.dtype]
+    job = Reduced(*where, how, most, on_device(value), on_device(out))
+    with cuda_launch.at(device):
+        reduced(dtype is torch.float64, device, (job,))
+    return value, out
+
+
+class Reduced(NamedTuple):
+    """Lines to be reduced: where values and marks are, of which kind, how they are cut; where their
+    parts go, if there are several, and the results: values, unless that is 0, and marks.
+    """
+
+    x: int
+    marks: int
+    kind: int
+    cut: Cut
+    most: int
+    value: int
+    out: int
+
+
+def reduced(wide: bool, device: torch.device, jobs: Sequence[Reduced]) -> None:
+    """Reduce lines in one launch, at most ``REDUCTIONS`` of such jobs, and settle in one more."""
+    words, first, settle = [len(jobs)], 0, 0
+    for x, marks, kind, how, most, value, out in jobs:
+        words += (x, marks, kind, *how.words, most, most + 8 * how.places, value, out, first)
+        first += how.blocks
+        settle = max(settle, how.settle)
+    words += NOBODY[: 25 * (REDUCTIONS - len(jobs))]
+    given = tuple(words)
+    cuda_launch.kernel(device, FILE, REDUCE[wide])((first, 1, 1), THREADS, given)
+    if settle:
+        cuda_launch.kernel(device, FILE, SETTLE[wide])((settle, len(jobs), 1), THREADS, given)
+
+
+REDUCE, SETTLE = ("reduce_float", "reduce_double"), ("settle_float", "settle_double")
+
+
+class Cut(NamedTuple):
+    """How lines are reduced: by how many blocks, with what words for the kernel; by how many blocks
+    the parts of lines are compared then (0: there is one), and how many parts all lines have.
+    """
+
+    blocks: int
+    words: tuple[int, ...]
+    settle: int
+    places: int
+    results: int
+
+
+@lru_cache(4096)
+def cut(levels: Levels, processors: int) -> Cut:
+    """How to reduce lines on a GPU of so many processors."""
+    (r1, *_), (k1, *_), (r2, *_), (k2, *_) = levels
+    columns, rows, cuts, length = divided(r1 * r2, k1 * k2, k2 > 1, processors)
+    words = (
+        *(level[part] for part in range(3) for level in levels),
+        int(k2 > 1), columns, rows, cuts, length,
+    )  # fmt: skip
+    results = k1 * k2
+    settle = -(-results // 256) if cuts > 1 else 0
+    return Cut(-(-results // columns) * cuts, words, settle, cuts * results, results)
+
+
+@lru_cache(4096)
+def divided(reduced: int, results: int, beside: bool, processors: int) -> tuple[int, int, int, int]:
+    """How many results a block of 256 threads has, how many threads each of them, into how many
+    parts lines are cut so that all processors have work, and how long these are.
+    """
+    whole = 1 << max(0, reduced - 1).bit_length()  # a power of two
+    if beside:  # 32 neighbours, or 8: that is how much memory hands out at once
+        columns = 32 if -(-results // 32) >= 2 * processors else 8
+        rows = min(256 // columns, whole)
+    else:
+        rows = min(whole, 32 if reduced <= 512 else 256)
+    columns = 256 // rows
+    blocks = -(-results // columns)
+    cuts = max(1, min(2 * processors // blocks, reduced // (8 * rows)))
+    length = -(-reduced // cuts)
+    return columns, rows, -(-reduced // length), length
+
+
+def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """``steps.scatter`` of flat tensors without gaps, the target int64."""
+    device, n = x.device, x.numel()
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    value = torch.zeros(size, dtype=dtype, device=device)
+    first = torch.full((size,), n, dtype=torch.int64, device=device)
+    words = (
+        on_device(x), on_device(target), KINDS[x.dtype], n, size, on_device(value),
+        on_device(first),
+    )  # fmt: skip
+    with cuda_launch.at(device):
+        for name in ("send", "find") if n and size else ():
+            cuda_launch.kernel(device, FILE, f"{name}_{WIDE[dtype]}")(_blocks(n), THREADS, words)
+        return value, gather(marks, first)
+
+
+def gather(marks: Tensor, source: Tensor) -> Tensor:
+    """``marks[source]``, flat and without gaps; 0 where there is no such place."""
+    out = torch.empty(source.shape, dtype=torch.int32, device=marks.device)
+    n = source.numel()
+    if n:
+        with cuda_launch.at(marks.device):
+            cuda_launch.kernel(marks.device, FILE, "gather")(
+                _blocks(n), THREADS,
+                (on_device(marks), on_device(source), n, marks.numel(), on_device(out)),
+            )  # fmt: skip
+    return out
+
+
+def normalise(
+    given: Sequence[Tensor], rank: int, lies: Lies, sized: bool = True
+) -> tuple[Tensor | None, Tensor]:
+    """``steps.normalise``: values, if asked for, and places or marks. Given are the diagonal, x, as
+    many left and right as the rank says, and perhaps marks.
+    """
+    lines, n, shape, steps = lies
+    x = given[1]
+    device, dtype, marked = x.device, x.dtype, len(given) > 2 * rank + 2
+    value = torch.empty(shape, dtype=dtype, device=device) if sized else None
+    found = torch.empty(shape, dtype=torch.int32 if marked else torch.int64, device=device)
+    at = [(on_device(part), *step) for part, step in zip(given, steps)]
+    # A warp has a line where there are lines enough for all, else a block.
+    rows = 32 if n <= 512 or lines >= 16 * cuda_launch.processors(device) else 256
+    words = (
+        *at[0], *at[1], *at[2], *(at[3] if rank == 2 else LOST),
+        *at[rank + 2], *(at[5] if rank == 2 else LOST), *(at[-1] if marked else LOST),
+        lines, n, rows, 0 if value is None else on_device(value),
+        *((0, on_device(found)) if marked else (on_device(found), 0)),
+    )  # fmt: skip
+    with cuda_launch.at(device):
+        if rank == 1:
+            grid = -(-lines // (256 // rows)), 1, 1
+            cuda_launch.kernel(device, FILE, RANKED[dtype])(grid, THREADS, (*words, 0))
+        else:
+            _pairs(x, lines, n, words)
+    return value, found
+
+
+RANKED = {dtype: f"ranked_{name}" for dtype, name in WIDE.items()}
+PRUNED = {dtype: f"pruned_{name}" for dtype, name in WIDE.items()}
+PAIRED = {dtype: f"paired_{name}" for dtype, name in WIDE.items()}
+
+
+def _pairs(x: Tensor, lines: int, n: int, words: tuple[int, ...]) -> None:
+    """Rank two. Of long lines, elements that cannot be largest are left out first; lines where
+    that cannot be are left over.
+    """
+    device, dtype, left = x.device, x.dtype, 0
+    if n > PLAIN:
+        over = torch.empty(lines, dtype=torch.int32, device=device)
+        left = on_device(over)
+        cuda_launch.kernel(device, FILE, PRUNED[dtype])((lines, 1, 1), THREADS, (*words, left))
+    threads = min(TILE, -(-n // (32 * EACH)) * 32)
+    grid = lines * -(-n // (EACH * threads)), 1, 1
+    cuda_launch.kernel(device, FILE, PAIRED[dtype])(grid, (threads, 1, 1), (*words, left))
+
+
+def used(numbers: Tensor, count: int) -> Tensor | None:
+    """Which numbers below ``count`` are there: a bit each, the lowest first, in words of int32.
+    None where there is no kernel for it.
+    """
+    if numbers.dtype is not torch.int32 or not cuda_launch.serves(FILE, numbers):
+        return None
+    how = _together(numbers.shape, numbers.stride())
+    if how is None:
+        return None
+    device, n, words = numbers.device, numbers.numel(), -(-count // 32)
+    there = torch.zeros(words, dtype=torch.int32, device=device)
+    if n and words:
+        slots = min(words, SHARED // 4)
+        blocks = min(-(-n // LEAST), 2 * cuda_launch.processors(device))
+        with cuda_launch.at(device):
+            cuda_launch.kernel(device, FILE, "used")(
+                (blocks, 1, 1), COUNTERS,
+                (on_device(numbers), on_device(there), words, slots, n, *how), 4 * slots,
+            )  # fmt: skip
+    return there
+
+
+def closed(there: Tensor, count: int) -> Tensor:
+    """What the numbers below ``count`` become that ``used`` says are there: 1, 2 and so on, without
+    gaps; the others, and 0, become 0.
+    """
+    table = torch.empty(count, dtype=torch.int32, device=there.device)
+    if count:
+        with cuda_launch.at(there.device):
+            words = on_device(there), on_device(table), count
+            cuda_launch.kernel(there.device, FILE, "close")((1, 1, 1), COUNTERS, words)
+    return table
+
+
+def renumbered(numbers: Tensor, table: Tensor) -> Tensor | None:
+    """``table[numbers]``, and 0 for a number that is not there; both are int32, and the table has
+    no gaps. None where there is no kernel for it.
+    """
+    if numbers.dtype is not torch.int32 or not cuda_launch.serves(FILE, numbers, table):
+        return None
+    out = torch.empty_like(numbers)
+    how = _together(numbers.shape, out.stride(), numbers.stride())
+    if how is None:
+        return None
+    n = numbers.numel()
+    if n:
+        with cuda_launch.at(numbers.device):
+            cuda_launch.kernel(numbers.device, FILE, "renumber")(
+                _blocks(n), THREADS,
+                (on_device(out), on_device(numbers), on_device(table), len(table), n, *how),
+            )  # fmt: skip
+    return out

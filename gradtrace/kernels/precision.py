@@ -1,0 +1,111 @@
+"""Products in full float32, whatever the user has allowed.
+
+TF32 keeps 10 of 23 bits: enough to train, not to compare path masses by. It is switched off for the
+moment by the interface that it was switched on by, since torch refuses a mix of its old and its new
+one; torch 2.8 and older have the old one alone. What the user has set is there again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from gradtrace.pytorch.global_switches import Switch
+
+
+def exact(x: Tensor) -> AbstractContextManager[None]:
+    """Without TF32, if products of this are such that might have it."""
+    if not x.is_cuda or x.dtype is not torch.float32:
+        return nullcontext()
+    return without_tf32()
+
+
+def without_tf32() -> AbstractContextManager[None]:
+    """Matrix products and convolutions on GPUs in full float32; for threads at once, too."""
+    return _SWITCH
+
+
+@contextmanager
+def _without() -> Iterator[None]:
+    new = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # since torch 2.9
+    products, convolutions = (
+        (_products, _convolutions) if new else (_products_by_the_old, _convolutions_by_the_old)
+    )
+    with products(), convolutions():
+        yield
+
+
+_SWITCH = Switch(_without)
+
+
+@contextmanager
+def _products() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    if matmul.fp32_precision != "tf32":
+        yield
+        return
+    before = _by_the_old()
+    if before is None:
+        matmul.fp32_precision = "ieee"
+    else:
+        matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if before is None:
+            every = torch.backends.fp32_precision  # type: ignore[attr-defined]
+            matmul.fp32_precision = "none" if every == "tf32" else "tf32"  # its own, or that
+        else:
+            matmul.allow_tf32 = True
+            if before != "high":
+                torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _convolutions() -> Iterator[None]:
+    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    if conv.fp32_precision != "tf32":
+        yield
+        return
+    conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        conv.fp32_precision = "tf32"
+
+
+def _by_the_old() -> str | None:
+    """The precision by the old interface, if that allows TF32."""
+    try:
+        found = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it says highest, and the new one does not
+        return None
+    return None if found == "highest" else found
+
+
+@contextmanager
+def _products_by_the_old() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)  # which allows TF32 again, too
+
+
+@contextmanager
+def _convolutions_by_the_old() -> Iterator[None]:
+    if not torch.backends.cudnn.allow_tf32:
+        yield
+        return
+    torch._C._set_cudnn_allow_tf32(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_allow_tf32(True)

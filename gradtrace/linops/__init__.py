@@ -1,0 +1,45 @@
+"""The closed algebra of structured linear maps, one word a file.
+
+A map knows nothing of the operator it came from, and nothing of the semiring it is pulled in.
+"""
+
+from gradtrace.linops.base import Map
+from gradtrace.linops.contraction import Contract
+from gradtrace.linops.convolution import Convolve, Windows
+from gradtrace.linops.cumsum import Scan
+from gradtrace.linops.dense import Dense
+from gradtrace.linops.diag_low_rank import Normaliser
+from gradtrace.linops.distances import Distances
+from gradtrace.linops.elementwise import Identity, Scale
+from gradtrace.linops.gather import Index, Slot, gather, tiled, tiling
+from gradtrace.linops.opaque import Opaque
+from gradtrace.linops.reduce import Reduce
+from gradtrace.linops.scatter import Scatter
+from gradtrace.linops.side_by_side import Beside, copied, narrowed
+from gradtrace.linops.sparse import Around, Sparse
+
+__all__ = [
+    "Around",
+    "Beside",
+    "Contract",
+    "Convolve",
+    "Dense",
+    "Distances",
+    "Identity",
+    "Index",
+    "Map",
+    "Normaliser",
+    "Opaque",
+    "Reduce",
+    "Scale",
+    "Scan",
+    "Scatter",
+    "Slot",
+    "Sparse",
+    "Windows",
+    "copied",
+    "gather",
+    "narrowed",
+    "tiled",
+    "tiling",
+]

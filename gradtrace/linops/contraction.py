@@ -1,0 +1,332 @@
+"""``out = ⊕ₖ w[..k..] · in[..k..]``: matrix products in all their forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from string import ascii_letters
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import contraction, cuda_contraction, max_contraction, winner
+from gradtrace.kernels.cuda_contraction import Lying
+from gradtrace.kernels.cuda_tiling import Steps
+from gradtrace.kernels.rows import Lines, flat, products
+from gradtrace.linops.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
+from gradtrace.linops.indexing import each_at, located
+from gradtrace.pytorch.plain_tensors import plain
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import cast, wide
+from gradtrace.semirings.einsum_plan import Plan, plan
+from gradtrace.types import Shape
+
+
+class Contract(Map):
+    """An einsum of the cotangent (first operand) with a weight (second).
+
+    ``Contract("mk,kn->mn", w, (2, 3))`` is ``out[m, n] = ⊕ₖ in[m, k] · w[k, n]``. Every letter of
+    the input is in the weight or in the result; the sum runs over letters the result lacks.
+    """
+
+    __slots__ = ("spec", "weight")
+
+    def __init__(self, spec: str, weight: Tensor, in_shape: Shape, out_shape: Shape) -> None:
+        self.spec = spec
+        self.weight = plain(weight)
+        self.in_shape = in_shape
+        self.out_shape = out_shape
+
+    def sizes(self) -> dict[str, int]:
+        """The extent of each letter."""
+        x, rest = self.spec.split(",")
+        w, _ = rest.split("->")
+        return dict(zip(x, self.in_shape)) | dict(zip(w, self.weight.shape))
+
+    def letters(self) -> tuple[str, str, str]:
+        """The letters of the input, of the weight and of the output."""
+        x, rest = self.spec.split(",")
+        w, out = rest.split("->")
+        return x, w, out
+
+    def contracted(self) -> set[int]:
+        """The dimensions of the input that the sum runs over."""
+        x, _, out = self.letters()
+        return {d for d, letter in enumerate(x) if letter not in out}
+
+    def produced(self) -> set[int]:
+        """The dimensions of the output that come from the weight alone."""
+        x, _, out = self.letters()
+        return {d for d, letter in enumerate(out) if letter not in x}
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.einsum(self.spec, x, cast(self.weight, x.dtype))
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        return semiring.contract(self.spec, x, self.weight)
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None and 2 * at.numel() < self.outputs:
+            return self._best_at(x, at)
+        how = self.plan()
+        value, place = winner(how.left(x), how.right(self.weight))
+        value, place = how.back(value), how.back(place)
+        base, over, _ = self._places(torch.arange(self.outputs, device=x.device))
+        source = base.reshape(self.out_shape)
+        return chosen(value, source + over[place] if len(over) else place, at)
+
+    def _best_at(self, x: Tensor, at: Tensor) -> Best:
+        """``best`` along the lines of single elements."""
+        how, number = self.plan(), at.reshape(-1)
+        left, right = wide(how.left(x)), wide(how.right(self.weight))
+        ways = _ways(self.spec, self.in_shape, tuple(self.weight.shape))
+        batch, row, column, base = (located(number, self.out_shape, way) for way in ways.out)
+        value, place = products(
+            Lines(flat(left), batch * left.stride(0) + row * left.stride(1), left.stride(2)),
+            Lines(flat(right), batch * right.stride(0) + column * right.stride(2), right.stride(1)),
+            left.shape[2],
+        )
+        source = base + located(place, *ways.along)
+        return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        there = self._in_place(x, marks, value)
+        if there is not None:
+            return there
+        how = self.plan()
+        left, right, words = how.left(x), how.right(self.weight), how.left(marks)
+        if how.turned:  # the other way round, so that the result lies as it is wanted
+            found = contraction(right.mT, left.mT, value=value, marks=words.mT, of_b=True)
+        else:
+            found = contraction(left, right, value=value, marks=words)
+        assert found.marks is not None
+        shape = self.out_shape
+        if how.turned:
+            largest = None if found.value is None else found.value.reshape(shape)
+            return largest, found.marks.reshape(shape)
+        largest = None if found.value is None else how.back(found.value)
+        return largest, how.back(found.marks)
+
+    def _in_place(
+        self, x: Tensor, marks: Tensor, value: bool
+    ) -> tuple[Tensor | None, Tensor] | None:
+        """``carry`` from operands as they lie; None where that cannot be."""
+        weight = self.weight
+        for kernel in (cuda_contraction, max_contraction):
+            if kernel.serving(x, weight, marks):
+                break
+        else:
+            return None
+        lay = _lay(
+            self.spec, self.in_shape, weight.shape, x.stride(), weight.stride(), marks.stride()
+        )
+        if lay is None:
+            return None
+        a, b = (weight, x) if lay.how.of_b else (x, weight)
+        found = kernel.carried(a, b, marks, lay.how, lay.shape, value)
+        if found is None:
+            return None
+        largest, _, chosen = found
+        assert chosen is not None
+        if lay.order is None:
+            return largest, chosen
+        return None if largest is None else largest.permute(lay.order), chosen.permute(lay.order)
+
+    def carry_some(
+        self, x: Tensor, marks: Tensor, order: Sequence[int], first: int, last: int
+    ) -> Tensor:
+        """The marks of ``carry(x, marks)[1].permute(order)`` for the elements from one number on to
+        another, flat. Only the slices that they lie in are worked out.
+        """
+        dim = order[0]
+        row = self.outputs // self.out_shape[dim]
+        rows = slice(first // row, -(-last // row))
+        letter = self.letters()[2][dim]
+        x, marks = (self._part(t, 0, letter, rows) for t in (x, marks))
+        weight = self._part(self.weight, 1, letter, rows)
+        shape = resized(self.out_shape, dim, rows.stop - rows.start)
+        here = Contract(self.spec, weight, tuple(x.shape), shape)
+        found = here.carry(x, marks)[1].permute(*order).reshape(-1)
+        return found[first - rows.start * row : last - rows.start * row]
+
+    def _part(self, x: Tensor, which: int, letter: str, rows: slice) -> Tensor:
+        """An operand at some places along a letter, if it has that."""
+        at = self.letters()[which].find(letter)
+        return x if at < 0 else x.narrow(at, rows.start, rows.stop - rows.start)
+
+    def rows(self, at: Tensor) -> Rows:
+        how = self.plan()
+        base, over, numbers = self._places(at)
+        right = how.right(self.weight)  # (b, k, n)
+        batch, column = (_number(at, numbers, how, c) for c in (how.batch, how.columns))
+        return Rows(base.unsqueeze(1) + over, right[batch, :, column])
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        right = self.plan().right(self.weight)  # (b, k, n)
+        ways = _ways(self.spec, self.in_shape, tuple(self.weight.shape))
+        batch, _, column, _ = (located(at, self.out_shape, way) for way in ways.out)
+        inner = located(source, self.in_shape, ways.inner)
+        b, k, n = right.stride()
+        return flat(right).index_select(0, batch * b + inner * k + column * n).double()
+
+    def _places(self, at: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Where the line of each output element begins in the input, and the steps along it."""
+        how = self.plan()
+        numbers = dict(zip(how.out, numbers_in(at, self.out_shape)))
+        steps = how.strides(how.x)
+        base = torch.zeros_like(at)
+        for letter in how.batch + how.rows:
+            base = base + numbers[letter] * steps[letter]
+        sizes = tuple(how.sizes[c] for c in how.inner)
+        return base, offsets(sizes, tuple(steps[c] for c in how.inner), at.device), numbers
+
+    def plan(self) -> Plan:
+        """The contraction as a batched matrix product."""
+        return plan(self.spec, self.in_shape, tuple(self.weight.shape))
+
+    @property
+    def width(self) -> int:
+        how = self.plan()
+        return how.size(how.inner)
+
+    def loud(self, x: Tensor) -> Tensor | None:
+        how = self.plan()
+        rows = (how.left(x) != 0).any(2)
+        columns = (how.right(self.weight) != 0).any(1)
+        return how.back(rows.unsqueeze(2) & columns.unsqueeze(1))
+
+    def narrow(self, dim: int, index: Tensor) -> Map | None:
+        x, w, out = self.letters()
+        if x[dim] in out:
+            return None
+        at = w.find(x[dim])
+        weight = self.weight if at < 0 else self.weight.index_select(at, index)
+        return Contract(self.spec, weight, resized(self.in_shape, dim, len(index)), self.out_shape)
+
+    def copies(self, count: int) -> Map | None:
+        x, w, out = self.letters()
+        free = self._free()
+        spec = f"{free}{x},{w}->{free}{out}"
+        return Contract(spec, self.weight, (count, *self.in_shape), (count, *self.out_shape))
+
+    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
+        x, w, out = self.letters()
+        if x[dim] in out:
+            return None
+        count, places = index.shape
+        narrow = resized(self.in_shape, dim, places)
+        free, at, weight = self._free(), w.find(x[dim]), self.weight
+        if at >= 0:
+            weight, w = each_at(weight, at, index), free + w
+        spec = f"{free}{x},{w}->{free}{out}"
+        return Contract(spec, weight, (count, *narrow), (count, *self.out_shape))
+
+    def _free(self) -> str:
+        """A letter that is not used."""
+        return next(letter for letter in ascii_letters if letter not in self.spec)
+
+    def reach(self, x: Tensor) -> Tensor:
+        how = self.plan()
+        left = how.left(x)  # (b, m, k)
+        most = left.amax(2) if left.shape[2] and left.numel() else left.new_zeros(left.shape[:2])
+        return how.back(most.unsqueeze(2).expand(*most.shape, how.size(how.columns)))
+
+    def dense(self) -> Tensor:
+        x, w, out = self.letters()
+        free = self._free()
+        unit = torch.eye(self.inputs, dtype=self.weight.dtype, device="cpu").reshape(
+            self.inputs, *self.in_shape
+        )
+        columns = torch.einsum(f"{free}{x},{w}->{out}{free}", unit, self.weight)
+        return columns.reshape(self.outputs, self.inputs)
+
+    def routes(self, count: Count) -> Count:
+        x, w, out = self.letters()
+        sizes = self.sizes()
+        if not isinstance(count, Tensor):
+            return count * prod(sizes[letter] for letter in {*x, *w} - {*out})
+        ones = torch.ones((), dtype=torch.float64, device="cpu").expand(self.weight.shape)
+        return torch.einsum(self.spec, count, ones)
+
+    def tensors(self) -> tuple[str, ...]:
+        return ("weight",)
+
+
+class _Lay(NamedTuple):
+    """How operands lie as matrices, the shape of the result as it is written, and the order that
+    its dimensions are wanted in, if another.
+    """
+
+    how: Lying
+    shape: Shape
+    order: list[int] | None
+
+
+@lru_cache(maxsize=4096)
+def _lay(spec: str, x: Shape, w: Shape, of_x: Shape, of_w: Shape, of_marks: Shape) -> _Lay | None:
+    """Of operands with these shapes and strides; None if one is not there as matrices."""
+    how = plan(spec, x, w)
+    laid: list[Steps] = []
+    for layout, shape, strides in (
+        (how.left, x, of_x),
+        (how.right, w, of_w),
+        (how.left, x, of_marks),
+    ):
+        given = torch.empty_strided(shape, strides, device="meta")
+        matrices = layout(given)
+        if matrices is not given and matrices._base is not given:
+            return None
+        batch, row, column = matrices.stride()
+        laid.append((batch, row, column))
+    left, right, marks = laid
+    i, k = how.size(how.batch), how.size(how.inner)
+    m, n = how.size(how.rows), how.size(how.columns)
+    if how.turned:
+        (batch, inner, row), other = right, left
+        shape = tuple(how.sizes[c] for c in how.out)
+        return _Lay(Lying((i, n, m), k, (batch, row, inner), other, marks, True), shape, None)
+    batch, inner, column = right
+    written, order = how.written
+    lying = Lying((i, m, n), k, left, (batch, column, inner), marks, False)
+    return _Lay(lying, tuple(written), order)
+
+
+class _Ways(NamedTuple):
+    """Steps: what each dimension of the output adds to the batch, the row, the column and the place
+    in the input where an element's line begins; what each of the input adds to the place on that
+    line; sizes of, and steps along, the line in the input.
+    """
+
+    out: tuple[Shape, Shape, Shape, Shape]
+    inner: Shape
+    along: tuple[Shape, Shape]
+
+
+@lru_cache(maxsize=4096)
+def _ways(spec: str, x: Shape, w: Shape) -> _Ways:
+    how = plan(spec, x, w)
+    steps = how.strides(how.x)
+    base = {c: steps[c] for c in how.batch + how.rows}
+
+    def along(letters: str, by: dict[str, int]) -> Shape:
+        return tuple(by.get(c, 0) for c in letters)
+
+    batch, row, column = (
+        along(how.out, how.strides(c)) for c in (how.batch, how.rows, how.columns)
+    )
+    sizes = tuple(how.sizes[c] for c in how.inner)
+    return _Ways(
+        (batch, row, column, along(how.out, base)),
+        along(how.x, how.strides(how.inner)),
+        (sizes, along(how.inner, steps)),
+    )
+
+
+def _number(at: Tensor, numbers: dict[str, Tensor], how: Plan, letters: str) -> Tensor:
+    """The number of each element's combination of letters."""
+    total = torch.zeros_like(at)
+    for letter in letters:
+        total = total * how.sizes[letter] + numbers[letter]
+    return total

@@ -1,0 +1,89 @@
+"""``out[i] = ⊕ in[j]`` over the j up to i, or from i on: cumulative sums."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gradtrace.linops.base import Best, Count, Map, Rows, chosen, ones_at, per_element, strides_of
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import each, wide
+from gradtrace.types import Shape
+
+
+class Scan(Map):
+    """Prefix ⊕ along ``dim``; with ``reverse`` over what follows in place of what precedes."""
+
+    __slots__ = ("dim", "reverse")
+
+    def __init__(self, dim: int, shape: Shape, reverse: bool = False) -> None:
+        self.dim = dim % len(shape)
+        self.reverse = reverse
+        self.in_shape = self.out_shape = shape
+
+    def _turn(self, x: Tensor) -> Tensor:
+        return x.flip(self.dim) if self.reverse else x
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._turn(self._turn(x).cumsum(self.dim))
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        return each(semiring.scan(each(x, self._turn), self.dim), self._turn)
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        size = self._turn(wide(x).abs())
+        if not size.numel():
+            return self.largest(x, at)
+        value = size.cummax(self.dim).values
+        n, step = self.in_shape[self.dim], strides_of(self.in_shape)[self.dim]
+        shape = [n if d == self.dim else 1 for d in range(size.dim())]
+        number = torch.arange(n, device=x.device).reshape(shape)
+        before = value.roll(1, self.dim)
+        # The lowest of equals: the first met from the left, the last met from the right.
+        larger = size >= before if self.reverse else size > before
+        # NaN is largest of all, and stays.
+        larger |= size.isnan() if self.reverse else size.isnan() & ~before.isnan()
+        larger &= ~(before.isnan() & ~size.isnan())
+        met = torch.where(larger | (number == 0), number, 0).cummax(self.dim).values
+        place = self._turn(n - 1 - met if self.reverse else met)
+        own = torch.arange(self.inputs, device=x.device).reshape(self.in_shape)
+        return chosen(self._turn(value), own - (number - place) * step, at)
+
+    def rows(self, at: Tensor) -> Rows:
+        n, step = self.in_shape[self.dim], strides_of(self.in_shape)[self.dim]
+        here = ((at // step) % n).unsqueeze(1)
+        number = torch.arange(n, device=at.device)
+        there = number >= here if self.reverse else number <= here
+        source = at.unsqueeze(1) + (number - here) * step
+        return Rows(torch.where(there, source, -1), torch.ones((), device=at.device))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
+
+    @property
+    def width(self) -> int:
+        return self.in_shape[self.dim]
+
+    def reach(self, x: Tensor) -> Tensor:
+        return self._turn(self._turn(x).cummax(self.dim).values) if x.numel() else x
+
+    def dense(self) -> Tensor:
+        before, n, after = (
+            self.in_shape[: self.dim],
+            self.in_shape[self.dim],
+            prod(self.in_shape[self.dim + 1 :]),
+        )
+        triangle = (
+            torch.ones(n, n, device="cpu").triu()
+            if self.reverse
+            else torch.ones(n, n, device="cpu").tril()
+        )
+        return torch.kron(
+            torch.eye(prod(before), device="cpu"),
+            torch.kron(triangle, torch.eye(after, device="cpu")),
+        )
+
+    def routes(self, count: Count) -> Count:
+        return self.apply(per_element(count, self.in_shape))

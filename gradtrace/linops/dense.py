@@ -1,0 +1,78 @@
+"""An explicit matrix: whatever is linear and small, and has no better name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import contraction, winner
+from gradtrace.linops.base import Best, Count, Map, Rows, chosen
+from gradtrace.pytorch.plain_tensors import plain
+from gradtrace.semirings import MAX, Semiring, Value
+from gradtrace.semirings.base import each
+from gradtrace.types import Shape
+
+
+class Dense(Map):
+    """``out[i] = ⊕ⱼ matrix[i, j] · in[j]``."""
+
+    __slots__ = ("matrix",)
+
+    def __init__(self, matrix: Tensor, in_shape: Shape, out_shape: Shape) -> None:
+        self.matrix = plain(matrix)
+        self.in_shape = in_shape
+        self.out_shape = out_shape
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (self.matrix.to(x.dtype) @ x.reshape(-1)).reshape(self.out_shape)
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        if semiring == MAX:
+            return (self.best(x[0]).value,)
+        flat = semiring.contract("j,ij->i", each(x, lambda part: part.reshape(-1)), self.matrix)
+        return each(flat, lambda part: part.reshape(self.out_shape))
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None or not self._plain(x):
+            return self.largest(x, at)
+        value, source = winner(x.reshape(1, 1, -1), self.matrix.t().unsqueeze(0))
+        return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        if not self._plain(x):
+            return super().carry(x, marks, value)
+        matrix = self.matrix.t().unsqueeze(0)
+        found = contraction(x.reshape(1, 1, -1), matrix, value=value, marks=marks.reshape(1, 1, -1))
+        assert found.marks is not None
+        largest = None if found.value is None else found.value.reshape(self.out_shape)
+        return largest, found.marks.reshape(self.out_shape)
+
+    def _plain(self, x: Tensor) -> bool:
+        """Whether a product with an entry of 0 is 0: no entry, so no contribution."""
+        return bool(x.isfinite().all())
+
+    def rows(self, at: Tensor) -> Rows:
+        weight = self.matrix[at]
+        number = torch.arange(self.inputs, device=at.device)
+        return Rows(torch.where(weight != 0, number, -1), weight)
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return self.matrix[at, source].double()
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+    def reach(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        if not flat.numel():
+            return x.new_zeros(self.out_shape)
+        return ((self.matrix != 0) * flat).amax(1).reshape(self.out_shape)
+
+    def routes(self, count: Count) -> Count:
+        there = (self.matrix != 0).double()
+        if isinstance(count, Tensor):
+            return (there @ count.reshape(-1)).reshape(self.out_shape)
+        return (there.sum(1) * count).reshape(self.out_shape)
+
+    def tensors(self) -> tuple[str, ...]:
+        return ("matrix",)

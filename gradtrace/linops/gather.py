@@ -1,0 +1,202 @@
+"""``out[i] = in[src[i]]``, or nothing: whatever only moves elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gradtrace.linops.base import Best, Count, Map, Rows, chosen, ones_at, per_element, taken_at
+from gradtrace.linops.indexing import located
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import each, wide
+from gradtrace.types import Shape
+
+
+class Index(Map):
+    """``out[i] = in[src[i]]``, or ⊕'s zero where ``src[i]`` is -1.
+
+    ``move`` is the operation itself (a view, a gather, a padding), which must work on a tensor of
+    any dtype and put 0 where nothing comes from; run on element numbers it tells ``src``.
+    ``fills`` says whether it may put zeros at all, ``injective`` whether it takes no element twice
+    (None: find out).
+    """
+
+    __slots__ = ("fills", "injective", "move")
+    single_source = moves = True
+
+    def __init__(
+        self,
+        move: Callable[[Tensor], Tensor],
+        in_shape: Shape,
+        out_shape: Shape,
+        fills: bool = False,
+        injective: bool | None = None,
+    ) -> None:
+        self.move = move
+        self.in_shape = in_shape
+        self.out_shape = out_shape
+        self.fills = fills
+        self.injective = injective
+
+    def source(self, device: torch.device | None = None) -> Tensor:
+        """For each output element, the number of the input element it is; -1 for none."""
+        numbers = torch.arange(1, self.inputs + 1, device=device).reshape(self.in_shape)
+        return self.move(numbers).reshape(self.out_shape) - 1
+
+    def sources(self, at: Tensor) -> Tensor:
+        """``src`` at these output elements only. A view's follows from its strides."""
+        if not self.fills and self.inputs:
+            numbers = torch.empty(self.in_shape, dtype=torch.uint8, device=at.device)
+            moved = self.move(numbers)
+            if moved.data_ptr() and moved.untyped_storage().data_ptr() == numbers.data_ptr():
+                return located(at, moved.shape, moved.stride()) + int(moved.storage_offset())
+        dtype = torch.int32 if self.inputs < 1 << 31 else torch.int64
+        numbers = torch.arange(1, self.inputs + 1, dtype=dtype, device=at.device)
+        return self.move(numbers.reshape(self.in_shape)).reshape(-1)[at].long() - 1
+
+    @property
+    def single_target(self) -> bool:  # type: ignore[override]
+        """Whether no element is taken twice."""
+        if self.injective is None:
+            self.injective = self._finds_injective()
+        return self.injective
+
+    def _finds_injective(self) -> bool:
+        if not self.fills and self.outputs > self.inputs:
+            return False
+        source = self.source().reshape(-1)
+        taken = torch.zeros(self.inputs + 1, dtype=torch.bool, device=source.device)
+        taken[source + 1] = True  # the first place is that of what comes from nowhere
+        return int(taken[1:].sum()) == int((source >= 0).sum())
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.move(x)
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        if not self.fills or not any(semiring.zero):
+            return each(x, self._move)
+        there = self.source(x[0].device) >= 0
+        return tuple(
+            torch.where(there, self._move(part), zero) for part, zero in zip(x, semiring.zero)
+        )
+
+    def _move(self, x: Tensor) -> Tensor:
+        return self.move(x) if x.dtype is not torch.bool else self.move(x.byte()) != 0
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None:
+            source = self.sources(at)
+            return chosen(taken_at(wide(x).reshape(-1), source, 0.0).abs(), source, None)
+        return chosen(wide(self.move(x)).abs(), self.source(x.device), None)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        size = wide(self.move(x)).abs()
+        return size if value else None, torch.where(size != 0, self.move(marks), 0)
+
+    def rows(self, at: Tensor) -> Rows:
+        return Rows(self.sources(at).unsqueeze(1), torch.ones((), device=at.device))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
+
+    def reach(self, x: Tensor) -> Tensor:
+        return self.move(x)
+
+    def copies(self, count: int) -> Map | None:
+        out_shape = (count, *self.out_shape)
+        known: dict[torch.device, Tensor] = {}
+        move, shape, size, fills = self.move, self.in_shape, self.inputs, self.fills
+
+        def each_moved(x: Tensor) -> Tensor:
+            source = known.get(x.device)
+            if source is None:
+                numbers = torch.arange(1, size + 1, device=x.device).reshape(shape)
+                known[x.device] = source = move(numbers).reshape(-1) - 1
+            if not size:
+                return x.new_zeros(out_shape)
+            taken = x.reshape(count, size).index_select(1, source.clamp(min=0) if fills else source)
+            if fills:
+                taken = torch.where(source >= 0, taken, torch.zeros_like(taken[:1, :1]))
+            return taken.reshape(out_shape)
+
+        return Index(each_moved, (count, *self.in_shape), out_shape, fills, self.injective)
+
+    def dense(self) -> Tensor:
+        source = self.source().reshape(-1, 1)
+        return (source == torch.arange(self.inputs, device="cpu")).float()
+
+    def routes(self, count: Count) -> Count:
+        if isinstance(count, Tensor) or self.fills:
+            return self.move(per_element(count, self.in_shape)).reshape(self.out_shape)
+        return count
+
+
+class Slot(Index):
+    """A stretch of the output along a dimension is the input, in the shape ``cut``; the rest is
+    nothing. Concatenations are sums of such.
+    """
+
+    __slots__ = ("cut", "dim", "start")
+
+    def __init__(self, dim: int, start: int, cut: Shape, in_shape: Shape, out_shape: Shape) -> None:
+        def put(x: Tensor) -> Tensor:  # a method of this map would hold it by itself, for ever
+            out = x.new_zeros(out_shape)
+            out.narrow(dim, start, cut[dim]).copy_(x.reshape(cut))
+            return out
+
+        super().__init__(put, in_shape, out_shape, fills=True, injective=True)
+        self.dim = dim
+        self.start = start
+        self.cut = cut
+
+    def copies(self, count: int) -> Map | None:
+        shapes = ((count, *shape) for shape in (self.cut, self.in_shape, self.out_shape))
+        return Slot(self.dim + 1, self.start, *shapes)
+
+    def sources(self, at: Tensor) -> Tensor:
+        size, inner = self.cut[self.dim], prod(self.cut[self.dim + 1 :])
+        line = at // inner
+        along = line % self.out_shape[self.dim] - self.start
+        source = (line // self.out_shape[self.dim] * size + along) * inner + at % inner
+        return torch.where((along >= 0) & (along < size), source, -1)
+
+
+def tiling(maps: Sequence[Map]) -> list[int] | None:
+    """The order in which the inputs of these maps, one after the other, are the whole output; None
+    if they are not.
+    """
+    slots = [map_ for map_ in maps if isinstance(map_, Slot)]
+    if len(slots) < len(maps) or len({(slot.dim, slot.out_shape) for slot in slots}) != 1:
+        return None
+    order, end = sorted(range(len(slots)), key=lambda n: slots[n].start), 0
+    for n in order:
+        if slots[n].start != end:
+            return None
+        end += slots[n].cut[slots[n].dim]
+    return order if end == slots[0].out_shape[slots[0].dim] else None
+
+
+def tiled(maps: Sequence[Map], parts: Sequence[Tensor], order: list[int]) -> Tensor:
+    """The inputs of slots, one after the other."""
+    slots = [map_ for map_ in maps if isinstance(map_, Slot)]
+    cuts = [(parts[n], slots[n].cut) for n in order]
+    pieces = [part if part.shape == cut else part.reshape(cut) for part, cut in cuts]
+    return torch.cat(pieces, slots[0].dim)
+
+
+def gather(source: Tensor, in_shape: Shape) -> Index:
+    """The ``Index`` of written-out source numbers (-1: nothing)."""
+    out_shape = tuple(source.shape)
+
+    def move(x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        if not flat.numel():
+            return x.new_zeros(out_shape)
+        there = source >= 0
+        nothing = torch.zeros((), dtype=x.dtype, device=x.device)
+        return torch.where(there, flat[source.clamp(min=0)], nothing)
+
+    return Index(move, in_shape, out_shape, fills=bool((source < 0).any()))

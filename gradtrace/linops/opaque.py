@@ -1,0 +1,41 @@
+"""A linear function too large to be written out, and of no known structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gradtrace.errors import TooLarge
+from gradtrace.linops.base import Count, Map, Rows
+from gradtrace.types import Shape
+
+
+class Opaque(Map):
+    """``out = f(in)``, linear, entries unknown: enough to follow whole tensors."""
+
+    __slots__ = ("function", "reason")
+
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], in_shape: Shape, out_shape: Shape, reason: str
+    ) -> None:
+        self.function = function
+        self.in_shape = in_shape
+        self.out_shape = out_shape
+        self.reason = reason
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+    def dense(self) -> Tensor:
+        raise TooLarge(self.reason)
+
+    def rows(self, at: Tensor) -> Rows:
+        raise TooLarge(self.reason)
+
+    def routes(self, count: Count) -> Count:
+        raise TooLarge(self.reason)
+
+    def reach(self, x: Tensor) -> Tensor:
+        most = x.amax() if x.numel() else x.new_zeros(())
+        return most.expand(self.out_shape)

@@ -1,0 +1,167 @@
+"""``out[i] = ⊕ in[j]`` over the j sent to i: index_add, embeddings, pooling."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import steps
+from gradtrace.linops.base import Best, Count, Map, Rows, chosen, ones_at, per_element, taken_at
+from gradtrace.linops.indexing import each_at
+from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.base import each, wide
+from gradtrace.types import Shape
+
+SPARSE = 8
+"""With so many times fewer inputs than outputs, outputs that get nothing are not looked at."""
+
+
+class Few(NamedTuple):
+    """Some elements by number: their values and marks."""
+
+    at: Tensor
+    value: Tensor
+    marks: Tensor
+
+
+class Scatter(Map):
+    """``out[i] = ⊕ in[j]`` over ``target[j] = i``; what has target -1 goes nowhere."""
+
+    __slots__ = ("target",)
+    single_target = True
+
+    def __init__(self, target: Tensor, out_shape: Shape) -> None:
+        self.target = target
+        self.in_shape = tuple(target.shape)
+        self.out_shape = out_shape
+
+    @classmethod
+    def table(cls, indices: Tensor, shape: Shape, rows: int, padding: int = -1) -> Scatter:
+        """Each row of the input to the row of a table that has its index; ``padding`` nowhere."""
+        width, places = shape[-1], indices.reshape(-1, 1)
+        target = places * width + torch.arange(width, device=indices.device)
+        if padding >= 0:
+            target = torch.where(places == padding, -1, target)
+        return cls(target.reshape(shape), (rows, width))
+
+    def targets(self) -> Tensor:
+        """For each input element, the number of the output element it goes to; -1 for none."""
+        return self.target
+
+    def apply(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(self.outputs + 1)  # the last place takes what goes nowhere
+        place = self.target.reshape(-1).remainder(self.outputs + 1)
+        return out.index_add_(0, place, x.reshape(-1))[:-1].reshape(self.out_shape)
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """``total + apply(x)``, written into ``total``: only where there is something to add."""
+        target = self.target.reshape(-1)
+        there = (target >= 0).nonzero().reshape(-1)
+        total.view(-1).index_add_(0, target[there], x.reshape(-1)[there])
+        return total
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        flat = each(x, lambda part: part.reshape(-1))
+        found = semiring.scatter(flat, self.target.reshape(-1), self.outputs)
+        return each(found, lambda part: part.reshape(self.out_shape))
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None and at.numel() < self.outputs:
+            return self._best_at(x, at)
+        size = wide(x).abs().reshape(-1)
+        place = self.target.reshape(-1).remainder(self.outputs + 1)
+        value = size.new_zeros(self.outputs + 1).scatter_reduce(0, place, size, "amax")
+        number = torch.arange(self.inputs, device=x.device)
+        wins = (size == value[place]) | size.isnan()
+        none = torch.full((self.outputs + 1,), self.inputs, device=x.device)
+        source = none.scatter_reduce(0, place, torch.where(wins, number, self.inputs), "amin")
+        shape = self.out_shape
+        return chosen(value[:-1].reshape(shape), source[:-1].reshape(shape), at)
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        target = self.target.reshape(-1)
+        if not value and self.sparse:
+            few = self.few(x, marks)
+            out = marks.new_zeros(self.outputs)
+            out[few.at] = few.marks
+            return None, out.reshape(self.out_shape)
+        largest, handed = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
+        return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
+
+    def _best_at(self, x: Tensor, at: Tensor) -> Best:
+        """``best`` of few elements: what is sent to others is left out."""
+        few, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        target = self.target.reshape(-1).contiguous()
+        place = torch.searchsorted(few, target).clamp(max=max(0, len(few) - 1))
+        mine = (few[place] == target).nonzero().reshape(-1) if len(few) else target[:0]
+        small = Scatter(place[mine], (len(few),)).best(x.reshape(-1)[mine])
+        source = taken_at(mine, small.source, -1)
+        return Best(small.value[back], source[back])
+
+    @property
+    def sparse(self) -> bool:
+        """Whether most outputs get nothing."""
+        return SPARSE * self.inputs < self.outputs
+
+    def few(self, x: Tensor, marks: Tensor) -> Few:
+        """``apply`` and ``carry``, to those outputs alone that something is sent to."""
+        target = self.target.reshape(-1)
+        at, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        flat = x.reshape(-1)
+        handed = steps.scatter(flat, marks.reshape(-1), place, len(at)).marks
+        value = flat.new_zeros(len(at)).index_add_(0, place, flat)
+        there = at >= 0  # what goes nowhere has a place of its own here
+        return Few(at[there], value[there], handed[there])
+
+    def rows(self, at: Tensor) -> Rows:
+        target = self.target.reshape(-1).to(at.device)
+        order = target.argsort(stable=True)
+        ranked = target[order]
+        first = torch.searchsorted(ranked, at)
+        count = torch.searchsorted(ranked, at, right=True) - first
+        number = torch.arange(int(count.max()) if len(at) else 0, device=at.device)
+        place = first.unsqueeze(1) + number
+        there = number < count.unsqueeze(1)
+        source = order[torch.where(there, place, 0)] if len(order) else torch.zeros_like(place)
+        return Rows(torch.where(there, source, -1), torch.ones((), device=at.device))
+
+    def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return ones_at(at)
+
+    @property
+    def width(self) -> int:
+        kept = self.target[self.target >= 0]
+        return int(torch.bincount(kept.reshape(-1)).max()) if kept.numel() else 1
+
+    def loud(self, x: Tensor) -> Tensor | None:
+        return self.reach((x != 0).int()) != 0
+
+    def narrow(self, dim: int, index: Tensor) -> Map | None:
+        return Scatter(self.target.index_select(dim, index), self.out_shape)
+
+    def copies(self, count: int) -> Map | None:
+        return self._apart(self.target.expand(count, *self.in_shape))
+
+    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
+        return self._apart(each_at(self.target, dim, index))
+
+    def _apart(self, targets: Tensor) -> Scatter:
+        """Each target in an output of its own."""
+        count = len(targets)
+        shift = torch.arange(count, device=targets.device) * self.outputs
+        shift = shift.reshape(count, *[1] * (targets.dim() - 1))
+        return Scatter(torch.where(targets >= 0, targets + shift, -1), (count, *self.out_shape))
+
+    def reach(self, x: Tensor) -> Tensor:
+        place = self.target.reshape(-1).remainder(self.outputs + 1)
+        out = x.new_zeros(self.outputs + 1).scatter_reduce(0, place, x.reshape(-1), "amax")
+        return out[:-1].reshape(self.out_shape)
+
+    def dense(self) -> Tensor:
+        rows = torch.arange(self.outputs, device="cpu").reshape(-1, 1)
+        return (rows == self.target.reshape(1, -1)).float()
+
+    def routes(self, count: Count) -> Count:
+        return self.apply(per_element(count, self.in_shape))

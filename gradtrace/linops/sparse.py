@@ -1,0 +1,227 @@
+"""``out[i] = ⊕ₑ weight[e] · in[source[e]]`` over the entries of row i: a matrix of few entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels import steps
+from gradtrace.kernels.steps import Compressed
+from gradtrace.linops.base import Best, Count, Map, Rows, numbers_in, per_element
+from gradtrace.semirings import MAX, SUM, Semiring, Value
+from gradtrace.semirings.base import each, wide
+from gradtrace.types import Shape
+
+PRODUCTS = 1 << 22
+"""The most products that are written out at a time."""
+
+
+class Around(NamedTuple):
+    """How often a sparse matrix is there: each of ``blocks`` matrices is applied to ``planes``
+    planes of ``inner`` columns. The input is (blocks, planes, columns of the matrix, inner), the
+    output (blocks, planes, rows of the matrix, inner).
+    """
+
+    blocks: int = 1
+    planes: int = 1
+    inner: int = 1
+
+
+class Sparse(Map):
+    """Block-diagonal sparse matrices in compressed rows, applied to many planes alike.
+
+    Row r of block b holds the entries from ``starts[b·rows + r]`` on; ``source`` says which column
+    of the block an entry belongs to, rising along a row, so there is one weight for a pair.
+    Everything costs in proportion to the entries.
+    """
+
+    __slots__ = ("around", "source", "starts", "weight")
+
+    def __init__(
+        self,
+        starts: Tensor,
+        source: Tensor,
+        weight: Tensor,
+        in_shape: Shape,
+        out_shape: Shape,
+        around: Around | None = None,
+    ) -> None:
+        self.starts = starts
+        self.source = source
+        self.weight = weight
+        self.in_shape = in_shape
+        self.out_shape = out_shape
+        self.around = Around() if around is None else around
+        if not self.inputs * self.outputs:
+            self.starts = starts.new_zeros(self.outputs + 1)
+            self.source, self.weight, self.around = source[:0], weight[:0], Around()
+
+    @classmethod
+    def of(
+        cls,
+        entries: tuple[Tensor, Tensor, Tensor],
+        in_shape: Shape,
+        out_shape: Shape,
+        around: Around | None = None,
+    ) -> Sparse:
+        """From entries (row, column, weight) in any order; weights of one pair are added up.
+
+        Rows and columns are numbered through all blocks.
+
+        >>> row, column = torch.tensor([1, 0, 1]), torch.tensor([2, 0, 2])
+        >>> m = Sparse.of((row, column, torch.tensor([1.0, 5.0, 2.0])), (3,), (2,))
+        >>> m.dense().tolist()
+        [[5.0, 0.0, 0.0], [0.0, 0.0, 3.0]]
+        """
+        row, column, weight = (part.reshape(-1) for part in entries)
+        around = Around() if around is None else around
+        if not prod(in_shape) * prod(out_shape):
+            row, column, weight, around = row[:0], column[:0], weight[:0], Around()
+        each_in, each_out = (prod(shape) // prod(around) for shape in (in_shape, out_shape))
+        rows, columns = around.blocks * each_out, around.blocks * each_in
+        pairs, order = (row * columns + column).sort(stable=True)
+        weight = weight[order]
+        new = torch.ones_like(pairs, dtype=torch.bool)
+        new[1:] = pairs[1:] != pairs[:-1]
+        if not bool(new.all()):
+            weight = weight.new_zeros(int(new.sum())).index_add_(0, new.cumsum(0) - 1, weight)
+            pairs = pairs[new]
+        row = pairs // max(columns, 1)
+        count = torch.bincount(row, minlength=rows)
+        starts = torch.cat([count.new_zeros(1), count.cumsum(0)])
+        source = pairs % max(columns, 1) % max(each_in, 1)
+        return cls(starts, source, weight, in_shape, out_shape, around)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """The columns and the rows of one block."""
+        return self.inputs // prod(self.around), self.outputs // prod(self.around)
+
+    def _compressed(self, weight: Tensor) -> Compressed:
+        columns, rows = self._sizes
+        return Compressed(self.starts, self.source, weight, (*self.around, columns, rows))
+
+    def _row(self) -> Tensor:
+        """The row of each entry, through all blocks."""
+        numbers = torch.arange(len(self.starts) - 1, device=self.starts.device)
+        return numbers.repeat_interleave(self.starts.diff(), output_size=len(self.source))
+
+    def apply(self, x: Tensor) -> Tensor:
+        # Weights of half precision are multiplied in float32, as by PyTorch's own kernels.
+        found = steps.sparse_sum(self._compressed(self.weight.to(wide(x).dtype)), wide(x))
+        return found.to(x.dtype).reshape(self.out_shape)
+
+    def pull(self, x: Value, semiring: Semiring) -> Value:
+        if semiring == SUM:
+            return (self.apply(x[0]),)
+        if semiring == MAX:
+            return (self.weighed(x[0]),)
+        columns, rows = self._sizes
+        blocks, planes, inner = self.around
+        weight = each(semiring.weigh(self.weight), lambda part: part.reshape(1, -1, 1))
+        row = self._row()
+        column = self.source + row // max(rows, 1) * columns
+        turned = each(x, lambda part: self._turned(part, columns))
+        found = []
+        for some in self._planes():
+            taken = tuple(part[some].index_select(1, column) for part in turned)
+            product = each(semiring.times(weight, taken), lambda part: part.reshape(-1))
+            size = len(taken[0]) * blocks * rows * inner
+            target = torch.arange(size, device=row.device).reshape(-1, blocks * rows, inner)
+            target = target.index_select(1, row).reshape(-1)
+            found.append(semiring.scatter(product, target, size))
+        if not found:
+            return semiring.zeros(self.out_shape, x)
+        whole = tuple(torch.cat(parts) for parts in zip(*found))
+        back = (planes, blocks, rows, inner)
+        return each(whole, lambda part: part.reshape(back).transpose(0, 1).reshape(self.out_shape))
+
+    def _turned(self, x: Tensor, size: int) -> Tensor:
+        """(planes, all blocks one after the other, inner)."""
+        blocks, planes, inner = self.around
+        whole = x.reshape(blocks, planes, size, inner).transpose(0, 1)
+        return whole.reshape(planes, blocks * size, inner)
+
+    def _planes(self) -> Iterator[slice]:
+        """As many planes at a time as their products fit."""
+        step = max(1, PRODUCTS // max(1, len(self.source) * self.around.inner))
+        planes = self.around.planes if self.outputs else 0
+        return (slice(n, min(n + step, planes)) for n in range(0, planes, step))
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is not None:
+            return self.largest(x, at)
+        if self.inputs >= 1 << 31:
+            return self.largest(x)
+        numbers = torch.arange(1, self.inputs + 1, dtype=torch.int32, device=x.device)
+        value, number = self.carry(x, numbers.reshape(self.in_shape), value=True)
+        assert value is not None
+        return Best(value, number.long() - 1)
+
+    def weighed(self, x: Tensor) -> Tensor:
+        value, _ = self.carry(x, torch.ones_like(x, dtype=torch.int32), value=True)
+        assert value is not None
+        return value
+
+    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        x, weight = wide(x), wide(self.weight)
+        kind = torch.promote_types(x.dtype, weight.dtype)
+        largest, handed = steps.sparse(self._compressed(weight.to(kind)), x.to(kind), marks)
+        largest = largest.reshape(self.out_shape)
+        return largest if value else None, handed.reshape(self.out_shape)
+
+    def rows(self, at: Tensor) -> Rows:
+        columns, rows = self._sizes
+        blocks, planes, inner = self.around
+        block, plane, row, along = numbers_in(at, (blocks, planes, rows, inner))
+        first = self.starts[block * rows + row]
+        count = self.starts[block * rows + row + 1] - first
+        number = torch.arange(int(count.max()) if len(at) else 0, device=at.device)
+        there = number < count.unsqueeze(1)
+        entry = torch.where(there, first.unsqueeze(1) + number, 0)
+        base = (block * planes + plane).unsqueeze(1) * columns
+        if not len(self.source):
+            return Rows(entry, self.weight.new_zeros(()))
+        source = (base + self.source[entry]) * inner + along.unsqueeze(1)
+        return Rows(torch.where(there, source, -1), self.weight[entry])
+
+    @property
+    def width(self) -> int:
+        return max(1, int(self.starts.diff().max())) if len(self.starts) > 1 else 1
+
+    def loud(self, x: Tensor) -> Tensor | None:
+        blocks, planes, inner = self.around
+        filled = (self.starts.diff() > 0).reshape(blocks, 1, -1, 1)
+        return filled.expand(blocks, planes, filled.shape[2], inner).reshape(self.out_shape)
+
+    def reach(self, x: Tensor) -> Tensor:
+        columns, rows = self._sizes
+        blocks, planes, inner = self.around
+        row = self._row()
+        column = self.source + row // max(rows, 1) * columns
+        taken = self._turned(x, columns).index_select(1, column)
+        target = row.reshape(1, -1, 1).expand(taken.shape)
+        out = taken.new_zeros(planes, blocks * rows, inner).scatter_reduce(1, target, taken, "amax")
+        return out.reshape(planes, blocks, rows, inner).transpose(0, 1).reshape(self.out_shape)
+
+    def dense(self) -> Tensor:
+        matrix = self.weight.new_zeros(self.outputs, self.inputs)
+        rows = self.rows(torch.arange(self.outputs, device="cpu"))
+        number, place = (rows.source >= 0).nonzero(as_tuple=True)
+        weight = rows.weight.expand(rows.source.shape)
+        matrix[number, rows.source[number, place]] = weight[number, place]
+        return matrix
+
+    def routes(self, count: Count) -> Count:
+        ones = torch.ones(self.weight.shape, dtype=torch.float64, device="cpu")
+        there = Sparse(
+            self.starts.cpu(), self.source.cpu(), ones, self.in_shape, self.out_shape, self.around
+        )
+        return there.apply(per_element(count, self.in_shape).double())
+
+    def tensors(self) -> tuple[str, ...]:
+        return ("weight",)

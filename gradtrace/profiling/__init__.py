@@ -1,0 +1,1 @@
+"""Whether the time or the memory of a loop creeps up."""

@@ -1,0 +1,352 @@
+"""What times of steps say: whether they grow, and what grows with them, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from math import isfinite, nan
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from gradtrace.io.table import IGNORE, Column, Table
+from gradtrace.printable import printable
+from gradtrace.profiling.resource_meters import Kind
+from gradtrace.profiling.trend_tests import (
+    FEW,
+    LEVEL,
+    Interval,
+    Shift,
+    Trend,
+    mann_kendall,
+    medians,
+    shift,
+    theil_sen,
+    trend,
+)
+from gradtrace.pytorch.memory_limits import spelt
+
+SMALL = 0.05
+"""If the interval of a change over all steps ends below this share, there is none to speak of."""
+
+READINGS, EXACT = 5, 3
+"""Of fewer readings of a gauge nothing is told, nor of so few of an exact count."""
+
+MANY = 200
+"""From so many steps on, changes are told per 1,000 of them."""
+
+
+class Seen(NamedTuple):
+    """What was read of one kind, and at which steps."""
+
+    kind: Kind
+    steps: list[int]
+    values: list[float]
+
+
+class Growth(NamedTuple):
+    """How something changes: by ``rate`` a step, from ``first`` to ``last``."""
+
+    kind: Kind
+    rate: Interval
+    p: float
+    first: float
+    last: float
+    readings: int
+    steps: int
+
+    @property
+    def grows(self) -> bool:
+        """Whether it does for sure, and enough to speak of."""
+        gain = self.rate.value * self.steps
+        enough = self.rate.value >= self.kind.floor and gain >= self.kind.least * abs(self.first)
+        return self.p < 1 - LEVEL and self.rate.low > 0 and enough
+
+    @property
+    def share(self) -> float:
+        """What it has gained, as a share of what it was."""
+        return self.rate.value * self.steps / self.first if self.first else nan
+
+    def __str__(self) -> str:
+        if self.kind.unit == "s":  # of times it is the share that matters
+            return f"{self.kind.name} +{self.share:.0%} to {_spell(self.last, 's')}"
+        return f"{self.kind.name} +{_spell(self.rate.value, self.kind.unit)} a step"
+
+
+@dataclass(frozen=True, repr=False)
+class Pace:
+    """Whether the steps of a loop slow down, and what grows with them.
+
+    ``trend`` is that of the time of a step over steps, ``epochs`` that of the mean time of a step
+    over epochs; ``overhead`` the seconds a step costs to be timed, ``reading`` those that the
+    gauges took in all.
+    """
+
+    steps: int
+    left: int
+    total: float
+    trend: Trend
+    jump: Shift | None
+    epochs: Trend | None
+    rounds: int
+    growths: tuple[Growth, ...]
+    overhead: float
+    reading: float
+
+    @property
+    def slower(self) -> int:
+        """1 if the steps slow down, -1 if they speed up, 0 if that cannot be told."""
+        return self.trend.sign
+
+    @property
+    def growing(self) -> tuple[Growth, ...]:
+        """What grows."""
+        return tuple(growth for growth in self.growths if growth.grows)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a few sentences."""
+        return " ".join(self._said())
+
+    def _said(self) -> Iterator[str]:
+        if self.steps < FEW:
+            yield (
+                f"Too few steps to tell: {self.steps} after {self.left} of warm-up, and at least "
+                f"{FEW} are needed."
+            )
+        else:
+            yield from self._times()
+        yield from self._growing()
+        if self.epochs is not None:
+            sign, change = self.epochs.sign, self.epochs.relative()
+            verb = {1: "grows", -1: "falls", 0: "shows no trend"}[sign]
+            start = f"Over {self.rounds:,} epochs the time of a step {verb}"
+            yield f"{start}: {_change(change)} an epoch."
+
+    def _times(self) -> Iterator[str]:
+        span, unit = (1000, "per 1,000 steps")
+        if self.steps < MANY:
+            span, unit = self.steps, f"over these {self.steps} steps"
+        each = f"{_spell(self.trend.middle, 's')} each"
+        change = f"{_change(self.trend.relative(span))} {unit}"
+        if self.slower > 0:
+            yield f"Steps slow down: {each}, {change}."
+        elif self.slower < 0:
+            yield f"Steps speed up: {each}, {change}."
+        elif self.jump is not None:
+            yield (
+                f"Steps do not slow down steadily ({change}), but change at about step "
+                f"{self.jump.at + self.left:,.0f}: from {_spell(self.jump.before, 's')} to "
+                f"{_spell(self.jump.after, 's')} each."
+            )
+        elif self.trend.relative(self.steps).high < SMALL:
+            yield f"Steps do not slow down: {each}, {change}."
+        else:
+            yield f"It cannot be told whether steps slow down: {each}, {change}."
+
+    def _growing(self) -> Iterator[str]:
+        listed = ", ".join(map(str, self.growing))
+        if self.growing:
+            advice = self.growing[0].kind.advice
+            start = "What grows with them" if self.slower > 0 else "What grows"
+            yield f"{start}: {listed} ({advice})."
+        elif self.slower > 0 and self.growths:
+            yield "Nothing that is measured grows with them."
+
+    # Shown ---------------------------------------------------------------------------------------
+
+    def table(self) -> Table:
+        """Every measure with its change a step, the interval of that, and the p of no trend."""
+        columns = (
+            Column("what"),
+            Column("first"),
+            Column("last"),
+            Column("a step"),
+            Column("low"),
+            Column("high"),
+            Column("p", "number"),
+            Column("grows"),
+        )
+        first = self.trend
+        rows = [_row("time of a step", "s", first.middle, None, first.slope, first.p, first.sign)]
+        for growth in self.growths:
+            kind, ends = growth.kind, (growth.first, growth.last)
+            rows.append(_row(kind.name, kind.unit, *ends, growth.rate, growth.p, growth.grows))
+        return Table("", columns, tuple(rows), (self._how(), self._cost()))
+
+    def _how(self) -> str:
+        return (
+            f"Theil-Sen slopes with {LEVEL:.0%} intervals and Mann-Kendall tests; of times, those "
+            f"of medians of {self.trend.points} blocks, the variance enlarged "
+            f"{self.trend.inflation:.1f}-fold for what neighbours have in common. "
+            f"{self.left} steps of warm-up are left out; the time's first is its median."
+        )
+
+    def _cost(self) -> str:
+        share = self.reading / self.total if self.total else 0.0
+        return (
+            f"To time a step takes {_spell(self.overhead, 's')}; reading gauges between steps took "
+            f"{_spell(self.reading, 's')}, {share:.1%} of the steps' own time."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; numbers that are not finite are None."""
+        return {
+            "verdict": self.verdict,
+            "steps": self.steps,
+            "warmup": self.left,
+            "slower": self.slower,
+            "seconds": _plain(self.trend.middle),
+            "trend": _trend(self.trend),
+            "jump": None if self.jump is None else self.jump._asdict(),
+            "epochs": None if self.epochs is None else _trend(self.epochs),
+            "measures": [
+                {
+                    "name": growth.kind.name,
+                    "unit": growth.kind.unit,
+                    "first": growth.first,
+                    "last": growth.last,
+                    "rate": list(map(_plain, growth.rate)),
+                    "p": growth.p,
+                    "readings": growth.readings,
+                    "grows": growth.grows,
+                }
+                for growth in self.growths
+            ],
+            "overhead": self.overhead,
+            "reading": self.reading,
+        }
+
+    def __str__(self) -> str:
+        return f"{printable(self.verdict)}\n{self.table()}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        verdict = escape(printable(self.verdict))
+        return f'<div class="{IGNORE}"><p>{verdict}</p>\n{self.table()._repr_html_()}</div>'
+
+
+def pace(
+    times: Sequence[float],
+    epochs: Sequence[int],
+    seen: Mapping[str, Seen],
+    *,
+    warmup: int = 10,
+    overhead: float = 0.0,
+    reading: float = 0.0,
+) -> Pace:
+    """The pace of a loop: seconds of each step, the first step of each epoch, what was read.
+
+    Of a short loop, a quarter of the steps is warm-up at most.
+    """
+    left = min(warmup, len(times) // 4)
+    rest = times[left:]
+    growths = [growth(some, left, len(times)) for some in seen.values()]
+    means = _means(times, epochs, left)
+    return Pace(
+        steps=len(rest),
+        left=left,
+        total=sum(times),
+        trend=trend(rest),
+        jump=shift(rest),
+        epochs=trend(means) if len(means) >= FEW else None,
+        rounds=len(means),
+        growths=tuple(found for found in growths if found is not None),
+        overhead=overhead,
+        reading=reading,
+    )
+
+
+def growth(seen: Seen, left: int, total: int) -> Growth | None:
+    """How what was read changes a step, warm-up left out; None if there is too little.
+
+    Counts are not noise, so neighbours are not corrected for; times are, by ``trend``. An exact
+    count that always rises needs no test: the interval is then that of its rates.
+    """
+    kept = [(step, value) for step, value in zip(seen.steps, seen.values) if step > left]
+    if len(kept) < (EXACT if seen.kind.exact else READINGS):
+        return None
+    x, y = ([float(pair[at]) for pair in kept] for at in (0, 1))
+    if seen.kind.unit == "s":
+        found = trend(y, x)
+        rate, p = found.slope, found.p
+    else:
+        rate, p = theil_sen(medians(x, MANY), medians(y, MANY)), mann_kendall(medians(y, MANY)).p
+    if seen.kind.exact and all(a < b for a, b in pairwise(y)):
+        rate, p = Interval(rate.value, min(diffs := _rates(x, y)), max(diffs)), 0.0
+    some = max(len(y) // 5, 1)
+    first, last = (float(medians(part, 1)[0]) for part in (y[:some], y[-some:]))
+    return Growth(seen.kind, rate, p, first, last, len(kept), total - left)
+
+
+def _rates(x: Sequence[float], y: Sequence[float]) -> list[float]:
+    return [(d - b) / (c - a) for (a, b), (c, d) in pairwise(zip(x, y))]
+
+
+def _means(times: Sequence[float], epochs: Sequence[int], left: int) -> list[float]:
+    """The mean time of a step in each epoch, without warm-up; the last may be cut short."""
+    ends = [*epochs, len(times)]
+    parts = [times[max(begin, left) : end] for begin, end in pairwise(ends)]
+    return [fmean(part) for part in parts if part]
+
+
+# Words --------------------------------------------------------------------------------------------
+
+
+def _change(change: Interval) -> str:
+    """``+3.1% (95% interval +2.0% to +4.2%)``."""
+    if not all(map(isfinite, change)):
+        return "by a share that cannot be told"
+    value, low, high = (f"{part:+.1%}" if abs(part) < 0.1 else f"{part:+.0%}" for part in change)
+    return f"{value} ({LEVEL:.0%} interval {low} to {high})"
+
+
+def _spell(value: float, unit: str) -> str:
+    """A number with its unit, as people say it.
+
+    >>> _spell(0.00231, "s"), _spell(3 << 20, "bytes"), _spell(12.0, "")
+    ('2.31 ms', '3.0 MiB', '12')
+    """
+    if not isfinite(value):
+        return "–"
+    sign = "-" if value < 0 else ""
+    size = abs(value)
+    if unit == "s":
+        scale, word = next((s, w) for s, w in SCALES if size >= s or s == SCALES[-1][0])
+        return f"{sign}{size / scale:.3g} {word}"
+    if unit == "bytes":
+        return sign + spelt(round(size))
+    return sign + (f"{size:,.0f}" if size >= 100 else f"{size:.3g}")
+
+
+SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def _row(
+    name: str,
+    unit: str,
+    first: float,
+    last: float | None,
+    rate: Interval,
+    p: float,
+    grows: int,
+) -> tuple[object, ...]:
+    ends = (None if value is None else _spell(value, unit) for value in (first, last))
+    word = {1: "yes", 0: "no", -1: "falls"}[int(grows)]
+    return (name, *ends, *(_spell(value, unit) for value in rate), p, word)
+
+
+def _trend(found: Trend) -> dict[str, Any]:
+    return {
+        "slope": list(map(_plain, found.slope)),
+        "p": found.p,
+        "middle": _plain(found.middle),
+        "inflation": found.inflation,
+        "points": found.points,
+    }
+
+
+def _plain(value: float) -> float | None:
+    return value if isfinite(value) else None

@@ -1,0 +1,317 @@
+"""``timing``: whether the steps of a training loop slow down, and what grows with them."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradtrace.autodiff.nodes import root_of
+from gradtrace.autodiff.traversal import walk
+from gradtrace.errors import GradtraceError
+from gradtrace.profiling import resource_meters
+from gradtrace.profiling.resource_meters import Gauge, Kind, Pauses, Rate, Readings
+from gradtrace.profiling.summary import Pace, Seen, pace
+
+T = TypeVar("T")
+
+TRIES = 2_000
+
+
+class timing(Generic[T]):
+    """Time the steps of a loop: do they slow down, and what grows with them?
+
+    ::
+
+        timing = gt.timing(loader)      # a loop over batches
+        for epoch in range(3):
+            for batch in timing:
+                ...
+        print(timing)
+
+        with gt.timing() as timing:     # or a piece of each step
+            for batch in loader:
+                with timing.step():
+                    ...
+
+        with gt.timing() as timing:     # or a call at the end of each, as from a callback
+            for batch in loader:
+                ...
+                timing.tick()
+
+    A step costs about a microsecond. Now and then, and between steps, it is looked at what may
+    grow: live tensors, Python's memory, the process's memory, CUDA memory, pauses of the garbage
+    collector, and a fixed piece of work that tells whether the machine became slower. That takes
+    ``share`` of the time at most, once a loop has run for some seconds, and is not in the times of
+    steps; with 0 it is done at the end and by ``timing.look()`` alone. ``timing.graph(loss)`` also
+    counts the operators of the graph.
+
+    The first ``warmup`` steps are left out. GPUs work on while Python goes on, so with
+    ``synchronize`` a step waits for them; without, its time is right on average if the loop reads
+    the loss now and then.
+
+    >>> import gradtrace as gt
+    >>> with gt.timing() as timing:
+    ...     for _ in range(5):
+    ...         with timing.step():
+    ...             pass
+    >>> print(timing.report().verdict)
+    Too few steps to tell: 4 after 1 of warm-up, and at least 10 are needed.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[T] | None = None,
+        *,
+        warmup: int = 10,
+        share: float = 0.01,
+        synchronize: bool = False,
+    ) -> None:
+        if steps is not None and not isinstance(steps, Iterable):
+            raise GradtraceError(
+                f"timing takes what a loop runs over, got {type(steps).__name__}; or nothing: "
+                "with gradtrace.timing() as timing: ... timing.tick()"
+            )
+        if warmup < 0 or not 0 <= share < 1:
+            raise GradtraceError(
+                f"warmup is a number of steps and share a part of 1, not {warmup} and {share}"
+            )
+        self.times = array("d")
+        self.epochs = array("q")  # how many steps there were before each
+        self._steps, self._warmup, self._synchronize = steps, warmup, synchronize
+        self._last: float | None = None
+        self._begun = perf_counter()
+        self._ours = 0.0  # seconds within the step that were not the user's
+        self._spent = 0.0  # seconds between steps that were not
+        self._loading = 0.0
+        self._open = contextlib.ExitStack()
+        self._deep = 0
+        self._pauses = Pauses()
+        self._graph: Tensor | None = None
+        self._gauges = self._all(share)
+        self._due, self._next = inf, (1 if share else inf)
+        self._counted = Gauge(resource_meters.GRAPH, self._operators, share)
+        self._bytes, self._objects = (
+            Readings(resource_meters.STORAGE),
+            Readings(resource_meters.OBJECTS),
+        )
+        self._step = Step(self)
+
+    def _all(self, share: float) -> list[Gauge]:
+        """The gauges that are read between steps."""
+
+        def each(read: Callable[[], float | None]) -> Callable[[int], float | None]:
+            return lambda _: read()
+
+        found: list[tuple[Kind, Callable[[int], float | None]]] = [
+            (resource_meters.TENSORS, self._scan),
+            (resource_meters.CUDA, each(resource_meters.cuda)),
+            (resource_meters.RESIDENT, each(resource_meters.resident)),
+            (resource_meters.COLLECTOR, Rate(lambda: self._pauses.total)),
+            (resource_meters.MACHINE, each(resource_meters.work)),
+        ]
+        if self._steps is not None:
+            found.append((resource_meters.LOADING, Rate(lambda: self._loading)))
+        return [Gauge(kind, read, share / len(found)) for kind, read in found]
+
+    def _scan(self, step: int) -> int:
+        """Count tensors; with them, objects are counted and bytes added up."""
+        tensors, objects = resource_meters.scan()
+        self._bytes.note(step, resource_meters.bytes_of(tensors))
+        self._objects.note(step, objects)
+        return len(tensors)
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[T]:
+        """The steps, each timed from when it is handed out to when the next is asked for."""
+        if self._steps is None:
+            raise GradtraceError("timing has nothing to run over: for batch in gt.timing(loader)")
+        with self:
+            self.epoch()
+            begun = perf_counter()
+            for item in self._steps:
+                self._loading += perf_counter() - begun
+                with self._step:
+                    yield item
+                begun = perf_counter()
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def __enter__(self) -> timing[T]:
+        if not self._deep:
+            self._open.enter_context(self._pauses)
+        self._deep += 1
+        self._last = perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._deep -= 1
+        self._last = None
+        if not self._deep:
+            self.look()
+            self._open.close()
+
+    def step(self) -> Step:
+        """A step, or the part of it that is to be timed: ``with timing.step(): ...``.
+
+        One that ends in an error is not counted.
+        """
+        return self._step
+
+    def tick(self, loss: Tensor | None = None) -> None:
+        """A step is over; it began at the last tick, or when this timing was opened."""
+        if self._synchronize:
+            _wait()
+        now, last = perf_counter(), self._last
+        if loss is not None:
+            self._note(loss)
+        if last is not None:
+            self._done(now - last)
+        self._last = perf_counter()
+
+    def epoch(self) -> None:
+        """An epoch begins; what happened since the last step is not counted."""
+        self.epochs.append(len(self.times))
+        self._last = None if self._last is None else perf_counter()
+
+    def graph(self, loss: Tensor) -> None:
+        """Count the operators of a loss's graph, if it is time to; before or after backward."""
+        if perf_counter() >= self._counted.due or len(self.times) + 1 >= self._next:
+            begun = perf_counter()
+            self._note(loss)
+            self._ours += perf_counter() - begun
+
+    def look(self) -> None:
+        """Read all gauges now, between two steps."""
+        begun = perf_counter()
+        self._read(everything=True)
+        self._spent += perf_counter() - begun
+
+    def _note(self, loss: Tensor) -> None:
+        root_of(loss)
+        self._graph = loss
+        try:
+            self._counted.look(len(self.times) + 1)
+        finally:
+            self._graph = None  # or the loss would live on
+
+    def _operators(self, _: int) -> float | None:
+        if self._graph is None:
+            return None
+        count = 0
+
+        def visit(node: object, edges: object) -> None:
+            nonlocal count
+            count += 1
+
+        walk(self._graph, visit)
+        return count
+
+    def _done(self, seconds: float) -> None:
+        """Note a step; this is what every one costs."""
+        self.times.append(seconds - self._ours)
+        self._ours = 0.0
+        now = perf_counter()
+        if now >= self._due or len(self.times) >= self._next:
+            self._read()
+            self._spent += perf_counter() - now
+
+    def _read(self, everything: bool = False) -> None:
+        done, now = len(self.times), perf_counter()
+        again = done >= self._next
+        if again:
+            self._next = resource_meters.PACE * max(done, 1)
+        room = resource_meters.MOST * (now - self._begun)
+        for gauge in self._gauges:
+            if everything or now >= gauge.due or (again and gauge.spent <= room):
+                gauge.look(done)
+        self._due = min(gauge.due for gauge in self._gauges)
+
+    # What came out -------------------------------------------------------------------------------
+
+    @property
+    def seen(self) -> dict[str, Seen]:
+        """What the gauges read: ``{name: (kind, steps, values)}``."""
+        tensors, *others = self._gauges
+        order = [self._counted, tensors, self._bytes, self._objects, *others]
+        return {g.kind.name: Seen(g.kind, list(g.steps), list(g.values)) for g in order if g.steps}
+
+    def report(self) -> Pace:
+        """Whether the steps so far slow down, and what grows with them."""
+        return pace(
+            list(self.times),
+            list(self.epochs),
+            self.seen,
+            warmup=self._warmup,
+            overhead=_overhead(),
+            reading=self._spent,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report, ready for JSON."""
+        return self.report().to_dict()
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    def __repr__(self) -> str:
+        return f"timing({len(self.times):,} steps, {len(self.epochs):,} epochs)"
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
+
+class Step:
+    """One step of a ``timing``."""
+
+    __slots__ = ("_begun", "_of")
+
+    def __init__(self, of: timing[Any]) -> None:
+        self._of, self._begun = of, 0.0
+
+    def __enter__(self) -> None:
+        if self._of._synchronize:
+            _wait()
+        self._begun = perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._of._synchronize:
+            _wait()
+        seconds = perf_counter() - self._begun
+        if kind is None:
+            self._of._done(seconds)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _overhead() -> float:
+    """Seconds that timing an empty step takes: tried out, without gauges."""
+    some: timing[None] = timing(share=0)
+    step = some.step()
+    begun = perf_counter()
+    for _ in range(TRIES):
+        with step:
+            pass
+    return (perf_counter() - begun) / TRIES

@@ -1,0 +1,178 @@
+"""A call of an ATen operation, and what a rule says of it.
+
+The value that stands for a complex tensor is its real and imaginary parts, side by side in a last
+dimension of size 2; ``shape_of`` gives its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import NotLinear
+from gradtrace.linops import Identity, Index, Map
+from gradtrace.recording.aten_rules.batched_weights import Together
+from gradtrace.types import Shape
+
+
+class Undecided(Exception):
+    """A rule does not cover this call; go on to the next way."""
+
+
+class Call:
+    """An operation as it was called, and what came out.
+
+    ``deps`` are the arguments that depend on the cotangent. ``limit`` bounds the entries of a
+    written-out matrix. What maps refer to can be asked for ``together``, if that is there.
+    """
+
+    __slots__ = ("args", "deps", "func", "kwargs", "limit", "out", "together")
+
+    def __init__(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        deps: list[Tensor],
+        out: Any,
+        limit: int,
+        together: Together | None = None,
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.deps = deps
+        self.out = out
+        self.limit = limit
+        self.together = together
+
+    @property
+    def dep(self) -> Tensor:
+        """The one argument that depends on the cotangent."""
+        if len(self.deps) != 1:
+            raise NotLinear(f"{self.name} combines several values that depend on the gradient")
+        return self.deps[0]
+
+    @property
+    def name(self) -> str:
+        """``mul.Tensor``."""
+        return str(self.func).removeprefix("aten.")
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def depends(self, x: Any) -> bool:
+        """Whether this argument is one that depends on the cotangent."""
+        return any(x is dep for dep in self.deps)
+
+    def one_of(self, *factors: object) -> None:
+        """Refuse a product of which several factors depend on the cotangent."""
+        if sum(self.depends(factor) for factor in factors) > 1:
+            raise NotLinear(f"{self.name} multiplies values that depend on the gradient")
+
+    def only(self, allowed: object) -> Tensor:
+        """The one dependent argument, which must be ``allowed``."""
+        dep = self.dep
+        if dep is not allowed:
+            raise NotLinear(
+                f"{self.name} is not linear in an argument that depends on the gradient"
+            )
+        return dep
+
+    def function(self, dep: Tensor, moving: bool = False) -> Callable[[Tensor], Any]:
+        """The operation as a function of one argument, the other dependent ones zero.
+
+        With ``moving`` the constant float arguments are zero too, in the dtype of what is moved.
+        The function does not keep the arguments it replaces alive.
+        """
+        func, kwargs, args = self.func, self.kwargs, self.args
+        if args[0] is dep and len(args) == 1:
+            return lambda x: func(x, **kwargs)
+
+        marked = self._marked(list(args), dep, moving)
+        named = {key: self._marked(value, dep, moving) for key, value in kwargs.items()}
+        return lambda x: func(*_filled(marked, x), **{k: _filled(v, x) for k, v in named.items()})
+
+    def _marked(self, a: Any, dep: Tensor, moving: bool) -> Any:
+        """Arguments without the tensors that are to be replaced."""
+        if a is dep:
+            return _HERE
+        if isinstance(a, Tensor):
+            other = self.depends(a) or (moving and a.is_floating_point())
+            return _Zeros(tuple(a.shape), a.dtype, a.device, moving) if other else a
+        return [self._marked(b, dep, moving) for b in a] if isinstance(a, (list, tuple)) else a
+
+
+def _filled(a: Any, x: Tensor) -> Any:
+    """The same arguments, of ``x`` and zeros."""
+    if a is _HERE:
+        return x
+    if type(a) is _Zeros:
+        return torch.zeros(a.shape, dtype=x.dtype if a.moving else a.dtype, device=a.device)
+    return [_filled(b, x) for b in a] if type(a) is list else a
+
+
+class _Zeros(NamedTuple):
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+    moving: bool
+
+
+_HERE = object()
+
+Chain: TypeAlias = "tuple[list[Map], Tensor]"
+"""Maps to apply one after the other, and the dependent argument to start from."""
+
+Chains: TypeAlias = "list[Chain]"
+Rule: TypeAlias = "Callable[[Call], Any]"
+"""Gives the chains that add up to the result; for several results, a list of such lists."""
+
+
+def real(shape: Sequence[int], like: Tensor) -> Shape:
+    """The shape of a tensor's real representation."""
+    return (*shape, 2) if like.is_complex() else tuple(shape)
+
+
+def shape_of(x: Tensor) -> Shape:
+    """The shape of the value that stands for this tensor."""
+    return (*x.shape, 2) if x.is_complex() else tuple(x.shape)
+
+
+def real_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a tensor's real representation."""
+    return x.dtype.to_real() if x.is_complex() else x.dtype
+
+
+def as_real(x: Tensor) -> Tensor:
+    """A tensor's real representation."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def pairwise(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A movement of complex elements, as one of their parts."""
+    return lambda x: torch.stack([move(x[..., 0]), move(x[..., 1])], -1)
+
+
+def spread(dep: Tensor, shape: Shape) -> list[Map]:
+    """The broadcasting of an argument to another shape; nothing if it has that shape."""
+    if dep.shape == shape:
+        return []
+    move = pairwise(lambda x: x.expand(shape)) if dep.is_complex() else lambda x: x.expand(shape)
+    return [Index(move, shape_of(dep), real(shape, dep))]
+
+
+def from_shape(chain: list[Map], shape: Shape) -> list[Map]:
+    """A chain that works on another shape of as many elements, in the same order."""
+    return chain if chain[0].in_shape == shape else [Identity(shape, chain[0].in_shape), *chain]
+
+
+def as_shape(chain: list[Map], shape: Shape) -> list[Map]:
+    """A chain that ends in another shape of as many elements, in the same order."""
+    return chain if chain[-1].out_shape == shape else [*chain, Identity(chain[-1].out_shape, shape)]

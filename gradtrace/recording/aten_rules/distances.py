@@ -1,0 +1,63 @@
+"""Distances between points: one weight for each coordinate of each pair."""
+
+from __future__ import annotations
+
+from math import inf, prod
+
+import torch
+from torch import Tensor
+
+from gradtrace.linops import Distances, Map, Scale, gather
+from gradtrace.recording.aten_rules.call import Call, Chains, Undecided, spread
+from gradtrace.types import Shape
+
+
+def between(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
+    """From one number for each pair of points (..., n, m) to the coordinates of x (..., n, k):
+    ``∂‖x − y‖ₚ/∂x = φ(x − y) / ‖x − y‖ₚ^(p − 1)``, which is 0 where the points are the same.
+    """
+    batch = tuple(distance.shape[:-2])
+    n, m, k = x.shape[-2], y.shape[-2], x.shape[-1]
+    shape = (*batch, n, m)
+    flat = prod(batch)
+    near, far = (
+        part.expand(*batch, size, k).reshape(flat, size, k) for part, size in ((x, n), (y, m))
+    )
+    off = distance.reshape(flat, n, m)
+    there = distance != 0
+    if power in (1, inf):
+        scale = there.to(distance.dtype)
+    else:
+        scale = torch.where(there, distance, 1).pow(1 - power) * there
+    return [
+        Scale(scale, shape),
+        Distances(near, far, power, off, (shape, (*batch, n, k))),
+    ]
+
+
+def cdist(call: Call) -> Chains:
+    """``(g, x1, x2, p, cdist)``: to the first of the points."""
+    g, x, y, power, distance = call.args
+    call.only(g)
+    if not power or not g.numel() or not call.out.numel():
+        return []  # the number of coordinates that differ does not change
+    shape = tuple(distance.shape)
+    chain = [*spread(g, shape), *between(x, y, power, distance)]
+    if chain[-1].out_shape != call.out.shape:
+        raise Undecided
+    return [(chain, g)]
+
+
+def pdist(call: Call) -> Chains:
+    """``(g, x, p, pdist)``: every pair of points once, the first of them the lower."""
+    g, x, power, distance = call.args
+    call.only(g)
+    if not power or not g.numel() or not call.out.numel():
+        return []
+    n = x.shape[0]
+    pair = torch.full((n, n), -1, dtype=torch.int64, device=g.device)
+    first, second = torch.triu_indices(n, n, 1, device=g.device)
+    pair[first, second] = pair[second, first] = torch.arange(len(first), device=g.device)
+    square: Shape = (n, n)
+    whole = gather(pair, tuple(g.shape))
+    return [([whole, *between(x, x, power, whole.apply(distance).reshape(square))], g)]

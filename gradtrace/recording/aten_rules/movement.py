@@ -1,0 +1,124 @@
+"""Operations that move elements, and compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import NotLinear
+from gradtrace.linops import Identity, Index, Slot, gather
+from gradtrace.recording.aten_rules.call import Call, Chains, pairwise, real, shape_of
+
+
+def reshape(call: Call) -> Chains:
+    """The same elements in the same order."""
+    dep = call.dep
+    return [([Identity(shape_of(dep), real(call.out.shape, dep))], dep)]
+
+
+def strided(call: Call) -> Chains:
+    """``as_strided`` reads memory: which element lies where?"""
+    dep, out = call.dep, call.out
+    size = dep.untyped_storage().nbytes() // dep.element_size()
+    memory = torch.full((size,), -1, device=dep.device)
+    place = memory.as_strided(dep.size(), dep.stride(), dep.storage_offset())
+    place.copy_(torch.arange(dep.numel(), device=dep.device).reshape(dep.shape))
+    source = memory.as_strided(out.size(), out.stride(), out.storage_offset())
+    if bool((source < 0).any()):
+        raise NotLinear("as_strided reads memory outside the tensor it is given")
+    if dep.is_complex():
+        source = torch.stack([2 * source, 2 * source + 1], -1)
+    return [([gather(source, shape_of(dep))], dep)]
+
+
+def turn(call: Call) -> Any:
+    """Views that show every element at most once: permutations and parts."""
+    return _move(call, fills=False, injective=True)
+
+
+def view(call: Call) -> Any:
+    """Operations that take every element of the result from the argument."""
+    return _move(call, fills=False)
+
+
+def move(call: Call) -> Any:
+    """Operations that take elements from arguments, or put zeros."""
+    return _move(call, fills=True)
+
+
+def put(call: Call) -> Any:
+    """Operations that put the elements of an argument, each once, among zeros."""
+    return _move(call, fills=True, injective=True)
+
+
+def joined(call: Call) -> Any:
+    """``cat`` and ``stack``: one tensor after the other."""
+    parts, out = list(call.args[0]), call.out
+    dim = call.get(1, "dim", 0) % out.dim()
+    new = call.func._schema.name == "aten::stack"
+    cuts = [(*x.shape[:dim], 1, *x.shape[dim:]) if new else tuple(x.shape) for x in parts]
+    again = len({id(x) for x in parts}) < len(parts)
+    if out.is_complex() or again or any(len(cut) != out.dim() for cut in cuts):
+        return move(call)
+    chains: Chains = []
+    start = 0
+    for part, cut in zip(parts, cuts):
+        if call.depends(part):
+            shapes = tuple(part.shape), tuple(out.shape)
+            chains.append(([Slot(dim, start, cut, *shapes)], part))
+        start += cut[dim]
+    return chains
+
+
+def _move(call: Call, fills: bool, injective: bool | None = None) -> Any:
+    many = isinstance(call.out, (list, tuple))
+    if not many and not fills and len(call.args) == 1 and not call.dep.is_complex():
+        shapes = tuple(call.dep.shape), tuple(call.out.shape)
+        return [([Index(call.func, *shapes, injective=injective)], call.dep)]
+    outs = call.out if many else [call.out]
+    result: list[Chains] = []
+    for k, out in enumerate(outs):
+        chains: Chains = []
+        for dep in call.deps:
+            f = _numbers(call.function(dep, moving=True))
+            if many:
+                f = _nth(f, k)
+            if dep.is_complex():
+                f = pairwise(f)
+            filled = fills or len(call.deps) > 1
+            moved = Index(f, shape_of(dep), real(out.shape, dep), filled, injective)
+            chains.append(([moved], dep))
+        result.append(chains)
+    return result if many else result[0]
+
+
+def _nth(f: Callable[[Tensor], Any], k: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: f(x)[k]
+
+
+def _numbers(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Some movements exist for floats only; float64 holds element numbers as well."""
+
+    def moved(x: Tensor) -> Any:
+        if x.is_floating_point():
+            return f(x)
+        try:
+            return f(x)
+        except (NotImplementedError, RuntimeError):
+            return f(x.double()).to(x.dtype)
+
+    return moved
+
+
+def ids(shape: Sequence[int], device: torch.device) -> Tensor:
+    """The elements of a tensor of this shape, numbered from 0 in row-major order."""
+    return torch.arange(prod(shape), device=device).reshape(tuple(shape))
+
+
+def ids64(shape: Sequence[int], device: torch.device) -> Tensor:
+    """``ids`` in float64, for operations that refuse integers; exact below 2**53."""
+    return ids(shape, device).double()

@@ -1,0 +1,111 @@
+"""Formulas that cannot be followed: as matrices, if they are small, or as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import GradtraceError, NotLinear
+from gradtrace.recording.aten_rules import as_real, shape_of
+from gradtrace.recording.dispatch import close
+
+Formula: TypeAlias = "Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]"
+"""From cotangents to results."""
+
+Refusal: TypeAlias = "Callable[[], GradtraceError]"
+"""Makes the error that says why a formula could not be followed. An error itself, once raised,
+holds the frames it came through, and whoever keeps it in one of them makes a cycle of them."""
+
+
+def matrices(
+    f: Formula,
+    grads: Sequence[Tensor | None],
+    outs: Sequence[Tensor | None],
+    limit: int,
+    refusal: Refusal,
+) -> list[list[tuple[int, Tensor]]]:
+    """For each result, the matrices that lead to it from each cotangent, by unit cotangents."""
+    found: list[list[tuple[int, Tensor]]] = [[] for _ in outs]
+    if entries(grads, outs) > limit:
+        raise refusal()
+    totals = [None if o is None else torch.zeros_like(_flatten(o)) for o in outs]
+    for slot, grad in enumerate(grads):
+        if grad is None:
+            continue
+        results = []
+        for j in range(shape_size(grad)):
+            unit = torch.zeros(shape_of(grad), dtype=grad.dtype.to_real(), device=grad.device)
+            unit.reshape(-1)[j] = 1
+            only: list[Tensor | None] = [None if g is None else torch.zeros_like(g) for g in grads]
+            only[slot] = torch.view_as_complex(unit) if grad.is_complex() else unit
+            results.append(f(only))
+        for k, out in enumerate(outs):
+            total = totals[k]
+            if out is None or total is None:
+                continue
+            columns_k = [total * 0 if (c := r[k]) is None else _flatten(c) for r in results]
+            matrix = torch.stack(columns_k, -1) if columns_k else total.new_zeros(len(total), 0)
+            found[k].append((slot, matrix))
+            totals[k] = total + matrix @ _flatten(grad)
+    for out, total in zip(outs, totals):
+        if out is not None and total is not None and not close(total, _flatten(out)):
+            raise refusal()
+    return found
+
+
+def entries(grads: Sequence[Tensor | None], outs: Sequence[Tensor | None]) -> int:
+    """How many entries the matrix from all cotangents to all results has."""
+    rows = sum(shape_size(o) for o in outs if o is not None)
+    return rows * sum(shape_size(g) for g in grads if g is not None)
+
+
+def single(
+    f: Formula,
+    grads: Sequence[Tensor | None],
+    slot: int,
+    k: int,
+) -> Callable[[Tensor], Tensor]:
+    """The k-th result as a function of one cotangent, the others zero."""
+    like = [None if g is None else (g.shape, g.dtype, g.device) for g in grads]
+
+    def function(x: Tensor) -> Tensor:
+        given: list[Tensor | None] = [
+            None if a is None else torch.zeros(a[0], dtype=a[1], device=a[2]) for a in like
+        ]
+        at = like[slot]
+        assert at is not None
+        given[slot] = torch.view_as_complex(x.contiguous()) if at[1].is_complex else x.to(at[1])
+        out = f(given)[k]
+        assert out is not None
+        return as_real(out)
+
+    return function
+
+
+def see_additive(
+    f: Formula,
+    grads: Sequence[Tensor | None],
+    outs: Sequence[Tensor | None],
+    reason: str,
+) -> None:
+    """``f(g + r) = f(g) + f(r)`` for a random r, or the formula is not linear."""
+    noise = [None if g is None else torch.randn_like(g) for g in grads]
+    both = [None if g is None or r is None else g + r for g, r in zip(grads, noise)]
+    for out, alone, together in zip(outs, f(noise), f(both)):
+        if out is None or alone is None or together is None:
+            continue
+        size = float(alone.abs().amax()) if alone.numel() else 0.0
+        if not close(as_real(out + alone), as_real(together), 1e-3 * size):
+            raise NotLinear(reason)
+
+
+def shape_size(x: Tensor) -> int:
+    """How many real numbers a tensor holds."""
+    return x.numel() * (2 if x.is_complex() else 1)
+
+
+def _flatten(x: Tensor) -> Tensor:
+    return as_real(x).reshape(-1)

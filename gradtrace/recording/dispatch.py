@@ -1,0 +1,319 @@
+"""Writes down what a formula does with its cotangent, while PyTorch runs it.
+
+The formula runs inside a dispatch mode, which sees the ATen operations it is made of. Those that
+depend on the cotangent become steps (``aten_rules`` says which linear maps they are); the rest are
+constants. Values are followed through views and in-place operations by the memory they share, not
+by the names of objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradtrace.autodiff import nodes
+from gradtrace.errors import NotLinear
+from gradtrace.ir.program import Step, Term
+from gradtrace.kernels import sync
+from gradtrace.kernels.sync import Hopes
+from gradtrace.linops import Identity, gather
+from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
+from gradtrace.recording import aten_rules, placeholders
+from gradtrace.recording.aten_rules import Call, Chains, shape_of
+
+aten = torch.ops.aten
+CONVOLUTION = aten.convolution_backward.default
+ZEROS = aten._efficientzerotensor.default
+"""Makes a tensor without memory: maps and kernels want one with it."""
+
+FUSED = frozenset(rule for name, rule in aten_rules.OPENED.items() if "attention" in name)
+"""Decompositions of what is several operators for the user."""
+
+
+class Way(NamedTuple):
+    """How an ATen operation is turned into maps."""
+
+    kind: str  # exact, view, probed, opened, dense
+    rule: Callable[..., Any]
+    mutates: bool = False
+    trusted: bool = True
+
+
+_WAYS: dict[Any, Way] = {}
+
+
+def way(func: Any) -> Way:
+    """How this operation is handled: by its rule, or the first general way that fits it."""
+    found = _WAYS.get(func)
+    if found is None:
+        found = _WAYS[func] = _find(func)
+    return found
+
+
+def _find(func: Any) -> Way:
+    name = func._schema.name.replace("::", ".").removeprefix("aten.")
+    overload = func._overloadname
+    if func._schema.is_mutable:
+        plain = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
+        if name.endswith("_") and plain is not None and not plain._schema.is_mutable:
+            return way(plain)._replace(mutates=True)
+        return Way("dense", _refuse, mutates=True)
+    rule = aten_rules.RULES.get(f"{name}.{overload}") or aten_rules.RULES.get(name)
+    if rule is not None:
+        return Way("exact", rule)
+    if name in aten_rules.OPENED:
+        return Way("opened", aten_rules.OPENED[name])
+    if torch.Tag.pointwise in func.tags:
+        return Way("probed", aten_rules.probe, trusted=name.endswith("_backward"))
+    if func.is_view:
+        return Way("view", aten_rules.view)
+    opened = torch._decomp.decomposition_table.get(func)
+    if opened is not None:
+        return Way("opened", opened)
+    if func._can_decompose():
+        return Way("opened", func.decompose)
+    return Way("dense", aten_rules.dense, trusted=False)
+
+
+def _refuse(call: Call) -> Chains:
+    raise NotLinear(f"{call.name} writes on its arguments in a way that is not followed")
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down, for one node after the other, the operations that depend on the cotangent."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here, and the guard costs as much as the operation
+
+    def __init__(self, limit: int, bare: bool = False, hopes: Hopes | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.limit = limit
+        self.bare = bare  # gradients are not wanted
+        self.hopes = hopes  # where what should hold is noted, if to look at it would wait
+        self.new: Callable[[], int] = count().__next__  # makes a value not used before
+        self.values: dict[int, int] = {}  # by identity of a tensor, which ``alive`` keeps
+        self.alive: list[Any] = []
+        self.steps: list[Step] = []
+        self.opened = False
+
+    def begin(self, steps: list[Step]) -> None:
+        """Start on a new formula."""
+        self.steps = steps
+        self.opened = False
+        self.values.clear()
+        self.alive.clear()
+
+    def track(self, tensor: Tensor, value: int) -> None:
+        """From now on this tensor is that value."""
+        self.values[id(tensor)] = value
+        self.alive.append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        values = self.values
+        deps = [a for a in args if id(a) in values]
+        for a in (*args, *kwargs.values()) if kwargs else args:
+            if type(a) is list or type(a) is tuple:
+                deps += [b for b in a if id(b) in values]
+        if kwargs:
+            deps += [a for a in kwargs.values() if id(a) in values]
+        if not deps:
+            if func._schema.is_mutable:
+                self._disown(args[0])
+            out = torch.zeros(*args, **kwargs) if func is ZEROS else func(*args, **kwargs)
+            self.alive.append(out)
+            return out
+        if len(deps) > 1:
+            deps = list({id(a): a for a in deps}.values())
+        found = _WAYS.get(func) or way(func)
+        if found.kind == "opened":
+            self.opened |= found.rule in FUSED
+            with self:
+                result = found.rule(*args, **kwargs)
+            if not found.mutates:
+                return result
+            value = values.get(id(result))
+            func(*args, **kwargs)
+            self._write(args[0], value)
+            return args[0]
+        if self.bare and func is CONVOLUTION:
+            out = placeholders.convolution_backward(*args)
+        else:
+            out = func(*args, **kwargs)
+        self.alive.append(out)
+        call = Call(func, args, kwargs, deps, out, self.limit)
+        if isinstance(out, Tensor):
+            if out.layout is not torch.strided:
+                nodes.refuse_layout(out)
+            if out.is_meta:  # only its shape is wanted, as where a factor is a zero tensor
+                return out
+            if is_wrapper(out):
+                refuse_wrapper(out)
+            if out.is_floating_point() or out.is_complex():
+                self._single(call, found)
+        elif isinstance(out, (list, tuple)):
+            self._several(call, found)
+        return out
+
+    def _single(self, call: Call, found: Way) -> None:
+        chains = self._chains(call, found)
+        value = self._sum(call.out, chains)
+        if not found.trusted and value is not None:
+            self._verify(call, chains)
+        if found.mutates:
+            self._write(call.out, value)
+        elif value is not None:
+            self.values[id(call.out)] = value
+
+    def _several(self, call: Call, found: Way) -> None:
+        chains = self._chains(call, found)
+        for out, some in zip(call.out, chains):
+            if isinstance(out, Tensor):
+                value = self._sum(out, some)
+                if value is not None:
+                    self.track(out, value)
+
+    def _chains(self, call: Call, found: Way) -> Any:
+        if found.mutates and call.func._schema.name == "aten::copy_":
+            source = call.args[1]
+            return (
+                [(aten_rules.spread(source, tuple(call.out.shape)), source)]
+                if call.depends(source)
+                else []
+            )
+        try:
+            return found.rule(call)
+        except aten_rules.Undecided:
+            return aten_rules.dense(call)
+
+    def _sum(self, out: Tensor, chains: Chains) -> int | None:
+        """The value that the chains add up to; none if there are none."""
+        if not chains:
+            return None
+        values, dtype, steps = self.values, out.dtype, self.steps
+        if dtype.is_complex:
+            dtype = dtype.to_real()
+        terms = []
+        for maps, dep in chains:
+            value = values[id(dep)]
+            if not maps:
+                if len(chains) == 1 and dep.dtype is out.dtype:
+                    return value
+                terms.append(Term(Identity(shape_of(dep), shape_of(out)), value))
+                continue
+            for step in maps[:-1]:
+                between = self.new()
+                steps.append(Step(between, (Term(step, value),), step.out_shape, dtype))
+                value = between
+            terms.append(Term(maps[-1], value))
+        result = self.new()
+        steps.append(Step(result, tuple(terms), shape_of(out), dtype))
+        return result
+
+    def _verify(self, call: Call, chains: Chains) -> None:
+        """A probe tells the derivative only if the operation is linear; see that it is."""
+        out = call.out
+        total = torch.zeros(shape_of(out), dtype=out.dtype.to_real(), device=out.device)
+        for maps, dep in chains:
+            x = torch.view_as_real(dep.resolve_conj()) if dep.is_complex() else dep
+            for step in maps:
+                x = step.apply(x)
+            total = total + x
+        out = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
+        if self.hopes is not None and sync.avoid(out):
+            self.hopes.add(near(total, out))
+        elif not close(total, out):
+            raise NotLinear(f"{call.name} is not linear in the gradient it is given")
+
+    # In place: who shares the memory that was written? ---------------------------------------
+
+    def _write(self, target: Tensor, value: int | None) -> None:
+        """``target`` now holds ``value`` (None: a constant), and so do its aliases where they
+        overlap.
+        """
+        storage = target.untyped_storage()
+        aliases = {id(a): a for a in self._tensors() if a is not target and _shares(a, storage)}
+        if aliases:
+            size = storage.nbytes() // target.element_size()
+            device = target.device
+            numbers = torch.full((size,), -1, dtype=torch.int64, device=device)
+            window = numbers.as_strided(target.size(), target.stride(), target.storage_offset())
+            window.copy_(torch.arange(target.numel(), device=device).reshape(target.shape))
+            for alias in aliases.values():
+                self._overwrite(alias, numbers, target, value)
+        if value is None:
+            self.values.pop(id(target), None)
+        else:
+            self.values[id(target)] = value
+
+    def _overwrite(self, alias: Tensor, numbers: Tensor, target: Tensor, value: int | None) -> None:
+        if alias.dtype is not target.dtype or alias.is_conj() != target.is_conj():
+            raise NotLinear("a value was written in place through a view of another dtype")
+        source = numbers.as_strided(alias.size(), alias.stride(), alias.storage_offset())
+        written = source >= 0
+        if not bool(written.any()):
+            return
+        terms = []
+        old = self.values.get(id(alias))
+        shape = shape_of(alias)
+        spared = ~written
+        if alias.is_complex():
+            source = torch.stack([2 * source, 2 * source + 1], -1).clamp(min=-1)
+            spared = spared.unsqueeze(-1)
+        if old is not None and bool(spared.any()):
+            terms.append(Term(aten_rules.kept(spared, shape), old))
+        if value is not None:
+            terms.append(Term(gather(source, shape_of(target)), value))
+        if not terms:
+            self.values.pop(id(alias), None)
+            return
+        now = self.new()
+        self.steps.append(Step(now, tuple(terms), shape, alias.dtype.to_real()))
+        self.values[id(alias)] = now
+
+    def _disown(self, target: Any) -> None:
+        """A constant is about to be overwritten: maps that refer to it get a copy."""
+        if not isinstance(target, Tensor):
+            return
+        storage = target.untyped_storage()
+        for step in self.steps:
+            for term in step.terms:
+                for name in term.map.tensors():
+                    weight = getattr(term.map, name)
+                    if _shares(weight, storage):
+                        setattr(term.map, name, weight.clone())
+
+    def _tensors(self) -> Iterable[Tensor]:
+        for x in self.alive:
+            if isinstance(x, Tensor):
+                yield x
+            elif isinstance(x, (list, tuple)):
+                yield from (y for y in x if isinstance(y, Tensor))
+
+
+def _shares(x: Tensor, storage: torch.UntypedStorage) -> bool:
+    return bool(x.untyped_storage()._cdata == storage._cdata)
+
+
+def close(a: Tensor, b: Tensor, slack: float = 0.0) -> bool:
+    """Equal up to rounding, and where one is not finite the other is not either."""
+    scale = float(b.abs().nan_to_num(0, 0, 0).amax()) if b.numel() else 0.0
+    slack = slack if slack < float("inf") else 0.0
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * scale + slack, equal_nan=True)
+
+
+def near(a: Tensor, b: Tensor) -> Tensor:
+    """``close``, of each element, without a look at any."""
+    a, b = a.double(), b.double()
+    scale = b.abs().nan_to_num(0, 0, 0).amax() if b.numel() else 0.0
+    off = (a - b).abs()
+    alike = (a == b) | (a.isnan() & b.isnan())
+    return alike | (off.isfinite() & (off <= 1e-3 * (scale + b.abs())))

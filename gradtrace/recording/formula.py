@@ -1,0 +1,273 @@
+"""The formula of any node, written down while it runs.
+
+It runs under a ``Recorder``, with the hooks around it. One that cannot be followed becomes a
+matrix, if it is small. Code of the user's (hooks, ``torch.autograd.Function``) must turn out to be
+linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradtrace.autodiff import hooks, nodes
+from gradtrace.autodiff.labels import labels_of
+from gradtrace.autodiff.nodes import FACTS, Edges, Grads, Node, Outputs, learn
+from gradtrace.autodiff.pass_scope import recomputed_once
+from gradtrace.errors import NotLinear, TooLarge
+from gradtrace.ir.fuse_moves import fold
+from gradtrace.ir.interpreter import gradient_of
+from gradtrace.ir.merge_routes import resolve
+from gradtrace.ir.program import Block, Step, Term
+from gradtrace.kernels import sync
+from gradtrace.linops import Dense, Identity, Opaque
+from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
+from gradtrace.recording.dense_fallback import (
+    Formula,
+    Refusal,
+    entries,
+    matrices,
+    see_additive,
+    single,
+)
+from gradtrace.recording.dispatch import Recorder, close
+
+COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
+"""Nodes that stand for several operators (a whole recurrent layer), and that PyTorch computes by
+elementary operations when these may have to be derived again."""
+
+
+SEVERAL = COMPOSED | {"DifferentiableGraphBackward"}
+"""Nodes that stand for several operators; the other is a graph that TorchScript has optimised."""
+
+Given: TypeAlias = tuple[int, Tensor, int]
+"""What a node hands on: to the argument at which position, the cotangent, and as which value."""
+
+
+class Formulas:
+    """Follows one node after the other.
+
+    Nodes made before ``clear_since`` may have hooks. With ``opaque`` a formula that is too large to
+    be written out is kept as a function.
+    """
+
+    def __init__(
+        self, recorder: Recorder, clear_since: int, opaque: bool, outputs: Outputs
+    ) -> None:
+        self.recorder = recorder
+        self.clear_since = clear_since
+        self.opaque = opaque
+        self.outputs = outputs
+
+    def follow(
+        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
+    ) -> list[Given]:
+        """Run the formula of a node and write down what it does; the results, by position."""
+        block.label = labels_of(node)
+        with self.recorder:
+            outs = self._formula(node, arrived, block)
+            handed = self._handed(node, edges, outs, block)
+        block.opened = self.recorder.opened or block.operator in SEVERAL
+        if not block.opened:
+            shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
+            resolve(block, self.recorder.new, shapes, next(iter(arrived.values()))[0].device)
+            fold(block)
+        return [(position, out, block.gives[position]) for position, out in handed]
+
+    def _handed(
+        self, node: Node, edges: Edges, outs: Sequence[Tensor | None], block: Block
+    ) -> list[tuple[int, Tensor]]:
+        """What is handed on: each a value of its own, even if nothing is done to it."""
+        taken = set(block.takes.values())
+        taken.update(term.value for step in block.steps for term in step.terms)
+        given = []
+        asked = (FACTS.get(type(node)) or learn(type(node))).asked
+        for position, ((child, slot), out) in enumerate(zip(edges, outs)):
+            if child is None or out is None:
+                continue
+            if asked is None or position in asked:
+                out = nodes.conform(out, self.outputs.wanted(child, slot))
+            value = self.recorder.values.get(id(out))
+            if value is None:
+                continue  # a constant: nothing comes this way
+            if value in taken:
+                shape, same = shape_of(out), self.recorder.new()
+                terms = (Term(Identity(shape), value),)
+                block.steps.append(Step(same, terms, shape, real_dtype(out)))
+                value = same
+            taken.add(value)
+            block.gives[position] = value
+            given.append((position, out))
+        return given
+
+    def hooked(self, leaf: Tensor, tensor: Tensor, block: Block) -> Tensor:
+        """The gradient of a leaf after the hooks on it, which become the steps of a block."""
+        self._certain()
+        self.recorder.begin(block.steps)
+        self.recorder.track(tensor, block.takes[0])
+        with self.recorder:
+            (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
+        if id(changed) not in self.recorder.values:
+            raise NotLinear("the gradient was replaced by one that has nothing to do with it")
+        self._see_linear(block.steps, [tensor], [changed])
+        block.gives[0] = self.recorder.values[id(changed)]
+        return tensor if changed is None else changed
+
+    def _certain(self) -> None:
+        """Code of the user's is about to run, and is not to be run again: be sure that all went
+        well so far, and hope no more.
+        """
+        hopes, self.recorder.hopes = self.recorder.hopes, None
+        if hopes is not None and not hopes.fulfilled():
+            raise NotLinear("a formula is not what it was taken for")
+
+    def _formula(
+        self, node: Node, arrived: dict[int, tuple[Tensor, int]], block: Block
+    ) -> Sequence[Tensor | None]:
+        """Run the node's formula, and the hooks around it, under the recorder."""
+        facts = FACTS.get(type(node)) or learn(type(node))
+        grads: list[Tensor | None] = [None] * (nodes.outputs_of(node) if facts.many else 1)
+        recorder = self.recorder
+        recorder.begin(block.steps)
+        for slot, (tensor, value) in arrived.items():
+            if any(tensor is other for other in grads):  # a + b hands one tensor to both
+                tensor = tensor.clone()
+            grads[slot] = tensor
+            recorder.track(tensor, value)
+        hooked = node._sequence_nr() < self.clear_since
+        if hooked or (facts.python and block.label is None):
+            self._certain()
+        ready: Grads = grads
+        if hooked:
+            ready = hooks.before(node, grads)
+        elif facts.python and any(grad is None for grad in grads):
+            ready = nodes.handed(node, grads)
+        if ready is not grads:
+            self._see_linear(block.steps, grads, ready)
+        formula = len(block.steps)
+        outs = self._call(node, ready, block)
+        if facts.python:
+            self._see_linear(block.steps[formula:], ready, outs)
+        if hooked:
+            formula, before = len(block.steps), outs
+            outs = hooks.after(node, outs, ready)
+            self._see_linear(block.steps[formula:], before, outs)
+        return outs
+
+    def _see_linear(self, steps: list[Step], given: Grads, wanted: Grads) -> None:
+        """Steps that somebody else's code was written down as must give what that code gave."""
+        values = self.recorder.values
+        if all(any(x is y for y in given) for x in wanted):
+            return
+        with _disable_current_modes():
+            known = {values[id(x)]: as_real(x) for x in given if id(x) in values and x is not None}
+            for step in steps:
+                known[step.out] = gradient_of(step, known)
+            most = max((float(x.abs().amax()) for x in known.values() if x.numel()), default=0.0)
+            for x in wanted:
+                here = known.get(values.get(id(x), -1))
+                if x is None or (here is None and not _nonzero(x)):
+                    continue
+                if here is None or not close(here, as_real(x), 1e-4 * most):
+                    raise NotLinear("it is not linear in the gradient it is given")
+
+    def _call(
+        self, node: Node, grads: Sequence[Tensor | None], block: Block
+    ) -> Sequence[Tensor | None]:
+        """The formula alone; as matrices, if what it does cannot be followed."""
+        values, before = self.recorder.values, len(block.steps)
+        try:
+            if type(node).__name__ in COMPOSED:
+                with torch.enable_grad():
+                    found = nodes.call_ready(node, grads)
+                outs: Sequence[Tensor | None] = [None if o is None else o.detach() for o in found]
+            else:
+                outs = nodes.call_ready(node, grads)
+            if all(o is None or id(o) in values or self._zero(o) for o in outs):
+                return outs
+            refusal: Refusal = partial(
+                NotLinear, "the formula hides what it does with the gradient"
+            )
+        except (NotLinear, TooLarge) as error:
+            refusal = partial(type(error), str(error))
+        del block.steps[before:]
+        return self._written_out(node, grads, block, refusal)
+
+    def _zero(self, out: Tensor) -> bool:
+        """Whether a result that the cotangent has no part in is zero, which is hoped on a GPU."""
+        hopes = self.recorder.hopes
+        if hopes is None or not sync.avoid(out):
+            return not _nonzero(out)
+        with _disable_current_modes():
+            hopes.add(out == 0)
+        return True
+
+    def _written_out(
+        self, node: Node, grads: Sequence[Tensor | None], block: Block, refusal: Refusal
+    ) -> Sequence[Tensor | None]:
+        """A formula that cannot be followed, as matrices, if it is small enough."""
+        recorder = self.recorder
+
+        def call(given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            with recomputed_once():  # a checkpoint gives each value once
+                return nodes.call_ready(node, given)
+
+        with _disable_current_modes():
+            outs = list(call(grads))
+            if self.opaque and entries(grads, outs) > recorder.limit:
+                return self._closed(call, grads, outs, block, str(refusal()))
+            found = matrices(call, grads, outs, recorder.limit, refusal)
+        for out, terms in zip(outs, found):
+            if out is None:
+                continue
+            recorder.alive.append(out)
+            dense = [
+                Term(Dense(matrix, shape_of(grad), shape_of(out)), recorder.values[id(grad)])
+                for slot, matrix in terms
+                if (grad := grads[slot]) is not None and id(grad) in recorder.values
+            ]
+            if dense:
+                value = recorder.new()
+                block.steps.append(Step(value, tuple(dense), shape_of(out), real_dtype(out)))
+                recorder.values[id(out)] = value
+        return outs
+
+    def _closed(
+        self,
+        f: Formula,
+        grads: Sequence[Tensor | None],
+        outs: Sequence[Tensor | None],
+        block: Block,
+        reason: str,
+    ) -> Sequence[Tensor | None]:
+        """A formula that is too large to be written out, as a function of each cotangent."""
+        recorder = self.recorder
+        see_additive(f, grads, outs, reason)
+        for k, out in enumerate(outs):
+            if out is None:
+                continue
+            recorder.alive.append(out)
+            terms = tuple(
+                Term(
+                    Opaque(single(f, grads, slot, k), shape_of(grad), shape_of(out), reason),
+                    recorder.values[id(grad)],
+                )
+                for slot, grad in enumerate(grads)
+                if grad is not None and id(grad) in recorder.values
+            )
+            value = recorder.new()
+            block.steps.append(Step(value, terms, shape_of(out), real_dtype(out)))
+            recorder.values[id(out)] = value
+        return outs
+
+
+def _nonzero(x: Tensor) -> bool:
+    if not x.numel():
+        return False
+    with _disable_current_modes():
+        return bool((x != 0).any())

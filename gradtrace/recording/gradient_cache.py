@@ -1,0 +1,59 @@
+"""Gradients that recording has computed anyway, kept as far as there is room."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradtrace.ir.program import Block
+from gradtrace.linops import Contract, Convolve
+from gradtrace.recording.aten_rules import as_real
+
+
+class Store:
+    """Gradients that are worth keeping, in a number of bytes; those of one memory count once.
+
+    What products and convolutions made is dear, so half of the memory is for these alone.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.left = budget
+        self.values: dict[int, Tensor] = {}
+        self.places: set[int] = set()
+
+    def add(self, value: int, tensor: Tensor, dear: Block | bool) -> None:
+        """Keep a gradient, if there is room: that of a block, or one that is dear or not."""
+        if self.left <= 0:
+            return
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place not in self.places:
+            left = self.left - storage.nbytes()
+            if left < self.budget // 2:
+                if isinstance(dear, Block):
+                    dear = _costly(dear)
+                if left < 0 or not dear:
+                    return
+            self.left = left
+            self.places.add(place)
+        self.values[value] = as_real(tensor) if tensor.is_complex() else tensor
+
+    def spend(self, nbytes: int) -> bool:
+        """Take memory for something else, if there is plenty: if half of it is left then."""
+        plenty = self.left - nbytes >= self.budget // 2 > 0
+        if plenty:
+            self.left -= nbytes
+        return plenty
+
+    def hold(self, value: int, tensor: Tensor) -> None:
+        """Count a gradient that is held anyway."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.places:
+            self.places.add(storage._cdata)
+            self.left -= storage.nbytes()
+        self.values[value] = as_real(tensor)
+
+
+def _costly(block: Block) -> bool:
+    """Whether a block holds a product or a convolution."""
+    return any(isinstance(term.map, Contract | Convolve) for s in block.steps for term in s.terms)

@@ -1,0 +1,649 @@
+"""Nodes whose maps are known, so that nobody need look inside.
+
+To watch a formula costs several times what a small formula costs. Most nodes of most models are
+products with a saved operand, elementwise functions, views, sums, or one ATen operation of what was
+saved: for these the node's own formula, or what it saved, tells the maps. Every row must agree with
+what watching the formula gives. A row asks for each saved value once, as checkpoints demand, and
+has asked for none when it gives up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradtrace.autodiff import nodes
+from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.linops import (
+    Around,
+    Contract,
+    Identity,
+    Index,
+    Map,
+    Reduce,
+    Scale,
+    Scan,
+    Scatter,
+    Slot,
+    Sparse,
+)
+from gradtrace.recording import placeholders
+from gradtrace.recording.aten_rules import RULES, Call, Together, between, timed, times
+from gradtrace.types import Shape
+
+aten = torch.ops.aten
+
+Chain: TypeAlias = Sequence[Map]
+
+Found: TypeAlias = "list[tuple[Tensor, Chain] | None] | None"
+"""For each argument, its cotangent and the maps that lead to it (none: it is the same). None
+instead of it all: look inside."""
+
+Edge: TypeAlias = "tuple[Node | None, int]"
+
+
+class Product(Protocol):
+    """Computes the products of matrices that are handed to an edge, or what stands in for them.
+
+    For a ``bare`` program nobody wants them, nor convolutions. Weights of maps that gradients do
+    not wait for are asked for ``together``.
+    """
+
+    bare: bool
+    together: Together
+
+    def __call__(
+        self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
+    ) -> Tensor:
+        """``a @ b``; ``turned``: as ``(bᵀ @ aᵀ)ᵀ``, which lies otherwise in memory. With ``grad``,
+        the cotangent among them, the product can be put off.
+        """
+
+    def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
+        """A stand-in of this shape for what is made of a cotangent, if that can be put off."""
+
+    def one(self, like: Tensor) -> Tensor:
+        """A single 1 of this dtype, on this device."""
+
+
+NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], Found]
+
+# Maps without a tensor are the same for all nodes that are alike, as those of a model's layers are,
+# so they are made once. Shapes may come as torch.Size: both find the same map.
+
+shared = lru_cache(1 << 12)
+
+
+@shared
+def same(shape: Shape, wanted: Shape) -> Chain:
+    """The same elements in the same order."""
+    return (Identity(tuple(shape), tuple(wanted)),)
+
+
+@shared
+def summed(shape: Shape, wanted: Shape) -> Chain:
+    """The undoing of broadcasting."""
+    extra = len(shape) - len(wanted)
+    over = [d for d, n in enumerate(shape) if d < extra or (n != 1 and wanted[d - extra] == 1)]
+    return (Reduce(over, tuple(shape), tuple(wanted)),)
+
+
+@shared
+def permuted(order: tuple[int, ...], shape: Shape, wanted: Shape) -> Chain:
+    """The dimensions in another order."""
+    return (Index(lambda x: x.permute(order), tuple(shape), tuple(wanted), injective=True),)
+
+
+@shared
+def swapped(first: int, second: int, shape: Shape, wanted: Shape) -> Chain:
+    """Two dimensions in each other's place."""
+    first, second = _signed(first), _signed(second)
+
+    def swap(x: Tensor) -> Tensor:
+        return x.transpose(first, second)
+
+    return (Index(swap, tuple(shape), tuple(wanted), injective=True),)
+
+
+@shared
+def flipped(shape: Shape, wanted: Shape) -> Chain:
+    """Both dimensions of a matrix in each other's place; a line stays as it is."""
+    return (Index(torch.t, tuple(shape), tuple(wanted), injective=True),)
+
+
+@shared
+def cut(dim: int, start: int, shape: Shape, wanted: Shape) -> Chain:
+    """A stretch along a dimension."""
+    length = wanted[dim]
+
+    def narrow(x: Tensor) -> Tensor:
+        return x.narrow(dim, start, length)
+
+    return (Index(narrow, tuple(shape), tuple(wanted), injective=True),)
+
+
+@shared
+def slot(dim: int, start: int, cut: Shape, shape: Shape, wanted: Shape) -> Slot:
+    """A stretch along a dimension, put among zeros."""
+    return Slot(dim, start, tuple(cut), tuple(shape), tuple(wanted))
+
+
+# Movements ---------------------------------------------------------------------------------------
+
+
+def turned(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``t``."""
+    out = node(grad)
+    return [(out, flipped(grad.shape, out.shape))]
+
+
+def transposed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """Two dimensions change places."""
+    out = node(grad)
+    return [(out, swapped(node._saved_dim0, node._saved_dim1, grad.shape, out.shape))]
+
+
+def reordered(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """A permutation, undone."""
+    out, dims = node(grad), grad.dim()
+    order = [_signed(d) % dims for d in node._saved_dims]
+    back = tuple(sorted(range(dims), key=order.__getitem__))
+    return [(out, permuted(back, grad.shape, out.shape))]
+
+
+def placed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """A part, put back among zeros: the node itself is the movement."""
+    out = node(grad)
+    return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), True, injective=True)])]
+
+
+def reshaped(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """The same elements in the same order."""
+    out = node(grad)
+    return [(out, same(grad.shape, out.shape))]
+
+
+def untouched(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """The same elements in memory of their own, or under another name."""
+    return [(grad, ())]
+
+
+def converted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """The same numbers in another dtype, or on another device."""
+    out = node(grad)
+    return None if out.is_complex() else [(out, [])]
+
+
+def parted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``cat``: each argument is a stretch; an empty one may have any number of dimensions."""
+    dim, start, shape = _signed(node._saved_dim) % grad.dim(), 0, grad.shape
+    found: list[tuple[Tensor, Chain] | None] = []
+    for out in _several(node(grad)):
+        part = out.shape
+        if part == (0,):
+            found.append(None)
+            continue
+        found.append((out, cut(dim, start, shape, part)))
+        start += part[dim]
+    return found
+
+
+def stacked(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``stack``: each argument is a slice."""
+    dim, shape = _signed(node._saved_dim) % grad.dim(), tuple(grad.shape)
+    return [
+        (out, [Index(_slice(dim, k), shape, tuple(out.shape), injective=True)])
+        for k, out in enumerate(_several(node(grad)))
+    ]
+
+
+def _slice(dim: int, k: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.select(dim, k)
+
+
+def _several(outs: Any) -> Iterable[Tensor]:
+    return outs if type(outs) is tuple else (outs,)
+
+
+def _signed(value: Any) -> Any:
+    """A saved number; PyTorch shows negative ones as if they had no sign."""
+    return value - (1 << 64) if type(value) is int and value >> 63 else value
+
+
+# Sums --------------------------------------------------------------------------------------------
+
+
+def widened(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``expand``: what was repeated is added up."""
+    shape = grad.shape
+    if shape == node._saved_self_sym_sizes:
+        return [(grad, ())]
+    out = node(grad)
+    return [(out, summed(shape, out.shape))]
+
+
+def repeated(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``sum`` and ``mean``: every element that was added up gets the cotangent of the sum."""
+    out = node(grad)
+    shape, wide = tuple(grad.shape), tuple(out.shape)
+    thin = shape
+    if len(shape) < len(wide):
+        over = getattr(node, "_saved_dim", None) or range(len(wide))
+        dims = {_signed(d) % len(wide) for d in over}
+        thin = tuple(1 if d in dims else n for d, n in enumerate(wide))
+    chain: list[Map] = [Index(lambda x: x.reshape(thin).expand(wide), shape, wide)]
+    if type(node).__name__.startswith("Mean"):
+        chain.append(Scale(1 / max(1, out.numel() // max(1, grad.numel())), wide))
+    return [(out, chain)]
+
+
+# Elementwise -------------------------------------------------------------------------------------
+
+
+def scaled(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """Elementwise: what the node makes of ones. It is called once, as checkpoints demand."""
+    weight = node(torch.ones_like(grad))
+    return [(weight * grad, [Scale(weight, tuple(grad.shape))])]
+
+
+def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """As ``scaled``, but a single 1 does for ones where the result lies in memory as the cotangent
+    does, and so what is made of both.
+    """
+    y = node._saved_result
+    ones = product.one(grad) if y.stride() == grad.stride() else torch.ones_like(grad)
+    weight = aten.sigmoid_backward.default(ones, y)
+    return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
+
+
+def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``g · (1 - y²)``. Narrow types round ``1 - y²`` if it stands alone; in others the product is
+    the same with it and without, so that the weight can wait.
+    """
+    y = node._saved_result
+    if y.stride() != grad.stride() or y.dtype not in (torch.float32, torch.float64):
+        weight = aten.tanh_backward.default(torch.ones_like(grad), y)
+        return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
+    scale = Scale(y, tuple(grad.shape))
+
+    def fill(weight: Tensor) -> None:
+        scale.weight = weight
+
+    product.together.ask(_slopes, (y,), fill)
+    return [(aten.tanh_backward.default(grad, y), (scale,))]
+
+
+def _slopes(y: Tensor) -> tuple[Tensor]:
+    """``1 - y²``."""
+    one = torch.ones((), dtype=y.dtype, device=y.device)
+    return (aten.tanh_backward.default(one, y),)
+
+
+def raised(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x ** number``, by PyTorch's own formula."""
+    x, power = node._saved_self, node._saved_exponent
+    weight = power * x.pow(power - 1) if power else torch.zeros_like(x)
+    if x.stride() != grad.stride():
+        weight = torch.ones_like(grad) * weight  # lies in memory as the cotangent does
+    return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
+
+
+def added(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x + y``."""
+    return [(grad, ()), (grad, ())] if node._saved_alpha == 1 else None
+
+
+def subtracted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x - y``."""
+    if node._saved_alpha != 1:
+        return None
+    minus = (Scale(-1, tuple(grad.shape)),)
+    return [(grad, ()), None if edges[1][0] is None else (-grad, minus)]
+
+
+def multiplied(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x · y``, where a node saves a factor only if the other needs a gradient."""
+    x = None if edges[0][0] is None else _weighed(grad, node._saved_other)
+    y = None if edges[1][0] is None else _weighed(grad, node._saved_self)
+    return [x, y]
+
+
+def multiple(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x · number``."""
+    return [(node(grad), (Scale(node._saved_other, tuple(grad.shape)),))]
+
+
+def _weighed(grad: Tensor, factor: Tensor) -> tuple[Tensor, Chain]:
+    return grad * factor, (Scale(_number(factor), tuple(grad.shape)),)
+
+
+def _number(x: Tensor) -> Tensor | float:
+    """A saved factor, which is a number if it was one to the user."""
+    if not nodes.is_number(x):
+        return x
+    number: Any = x.tolist()  # not item(), which dispatch modes would hand the number itself
+    return number  # type: ignore[no-any-return]
+
+
+def divided(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x / constant``."""
+    if edges[1][0] is not None:
+        return None
+    by = _number(node._saved_other)
+    call = Call(aten.div.Tensor, (grad, by), {}, [grad], grad / by, 0)
+    ((chain, _),) = RULES["div"](call)
+    return [(call.out, chain)]
+
+
+# Products ----------------------------------------------------------------------------------------
+
+
+def matrix(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``x @ w``, where a node saves an operand only if the other needs a gradient."""
+    x, w = node._saved_self, node._saved_mat2
+    steps = node._saved_mat2_sym_strides if type(node).__name__ == "MmBackward0" else ()
+    return [_left(grad, w, edges[0], product), _right(grad, x, edges[1], product, steps)]
+
+
+def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``bias + x @ w``."""
+    if node._saved_alpha != 1 or node._saved_beta != 1:
+        return None
+    x, w = node._saved_mat1, node._saved_mat2
+    bias: tuple[Tensor, Chain] | None = None if edges[0][0] is None else (grad, ())
+    steps = node._saved_mat2_sym_strides
+    return [bias, _left(grad, w, edges[1], product), _right(grad, x, edges[2], product, steps)]
+
+
+def sparse_affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``bias + A @ x`` with a sparse A, whose own gradient is not asked for."""
+    if node._saved_alpha != 1 or edges[1][0] is not None:
+        return None
+    if node._saved_beta != 1 and edges[0][0] is not None:  # sparse.mm has 0, and no bias
+        return None
+    bias: tuple[Tensor, Chain] | None = None if edges[0][0] is None else (grad, ())
+    return [bias, None, _right(grad, node._saved_mat1, edges[2], product)]
+
+
+def vector(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``A @ x``, of a constant matrix and a vector."""
+    if edges[0][0] is not None:
+        return None
+    matrix = node._saved_self
+    out = matrix.t() @ grad
+    shape, wanted = tuple(grad.shape), tuple(out.shape)
+    if matrix.layout is not torch.strided:
+        return [None, (out, times(matrix.t(), shape, wanted))]
+    return [None, (out, (Contract("m,mk->k", matrix, shape, wanted),))]
+
+
+def sparse_reduced(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``torch.sparse.mm(A, x, reduce)`` with a constant A in compressed rows."""
+    if edges[0][0] is not None:
+        return None
+    matrix, how, winner = node._saved_self, node._saved_reduce, node._saved_result1
+    shape, wanted = tuple(grad.shape), (matrix.shape[1], grad.shape[1])
+    values, columns, starts = matrix.values(), matrix.col_indices().long(), matrix.crow_indices()
+    count = starts.diff()
+    if how in ("sum", "mean"):
+        rows = torch.arange(len(count), device=grad.device).repeat_interleave(count)
+        weight = values / count[rows] if how == "mean" else values
+        entries, around = (columns, rows, weight), Around(inner=shape[1])
+        chain: list[Map] = [Sparse.of(entries, shape, wanted, around)]
+    else:  # of each element, the entry that was largest or least
+        there = (count > 0).unsqueeze(1) & (winner < len(values))
+        entry = torch.where(there, winner, 0)
+        column = torch.arange(shape[1], device=grad.device)
+        target = torch.where(there, columns[entry] * shape[1] + column, -1)
+        chain = [Scale(values[entry], shape), Scatter(target, wanted)]
+    out = grad
+    for step in chain:
+        out = step.apply(out)
+    return [None, (out, chain)]
+
+
+def _left(
+    grad: Tensor, w: Tensor | None, edge: Edge, product: Product
+) -> tuple[Tensor, Chain] | None:
+    """Back through ``x @ w`` to x: ``g @ wᵀ``, of matrices or batches of them."""
+    if edge[0] is None or w is None:
+        return None
+    if w.layout is not torch.strided:
+        out = grad @ w.t()
+        return out, timed(w.t(), tuple(grad.shape), tuple(out.shape))
+    out = product(grad, w.mT, edge)
+    spec = "mn,kn->mk" if grad.dim() == 2 else "bmn,bkn->bmk"
+    return out, (Contract(spec, w, tuple(grad.shape), tuple(out.shape)),)
+
+
+def _right(
+    grad: Tensor,
+    x: Tensor | None,
+    edge: Edge,
+    product: Product,
+    steps: Sequence[int] = (),
+) -> tuple[Tensor, Chain] | None:
+    """Back through ``x @ w`` to w: ``xᵀ @ g``. It lies in memory as w does, by its strides."""
+    if edge[0] is None or x is None:
+        return None
+    if x.layout is not torch.strided:
+        across = x.transpose(-2, -1)
+        out = (torch.mm if x.dim() == 2 else torch.bmm)(across, grad)
+        return out, times(across, tuple(grad.shape), tuple(out.shape))
+    turned = len(steps) == 2 and steps[0] == 1 != steps[1]  # as PyTorch's own formula has it
+    out = product(x.mT, grad, edge, turned, None if x.is_leaf and x.requires_grad else grad)
+    spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
+    return out, (Contract(spec, x, tuple(grad.shape), tuple(out.shape)),)
+
+
+def euclidean(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """Distances by a product of matrices, to either points: one weight for a coordinate of a pair,
+    where PyTorch's formula has two terms.
+    """
+    if grad.dtype not in (torch.float32, torch.float64):
+        return None
+    x, y, distance = node._saved_x1, node._saved_x2, node._saved_result
+    if not distance.numel() or not x.numel():
+        return None
+    ratio = (grad / distance).masked_fill_(distance == 0, 0)
+    first = x * ratio.sum(-1, True) - ratio @ y
+    second = y * ratio.sum(-2).unsqueeze(-1) - ratio.mT @ x
+    turn = Index(lambda g: g.mT, tuple(grad.shape), tuple(grad.mT.shape), injective=True)
+    return [
+        None if edges[0][0] is None else (first, between(x, y, 2.0, distance)),
+        None if edges[1][0] is None else (second, [turn, *between(y, x, 2.0, distance.mT)]),
+    ]
+
+
+def log_sums(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """``logcumsumexp``: ``∂yᵢ/∂xⱼ = exp(xⱼ - yᵢ)`` for j ≤ i, as a product of two factors around a
+    sum, or, where these would leave the range of floats, as a matrix for each line.
+    """
+    if not grad.dim() or not grad.numel() or grad.is_complex():
+        return None
+    x, y, dim = node._saved_self, node._saved_result, _signed(node._saved_dim) % grad.dim()
+    shape = tuple(grad.shape)
+    most = y.amax(dim, keepdim=True)
+    span = float((most - y.amin(dim, keepdim=True)).amax())
+    if span < (600 if y.dtype is torch.float64 else 60):  # NaN is not
+        before, after = (most - y).exp(), (x - most).exp()
+        scan = Scan(dim, shape, reverse=True)
+        out = scan.apply(grad * before) * after
+        return [(out, [Scale(before, shape), scan, Scale(after, shape)])]
+    x, y = x.movedim(dim, -1), y.movedim(dim, -1)
+    weight = (x.unsqueeze(-1) - y.unsqueeze(-2)).exp().triu()  # (..., j, i)
+    letters = "abcdefghijkl"[: grad.dim()]
+    into, rest = letters.replace(letters[dim], "z"), letters.replace(letters[dim], "")
+    spec = f"{letters},{rest}z{letters[dim]}->{into}"
+    product_of = Contract(spec, weight, shape, shape)
+    return [(product_of.apply(grad), [product_of])]
+
+
+# One operation of what was saved ------------------------------------------------------------------
+
+
+def called(operation: str, arguments: str) -> NodeRule:
+    """A formula that is one ATen operation: of the cotangent ``g``, of which arguments have
+    ``needed`` a gradient, of the ``dtype`` of the first, and of what the node saved, by name.
+    """
+    func, told = getattr(aten, operation).default, RULES[operation]
+    special: dict[str, Callable[[Tensor, Edges], Any]] = {
+        "g": lambda grad, edges: grad,
+        "needed": lambda grad, edges: [child is not None for child, _ in edges],
+        "dtype": lambda grad, edges: nodes.wanted(*edges[0]).dtype,
+        "0": lambda grad, edges: 0,
+    }
+    names = [(special.get(name), f"_saved_{name}") for name in arguments.split()]
+
+    def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+        args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
+        bare = product.bare and operation == "convolution_backward"
+        out = placeholders.convolution_backward(*args) if bare else func(*args)
+        chains = told(Call(func, args, {}, [grad], out, 0, product.together))
+        if isinstance(out, Tensor):
+            return [(out, chains[0][0])]
+        return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
+
+    return rule
+
+
+_looked_up = called(
+    "embedding_dense_backward",
+    "g indices weight_sym_argsize_0 padding_idx scale_grad_by_freq",
+)
+
+
+def looked_up(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    """Rows of a table."""
+    if node._saved_sparse:
+        return None
+    rows = node._saved_weight_sym_argsize_0
+    later = None
+    if not node._saved_scale_grad_by_freq:
+        later = product.later(edges[0], (rows, grad.shape[-1]), grad)
+    if later is None:
+        return _looked_up(node, grad, edges, product)
+    padding = _signed(node._saved_padding_idx)
+    return [(later, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
+
+
+_ROWS: tuple[tuple[NodeRule, str], ...] = (
+    (turned, "T0"),
+    (transposed, "Transpose0"),
+    (reordered, "Permute0"),
+    (placed, "Slice0 Select0"),
+    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2"),
+    (untouched, "Clone0 Alias0"),
+    (converted, "ToCopy0"),
+    (parted, "Cat0"),
+    (stacked, "Stack0"),
+    (widened, "Expand0"),
+    (repeated, "Sum0 Sum1 Mean0 Mean1"),
+    (scaled, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
+    (tanh, "Tanh0"),
+    (sigmoid, "Sigmoid0"),
+    (raised, "Pow0"),
+    (scaled, "NativeDropout0"),
+    (added, "Add0"),
+    (subtracted, "Sub0"),
+    (multiplied, "Mul0"),
+    (multiple, "Mul1"),
+    (divided, "Div0"),
+    (matrix, "Mm0 Bmm0"),
+    (affine, "Addmm0"),
+    (sparse_affine, "SparseAddmm0"),
+    (sparse_reduced, "SparseMmReduceImpl0"),
+    (vector, "Mv0"),
+    (log_sums, "Logcumsumexp0"),
+    (looked_up, "Embedding0"),
+    (euclidean, "EuclideanDist0"),
+)
+
+# As they stand in PyTorch's derivatives.yaml, with nothing before the call and nothing after.
+_CALLS = (
+    ("Relu0", "threshold_backward", "g result 0"),
+    ("Softmax0 SafeSoftmax0", "_softmax_backward_data", "g result dim dtype"),
+    ("LogSoftmax0", "_log_softmax_backward_data", "g result dim dtype"),
+    (
+        "NativeLayerNorm0",
+        "native_layer_norm_backward",
+        "g input normalized_shape result1 result2 weight bias needed",
+    ),
+    (
+        "NativeBatchNorm0",
+        "native_batch_norm_backward",
+        "g input weight running_mean running_var result1 result2 training eps needed",
+    ),
+    (
+        "Convolution0",
+        "convolution_backward",
+        "g input weight bias_sym_sizes_opt stride padding dilation transposed output_padding "
+        "groups needed",
+    ),
+    (
+        "MaxPool2DWithIndices0",
+        "max_pool2d_with_indices_backward",
+        "g self kernel_size stride padding dilation ceil_mode result1",
+    ),
+    (
+        "NllLoss0",
+        "nll_loss_backward",
+        "g self target weight reduction ignore_index total_weight",
+    ),
+)
+
+
+def _named(rows: Iterable[tuple[NodeRule, str]]) -> dict[str, NodeRule]:
+    return {
+        f"{name[:-1]}Backward{name[-1]}": rule for rule, names in rows for name in names.split()
+    }
+
+
+NODES: dict[str, NodeRule] = {
+    **_named(_ROWS),
+    **_named((called(operation, arguments), names) for names, operation, arguments in _CALLS),
+}
+"""By type of node."""
+
+# Several cotangents ------------------------------------------------------------------------------
+
+Joined: TypeAlias = "tuple[Tensor, dict[int, Slot]]"
+"""The cotangent of the one argument, and where in it that of each output lies."""
+
+
+def split(node: Node, grads: Mapping[int, Tensor]) -> Joined:
+    """``split``: every output is a stretch of the argument."""
+    out, dim = _handed(node, grads)
+    if type(node).__name__.startswith("SplitWithSizes"):
+        starts = [0, *accumulate(node._saved_split_sizes)]
+    else:
+        starts = [k * node._saved_split_size for k in range(max(grads) + 1)]
+    wide = out.shape
+    return out, {k: slot(dim, starts[k], g.shape, g.shape, wide) for k, g in grads.items()}
+
+
+def unbound(node: Node, grads: Mapping[int, Tensor]) -> Joined:
+    """``unbind``: every output is a slice of the argument."""
+    out, dim = _handed(node, grads)
+    cuts = {k: (*g.shape[:dim], 1, *g.shape[dim:]) for k, g in grads.items()}
+    return out, {k: slot(dim, k, cuts[k], g.shape, out.shape) for k, g in grads.items()}
+
+
+def _handed(node: Node, grads: Mapping[int, Tensor]) -> tuple[Tensor, int]:
+    """What the node makes of its cotangents, and the dimension they lie along."""
+    out = node(*[grads.get(k) for k in range(nodes.outputs_of(node))])
+    return out, _signed(node._saved_dim) % out.dim()
+
+
+JOINTS: dict[str, Callable[[Node, Mapping[int, Tensor]], Joined]] = {
+    "SplitBackward0": split,
+    "SplitWithSizesBackward0": split,
+    "UnsafeSplitBackward0": split,
+    "UnbindBackward0": unbound,
+}
+"""By type of node: those that take several cotangents, side by side."""

@@ -1,0 +1,408 @@
+"""From a loss to its backward program: every node is called, and what it computes is written down.
+
+Of nodes in the table of ``node_rules`` the linear maps are known. The formulas of others are run
+under a dispatch mode that records their ATen operations (``formula``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.autodiff import hooks, nodes
+from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.names import NOWHERE, Atlas, Place, placed
+from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, VIEWS, Edges, Node, Outputs, learn
+from gradtrace.autodiff.pass_scope import one_pass
+from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.traversal import walk
+from gradtrace.errors import GradtraceError, Unsupported
+from gradtrace.ir.lazy_gradient import Deferred, Part
+from gradtrace.ir.program import HOOKS, Block, Leaf, Program, Step, Term, double, single
+from gradtrace.kernels import sync
+from gradtrace.kernels.sync import Hopes
+from gradtrace.pytorch.plain_tensors import plain
+from gradtrace.recording import placeholders
+from gradtrace.recording.aten_rules import Together, real_dtype, shape_of
+from gradtrace.recording.dispatch import Recorder
+from gradtrace.recording.formula import Formulas
+from gradtrace.recording.gradient_cache import Store
+from gradtrace.recording.node_rules import JOINTS, NODES, Chain, Edge, NodeRule, same, summed
+
+DENSE_LIMIT = 1 << 24
+"""The most entries that an operator without a structured rule may have as a matrix."""
+
+LARGE = 1 << 16
+"""A leaf with fewer elements is not worth the trouble of computing its gradient later."""
+
+
+class Products:
+    """Products of matrices: computed; or put off, where they are the gradient of a large leaf and
+    what is held for it is not larger; or, for a ``bare`` program, never computed.
+
+    On a GPU, which waits for Python while a pass is recorded and which Python waits for later,
+    nothing is put off as long as the store has memory for it.
+    """
+
+    def __init__(self, clear_since: int, bare: bool, store: Store) -> None:
+        self.clear_since = clear_since
+        self.store = store
+        self.bare = bare
+        self.put_off: dict[int, Tensor] = {}  # by id: what stands in for results
+        self.held: dict[int, int] = {}  # elements held for each leaf, by id
+        self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self.together = Together()
+
+    def __call__(
+        self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
+    ) -> Tensor:
+        """``a @ b``, which is handed to an edge."""
+        if self.bare:
+            return placeholders.product(a, b)
+        if (
+            grad is not None
+            and (out := self.later(edge, (*a.shape[:-1], b.shape[-1]), grad)) is not None
+        ):
+            return out
+        multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul would ask what they are
+        return multiply(b.mT, a.mT).mT if turned else multiply(a, b)
+
+    def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
+        """What stands in for the gradient of a leaf, if it is put off."""
+        size = prod(shape)
+        if self.bare or size < LARGE or (leaf := self._leaf(edge[0])) is None:
+            return None
+        if sync.avoid(grad) and self.store.spend(size * grad.itemsize):
+            return None
+        held = self.held.get(id(leaf), 0) + grad.numel()
+        if held > size:
+            return None
+        self.held[id(leaf)] = held
+        out = grad.new_zeros(()).expand(tuple(shape))
+        self.put_off[id(out)] = out
+        return out
+
+    def one(self, like: Tensor) -> Tensor:
+        """A single 1 of this dtype, on this device."""
+        kind = like.dtype, like.device
+        found = self.ones.get(kind)
+        if found is None:
+            found = self.ones[kind] = torch.ones((), dtype=kind[0], device=kind[1])
+        return found
+
+    def _leaf(self, node: Node | None) -> Tensor | None:
+        """The leaf whose gradient this node is handed, if no code but PyTorch's own sees it
+        before.
+        """
+        if node is not None and type(node) is not ACCUMULATE:
+            if not nodes.ends(node) or node._sequence_nr() < self.clear_since:
+                return None
+            node = nodes.edges_of(node)[0][0]
+        if node is None or node.variable._backward_hooks:
+            return None
+        leaf: Tensor = node.variable
+        return leaf
+
+
+class Kind(NamedTuple):
+    """What is known of the nodes of a type."""
+
+    name: str
+    rule: NodeRule | None
+    joint: bool
+    asked: tuple[int, ...] | None  # argument positions to conform; None: all
+    ending: bool  # stands for a leaf, or may stand right before one
+
+
+class Record:
+    """One pass over the nodes that leaves a program behind; ``Walk`` with a pen."""
+
+    def __init__(
+        self,
+        loss: Tensor,
+        seed: Tensor,
+        atlas: Atlas,
+        watch: HookWatch,
+        limit: int,
+        opaque: bool = False,
+        keep: int = 0,
+        bare: bool = False,
+        hopes: Hopes | None = None,
+    ) -> None:
+        self.atlas = atlas
+        self.elsewhere: dict[Node, Place] = {}  # nodes whose number does not tell their place
+        self.store = Store(keep)
+        self.sums: set[int] = set()
+        self.clear_since = watch.clear_since()
+        self.recorder = Recorder(limit, bare, hopes)
+        self.outputs = Outputs()
+        self.formulas = Formulas(self.recorder, self.clear_since, opaque, self.outputs)
+        self.bare = bare
+        self.products = Products(self.clear_since, bare, self.store)
+        self.deferred: dict[int, Deferred] = {}
+        self.seed = seed
+        self.first = self.recorder.new()
+        self.adjoints: dict[Node, dict[int, tuple[Tensor, int]]] = {
+            nodes.root_of(loss): {nodes.slot_of(loss): (seed, self.first)}
+        }
+        self.blocks: list[Block] = []
+        self.leaves: list[Leaf] = []
+        self.kinds: dict[type, Kind] = {}
+        self.new = self.recorder.new
+        self.place, self.start, self.end = NOWHERE, 0, 0  # nodes from start on lie in this place
+
+    def visit(self, node: Node, edges: Edges) -> None:
+        """Record the formula of a node and hand its results to its arguments."""
+        arrived = self.adjoints.pop(node, None)
+        if arrived is None:
+            return
+        kind = type(node)
+        if kind is ACCUMULATE:
+            self._leaf(node.variable, *arrived[0])
+            return
+        known = self.kinds.get(kind) or self._kind(kind)
+        number = node._sequence_nr()
+        if not self.start <= number < self.end:
+            self._enter(number)
+        place = self.elsewhere.get(node, self.place) if self.elsewhere else self.place
+        block = Block(known.name, place, {}, [], {})
+        takes = block.takes
+        for slot in arrived:
+            takes[slot] = arrived[slot][1]
+        try:
+            if number < self.clear_since or not self._known(known, node, edges, arrived, block):
+                block.operator = nodes.name_of(node)
+                for position, out, value in self.formulas.follow(node, edges, arrived, block):
+                    self._hand(block, position, edges[position], out, value)
+        except Exception as error:
+            raise self.atlas.place(error, node, self.elsewhere.get(node)) from error
+        self.blocks.append(block)
+
+    def _kind(self, kind: type) -> Kind:
+        """Find out once what is known of a type of node."""
+        name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
+        ending = kind is ACCUMULATE or name in VIEWS
+        found = Kind(name, NODES.get(name), name in JOINTS, facts.asked, ending)
+        self.kinds[kind] = found
+        return found
+
+    def _enter(self, number: int) -> None:
+        """Find the module call of a node, and which nodes beside it were made there."""
+        starts, at = self.atlas.starts, bisect_right(self.atlas.starts, number)
+        self.place = self.atlas.places[at - 1] if at else NOWHERE
+        self.start = starts[at - 1] if at else 0
+        self.end = starts[at] if at < len(starts) else number + 1
+
+    def _known(
+        self,
+        kind: Kind,
+        node: Node,
+        edges: Edges,
+        arrived: dict[int, tuple[Tensor, int]],
+        block: Block,
+    ) -> bool:
+        """A node whose maps are known: no need to look inside. False if they are not."""
+        _, rule, joint, asked, _ = kind
+        if rule is None or len(arrived) > 1 or 0 not in arrived:
+            return joint and self._joined(node, edges, arrived, block)
+        grad, value = arrived[0]
+        found = None if grad.is_complex() else rule(node, grad, edges, self.products)
+        if found is None:
+            return False
+        for position, result in enumerate(found):
+            if result is None or (edge := edges[position])[0] is None:
+                continue
+            out, chain = result
+            if asked is None or position in asked:
+                out, number = self._conformed(out, chain, value, edge, block)
+            else:
+                number = self._chain(chain, value, out, block)
+            if self.deferred or self.products.put_off:
+                self._defer(value, grad, chain, number, out)
+            self._hand(block, position, edge, out, number)
+        return True
+
+    def _hand(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
+        """A result of a block, to the node that it is the cotangent of."""
+        child, slot = edge
+        out = plain(out)
+        if out.dtype.itemsize == 1:
+            raise Unsupported(
+                f"a gradient of {out.dtype} cannot be followed, since PyTorch does not compute in "
+                "it; convert to float8 outside of the graph, or use a straight-through estimate "
+                "(torch.autograd.Function) that hands on gradients of a wider type"
+            )
+        block.gives[position] = value
+        if self.store.left > 0:
+            kind = self.kinds.get(type(child)) or self._kind(type(child))
+            if not kind.ending or not nodes.ends(child):
+                self.store.add(value, out, block)
+        slots = self.adjoints.get(child)
+        if slots is None:
+            self.adjoints[child] = {slot: (out, value)}
+            return
+        there = slots.get(slot)
+        slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
+
+    def _chain(self, chain: Chain, value: int, out: Tensor, block: Block) -> int:
+        """The steps of a chain of maps; of none, one that hands the value on."""
+        dtype = out.dtype
+        for step in chain or same(out.shape, out.shape):
+            result = self.new()
+            block.steps.append(single(result, step, value, dtype))
+            value = result
+        return value
+
+    def _conformed(
+        self, out: Tensor, chain: Chain, value: int, edge: Edge, block: Block
+    ) -> tuple[Tensor, int]:
+        """``_chain``, and what PyTorch's engine does after it: broadcasting is undone, and the
+        result is of the dtype that is wanted.
+        """
+        meta = self.outputs.wanted(*edge)
+        shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
+        alike = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
+        if alike and wanted:  # scalars may come from another device
+            return out, self._chain(chain, value, out, block)
+        if shape != wanted:
+            chain = [*chain, *summed(shape, wanted)]
+        value = self._chain(chain, value, out, block)
+        out = nodes.conform(out, meta)
+        return out, value if out.dtype is dtype else self._chain((), value, out, block)
+
+    def _defer(self, value: int, grad: Tensor, chain: Chain, number: int, out: Tensor) -> None:
+        """Note how a gradient that was put off comes about."""
+        if value in self.deferred:
+            self.deferred[number] = self.deferred[value].then(chain)
+        elif self.products.put_off.pop(id(out), None) is not None:
+            self.deferred[number] = Deferred([Part(tuple(chain), grad)])
+            self.store.hold(value, grad)
+
+    def _joined(
+        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
+    ) -> bool:
+        """A node whose cotangents lie side by side in that of its argument."""
+        grads = {slot: arrived[slot][0] for slot in sorted(arrived)}
+        if any(grad.is_complex() for grad in grads.values()):
+            return False
+        out, slots = JOINTS[block.operator](node, grads)
+        terms = tuple([Term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
+        result = self.new()
+        block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
+        self._hand(block, 0, edges[0], out, result)
+        return True
+
+    def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
+        if leaf.device != self.seed.device and leaf.dim():
+            name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            raise Unsupported(
+                f"leaf {name} is on {leaf.device} and the loss on {self.seed.device}; gradient is "
+                "followed on one device: bring the model, what it is given, and the loss to one "
+                "(gradtrace.backward(loss) takes graphs over several)"
+            )
+        if leaf._backward_hooks and hooks.stand_on(leaf):
+            block = Block(HOOKS, NOWHERE, {0: value})
+            name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            try:
+                tensor = self.formulas.hooked(leaf, tensor, block)
+            except GradtraceError as error:
+                raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
+            value = block.gives[0]
+            if value != block.takes[0]:  # else the hook only looked
+                self.blocks.append(block)
+        self.leaves.append(Leaf(leaf, value, self.deferred.get(value, plain(tensor))))
+
+    def _merge(
+        self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int
+    ) -> tuple[Tensor, int]:
+        """A value that is used twice: its cotangent is the sum of both."""
+        shape, result = shape_of(out), self.recorder.new()
+        later = [self.deferred.get(number) for number in (there[1], value)]
+        total = there[0] if self.bare or later[0] else out if later[1] else there[0] + out
+        if later[0] or later[1]:
+            both = (part or Deferred([Part((), x)]) for part, x in zip(later, (there[0], out)))
+            self.deferred[result] = next(both).plus(next(both))
+        elif there[1] not in self.sums:  # each is compared with the others
+            for tensor, number in (there, (out, value)):
+                self.store.add(number, tensor, True)
+        (move,) = same(shape, shape)
+        step = double(result, move, (there[1], value), real_dtype(out))
+        if isinstance(block.merges, list):
+            block.merges.append(step)
+        else:
+            block.merges = [step]
+        self.sums.add(result)
+        if result not in self.deferred:
+            self.store.add(result, total, False)
+        return total, result
+
+
+def _unseen(loss: Tensor, clear_since: int) -> bool:
+    """Whether no code but PyTorch's own will see the gradients of a loss: no functions and no hooks
+    of a user.
+    """
+    unseen = True
+
+    def visit(node: Node, _: Edges) -> None:
+        nonlocal unseen
+        if type(node) is ACCUMULATE:
+            unseen &= not node.variable._backward_hooks
+        else:
+            unseen &= not nodes.is_python(node) and node._sequence_nr() >= clear_since
+
+    walk(loss, visit)
+    return unseen
+
+
+def record(
+    loss: Tensor,
+    seed: Tensor,
+    atlas: Atlas,
+    watch: HookWatch,
+    order: str = "kahn",
+    limit: int = DENSE_LIMIT,
+    opaque: bool = False,
+    keep: int = 0,
+    bare: bool = False,
+) -> Program:
+    """The backward program of a loss.
+
+    An operator of more than ``limit`` entries and no known structure is refused, or with ``opaque``
+    kept as a function. ``keep`` is how many bytes of gradients to keep beside it. A
+    ``bare`` program comes without gradients, where these can be spared; its leaves have none.
+    """
+
+    def recorded(bare: bool, hopes: Hopes | None) -> Program | None:
+        """None if what was hoped did not come true."""
+        pen = Record(loss, seed, atlas, watch, limit, opaque, keep, bare, hopes)
+        pen.elsewhere = others
+        try:
+            with one_pass():
+                walk(loss, pen.visit, order)
+                pen.products.together.settle()
+        except Exception:
+            if hopes is None or hopes.fulfilled():
+                raise
+        if hopes is not None and not hopes.fulfilled():
+            return None
+        kept = {} if bare else pen.store.values
+        return Program(seed, pen.first, pen.blocks, pen.leaves, kept)
+
+    others = elsewhere(loss, atlas)
+
+    def hopes() -> Hopes | None:
+        return Hopes() if sync.avoid(seed) else None
+
+    found = None
+    if bare and _unseen(loss, watch.clear_since()):
+        with suppress(GradtraceError, RuntimeError):  # true gradients may go, or fail truly
+            found = recorded(True, hopes())
+    found = found or recorded(False, hopes()) or recorded(False, None)
+    assert found is not None
+    return found

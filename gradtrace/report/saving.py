@@ -1,0 +1,279 @@
+"""Traces in files: what can be looked at without the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from gradtrace import report as reports
+from gradtrace.autodiff.names import Gradients, Lazy, unknown
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.flow import Flow
+from gradtrace.io import container, schemas
+from gradtrace.report.training import timing as of_timing
+from gradtrace.report.training import training as of_training
+from gradtrace.runs import history
+from gradtrace.tracing.influence import Influence, checked_weight
+from gradtrace.tracing.paths import Path, Paths, PathStep, unravel
+
+KIND = "trace"
+VIEW = "view"
+"""The tensor that holds what a report shows."""
+
+
+class Viewed(Protocol):
+    """What a report is made of: a ``Trace``, or a ``Saved`` one."""
+
+    def _view(self, sample: int = ..., seed: int = ...) -> reports.View: ...
+
+
+class Savable(Viewed, Protocol):
+    """What is saved of a ``gradtrace.trace.Trace``."""
+
+    rule: str
+    granularity: str
+    modules: Mapping[str, str]
+
+    @property
+    def gradients(self) -> Gradients | Lazy:
+        """The gradients of leaves by name."""
+
+    @property
+    def pairs(self) -> int:
+        """How many losses there are."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the results."""
+
+    @property
+    def asked(self) -> Mapping[str, Influence]:
+        """The tables asked for so far."""
+
+    def influence(self) -> Influence:
+        """The table of modules."""
+
+    def paths(self, *, sample: int, seed: int) -> Paths:
+        """The paths of a sample of elements."""
+
+    def flow(self) -> Flow:
+        """Gradient magnitude along depth."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A trace as it was saved: gradients, influence, flow, and paths of a sample of elements."""
+
+    gradients: Gradients = field(repr=False)
+    rule: str
+    granularity: str
+    pairs: int
+    modules: Mapping[str, str] = field(repr=False)
+    notes: tuple[str, ...] = field(repr=False)
+    _tables: Mapping[str, Influence] = field(repr=False)
+    _flow: Flow = field(repr=False)
+    _paths: Paths = field(repr=False)
+    _seen: reports.View | None = field(default=None, repr=False)  # None: in files of schema 1
+
+    def influence(self, components: str | None = None, weight: str = "count") -> Influence:
+        """A table that was saved: that of modules, or of another kind that had been asked for."""
+        kind = components or ""
+        if not isinstance(kind, str) or kind not in self._tables:
+            have = ", ".join(repr(name) if name else "the default" for name in self._tables)
+            raise UnknownName(
+                f"the file has no influence of components={components!r}, only of {have}; others "
+                "need the model: trace again and ask before saving"
+            )
+        return self._tables[kind].by(checked_weight(weight))
+
+    def flow(self) -> Flow:
+        """Gradient magnitude along depth."""
+        return self._flow
+
+    def paths(self, name: str | None = None) -> Paths:
+        """The paths that were saved, or those of one leaf."""
+        return self._paths if name is None else self._paths.of(name)
+
+    def path(self, name: str, index: int | Sequence[int] = ()) -> Path:
+        """The path of an element, if it is among those that were saved."""
+        if name not in self.gradients:
+            raise UnknownName(unknown("leaf", name, self.gradients))
+        found = self._paths.of(name, index)
+        if not found:
+            raise GradtraceError(
+                f"the path of {name}{index} is not among the {len(self._paths):,} that were saved; "
+                "save with a larger sample, or trace again"
+            )
+        return found[0]
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compare: Viewed | None = None,
+        name: str | Sequence[str] | None = None,
+        training: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write one HTML file to look at the trace in a browser; see ``Trace.report``. Its top
+        paths are those of the sample that was saved.
+        """
+        write(path, [self, compare], name, training)
+
+    def _repr_html_(self) -> str:
+        """The report in a frame, for notebooks."""
+        return reports.framed(self._view, repr(self))
+
+    def _view(self, sample: int = 0, seed: int = 0) -> reports.View:
+        """What a report shows."""
+        if self._seen is None:
+            raise GradtraceError(
+                "the file was saved by a gradtrace without reports and holds no view to make one "
+                "of: trace again and save again"
+            )
+        return self._seen
+
+
+def write(
+    path: str | os.PathLike[str],
+    traces: Sequence[Viewed | None],
+    name: str | Sequence[str] | None,
+    training: str | os.PathLike[str] | None,
+    sample: int = 1000,
+    seed: int = 0,
+) -> None:
+    """Write the report of some traces, and of the run in a Monitor's file."""
+    run = None if training is None else history.read(training)
+    told = (None, None) if run is None else (of_training(run), of_timing(run))
+    views = [_viewed(trace)._view(sample, seed) for trace in traces if trace is not None]
+    reports.write(path, reports.report(views, name, *told))
+
+
+def _viewed(trace: Viewed) -> Viewed:
+    if not hasattr(trace, "_view"):
+        raise GradtraceError(
+            f"a {type(trace).__name__} cannot be compared with a trace; give what gradtrace.trace, "
+            "watch.trace or gradtrace.load returned"
+        )
+    return trace
+
+
+def save(trace: Savable, path: str | os.PathLike[str], sample: int, seed: int) -> None:
+    """Write a trace to a file."""
+    view = trace._view(sample, seed)
+    tables = {"": trace.influence(), **trace.asked}
+    coarse = trace.granularity == "operator"
+    paths = [] if coarse else list(trace.paths(sample=sample, seed=seed))
+    kinds, arrays = _packed(paths)
+    meta = {
+        "rule": trace.rule,
+        "granularity": trace.granularity,
+        "pairs": trace.pairs,
+        "modules": dict(trace.modules),
+        "aliases": dict(trace.gradients.aliases),
+        "leaves": list(trace.gradients),
+        "notes": list(trace.notes),
+        "tables": {kind: table.to_dict() for kind, table in tables.items()},
+        "flow": trace.flow().to_dict(),
+        "kinds": kinds,
+    }
+    grads = {f"gradient {n}": grad for n, grad in enumerate(trace.gradients.values())}
+    container.write(path, KIND, meta, {**grads, **arrays, VIEW: reports.saved(view)})
+
+
+def load(path: str | os.PathLike[str]) -> Saved:
+    """Read a trace that ``trace.save`` wrote; neither the model nor its code is needed.
+
+    Files hold numbers and text, nothing that runs; one that is damaged, of a newer version or not
+    a trace is refused with ``gradtrace.io.container.BadFile``.
+    """
+    with container.about(path):
+        meta, tensors = container.read(path, KIND, schemas.TRACE)[1:]
+        schemas.trace_tensors(meta, tensors, {VIEW})
+        seen = reports.loaded(tensors[VIEW]) if VIEW in tensors else None
+    grads = {name: tensors[f"gradient {n}"] for n, name in enumerate(meta["leaves"])}
+    return Saved(
+        Gradients(grads, meta["aliases"]),
+        meta["rule"],
+        meta["granularity"],
+        meta["pairs"],
+        meta["modules"],
+        tuple(meta["notes"]),
+        {kind: Influence.from_dict(table) for kind, table in meta["tables"].items()},
+        Flow.from_dict(meta["flow"]),
+        Paths(Packed(meta["kinds"], tensors), f"Paths ({meta['rule']})"),
+        seen,
+    )
+
+
+# Paths as arrays ----------------------------------------------------------------------------------
+
+
+def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Kinds of steps, and arrays with a row for each step of each path."""
+    kinds: dict[tuple[Any, ...], int] = {}
+    rows: list[tuple[int, int]] = []
+    numbers: list[tuple[float, float, float]] = []
+    for path in paths:
+        for n, step in enumerate(path.steps):
+            leaf = path.name if n == 0 else ""
+            key = (step.operator, step.module, step.call, step.shape, leaf)
+            rows.append((kinds.setdefault(key, len(kinds)), _number(step.index, step.shape)))
+            numbers.append((step.derivative, step.gradient, step.share))
+    names = ("operator", "module", "call", "shape", "leaf")
+    return [dict(zip(names, key)) for key in kinds], {
+        "lengths": torch.tensor([len(path) for path in paths], dtype=torch.int64, device="cpu"),
+        "pairs": torch.tensor([path.pair for path in paths], dtype=torch.int64, device="cpu"),
+        "steps": torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2),
+        "numbers": torch.tensor(numbers, dtype=torch.float64, device="cpu").reshape(-1, 3),
+    }
+
+
+class Packed(Sequence[Path]):
+    """Paths in the arrays of a file, whose contents were checked; each is made when asked for."""
+
+    def __init__(self, kinds: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> None:
+        self.kinds = kinds
+        self.steps, self.numbers = tensors["steps"], tensors["numbers"]
+        self.pairs = tensors["pairs"].tolist()
+        self.lengths = tensors["lengths"].tolist()
+        self.firsts = [end - n for end, n in zip(accumulate(self.lengths), self.lengths)]
+
+    @overload
+    def __getitem__(self, at: int) -> Path: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Path, ...]: ...
+    def __getitem__(self, at: int | slice) -> Path | tuple[Path, ...]:
+        if isinstance(at, slice):
+            return tuple(self[n] for n in range(*at.indices(len(self))))
+        mine = slice(self.firsts[at], self.firsts[at] + self.lengths[at])
+        rows = zip(self.steps[mine].tolist(), self.numbers[mine].tolist())
+        steps = tuple(self._step(self.kinds[kind], element, n) for (kind, element), n in rows)
+        name = self.kinds[int(self.steps[mine.start, 0])]["leaf"]
+        return Path(name, steps[0].index, steps, steps[0].gradient, self.pairs[at])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def _step(self, kind: Mapping[str, Any], element: int, numbers: Sequence[float]) -> PathStep:
+        shape = tuple(kind["shape"])
+        index = unravel(element, shape)
+        return PathStep(kind["operator"], kind["module"], kind["call"], shape, index, *numbers)
+
+
+def _number(index: Sequence[int], shape: Sequence[int]) -> int:
+    number = 0
+    for i, size in zip(index, shape):
+        number = number * size + i
+    return number

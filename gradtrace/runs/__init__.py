@@ -1,0 +1,1 @@
+"""What a Monitor writes, step by step, and how it is read."""

@@ -1,0 +1,217 @@
+"""Semirings whose ⊕ is a plain sum of each part: gradient, path mass, path count, entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import OutOfRange
+from gradtrace.kernels.precision import exact
+from gradtrace.semirings.base import Piece, Semiring, Value, each, shifted, wide
+from gradtrace.semirings.einsum_plan import together
+
+
+class Additive(Semiring):
+    """⊕ adds part by part, so that sums, scans and matrix products are PyTorch's own."""
+
+    def plus(self, a: Value, b: Value) -> Value:
+        return tuple(x + y for x, y in zip(a, b))
+
+    def fold(self, x: Value, dim: int) -> Value:
+        return each(x, lambda part: part.sum(dim))
+
+    def reduce(self, x: Value, dims: Sequence[int]) -> Value:
+        return each(x, lambda part: part.sum(tuple(dims), keepdim=True)) if dims else x
+
+    def scatter(self, x: Value, target: Tensor, size: int) -> Value:
+        place = target.remainder(size + 1)  # the last place takes what goes nowhere
+        return each(x, lambda p: p.new_zeros(size + 1).index_add(0, place, p)[:size])
+
+    def scan(self, x: Value, dim: int) -> Value:
+        return each(x, lambda part: part.cumsum(dim))
+
+    def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
+        spec, weight = together(spec, weight)
+        pieces = self.linear(weight)
+        assert pieces is not None
+        out: dict[int, Tensor] = {}
+        for i, o, w in pieces:
+            part = self.product(spec, x[i], w.to(x[i].dtype))
+            out[o] = out[o] + part if o in out else part
+        return tuple(out[o] for o in sorted(out))
+
+    def product(self, spec: str, x: Tensor, weight: Tensor) -> Tensor:
+        """An einsum, exact to float32."""
+        with exact(x):
+            return torch.einsum(spec, x, weight)
+
+    def linear(self, weight: Tensor) -> list[Piece] | None:
+        return [(0, 0, self.weigh(weight)[0])]
+
+    def size(self, x: Value) -> float:
+        return float(x[0].abs().amax()) if x[0].numel() else 1.0
+
+    def scale(self, x: Value, shift: int) -> Value:
+        return each(x, lambda part: shifted(part, shift))
+
+
+@dataclass(frozen=True)
+class Sum(Additive):
+    """(+, ×): the gradient itself, in its own precision.
+
+    >>> SUM.times((torch.tensor(2.0),), SUM.lift(torch.tensor(-3.0)))
+    (tensor(-6.),)
+    """
+
+    name: str = "SUM"
+    zero: tuple[float, ...] = (0.0,)
+    one: tuple[float, ...] = (1.0,)
+
+    def lift(self, weight: Tensor) -> Value:
+        return (weight,)
+
+    def times(self, a: Value, b: Value) -> Value:
+        return (a[0] * b[0],)
+
+    def weigh(self, weight: Tensor) -> Value:
+        return (weight,)
+
+    def product(self, spec: str, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum(spec, x, weight)  # as PyTorch computes it, TF32 and all
+
+    def settle(self, x: Value, dtype: torch.dtype) -> Value:
+        return (x[0].to(dtype),)
+
+    def size(self, x: Value) -> float:
+        return 1.0  # as PyTorch computes it, underflow and all
+
+
+@dataclass(frozen=True)
+class Abs(Additive):
+    """(+, ×) on absolute values: ``Σ |weight|`` over the paths, their total mass.
+
+    Where it is much larger than the gradient, paths cancel out. With ``log`` its base-2 logarithm.
+
+    >>> ABS.lift(torch.tensor(-3.0))
+    (tensor(3.),)
+    """
+
+    log: bool = False
+    name: str = "ABS"
+    zero: tuple[float, ...] = (0.0,)
+    one: tuple[float, ...] = (1.0,)
+
+    def lift(self, weight: Tensor) -> Value:
+        return (weight.abs(),)
+
+    def times(self, a: Value, b: Value) -> Value:
+        return (a[0] * b[0],)
+
+    def finish(self, x: Value, exponent: int) -> Value:
+        return logarithm(x, exponent) if self.log else super().finish(x, exponent)
+
+
+@dataclass(frozen=True)
+class Count(Additive):
+    """(+, ×) on numbers of paths: how many have a weight that is not 0, in float64.
+
+    With ``exact`` as whole numbers (an error where one is beyond 2⁶³), with ``log`` as base-2
+    logarithms, which no graph is too deep for.
+
+    >>> COUNT.lift(torch.tensor([-3.0, 0.0]))
+    (tensor([1., 0.], dtype=torch.float64),)
+    """
+
+    exact: bool = False
+    log: bool = False
+    name: str = "COUNT"
+    zero: tuple[float, ...] = (0.0,)
+    one: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if self.exact:  # whole numbers modulo 2⁶⁴, and their size, which tells when that is too few
+            object.__setattr__(self, "zero", (0.0, 0.0))
+            object.__setattr__(self, "one", (1.0, 1.0))
+
+    def lift(self, weight: Tensor) -> Value:
+        there = weight != 0
+        return (there.long(), there.double()) if self.exact else (there.double(),)
+
+    def times(self, a: Value, b: Value) -> Value:
+        return tuple(x * y for x, y in zip(a, b))
+
+    def linear(self, weight: Tensor) -> list[Piece]:
+        return [(n, n, part) for n, part in enumerate(self.lift(weight))]
+
+    def size(self, x: Value) -> float:
+        return 1.0 if self.exact else super().size(x)
+
+    def finish(self, x: Value, exponent: int) -> Value:
+        if self.exact:
+            if bool(((x[1] >= 2.0**63) | (x[0] < 0)).any()):
+                most = float(x[1].max())
+                raise OutOfRange(
+                    f"there are about {most:.3g} paths, more than a 64-bit number holds; use COUNT "
+                    "(float64) or Count(log=True)"
+                )
+            return x[:1]
+        return logarithm(x, exponent) if self.log else super().finish(x, exponent)
+
+    def logs(self) -> str:
+        return "Count(log=True)"
+
+
+@dataclass(frozen=True)
+class Entropy(Additive):
+    """``(Σ |w|, −Σ |w|·log |w|)`` over the paths; 0·log 0 = 0.
+
+    ``ENTROPY.entropy(value)`` is the entropy, in nats, of the distribution that gives each path a
+    probability proportional to |weight|: 0 if one path carries all, log n if n carry as much.
+
+    >>> value = ENTROPY.plus(ENTROPY.lift(torch.tensor(0.5)), ENTROPY.lift(torch.tensor(-0.5)))
+    >>> ENTROPY.entropy(value)
+    tensor(0.6931)
+    """
+
+    name: str = "ENTROPY"
+    zero: tuple[float, ...] = (0.0, 0.0)
+    one: tuple[float, ...] = (1.0, 0.0)
+
+    def lift(self, weight: Tensor) -> Value:
+        mass = weight.abs()
+        return mass, -torch.xlogy(mass, mass)
+
+    def times(self, a: Value, b: Value) -> Value:
+        return a[0] * b[0], a[0] * b[1] + a[1] * b[0]
+
+    def linear(self, weight: Tensor) -> list[Piece]:
+        mass, spread = self.weigh(weight)
+        return [(0, 0, mass), (1, 1, mass), (0, 1, spread)]
+
+    def scale(self, x: Value, shift: int) -> Value:
+        mass, spread = shifted(x[0], shift), shifted(x[1], shift)
+        return mass, spread - mass * (shift * 0.6931471805599453)
+
+    def sized(self, x: Value) -> Value:
+        return x[:1]
+
+    def entropy(self, value: Value) -> Tensor:
+        """``log Z + R / Z`` of a value (Z, R); 0 where there is no path."""
+        mass, spread = value
+        there = mass > 0
+        safe = torch.where(there, mass, 1.0)
+        return torch.where(there, safe.log() + spread / safe, 0.0)
+
+
+def logarithm(x: Value, exponent: int) -> Value:
+    """Base-2 logarithms, in float64; -inf where there is no path."""
+    return each(x, lambda part: wide(part).double().log2() + exponent)
+
+
+SUM = Sum()
+ABS = Abs()
+COUNT = Count()
+ENTROPY = Entropy()

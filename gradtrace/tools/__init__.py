@@ -1,0 +1,1 @@
+"""Ablation, numerical gradient checks, self-test, the catalogue of operators, users' scripts."""

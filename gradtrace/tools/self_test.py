@@ -1,0 +1,217 @@
+"""Whether gradtrace works here: this torch, this Python, the kernels, what is not installed.
+
+``internals`` looks at what autograd's attributes mean; here small models are run, and gradients,
+hooks, checkpoints and kernels are compared with PyTorch's own. ``gradtrace doctor`` prints it.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from gradtrace import api
+from gradtrace.errors import needs
+from gradtrace.ir import interpreter as engine
+from gradtrace.kernels import cpu_library, max_contraction, reference
+from gradtrace.pytorch import internals
+from gradtrace.semirings import MAX, SUM
+
+OPTIONAL = {
+    "pandas": "to_pandas()",
+    "matplotlib": "figures of experiments and benchmarks",
+    "scikit-learn": "the data set of digits",
+    "lightning": "gradtrace.integrations.lightning",
+    "transformers": "gradtrace.integrations.transformers",
+    "accelerate": "gradtrace.integrations.transformers",
+    "tensorboard": "gradtrace.integrations.tensorboard",
+    "ray": "experiments on a cluster",
+}
+"""Packages that a part of gradtrace needs, and which."""
+
+
+class Finding(NamedTuple):
+    """One line of the diagnosis."""
+
+    what: str
+    verdict: str  # ok, wrong, or missing: slower, or a part that cannot be used
+    detail: str
+
+
+def diagnosis() -> list[Finding]:
+    """All that can be looked at, in about a second. Random numbers of the user's are not used."""
+    found = [_versions()]
+    wrong = internals.missing() or internals.changed()
+    found.append(Finding("autograd's internals", _verdict(not wrong), "; ".join(wrong) or "known"))
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        torch.manual_seed(0)
+        for name, make in MODELS.items():
+            found.append(_tried(f"gradient: {name}", partial(_compared, make)))
+        found += [_tried("hooks", _hooked), _tried("checkpoints", _recomputed), _kernels()]
+    return [*found, *_optional()]
+
+
+def _verdict(good: bool) -> str:
+    return "ok" if good else "wrong"
+
+
+def _versions() -> Finding:
+    installed = f"gradtrace {sys.modules['gradtrace'].__version__}, torch {torch.__version__}"
+    where = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("versions", "ok", f"{installed}, {where}; tested: torch {internals.TESTED}")
+
+
+def _tried(what: str, look: Callable[[], str]) -> Finding:
+    """``look`` says what is wrong, or nothing."""
+    try:
+        wrong = look()
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+    return Finding(what, _verdict(not wrong), wrong or "as PyTorch's")
+
+
+# Gradients ---------------------------------------------------------------------------------------
+
+
+def _of(module: nn.Module, *inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    out = module(*inputs)
+    out = out[0] if isinstance(out, tuple) else out
+    return out.square().sum(), dict(module.named_parameters())
+
+
+def _attention() -> tuple[Tensor, dict[str, Tensor]]:
+    q, k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.square().sum(), {"q": q, "k": k, "v": v}
+
+
+def _views() -> tuple[Tensor, dict[str, Tensor]]:
+    x = torch.randn(3, 4, requires_grad=True)
+    y = torch.cat([x.t().reshape(2, 6)[:, 1:4], torch.split(x, [1, 3], 1)[1].exp()[:2] / 3 - 1], 1)
+    y = y.clone().mul_(2)[torch.tensor([0, 1, 1])].pow(3)
+    return (y.softmax(-1) * torch.where(y > 0, y, -y)).sum() + x.norm() + x.mean() ** 2, {"x": x}
+
+
+MODELS: Mapping[str, Callable[[], tuple[Tensor, dict[str, Tensor]]]] = {
+    "linear layers": lambda: _of(
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.GELU()), torch.randn(2, 3)
+    ),
+    "norms": lambda: _of(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), torch.randn(2, 3)),
+    "convolution": lambda: _of(
+        nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.MaxPool1d(2)),
+        torch.randn(2, 2, 8),
+    ),
+    "embedding": lambda: _of(nn.Embedding(5, 3), torch.tensor([1, 4, 1])),
+    "recurrent layers": lambda: _of(nn.LSTM(2, 3), torch.randn(3, 1, 2)),
+    "attention": _attention,
+    "views and elementwise functions": _views,
+}
+"""Losses with the leaves they are derived by."""
+
+
+def _compared(make: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> str:
+    """The gradient by walking and of the program, against PyTorch's; and it has paths."""
+    loss, leaves = make()
+    wanted = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+    walked: Mapping[str, Any] = api.backward(loss, names=leaves)
+    values = engine.run(api.program(loss), SUM)
+    run = {name: values[leaf] for name, leaf in leaves.items()}
+    for found, how in ((walked, "walking the graph"), (run, "the program")):
+        for name, right in zip(leaves, wanted):
+            if not torch.allclose(found[name], right, rtol=1e-4, atol=1e-5):
+                off = (found[name] - right).abs().max().item()
+                return f"{how} gives {name} a gradient that is off by {off:.2g}"
+    largest = api.backward(loss, MAX, names=leaves)
+    if not all(torch.isfinite(value).all() for value in largest.values()):
+        return "the heaviest paths are not finite"
+    return ""
+
+
+def _hooked() -> str:
+    """Hooks on a leaf, on a value, before and after a node run as the engine runs them."""
+    x: Any = torch.tensor([1.0, 2.0], requires_grad=True)
+    y: Any = x * 3
+    loss = (y * y).sum()
+    node = y.grad_fn
+    order: list[str] = []
+
+    def noted(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+        def hook(first: Any, *_: Any) -> Any:
+            order.append(name)
+            return change(first)
+
+        return hook
+
+    handles = [
+        x.register_hook(noted("leaf", lambda g: g + 1)),
+        y.register_hook(noted("value", lambda g: g * 2)),
+        node.register_prehook(noted("before", lambda gs: tuple(g - 1 for g in gs))),
+        node.register_hook(noted("after", lambda gs: (gs[0] * 5, *gs[1:]))),
+    ]
+    try:
+        (wanted,) = torch.autograd.grad(loss, x, retain_graph=True)
+        engine, order[:] = list(order), []
+        (found,) = api.backward(loss).values()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if order != engine:
+        return f"hooks ran in the order {order}, PyTorch's engine runs {engine}"
+    return (
+        "" if torch.equal(found, wanted) else f"they gave {found.tolist()}, not {wanted.tolist()}"
+    )
+
+
+def _recomputed() -> str:
+    """A checkpointed part is computed once more, and no oftener."""
+    runs = []
+
+    def part(x: Tensor) -> Tensor:
+        runs.append(1)
+        return (x.exp() * x).tanh().sin()
+
+    x = torch.tensor([0.5, 1.0], requires_grad=True)
+    loss: Tensor = checkpoint(part, x, use_reentrant=False).sum()
+    (found,) = api.backward(loss).values()
+    (wanted,) = torch.autograd.grad(loss, x)
+    if not torch.allclose(found, wanted):
+        return f"the gradient is {found.tolist()}, not {wanted.tolist()}"
+    return "" if len(runs) == 3 else f"a part ran {len(runs) - 2} times more in one pass, not once"
+
+
+# The installation --------------------------------------------------------------------------------
+
+
+def _kernels() -> Finding:
+    if cpu_library.library() is None:
+        detail = (
+            "there are none, so tracing is many times slower; docs/start.md says how to get them"
+        )
+        return Finding("compiled kernels", "missing", detail)
+    a, b = torch.randn(2, 17, 33), torch.randn(2, 33, 19)
+    here, right = (k.contraction(a, b, index=True) for k in (max_contraction, reference))
+    same = all(torch.equal(x, y) for x, y in zip(here[:2], right[:2]) if x is not None)
+    detail = (
+        f"{max_contraction.isa()}, the bits of the reference"
+        if same
+        else "other bits than the reference"
+    )
+    return Finding("compiled kernels", _verdict(same), detail)
+
+
+def _optional() -> list[Finding]:
+    found = []
+    for package, what in OPTIONAL.items():
+        try:
+            found.append(Finding(package, "ok", version(package)))
+        except PackageNotFoundError:
+            found.append(Finding(package, "missing", needs(what, package)))
+    return found

@@ -1,0 +1,1 @@
+"""Which way gradient came: values with the components on their paths, influence, single paths."""

@@ -1,0 +1,442 @@
+"""What was counted at all leaves, added up by component: on the device that counted it.
+
+There may be millions of groups, of a leaf, a pair and a mark, and hundreds of components.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gradtrace.errors import GradtraceError
+from gradtrace.kernels import cpu_library, pointers, sync
+from gradtrace.tracing.provenance import Words, words_of
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Whole: TypeAlias = npt.NDArray[np.int64]
+
+ENTRIES = (1 << 22, 1 << 24)
+"""How many pairs of a group and a component to look at in one go, and how many on a GPU."""
+
+
+class Counts(NamedTuple):
+    """The elements of a leaf by mark: how many (int64), and Σ |gradient| (float64).
+
+    Entry ``blank + n`` is for the mark ``rows[n % len(rows)] | extra``, a path if that has bit 0,
+    and for pair ``pair + n // len(rows)``; those before it are for no path. They stay on the leaf's
+    device until all leaves are counted, so that nobody waits for them. Several leaves may share
+    tensors: the entries of this one are ``size`` of them from ``start`` on (None: all).
+    """
+
+    counts: Tensor
+    sums: Tensor
+    rows: Sequence[int]
+    extra: int
+    pair: int
+    blank: int = 0
+    start: int = 0
+    size: int | None = None
+
+
+class Reach(NamedTuple):
+    """Which components the paths of a leaf could pass: ``words`` are the bits that some route gives
+    (leaves, words), and a leaf does not count for the components that it belongs to: ``owned[0]``
+    are leaves, ``owned[1]`` components.
+    """
+
+    words: Words
+    owned: Whole
+
+
+class Columns(NamedTuple):
+    """Components that have the same number of bits: which they are, and all their bits."""
+
+    which: Tensor
+    bits: Tensor
+    size: int
+
+
+class Sums(NamedTuple):
+    """By pair and component, the number of elements and the sum of those that could pass it, and of
+    those that do; by component, how many could but have no path; and whether all sums are finite.
+    """
+
+    eligible: Floats
+    through: Floats
+    unreached: Floats
+    finite: bool
+
+
+class Groups(NamedTuple):
+    """The elements of all leaves by leaf, pair and mark; such as have no path count for nothing.
+    A mark is a row and the bits of its leaf.
+    """
+
+    leaf: Tensor  # in ascending order
+    pair: Tensor
+    row: Tensor
+    rows: Tensor  # of all palettes: (rows, words)
+    extra: Tensor  # of each leaf: (leaves, words)
+    counts: Tensor  # int64
+    sums: Tensor  # float64
+
+    def _reached(self) -> Groups:
+        """Those that have a path; others count for nothing."""
+        there = (self.rows[self.row, 0] | self.extra[self.leaf, 0]) & 1 != 0
+        return self._replace(
+            counts=torch.where(there, self.counts, 0), sums=torch.where(there, self.sums, 0.0)
+        )
+
+    def totals(self) -> Tensor:
+        """How many elements of each leaf have a path; exact below 2**53."""
+        leaves = torch.arange(len(self.extra), device=self.leaf.device)
+        ends = torch.searchsorted(self.leaf, leaves, right=True)
+        until = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])[ends]
+        return torch.diff(until, prepend=until.new_zeros(1)).double()
+
+    def added(
+        self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
+    ) -> Sums:
+        """Of the groups whose leaf could pass a component, and of those whose mark does, that has
+        any of its bits. ``place`` says for each leaf where it is in ``reach``, ``totals`` how many
+        paths there could be. Sums that are not finite count for nothing.
+        """
+        device = self.leaf.device
+        entries, count = ENTRIES[device.type == "cuda"], len(bits)
+        owners = _owners(reach, count, device)
+        able = _able(reach, bits, owners, entries)
+        where = lent(np.array(place, np.int64), device)
+        sums = self.sums.nan_to_num(0.0, 0.0, 0.0)
+        both = torch.stack([self.counts.double(), sums], 1)
+        paths = self.totals()
+        missing = torch.zeros(able.shape[1], 1, dtype=torch.float64, device=device)
+        missing.index_add_(0, where, (lent(totals, device) - paths).unsqueeze(1))
+        found = torch.zeros(2, pairs, count, 2, dtype=torch.float64, device=device)
+        if pairs == 1:  # what could pass is added up by leaf first
+            by_leaf = torch.zeros(able.shape[1], 2, dtype=torch.float64, device=device)
+            _add_rows(by_leaf, where[self.leaf], both)
+            missing = torch.cat([missing, by_leaf], 1)
+        told = _product(able, missing, entries)
+        found[0, 0] += told[:, 1:] if pairs == 1 else 0
+        width = max(self.rows.shape[1], 1)
+        columns = _columns(bits, 64 * width, device)
+        most = _most(columns, count, width, entries)
+        for n in range(0, len(self.leaf), most):
+            some = slice(n, n + most)
+            leaf, pair = self.leaf[some], self.pair[some]
+            here = where[leaf]
+            marks = self.rows[self.row[some]] | self.extra[leaf]
+            if pairs > 1:
+                could = able.index_select(1, here)
+                _add_rows(found[0], pair, could.mT.unsqueeze(2) * both[some].unsqueeze(1))
+            few = _few(marks, columns, count)
+            if few is not None:
+                row, component = few
+                mine = (owners[:, here[row]] != component).all(0)
+                row, component = row[mine], component[mine]
+                line = found[1].view(pairs * count, 2)
+                _add_rows(line, pair[row] * count + component, both[some][row])
+                continue
+            passing = _hits(marks, columns, count, owners[:, here])
+            if pairs == 1:
+                found[1, 0] += passing.double() @ both[some]
+                continue
+            _add_rows(found[1], pair, passing.mT.unsqueeze(2) * both[some].unsqueeze(1))
+        odd = (sums != self.sums).any().double()
+        line = torch.cat([odd.reshape(1), told[:, 0], found.reshape(-1)]).cpu()  # one wait
+        unlike, unreached, rest = np.split(line.numpy(), [1, 1 + count])
+        eligible, through = rest.reshape(found.shape)
+        return Sums(eligible, through, unreached, not unlike.any())
+
+
+def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """``total[index[n]] += rows[n]``, in the order of ``n``, so that sums are always the same bits.
+
+    On a GPU ``index_add_`` adds in whatever order threads come, and ``index_put_`` sorts first; on
+    the CPU it is the other way round.
+    """
+    if total.is_cuda:
+        total.index_put_((index,), rows, accumulate=True)
+    else:
+        total.index_add_(0, index, rows)
+
+
+def _owners(reach: Reach, count: int, device: torch.device) -> Tensor:
+    """The components that each leaf belongs to, one below the other, then ``count``, which is none:
+    (most of any leaf, leaves).
+    """
+    leaf, component = reach.owned
+    order = np.argsort(leaf, kind="stable")
+    leaf = leaf[order]
+    rank = np.arange(len(leaf)) - np.searchsorted(leaf, leaf)
+    found = np.full((int(rank.max(initial=-1)) + 1, len(reach.words)), count, np.int64)
+    found[rank, leaf] = component[order]
+    return lent(found, device)
+
+
+def _able(reach: Reach, bits: list[int], owners: Tensor, entries: int) -> Tensor:
+    """Which components the paths of each leaf could pass: (components, leaves), 0 or 1."""
+    words = lent(reach.words, owners.device)
+    columns = _columns(bits, 64 * words.shape[1], owners.device)
+    most = _most(columns, len(bits), words.shape[1], entries)
+    found = torch.zeros(len(bits), len(words), dtype=torch.uint8, device=owners.device)
+    for n in range(0, len(words), most):
+        some = slice(n, n + most)
+        found[:, some] = _hits(words[some], columns, len(bits), owners[:, some])
+    return found
+
+
+def _columns(bits: list[int], width: int, device: torch.device) -> list[Columns]:
+    """The bits of components, such as are below ``width``; most have one, or as many as others."""
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for n, some in enumerate(bits):
+        some &= (1 << width) - 1 if some.bit_length() > width else -1
+        size = some.bit_count()
+        if size:
+            which, places = found.setdefault(size, ([], []))
+            which.append(n)
+            places += [some.bit_length() - 1] if size == 1 else _places(some)
+    lines = [line for both in found.values() for line in both]
+    whole = lent(np.array([n for line in lines for n in line], np.int64), device)  # one copy
+    parts = iter(torch.split(whole, [len(line) for line in lines]))
+    return [Columns(next(parts), next(parts), size) for size in found]
+
+
+def _places(bits: int) -> list[int]:
+    line = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
+    places: list[int] = np.flatnonzero(np.unpackbits(line, bitorder="little")).tolist()
+    return places
+
+
+def _most(columns: list[Columns], count: int, width: int, entries: int) -> int:
+    """How many marks to look at in one go."""
+    return max(1, entries // max([count, 64 * width, *(len(c.bits) for c in columns)]))
+
+
+def _hits(words: Tensor, columns: list[Columns], count: int, but: Tensor) -> Tensor:
+    """Which components have a bit in common with each mark, ``but`` for some of each mark:
+    (components, marks), 0 or 1.
+    """
+    many = len(words)
+    octets = words.contiguous().view(torch.uint8).reshape(many, -1).mT.contiguous()
+    shifts = torch.arange(8, dtype=torch.uint8, device=words.device).unsqueeze(1)
+    flags = ((octets.unsqueeze(1) >> shifts) & 1).reshape(-1, many)
+    found = torch.zeros(count + 1, many, dtype=torch.uint8, device=words.device)  # the last is none
+    for which, bits, size in columns:
+        here = flags.index_select(0, bits)
+        found[which] = here if size == 1 else here.reshape(-1, size, many).amax(1)
+    return found.scatter_(0, but, 0)[:count]
+
+
+SPARSE = 4
+"""Marks of which so few words hold any bits are taken bit by bit: one in this many components."""
+
+
+def _few(words: Tensor, columns: list[Columns], count: int) -> tuple[Tensor, Tensor] | None:
+    """Marks and the components they have a bit in common with, pair by pair; None if marks have
+    many bits, or lie on a GPU, where nobody waits for how many there are.
+    """
+    if sync.avoid(words):
+        return None
+    mark, word = words.nonzero(as_tuple=True)
+    if SPARSE * 64 * len(mark) > len(words) * count:
+        return None
+    octets = words[mark, word].numpy().view(np.uint8).reshape(-1, 8)
+    at, bit = np.nonzero(np.unpackbits(octets, axis=1, bitorder="little"))
+    some = torch.from_numpy(at)
+    mark, bits = mark[some], word[some] * 64 + torch.from_numpy(bit)
+    whose = [c.which.repeat_interleave(c.size) for c in columns]
+    owner, held = torch.cat([bits[:0], *whose]), torch.cat([bits[:0], *(c.bits for c in columns)])
+    held, order = held.sort()
+    first = torch.searchsorted(held, bits)
+    times = torch.searchsorted(held, bits, right=True) - first
+    mark = mark.repeat_interleave(times)
+    begin = (times.cumsum(0) - times).repeat_interleave(times)
+    place = first.repeat_interleave(times) + torch.arange(len(mark), device="cpu") - begin
+    component = owner[order[place]]
+    if all(c.size == 1 for c in columns):
+        return mark, component
+    once: Tensor = (mark * count + component).unique()  # type: ignore[no-untyped-call]
+    return once // count, once % count
+
+
+def _product(flags: Tensor, weights: Tensor, entries: int) -> Tensor:
+    """Matrix product of zeros and ones with numbers, some rows at a time."""
+    found = weights.new_zeros(len(flags), weights.shape[1])
+    most = max(1, entries // max(1, flags.shape[1]))
+    for n in range(0, len(flags), most):
+        found[n : n + most] = flags[n : n + most].double() @ weights
+    return found
+
+
+def lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array on a device; words as whole numbers with a sign."""
+    x = np.ascontiguousarray(x)
+    x = x.view(np.int64) if x.dtype == np.uint64 else x
+    return torch.from_numpy(x).to(device, non_blocking=True)
+
+
+class Listed(NamedTuple):
+    """What was counted at leaves on the CPU: added up by the compiled library, leaf by leaf."""
+
+    found: Sequence[Counts]
+    library: ctypes.CDLL
+
+    def added(
+        self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
+    ) -> Sums:
+        """``Groups.added``."""
+        found, count, places = self.found, len(bits), len(reach.words)
+        if not len(found) == len(place) == len(totals):
+            raise GradtraceError(f"{len(found)} leaves, {len(place)} places, {len(totals)} totals")
+        counts, sums, starts = _joined(found, torch.device("cpu"))
+        tables: dict[int, Words] = {}
+        leaves: list[tuple[int, ...]] = []
+        for (each, _, rows, _, pair, blank, _, size), start, at in zip(found, starts, place):
+            words = tables.get(id(rows))
+            if words is None:
+                words = tables[id(rows)] = np.ascontiguousarray(words_of(rows), np.uint64)
+            size = len(each) if size is None else size
+            shape = words.shape
+            leaves.append((start, size, blank, words.ctypes.data, shape[1], shape[0], pair, at))
+        width = max([1, *(words.shape[1] for words in tables.values())])
+        extra = words_of([each.extra for each in found], 0, width)
+        width = extra.shape[1]
+        able = np.ascontiguousarray(reach.words, np.uint64)
+        owner, own = _starts(reach.owned, places)
+        begin, of = _by_bit(bits, 64 * max(width, able.shape[1]))
+        facts = np.array(leaves, np.int64).reshape(-1, 8)
+        totals = np.ascontiguousarray(totals, np.float64)
+        told = np.zeros((2, count, pairs, 2)), np.zeros(count), np.zeros(1, np.int64)
+        entries = len(counts)
+        line = (
+            *(len(found), entries, pairs, count, places, width, able.shape[1], len(own)),
+            facts.ctypes.data,
+            pointers.flat(counts, torch.int64, entries),
+            pointers.flat(sums, torch.float64, entries),
+            *(x.ctypes.data for x in (extra, able, owner, own, begin, of, totals)),
+            told[0].ctypes.data,
+            told[0].ctypes.data + told[0].nbytes // 2,
+            *(x.ctypes.data for x in told[1:]),
+        )
+        cpu_library.checked(self.library.gradtrace_groups(_REQUEST.pack(*line)))
+        eligible, through = told[0].transpose(0, 2, 1, 3)
+        return Sums(eligible, through, told[1], not told[2].any())
+
+
+_REQUEST = struct.Struct("22q")
+
+
+def _starts(both: Whole, count: int) -> tuple[Whole, Whole]:
+    """Of keys and their values: where the values of each key begin, and the values by key."""
+    key, value = both
+    starts = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(key, minlength=count), out=starts[1:])
+    return starts, value[np.argsort(key, kind="stable")]
+
+
+def _by_bit(bits: list[int], width: int) -> tuple[Whole, Whole]:
+    """The components that have each bit below ``width``."""
+    places: list[int] = []
+    owners: list[int] = []
+    for n, some in enumerate(bits):
+        here = [some.bit_length() - 1] if some.bit_count() == 1 else _places(some)
+        places += here
+        owners += [n] * len(here)
+    line = np.array([places, owners], np.int64)
+    return _starts(line[:, line[0] < width], width)
+
+
+def grouped(found: Sequence[Counts]) -> Groups | Listed:
+    """What was counted, of all leaves."""
+    library = cpu_library.library()
+    if library is not None and all(each.counts.is_cpu for each in found):
+        return Listed(found, library)
+    return groups_of(found)
+
+
+def groups_of(found: Sequence[Counts]) -> Groups:
+    """What was counted, on the device that counted it."""
+    device = found[0].counts.device if found else torch.device("cpu")
+    counts, sums, places = _joined(found, device)
+    rows, firsts = _rows(found)
+    extra = words_of([each.extra for each in found], 0, rows.shape[1])
+    rows = _padded(rows, extra.shape[1])
+    sizes = [len(each.counts) if each.size is None else each.size for each in found]
+    begin = np.cumsum([0, *sizes], dtype=np.int64)
+    total, begin = int(begin[-1]), begin[:-1]
+    starts = begin + np.array([each.blank for each in found], np.int64)
+    shifts = np.array(places, np.int64) - begin
+    lengths = [len(each.rows) or 1 for each in found]
+    pair = [each.pair for each in found]
+    facts = np.array([starts, lengths, firsts, pair, sizes, shifts], np.int64)
+    start, length, first, pairs, many, shift = lent(facts, device)
+    leaves = torch.arange(len(found), device=device)
+    whose = torch.repeat_interleave(leaves, many, output_size=total)
+    if shifts.any() or total != len(counts):  # what was counted together lies in another order
+        at = torch.arange(total, device=device) + shift[whose]
+        counts, sums = counts[at], sums[at]
+    blank = [n for at, each in zip(begin.tolist(), found) for n in range(at, at + each.blank)]
+    if blank:  # no paths
+        counts.index_fill_(0, lent(np.array(blank, np.int64), device), 0)
+    used = counts.nonzero().reshape(-1)
+    leaf = whose[used]
+    place = used - start[leaf]
+    beyond = place // length[leaf]
+    row = first[leaf] + place - beyond * length[leaf]
+    here = Groups(
+        leaf,
+        pairs[leaf] + beyond,
+        row,
+        lent(rows, device),
+        lent(extra, device),
+        counts[used],
+        sums[used],
+    )
+    return here if (rows[1:, 0] & 1).all() else here._reached()
+
+
+def _joined(found: Sequence[Counts], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+    """Counts and sums, tensors that leaves share once, and where those of each leaf begin."""
+    begins: dict[int, int] = {}
+    counts = [torch.zeros(0, dtype=torch.int64, device=device)]
+    sums = [torch.zeros(0, dtype=torch.float64, device=device)]
+    places, total = [], 0
+    for each in found:
+        begin = begins.get(id(each.counts))
+        if begin is None:
+            begin = begins[id(each.counts)] = total
+            total += len(each.counts)
+            near = each.counts.device == device
+            counts.append(each.counts if near else each.counts.to(device))
+            sums.append(each.sums if near else each.sums.to(device))
+        places.append(begin + each.start)
+    return torch.cat(counts), torch.cat(sums), places
+
+
+def _rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
+    """The rows of all palettes, which leaves have in common, and where those of each leaf begin."""
+    places: dict[int, int] = {}
+    tables, count = [np.zeros((1, 1), np.uint64)], 1
+    for each in found:
+        if id(each.rows) not in places:
+            places[id(each.rows)] = count
+            tables.append(words_of(each.rows))
+            count += len(each.rows)
+    width = max(table.shape[1] for table in tables)
+    whole = np.concatenate([_padded(table, width) for table in tables])
+    return whole, [places[id(each.rows)] for each in found]
+
+
+def _padded(words: Words, width: int) -> Words:
+    """As so many words each."""
+    if words.shape[1] == width:
+        return words
+    return np.concatenate([words, np.zeros((len(words), width - words.shape[1]), np.uint64)], 1)

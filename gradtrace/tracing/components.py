@@ -1,0 +1,294 @@
+"""What influence is measured of: modules, classes, operators, labels, the arguments of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from gradtrace.autodiff.names import unknown
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.ir.program import HOOKS, Block, Program
+from gradtrace.tracing.provenance import Marks
+
+Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
+"""How components are asked for; see ``choose``."""
+
+
+def spelt(components: Components) -> object:
+    """Components as JSON has them, to tell whether a file is of the same question."""
+    if components is None or isinstance(components, str):
+        return components
+    if isinstance(components, Mapping):
+        return {k: v if isinstance(v, str) else list(v) for k, v in components.items()}
+    return list(components)
+
+
+SUMS = ("AddBackward0", "SubBackward0", "CatBackward0", "StackBackward0")
+"""Operators whose arguments are branches that meet."""
+
+KINDS = ("modules", "classes", "operators", "labels", "arguments")
+
+
+class Component(NamedTuple):
+    """A named set of atoms (bits of a mark), and the leaves that belong to it."""
+
+    name: str
+    bits: int
+    owns: frozenset[str] = frozenset()
+
+
+@dataclass
+class Region:
+    """What can be named in a program: bits for each thing of a kind, leaves of each."""
+
+    bits: dict[str, int] = field(default_factory=dict)
+    owns: dict[str, frozenset[str]] = field(default_factory=dict)
+
+
+@dataclass
+class Chosen:
+    """Components and the marks that tell them."""
+
+    components: list[Component]
+    marks: Marks
+
+
+@dataclass
+class Routes:
+    """Which operator an argument's value goes on to: who made the argument."""
+
+    takers: dict[int, Block]
+    wholes: dict[int, int]
+    leaves: set[int]
+
+    @classmethod
+    def of(cls, program: Program) -> Routes:
+        """Those of a program."""
+        takers = {value: block for block in program.blocks for value in block.takes.values()}
+        return cls(takers, program.wholes(), {leaf.value for leaf in program.leaves})
+
+    def source(self, value: int) -> str:
+        """The nearest module that the argument came from, or else the operator."""
+        first = ""
+        for _ in range(100):  # operators outside any module: look behind them
+            block = self.takers.get(self.wholes.get(value, value))
+            if block is None:
+                return first or "leaf"
+            if block.place.module:
+                return block.place.module
+            first = first or block.operator
+            if not block.gives:
+                return first
+            value = next(iter(block.gives.values()))
+        return first
+
+
+class Survey:
+    """The things in a program that paths can pass through.
+
+    ``modules`` maps the names of a model's modules to their classes, ``leaves`` are the names of
+    the program's leaves, with all their aliases.
+    """
+
+    def __init__(
+        self, program: Program, modules: Mapping[str, str], leaves: Mapping[str, Iterable[str]]
+    ) -> None:
+        self.program = program
+        self.classes = dict(modules)
+        self.leaves = {name: {name, *others} for name, others in leaves.items()}
+        self.next = 1  # bit 0 says that there is a path
+        self.marks = Marks(1, {}, {}, {})
+
+    def _atom(self) -> int:
+        bit = 1 << self.next
+        self.next += 1
+        self.marks.bits = self.next
+        return bit
+
+    # Kinds of things -----------------------------------------------------------------------------
+
+    def _by(self, key: Callable[[Block], str]) -> Region:
+        """One atom for each key of a block; blocks of no key are left out."""
+        bits, marks = dict[str, int](), self.marks.block
+        for number, block in enumerate(self.program.blocks):
+            name = key(block)
+            if name and block.operator != HOOKS:
+                bit = bits.get(name, 0)
+                if not bit:
+                    bit = bits[name] = self._atom()
+                marks[number] = marks.get(number, 0) | bit
+        return Region(bits)
+
+    def modules(self) -> Region:
+        """Modules, each with all inside it."""
+        direct = self._by(lambda block: block.place.module)
+        seen = {above for name in direct.bits for above in ancestors(name)}
+        order = [name for name in self.classes if name in seen]
+        order += sorted(seen - set(order))
+        region = Region(dict.fromkeys(order, 0))
+        for name, bit in direct.bits.items():
+            for above in ancestors(name):
+                region.bits[above] |= bit
+        region.owns = {name: self._owned(name) for name in order}
+        return region
+
+    def _owned(self, module: str) -> frozenset[str]:
+        """The leaves that lie in a module by any of their names."""
+        if not module:
+            return frozenset(self.leaves)
+        return frozenset(self.inside.get(module, ()))
+
+    @cached_property
+    def inside(self) -> dict[str, set[str]]:
+        """For each module, and each name of a leaf, the leaves in it."""
+        found: dict[str, set[str]] = {}
+        for name, every in self.leaves.items():
+            for other in every:
+                for above in ancestors(other):
+                    found.setdefault(above, set()).add(name)
+        return found
+
+    def by_class(self) -> Region:
+        """All modules of a class, each with all inside it."""
+        region, found = self.modules(), Region()
+        for name, bits in region.bits.items():
+            kind = self.classes.get(name, "")
+            if kind:
+                found.bits[kind] = found.bits.get(kind, 0) | bits
+                found.owns[kind] = found.owns.get(kind, frozenset()) | region.owns[name]
+        return found
+
+    def operators(self) -> Region:
+        """Operators of a kind."""
+        return self._by(lambda block: block.operator)
+
+    def labels(self) -> Region:
+        """Slices of tensors that ``gradtrace.label`` named."""
+        region = Region()
+        for number, block in enumerate(self.program.blocks):
+            if block.label is None:
+                continue
+            dim, names = block.label
+            for name in names:
+                if name is not None and name not in region.bits:
+                    region.bits[name] = self._atom()
+            bits = [0 if name is None else region.bits[name] for name in names]
+            self.marks.slices[number] = (dim, bits)
+        return region
+
+    def arguments(self) -> Region:
+        """The arguments of sums and concatenations: which branch a path came by."""
+        routes = Routes.of(self.program)
+        region, seen = Region(), dict[str, int]()
+        for number, block in enumerate(self.program.blocks):
+            if block.operator not in SUMS or len(block.gives) < 2:
+                continue
+            kind = block.operator.removesuffix("Backward0").lower()
+            where = f"{block.place.module}.{kind}".removeprefix(".")
+            which = seen[where] = seen.get(where, -1) + 1
+            for position, value in sorted(block.gives.items()):
+                name = f"{where}{which or ''}[{position}] from {routes.source(value)}"
+                region.bits[name] = self.marks.position[number, position] = self._atom()
+        return region
+
+    # Choosing ------------------------------------------------------------------------------------
+
+    def choose(self, components: Components) -> Chosen:
+        """The components that were asked for."""
+        if components is None:
+            components = (
+                "modules"
+                if any(b.place.module for b in self.program.blocks)
+                else ("labels" if any(b.label for b in self.program.blocks) else "operators")
+            )
+        if isinstance(components, str):
+            region = self._region(components)
+            names = [n for n in region.bits if n]
+            found = [Component(n, region.bits[n], region.owns.get(n, frozenset())) for n in names]
+            return Chosen(found, self.marks)
+        if not isinstance(components, Mapping):
+            components = {name: name for name in components}
+        regions: dict[str, Region] = {}
+        found = [self._group(name, parts, regions) for name, parts in components.items()]
+        return Chosen(found, self.marks)
+
+    def _region(self, kind: str) -> Region:
+        makers = dict(
+            zip(KINDS, (self.modules, self.by_class, self.operators, self.labels, self.arguments))
+        )
+        if kind not in makers:
+            raise UnknownName(
+                f"components={kind!r} is none of {', '.join(KINDS)}; to choose modules by name "
+                f"pass a list: components=[{kind!r}]"
+            )
+        region = makers[kind]()
+        if not region.bits:
+            raise UnknownName(_EMPTY[kind])
+        return region
+
+    def _group(
+        self, name: str, parts: str | Sequence[str], regions: dict[str, Region]
+    ) -> Component:
+        bits, owns = 0, frozenset[str]()
+        for part in [parts] if isinstance(parts, str) else parts:
+            if not isinstance(part, str):
+                raise GradtraceError(
+                    f"component {name!r} is made of {part!r}; give names such as 'encoder.*', "
+                    "'class:LSTM', 'operator:AddmmBackward0', 'label:head 0'"
+                )
+            prefix, _, rest = part.partition(":")
+            kind = _PREFIX.get(prefix, "modules") if rest else "modules"
+            pattern = rest if rest and prefix in _PREFIX else part
+            if kind not in regions:
+                regions[kind] = self._region(kind)
+            region = regions[kind]
+            hits = [n for n in region.bits if n == pattern or fnmatchcase(n, pattern)]
+            if not hits and kind == "modules" and pattern in self.classes:
+                owns |= self._owned(pattern)  # it was not called
+                continue
+            if not hits:
+                word = prefix if prefix in _PREFIX and rest else "module"
+                raise UnknownName(unknown(word, pattern, region.bits))
+            bits |= union(region.bits[n] for n in hits)
+            owns |= frozenset().union(*(region.owns.get(n, frozenset()) for n in hits))
+        return Component(name, bits, owns)
+
+
+_PREFIX = {
+    "module": "modules",
+    "class": "classes",
+    "operator": "operators",
+    "label": "labels",
+    "argument": "arguments",
+}
+_EMPTY = {
+    "modules": "no operator was made inside a module; run the forward pass under gradtrace.watch",
+    "classes": "no operator was made inside a module; run the forward pass under gradtrace.watch",
+    "operators": "there is no operator",
+    "labels": "no tensor behind this loss was labelled; call gradtrace.label(tensor, dim, names) "
+    "in the forward pass",
+    "arguments": "no sum or concatenation joins two branches that need a gradient",
+}
+
+
+def within(name: str, module: str) -> bool:
+    """Whether a module or parameter is a module, or lies in it."""
+    return not module or name == module or name.startswith(module + ".")
+
+
+@lru_cache(65_536)
+def ancestors(name: str) -> tuple[str, ...]:
+    """``a.b.c``: ``a``, ``a.b``, ``a.b.c``."""
+    parts = name.split(".")
+    return tuple(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+
+
+def union(bits: Iterable[int]) -> int:
+    """All bits together."""
+    total = 0
+    for each in bits:
+        total |= each
+    return total

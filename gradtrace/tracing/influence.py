@@ -1,0 +1,339 @@
+"""Influence: through which components the paths of the parameters run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import nan, sqrt
+from typing import Any, Literal
+
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.io.table import Column, Table
+from gradtrace.printable import printable
+
+Weight = Literal["count", "gradient"]
+
+
+class Moments:
+    """Sums over pairs of ``through`` (t) and ``eligible`` (e): Σt, Σe, Σt², Σte, Σe², exact.
+
+    Gradients are floats, whose sums depend on their order; so they are kept as fractions, and the
+    sums of parts are the sum of the whole, to the last bit. Those of floats are worked out when
+    somebody asks: many a table is made that nobody looks at in all its rows.
+    """
+
+    __slots__ = ("_pairs", "_parts")
+
+    def __init__(
+        self,
+        t: Fraction = Fraction(0),
+        e: Fraction = Fraction(0),
+        tt: Fraction = Fraction(0),
+        te: Fraction = Fraction(0),
+        ee: Fraction = Fraction(0),
+    ) -> None:
+        self._parts: tuple[Fraction, ...] | None = (t, e, tt, te, ee)
+        self._pairs: tuple[Sequence[float], Sequence[float]] = ((), ())
+
+    @classmethod
+    def of(cls, through: float, eligible: float) -> Moments:
+        """Those of one pair."""
+        return cls.over((float(through),), (float(eligible),))
+
+    @classmethod
+    def over(cls, through: Sequence[float], eligible: Sequence[float]) -> Moments:
+        """Those of many pairs."""
+        found = cls.__new__(cls)
+        found._parts, found._pairs = None, (through, eligible)
+        return found
+
+    def parts(self) -> tuple[Fraction, ...]:
+        """The five sums."""
+        if self._parts is None:
+            self._parts = _summed(*self._pairs)
+        return self._parts
+
+    @property
+    def t(self) -> Fraction:
+        """``Σt``."""
+        return self.parts()[0]
+
+    @property
+    def e(self) -> Fraction:
+        """``Σe``."""
+        return self.parts()[1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moments) and self.parts() == other.parts()
+
+    def __hash__(self) -> int:
+        return hash(self.parts())
+
+    def __repr__(self) -> str:
+        return f"Moments({', '.join(map(str, self.parts()))})"
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(*(a + b for a, b in zip(self.parts(), other.parts())))
+
+    @property
+    def share(self) -> float:
+        """``Σt / Σe``."""
+        if self._parts is None and len(self._pairs[0]) == 1:
+            (t,), (e,) = self._pairs  # a quotient of floats is rounded as that of fractions is
+            if 1e-200 < e < 1e200 and 1e-100 * e < t <= e:
+                return t / e
+        return float(self.t / self.e) if self.e else nan
+
+    def error(self, pairs: int) -> float:
+        """The standard error of the share over pairs: that of a ratio of sums."""
+        t, e, tt, te, ee = self.parts()
+        if pairs < 2 or not e:
+            return nan
+        share = t / e
+        residual = tt - 2 * share * te + share * share * ee
+        return sqrt(max(0.0, float(residual * pairs / (pairs - 1) / e**2)))
+
+
+def _summed(through: Sequence[float], eligible: Sequence[float]) -> tuple[Fraction, ...]:
+    """Σt, Σe, Σt², Σte, Σe²: in whole numbers, times a power of two that suits all of them."""
+    ratios = [x.as_integer_ratio() for x in (*through, *eligible)]
+    power = max((below.bit_length() for _, below in ratios), default=1) - 1
+    whole = [above << (power + 1 - below.bit_length()) for above, below in ratios]
+    t, e = whole[: len(through)], whole[len(through) :]
+    one, two = 1 << power, 1 << 2 * power
+    return (
+        Fraction(sum(t), one),
+        Fraction(sum(e), one),
+        Fraction(sum(x * x for x in t), two),
+        Fraction(sum(x * y for x, y in zip(t, e)), two),
+        Fraction(sum(y * y for y in e), two),
+    )
+
+
+NOTHING = Moments()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of one component."""
+
+    name: str
+    own: int = 0
+    unreached: int = 0
+    count: Moments = NOTHING
+    gradient: Moments = NOTHING
+
+    def __add__(self, other: Row) -> Row:
+        return replace(
+            self,
+            own=max(self.own, other.own),
+            unreached=self.unreached + other.unreached,
+            count=self.count + other.count,
+            gradient=self.gradient + other.gradient,
+        )
+
+
+@dataclass(frozen=True)
+class Influence:
+    """A table of components.
+
+    Of the parameter elements outside a component that could pass through it (``eligible``: some
+    route through it exists, and the element has a path), ``through`` is how many do, and ``share``
+    the ratio; ``weighted`` counts every element with its |gradient|. ``unreached`` are those that
+    could but have no path, as nothing but zeros came to them; ``own`` are the component's own
+    parameters, which are left out. Counts are sums over pairs, so tables add up: ``a.merge(b)``.
+    """
+
+    rows: tuple[Row, ...]
+    pairs: int = 1
+    weight: Weight = "count"
+    rule: str = "greedy"
+    notes: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    @classmethod
+    def later(
+        cls, names: Sequence[str], make: Callable[[], tuple[Row, ...]], **rest: Any
+    ) -> Influence:
+        """A table whose rows, of these names, are made when they are first asked for.
+
+        A file of a run holds thousands of tables, and most of them nobody looks at.
+        """
+        found = cls((), **rest)
+        del found.__dict__["rows"]
+        found.__dict__["_later"] = (names, make)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        """The rows of a table that was to be made later."""
+        if name != "rows" or "_later" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__["rows"] = self.__dict__.pop("_later")[1]()
+        return self.__dict__["rows"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self.rows
+        return self.__dict__
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The components."""
+        later = self.__dict__.get("_later")
+        return tuple(later[0]) if later else tuple(row.name for row in self.rows)
+
+    def __getitem__(self, name: str) -> Row:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        known = ", ".join(row.name for row in self.rows[:8])
+        raise UnknownName(f"no component {name!r} in this table; there are {known}")
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """``{component: share}``, by count or by gradient as ``weight`` says; nan if none could."""
+        return {row.name: getattr(row, self.weight).share for row in self.rows}
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """``{component: standard error of its share over pairs}``; nan for fewer than two."""
+        return {row.name: getattr(row, self.weight).error(self.pairs) for row in self.rows}
+
+    def by(self, weight: Weight) -> Influence:
+        """The same table, with shares by ``"count"`` or by ``"gradient"``."""
+        return replace(self, weight=checked_weight(weight))
+
+    def merge(self, *others: Influence) -> Influence:
+        """The table of all pairs of several; in any order and grouping the same."""
+        result = self
+        for other in others:
+            if (other.weight, other.rule) != (result.weight, result.rule):
+                raise GradtraceError(
+                    f"a table by {result.rule} and {result.weight} cannot be merged with one by "
+                    f"{other.rule} and {other.weight}"
+                )
+            mine = {row.name: row for row in result.rows}
+            theirs = {row.name: row for row in other.rows}
+            names = sorted(mine.keys() | theirs.keys(), key=_order(result.rows, other.rows))
+            rows = tuple(mine.get(n, Row(n)) + theirs.get(n, Row(n)) for n in names)
+            notes = tuple(sorted({*result.notes, *other.notes}))
+            result = replace(
+                result,
+                rows=rows,
+                pairs=result.pairs + other.pairs,
+                notes=notes,
+                interrupted=result.interrupted or other.interrupted,
+            )
+        return result
+
+    # To look at ----------------------------------------------------------------------------------
+
+    def table(self) -> Table:
+        """The columns of every component."""
+        many = self.pairs > 1
+        columns = (
+            Column("component"),
+            Column("through", "count"),
+            Column("eligible", "count"),
+            Column("share", "share"),
+            *([Column("± error", "share")] if many else []),
+            Column("weighted", "share"),
+            Column("unreached", "count"),
+            Column("own", "count"),
+        )
+        rows = tuple(
+            (
+                row.name,
+                int(row.count.t),
+                int(row.count.e),
+                row.count.share if row.count.e else None,
+                *([row.count.error(self.pairs)] if many else []),
+                row.gradient.share if row.gradient.e else None,
+                row.unreached,
+                row.own,
+            )
+            for row in self.rows
+        )
+        pairs = f", {self.pairs:,} pairs" if many else ""
+        return Table(f"Influence ({self.rule}{pairs})", columns, rows, self.notes)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __repr__(self) -> str:
+        many = f"{len(self.rows)} components, {self.pairs:,} pairs"
+        return printable(f"Influence({many}, {self.rule})")
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_pandas(self) -> Any:
+        """One row a component, as a pandas.DataFrame."""
+        return self.table().to_pandas()
+
+    # To keep -------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON has it; fractions as [numerator, denominator]."""
+        return {
+            "rows": [
+                {
+                    "name": row.name,
+                    "own": row.own,
+                    "unreached": row.unreached,
+                    "count": [[f.numerator, f.denominator] for f in row.count.parts()],
+                    "gradient": [[f.numerator, f.denominator] for f in row.gradient.parts()],
+                }
+                for row in self.rows
+            ],
+            "pairs": self.pairs,
+            "weight": self.weight,
+            "rule": self.rule,
+            "notes": list(self.notes),
+            "interrupted": self.interrupted,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Influence:
+        """What ``to_dict`` gave."""
+        rows = tuple(
+            Row(
+                str(row["name"]),
+                int(row["own"]),
+                int(row["unreached"]),
+                Moments(*(Fraction(*pair) for pair in row["count"])),
+                Moments(*(Fraction(*pair) for pair in row["gradient"])),
+            )
+            for row in data["rows"]
+        )
+        return cls(
+            rows,
+            int(data["pairs"]),
+            checked_weight(data["weight"]),
+            str(data["rule"]),
+            tuple(data["notes"]),
+            bool(data["interrupted"]),
+        )
+
+
+def checked_weight(weight: str) -> Weight:
+    """``"count"`` or ``"gradient"``, or a clear error."""
+    if weight == "count":
+        return "count"
+    if weight == "gradient":
+        return "gradient"
+    raise UnknownName(f"weight is 'count' or 'gradient', not {weight!r}")
+
+
+def _order(first: tuple[Row, ...], second: tuple[Row, ...]) -> Any:
+    """Names in an order that does not depend on which table was first."""
+    if [row.name for row in first] == [row.name for row in second]:
+        place = {row.name: n for n, row in enumerate(first)}
+        return lambda name: place[name]
+    return lambda name: name

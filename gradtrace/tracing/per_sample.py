@@ -1,0 +1,147 @@
+"""Which pair each element of a program belongs to, where the losses are a vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradtrace.ir.nested_sums import nested
+from gradtrace.ir.program import Program, Step
+from gradtrace.linops import Map
+
+
+@dataclass
+class Pairs:
+    """Which pair each element belongs to, found by following the maps.
+
+    ``apart`` are the values whose every element can come from one loss only; ``of`` tells for those
+    of them that are taken where pairs meet, and for leaves, which (from 1 on; 0: none).
+    """
+
+    apart: set[int]
+    of: dict[int, Tensor]
+
+    @classmethod
+    def follow(cls, program: Program, count: int) -> Pairs:
+        """Follow the pairs of a vector of losses."""
+        device = program.seed.device
+        # The largest pair that an element can come from, and the smallest, as the largest of a
+        # count from the other end; 0 is none in both.
+        up = torch.arange(1, count + 1, dtype=torch.int32, device=device)
+        spans = {program.root: (up, up.flip(0))}
+        apart, of = {program.root}, {}
+        chains = Chains(program)
+        last = program.last_uses
+        leaves = {leaf.value for leaf in program.leaves}
+        n = -1
+        for block in program.blocks:
+            part = nested(block)
+            taken = {v: spans[v][0] for v in block.takes.values() if v in apart} if part else {}
+            for step in (*block.steps, None, *block.merges):
+                if step is None:  # sums of sums are found in one go
+                    if part is not None and not part.gives <= apart:
+                        apart.difference_update(each.out for each in block.steps)
+                        of.update(taken)
+                    continue
+                n += 1
+                if all(term.value in apart for term in step.terms):
+                    high, low = (
+                        _most([term.map.reach(spans[term.value][k]) for term in step.terms])
+                        for k in (0, 1)
+                    )
+                    if bool(((high == 0) | (high + low == count + 1)).all()):
+                        apart.add(step.out)
+                        spans[step.out] = (high, low)
+                        if step.out in leaves:
+                            of[step.out] = high
+                for value, span in chains.broken(step, apart, spans):
+                    of[value] = span
+                if step.out not in apart:
+                    of.update((t.value, spans[t.value][0]) for t in step.terms if t.value in apart)
+                for term in step.terms:
+                    if last[term.value] == n:
+                        spans.pop(term.value, None)
+        return cls(apart, of)
+
+    def summed(self, program: Program, mixed: set[int]) -> dict[int, int | None]:
+        """For each value that is taken where pairs meet, the dimension along which every taker sums
+        and a pair has the fewest places; None if there is no such dimension.
+        """
+        takers: dict[int, list[Map]] = {}
+        for step in program.steps():
+            if step.out in mixed:
+                for term in step.terms:
+                    if term.value in self.apart:
+                        takers.setdefault(term.value, []).append(term.map)
+        found: dict[int, int | None] = {}
+        for value, maps in takers.items():
+            first = self.of[value] == 1
+            some = {d: lines(first, d) for d in range(first.dim())}
+            fit = [d for d in some if all(m.narrow(d, some[d]) is not None for m in maps)]
+            share = {d: len(some[d]) / max(1, first.shape[d]) for d in fit}
+            found[value] = min(share, key=share.__getitem__, default=None)
+        return found
+
+    def mixed(self, program: Program) -> set[int]:
+        """The values that are found for each pair in turn."""
+        return {step.out for step in program.steps()} - self.apart
+
+
+class Chains:
+    """Sums over the users of a value, one more user at each step.
+
+    The terms of such a sum are compared one by one, whatever step they came at. So where the first
+    of them belong to one pair and a later one mixes pairs, all steps of the sum mix pairs.
+    """
+
+    def __init__(self, program: Program) -> None:
+        merges = [step for block in program.blocks for step in block.merges]
+        self.partial = {step.out for step in merges} & {step.terms[0].value for step in merges}
+        self.sums: dict[int, list[int]] = {}  # the steps so far of a sum that goes on
+        self.terms: dict[int, list[tuple[int, Tensor]]] = {}
+
+    def broken(
+        self, step: Step, apart: set[int], spans: dict[int, tuple[Tensor, Tensor]]
+    ) -> list[tuple[int, Tensor]]:
+        """The terms before one that mixes pairs, if this is such; their sums are apart no more."""
+        first = step.terms[0].value
+        if step.out not in self.partial and first not in self.sums:
+            return []
+        more = step.terms[1:] if first in self.sums else step.terms
+        sums, terms = self.sums.pop(first, []), self.terms.pop(first, [])
+        if step.out not in apart:
+            apart.difference_update(sums)
+            return terms
+        if step.out in self.partial:  # the lists go on, and are not copied
+            sums.append(step.out)
+            terms += [(term.value, spans[term.value][0]) for term in more]
+            self.sums[step.out], self.terms[step.out] = sums, terms
+        return []
+
+
+def _most(many: list[Tensor]) -> Tensor:
+    total = many[0]
+    for other in many[1:]:
+        total = torch.maximum(total, other)
+    return total
+
+
+def places(of: Tensor, pairs: range, dim: int) -> Tensor:
+    """For each of these pairs, the places along a dimension where it has elements; ``of`` says what
+    pair an element belongs to. Rows are as long as the longest: others end in other places.
+    """
+    pair = of - (pairs.start + 1)
+    here = (pair >= 0) & (pair < len(pairs))
+    at = here.nonzero()[:, dim]
+    there = torch.zeros(len(pairs), of.shape[dim], dtype=torch.int8, device=of.device)
+    there[pair[here].long(), at] = 1
+    longest = max(1, int(there.sum(1).max()))
+    return there.argsort(dim=1, descending=True, stable=True)[:, :longest]
+
+
+def lines(there: Tensor, dim: int) -> Tensor:
+    """The places along a dimension where there is anything."""
+    others = [d for d in range(there.dim()) if d != dim]
+    return (there.any(tuple(others)) if others else there).nonzero().reshape(-1)

@@ -1,0 +1,131 @@
+"""Tracing at operator granularity: whole tensors are followed, and maps only sum.
+
+The gradient of a tensor is the sum of what its users handed back. Of these the one with the
+largest ``Σ |element|`` is followed; of an operator with several outputs, the output whose cotangent
+brings the most. So every leaf has one path, for all its elements. By ``greedy`` the tensors are the
+gradients; by ``viterbi`` a tensor is what came along the path chosen so far, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradtrace.ir.program import Block, Program, Step
+from gradtrace.semirings.base import wide
+
+
+class Link(NamedTuple):
+    """Where a value's tensor mostly came from: through which block and argument, from which take.
+
+    ``size`` is what that block handed back, ``total`` what all did, both as ``Σ |element|``.
+    """
+
+    block: int
+    position: int
+    take: int
+    size: float
+    total: float
+
+
+class Chain(NamedTuple):
+    """The links from a leaf's value to the root, and which of the leaf's elements got anything."""
+
+    links: list[Link]
+    reached: Tensor
+
+
+class Coarse:
+    """One pass over a program; ``chain`` tells the path of a leaf."""
+
+    def __init__(self, program: Program, rule: str, seed: Tensor) -> None:
+        self.program = program
+        self.viterbi = rule == "viterbi"
+        self.links: dict[int, Link] = {}
+        self.reached: dict[int, Tensor] = {}
+        with torch.no_grad():
+            self._run(seed)
+
+    def chain(self, value: int) -> Chain:
+        """From a leaf's value to the root."""
+        found, at = [], value
+        while at in self.links:
+            found.append(self.links[at])
+            at = found[-1].take
+        whole = at == self.program.root
+        return Chain(found if whole else [], self.reached[value])
+
+    def _run(self, seed: Tensor) -> None:
+        values = {self.program.root: seed}
+        last = {value: n for n, block in enumerate(self.program.blocks) for value in _uses(block)}
+        leaves = {leaf.value for leaf in self.program.leaves}
+        for number, block in enumerate(self.program.blocks):
+            self._give(number, block, values)
+            for step in block.merges:
+                self._merge(step, values)
+            for value in [v for v in values if last.get(v, number) <= number]:
+                if value in leaves:
+                    self.reached[value] = values[value] != 0
+                elif value in last:
+                    del values[value]
+        for value in leaves - self.reached.keys():
+            self.reached[value] = values[value] != 0
+
+    def _give(self, number: int, block: Block, values: dict[int, Tensor]) -> None:
+        """What the block hands to its arguments, and by which of its outputs most of it came."""
+        takes = list(dict.fromkeys(block.takes.values()))
+        alone = [run_block(block, {take: values[take]}) for take in takes]
+        for position, value in block.gives.items():
+            parts = {t: found[value] for t, found in zip(takes, alone) if value in found}
+            sizes = {take: _size(part) for take, part in parts.items()}
+            best = max(sizes, key=lambda take: sizes[take])
+            handed = parts[best] if self.viterbi else _sum(list(parts.values()))
+            values[value] = handed
+            size = sizes[best] if len(parts) == 1 else _size(handed)
+            if sizes[best] != 0:
+                self.links[value] = Link(number, position, best, size, size)
+
+    def _merge(self, step: Step, values: dict[int, Tensor]) -> None:
+        """What two users handed back: the larger is followed, the first of equals."""
+        first, second = (term.value for term in step.terms)
+        a, b = self.links.get(first), self.links.get(second)
+        later = a is None or (b is not None and b.size > a.size)
+        chosen = b if later else a
+        if self.viterbi:
+            values[step.out] = values[second if later else first]
+        else:
+            values[step.out] = values[first] + values[second]
+        if chosen is not None:
+            total = sum(link.total for link in (a, b) if link is not None)
+            self.links[step.out] = chosen._replace(total=total)
+
+
+def _size(x: Tensor) -> float:
+    return float(wide(x).abs().sum(dtype=torch.float64)) if x.numel() else 0.0
+
+
+def _uses(block: Block) -> Iterator[int]:
+    yield from block.takes.values()
+    for step in block.merges:
+        for term in step.terms:
+            yield term.value
+
+
+def run_block(block: Block, values: dict[int, Tensor]) -> dict[int, Tensor]:
+    """A block's values in SUM, from some of its cotangents; what these do not reach is left out."""
+    found = dict(values)
+    for step in block.steps:
+        parts = [term.map.apply(found[term.value]) for term in step.terms if term.value in found]
+        if parts:
+            found[step.out] = _sum(parts).to(step.dtype)
+    return found
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

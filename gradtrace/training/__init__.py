@@ -1,0 +1,1 @@
+"""``gt.Monitor``: tracing while a model trains."""

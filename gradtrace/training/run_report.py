@@ -1,0 +1,72 @@
+"""Reports of training runs: the file of a run, and the view of a traced step beside it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from gradtrace.io import container, schemas
+from gradtrace.io.validation import unfit
+from gradtrace.report import View, loaded, report, saved, write
+from gradtrace.report.training import timing, training
+from gradtrace.runs import history
+from gradtrace.runs.history import History
+from gradtrace.trace import Trace
+
+KIND = "view"
+VIEW = "view"
+
+
+class Seen(NamedTuple):
+    """What a report shows of a traced step."""
+
+    step: int
+    view: View
+
+
+def beside(run: str | os.PathLike[str]) -> Path:
+    """Where the view of a run lies: ``run.gradtrace`` beside ``run.jsonl``."""
+    return Path(run).expanduser().with_suffix(".gradtrace")
+
+
+def seen(trace: Trace, step: int, sample: int = 1000) -> Seen:
+    """A view of a trace, which is no longer needed after it."""
+    return Seen(step, trace._view(sample))
+
+
+def keep(path: str | os.PathLike[str], found: Seen) -> None:
+    """Write a view, in place of an older one; the file is whole at any time."""
+    container.write(path, KIND, {"step": found.step}, {VIEW: saved(found.view)})
+
+
+def kept(path: str | os.PathLike[str]) -> Seen | None:
+    """The view in a file; None if there is no file."""
+    try:
+        with container.about(path):
+            contents = container.read(path, KIND, schemas.VIEW)
+            if contents.tensors.keys() != {VIEW}:
+                unfit("its tensors are others")
+            return Seen(contents.meta["step"], loaded(contents.tensors[VIEW]))
+    except container.NoFile:
+        return None
+
+
+def write_report(
+    run: History, view: Seen | None, path: str | os.PathLike[str], name: str | None = None
+) -> None:
+    """Write a page with influence over a run, its time per step, and the view."""
+    model = str(run.header.get("settings", {}).get("model", "training"))
+    called = name or model
+    views = [] if view is None else [view.view]
+    titled = f"{called}, step {view.step:,}" if view is not None else called
+    write(path, report(views, titled, training(run), timing(run)))
+
+
+def report_run(
+    run: str | os.PathLike[str], path: str | os.PathLike[str], name: str | None = None
+) -> History:
+    """Write the page of a run's file, with the view beside it; the run may go on."""
+    found = history.read(run)
+    write_report(found, kept(beside(run)), path, name)
+    return found

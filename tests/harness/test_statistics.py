@@ -1,0 +1,124 @@
+"""The small statistics, held against scipy."""
+
+from itertools import permutations
+from math import isnan
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gradtrace.experiments.harness.statistics import (
+    Interval,
+    bootstrap,
+    fisher,
+    kendall,
+    mann_kendall,
+    ranks,
+    spearman,
+    theil_sen,
+)
+
+SEEDS = range(8)
+
+
+def series(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two rows of numbers; every second with many ties."""
+    generator = np.random.default_rng(seed)
+    n = int(generator.integers(5, 60))
+    x, noise = generator.normal(size=(2, n))
+    y = x * generator.normal() + noise
+    return (np.round(x), np.round(y)) if seed % 2 else (x, y)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rank_correlations_are_those_of_scipy(seed: int) -> None:
+    x, y = series(seed)
+    assert ranks(x).tolist() == stats.rankdata(x).tolist()
+    assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-12)
+    assert kendall(x, y) == pytest.approx(stats.kendalltau(x, y).statistic, abs=1e-12)
+
+
+def test_a_constant_has_no_correlation() -> None:
+    assert isnan(spearman([1, 1, 1], [1, 2, 3]))
+    assert isnan(kendall([1, 2, 3], [2, 2, 2]))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("level", [0.5, 0.95])
+def test_theil_sen_is_that_of_scipy(seed: int, level: float) -> None:
+    x, y = series(seed)
+    expected = stats.theilslopes(y, x, alpha=level)
+    got = theil_sen(x, y, level)
+    assert got == pytest.approx(tuple(expected)[:1] + tuple(expected)[2:], abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mann_kendall_is_kendalls_test_over_time(seed: int) -> None:
+    _, y = series(seed)
+    n = len(y)
+    trend = mann_kendall(y)
+    ties = n * (n - 1) / 2 - sum(c * (c - 1) / 2 for c in np.unique(y, return_counts=True)[1])
+    tau = stats.kendalltau(np.arange(n), y, method="asymptotic")
+    assert trend.s == pytest.approx(tau.statistic * np.sqrt(n * (n - 1) / 2 * ties), abs=1e-6)
+    # scipy's p has no correction for continuity: take it off again
+    uncorrected = trend.z * trend.s / (trend.s - np.sign(trend.s)) if abs(trend.s) > 1 else 0.0
+    if abs(trend.s) > 1:
+        assert 2 * stats.norm.sf(abs(uncorrected)) == pytest.approx(tau.pvalue, abs=1e-9)
+    assert trend.p == pytest.approx(2 * stats.norm.sf(abs(trend.z)), abs=1e-12)
+
+
+def test_mann_kendall_is_close_to_the_exact_distribution() -> None:
+    every = [mann_kendall(order) for order in permutations(range(6))]
+    for s in (5, 9, 13):
+        exact = sum(abs(trend.s) >= s for trend in every) / len(every)
+        approximate = next(trend.p for trend in every if trend.s == s)
+        assert approximate == pytest.approx(exact, abs=0.02)
+
+
+def test_nothing_moves_without_a_trend() -> None:
+    assert mann_kendall([3, 3, 3, 3]) == (0, 0.0, 1.0)
+    assert mann_kendall([1.0]).p == 1.0
+    assert isnan(theil_sen([1, 1], [1, 2]).value)
+
+
+def test_fisher_holds_the_true_value_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(0)
+    hits = 0
+    for _ in range(400):
+        x, y = generator.normal(size=(2, 40))
+        found = fisher(spearman(x, y), 40)
+        hits += found.low <= 0 <= found.high
+    assert 0.92 < hits / 400 < 0.98
+
+
+def test_bootstrap_is_that_of_scipy() -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    got = bootstrap(values.tolist(), lambda v: float(np.mean(v)), rounds=4000)
+    expected = stats.bootstrap((values,), np.mean, method="percentile", rng=1).confidence_interval
+    assert got.value == pytest.approx(values.mean())
+    assert (got.low, got.high) == pytest.approx((expected.low, expected.high), abs=0.03)
+
+
+def test_clusters_stay_together() -> None:
+    clusters = [[v] * 20 for v in np.random.default_rng(1).normal(size=10).tolist()]
+
+    def mean(drawn: list[list[float]]) -> float:
+        return float(np.mean([v for cluster in drawn for v in cluster]))
+
+    together = bootstrap(clusters, mean)
+    alone = bootstrap([[v] for cluster in clusters for v in cluster], mean)
+    assert together.high - together.low > 3 * (alone.high - alone.low)
+
+
+def test_one_cluster_tells_nothing() -> None:
+    assert bootstrap([1.0], lambda v: v[0]).sign == 0
+    assert fisher(0.5, 3).sign == 0
+    assert Interval(0.5, 0.1, 0.9).sign == 1
+    assert Interval(-0.5, -0.9, -0.1).sign == -1
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="nan"):
+        ranks([1.0, float("nan")])
+    with pytest.raises(ValueError, match="as many"):
+        spearman([1, 2, 3], [1, 2])
