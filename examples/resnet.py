@@ -10,7 +10,7 @@ from stage import Loss, show, trained
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.io.table import Column, Table
+from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.trace import Trace
 
 PIXELS, BLOCKS = 16, 4
@@ -47,7 +47,7 @@ def run(steps: str = "60") -> tuple[nn.Module, Loss]:
     return model, lambda model: score(model, images, kinds)
 
 
-def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
+def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable], str]:
     """Of the paths that come to a block, the share that takes its shortcut."""
     sums = {row.name: row for row in trace.influence("arguments")}
     rows = []
@@ -56,12 +56,16 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], st
         (skip,) = (row for key, row in sums.items() if key.startswith(f"{name}.add[1] "))
         with torch.no_grad(), gt.ablate(model, f"{name}.layer"):
             rows.append((f"block {block}", skip.count.share, float(loss_fn(model))))
-    columns = Column("block"), Column("by the shortcut", "share"), Column("loss without", "number")
+    columns = (
+        TextColumn("block"),
+        TextColumn("by the shortcut", "share"),
+        TextColumn("loss without", "number"),
+    )
     with torch.no_grad():
         title = f"Loss with all convolutions: {float(loss_fn(model)):.3g}"
     often, least = max(rows, key=lambda row: row[1]), min(rows, key=lambda row: row[1])
     needed = max(rows, key=lambda row: row[2])
-    return [Table(title, columns, tuple(rows))], (
+    return [TextTable(title, columns, tuple(rows))], (
         f"The shortcut is taken by {often[1]:.0%} of the paths at {often[0]} and by {least[1]:.0%} "
         f"at {least[0]}; without its convolutions, {needed[0]} is missed most (loss "
         f"{needed[2]:.3g})."

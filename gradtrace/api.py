@@ -15,15 +15,15 @@ from gradtrace.autodiff import nodes
 from gradtrace.autodiff.backward import RECENT, first_nonfinite, gradient, seed_of
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.loss_checks import admit, isolated
-from gradtrace.autodiff.names import Atlas, Gradients, Lazy
+from gradtrace.autodiff.names import Gradients, LazyGradients, NameTable
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, Unsupported
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.ir import interpreter, memory
-from gradtrace.ir.lazy_gradient import Deferred, sizes_of
+from gradtrace.ir.lazy_gradient import LazyGradient, sizes_of
 from gradtrace.ir.program import Leaf, Program
 from gradtrace.kernels import sync
-from gradtrace.kernels.sync import look
+from gradtrace.kernels.sync import fetch_scalars
 from gradtrace.pytorch.plain_tensors import numbers_of
 from gradtrace.recording.record import DENSE_LIMIT, record
 from gradtrace.semirings import SUM, Semiring
@@ -41,7 +41,7 @@ def graph(loss: Tensor, *, names: Mapping[str, Tensor] | None = None) -> Graph:
     >>> gradtrace.graph(x * x, names={"x": x})
     Graph(2 operators, 2 edges, 1 leaves)
     """
-    return graph_of(loss, Atlas.of(names), RECENT)
+    return graph_of(loss, NameTable.of(names), RECENT)
 
 
 def backward(
@@ -72,7 +72,7 @@ def backward(
     >>> gradtrace.backward(x * x, names={"x": x})
     {'x': tensor(6.)}
     """
-    atlas = Atlas.of(names)
+    atlas = NameTable.of(names)
     return backward_of(
         loss,
         semiring,
@@ -102,7 +102,7 @@ def program(
     """
     return program_of(
         loss,
-        Atlas.of(names),
+        NameTable.of(names),
         RECENT,
         cotangent=cotangent,
         schedule=schedule,
@@ -135,7 +135,7 @@ def trace(
     """
     return trace_of(
         loss,
-        Atlas.of(names),
+        NameTable.of(names),
         RECENT,
         {},
         rule=rule,
@@ -164,10 +164,10 @@ def enumerate_paths(
     >>> [path.weight for path in paths], paths.total()
     ([3.0, 3.0], 6.0)
     """
-    return trace_of(loss, Atlas.of(names), RECENT, {}).enumerate(limit, zeros)
+    return trace_of(loss, NameTable.of(names), RECENT, {}).enumerate(limit, zeros)
 
 
-def graph_of(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
+def graph_of(loss: Tensor, atlas: NameTable, watch: HookWatch) -> Graph:
     """``graph`` with an atlas."""
     return build(loss, atlas, watch)
 
@@ -176,7 +176,7 @@ def graph_of(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
 def backward_of(
     loss: Tensor,
     semiring: Semiring,
-    atlas: Atlas,
+    atlas: NameTable,
     watch: HookWatch,
     *,
     leaves: Iterable[str] | None = None,
@@ -212,7 +212,7 @@ def backward_of(
 @isolated()
 def trace_of(
     loss: Tensor,
-    atlas: Atlas,
+    atlas: NameTable,
     watch: HookWatch,
     modules: Mapping[str, str],
     *,
@@ -240,7 +240,7 @@ def trace_of(
     RECENT.refresh()
     found = [(leaf.tensor, leaf) for leaf in recorded.leaves]
     named, others = _named(found, atlas, loss)
-    gradients = Lazy({name: leaf.compute for name, leaf in named.items()}, others)
+    gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, others)
     if nonfinite == "raise":
         doubtful = {name: gradients[name] for name in _doubtful(named)}
         _refuse_nonfinite(loss, seed, atlas, watch, doubtful)
@@ -251,7 +251,7 @@ def trace_of(
     return Trace(recorded, gradients, rule, granularity, loss.numel(), modules, names, aliases)
 
 
-def room(atlas: Atlas, device: torch.device) -> int:
+def room(atlas: NameTable, device: torch.device) -> int:
     """How many bytes of gradients a trace keeps: half as many as its leaves have. A GPU's memory is
     for its one user, so there a quarter of what is free, if that is more.
     """
@@ -271,7 +271,7 @@ def _one_of(word: str, value: str, allowed: tuple[str, ...]) -> None:
 @isolated()
 def program_of(
     loss: Tensor,
-    atlas: Atlas,
+    atlas: NameTable,
     watch: HookWatch,
     *,
     cotangent: Tensor | None = None,
@@ -287,7 +287,7 @@ def program_of(
 
 
 def _named(
-    found: Sequence[tuple[Tensor, T]], atlas: Atlas, loss: Tensor
+    found: Sequence[tuple[Tensor, T]], atlas: NameTable, loss: Tensor
 ) -> tuple[dict[str, T], dict[str, str]]:
     """What was found of leaves, by name, in the order of the atlas, and other names of leaves;
     complex ones are refused.
@@ -305,7 +305,7 @@ def _named(
     return {name: grads[key] for key, name in labels.items() if key in grads}, aliases
 
 
-def _labels(found: Sequence[tuple[Tensor, T]], atlas: Atlas, loss: Tensor) -> dict[int, str]:
+def _labels(found: Sequence[tuple[Tensor, T]], atlas: NameTable, loss: Tensor) -> dict[int, str]:
     """The name of each leaf that has a gradient, by the leaf's id, in the order of the atlas."""
     there = {id(leaf) for leaf, _ in found}
     named = [(key, names[0]) for key, (_, names) in atlas.leaves.items() if key in there]
@@ -344,14 +344,14 @@ def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None
 
 def _doubtful(named: Mapping[str, Leaf]) -> list[str]:
     """The leaves whose gradients must be looked at to be sure that they are finite."""
-    later = {n: leaf.given for n, leaf in named.items() if isinstance(leaf.given, Deferred)}
+    later = {n: leaf.given for n, leaf in named.items() if isinstance(leaf.given, LazyGradient)}
     sizes = sizes_of(later.values())
     sure = {name for name, sum_ in later.items() if sum_.surely_finite(sizes)}
     return [name for name in named if name not in sure]
 
 
 def _refuse_nonfinite(
-    loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, named: Mapping[str, Tensor]
+    loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch, named: Mapping[str, Tensor]
 ) -> None:
     if _sums_are_finite(named.values()):
         return
@@ -381,7 +381,7 @@ def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
     for grad in chain.from_iterable(map(numbers_of, grads)):
         if grad.itemsize == 1:  # PyTorch does not add up float8
             grad = grad.float()
-        if sync.avoid(grad) and grad.numel():
+        if sync.would_sync(grad) and grad.numel():
             away.setdefault((grad.dtype, grad.device), []).append(grad)
         elif grad.numel() < SMALL:
             kinds.setdefault((grad.dtype, grad.device, grad.shape), []).append(grad)
@@ -391,7 +391,7 @@ def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
         sums.extend(torch._foreach_norm(some, math.inf))
     for some in kinds.values():
         sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
-    return all(map(math.isfinite, look(sums)))
+    return all(map(math.isfinite, fetch_scalars(sums)))
 
 
 SMALL = 1 << 12

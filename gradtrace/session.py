@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from gradtrace import api
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.names import GIVEN, MADE, NOWHERE, Atlas, Away, Gradients, Place
+from gradtrace.autodiff.names import (
+    GIVEN,
+    MADE,
+    NO_MODULE,
+    Gradients,
+    ModuleCall,
+    NameTable,
+    ThreadCall,
+)
 from gradtrace.autodiff.nodes import mark
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.errors import GradtraceError, Unsupported
@@ -133,7 +141,7 @@ class watch(Listener):
             )
         self.model = model
         self.composed = composed
-        self.atlas = Atlas()
+        self.atlas = NameTable()
         self._hooks = HookWatch()
         self._close_ears: Callable[[], None] | None = None
         self._modules: dict[int, nn.Module] = {}  # by id
@@ -204,7 +212,7 @@ class watch(Listener):
         while self._here.stack:
             self._here.stack.pop().fuse_again()
         if self._thread == threading.get_ident():
-            self.atlas.enter(_now(), NOWHERE)
+            self.atlas.enter(_now(), NO_MODULE)
         self._contexts.close()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
@@ -216,7 +224,7 @@ class watch(Listener):
             for each in (module,) if here.stack else tuple(self._modules.values()):
                 self._name_parameters(each)
         elif here.away is None:
-            here.away, self.atlas.away = Away(), True
+            here.away, self.atlas.away = ThreadCall(), True
             for tensor in tensors_in((args, kwargs)):
                 mark(tensor, here.away, GIVEN)
         notes = self.atlas if here.away is None else here.away
@@ -227,11 +235,11 @@ class watch(Listener):
             noted.compose()
         return noted
 
-    def _next_call(self, name: str) -> Place:
+    def _next_call(self, name: str) -> ModuleCall:
         with self._lock:
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
-        return Place(name, call)
+        return ModuleCall(name, call)
 
     def _name_parameters(self, module: nn.Module) -> None:
         """torch.func.functional_call puts other tensors in the place of parameters."""
@@ -251,7 +259,7 @@ class watch(Listener):
         while here.stack.pop() is not entered:
             pass  # entered by ``inside``
         notes = self.atlas if here.away is None else here.away
-        notes.enter(_now(), here.stack[-1].place if here.stack else NOWHERE)
+        notes.enter(_now(), here.stack[-1].place if here.stack else NO_MODULE)
         if here.away is not None and not here.stack:
             for tensor in tensors_in(result):
                 mark(tensor, here.away, MADE)
@@ -291,13 +299,15 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Noted] = []
-        self.away: Away | None = None  # notes of the outermost call, if it is not the watch's own
+        self.away: ThreadCall | None = (
+            None  # notes of the outermost call, if it is not the watch's own
+        )
 
 
 class Noted:
     """A call of a module that is under way."""
 
-    def __init__(self, here: _Here, place: Place) -> None:
+    def __init__(self, here: _Here, place: ModuleCall) -> None:
         self.here = here
         self.place = place
         self._composed = False

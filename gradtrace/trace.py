@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 from gradtrace import report as reports
-from gradtrace.autodiff.fingerprints import Prints
+from gradtrace.autodiff.fingerprints import WeightFingerprints
 from gradtrace.autodiff.loss_checks import isolated
-from gradtrace.autodiff.names import Lazy, unknown
+from gradtrace.autodiff.names import LazyGradients, unknown
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow, flow_of, measure
 from gradtrace.ir import interpreter, memory
 from gradtrace.ir.program import Program
 from gradtrace.report import saving
 from gradtrace.semirings import Count
-from gradtrace.tracing.components import Chosen, Component, Components, Survey
+from gradtrace.tracing.components import Component, ComponentFinder, Components, ComponentSelection
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.path_search import Kept
-from gradtrace.tracing.paths import Builder, Path, Paths, Woven, marked, ravel, sampled
+from gradtrace.tracing.path_search import PathFollower
+from gradtrace.tracing.paths import Builder, LazyPaths, Path, Paths, marked, ravel, sampled
 from gradtrace.tracing.per_sample import Pairs
-from gradtrace.tracing.provenance import Marks, Palette
+from gradtrace.tracing.provenance import ComponentBits, ProvenanceTable
 from gradtrace.tracing.tally import Tally
-from gradtrace.tracing.tensor_paths import Coarse
-from gradtrace.tracing.traced_value import State
-from gradtrace.tracing.tracer import Found, Tracer
+from gradtrace.tracing.tensor_paths import TensorPaths
+from gradtrace.tracing.traced_value import TracedValue
+from gradtrace.tracing.tracer import TracedLeaf, Tracer
 
 SAMPLED = 10_000
 """The elements whose paths tell influence in a report where there is no memory for all."""
@@ -63,7 +63,7 @@ class Trace:
     """
 
     program: Program = field(repr=False)
-    gradients: Lazy = field(repr=False)
+    gradients: LazyGradients = field(repr=False)
     rule: str
     granularity: str
     pairs: int
@@ -71,15 +71,15 @@ class Trace:
     names: dict[int, str] = field(repr=False)  # by leaf value
     aliases: dict[str, tuple[str, ...]] = field(repr=False)
     _versions: list[tuple[Tensor, int]] = field(init=False, repr=False)
-    _prints: Prints = field(init=False, repr=False)
+    _prints: WeightFingerprints = field(init=False, repr=False)
     budget: int | None = None
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
-    _kept: dict[int, Kept] = field(default_factory=dict, repr=False)
+    _kept: dict[int, PathFollower] = field(default_factory=dict, repr=False)
     _views: dict[tuple[int, int, bool], reports.View] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self._versions = [(t, t._version) for t in weights_of(self.program)]
-        self._prints = Prints(leaf.tensor for leaf in self.program.leaves)
+        self._prints = WeightFingerprints(leaf.tensor for leaf in self.program.leaves)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class Trace:
             raise GradtraceError(
                 f"at operator granularity {name} is followed as a whole: trace.path({name!r})"
             )
-        chain = Coarse(self.program, self.rule, builder.kept.seed).chain(value)
+        chain = TensorPaths(self.program, self.rule, builder.kept.seed).chain(value)
         if not chain.links:
             raise GradtraceError(f"{name} has no path: its gradient is 0 everywhere")
         return builder.coarse(value, chain.links)
@@ -200,7 +200,7 @@ class Trace:
                     found.append(builder.path(value, element, hops))
         return Paths(tuple(found), "All paths")
 
-    def _sampled(self, builder: Builder, names: list[str], sample: int, seed: int) -> Woven:
+    def _sampled(self, builder: Builder, names: list[str], sample: int, seed: int) -> LazyPaths:
         sizes = {name: self._shape(name).numel() for name in names}
         drawn = sampled(sizes, sample, seed)
         starts = {self._leaf(name): e.to(self._device) for name, e in drawn.items() if len(e)}
@@ -216,7 +216,9 @@ class Trace:
                 seed = torch.zeros_like(seed).index_fill(
                     0, torch.tensor(pair, device=seed.device), 1
                 )
-            self._kept = {pair: Kept(self.program, seed, self._room())}  # one pair at a time
+            self._kept = {
+                pair: PathFollower(self.program, seed, self._room())
+            }  # one pair at a time
         return Builder.of(self._kept[pair], self.names, pair)
 
     def _room(self) -> int | None:
@@ -306,11 +308,13 @@ class Trace:
             self.asked[components] = table
         return table
 
-    def _survey(self) -> Survey:
+    def _survey(self) -> ComponentFinder:
         others = {name: self.aliases.get(name, ()) for name in self._values}
-        return Survey(self.program, self.modules, others)
+        return ComponentFinder(self.program, self.modules, others)
 
-    def _counted(self, chosen: Chosen, sample: int | None = None, seed: int = 0) -> Influence:
+    def _counted(
+        self, chosen: ComponentSelection, sample: int | None = None, seed: int = 0
+    ) -> Influence:
         """The table of some components, by the paths of all elements or of a sample."""
         tally = Tally(chosen.components, self.program, chosen.marks, self.names, self.pairs)
         if sample is not None:
@@ -347,7 +351,7 @@ class Trace:
         # where memory is not short, there is as much again
         return narrow, 0 if narrow else min(memory.ROOM, needed)
 
-    def _count_some(self, tally: Tally, marks: Marks, sample: int, seed: int) -> None:
+    def _count_some(self, tally: Tally, marks: ComponentBits, sample: int, seed: int) -> None:
         """Follow the paths of sampled elements, for each pair."""
         if self.granularity == "operator":
             raise GradtraceError(
@@ -464,7 +468,7 @@ class Trace:
         for key, kind in self._kinds().items():
             with contextlib.suppress(UnknownName):  # there are none of these
                 parts[key] = survey.choose(kind).components
-        chosen = Chosen([c for some in parts.values() for c in some], survey.marks)
+        chosen = ComponentSelection([c for some in parts.values() for c in some], survey.marks)
         notes: tuple[str, ...]
         if small and self.granularity == "scalar":
             table, notes = self._counted(chosen, SAMPLED), (SMALLER,)
@@ -474,7 +478,7 @@ class Trace:
         cut = {kind: tuple(islice(rows, len(some))) for kind, some in parts.items()}
         return {kind: replace(table, rows=some) for kind, some in cut.items()}, notes
 
-    def _all_or_some(self, chosen: Chosen) -> tuple[Influence, tuple[str, ...]]:
+    def _all_or_some(self, chosen: ComponentSelection) -> tuple[Influence, tuple[str, ...]]:
         try:
             return self._counted(chosen), ()
         except TooLarge as error:
@@ -492,7 +496,9 @@ class Trace:
         words += [] if len(blocks) > MANY else ["arguments"]
         return kinds | {word: word for word in words}
 
-    def _found(self, marks: Marks, narrow: bool = False) -> Iterator[tuple[Found, Tensor]]:
+    def _found(
+        self, marks: ComponentBits, narrow: bool = False
+    ) -> Iterator[tuple[TracedLeaf, Tensor]]:
         """The leaves after a pass, each with its gradient."""
         seed = self.program.seed
         if self.granularity == "operator":
@@ -515,7 +521,7 @@ class Trace:
         for found, other in zip(tracer.run_pairs(seed, pairs), plain):
             yield found, other.gradient
 
-    def _coarsely(self, marks: Marks) -> Iterator[tuple[Found, Tensor]]:
+    def _coarsely(self, marks: ComponentBits) -> Iterator[tuple[TracedLeaf, Tensor]]:
         """``_found`` with whole tensors: all elements of a leaf have the marks of its path."""
         if marks.slices:
             raise GradtraceError(
@@ -524,7 +530,7 @@ class Trace:
             )
         for pair in range(self.pairs):
             kept = self._builder(pair).kept
-            coarse = Coarse(self.program, self.rule, kept.seed)
+            coarse = TensorPaths(self.program, self.rule, kept.seed)
             for leaf in self.program.leaves:
                 chain = coarse.chain(leaf.value)
                 bits = 1 if chain.links else 0
@@ -532,11 +538,11 @@ class Trace:
                     bits |= marks.block.get(link.block, 0)
                     bits |= marks.position.get((link.block, link.position), 0)
                 gradient = kept.gradients[leaf.value]
-                state = State(gradient, 0, chain.reached.int(), Palette((bits,)))
-                yield Found(leaf, state, pair), gradient
+                state = TracedValue(gradient, 0, chain.reached.int(), ProvenanceTable((bits,)))
+                yield TracedLeaf(leaf, state, pair), gradient
 
 
-def _with(found: Found, gradient: Tensor, rule: str) -> tuple[Found, Tensor]:
+def _with(found: TracedLeaf, gradient: Tensor, rule: str) -> tuple[TracedLeaf, Tensor]:
     """A leaf whose gradient was put off, and the gradient."""
     if rule == "greedy":
         found = found._replace(state=found.state._replace(value=gradient))

@@ -10,13 +10,13 @@ from torch import Tensor
 import gradtrace
 from gradtrace.api import program
 from gradtrace.autodiff.backward import RECENT, gradient
-from gradtrace.autodiff.names import Atlas
+from gradtrace.autodiff.names import NameTable
 from gradtrace.ir import interpreter
 
 
 def fast(loss: Tensor) -> dict[Tensor, Tensor]:
     """Every leaf's gradient by calling the nodes."""
-    return dict(gradient(loss, torch.ones_like(loss), Atlas(), RECENT))
+    return dict(gradient(loss, torch.ones_like(loss), NameTable(), RECENT))
 
 
 def recorded(loss: Tensor) -> dict[Tensor, Tensor]:

@@ -30,17 +30,17 @@ from gradtrace.kernels import (
     reference,
     steps,
 )
-from gradtrace.kernels.cuda_batched_tally import Leaves
+from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.cuda_steps import larger
 from gradtrace.kernels.reference import Contraction, Matrices, Operand
-from gradtrace.kernels.steps import Lines
+from gradtrace.kernels.steps import LowRankLines
 from gradtrace.linops import Contract, Identity, Normaliser
 from gradtrace.semirings import TopK
 from gradtrace.tracing import rules
 from gradtrace.tracing.influence import Influence
-from gradtrace.tracing.provenance import Palette
+from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.rules import Greedy
-from gradtrace.tracing.traced_value import Scope, State
+from gradtrace.tracing.traced_value import StepContext, TracedValue
 
 NAN, INF = math.nan, math.inf
 MAKERS = {"generic": maker, "ties": whole, "odd": odd}
@@ -185,9 +185,11 @@ def carried(device: str, dtype: torch.dtype) -> None:
         out = tuple(torch.einsum(spec.strip(), x.float(), w.float()).shape)
         ways = product(*(strided(each) for each in (x, w, marks)), (False, True))
         for mine, weight, words, value in ways:
-            wanted = plainly(Contract(spec.strip(), weight, x_shape, out).carry, mine, words, value)
+            wanted = plainly(
+                Contract(spec.strip(), weight, x_shape, out).select, mine, words, value
+            )
             there = Contract(spec.strip(), weight.to(device), x_shape, out)
-            found = there.carry(mine.to(device), words.to(device), value)
+            found = there.select(mine.to(device), words.to(device), value)
             for one, other in zip(found, wanted):
                 assert (one is None) == (other is None)
                 if one is not None:
@@ -326,7 +328,7 @@ LONG: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((900, 7), (0,)), ((3, 40
 
 def leaves(device: str, rounds: int) -> None:
     """Counted together, each is what it is by itself: of all kinds, more than a launch takes."""
-    jobs = Leaves(torch.device(device, 0) if device == "cuda" else torch.device(device))
+    jobs = BatchedTally(torch.device(device, 0) if device == "cuda" else torch.device(device))
     for seed in range(rounds):
         wanted: list[tuple[int, int, tuple[Tensor, Tensor]]] = []
         for n, given in enumerate(_mixed(seed)):
@@ -361,7 +363,12 @@ def _mixed(seed: int) -> list[tuple[Tensor, Tensor, tuple[int, ...] | None, int]
 
 
 def _taken(
-    jobs: Leaves, device: str, x: Tensor, marks: Tensor, dims: tuple[int, ...] | None, count: int
+    jobs: BatchedTally,
+    device: str,
+    x: Tensor,
+    marks: Tensor,
+    dims: tuple[int, ...] | None,
+    count: int,
 ) -> tuple[int | None, tuple[Tensor, Tensor]]:
     """Where a leaf will be, and what it is by itself."""
     here, beside = x.to(device), marks.to(device)
@@ -376,7 +383,7 @@ def _taken(
     return jobs.reduce(here, beside, dims, gradient.to(device), count), wanted
 
 
-def _compared(jobs: Leaves, wanted: list[tuple[int, int, tuple[Tensor, Tensor]]]) -> None:
+def _compared(jobs: BatchedTally, wanted: list[tuple[int, int, tuple[Tensor, Tensor]]]) -> None:
     found = jobs.counted()
     assert jobs.bytes == jobs.entries == 0
     for at, size, alone in wanted:
@@ -480,16 +487,16 @@ def gather(device: str) -> None:
 # Diagonal plus low rank --------------------------------------------------------------------------
 
 
-def lines_of(kind: str, n: int, dtype: torch.dtype) -> Lines:
+def lines_of(kind: str, n: int, dtype: torch.dtype) -> LowRankLines:
     """Three lines of a kind, two pairs."""
     some = [along_a_line(kind, n, seed) for seed in range(3)]
     u0, u1, v0, v1, x = (
         torch.stack(part).to(dtype) for part in zip(*((*u, *v, x) for u, v, x in some))
     )
-    return Lines(-u1 - 0.5, (u0, u1), (v0, v1), x)
+    return LowRankLines(-u1 - 0.5, (u0, u1), (v0, v1), x)
 
 
-def every_pair(how: Lines) -> tuple[Tensor, Tensor]:
+def every_pair(how: LowRankLines) -> tuple[Tensor, Tensor]:
     """The largest contribution to each element of lines, and its place: of rank two among all pairs
     (the hull of ``maps`` is for ordinary numbers), of rank one as ``Normaliser`` has it.
     """
@@ -500,7 +507,7 @@ def every_pair(how: Lines) -> tuple[Tensor, Tensor]:
     return value, torch.where(value == 0, -1, place)
 
 
-def _chosen(device: str, how: Lines) -> None:
+def _chosen(device: str, how: LowRankLines) -> None:
     """With the diagonal, and without it, so that others win."""
     _placed(device, how)
     _marked(device, how)
@@ -509,12 +516,12 @@ def _chosen(device: str, how: Lines) -> None:
     _marked(device, others)
 
 
-def _there(device: str, how: Lines) -> Lines:
+def _there(device: str, how: LowRankLines) -> LowRankLines:
     left, right = ([part.to(device) for part in side] for side in (how.left, how.right))
-    return Lines(how.diagonal.to(device), left, right, how.x.to(device))
+    return LowRankLines(how.diagonal.to(device), left, right, how.x.to(device))
 
 
-def _placed(device: str, how: Lines) -> None:
+def _placed(device: str, how: LowRankLines) -> None:
     """Value and place, to the bit."""
     value, place = plainly(every_pair, how)
     found = steps.normalise(_there(device, how))
@@ -523,7 +530,7 @@ def _placed(device: str, how: Lines) -> None:
     same(found.place, place)
 
 
-def _marked(device: str, how: Lines) -> None:
+def _marked(device: str, how: LowRankLines) -> None:
     """Value and mark, to the bit."""
     value, place = plainly(every_pair, how)
     marks = torch.arange(1, value.numel() + 1, dtype=torch.int32).reshape(value.shape)
@@ -537,8 +544,8 @@ def _marked(device: str, how: Lines) -> None:
     same(alone.marks, taken)
 
 
-def _of_rank_one(how: Lines) -> Lines:
-    return Lines(how.diagonal, how.left[1:], how.right[1:], how.x)
+def _of_rank_one(how: LowRankLines) -> LowRankLines:
+    return LowRankLines(how.diagonal, how.left[1:], how.right[1:], how.x)
 
 
 def normalise(device: str, kind: str, sizes: tuple[int, ...], long: tuple[int, ...]) -> None:
@@ -549,7 +556,7 @@ def normalise(device: str, kind: str, sizes: tuple[int, ...], long: tuple[int, .
         _chosen(device, _of_rank_one(how))
         left = [apart(part) for part in how.left]
         right = [part.t().contiguous().t() for part in how.right]
-        _placed(device, Lines(apart(how.diagonal), left, right, apart(how.x)))
+        _placed(device, LowRankLines(apart(how.diagonal), left, right, apart(how.x)))
     for n, dtype in product(long, WIDE):
         how = lines_of(kind, n, dtype)
         _marked(device, how)
@@ -561,8 +568,8 @@ def normalise_odd(device: str, seeds: int) -> None:
     """NaN, infinities, and products that leave the range."""
     for seed, n, dtype in product(range(seeds), (5, 100), WIDE):
         d, x, *parts = (numbers("odd", dtype, 3, n, seed=seed + k) for k in range(6))
-        _chosen(device, Lines(d, parts[:1], parts[2:3], x))
-        _chosen(device, Lines(d, parts[:2], parts[2:], x))
+        _chosen(device, LowRankLines(d, parts[:1], parts[2:3], x))
+        _chosen(device, LowRankLines(d, parts[:2], parts[2:], x))
         how = lines_of("gaussian", n, dtype)
         for bad, part in product((NAN, INF), (how.x, how.left[1], how.right[0], how.diagonal)):
             kept = part[1, seed % n].clone()
@@ -586,12 +593,12 @@ def normalise_many(device: str, lines: int) -> None:
     """
     for n, dtype in product((600, 1030), WIDE):
         d, x, *parts = (numbers("generic", dtype, lines, n, seed=k) for k in range(4))
-        _chosen(device, Lines(d, parts[:1], parts[1:], x))
+        _chosen(device, LowRankLines(d, parts[:1], parts[1:], x))
         parts = [part.t().contiguous().t() for part in parts]
-        _placed(device, Lines(d, parts[:1], parts[1:], x))
+        _placed(device, LowRankLines(d, parts[:1], parts[1:], x))
     for dtype, tiny in ((torch.float32, 2.0**-115), (torch.float64, 2.0**-1005)):
         d, x, *parts = (numbers("generic", dtype, 2, 700, seed=k) for k in range(6))
-        _placed(device, Lines(d, [part * tiny for part in parts[:2]], parts[2:], x))
+        _placed(device, LowRankLines(d, [part * tiny for part in parts[:2]], parts[2:], x))
 
 
 def normalise_expanded(device: str) -> None:
@@ -599,7 +606,7 @@ def normalise_expanded(device: str) -> None:
     unit, g = numbers("generic", torch.float32, 7, 100), numbers("ties", torch.float32, 7, 100)
     gain, scale = numbers("generic", torch.float32, 100), numbers("generic", torch.float32, 7, 1)
     left = [(-scale / 100).expand(7, 100), -scale * unit / 100]
-    _chosen(device, Lines(scale * gain, left, [gain.expand(7, 100), gain * unit], g))
+    _chosen(device, LowRankLines(scale * gain, left, [gain.expand(7, 100), gain * unit], g))
 
 
 def normalise_lying(device: str) -> None:
@@ -613,16 +620,16 @@ def normalise_lying(device: str) -> None:
         x = numbers("generic", dtype, *shape, seed=7)
         marks = words(x.numel(), 5).reshape(shape)
         pairs = list(zip(draw[1:], draw[::-1]))[:rank]
-        wanted = plainly(Normaliser(draw[0], pairs, dims, shape).carry, x, marks, True)
+        wanted = plainly(Normaliser(draw[0], pairs, dims, shape).select, x, marks, True)
         there = [(u.to(device), v.to(device)) for u, v in pairs]
         m = Normaliser(draw[0].to(device), there, dims, shape)
         for turn in (lambda t: t, apart, lambda t: t.mT.contiguous().mT):
             given = turn(x).to(device), turn(marks).to(device)
-            value, found = m.carry(*given, value=True)
+            value, found = m.select(*given, value=True)
             assert value is not None
             same(value, wanted[0])
             same(found, wanted[1])
-            nothing, found = m.carry(*given)
+            nothing, found = m.select(*given)
             assert nothing is None
             same(found, wanted[1])
 
@@ -631,15 +638,15 @@ def normalise_lying(device: str) -> None:
 
 
 def duel(device: str) -> None:
-    """``larger`` says what ``written`` and ``steps.merge`` say, in one step."""
+    """``larger`` says what ``with_provenance`` and ``steps.merge`` say, in one step."""
     for kind, dtype, shape in product(MAKERS, FLOATS, [(), (37,), (2, 3, 4), (5, 400)]):
         first, second = (numbers(kind, dtype, *shape, seed=seed) for seed in (0, 1))
         n = first.numel()
         mine, theirs = (words(n, 5, seed).reshape(shape) for seed in (1, 2))
         ways = zip(strided(first), strided(mine), strided(second)[::-1], strided(theirs))
         for a, marks, b, others in ways:
-            for loose in (False, True):
-                _larger(device, a, marks, loose, b, others, 3)
+            for unmasked in (False, True):
+                _larger(device, a, marks, unmasked, b, others, 3)
             _larger(device, a, 1, True, b, others, 1)
             _larger(device, a, marks, True, b, 1, 4)
     many = torch.rand([2] * 9).permute(8, 6, 4, 2, 0, 7, 5, 3, 1)
@@ -657,37 +664,37 @@ def shared_sums(device: str) -> None:
     signs = torch.tensor([[-1.0, 0.0, 1.0]])
     each = torch.cartesian_prod(*signs.expand(3, 3)).repeat(4, 1).T  # every way to be 0
     odd = torch.where(each > 0, NAN, each)
-    palette = Palette((1, 3, 5))
-    for terms, count, loose, dtype in product((each, odd), (2, 3), (True, False), WIDE):
+    provenance = ProvenanceTable((1, 3, 5))
+    for terms, count, unmasked, dtype in product((each, odd), (2, 3), (True, False), WIDE):
         values = [term.to(device, dtype) * (n + 1) for n, term in enumerate(terms[:count])]
-        states = [State(value, 0, marks, palette, loose=loose) for value in values]
+        states = [TracedValue(value, 0, marks, provenance, unmasked=unmasked) for value in values]
         terms_ = tuple(Term(Identity((108,)), n) for n in range(count))
         step = Step(9, terms_, (108,), dtype)
-        found = Greedy().join(states, step, Scope({}, frozenset()))
+        found = Greedy().join(states, step, StepContext({}, frozenset()))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rules, "shared", lambda states: False)
-            wanted = plainly(Greedy().join, states, step, Scope({}, frozenset()))
-        assert found.palette == wanted.palette and not found.loose
+            wanted = plainly(Greedy().join, states, step, StepContext({}, frozenset()))
+        assert found.provenance == wanted.provenance and not found.unmasked
         same(found.value, wanted.value.cpu())
-        same(found.numbers, wanted.numbers.cpu())
+        same(found.ids, wanted.ids.cpu())
 
 
 def _larger(
     device: str,
     first: Tensor,
     marks: Tensor | int,
-    loose: bool,
+    unmasked: bool,
     second: Tensor,
     others: Tensor | int,
     shift: int,
 ) -> None:
     size = first.to(first.dtype if first.dtype in WIDE else torch.float32).abs().contiguous()
-    wanted = torch.where((size != 0) | (not loose), marks, 0).int().contiguous()
+    wanted = torch.where((size != 0) | (not unmasked), marks, 0).int().contiguous()
     plainly(steps.merge, size, wanted, second, others, shift)
     there = [x.to(device) if isinstance(x, Tensor) else x for x in (first, marks, second, others)]
     a, mine, b, theirs = there
     assert isinstance(a, Tensor) and isinstance(b, Tensor)
-    found = larger(a, mine, loose, b, theirs, shift)
+    found = larger(a, mine, unmasked, b, theirs, shift)
     assert found is not None
     same(found, wanted)
 

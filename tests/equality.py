@@ -42,12 +42,12 @@ from operators import CPU, Problem, entries, label, makers
 import gradtrace
 from gradtrace.ir import interpreter
 from gradtrace.kernels import cuda_launch, cuda_steps, max_contraction, reference, rows, steps
-from gradtrace.kernels.cuda_contraction import Lying
+from gradtrace.kernels.cuda_contraction import MatrixLayout
 from gradtrace.linops import Normaliser
 from gradtrace.semirings import MAX
 from gradtrace.trace import Trace
-from gradtrace.tracing.provenance import Marks
-from gradtrace.tracing.traced_value import solid
+from gradtrace.tracing.provenance import ComponentBits
+from gradtrace.tracing.traced_value import materialise
 from gradtrace.tracing.tracer import Tracer
 
 DEVICE = torch.device(os.environ.get("GRADTRACE_DEVICE", "cpu"))
@@ -69,11 +69,11 @@ def _measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _normalised(
-    how: steps.Lines,
+    how: steps.LowRankLines,
     marks: Tensor | None = None,
     value: bool = True,
-    lies: cuda_steps.Lies | None = None,
-) -> steps.Chosen:
+    lies: cuda_steps.LineLayout | None = None,
+) -> steps.LargestEntry:
     """As ``maps.normaliser`` has it, where no kernel can serve."""
     rank, shape = len(how.left), tuple(how.x.shape)
     diagonal, x, *rest = (how.diagonal, how.x, *how.left, *how.right, *_given(marks))
@@ -84,9 +84,9 @@ def _normalised(
     pairs = list(zip(rest[:rank], rest[rank : 2 * rank]))
     most, place = Normaliser(diagonal, pairs, (1,), tuple(x.shape))._chosen(x)
     if marks is None:
-        return steps.Chosen(most.reshape(shape), place.reshape(shape), None)
+        return steps.LargestEntry(most.reshape(shape), place.reshape(shape), None)
     found = rest[-1].gather(1, place.clamp(min=0)).masked_fill((most == 0) | (place < 0), 0)
-    return steps.Chosen(most.reshape(shape) if value else None, None, found.reshape(shape))
+    return steps.LargestEntry(most.reshape(shape) if value else None, None, found.reshape(shape))
 
 
 def _given(marks: Tensor | None) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def _merged(
 
 
 def _carried(
-    a: Tensor, b: Tensor, marks: Tensor, how: Lying, shape: tuple[int, ...], value: bool
+    a: Tensor, b: Tensor, marks: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
 ) -> reference.Contraction | None:
     (i, m, n), k = how.shape, how.k
     if not (i and m and n and k):
@@ -210,7 +210,7 @@ class Outcome(NamedTuple):
     tables: dict[str, Any]
 
 
-def outcome(trace: Trace, marks: Marks, kinds: dict[int, int], paths: int = 0) -> Outcome:
+def outcome(trace: Trace, marks: ComponentBits, kinds: dict[int, int], paths: int = 0) -> Outcome:
     """Values in MAX; by each rule the mark of every element, the table, some paths."""
     program, tensors, tables = trace.program, {}, {}
     leaves = {leaf.tensor: str(leaf.value) for leaf in program.leaves}
@@ -220,12 +220,12 @@ def outcome(trace: Trace, marks: Marks, kinds: dict[int, int], paths: int = 0) -
         here = dataclasses.replace(trace, rule=rule)
         with torch.no_grad():
             for found in Tracer(program, rule, marks).run(program.seed):
-                state = solid(found.state).written()
-                assert state.numbers is not None
-                ids = [kinds.setdefault(mark, len(kinds)) for mark in state.palette.marks()]
-                table = torch.tensor(ids, device=state.numbers.device)
+                state = materialise(found.state).with_provenance()
+                assert state.ids is not None
+                ids = [kinds.setdefault(mark, len(kinds)) for mark in state.provenance.marks()]
+                table = torch.tensor(ids, device=state.ids.device)
                 name = f"{rule} {found.leaf.value}"
-                tensors[f"mark of {name}"] = table[state.numbers.long()]
+                tensors[f"mark of {name}"] = table[state.ids.long()]
                 assert state.value is not None
                 tensors[f"value of {name}"] = state.value
         tables[f"influence, {rule}"] = here.influence().to_dict()
@@ -236,10 +236,10 @@ def outcome(trace: Trace, marks: Marks, kinds: dict[int, int], paths: int = 0) -
     return Outcome(tensors, tables)
 
 
-def by_block(trace: Trace) -> Marks:
+def by_block(trace: Trace) -> ComponentBits:
     """A bit for each block of the program."""
     blocks = range(len(trace.program.blocks))
-    return Marks(len(blocks) + 1, {n: 2 << n for n in blocks}, {}, {})
+    return ComponentBits(len(blocks) + 1, {n: 2 << n for n in blocks}, {}, {})
 
 
 def assert_equal(trace: Trace, paths: int = 0) -> Counter[str]:

@@ -177,12 +177,14 @@ def conclude(rows):
 
 
 def experiment(folder: Path) -> Any:
-    from gradtrace.experiments.harness.command import Asked, run
-    from gradtrace.experiments.harness.loading import Source
+    from gradtrace.experiments.harness.command import ExperimentOptions, run
+    from gradtrace.experiments.harness.loading import ExperimentSource
 
     (folder / "mine.py").write_text(EXPERIMENT)
     return run(
-        [Source.of(folder / "mine.py")], Asked(quick=True, out=folder / "out"), lambda _: None
+        [ExperimentSource.of(folder / "mine.py")],
+        ExperimentOptions(quick=True, out=folder / "out"),
+        lambda _: None,
     )
 
 

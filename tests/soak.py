@@ -310,13 +310,17 @@ def conclude(rows):
 
 
 def experiment(folder: Path) -> None:
-    from gradtrace.experiments.harness.command import Asked, run
-    from gradtrace.experiments.harness.loading import Source
+    from gradtrace.experiments.harness.command import ExperimentOptions, run
+    from gradtrace.experiments.harness.loading import ExperimentSource
 
     path = folder / "mine.py"
     if not path.exists():
         files.put(path, EXPERIMENT)
-    done = run([Source.of(path)], Asked(quick=True, out=folder / "out"), lambda line: None)
+    done = run(
+        [ExperimentSource.of(path)],
+        ExperimentOptions(quick=True, out=folder / "out"),
+        lambda line: None,
+    )
     (folder / "done").write_text(json.dumps(done.found["mine"]["tables"]))
 
 

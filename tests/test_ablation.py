@@ -26,7 +26,7 @@ from gradtrace.autodiff.hooks import NEVER, HookWatch
 from gradtrace.autodiff.labels import CUTS, label, labels_of
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.pytorch.module_calls import listeners_of
-from gradtrace.tools.ablation import Rule, ablate
+from gradtrace.tools.ablation import AblationRule, ablate
 
 
 @pytest.fixture(autouse=True)
@@ -830,7 +830,7 @@ def test_names_and_patterns(asked: list[str], found: tuple[str, ...]) -> None:
     with ablate(model, *asked) as names:
         assert names == found
         for name, module in modules.items():
-            heard = [each for each in listeners_of(module) if isinstance(each, Rule)]
+            heard = [each for each in listeners_of(module) if isinstance(each, AblationRule)]
             assert bool(heard) == (name in found)
         model(torch.randn(2, 3))
 
@@ -959,7 +959,7 @@ def test_an_error_while_entering(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("gradtrace.tools.ablation.Slices.begin", interrupt)
+        patch.setattr("gradtrace.tools.ablation.LabelledSlices.begin", interrupt)
         with pytest.raises(KeyboardInterrupt), ablate(model, "embed", "head", "label:a"):
             pass
     assert state_of(model) == before

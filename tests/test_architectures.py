@@ -16,7 +16,7 @@ from gradtrace.ir import interpreter
 from gradtrace.ir.program import HOOKS
 from gradtrace.trace import Trace
 from gradtrace.tracing.paths import Paths
-from gradtrace.tracing.provenance import Marks
+from gradtrace.tracing.provenance import ComponentBits
 from gradtrace.tracing.tracer import Tracer
 
 
@@ -80,7 +80,7 @@ def agree(trace: Trace, paths: Paths) -> None:
         for n, block in enumerate(blocks)
         if block.place.module and block.operator != HOOKS
     }
-    marks = Marks(len(modules) + 1, entered, {}, {})
+    marks = ComponentBits(len(modules) + 1, entered, {}, {})
     with torch.no_grad():
         tracer = Tracer(trace.program, trace.rule, marks)
         states = {trace.names[f.leaf.value]: f.state for f in tracer.run(trace.program.seed)}

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from gradtrace.benchmarks import cases, trained
 from gradtrace.benchmarks import run as running
 from gradtrace.benchmarks.page import markdown
-from gradtrace.benchmarks.results import Absent, Column, Section, Setting
+from gradtrace.benchmarks.results import Absent, ResultColumn, Section, Setting
 from gradtrace.benchmarks.table import ELSEWHERE
 from gradtrace.cli import app
 from gradtrace.experiments.branching import Branching, branching
@@ -35,7 +35,7 @@ def bench(*args: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_provenance(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page, the JSON and the figures of a quick run of everything."""
     folder = tmp_path_factory.mktemp("bench")
     places = ("--out", folder / "page.md", "--figures", folder / "figures")
@@ -323,7 +323,7 @@ def test_a_target_says_whether_it_was_met() -> None:
 
 def test_rows_of_another_width_are_an_error() -> None:
     with pytest.raises(AssertionError):
-        Section("t", [Column("a"), Column("b")]).add("one")
+        Section("t", [ResultColumn("a"), ResultColumn("b")]).add("one")
 
 
 # The chapter's networks --------------------------------------------------------------------------
@@ -375,6 +375,6 @@ def test_training_lowers_the_loss() -> None:
 
 def test_of_what_was_not_told_nothing_is_said() -> None:
     """A ratio to a time of 0 is no number, and a page has none that JSON does not know."""
-    section = Section("t", [Column("a"), Column("b", ".2f"), Column("c", "d")])
+    section = Section("t", [ResultColumn("a"), ResultColumn("b", ".2f"), ResultColumn("c", "d")])
     section.add("x", float("nan"), 3)
     assert section.rows == [["x", None, 3]]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace.runs.step_results import Look
+from gradtrace.runs.step_results import StepResult
 from gradtrace.trace import Trace
 from gradtrace.training import monitor
 from gradtrace.training.monitor import Monitor
@@ -34,7 +34,7 @@ def loop(
     found = Monitor(model, every=every, budget=budget, clock=clock, view=False)
     look = found._found
 
-    def slow(*args: object) -> tuple[Trace, Look]:
+    def slow(*args: object) -> tuple[Trace, StepResult]:
         clock.now += cost
         return look(*args)  # type: ignore[arg-type]
 

@@ -66,15 +66,15 @@ def handed_on(marks: Tensor, source: Tensor) -> Tensor:
 
 
 def check(m: Map, x: Tensor, marks: Tensor) -> None:
-    """``carry`` is ``best`` and a look at the marks there."""
+    """``select`` is ``best`` and a look at the marks there."""
     best = m.best(x)
     expected = handed_on(marks, best.source)
-    value, found = m.carry(x, marks, value=True)
+    value, found = m.select(x, marks, value=True)
     assert value is not None and found.dtype is torch.int32
     assert value.dtype is best.value.dtype or not m.outputs
     same(value, best.value.to(value.dtype))
     same(found, expected)
-    nothing, again = m.carry(x, marks)
+    nothing, again = m.select(x, marks)
     assert nothing is None
     same(again, expected)
 
@@ -121,7 +121,7 @@ def check_rows(m: Map, x: Tensor) -> None:
     best = m.best(x)
     same(best.value, value)
     assert torch.equal(best.source, source)
-    same(m.pull((x.abs(),), MAX)[0], value)
+    same(m.apply_in((x.abs(),), MAX)[0], value)
 
 
 # Convolutions of any geometry --------------------------------------------------------------------

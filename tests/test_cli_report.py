@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(reporting.time, "sleep", lambda _: acts.pop(0)())
     real = reporting.make
 
-    def counted(asked: reporting.Asked) -> reporting.Done:
+    def counted(asked: reporting.ReportOptions) -> reporting.WrittenReport:
         done = real(asked)
         pages.append(done.summary)
         return done

@@ -21,7 +21,7 @@ from gradtrace.kernels import (
     max_contraction,
     reference,
 )
-from gradtrace.kernels.max_contraction import Way, compiled
+from gradtrace.kernels.max_contraction import Algorithm, compiled
 from gradtrace.kernels.reference import Matrices
 
 INF, NAN = math.inf, math.nan
@@ -126,7 +126,7 @@ def words(*shape: int) -> Tensor:
 
 
 WANTED = list(islice(product([True, False], repeat=3), 7))  # all but nothing at all
-WAYS = [Way.DENSE, Way.PRUNED, Way.BY_MEASURE]
+WAYS = [Algorithm.DENSE, Algorithm.PRUNED, Algorithm.BY_MEASURE]
 
 
 def check(a: Matrices, b: Matrices, marks: Matrices, everything: bool = False) -> None:
@@ -334,7 +334,7 @@ def test_marks_of_the_other_operand(kind: str, shape: tuple[int, int, int, int])
     assert wanted.index is not None and wanted.value is not None
     by_hand = marks.gather(1, wanted.index).masked_fill(wanted.value == 0, 0)
     assert wanted.marks is not None and torch.equal(wanted.marks, by_hand)
-    for isa, threads, way in product(max_contraction.isas(), (1, 2), Way):
+    for isa, threads, way in product(max_contraction.isas(), (1, 2), Algorithm):
         max_contraction.use_isa(isa)
         torch.set_num_threads(threads)
         agree(compiled(a, b, True, True, marks, way, True)[0], wanted)

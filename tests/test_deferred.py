@@ -12,14 +12,14 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace import api
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
-from gradtrace.ir.lazy_gradient import Deferred
+from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.ir.program import Step
 from gradtrace.kernels import sync
 from gradtrace.recording import record
-from gradtrace.recording.gradient_cache import Store
+from gradtrace.recording.gradient_cache import GradientCache
 from gradtrace.trace import Trace
 from gradtrace.tracing.rules import Greedy
-from gradtrace.tracing.traced_value import State
+from gradtrace.tracing.traced_value import TracedValue
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def traced(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], rule: str =
 
 
 def put_off(trace: Trace) -> list[str]:
-    return [trace.names[x.value] for x in trace.program.leaves if isinstance(x.given, Deferred)]
+    return [trace.names[x.value] for x in trace.program.leaves if isinstance(x.given, LazyGradient)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_autograd(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss_of = CASES[case]()
-    monkeypatch.setattr(sync, "avoid", lambda x: True)
+    monkeypatch.setattr(sync, "would_sync", lambda x: True)
     monkeypatch.setattr(api, "room", lambda *_: 1 << 30)
     trace = traced(model, loss_of)
     assert not put_off(trace)
@@ -136,10 +136,10 @@ def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.Mo
 
 
 def test_memory_is_spent_as_long_as_there_is_plenty() -> None:
-    store = Store(100)
+    store = GradientCache(100)
     assert [store.spend(n) for n in (30, 30, 20, 1)] == [True, False, True, False]
     assert store.left == 50
-    assert not Store(0).spend(0)
+    assert not GradientCache(0).spend(0)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "viterbi"])
@@ -172,16 +172,16 @@ def test_few_rows_of_a_large_table_are_compared_by_themselves(
     seen = []
     real = Greedy._patched
 
-    def counted(states: list[State], step: Step) -> State | None:
+    def counted(states: list[TracedValue], step: Step) -> TracedValue | None:
         seen.append(real(states, step))
         return seen[-1]
 
     monkeypatch.setattr(Greedy, "_patched", staticmethod(counted))
     found = traced(model, loss_of).influence()
     (state,) = seen
-    assert state is not None and state.few is not None
-    assert len(state.few.at) == 4 * 5  # four words occur
-    assert len(set(state.few.marks.tolist())) == 3  # past the middle, through it, from the top
+    assert state is not None and state.sparse is not None
+    assert len(state.sparse.at) == 4 * 5  # four words occur
+    assert len(set(state.sparse.marks.tolist())) == 3  # past the middle, through it, from the top
     monkeypatch.setattr(Greedy, "_patched", staticmethod(lambda states, step: None))
     plain = traced(model, loss_of).influence()
     for ours, theirs in zip(found.rows, plain.rows, strict=True):
@@ -193,7 +193,7 @@ def test_equal_products_become_one() -> None:
     model, loss_of = unrolled()
     trace = traced(model, loss_of)
     (cell,) = (x for x in trace.program.leaves if trace.names[x.value] == "cell.weight")
-    assert isinstance(cell.given, Deferred)
+    assert isinstance(cell.given, LazyGradient)
     assert len(cell.given.parts) == 4  # three products, and a sum
     calls: list[str] = []
     whole = torch.einsum
@@ -219,7 +219,7 @@ def test_no_more_is_held_for_a_leaf_than_its_gradient_takes(steps: int) -> None:
 
     trace = traced(model, loss_of)
     (cell,) = (x for x in trace.program.leaves if trace.names[x.value] == "cell.weight")
-    assert isinstance(cell.given, Deferred)
+    assert isinstance(cell.given, LazyGradient)
     products = [part for part in cell.given.parts if part.maps and part.x.shape == (2, 6)]
     assert len(products) == 3
     assert len(cell.given.parts) == (3 if steps == 3 else 4)  # and one sum of all the others

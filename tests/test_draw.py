@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.names import Atlas
+from gradtrace.autodiff.names import NameTable
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.graphs.operators import Edge, Operator
 from gradtrace.graphs.svg import LIMIT, draw
@@ -22,7 +22,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def by_hand(operators: Sequence[Operator], edges: Sequence[Edge]) -> Graph:
     """A graph that torch never saw."""
     leaves = {o.leaf: o for o in operators if o.leaf is not None}
-    return Graph(list(operators), list(edges), leaves, torch.zeros(()), Atlas(), HookWatch())
+    return Graph(list(operators), list(edges), leaves, torch.zeros(()), NameTable(), HookWatch())
 
 
 def chain(length: int) -> Graph:
@@ -37,7 +37,7 @@ def two_layers() -> Graph:
     b1, b2 = torch.ones(20, requires_grad=True), torch.ones(15, requires_grad=True)
     hidden = torch.addmm(b1, torch.ones(4, 10), w1).tanh()
     loss = torch.nn.functional.mse_loss(torch.addmm(b2, hidden, w2), torch.ones(4, 15))
-    return build(loss, Atlas.of({"w1": w1, "w2": w2, "b1": b1, "b2": b2}), HookWatch())
+    return build(loss, NameTable.of({"w1": w1, "w2": w2, "b1": b1, "b2": b2}), HookWatch())
 
 
 def texts(element: ElementTree.Element) -> list[str]:
@@ -77,7 +77,7 @@ def braid(kind: str) -> Graph:
     h: Tensor = w
     for _ in range(6):
         h = (h * w).sin() + h if kind == "residual" else torch.stack([h, w]).sum(0) * h
-    return build(h.sum(), Atlas.of({"w": w}), HookWatch())
+    return build(h.sum(), NameTable.of({"w": w}), HookWatch())
 
 
 GRAPHS: dict[str, Callable[[], Graph]] = {
@@ -154,7 +154,7 @@ def test_arguments_have_positions_and_those_without_gradient_say_none() -> None:
 
 def test_a_value_used_twice_by_one_operator_has_both_positions() -> None:
     x = torch.ones(2, requires_grad=True)
-    svg = draw(build((x * x).sum(), Atlas.of({"x": x}), HookWatch()))
+    svg = draw(build((x * x).sum(), NameTable.of({"x": x}), HookWatch()))
     assert re.findall(r'class="position"[^>]*>([^<]*)<', svg) == ["0", "0, 1"]
 
 

@@ -29,11 +29,11 @@ from gradtrace.kernels import (
     steps,
     sync,
 )
-from gradtrace.kernels.cuda_batched_tally import Leaves
-from gradtrace.kernels.sync import Letter
+from gradtrace.kernels.cuda_batched_tally import BatchedTally
+from gradtrace.kernels.sync import AsyncCopy
 from gradtrace.linops import Contract
 from gradtrace.semirings import TopK
-from gradtrace.tracing.provenance import Palette, compact
+from gradtrace.tracing.provenance import ProvenanceTable, compact
 
 
 @pytest.fixture(scope="session")
@@ -245,7 +245,7 @@ def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.Mo
     monkeypatch.setattr(cuda_steps, "counted", lambda _name, _device, jobs, *_: given.extend(jobs))
     monkeypatch.setattr(cuda_steps, "reduced", lambda _wide, _device, jobs: lines.extend(jobs))
     monkeypatch.setattr(cuda_batched_tally, "SPACE", 2500)
-    jobs = Leaves(torch.device("cpu"))
+    jobs = BatchedTally(torch.device("cpu"))
     for n in range(9):
         x, marks = torch.ones(700, 7 + n), torch.ones(700, 7 + n).int()
         jobs.reduce(x, marks, (0,), x[0], 5 + n)
@@ -302,7 +302,7 @@ def apart(places: list[tuple[int, int]], most: int) -> None:
 def test_leaves_that_are_counted_by_themselves(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = Leaves(torch.device("cpu"))
+    jobs = BatchedTally(torch.device("cpu"))
     x, marks, gradient = torch.ones(4, 5), torch.zeros(4, 5).int(), torch.ones(5)
     assert jobs.tally(marks.long(), x, 3) is None
     assert jobs.tally(marks, x.long(), 3) is None
@@ -334,14 +334,14 @@ def test_influence_is_that_of_the_cpu(
 ) -> None:
     """Whatever may be held; and no more is held than that and a leaf."""
     wanted = devices.plainly(devices.influences, "cpu", dtype, 1)
-    held, real = [], Leaves.counted
+    held, real = [], BatchedTally.counted
 
-    def counted(self: Leaves) -> tuple[Tensor, Tensor]:
+    def counted(self: BatchedTally) -> tuple[Tensor, Tensor]:
         held.append(self.bytes)
         return real(self)
 
     monkeypatch.setattr(memory, "ROOM", room)
-    monkeypatch.setattr(Leaves, "counted", counted)
+    monkeypatch.setattr(BatchedTally, "counted", counted)
     monkeypatch.setattr(cuda_batched_tally, "SPACE", 8)
     emulator.launches.clear()
     assert devices.influences("cpu", dtype, 1) == wanted
@@ -358,13 +358,13 @@ def test_plain_leaves_are_looked_at_once(
     """Unless they hold too much."""
     wanted = devices.plainly(devices.cancelling, "cpu")
     assert next(iter(wanted)).unreached == 3  # to one element of each leaf nothing comes
-    looks, real = [], sync.look
+    looks, real = [], sync.fetch_scalars
 
     def look(numbers: Sequence[Tensor]) -> list[float]:
         looks.append(len(numbers))
         return real(numbers)
 
-    monkeypatch.setattr(sync, "look", look)
+    monkeypatch.setattr(sync, "fetch_scalars", look)
     monkeypatch.setattr(memory, "ROOM", room)
     assert devices.cancelling("cpu") == wanted
     assert [n for n in looks if n] == ([1, 1, 1] if room == 1 else [3])
@@ -383,7 +383,7 @@ def test_where_memory_is_short_leaves_do_not_wait(
     wanted = devices.influences("cpu", torch.float32, 1)
     launches = len(emulator.launches)
     monkeypatch.setattr(memory, "short", lambda *_: True)
-    monkeypatch.setattr(Leaves, "__init__", None)  # nobody makes any
+    monkeypatch.setattr(BatchedTally, "__init__", None)  # nobody makes any
     emulator.launches.clear()
     assert devices.influences("cpu", torch.float32, 1) == wanted
     assert len(emulator.launches) > launches
@@ -435,7 +435,7 @@ def test_normalise_tensors_as_they_lie(emulator: Emulator) -> None:
 
 
 def test_terms_with_the_same_marks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "avoid", lambda x: True)
+    monkeypatch.setattr(sync, "would_sync", lambda x: True)
     devices.shared_sums("cpu")
 
 
@@ -462,7 +462,9 @@ def test_a_palette_is_looked_through_with_two_launches(emulator: Emulator) -> No
     """And with one, where nobody is left."""
     rows, numbers = tuple(1 | n % 500 << 60 for n in range(600)), devices.words(900, 601)
     for given in (numbers, numbers.reshape(30, 30).mT, numbers % 2, numbers % 1):
-        found, wanted = (do(compact, given, Palette(rows, 2)) for do in (_done, devices.plainly))
+        found, wanted = (
+            do(compact, given, ProvenanceTable(rows, 2)) for do in (_done, devices.plainly)
+        )
         assert torch.equal(found[0], wanted[0])
         assert (tuple(found[1].rows), found[1].extra) == (tuple(wanted[1].rows), wanted[1].extra)
     assert emulator.launches == ["used", "renumber"] * 3 + ["used"]
@@ -472,17 +474,20 @@ def test_nobody_waits_for_marks_that_differ(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU gives new numbers by itself; which marks are left is told when somebody asks."""
-    read: list[Letter] = []
-    old = Letter.read
-    monkeypatch.setattr(Letter, "read", lambda letter: (read.append(letter), old(letter))[1])
-    palette, numbers = Palette(tuple(range(1, 1200, 2)), 1 << 70), devices.words(900, 601)
+    read: list[AsyncCopy] = []
+    old = AsyncCopy.read
+    monkeypatch.setattr(AsyncCopy, "read", lambda letter: (read.append(letter), old(letter))[1])
+    provenance, numbers = (
+        ProvenanceTable(tuple(range(1, 1200, 2)), 1 << 70),
+        devices.words(900, 601),
+    )
     whole = torch.arange(601, dtype=torch.int32)
     for given in (numbers, numbers.reshape(30, 30).mT, numbers % 2, numbers % 1, whole):
         emulator.launches.clear()
-        found, less = compact(given, palette)
+        found, less = compact(given, provenance)
         assert emulator.launches == ["used", "close", "renumber"]
         assert not less.single and not read
-        wanted, fewer = devices.plainly(compact, given, palette)
+        wanted, fewer = devices.plainly(compact, given, provenance)
         same = wanted.any()
         assert torch.equal(found, wanted)
         assert less.marks() == fewer.marks() if same else less.marks() == [0]

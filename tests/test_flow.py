@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import gradtrace
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.flow import Flow, flow_of, sizing
-from gradtrace.flow.sizing import Wiring, measure, sizes
+from gradtrace.flow.sizing import OperatorGraph, measure, sizes
 from gradtrace.ir.program import Program, Step
 
 WIDTH = 32
@@ -323,7 +323,7 @@ def test_levels_are_what_autograd_gives() -> None:
 def cotangents(program: Program, operator: str, entries: int) -> list[float]:
     """The norms at the outputs of operators of a kind and size, from the loss on."""
     size = measure(program, program.seed)
-    depth = Wiring(program, size).depth
+    depth = OperatorGraph(program, size).depth
     found = [
         (depth[n], size[value].norm)
         for n, block in enumerate(program.blocks)

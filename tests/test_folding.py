@@ -116,6 +116,6 @@ def test_composed_is_one_after_the_other(names: list[str]) -> None:
     assert torch.equal(whole.apply(x).reshape(-1), dense.float() @ x.reshape(-1))
     for semiring in (MAX, COUNT):
         value = semiring.lift(x)
-        pulled = whole.pull(value, semiring)
+        pulled = whole.apply_in(value, semiring)
         wanted = whole.generic(value, semiring)
         assert all(torch.equal(a, b) for a, b in zip(pulled, wanted))

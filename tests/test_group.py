@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 import gradtrace as gt
 from gradtrace.distributed import batches
-from gradtrace.distributed.batches import Entry
-from gradtrace.distributed.checkpoint import Book, Counted, pooled
+from gradtrace.distributed.batches import BatchEntry
+from gradtrace.distributed.checkpoint import CheckpointFiles, PartialResult, pooled
 from gradtrace.distributed.identity import identity
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container
@@ -294,22 +294,22 @@ def one() -> Influence:
     return gt.influence(ranks.model(), ranks.losses, ranks.loader(ranks.SIZE))
 
 
-def some(*numbers: int, loader: str = "") -> dict[str, dict[str, Entry]]:
-    return {loader: {f"{n:016x}": Entry(n, "") for n in numbers}}
+def some(*numbers: int, loader: str = "") -> dict[str, dict[str, BatchEntry]]:
+    return {loader: {f"{n:016x}": BatchEntry(n, "") for n in numbers}}
 
 
 def test_parts_that_the_whole_has_are_left_out() -> None:
     table = one()
-    whole = Counted(table, some(0, 1, 2))
-    rest, left = pooled(whole, [Counted(table, some(1)), Counted(table, some(3))], [])
+    whole = PartialResult(table, some(0, 1, 2))
+    rest, left = pooled(whole, [PartialResult(table, some(1)), PartialResult(table, some(3))], [])
     assert rest == whole
-    assert left == [Counted(), Counted(table, some(3))]
-    part = Counted(table, some(4, 5))
+    assert left == [PartialResult(), PartialResult(table, some(3))]
+    part = PartialResult(table, some(4, 5))
     rest, _ = pooled(whole, left, [left[1], part])
     assert rest == whole.join(part)
-    assert Counted.from_dict(whole.to_dict()) == whole
+    assert PartialResult.from_dict(whole.to_dict()) == whole
     with pytest.raises(GradtraceError, match="the same batches twice"):
-        pooled(whole, [Counted(table, some(0, 3))], [])
+        pooled(whole, [PartialResult(table, some(0, 3))], [])
 
 
 SETTINGS = {"components": None, "weight": "count", "rule": "greedy", "granularity": "scalar"}
@@ -329,9 +329,9 @@ def test_a_file_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
 
 def test_loaders_of_other_ranks_are_not_gone_on_with(tmp_path: Path) -> None:
     file = tmp_path / "run.gradtrace"
-    book = Book(file, SETTINGS, 1, 2)
+    book = CheckpointFiles(file, SETTINGS, 1, 2)
     book.identity, _ = identity(ranks.model(), ranks.losses)
-    book.keep(Counted(one(), some(0, loader="1/2")))
+    book.keep(PartialResult(one(), some(0, loader="1/2")))
     with pytest.raises(GradtraceError, match="batches of 2 ranks with loaders of their own"):
         gt.influence(ranks.model(), ranks.losses, ranks.loader(), checkpoint=file)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gradtrace.kernels import cpu_library
 from gradtrace.tracing import aggregate
-from gradtrace.tracing.aggregate import Counts, Groups, Listed, Reach, grouped, groups_of
-from gradtrace.tracing.provenance import Table, words_of
+from gradtrace.tracing.aggregate import Counts, CpuGroups, Groups, Reach, grouped, groups_of
+from gradtrace.tracing.provenance import PackedSets, words_of
 
 NAN = math.nan
 NOBODY = np.zeros((2, 0), np.int64)
@@ -26,16 +26,16 @@ def drawn(seed: int, leaves: int, pairs: int) -> list[Counts]:
     """Leaves with palettes in common, some of them tables, of marks with and without a path."""
     draw = np.random.default_rng(seed)
     rows = [tuple(int(n) << 60 | int(n) % 3 for n in draw.integers(0, 99, 4)) for _ in range(2)]
-    palettes = [rows[0], Table(words_of(rows[1]))]
+    provenances = [rows[0], PackedSets(words_of(rows[1]))]
     found = []
     for n in range(leaves):
-        palette = palettes[n % 2]
+        provenance = provenances[n % 2]
         blank, many = n % 2, pairs if n % 3 == 0 else 1
-        size = blank + many * len(palette)
+        size = blank + many * len(provenance)
         counts = torch.from_numpy(draw.integers(0, 3, size))
         sums = torch.from_numpy(draw.integers(0, 9, size) / 4.0)
         first = 0 if many == pairs else n % pairs
-        found.append(Counts(counts, sums, palette, int(n) << 70 | n % 2, first, blank))
+        found.append(Counts(counts, sums, provenance, int(n) << 70 | n % 2, first, blank))
     return found
 
 
@@ -73,14 +73,14 @@ def plainly(
     return eligible, through, unreached
 
 
-def listed(found: list[Counts]) -> Listed:
+def listed(found: list[Counts]) -> CpuGroups:
     """By the compiled library."""
     here = grouped(found)
-    assert isinstance(here, Listed)
+    assert isinstance(here, CpuGroups)
     return here
 
 
-WAYS: dict[str, tuple[Callable[[list[Counts]], Groups | Listed], int, int]] = {
+WAYS: dict[str, tuple[Callable[[list[Counts]], Groups | CpuGroups], int, int]] = {
     f"torch {entries} {sparse}": (groups_of, entries, sparse)
     for entries in (1, 1000, 1 << 22)
     for sparse in (0, 1 << 30)
@@ -141,7 +141,7 @@ def test_leaves_that_share_tensors(seed: int, leaves: int, pairs: int) -> None:
 
 
 @pytest.mark.parametrize("make", [grouped, groups_of])
-def test_nothing_counted(make: Callable[[list[Counts]], Groups | Listed]) -> None:
+def test_nothing_counted(make: Callable[[list[Counts]], Groups | CpuGroups]) -> None:
     here = make([])
     reach = Reach(np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.int64))
     eligible, through, unreached, finite = here.added(2, reach, [], np.zeros(0), [1, 2, 4])

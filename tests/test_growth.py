@@ -17,7 +17,7 @@ from gradtrace.autodiff.nodes import Outputs
 from gradtrace.kernels import cpu_library
 from gradtrace.tracing import aggregate, provenance
 from gradtrace.tracing.components import Routes
-from gradtrace.tracing.path_search import Kept
+from gradtrace.tracing.path_search import PathFollower
 
 Loss: TypeAlias = Callable[[], Tensor]
 Made: TypeAlias = tuple[nn.Module, Loss]
@@ -202,7 +202,7 @@ def test_terms_of_a_long_sum_are_listed_once() -> None:
     model, loss = shared(50)
     with gt.watch(model) as watch:
         trace = watch.trace(loss())
-    terms = sum(map(len, Kept(trace.program, trace.program.seed).makers.values()))
+    terms = sum(map(len, PathFollower(trace.program, trace.program.seed).makers.values()))
     steps = trace.program.steps()
     assert terms <= sum(len(step.terms) for step in steps)
 
@@ -275,7 +275,7 @@ class Unhashed(int):
 def test_bits_of_labels_are_not_hashed() -> None:
     bits = [Unhashed(1 << n) for n in range(1, 41)] * 2
     numbers, palette = provenance.sliced(
-        torch.ones(1, 80, dtype=torch.int32), provenance.Palette(), 1, bits
+        torch.ones(1, 80, dtype=torch.int32), provenance.ProvenanceTable(), 1, bits
     )
     assert [palette.marks()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
 

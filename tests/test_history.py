@@ -22,7 +22,7 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.report.training import NUMBERS, timing, training
 from gradtrace.runs import history
-from gradtrace.runs.history import Norms, Record, Writer
+from gradtrace.runs.history import Norms, StepRecord, Writer
 from gradtrace.tracing.influence import Influence, Moments, Row
 from gradtrace.training import run_report
 
@@ -36,8 +36,8 @@ def table(*names: str, pairs: int = 1) -> Influence:
     return Influence(rows, pairs, notes=("paths of 4 elements",))
 
 
-def record(step: int, *names: str, **more: Any) -> Record:
-    return Record(step, 0.5 / (step + 1), table(*(names or ("a", "b"))), share=0.01, **more)
+def record(step: int, *names: str, **more: Any) -> StepRecord:
+    return StepRecord(step, 0.5 / (step + 1), table(*(names or ("a", "b"))), share=0.01, **more)
 
 
 def run(path: Path, steps: int = 3) -> Path:
@@ -57,10 +57,12 @@ def test_records_come_back_exactly(tmp_path: Path) -> None:
     odd = Moments(Fraction(1, 3), Fraction(2, 3), Fraction(1, 9), Fraction(2, 9), Fraction(4, 9))
     records = [
         record(0, norms={"a": Norms(1.5, 0.1), "": Norms(1.0, None)}, verdict="fine", scale=1024.0),
-        Record(7, math.nan, None, notes=("the gradient of a is not finite",)),
-        Record(8, math.inf, table("a", "c", pairs=3), seconds=0.1 + 0.2, share=math.nan),
-        Record(9, -1.0, Influence((Row("c", 0, 0, odd, odd),), weight="gradient", rule="viterbi")),
-        Record(10, 0.0, Influence(())),
+        StepRecord(7, math.nan, None, notes=("the gradient of a is not finite",)),
+        StepRecord(8, math.inf, table("a", "c", pairs=3), seconds=0.1 + 0.2, share=math.nan),
+        StepRecord(
+            9, -1.0, Influence((Row("c", 0, 0, odd, odd),), weight="gradient", rule="viterbi")
+        ),
+        StepRecord(10, 0.0, Influence(())),
     ]
     writer = Writer(tmp_path / "run.jsonl", {"rule": "greedy"})
     for each in records:
@@ -347,7 +349,7 @@ def test_kill_and_go_on(tmp_path: Path) -> None:
 def test_a_run_as_the_page_shows_it(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run.jsonl", {})
     writer.record(record(0, "a"))
-    writer.record(Record(5, math.nan, None, notes=("not finite",)))
+    writer.record(StepRecord(5, math.nan, None, notes=("not finite",)))
     writer.record(record(10, "a", "b"))
     writer.times(0, [0.5] * 11)
     found = history.read(tmp_path / "run.jsonl")

@@ -24,7 +24,7 @@ from gradtrace.autodiff import hooks, pass_scope
 from gradtrace.cli import app
 from gradtrace.errors import GradtraceError, IncompatibleTorch, needs
 from gradtrace.pytorch import internals
-from gradtrace.tools import self_test
+from gradtrace.tools import doctor
 
 MUL, SPLIT, BORN = torch.Tensor.__mul__, torch.split, RemovableHandle.__init__
 
@@ -107,7 +107,7 @@ def test_versions_are_set_one_by_one_in_torch_2_6(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", internals.NAMES, ids=lambda name: str(name.path))
 def test_a_name_that_is_gone_is_refused(
-    name: internals.Name, monkeypatch: pytest.MonkeyPatch
+    name: internals.InternalName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in filter(None, (name.path, name.instead)):
         *folder, last = path.split(".")
@@ -219,7 +219,7 @@ def test_asking_leaves_nothing_behind() -> None:
     """The hooks that are tried are not taken for the user's; no random number is drawn."""
     state, watch = torch.get_rng_state(), hooks.HookWatch()
     internals.check()
-    self_test.diagnosis()
+    doctor.diagnosis()
     assert torch.equal(state, torch.get_rng_state())
     assert watch.clear_since() in (watch._sequence, hooks.NEVER)
 
@@ -228,7 +228,7 @@ def test_asking_leaves_nothing_behind() -> None:
 
 
 def verdicts() -> dict[str, str]:
-    return {found.what: found.verdict for found in self_test.diagnosis()}
+    return {found.what: found.verdict for found in doctor.diagnosis()}
 
 
 def test_the_doctor_finds_nothing_here() -> None:
@@ -253,8 +253,8 @@ def test_the_doctor_sees_a_part_recomputed_twice(monkeypatch: pytest.MonkeyPatch
 
 
 def test_missing_packages_are_named_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "OPTIONAL", {"no-such-package": "This"})
-    assert self_test.diagnosis()[-1].detail == needs("This", "no-such-package")
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "This"})
+    assert doctor.diagnosis()[-1].detail == needs("This", "no-such-package")
     assert "pip install no-such-package" in needs("This", "no-such-package")
 
 

@@ -17,7 +17,7 @@ from gradtrace.autodiff import nodes
 from gradtrace.errors import GradtraceError, TooLarge
 from gradtrace.ir import interpreter, memory
 from gradtrace.pytorch import memory_limits
-from gradtrace.tracing.path_search import Kept
+from gradtrace.tracing.path_search import PathFollower
 
 GIB = 1 << 30
 V2 = "/sys/fs/cgroup"
@@ -215,7 +215,7 @@ def test_memory_that_runs_out_anywhere_is_told(error: Exception, monkeypatch: An
         raise error
 
     monkeypatch.setattr(sys.modules["gradtrace.trace"], "flow_of", full)
-    monkeypatch.setattr(Kept, "follow", full)
+    monkeypatch.setattr(PathFollower, "follow", full)
     monkeypatch.setattr(interpreter, "run", full)
     for ask in (
         trace.flow,

@@ -24,7 +24,6 @@ from gradtrace.errors import TooLarge
 from gradtrace.kernels import cpu_library
 from gradtrace.linops import (
     Around,
-    Beside,
     Contract,
     Convolve,
     Dense,
@@ -38,6 +37,7 @@ from gradtrace.linops import (
     Scale,
     Scan,
     Scatter,
+    SideBySide,
     Slot,
     Sparse,
     Windows,
@@ -45,7 +45,7 @@ from gradtrace.linops import (
     tiled,
     tiling,
 )
-from gradtrace.linops.convex_hull import Cloud
+from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.semirings import COUNT, ENTROPY, MAX, SUM, Count, Max, Semiring, TopK, Value
 
 Shape = tuple[int, ...]
@@ -287,9 +287,9 @@ TABLE: dict[str, Callable[[Make], Map]] = {
     "Contract inner empty": contract("mk,kn->mn", (2, 0), (0, 3)),
     "Contract outer empty": contract("mk,kn->mn", (0, 2), (2, 3)),
     "Contract complex": contract("mkY,knYZ->mnZ", (2, 3, 2), (3, 2, 2, 2)),
-    "Beside": lambda make: Beside([Scale(make(2, 3), (2, 3)) for _ in range(2)]),
-    "Beside of one": lambda make: Beside([Reduce([1], (2, 3), (2,))]),
-    "Beside of contractions": lambda make: Beside(
+    "Beside": lambda make: SideBySide([Scale(make(2, 3), (2, 3)) for _ in range(2)]),
+    "Beside of one": lambda make: SideBySide([Reduce([1], (2, 3), (2,))]),
+    "Beside of contractions": lambda make: SideBySide(
         [contract("mk,kn->mn", (2, 3), (3, 2))(make)] * 2
     ),
     "Dense": flat,
@@ -409,7 +409,7 @@ def of_distances(m: Distances) -> Tensor:
     return matrix.reshape(m.outputs, m.inputs)
 
 
-def of_beside(m: Beside) -> Tensor:
+def of_beside(m: SideBySide) -> Tensor:
     return torch.block_diag(*(REFERENCE[type(each)](each) for each in m.maps))
 
 
@@ -507,7 +507,7 @@ REFERENCE: dict[type[Map], Callable[[Any], Tensor]] = {
     Convolve: of_convolve,
     Normaliser: of_normaliser,
     Scan: of_scan,
-    Beside: of_beside,
+    SideBySide: of_beside,
     Dense: lambda m: m.matrix.double(),
 }
 
@@ -537,7 +537,7 @@ def check_apply(m: Map, make: Make) -> None:
     x = make(*m.in_shape)
     wanted = (REFERENCE[type(m)](m) @ x.reshape(-1)).reshape(m.out_shape)
     for given_x in (x, apart(x)):
-        for found in (m.apply(given_x), *m.pull((given_x,), SUM)):
+        for found in (m.apply(given_x), *m.apply_in((given_x,), SUM)):
             assert tuple(found.shape) == m.out_shape
             assert found.dtype is torch.float64
             close(found, wanted)
@@ -606,7 +606,7 @@ def test_other_precisions(build: Callable[[Make], Map], dtype: torch.dtype) -> N
         m = build(maker(dtype=kind))
         x = maker(seed=1, dtype=dtype)(*m.in_shape)
         matrix, flat_x = REFERENCE[type(m)](m), x.double().reshape(-1)
-        (found,) = m.pull((x,), SUM)
+        (found,) = m.apply_in((x,), SUM)
         assert tuple(found.shape) == m.out_shape
         scale = matrix.abs() @ flat_x.abs()
         error = (found.double().reshape(-1) - matrix @ flat_x).abs()
@@ -687,7 +687,7 @@ def check_reach(m: Map) -> None:
     there = (REFERENCE[type(m)](m) != 0).long()
     for x in (torch.arange(1, m.inputs + 1), torch.arange(m.inputs, 0, -1)):
         most = (there * x).amax(1) if m.inputs else torch.zeros(m.outputs, dtype=torch.int64)
-        found = m.reach(x.reshape(m.in_shape))
+        found = m.max_source(x.reshape(m.in_shape))
         assert tuple(found.shape) == m.out_shape
         assert found.dtype is torch.int64
         found = found.reshape(-1)
@@ -713,7 +713,7 @@ def test_what_is_not_loud_gets_nothing(build: Callable[[Make], Map]) -> None:
         x = whole(seed + 1)(*m.in_shape)
         if x.dim():
             x[: len(x) * seed // 2] = 0  # nothing, half or all of it
-        loud = m.loud(x)
+        loud = m.may_be_nonzero(x)
         if loud is not None:
             largest = m.largest(x).value
             assert not largest[~loud.reshape(largest.shape)].any()
@@ -733,8 +733,8 @@ def test_nothing_but_the_sum_of_an_opaque_map_is_known() -> None:
     m = Opaque(lambda x: x.flip(0), (3,), (3,), "too large, see manual")
     x = torch.tensor([1.0, 2.0, 3.0])
     assert m.apply(x).tolist() == [3.0, 2.0, 1.0]
-    assert m.reach(torch.tensor([4, 9, 2])).tolist() == [9, 9, 9]
-    for ask in (m.dense, lambda: m.best(x), lambda: m.pull((x,), MAX), lambda: m.routes(1)):
+    assert m.max_source(torch.tensor([4, 9, 2])).tolist() == [9, 9, 9]
+    for ask in (m.dense, lambda: m.best(x), lambda: m.apply_in((x,), MAX), lambda: m.routes(1)):
         with pytest.raises(TooLarge, match="see manual"):
             ask()
 
@@ -776,7 +776,7 @@ def check_semiring(m: Map, semiring: Semiring, make: Make, exact: bool = False) 
     x = value_like(semiring, make, m.in_shape)
     wanted = folded(matrix, x, semiring)
     for given_x in (x, tuple(map(apart, x))):
-        agree(semiring, m.pull(given_x, semiring), wanted, m.out_shape, exact)
+        agree(semiring, m.apply_in(given_x, semiring), wanted, m.out_shape, exact)
     agree(semiring, m.generic(x, semiring), wanted, m.out_shape, exact)
 
 
@@ -810,7 +810,7 @@ def test_a_derivative_in_half_precision_is_weighed_in_single() -> None:
     maps = [Scale(w, (2, 2)), Contract("mk,kn->mn", w, (2, 2), (2, 2)), Dense(w, (2,), (2,))]
     for m in maps:
         x = MAX.weigh(w.reshape(-1)[: m.inputs].reshape(m.in_shape))
-        for found in (m.pull(x, MAX), m.generic(x, MAX), m.best(x[0])[:1]):
+        for found in (m.apply_in(x, MAX), m.generic(x, MAX), m.best(x[0])[:1]):
             assert found[0].dtype is torch.float32
             assert torch.equal(found[0], torch.full(m.out_shape, 65536.0))
 
@@ -905,7 +905,7 @@ def test_an_infinite_weight_counts_only_where_it_is() -> None:
     x = torch.ones(1, 1, 3, dtype=torch.float64)
     assert m.apply(x).flatten().tolist() == [math.inf, math.inf, 2.0]
     assert m.best(x).value.flatten().tolist() == [math.inf, math.inf, 1.0]
-    assert m.pull((x,), MAX)[0].flatten().tolist() == [math.inf, math.inf, 1.0]
+    assert m.apply_in((x,), MAX)[0].flatten().tolist() == [math.inf, math.inf, 1.0]
 
 
 def test_nan_and_infinity_together() -> None:
@@ -951,7 +951,7 @@ def test_best_is_what_max_takes(build: Callable[[Make], Map]) -> None:
     """The value of ``best`` is the pull in MAX: tracing and semiring are one."""
     m = build(maker())
     x = maker(seed=1)(*m.in_shape).abs()
-    close(m.best(x).value, m.pull((x,), MAX)[0], 1e-12)
+    close(m.best(x).value, m.apply_in((x,), MAX)[0], 1e-12)
 
 
 # Random instances --------------------------------------------------------------------------------
@@ -1254,16 +1254,16 @@ def test_long_lines_side_by_side(dtype: torch.dtype) -> None:
 
 @contextmanager
 def corners_of(found: list[Tensor]) -> Iterator[None]:
-    """What ``Cloud`` takes for corners, while this lasts."""
-    before = Cloud._corners
+    """What ``PointCloud`` takes for corners, while this lasts."""
+    before = PointCloud._corners
 
-    def record(self: Cloud) -> Tensor:
+    def record(self: PointCloud) -> Tensor:
         found.append(before(self))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_library, "library", lambda: None)  # which has a hull of its own
-        patch.setattr(Cloud, "_corners", record)
+        patch.setattr(PointCloud, "_corners", record)
         yield
 
 
@@ -1329,7 +1329,7 @@ def test_softmax_of_a_vocabulary_takes_linear_memory(
 ) -> None:
     x = semiring.lift(maker()(VOCABULARY))
     with Largest() as seen:
-        softmax.pull(x, semiring)
+        softmax.apply_in(x, semiring)
     assert VOCABULARY <= seen.most <= 12 * VOCABULARY
 
 
@@ -1382,7 +1382,7 @@ def test_every_semiring_runs_through_a_norm(semiring: Semiring) -> None:
     """Rank two, by rows, some at a time."""
     m, x = long_line("gaussian", 1500)
     with Largest() as seen:
-        found = m.pull(semiring.lift(x), semiring)
+        found = m.apply_in(semiring.lift(x), semiring)
     wanted = folded(REFERENCE_OF_LINE(m), semiring.lift(x), semiring)
     for a, b in zip(found, wanted):
         close(a, b)

@@ -12,33 +12,41 @@ from hypothesis import strategies as st
 
 from gradtrace.kernels import sync
 from gradtrace.tracing import provenance
-from gradtrace.tracing.provenance import Palette, Table, Words, compact, distinct, sliced, words_of
+from gradtrace.tracing.provenance import (
+    PackedSets,
+    ProvenanceTable,
+    Words,
+    compact,
+    distinct,
+    sliced,
+    words_of,
+)
 
 
-def read(numbers: torch.Tensor, palette: Palette) -> list[int]:
+def read(numbers: torch.Tensor, palette: ProvenanceTable) -> list[int]:
     """The mark of each element."""
     known = palette.marks()
     return [known[n] for n in numbers.reshape(-1).tolist()]
 
 
 def test_more_bits_for_all_cost_nothing() -> None:
-    palette = Palette((1, 3)).mark(1 << 200).mark(4)
+    palette = ProvenanceTable((1, 3)).mark(1 << 200).mark(4)
     assert palette.rows == (1, 3)
     assert palette.marks() == [0, 1 | 4 | 1 << 200, 3 | 4 | 1 << 200]
     assert palette.mark(4) is palette
 
 
 def test_one_palette_after_another() -> None:
-    first, second = Palette((1, 3)).mark(8), Palette((1, 5)).mark(16)
-    both, shift = first.then(second)
+    first, second = ProvenanceTable((1, 3)).mark(8), ProvenanceTable((1, 5)).mark(16)
+    both, shift = first.joined(second)
     assert both.marks() == [0, 9, 11, 17, 21]
     assert [both.marks()[n + shift] for n in (1, 2)] == second.marks()[1:]
 
 
 def test_a_palette_after_itself_is_itself() -> None:
-    palette = Palette((1, 3))
-    assert palette.mark(8).then(palette.mark(8)) == (palette.mark(8), 0)
-    assert palette.mark(8).then(palette.mark(16)) == (Palette((9, 11, 17, 19)), 2)
+    palette = ProvenanceTable((1, 3))
+    assert palette.mark(8).joined(palette.mark(8)) == (palette.mark(8), 0)
+    assert palette.mark(8).joined(palette.mark(16)) == (ProvenanceTable((9, 11, 17, 19)), 2)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -53,14 +61,14 @@ def test_compact_changes_no_mark(
 ) -> None:
     """And leaves each that is used once."""
     rows: Sequence[int] = tuple(1 | (n % kinds) << 70 for n in range(9))  # some are equal
-    rows = Table(words_of(rows)) if words else rows
-    palette = Palette(rows, extra)
+    rows = PackedSets(words_of(rows)) if words else rows
+    palette = ProvenanceTable(rows, extra)
     numbers = torch.tensor(drawn, dtype=torch.int32)
     before = read(numbers, palette)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "MANY", 2)
         patch.setattr(provenance, "LONG", 5)
-        patch.setattr(sync, "avoid", lambda x: waits)
+        patch.setattr(sync, "would_sync", lambda x: waits)
         found, smaller = compact(numbers, palette)
     assert read(found, smaller) == before
     assert found.dtype is torch.int32
@@ -70,11 +78,11 @@ def test_compact_changes_no_mark(
 
 def test_small_palettes_are_left_alone() -> None:
     numbers = torch.tensor([0, 1], dtype=torch.int32)
-    assert compact(numbers, Palette((1, 1))) == (numbers, Palette((1, 1)))
+    assert compact(numbers, ProvenanceTable((1, 1))) == (numbers, ProvenanceTable((1, 1)))
 
 
 def test_slices_add_bits_of_their_own() -> None:
-    palette = Palette((1, 3), 64)
+    palette = ProvenanceTable((1, 3), 64)
     numbers = torch.tensor([[1, 2, 0], [2, 1, 1]], dtype=torch.int32)
     found, wider = sliced(numbers, palette, 1, [4, 8, 4])
     assert read(found, wider) == [69, 75, 0, 71, 73, 69]
@@ -84,20 +92,20 @@ def test_slices_add_bits_of_their_own() -> None:
 
 def test_many_marks_are_words() -> None:
     """Long palettes say what short ones do, however many bits they have."""
-    few = Palette(tuple(1 | n << 60 for n in range(100)), 1 << 130)
+    few = ProvenanceTable(tuple(1 | n << 60 for n in range(100)), 1 << 130)
     many = few
     wanted = few.marks()[1:]
     for turn in range(3):
-        other = Palette(tuple(1 | n << (3 * turn) for n in range(100)), 2 << turn)
-        many, shift = many.then(other)
+        other = ProvenanceTable(tuple(1 | n << (3 * turn) for n in range(100)), 2 << turn)
+        many, shift = many.joined(other)
         assert shift == len(wanted)
         wanted += other.marks()[1:]
-    assert isinstance(many.rows, Table)
+    assert isinstance(many.rows, PackedSets)
     assert many.mark(1 << 300).marks() == [0, *(mark | 1 << 300 for mark in wanted)]
     assert list(many.rows[10:12]) == wanted[10:12]
-    both, shift = few.then(many.mark(1 << 300))
+    both, shift = few.joined(many.mark(1 << 300))
     assert both.marks() == [*few.marks(), *(mark | 1 << 300 for mark in wanted)]
-    assert many.then(many) == (many, 0)
+    assert many.joined(many) == (many, 0)
 
 
 @pytest.mark.parametrize(
@@ -140,27 +148,31 @@ def test_marks_all_different_are_left_where_they_are() -> None:
 @given(st.lists(st.integers(1, 2**200), min_size=1, max_size=12), st.integers(1, 12))
 def test_words_are_the_marks_they_were(rows: list[int], long: int) -> None:
     """As they are, one after the other, and with bits of slices."""
-    assert list(Table(words_of(rows))) == rows
-    assert list(Table(words_of(rows, 5, 9))) == [row | 5 for row in rows]
-    table = Palette(Table(words_of(rows)), 1 << 70)
+    assert list(PackedSets(words_of(rows))) == rows
+    assert list(PackedSets(words_of(rows, 5, 9))) == [row | 5 for row in rows]
+    table = ProvenanceTable(PackedSets(words_of(rows)), 1 << 70)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "LONG", long)
-        for first, second in ((Palette(rows, 2), table), (table, Palette(rows)), (table, table)):
-            both, _ = first.then(second)
+        for first, second in (
+            (ProvenanceTable(rows, 2), table),
+            (table, ProvenanceTable(rows)),
+            (table, table),
+        ):
+            both, _ = first.joined(second)
             assert (
                 both.marks() == [0, *first.marks()[1:], *second.marks()[1:]][: 1 + len(both.rows)]
             )
-            assert isinstance(both.rows, Table) == (len(both.rows) > long or first is second)
+            assert isinstance(both.rows, PackedSets) == (len(both.rows) > long or first is second)
         more = [4, 1 << 300]
         wanted = [row | bits for row in table.marks()[1:] for bits in more]
         assert table.times(more).marks() == [0, *wanted]
 
 
 def test_words_of_a_table_are_its_own() -> None:
-    table = Table(words_of([1, 2, 3]))
+    table = PackedSets(words_of([1, 2, 3]))
     assert words_of(table) is table.words
     words_of(table, 8)
-    Palette(table, 8).then(Palette((4,)))
+    ProvenanceTable(table, 8).joined(ProvenanceTable((4,)))
     assert list(table) == [1, 2, 3]
 
 
@@ -174,7 +186,7 @@ def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
     """Through all that palettes go through, against a list of the elements' marks; none is there
     twice after it was looked for, nor ever where that is said.
     """
-    numbers, palette, wanted = torch.tensor([0, 1], dtype=torch.int32), Palette(), [0, 1]
+    numbers, palette, wanted = torch.tensor([0, 1], dtype=torch.int32), ProvenanceTable(), [0, 1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "MANY", 1)
         patch.setattr(provenance, "LONG", 2)
@@ -187,13 +199,13 @@ def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
                 numbers, palette = compact(numbers, palette)
                 assert len({*palette.rows}) == len(palette.rows) == max(1, len({*wanted} - {0}))
             else:
-                other = Palette((1, 9)).mark(bits) if kind == "both" else palette.mark(bits)
-                palette, shift = palette.then(other)
+                other = ProvenanceTable((1, 9)).mark(bits) if kind == "both" else palette.mark(bits)
+                palette, shift = palette.joined(other)
                 more = 1 + (torch.arange(3, dtype=torch.int32) + drawn) % len(other.rows)
                 wanted += [other.marks()[n] for n in more.tolist()]
                 numbers = torch.cat([numbers, more + shift])
             assert read(numbers, palette) == wanted
-            known = palette.rows.bounds if isinstance(palette.rows, Table) else None
+            known = palette.rows.bounds if isinstance(palette.rows, PackedSets) else None
             if known is not None:
                 assert len({*palette.rows}) == len(palette.rows)
                 for row in palette.rows:
@@ -204,18 +216,18 @@ def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
 def test_marks_that_are_known_to_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of terms one of which went through a module, again and again."""
     monkeypatch.setattr(provenance, "distinct", pytest.fail)
-    palette, numbers = Palette(), torch.ones(1, dtype=torch.int32)
+    palette, numbers = ProvenanceTable(), torch.ones(1, dtype=torch.int32)
     for turn in range(1, 30):
-        palette, shift = palette.then(palette.mark(1 << 7 * turn))
+        palette, shift = palette.joined(palette.mark(1 << 7 * turn))
         numbers, palette = compact(torch.cat([numbers, numbers + shift])[-700:], palette)
     assert len({*palette.rows}) == len(palette.rows) == len(numbers) == 700
 
 
 def test_marks_that_became_equal_are_one() -> None:
     """A bit that some of them have comes to all."""
-    first = Palette(tuple(1 | n << 1 for n in range(300)))
-    both, _ = first.then(first.mark(1 << 40))
-    assert isinstance(both.rows, Table)
+    first = ProvenanceTable(tuple(1 | n << 1 for n in range(300)))
+    both, _ = first.joined(first.mark(1 << 40))
+    assert isinstance(both.rows, PackedSets)
     assert both.rows.bounds is not None
     numbers = torch.arange(601, dtype=torch.int32)
     before = read(numbers, both.mark(1 << 40))

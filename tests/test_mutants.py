@@ -17,7 +17,7 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.results import read as read_results
 from gradtrace.io import container, schemas, validation
-from gradtrace.io.validation import Unfit
+from gradtrace.io.validation import SchemaMismatch
 from gradtrace.runs import history
 
 COUNT = {"trace": 40, "view": 25, "influence": 60, "run": 40, "experiment": 20, "results": 15}
@@ -148,7 +148,9 @@ def test_json_that_would_take_gigabytes_is_not_parsed(monkeypatch: pytest.Monkey
     """Its size in memory is known from its characters, before anything is made of it."""
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     for bomb in ("[" + "[]," * 3_000_000 + "1]", '{"a":{}}' * 1_200_000, "1," * 7_000_000):
-        with pytest.raises(Unfit, match="would take more than 400,000,000 bytes of memory"):
+        with pytest.raises(
+            SchemaMismatch, match="would take more than 400,000,000 bytes of memory"
+        ):
             validation.parse(bomb)
 
 
@@ -188,9 +190,9 @@ def test_what_cannot_be_read_again_is_not_written(
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", '{"a":1,"a":1}', "1" * 5000, "["])
 def test_json_is_strict(word: str) -> None:
-    with pytest.raises(Unfit):
+    with pytest.raises(SchemaMismatch):
         validation.parse(f'{{"x": {word}}}')
-    with pytest.raises(Unfit):
+    with pytest.raises(SchemaMismatch):
         validation.parse(b'{"x": "\xff"}')
 
 
@@ -201,7 +203,7 @@ def test_digits_are_looked_at_once() -> None:
     assert validation.parse(f'{{"a": "{text}"}}') == {"a": text}
     assert time.process_time() - begun < 8
     for before in (0, 1, 1999, 2000, 2001, 3999):
-        with pytest.raises(Unfit, match="an integer has 4,001 digits"):
+        with pytest.raises(SchemaMismatch, match="an integer has 4,001 digits"):
             validation.parse("[" + " " * before + "9" * 4001 + "]")
     assert validation.parse("[" + "9" * 4000 + "]") == [10**4000 - 1]
 
@@ -353,7 +355,7 @@ def test_a_view_that_leads_in_a_circle_is_refused(tmp_path: Path, saved: Path) -
     view = loaded(container.read(saved).tensors["view"])
     following = view.forest.next.copy()
     following[-1] = 0
-    with pytest.raises(Unfit, match="forest paths lead in a circle"):
+    with pytest.raises(SchemaMismatch, match="forest paths lead in a circle"):
         loaded(packed(replace(view, forest=replace(view.forest, next=following))))
 
 
@@ -363,7 +365,7 @@ def test_columns_that_share_bytes_are_refused() -> None:
 
     text = b'[{"$":"u1","o":0,"n":8},{"$":"u1","o":0,"n":8}]'
     data = len(text).to_bytes(4, "little") + text
-    with pytest.raises(Unfit, match="not where it should be"):
+    with pytest.raises(SchemaMismatch, match="not where it should be"):
         encode.read(data + bytes(-len(data) % 8) + bytes(8))
 
 

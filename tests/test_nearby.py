@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 import gradtrace as gt
 from gradtrace import semirings
-from gradtrace.autodiff.names import Atlas
+from gradtrace.autodiff.names import NameTable
 from gradtrace.errors import Unsupported
 from gradtrace.ir import merge_routes
 from gradtrace.kernels import cpu_library, steps
@@ -52,7 +52,7 @@ def test_a_fake_refuses_what_a_gpu_refuses(fakes: None) -> None:
 def test_a_number_of_the_cpu_weighs_elements_of_a_gpu(fakes: None) -> None:
     scale, x, at = Scale(TWO, (3, 4)), far(3, 4), torch.zeros(2, dtype=torch.int64, device=GPU)
     marks = far(3, 4, dtype=torch.int32)
-    value, handed = scale.carry(x, marks, True)
+    value, handed = scale.select(x, marks, True)
     found = [scale.apply(x), *scale.best(x), *scale.best(x, at), value, handed]
     found += [scale.entry(at, at), *scale.rows(at), picked(TWO, (3, 4), at)]
     for each in found:
@@ -61,7 +61,7 @@ def test_a_number_of_the_cpu_weighs_elements_of_a_gpu(fakes: None) -> None:
 
 @pytest.mark.parametrize("semiring", SEMIRINGS, ids=lambda s: str(s.name))
 def test_in_every_semiring(fakes: None, semiring: Semiring) -> None:
-    found = Scale(TWO, (3, 4)).pull(semiring.weigh(far(3, 4)), semiring)
+    found = Scale(TWO, (3, 4)).apply_in(semiring.weigh(far(3, 4)), semiring)
     assert {part.device for part in found} == {GPU}
 
 
@@ -131,13 +131,13 @@ def test_a_graph_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch
     model = nn.Linear(2, 2, bias=False)
     with gt.watch(model) as watch:
         loss = model(torch.ones(2)).sum()
-    right = record.Record._leaf
+    right = record.ProgramRecorder._leaf
 
-    def moved(pen: record.Record, leaf: Tensor, grad: Tensor, value: int) -> None:
-        pen.atlas = Atlas.of({"far": far})
+    def moved(pen: record.ProgramRecorder, leaf: Tensor, grad: Tensor, value: int) -> None:
+        pen.atlas = NameTable.of({"far": far})
         right(pen, far, grad, value)
 
-    monkeypatch.setattr(record.Record, "_leaf", moved)
+    monkeypatch.setattr(record.ProgramRecorder, "_leaf", moved)
     far = torch.empty(2, 2, device="meta", requires_grad=True)
     with pytest.raises(Unsupported, match="leaf far is on meta and the loss on cpu") as error:
         watch.trace(loss)

@@ -19,13 +19,13 @@ import gradtrace
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.backward import RECENT
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.names import Atlas
+from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import is_number
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir import interpreter
 from gradtrace.ir.cost import block_edges
 from gradtrace.recording import record
-from gradtrace.recording.formula import Formulas
+from gradtrace.recording.formula import FormulaRecorder
 from gradtrace.recording.node_rules import _CALLS, JOINTS, NODES, summed
 from gradtrace.semirings import COUNT, MAX
 
@@ -250,14 +250,14 @@ GIVEN_UP = {
 def followed(loss: Tensor, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The nodes that are looked into."""
     seen: set[str] = set()
-    follow = Formulas.follow
+    follow = FormulaRecorder.follow
 
-    def watched(self: Formulas, node: Any, *args: Any) -> Any:
+    def watched(self: FormulaRecorder, node: Any, *args: Any) -> Any:
         seen.add(node.name())
         return follow(self, node, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Formulas, "follow", watched)
+        patch.setattr(FormulaRecorder, "follow", watched)
         gradtrace.program(loss)
     return seen
 
@@ -351,12 +351,12 @@ def test_cotangents_may_lie_in_memory_as_they_like(
     found = [
         {
             leaf.tensor: leaf.compute()
-            for leaf in record.record(out, cotangent, Atlas(), watch).leaves
+            for leaf in record.record(out, cotangent, NameTable(), watch).leaves
         }
     ]
     monkeypatch.setattr(record, "NODES", {})
     monkeypatch.setattr(record, "JOINTS", {})
-    program = record.record(out, cotangent, Atlas(), watch)
+    program = record.record(out, cotangent, NameTable(), watch)
     found.append({leaf.tensor: leaf.compute() for leaf in program.leaves})
     assert_agree(found[0], leaves, wanted)
     same = torch.testing.assert_close if name in ROUNDED | PRODUCTS else assert_equal

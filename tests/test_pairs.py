@@ -15,7 +15,6 @@ import gradtrace as gt
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.ir.program import Program
 from gradtrace.linops import (
-    Beside,
     Contract,
     Identity,
     Index,
@@ -24,6 +23,7 @@ from gradtrace.linops import (
     Reduce,
     Scale,
     Scatter,
+    SideBySide,
     Slot,
     copied,
     narrowed,
@@ -32,7 +32,7 @@ from gradtrace.semirings import MAX
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.rules import Greedy
-from gradtrace.tracing.traced_value import State
+from gradtrace.tracing.traced_value import TracedValue
 from gradtrace.tracing.tracer import NOTHING, Tracer
 
 BATCH = 4
@@ -331,9 +331,9 @@ def test_copies_of_a_map_are_the_map_for_each(name: str) -> None:
     """``copied``: along a new first dimension, each input by itself."""
     make = maker()
     m = TABLE[name](make)
-    many, plain = copied(m, 3), Beside([m] * 3)
+    many, plain = copied(m, 3), SideBySide([m] * 3)
     assert many.in_shape == plain.in_shape and many.out_shape == plain.out_shape
-    assert (many.moves, many.stays) == (m.moves, m.stays)
+    assert (many.is_gather, many.is_diagonal) == (m.is_gather, m.is_diagonal)
     assert_equal_maps(many, plain, make)
 
 
@@ -347,7 +347,7 @@ def test_maps_are_narrowed_for_each(name: str) -> None:
         parts = [m.narrow(dim, row) for row in index]
         if parts[0] is not None:
             some = [part for part in parts if part is not None]
-            assert_equal_maps(narrowed(m, dim, index), Beside(some), make)
+            assert_equal_maps(narrowed(m, dim, index), SideBySide(some), make)
 
 
 def assert_equal_maps(found: Map, wanted: Map, make: Make) -> None:
@@ -356,9 +356,11 @@ def assert_equal_maps(found: Map, wanted: Map, make: Make) -> None:
     x = make(*wanted.in_shape)
     torch.testing.assert_close(found.dense().double(), wanted.dense().double())
     torch.testing.assert_close(found.apply(x), wanted.apply(x))
-    torch.testing.assert_close(found.pull((x,), MAX), wanted.pull((x,), MAX))
+    torch.testing.assert_close(found.apply_in((x,), MAX), wanted.apply_in((x,), MAX))
     marks = torch.randint(1, 5, wanted.in_shape, dtype=torch.int32)
-    for mine, theirs in zip(found.carry(x, marks, value=True), wanted.carry(x, marks, value=True)):
+    for mine, theirs in zip(
+        found.select(x, marks, value=True), wanted.select(x, marks, value=True)
+    ):
         torch.testing.assert_close(mine, theirs)
     torch.testing.assert_close(found.best(x), wanted.best(x))
     at = torch.arange(0, wanted.outputs, 2)
@@ -366,7 +368,7 @@ def assert_equal_maps(found: Map, wanted: Map, make: Make) -> None:
     for mine, theirs in zip(written(found, at), written(wanted, at)):
         torch.testing.assert_close(mine, theirs)
     reached = torch.randint(0, 4, wanted.in_shape, dtype=torch.int32)
-    assert torch.equal(found.reach(reached), wanted.reach(reached))
+    assert torch.equal(found.max_source(reached), wanted.max_source(reached))
     count = torch.randint(0, 4, wanted.in_shape).double()
     assert torch.equal(torch.as_tensor(found.routes(count)), torch.as_tensor(wanted.routes(count)))
 
@@ -412,7 +414,7 @@ def test_more_pairs_take_no_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     through = Greedy.through
 
-    def counting(*args: Any) -> State:
+    def counting(*args: Any) -> TracedValue:
         steps.append(1)
         return through(*args)
 

@@ -19,14 +19,14 @@ from gradtrace.kernels import cuda_contraction, cuda_tiling
 from gradtrace.linops import Contract, Identity
 from gradtrace.trace import Trace
 from gradtrace.tracing import compact_storage
-from gradtrace.tracing.compact_storage import Shelf, packed, take, unpacked
-from gradtrace.tracing.provenance import Palette
-from gradtrace.tracing.traced_value import State
+from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
+from gradtrace.tracing.provenance import ProvenanceTable
+from gradtrace.tracing.traced_value import TracedValue
 from gradtrace.tracing.tracer import Tracer
 
 
-def state(numbers: Tensor | None, count: int) -> State:
-    return State(None, 0, numbers, Palette(tuple(range(1, count + 1))))
+def state(numbers: Tensor | None, count: int) -> TracedValue:
+    return TracedValue(None, 0, numbers, ProvenanceTable(tuple(range(1, count + 1))))
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def state(numbers: Tensor | None, count: int) -> State:
 def test_every_number_comes_back(count: int, kind: torch.dtype) -> None:
     numbers = torch.arange(count + 1, dtype=torch.int32)
     held = packed(state(numbers, count))
-    assert held.numbers is not None and held.numbers.dtype is kind
-    back = unpacked(held).numbers
+    assert held.ids is not None and held.ids.dtype is kind
+    back = unpacked(held).ids
     assert back is not None and back.dtype is torch.int32 and torch.equal(back, numbers)
 
 
-def raw(shelf: Shelf) -> list[Tensor]:
+def raw(shelf: CompactValues) -> list[Tensor]:
     """The numbers as they are held."""
-    return [held.numbers for held in shelf.values() if held.numbers is not None]
+    return [held.ids for held in shelf.values() if held.ids is not None]
 
 
 def test_numbers_lie_as_they_did() -> None:
@@ -58,11 +58,11 @@ def test_numbers_lie_as_they_did() -> None:
     views = [x, x.permute(2, 0, 1), x.mT, x[1], x[0, 0, 0], x[:0], x[:, :1], x[1].mT, x[1, 1:]]
     views += [x[:, :, 1:3], x[:1].expand(5, 3, 4), x[:, ::2], x[..., 2]]
     for view in views:
-        shelf = Shelf()
+        shelf = CompactValues()
         shelf[1] = state(view, 30)
         (held,) = raw(shelf)
         assert held.dtype is torch.uint8
-        back = shelf[1].numbers
+        back = shelf[1].ids
         assert back is not None and back.dtype is torch.int32
         assert torch.equal(back, view) and back.stride() == view.stride()
         assert back.storage_offset() == view.storage_offset()
@@ -76,35 +76,35 @@ def test_what_lies_apart_stays() -> None:
             line.untyped_storage(), view.storage_offset(), view.shape, view.stride()
         )
         assert alone._base is None
-        shelf = Shelf()
+        shelf = CompactValues()
         shelf[1] = state(alone, 30)
-        assert raw(shelf)[0] is alone and shelf[1].numbers is alone
+        assert raw(shelf)[0] is alone and shelf[1].ids is alone
 
 
 def test_numbers_that_are_shared_are_held_once() -> None:
     x = torch.arange(24, dtype=torch.int32)
-    shelf = Shelf()
+    shelf = CompactValues()
     shelf[1], shelf[2], shelf[3] = state(x, 30), state(x, 31), state(x.view(4, 6).t(), 30)
     assert len({_memory(held) for held in raw(shelf)}) == 1
     again = shelf[3]
-    shelf[4] = again._replace(palette=Palette((1,)))
-    assert again.numbers is not None
-    shelf[5] = state(again.numbers[1:], 30)
+    shelf[4] = again._replace(provenance=ProvenanceTable((1,)))
+    assert again.ids is not None
+    shelf[5] = state(again.ids[1:], 30)
     assert len({_memory(held) for held in raw(shelf)}) == 1
     assert [held.dtype for held in raw(shelf)] == [torch.uint8] * 5
     wanted = [x, x, x.view(4, 6).t(), x.view(4, 6).t(), x.view(4, 6).t()[1:]]
     for value, numbers in enumerate(wanted, 1):
-        found = shelf[value].numbers
+        found = shelf[value].ids
         assert found is not None and torch.equal(found, numbers)
 
 
 def test_a_shelf() -> None:
-    shelf = Shelf()
+    shelf = CompactValues()
     shelf[2] = state(None, 1)
     shelf[3] = state(torch.ones(2, dtype=torch.int32), 9)
-    assert shelf[2].numbers is None and raw(shelf)[0].dtype is torch.uint8
+    assert shelf[2].ids is None and raw(shelf)[0].dtype is torch.uint8
     found = take(shelf, 3)
-    assert found.numbers is not None and found.numbers.dtype is torch.int32
+    assert found.ids is not None and found.ids.dtype is torch.int32
     assert [*shelf] == [2]
     with pytest.raises(KeyError):
         take(shelf, 3)
@@ -187,7 +187,9 @@ def peak(trace: Trace, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most bytes of marks that wait at a time."""
     most, right = 0, Tracer._step
 
-    def stepped(tracer: Tracer, step: Any, states: dict[int, State], scope: Any) -> State:
+    def stepped(
+        tracer: Tracer, step: Any, states: dict[int, TracedValue], scope: Any
+    ) -> TracedValue:
         nonlocal most
         sizes = {_memory(x): x.untyped_storage().nbytes() for x in _held(states)}
         most = max(most, sum(sizes.values()))
@@ -201,8 +203,8 @@ def peak(trace: Trace, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     return most
 
 
-def _held(states: dict[int, State]) -> Iterator[Tensor]:
-    return (each.numbers for each in states.values() if each.numbers is not None)
+def _held(states: dict[int, TracedValue]) -> Iterator[Tensor]:
+    return (each.ids for each in states.values() if each.ids is not None)
 
 
 def _memory(x: Tensor) -> int:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace.ir.lazy_gradient import Deferred
+from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.kernels import steps
 from gradtrace.linops import Contract
 from gradtrace.recording import record
 from gradtrace.trace import Trace
-from gradtrace.tracing.traced_value import Part
+from gradtrace.tracing.traced_value import PendingContribution
 
 SPECS = {
     "mn,mk->kn": ((5, 4), (5, 6), (6, 4)),
@@ -36,7 +36,7 @@ def test_some_of_the_marks_are_those_of_all(spec: str) -> None:
     x[0] = 0
     map_ = Contract(spec, w, shape, out)
     for order in permutations(range(len(out))):
-        every = map_.carry(x, marks)[1].permute(order).reshape(-1)
+        every = map_.select(x, marks)[1].permute(order).reshape(-1)
         for first in range(0, len(every), 3):
             for last in {first + 1, min(first + 7, len(every)), len(every)}:
                 some = map_.carry_some(x, marks, order, first, last)
@@ -79,7 +79,7 @@ def test_tables_are_the_same(
     if deferred:  # then gradients lie as products give them, and not as weights do
         monkeypatch.setattr(record, "LARGE", 1)
     trace = traced(tied, dtype)
-    assert any(isinstance(leaf.given, Deferred) for leaf in trace.program.leaves) is deferred
+    assert any(isinstance(leaf.given, LazyGradient) for leaf in trace.program.leaves) is deferred
     whole = trace.influence()
     monkeypatch.setattr(steps, "PIECE", piece)
     asked: list[int] = []
@@ -92,7 +92,7 @@ def test_tables_are_the_same(
     monkeypatch.setattr(Contract, "carry_some", counted)
     found = trace.influence()
     assert tied or (asked and max(asked) == piece)  # what is added to something is not put off
-    monkeypatch.setattr(Part, "pieces", lambda *_: None)
+    monkeypatch.setattr(PendingContribution, "pieces", lambda *_: None)
     assert found == trace.influence()  # all of the marks, counted in the same order
     for row, other in zip(found, whole):
         assert row.count == other.count and row.unreached == other.unreached

@@ -133,7 +133,7 @@ class Quantised(Tensor):
     @staticmethod
     def __new__(cls, data: Tensor, scale: float) -> Quantised:
         made: Quantised = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
-        made.numbers, made.scale = data, scale
+        made.ids, made.scale = data, scale
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -141,10 +141,10 @@ class Quantised(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def whole(x: Any) -> Any:
-            return x.numbers.float() * x.scale if isinstance(x, Quantised) else x
+            return x.ids.float() * x.scale if isinstance(x, Quantised) else x
 
         if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
-            return Quantised(func(args[0].numbers), args[0].scale)
+            return Quantised(func(args[0].ids), args[0].scale)
         return func(*map(whole, args), **(kwargs or {}))
 
 

@@ -83,8 +83,8 @@ def ints(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.int32)
 
 
-def lines(x: Tensor) -> steps.Lines:
-    return steps.Lines(torch.ones(4, 6), [torch.ones(4, 6)], [torch.ones(4, 6)], x)
+def lines(x: Tensor) -> steps.LowRankLines:
+    return steps.LowRankLines(torch.ones(4, 6), [torch.ones(4, 6)], [torch.ones(4, 6)], x)
 
 
 ENTRIES: dict[str, Callable[[Tensor], Any]] = {
@@ -102,13 +102,13 @@ ENTRIES: dict[str, Callable[[Tensor], Any]] = {
     "scatter": lambda x: steps.scatter(x.reshape(-1), ints(24), torch.arange(24), 24),
     "normalise": lambda x: steps.normalise(lines(x)),
     "products, left": lambda x: rows.products(
-        rows.Lines(x.reshape(-1), torch.zeros(2).long(), 1),
-        rows.Lines(torch.ones(24), torch.zeros(2).long(), 1),
+        rows.TensorLines(x.reshape(-1), torch.zeros(2).long(), 1),
+        rows.TensorLines(torch.ones(24), torch.zeros(2).long(), 1),
         20,
     ),
     "products, right": lambda x: rows.products(
-        rows.Lines(torch.ones(24), torch.zeros(2).long(), 1),
-        rows.Lines(x.reshape(-1), torch.zeros(2).long(), 1),
+        rows.TensorLines(torch.ones(24), torch.zeros(2).long(), 1),
+        rows.TensorLines(x.reshape(-1), torch.zeros(2).long(), 1),
         20,
     ),
     "others": lambda x: rows.others(
@@ -168,13 +168,13 @@ SIZES: dict[str, Callable[[], Any]] = {
         torch.ones(1, 2, 3), torch.ones(1, 3, 2), marks=ints(1, 2, 2)
     ),
     "a line past the end": lambda: rows.products(
-        rows.Lines(torch.ones(9), torch.tensor([5]), 1),
-        rows.Lines(torch.ones(9), torch.tensor([0]), 1),
+        rows.TensorLines(torch.ones(9), torch.tensor([5]), 1),
+        rows.TensorLines(torch.ones(9), torch.tensor([0]), 1),
         5,
     ),
     "a line before the start": lambda: rows.products(
-        rows.Lines(torch.ones(9), torch.tensor([0]), 1),
-        rows.Lines(torch.ones(9), torch.tensor([-1]), 1),
+        rows.TensorLines(torch.ones(9), torch.tensor([0]), 1),
+        rows.TensorLines(torch.ones(9), torch.tensor([-1]), 1),
         5,
     ),
     "no such line": lambda: rows.others(

@@ -201,7 +201,7 @@ def test_files_print_no_controls(tmp_path: Path) -> None:
 
 def test_progress_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    work = printing.Work(lambda what, done, total: said.append(what))
+    work = printing.ProgressBar(lambda what, done, total: said.append(what))
     work.begin("saving \x1b[31m")
     work.advance(1, 2)
     printing.say("a\x1b[31m\u202eb\x9b")

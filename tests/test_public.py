@@ -79,7 +79,7 @@ INTERNALS = {
 TOLERATED = {
     "pytorch/module_calls": {"_backward_hooks"},
     "recording/record": {"_backward_hooks", "_sequence_nr"},
-    "tools/self_test": {"grad_fn", "register_prehook"},  # tried there
+    "tools/doctor": {"grad_fn", "register_prehook"},  # tried there
     "recording/formula": {"_sequence_nr"},
     "autodiff/backward": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
     "pytorch/internals": INTERNALS,  # checked there

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.kernels import cpu_library, rows
-from gradtrace.kernels.rows import Lines
+from gradtrace.kernels.rows import TensorLines
 from gradtrace.linops import Index, Map
 from gradtrace.linops.indexing import located, picked
 from gradtrace.trace import Trace
 from gradtrace.tracing import paths as paths_module
-from gradtrace.tracing.components import Survey
-from gradtrace.tracing.path_forest import Forest
+from gradtrace.tracing.components import ComponentFinder
+from gradtrace.tracing.path_forest import PathForest
 from gradtrace.tracing.paths import marked, sampled
-from gradtrace.tracing.traced_value import solid
+from gradtrace.tracing.traced_value import materialise
 from gradtrace.tracing.tracer import Tracer
 
 # Single elements of maps -------------------------------------------------------------------------
@@ -78,12 +78,12 @@ def test_sources_of_some_elements(move: Callable[[Tensor], Tensor]) -> None:
 # Single lines ------------------------------------------------------------------------------------
 
 
-def lines(count: int, length: int, step: int, dtype: torch.dtype, seed: int) -> Lines:
+def lines(count: int, length: int, step: int, dtype: torch.dtype, seed: int) -> TensorLines:
     """Lines of whole numbers, some of them the same, so that there are ties."""
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(-3, 4, (length * step + 50,), generator=generator).to(dtype)
     offset = torch.randint(0, min(step, 20) + 10, (count,), generator=generator)
-    return Lines(data, offset, step)
+    return TensorLines(data, offset, step)
 
 
 def brute(size: Tensor) -> tuple[list[float], list[int]]:
@@ -147,8 +147,8 @@ def test_lines_of_which_little_can_win(
     if bad is not None:
         a[1, 77] = a[2, 1900] = bad
         b[::3001] = bad
-    left = Lines(a.reshape(-1), torch.arange(count) % 4 * length, 1)
-    right = Lines(b, torch.arange(count) % 7, step)
+    left = TensorLines(a.reshape(-1), torch.arange(count) % 4 * length, 1)
+    right = TensorLines(b, torch.arange(count) % 7, step)
     every = slice(None)
     size = (left.take(every, length) * right.take(every, length)).abs()
     value, place = brute(size)
@@ -191,7 +191,7 @@ def test_threads_do_not_matter() -> None:
 # The forest --------------------------------------------------------------------------------------
 
 
-def grown(trace: Trace, sample: int, seed: int = 0) -> tuple[Forest, dict[int, Tensor]]:
+def grown(trace: Trace, sample: int, seed: int = 0) -> tuple[PathForest, dict[int, Tensor]]:
     """The forest of a sample, and the elements it begins at."""
     sizes = {name: grad.numel() for name, grad in trace.gradients.items()}
     drawn = sampled(sizes, sample, seed)
@@ -229,8 +229,10 @@ def test_paths_are_made_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made.of("residual")
     trace = made.watch.trace(made.loss)
     count = []
-    real = paths_module.Legend.step
-    monkeypatch.setattr(paths_module.Legend, "step", lambda *args: count.append(1) or real(*args))
+    real = paths_module.ValueLabels.step
+    monkeypatch.setattr(
+        paths_module.ValueLabels, "step", lambda *args: count.append(1) or real(*args)
+    )
     paths = trace.paths(sample=1 << 40)
     name = next(iter(trace.gradients))
     assert len(paths) > 50 and len(paths[3:]) == len(paths) - 3 and len(paths.of(name)) > 0
@@ -279,7 +281,7 @@ def test_kept_gradients_are_taken() -> None:
 
 def check_marks(trace: Trace, kind: str, sample: int) -> int:
     """Marks of the forest against those of the streaming pass; how many different there are."""
-    chosen = Survey(trace.program, trace.modules, {}).choose(kind)
+    chosen = ComponentFinder(trace.program, trace.modules, {}).choose(kind)
     forest, starts = grown(trace, sample)
     found = marked(forest, trace.program, chosen.marks)
     assert len(set(found.marks)) == len(found.marks)
@@ -289,9 +291,9 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
         states = {f.leaf.value: f.state for f in tracer.run(trace.program.seed)}
     theirs = []
     for value, elements in starts.items():
-        state = solid(states[value]).written()
+        state = materialise(states[value]).with_provenance()
         assert state.numbers is not None
-        known = state.palette.marks()
+        known = state.provenance.marks()
         theirs += [known[n] for n in state.numbers.reshape(-1)[elements].tolist()]
     assert [mark if mark & 1 else 0 for mark in mine] == theirs
     assert [mark & 1 for mark in mine] == forest.whole.int().tolist()

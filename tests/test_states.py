@@ -21,13 +21,20 @@ from gradtrace.linops import Contract, Identity, Index, Map, tiling
 from gradtrace.linops.diag_low_rank import Normaliser, _lies
 from gradtrace.linops.gather import Slot
 from gradtrace.tracing import rules, tracer
-from gradtrace.tracing.provenance import MANY, Palette
+from gradtrace.tracing.provenance import MANY, ProvenanceTable
 from gradtrace.tracing.rules import Greedy
-from gradtrace.tracing.traced_value import Part, Scope, State, cancelled, made, shared
+from gradtrace.tracing.traced_value import (
+    PendingContribution,
+    StepContext,
+    TracedValue,
+    cancelled,
+    made,
+    shared,
+)
 from gradtrace.tracing.tracer import Tracer, tails
 from tests.waits import Waits
 
-NOTHING = Scope({}, frozenset())
+NOTHING = StepContext({}, frozenset())
 
 
 def numbers(*given: int) -> Tensor:
@@ -37,39 +44,41 @@ def numbers(*given: int) -> Tensor:
 # Moves -------------------------------------------------------------------------------------------
 
 
-def moved(state: State, map_: Map, dtype: torch.dtype, known: Tensor | None = None) -> State:
-    scope = NOTHING if known is None else Scope({1: known}, frozenset())
+def moved(
+    state: TracedValue, map_: Map, dtype: torch.dtype, known: Tensor | None = None
+) -> TracedValue:
+    scope = NOTHING if known is None else StepContext({1: known}, frozenset())
     return Greedy().through(map_, state, single(1, map_, 0, dtype), scope)
 
 
 def test_what_becomes_0_by_rounding_keeps_its_path() -> None:
     value = torch.tensor([1e-30, 0.0, 2.0])
-    state = made(value, numbers(1, 2, 1), Palette((1, 3)), (), True)
+    state = made(value, numbers(1, 2, 1), ProvenanceTable((1, 3)), (), True)
     for map_ in (Identity((3,)), Identity((3,), (3, 1))):
         found = moved(state, map_, torch.float16)
         assert found.value is not None and found.value.dtype is torch.float16
         assert found.value.reshape(-1).tolist() == [0.0, 0.0, 2.0]
-        assert found.written().numbers.reshape(-1).tolist() == [1, 0, 1]  # type: ignore[union-attr]
+        assert found.with_provenance().ids.reshape(-1).tolist() == [1, 0, 1]  # type: ignore[union-attr]
 
 
 def test_loose_numbers_stay_loose_where_the_dtype_stays() -> None:
-    state = made(torch.tensor([1.0, 0.0]), numbers(1, 2), Palette((1, 3)), (), True)
+    state = made(torch.tensor([1.0, 0.0]), numbers(1, 2), ProvenanceTable((1, 3)), (), True)
     found = moved(state, Index(lambda x: x.flip(0), (2,), (2,)), torch.float32)
-    assert found.loose and found.numbers is not None and found.numbers.tolist() == [2, 1]
-    assert found.written().numbers.tolist() == [0, 1]  # type: ignore[union-attr]
+    assert found.unmasked and found.ids is not None and found.ids.tolist() == [2, 1]
+    assert found.with_provenance().ids.tolist() == [0, 1]  # type: ignore[union-attr]
 
 
 def test_a_gradient_that_is_known_is_taken() -> None:
     known = torch.tensor([[3.0], [0.0]])
-    state = made(torch.tensor([1.0, 1.0]), numbers(1, 2), Palette((1, 3)))
+    state = made(torch.tensor([1.0, 1.0]), numbers(1, 2), ProvenanceTable((1, 3)))
     found = moved(state, Identity((2,), (2, 1)), torch.float32, known)
-    assert found.value is known and not found.loose
-    assert found.numbers is not None and found.numbers.tolist() == [[1], [2]]
+    assert found.value is known and not found.unmasked
+    assert found.ids is not None and found.ids.tolist() == [[1], [2]]
 
 
 def test_a_part_that_is_put_off_learns_of_the_move() -> None:
     x = torch.ones(2)
-    state = made(None, None, Palette(), (Part(Identity((2,)), x),))
+    state = made(None, None, ProvenanceTable(), (PendingContribution(Identity((2,)), x),))
     map_ = Identity((2,), (2, 1))
     found = moved(state, map_, torch.float32)
     (part,) = found.parts
@@ -80,11 +89,11 @@ def test_a_part_that_is_put_off_learns_of_the_move() -> None:
 # Terms side by side ------------------------------------------------------------------------------
 
 
-def tiled(rule: str, rows: int = 2) -> State:
+def tiled(rule: str, rows: int = 2) -> TracedValue:
     maps: list[Map] = [Slot(0, 0, (3,), (3,), (6,)), Slot(0, 3, (3,), (3,), (6,))]
-    first = State(torch.tensor([1.0, 0.0, 2.0]), 0, numbers(1, 2, 0), Palette((1, 3)))
-    other = Palette(tuple(range(1, 2 * rows, 2)), 8)
-    second = State(torch.tensor([0.0, 4.0, 5.0]), 0, numbers(1, rows, 0), other)
+    first = TracedValue(torch.tensor([1.0, 0.0, 2.0]), 0, numbers(1, 2, 0), ProvenanceTable((1, 3)))
+    other = ProvenanceTable(tuple(range(1, 2 * rows, 2)), 8)
+    second = TracedValue(torch.tensor([0.0, 4.0, 5.0]), 0, numbers(1, rows, 0), other)
     order = tiling(maps)
     assert order == [0, 1]
     return Tracer(empty(), rule)._tiled(maps, [first, second], order, None)
@@ -98,10 +107,10 @@ def empty() -> Program:
 @pytest.mark.parametrize("rows", [2, MANY])
 def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int) -> None:
     found = tiled(rule, rows)
-    told = found.written().numbers
+    told = found.with_provenance().ids
     assert told is not None and told.dtype is torch.int32
-    assert found.loose == (rule == "greedy" and rows == 2)
-    marks = found.palette.marks()
+    assert found.unmasked == (rule == "greedy" and rows == 2)
+    marks = found.provenance.marks()
     assert [marks[n] for n in told.tolist()] == [1, 0, 0, 0, (2 * rows - 1) | 8, 0]
 
 
@@ -110,25 +119,25 @@ def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int)
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_terms_with_the_same_marks(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "avoid", lambda x: waits)
+    monkeypatch.setattr(sync, "would_sync", lambda x: waits)
     devices.shared_sums("cpu")
 
 
 def test_what_is_not_the_same_is_not_shared() -> None:
-    x, marks, palette = torch.ones(2), numbers(1, 2), Palette((1, 3))
-    state = made(x, marks, palette)
-    assert shared([state, made(x + 1, marks, palette, (), True)])
+    x, marks, provenance = torch.ones(2), numbers(1, 2), ProvenanceTable((1, 3))
+    state = made(x, marks, provenance)
+    assert shared([state, made(x + 1, marks, provenance, (), True)])
     for other in (
-        made(x, marks.clone(), palette),
-        made(x, marks, Palette((1, 3), 4)),
-        made(x, marks, Palette((1, 5))),
-        made(x.double(), marks, palette),
-        made(None, marks, palette, (Part(Identity((2,)), x),)),
-        made(x, None, palette),
+        made(x, marks.clone(), provenance),
+        made(x, marks, ProvenanceTable((1, 3), 4)),
+        made(x, marks, ProvenanceTable((1, 5))),
+        made(x.double(), marks, provenance),
+        made(None, marks, provenance, (PendingContribution(Identity((2,)), x),)),
+        made(x, None, provenance),
         state._replace(size=x),
     ):
         assert not shared([state, other]) and not shared([other, state])
-    long = made(x, marks, Palette(tuple(range(MANY + 1))))
+    long = made(x, marks, ProvenanceTable(tuple(range(MANY + 1))))
     assert not shared([long, long])
 
 
@@ -159,7 +168,7 @@ def test_influence_is_that_of_comparing(
     model, x = Users(users).to(dtype), torch.randn(5, 3, dtype=dtype)
     tables, used = [], Counter[bool]()
 
-    def noted(states: list[State]) -> bool:
+    def noted(states: list[TracedValue]) -> bool:
         found = shared(states)
         used[found] += 1
         return found
@@ -181,11 +190,11 @@ def test_zeros_are_looked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> 
     x, weight = torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.ones(2, 3)
     weight[:, 2] = 2.0
     map_ = Contract("mk,kn->mn", weight, (2, 2), (2, 3))
-    part = Part(map_, x)
+    part = PendingContribution(map_, x)
     value = part.value()
     wanted = [[True] * 3, [False] * 3]
     for waits in (False, True):
-        monkeypatch.setattr(sync, "avoid", lambda x, waits=waits: waits)
+        monkeypatch.setattr(sync, "would_sync", lambda x, waits=waits: waits)
         with Waits(2 if waits else None):  # where they are, and whether something came there
             found = cancelled((part,), value)
         assert found is not None and found.tolist() == wanted
@@ -214,7 +223,7 @@ def slowly(given: Program) -> set[int]:
             for step in given.steps()
             if step.out in found
             for map_, value in step.terms
-            if map_.moves and uses[value] == 1
+            if map_.is_gather and uses[value] == 1
         } - found
         if not more:
             return found

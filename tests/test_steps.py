@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import cpu_library, steps
-from gradtrace.kernels.steps import Compressed, Lines
+from gradtrace.kernels.steps import Compressed, LowRankLines
 from gradtrace.linops import Around, Normaliser, Sparse
 
 NAN = math.nan
@@ -274,7 +274,7 @@ def test_reduce(
     check_reduced(x, marks, dims, plain)
 
 
-def check_reduced(x: Tensor, marks: Tensor, dims: tuple[int, ...], got: steps.Carried) -> None:
+def check_reduced(x: Tensor, marks: Tensor, dims: tuple[int, ...], got: steps.Selected) -> None:
     """Line by line."""
     kept = [d for d in range(x.dim()) if d not in dims]
     for at in product(*(range(x.shape[d]) for d in kept)):
@@ -378,7 +378,7 @@ def test_entries_that_point_outside_are_refused(starts: list[int], source: list[
 # Diagonal plus low rank --------------------------------------------------------------------------
 
 
-def every_pair(how: Lines) -> tuple[Tensor, Tensor]:
+def every_pair(how: LowRankLines) -> tuple[Tensor, Tensor]:
     """The largest contribution to each element, of all of its line, and its place."""
     x, number = how.x, torch.arange(how.x.shape[1])
     own = number.unsqueeze(1) == number
@@ -396,13 +396,13 @@ def every_pair(how: Lines) -> tuple[Tensor, Tensor]:
     return value, torch.where(value == 0, -1, place)
 
 
-def check_normalised(how: Lines) -> None:
+def check_normalised(how: LowRankLines) -> None:
     """With the diagonal, and without it, so that others win."""
     check_chosen(how)
     check_chosen(how._replace(diagonal=torch.zeros_like(how.diagonal)))
 
 
-def check_chosen(how: Lines) -> None:
+def check_chosen(how: LowRankLines) -> None:
     """Place, value and mark, to the bit."""
     value, place = every_pair(how)
     found = steps.normalise(how)
@@ -417,13 +417,13 @@ def check_chosen(how: Lines) -> None:
     assert torch.equal(handed.marks, torch.where(place >= 0, taken, 0))
 
 
-def lines_of(kind: str, n: int, dtype: torch.dtype) -> Lines:
+def lines_of(kind: str, n: int, dtype: torch.dtype) -> LowRankLines:
     """Three lines of a kind, two pairs."""
     some = [along_a_line(kind, n, seed) for seed in range(3)]
     u0, u1, v0, v1, x = (
         torch.stack(part).to(dtype) for part in zip(*((*u, *v, x) for u, v, x in some))
     )
-    return Lines(-u1 - 0.5, (u0, u1), (v0, v1), x)
+    return LowRankLines(-u1 - 0.5, (u0, u1), (v0, v1), x)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -435,7 +435,7 @@ def test_lines_of_rank_two(kind: str, n: int, dtype: torch.dtype, threads: int) 
     how = lines_of(kind, n, dtype)
     check_normalised(how)
     check_normalised(
-        Lines(*([apart(u) for u in p] if isinstance(p, tuple) else apart(p) for p in how))
+        LowRankLines(*([apart(u) for u in p] if isinstance(p, tuple) else apart(p) for p in how))
     )  # type: ignore[arg-type]
 
 
@@ -444,7 +444,7 @@ def test_lines_of_rank_two(kind: str, n: int, dtype: torch.dtype, threads: int) 
 def test_lines_of_rank_one(kind: str, dtype: torch.dtype, threads: int) -> None:
     for n in (1, 2, 17, 127):
         how = lines_of(kind, n, dtype)
-        check_normalised(Lines(how.diagonal, how.left[1:], how.right[1:], how.x))
+        check_normalised(LowRankLines(how.diagonal, how.left[1:], how.right[1:], how.x))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -467,7 +467,7 @@ def test_lines_of_numbers_that_are_small_or_large(power: int, dtype: torch.dtype
 def test_lines_with_nan_and_infinity(seed: int, dtype: torch.dtype) -> None:
     for n in (5, 40):
         d, x, *parts = (numbers("odd", dtype, 3, n, seed=seed + k) for k in range(6))
-        check_normalised(Lines(d, parts[:2], parts[2:], x))
+        check_normalised(LowRankLines(d, parts[:2], parts[2:], x))
         m = Normaliser(d, [(parts[0], parts[2])], [1], (3, n))
         found, plain = m.best(x), plainly(m.best, x)
         same(found.value, plain.value)
@@ -485,9 +485,9 @@ def test_many_points_on_an_edge() -> None:
     """Batch norm before average pooling, and equal gradients: every point is on the hull."""
     m, x = one_gradient_a_sample(8, 100)
     parts = [part.reshape(1, -1) for part in (m.diagonal, x, *m.left, *m.right)]
-    check_normalised(Lines(parts[0], parts[2:4], parts[4:], parts[1]))
+    check_normalised(LowRankLines(parts[0], parts[2:4], parts[4:], parts[1]))
     single = [part.float() for part in parts]
-    check_normalised(Lines(single[0], single[2:4], single[4:], single[1]))
+    check_normalised(LowRankLines(single[0], single[2:4], single[4:], single[1]))
 
 
 def test_expanded_lines(threads: int) -> None:
@@ -498,11 +498,11 @@ def test_expanded_lines(threads: int) -> None:
         [(-scale / 100).expand(40, 100), -scale * unit / 100],
         [gain.expand(40, 100), gain * unit],
     )
-    check_normalised(Lines(scale * gain, *pairs, g))
+    check_normalised(LowRankLines(scale * gain, *pairs, g))
 
 
 def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
     part = numbers("generic", torch.float32, 2, 3)
-    assert steps.normalise(Lines(part, [part], [part.double()], part)) is None
-    assert steps.normalise(Lines(part, [part] * 3, [part] * 3, part)) is None
-    assert plainly(steps.normalise, Lines(part, [part], [part], part)) is None
+    assert steps.normalise(LowRankLines(part, [part], [part.double()], part)) is None
+    assert steps.normalise(LowRankLines(part, [part] * 3, [part] * 3, part)) is None
+    assert plainly(steps.normalise, LowRankLines(part, [part], [part], part)) is None

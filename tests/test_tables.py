@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from gradtrace.errors import GradtraceError
 from gradtrace.io import table as tables
-from gradtrace.io.table import Column, Table
+from gradtrace.io.table import TextColumn, TextTable
 
 COLUMNS = (
-    Column("name"),
-    Column("paths", "count"),
-    Column("share", "share"),
-    Column("time", "number", "ms"),
+    TextColumn("name"),
+    TextColumn("paths", "count"),
+    TextColumn("share", "share"),
+    TextColumn("time", "number", "ms"),
 )
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -41,7 +41,7 @@ HOSTILE = (
 
 def one(kind: str, value: object) -> str:
     """The text of a table's only cell."""
-    table = Table("", (Column("x", kind),), ((value,),))  # type: ignore[arg-type]
+    table = TextTable("", (TextColumn("x", kind),), ((value,),))  # type: ignore[arg-type]
     return table.text().split("\n")[-1].strip()
 
 
@@ -60,7 +60,7 @@ def test_a_table_as_text() -> None:
         ("解码器 🚀", 7, 1.0, 1e-9),
         ("", None, None, math.nan),
     )
-    table = Table("Influence", COLUMNS, rows, ("2 pairs", "weighted by |gradient|"))
+    table = TextTable("Influence", COLUMNS, rows, ("2 pairs", "weighted by |gradient|"))
     assert str(table) == repr(table) == table.text()
     assert str(table).split("\n") == [
         "Influence",
@@ -129,7 +129,7 @@ def test_large_counts_are_rounded_right(value: int, sign: int) -> None:
 
 
 def test_rows_past_the_limit_are_counted() -> None:
-    table = Table("", (Column("n", "count"),), tuple((i,) for i in range(1040)))
+    table = TextTable("", (TextColumn("n", "count"),), tuple((i,) for i in range(1040)))
     lines = str(table).split("\n")
     assert lines[-1] == "… and 1,000 more rows"
     assert len(lines) == 2 + 40 + 1
@@ -141,10 +141,13 @@ def test_rows_past_the_limit_are_counted() -> None:
 
 
 def test_no_rows_no_columns() -> None:
-    assert Table("t", (Column("a"), Column("b", "count")), ()).text() == "t\na  b\n─  ─\nno rows"
-    assert "no rows" in Table("", (), ()).text()
-    assert "no rows" in Table("", (), ())._repr_html_()
-    assert Table("", (), ((),)).text().strip() == ""
+    assert (
+        TextTable("t", (TextColumn("a"), TextColumn("b", "count")), ()).text()
+        == "t\na  b\n─  ─\nno rows"
+    )
+    assert "no rows" in TextTable("", (), ()).text()
+    assert "no rows" in TextTable("", (), ())._repr_html_()
+    assert TextTable("", (), ((),)).text().strip() == ""
 
 
 def test_long_text_is_cut_in_the_middle() -> None:
@@ -156,15 +159,15 @@ def test_long_text_is_cut_in_the_middle() -> None:
     assert one("text", "x" * 61) == "x" * 29 + "…" + "x" * 30
     assert len(one("text", "e" + "\u0301" * 5000)) == 60, "marks that take no room are counted"
     assert one("text", "層" * 31) == "層" * 14 + "…" + "層" * 15
-    narrow = Table("", (Column("module"),), (("encoder.weight",),)).text(width=8)
+    narrow = TextTable("", (TextColumn("module"),), (("encoder.weight",),)).text(width=8)
     assert narrow.split("\n")[0::2] == ["module", "enc…ight"]
-    assert Table("", (Column("module"),), (("ab",),)).text(width=0).split("\n")[2] == "…"
+    assert TextTable("", (TextColumn("module"),), (("ab",),)).text(width=0).split("\n")[2] == "…"
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
 def test_hostile_names_stay_in_their_cell(name: str) -> None:
     rows = ((name, 1), ("plain", 22))
-    table = Table(name, (Column("a" + name), Column("b", "count")), rows, (name,))
+    table = TextTable(name, (TextColumn("a" + name), TextColumn("b", "count")), rows, (name,))
     text = table.text()
     text.encode()  # no lone surrogates: it can be printed
     assert not [c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c != "\n"]
@@ -184,8 +187,8 @@ def test_marks_of_direction_are_shown_as_escapes() -> None:
 
 @given(st.lists(st.text(st.characters(), max_size=90), min_size=1, max_size=5))
 def test_columns_line_up(names: list[str]) -> None:
-    columns = (Column("a"), Column("b", "count"))
-    lines = Table("", columns, tuple((name, 7) for name in names)).text().split("\n")
+    columns = (TextColumn("a"), TextColumn("b", "count"))
+    lines = TextTable("", columns, tuple((name, 7) for name in names)).text().split("\n")
     assert len(lines) == len(names) + 2
     widths = {breadth(line) for line in lines}
     assert len(widths) == 1
@@ -232,7 +235,7 @@ TAGS = {"div", "table", "caption", "tr", "th", "td"}
 
 
 def test_a_table_as_html() -> None:
-    table = Table("Influence", COLUMNS, (("解码器", 1234, 0.5, None),), ("a note",))
+    table = TextTable("Influence", COLUMNS, (("解码器", 1234, 0.5, None),), ("a note",))
     page = Page(table._repr_html_())
     assert set(page.tags) == TAGS
     assert page.cells == ["name", "paths", "share", "time (ms)", "解码器", "1,234", "50.0%", "–"]
@@ -243,7 +246,9 @@ def test_a_table_as_html() -> None:
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
 def test_hostile_names_are_text_in_html(name: str) -> None:
-    table = Table(name, (Column(name), Column("n" + name, "count")), ((name, name),), (name,))
+    table = TextTable(
+        name, (TextColumn(name), TextColumn("n" + name, "count")), ((name, name),), (name,)
+    )
     html = table._repr_html_()
     html.encode()
     page = Page(html)
@@ -259,25 +264,25 @@ def test_hostile_names_are_text_in_html(name: str) -> None:
 
 def test_html_is_quiet_in_light_and_dark() -> None:
     """Colours are the page's; nothing is loaded or run; a $ starts no formula."""
-    html = Table("t", COLUMNS, (("a", 1, 0.5, 2.0),))._repr_html_()
+    html = TextTable("t", COLUMNS, (("a", 1, 0.5, 2.0),))._repr_html_()
     assert not re.search(r"[^-]color:|#[0-9a-f]{3}|<style|<script|http|url\(|on\w+=", html)
     assert "mathjax_ignore" in html and "tex2jax_ignore" in html
 
 
 def test_html_shows_few_rows_and_tells_cut_text() -> None:
     name = "x" * 100 + '"' + "y" * 100
-    page = Page(Table("", (Column("a"),), ((name,),) * 100)._repr_html_())
+    page = Page(TextTable("", (TextColumn("a"),), ((name,),) * 100)._repr_html_())
     assert page.tags.count("td") == 40
     assert "… and 60 more rows" in page.words
     assert [value for key, value in page.attributes if key == "title"] == [name] * 40
     assert all(len(cell) == 60 for cell in page.cells[1:])
-    page = Page(Table("", (Column("a"),), (("x" * 10_000,),))._repr_html_())
+    page = Page(TextTable("", (TextColumn("a"),), (("x" * 10_000,),))._repr_html_())
     assert [len(value or "") for key, value in page.attributes if key == "title"] == [400]
 
 
 @given(st.text(st.characters(), max_size=200))
 def test_any_name_is_text_in_html(name: str) -> None:
-    page = Page(Table(name, (Column(name),), ((name,),), (name,))._repr_html_())
+    page = Page(TextTable(name, (TextColumn(name),), ((name,),), (name,))._repr_html_())
     assert set(page.tags) <= TAGS
 
 
@@ -291,7 +296,7 @@ ROWS = (
 
 
 def test_dicts_hold_raw_values_for_json() -> None:
-    dicts = Table("", COLUMNS, ROWS).to_dicts()
+    dicts = TextTable("", COLUMNS, ROWS).to_dicts()
     assert dicts == [
         {"name": "a", "paths": 2**60 + 1, "share": 0.123456789, "time": "nan"},
         {"name": None, "paths": None, "share": None, "time": None},
@@ -302,31 +307,31 @@ def test_dicts_hold_raw_values_for_json() -> None:
 
 def test_dicts_hold_plain_python() -> None:
     row = (torch.tensor(2), np.float32(0.5), True, 10**5000, ("x",), "\ud800")
-    columns = tuple(Column(letter) for letter in "abcdef")
-    (found,) = Table("", columns, (row,)).to_dicts()
+    columns = tuple(TextColumn(letter) for letter in "abcdef")
+    (found,) = TextTable("", columns, (row,)).to_dicts()
     assert list(found.values()) == [2, 0.5, True, hex(10**5000), "('x',)", "\ud800"]
     assert [type(value) for value in found.values()] == [int, float, bool, str, str, str]
     json.dumps(found, allow_nan=False)
-    (kept,) = Table("", (Column("a"),), ((10**4200,),)).to_dicts()
+    (kept,) = TextTable("", (TextColumn("a"),), ((10**4200,),)).to_dicts()
     assert json.loads(json.dumps(kept)) == {"a": 10**4200}
 
 
 def test_frames_hold_raw_values() -> None:
     pytest.importorskip("pandas")
-    frame = Table("", COLUMNS, ROWS).to_pandas()
+    frame = TextTable("", COLUMNS, ROWS).to_pandas()
     assert list(frame.columns) == ["name", "paths", "share", "time"]
     assert frame["paths"].tolist() == [2**60 + 1, None, 3]
     assert frame["share"].dtype == frame["time"].dtype == np.float64
     assert frame["share"][0] == 0.123456789 and math.isnan(frame["share"][1])
     assert math.isnan(frame["time"][0]) and math.isinf(frame["time"][2])
     assert frame["name"].tolist() == ["a", None, "c"]
-    whole = Table("", (Column("n", "count"),), ((1,), (torch.tensor(2),))).to_pandas()
+    whole = TextTable("", (TextColumn("n", "count"),), ((1,), (torch.tensor(2),))).to_pandas()
     assert whole["n"].dtype == np.int64
 
 
 def test_frames_of_no_rows() -> None:
     pytest.importorskip("pandas")
-    frame = Table("", COLUMNS, ()).to_pandas()
+    frame = TextTable("", COLUMNS, ()).to_pandas()
     assert frame.shape == (0, 4)
     assert list(frame.columns) == [column.name for column in COLUMNS]
 
@@ -334,22 +339,22 @@ def test_frames_of_no_rows() -> None:
 def test_without_pandas_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(GradtraceError, match="pip install pandas"):
-        Table("", COLUMNS, ()).to_pandas()
+        TextTable("", COLUMNS, ()).to_pandas()
 
 
 def test_a_table_is_a_value() -> None:
-    table = Table("t", COLUMNS, (("a", 1, 0.5, 2.0),))
-    assert table == Table("t", COLUMNS, (("a", 1, 0.5, 2.0),))
-    assert hash(table) == hash(Table("t", COLUMNS, (("a", 1, 0.5, 2.0),)))
+    table = TextTable("t", COLUMNS, (("a", 1, 0.5, 2.0),))
+    assert table == TextTable("t", COLUMNS, (("a", 1, 0.5, 2.0),))
+    assert hash(table) == hash(TextTable("t", COLUMNS, (("a", 1, 0.5, 2.0),)))
     with pytest.raises(AttributeError):
         table.title = "u"  # type: ignore[misc]
 
 
 def test_tables_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="a row has 1 values for 4 columns"):
-        Table("", COLUMNS, (("a", 1, 0.5, 2.0), ("b",)))
+        TextTable("", COLUMNS, (("a", 1, 0.5, 2.0), ("b",)))
     with pytest.raises(ValueError, match="two columns have one name"):
-        Table("", (Column("a"), Column("a", "count")), ())
+        TextTable("", (TextColumn("a"), TextColumn("a", "count")), ())
 
 
 def test_a_long_name_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,5 +364,5 @@ def test_a_long_name_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         tables, "printable", lambda text: looked.append(len(text)) or printable(text)
     )
-    str(Table("", (Column("a"),), (("x" * 10**7,),)))
+    str(TextTable("", (TextColumn("a"),), (("x" * 10**7,),)))
     assert max(looked) <= 120

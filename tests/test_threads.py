@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.autodiff.names import Atlas, Place
+from gradtrace.autodiff.names import ModuleCall, NameTable
 from gradtrace.autodiff.threads import elsewhere
 
 
@@ -191,7 +191,7 @@ def test_second_derivatives() -> None:
 def test_numbers_that_contradict_each_other() -> None:
     """One leaf of the module; of two nodes with one number that which uses it is the watch's."""
     weight, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    atlas = Atlas()
+    atlas = NameTable()
     atlas.name(weight, "part.weight")
     begin = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     own = weight * 2
@@ -199,13 +199,16 @@ def test_numbers_that_contradict_each_other() -> None:
     other.grad_fn._set_sequence_nr(begin)
     after = own.sin()
     late = after + other
-    atlas.enter(begin, Place("part", 0))
-    atlas.enter(begin + 4, Place("", 0))
-    assert elsewhere(late.sum(), atlas) == {other.grad_fn: Place("", 0)}
+    atlas.enter(begin, ModuleCall("part", 0))
+    atlas.enter(begin + 4, ModuleCall("", 0))
+    assert elsewhere(late.sum(), atlas) == {other.grad_fn: ModuleCall("", 0)}
     twin = own.cos()
     twin.grad_fn._set_sequence_nr(after.grad_fn._sequence_nr())
     found = elsewhere((after + twin).sum(), atlas)
-    assert found == {after.grad_fn: Place("", 0), twin.grad_fn: Place("", 0)}  # either may be
+    assert found == {
+        after.grad_fn: ModuleCall("", 0),
+        twin.grad_fn: ModuleCall("", 0),
+    }  # either may be
 
 
 # Many watches at once -------------------------------------------------------------------------

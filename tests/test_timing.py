@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, NoGraph
 from gradtrace.profiling import resource_meters
-from gradtrace.profiling.summary import Pace, Seen, pace
+from gradtrace.profiling.summary import MeterSeries, Pace, pace
 
 MODULE = import_module("gradtrace.timing")  # its name is taken by the class
 
@@ -264,7 +264,7 @@ def test_few_steps_tell_nothing(n: int) -> None:
 
 @pytest.mark.parametrize("times", [[0.0] * 40, [0.0] * 30 + [1.0] * 10, [0.004] * 40])
 def test_a_clock_that_stands_still_tells_little_but_something(times: list[float]) -> None:
-    seen = {"x": Seen(resource_meters.RESIDENT, list(range(1, 41)), times)}
+    seen = {"x": MeterSeries(resource_meters.RESIDENT, list(range(1, 41)), times)}
     report = pace(times, list(range(0, 40, 3)), seen)
     assert "nan" not in report.verdict and "inf" not in report.verdict
     assert report.slower == 0
@@ -283,7 +283,7 @@ def test_steady_steps() -> None:
 def test_slow_steps_and_what_grows_with_them() -> None:
     times = noise(2000) * (1 + 0.0001 * np.arange(2000))
     steps = list(range(100, 2000, 100))
-    seen = {"x": Seen(resource_meters.TENSORS, steps, [12.0 * step for step in steps])}
+    seen = {"x": MeterSeries(resource_meters.TENSORS, steps, [12.0 * step for step in steps])}
     report = pace(list(times), [], seen)
     assert report.slower == 1
     assert report.verdict.startswith("Steps slow down: 1.1")
@@ -291,7 +291,7 @@ def test_slow_steps_and_what_grows_with_them() -> None:
     assert (
         "Nothing that is measured"
         in pace(
-            list(times), [], {"x": Seen(resource_meters.TENSORS, steps, [5.0] * len(steps))}
+            list(times), [], {"x": MeterSeries(resource_meters.TENSORS, steps, [5.0] * len(steps))}
         ).verdict
     )
 
@@ -323,7 +323,7 @@ def test_epochs_have_their_own_trend() -> None:
 def test_the_machine_is_told_apart() -> None:
     steps = list(range(20, 2000, 10))
     slower = [1e-5 * (1 + step / 4000) for step in steps]
-    report = pace(list(noise(2000)), [], {"x": Seen(resource_meters.MACHINE, steps, slower)})
+    report = pace(list(noise(2000)), [], {"x": MeterSeries(resource_meters.MACHINE, steps, slower)})
     assert "the machine itself becomes slower" in report.verdict
 
 

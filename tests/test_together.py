@@ -13,7 +13,7 @@ import gradtrace as gt
 from gradtrace.ir.program import Program
 from gradtrace.kernels import sync
 from gradtrace.recording.aten_rules import batched_weights
-from gradtrace.recording.aten_rules.batched_weights import Together
+from gradtrace.recording.aten_rules.batched_weights import BatchedWeights
 
 
 def recorded(loss: Tensor) -> Program:
@@ -132,13 +132,13 @@ def test_only_so_much_lies_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(batched_weights, "MOST", 200)
     given, found = [torch.full((16,), float(n)) for n in range(7)], dict[int, float]()
-    asked = Together()
+    asked = BatchedWeights()
     for n, x in enumerate(given):
-        asked.ask(doubled, (x,), lambda y, n=n: found.update({n: y.sum().item()}))
-    asked.settle()
+        asked.request(doubled, (x,), lambda y, n=n: found.update({n: y.sum().item()}))
+    asked.flush()
     assert sizes == [3, 3, 1]
     assert found == {n: 32.0 * n for n in range(7)}
-    asked.settle()  # nothing is left to do
+    asked.flush()  # nothing is left to do
     assert len(sizes) == 3
 
 
@@ -147,7 +147,7 @@ def test_large_tensors_are_laid_side_by_side_on_a_gpu_only(
 ) -> None:
     large = torch.zeros(batched_weights.SMALL // 4 + 16)
     assert not batched_weights._fits(large)
-    monkeypatch.setattr(sync, "avoid", lambda x: True)
+    monkeypatch.setattr(sync, "would_sync", lambda x: True)
     assert batched_weights._fits(large)
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from launch import Ended, Group, started
 
 import gradtrace as gt
-from gradtrace.distributed.rank_exchange import Message, Shards
+from gradtrace.distributed.rank_exchange import Message, RankExchange
 from gradtrace.runs import history
 from gradtrace.runs.history import History
-from gradtrace.runs.step_results import Look
+from gradtrace.runs.step_results import StepResult
 from gradtrace.tracing.influence import Influence
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Loggers
@@ -152,7 +152,7 @@ def test_both_processes_train_alike(groups: list[Ended]) -> None:
 # In whatever order looks come ---------------------------------------------------------------------
 
 
-class Told(Shards):
+class Told(RankExchange):
     """Four processes, of which this is the first; a test says what the others tell."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ def test_no_look_is_lost(tmp_path: Path, dead: tuple[int, ...]) -> None:
         left = {rank: list(range(6)) for rank in range(4) if rank not in dead}
         while any(left.values()):
             rank = draw.choice([rank for rank in left if left[rank]])
-            step, look = left[rank].pop(0), Look(2.0**rank, 1.0)
+            step, look = left[rank].pop(0), StepResult(2.0**rank, 1.0)
             if rank == 0:
                 run.own(step, look)
             else:
@@ -192,7 +192,7 @@ def test_no_look_is_lost(tmp_path: Path, dead: tuple[int, ...]) -> None:
 
 
 def test_alone() -> None:
-    alone = Shards()
+    alone = RankExchange()
     assert alone.first and alone.world == 1 and alone.line is None
     alone.tell({"nothing": 1})
     assert alone.heard() == []

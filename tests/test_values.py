@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.ir import memory
 from gradtrace.ir.interpreter import gradient_of
-from gradtrace.ir.recompute import Stretches
+from gradtrace.ir.recompute import RecomputedValues
 from gradtrace.trace import Trace
 from gradtrace.tracing.paths import Path
 
@@ -79,7 +79,7 @@ def test_memory_is_bounded() -> None:
     for _ in range(100):
         y = y.tanh()
     program = gt.program(y.sum(), names={"x": x})
-    values = Stretches(program, program.seed, gradient_of, 80_000)
+    values = RecomputedValues(program, program.seed, gradient_of, 80_000)
     most = 0
     for step in reversed(list(program.steps())):
         assert values[step.out].shape == step.shape
@@ -97,7 +97,7 @@ def test_a_value_is_computed_twice_at_most_in_one_sweep() -> None:
         calls[step.out] = calls.get(step.out, 0) + 1  # type: ignore[attr-defined]
         return gradient_of(step, values)  # type: ignore[arg-type]
 
-    values = Stretches(program, program.seed, counted, 4_000)
+    values = RecomputedValues(program, program.seed, counted, 4_000)
     for step in reversed(list(program.steps())):
         _ = values[step.out]
     assert max(calls.values()) <= 2

@@ -18,7 +18,7 @@ from gradtrace import api
 from gradtrace.errors import GradtraceError, NonFinite
 from gradtrace.ir import interpreter
 from gradtrace.kernels import sync
-from gradtrace.kernels.sync import Hopes, look
+from gradtrace.kernels.sync import DeferredChecks, fetch_scalars
 from gradtrace.recording import aten_rules, dispatch, record
 from gradtrace.semirings import MAX
 
@@ -74,14 +74,14 @@ def test_many_numbers_are_one_look() -> None:
         torch.tensor(0.1).half(),
     ]
     with Waits(most=1):
-        found = look(given)
+        found = fetch_scalars(given)
     assert found == [float(x) for x in given]
-    assert look([]) == []
-    assert all(map(torch.isnan, map(torch.tensor, look([torch.tensor(float("nan"))]))))
+    assert fetch_scalars([]) == []
+    assert all(map(torch.isnan, map(torch.tensor, fetch_scalars([torch.tensor(float("nan"))]))))
 
 
 def test_hopes_are_looked_at_once() -> None:
-    hopes = Hopes()
+    hopes = DeferredChecks()
     with Waits(most=0):
         assert hopes.fulfilled()
         hopes.add(X > 0)
@@ -96,7 +96,7 @@ def test_hopes_are_looked_at_once() -> None:
 
 
 def test_tensors_of_the_cpu_are_looked_at_as_one_likes() -> None:
-    assert not sync.avoid(X)
+    assert not sync.would_sync(X)
 
 
 # Recording ---------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_tensors_of_the_cpu_are_looked_at_as_one_likes() -> None:
 @pytest.fixture
 def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts as one that lies on a GPU."""
-    monkeypatch.setattr(sync, "avoid", lambda x: True)
+    monkeypatch.setattr(sync, "would_sync", lambda x: True)
 
 
 def recurrent() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
@@ -147,7 +147,7 @@ def test_hoping_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         loss = loss_of(model)
     plain = watch.trace(loss)
     with monkeypatch.context() as patch:
-        patch.setattr(sync, "avoid", lambda x: True)
+        patch.setattr(sync, "would_sync", lambda x: True)
         hoping = watch.trace(loss)
     assert [len(b.steps) for b in plain.program.blocks] == [
         len(b.steps) for b in hoping.program.blocks
@@ -165,7 +165,9 @@ def softplus(x: Tensor) -> Tensor:
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """A formula that hides what it does: ``softplus``, whose result is taken for a constant."""
     func = torch.ops.aten.softplus_backward.default
-    monkeypatch.setitem(dispatch._WAYS, func, dispatch.Way("exact", aten_rules.RULES["zeros_like"]))
+    monkeypatch.setitem(
+        dispatch._WAYS, func, dispatch.Lowering("exact", aten_rules.RULES["zeros_like"])
+    )
 
 
 def test_what_was_hoped_in_vain_is_recorded_again(
@@ -185,7 +187,7 @@ def test_errors_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Softplus())
     texts = []
     for avoid in (False, True):
-        monkeypatch.setattr(sync, "avoid", lambda x, avoid=avoid: avoid)
+        monkeypatch.setattr(sync, "would_sync", lambda x, avoid=avoid: avoid)
         with gt.watch(model) as watch:
             loss = model(torch.ones(2, 3)).sum()
         with pytest.raises(GradtraceError, match=r"SoftplusBackward0 \(in 1\)") as error:
@@ -223,16 +225,16 @@ def test_code_of_the_users_runs_once(unwaiting: None, monkeypatch: pytest.Monkey
 
 def test_a_probe_that_is_hoped_to_be_linear() -> None:
     for f, linear_ in ((lambda x: torch.lerp(x, x * 0, 0.25), True), (torch.special.erf, False)):
-        x, hopes = torch.tensor([0.5, -2.0]), Hopes()
-        pen = dispatch.Recorder(1 << 20, hopes=hopes)
+        x, hopes = torch.tensor([0.5, -2.0]), DeferredChecks()
+        pen = dispatch.DispatchRecorder(1 << 20, hopes=hopes)
         pen.begin([])
         pen.track(x, pen.new())
-        waiting_, sync.avoid = sync.avoid, lambda x: True
+        waiting_, sync.would_sync = sync.would_sync, lambda x: True
         try:
             with pen:
                 f(x)
         finally:
-            sync.avoid = waiting_
+            sync.would_sync = waiting_
         assert hopes.fulfilled() is linear_
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradtrace.autodiff import hooks, nodes
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.names import Atlas, Place
+from gradtrace.autodiff.names import ModuleCall, NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, Edges, Grads, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
 from gradtrace.autodiff.threads import elsewhere
@@ -44,13 +44,13 @@ def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
     return torch.ones_like(loss, memory_format=torch.preserve_format)
 
 
-class Walk:
+class GradientWalk:
     """One pass over the nodes of a graph: adjoints by node and slot, each dropped when used.
 
     ``leaves`` holds the cotangent of each leaf when the pass is done.
     """
 
-    def __init__(self, loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch) -> None:
+    def __init__(self, loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch) -> None:
         self.atlas, self.loss = atlas, loss
         self.clear_since = watch.clear_since()
         start = [None] * nodes.slot_of(loss) + [seed]
@@ -102,7 +102,7 @@ class Walk:
         except Exception as error:
             raise self.atlas.place(error, node, self.place_of(node)) from error
 
-    def place_of(self, node: Node) -> Place:
+    def place_of(self, node: Node) -> ModuleCall:
         """The module call that made a node."""
         return elsewhere(self.loss, self.atlas).get(node) or self.atlas.place_of(node)
 
@@ -115,18 +115,18 @@ class Walk:
 
 
 def gradient(
-    loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch, order: str = "kahn"
+    loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch, order: str = "kahn"
 ) -> list[tuple[Tensor, Tensor]]:
     """Every leaf with its gradient, as ``torch.autograd.grad`` gives it."""
-    state = Walk(loss, seed, atlas, watch)
+    state = GradientWalk(loss, seed, atlas, watch)
     with one_pass():
         walk(loss, state.visit, order)
     return state.leaves
 
 
-def first_nonfinite(loss: Tensor, seed: Tensor, atlas: Atlas, watch: HookWatch) -> str:
+def first_nonfinite(loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch) -> str:
     """The first operator, from the loss, that hands a gradient on which is not finite."""
-    state = Walk(loss, seed, atlas, watch)
+    state = GradientWalk(loss, seed, atlas, watch)
     found: list[str] = []
 
     def visit(node: Node, edges: Edges) -> None:

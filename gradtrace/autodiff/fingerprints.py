@@ -16,12 +16,12 @@ SAMPLE = 1 << 12
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Prints:
+class WeightFingerprints:
     """What tensors on the CPU held when this was made. Those on a GPU are left out: to look at them
     is to wait for it.
 
     >>> w, v = torch.zeros(3), torch.zeros(100_000)
-    >>> prints = Prints([w, v])
+    >>> prints = WeightFingerprints([w, v])
     >>> prints.hold()
     True
     >>> w.data[1] = -0.0

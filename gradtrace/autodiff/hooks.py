@@ -59,7 +59,7 @@ class HookWatch:
 NEVER = (1 << 64) - 1
 
 
-class Silence:
+class SilencedHooks:
     """A pass that runs no hooks, and whether there may have been any."""
 
     hooked = False
@@ -69,21 +69,21 @@ _SILENT = threading.local()
 
 
 @contextmanager
-def silenced() -> Iterator[Silence]:
+def silenced() -> Iterator[SilencedHooks]:
     """Within, hooks do not run: the gradient is that before them.
 
     For passes in addition to one of the user's own, in which hooks run too: what they do besides
     (count, average, log) must not be done twice, and nobody can know whether they do.
     """
     outer = _silence()
-    _SILENT.here = found = Silence()
+    _SILENT.here = found = SilencedHooks()
     try:
         yield found
     finally:
         _SILENT.here = outer
 
 
-def _silence() -> Silence | None:
+def _silence() -> SilencedHooks | None:
     return getattr(_SILENT, "here", None)
 
 

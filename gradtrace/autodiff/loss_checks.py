@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.names import Atlas
+from gradtrace.autodiff.names import NameTable
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
@@ -57,7 +57,7 @@ def isolated() -> Iterator[None]:
             ) from error
 
 
-def admit(loss: object, atlas: Atlas, elements: bool = True) -> None:
+def admit(loss: object, atlas: NameTable, elements: bool = True) -> None:
     """Refuse, before anything is touched, what no pass can follow; or, if gradients alone are
     wanted and no ``elements`` are looked at, what even has none.
     """

@@ -17,18 +17,18 @@ from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.printable import printable
 
 
-class Place(NamedTuple):
+class ModuleCall(NamedTuple):
     """A call of a module: its name (``""`` outside any) and which call of it this was, from 0."""
 
     module: str
     call: int
 
 
-NOWHERE = Place("", 0)
+NO_MODULE = ModuleCall("", 0)
 
 
 @dataclass(eq=False)
-class Stretches:
+class CallRanges:
     """For every stretch of a thread's sequence numbers, the innermost module call.
 
     ``starts`` ascends; nodes made from ``starts[i]`` on, until the next start, lie in
@@ -36,21 +36,21 @@ class Stretches:
     """
 
     starts: list[int] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[ModuleCall] = field(default_factory=list)
 
-    def enter(self, sequence: int, place: Place) -> None:
+    def enter(self, sequence: int, place: ModuleCall) -> None:
         """From this sequence number on, nodes belong to ``place``."""
         self.starts.append(sequence)
         self.places.append(place)
 
-    def place_at(self, number: int) -> Place:
+    def place_at(self, number: int) -> ModuleCall:
         """The innermost module call that a node of this sequence number was made in."""
         at = bisect_right(self.starts, number) - 1
-        return self.places[at] if at >= 0 else NOWHERE
+        return self.places[at] if at >= 0 else NO_MODULE
 
 
 @dataclass(eq=False)
-class Away(Stretches):
+class ThreadCall(CallRanges):
     """One call of a module on another thread than that of the watch, and the calls inside it.
 
     The nodes that made the tensors which it was given and which it returned are marked with it.
@@ -61,7 +61,7 @@ GIVEN, MADE = "given", "made"
 
 
 @dataclass
-class Atlas(Stretches):
+class NameTable(CallRanges):
     """Names of leaves, and the module calls on the thread of the watch.
 
     Sequence numbers are a thread's own, so where several threads have made a graph the numbers of
@@ -72,7 +72,7 @@ class Atlas(Stretches):
     away: bool = False  # whether modules were called on other threads
 
     @classmethod
-    def of(cls, names: Mapping[str, Tensor] | None) -> Atlas:
+    def of(cls, names: Mapping[str, Tensor] | None) -> NameTable:
         """An atlas of named leaves and no modules."""
         atlas = cls()
         for name, tensor in (names or {}).items():
@@ -114,23 +114,25 @@ class Atlas(Stretches):
             found[next(name for n in numbers if (name := f"leaf{n}") not in found)] = leaf
         return {leaf: name for name, leaf in found.items()}
 
-    def place_of(self, node: Node) -> Place:
+    def place_of(self, node: Node) -> ModuleCall:
         """The innermost module call in whose forward the node was made."""
         number = sequence_of(node)
-        return NOWHERE if number is None else self.place_at(number)
+        return NO_MODULE if number is None else self.place_at(number)
 
-    def where(self, node: Node, place: Place | None = None) -> str:
+    def where(self, node: Node, place: ModuleCall | None = None) -> str:
         """`` (in encoder.mix)``, or nothing, for error messages; ``place`` if it is known."""
         module = (place or self.place_of(node)).module
         return f" (in {module})" if module else ""
 
-    def place(self, error: Exception, node: Node, place: Place | None = None) -> GradtraceError:
+    def place(
+        self, error: Exception, node: Node, place: ModuleCall | None = None
+    ) -> GradtraceError:
         """The error, saying at which operator of which module it happened."""
         if not isinstance(error, GradtraceError):
             return explain(error, node, self.where(node, place))
         return placed(error, self.describe(node, place))
 
-    def describe(self, node: Node, place: Place | None = None) -> str:
+    def describe(self, node: Node, place: ModuleCall | None = None) -> str:
         """``AddmmBackward0 (in encoder.mix)``."""
         return name_of(node) + self.where(node, place)
 
@@ -171,7 +173,7 @@ class Gradients(dict[str, Tensor]):
         raise UnknownName(unknown("leaf", name, self))
 
 
-class Lazy(Mapping[str, Tensor]):
+class LazyGradients(Mapping[str, Tensor]):
     """``Gradients`` that are computed when they are asked for, and then kept."""
 
     def __init__(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradtrace.autodiff.names import GIVEN, MADE, NOWHERE, Atlas, Away, Place
+from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, ModuleCall, NameTable, ThreadCall
 from gradtrace.autodiff.nodes import (
     ACCUMULATE,
     VIEWS,
@@ -24,14 +24,14 @@ from gradtrace.autodiff.nodes import (
 )
 
 
-def elsewhere(loss: Tensor, atlas: Atlas) -> dict[Node, Place]:
+def elsewhere(loss: Tensor, atlas: NameTable) -> dict[Node, ModuleCall]:
     """The places of the nodes behind a loss that ``atlas.place_at`` would give a wrong one."""
     if not atlas.starts:
         return {}
     numbers, edges = _survey(root_of(loss))
     found = _marked(numbers, edges) if atlas.away else {}
     left = {node: number for node, number in numbers.items() if node not in found}
-    found.update(dict.fromkeys(_strangers(left, edges, atlas), NOWHERE))
+    found.update(dict.fromkeys(_strangers(left, edges, atlas), NO_MODULE))
     return found
 
 
@@ -51,18 +51,18 @@ def _survey(root: Node) -> tuple[dict[Node, int], dict[Node, Edges]]:
     return numbers, edges
 
 
-def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, Place]:
+def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, ModuleCall]:
     """What lies between the marks of calls on other threads."""
-    found: dict[Node, Place] = {}
-    given: dict[Away, set[Node]] = {}
-    made: list[tuple[Away, Node]] = []
+    found: dict[Node, ModuleCall] = {}
+    given: dict[ThreadCall, set[Node]] = {}
+    made: list[tuple[ThreadCall, Node]] = []
     for node in numbers:
         for call, mark in marks_on(node):
-            if isinstance(call, Away) and mark == GIVEN:
+            if isinstance(call, ThreadCall) and mark == GIVEN:
                 given.setdefault(call, set()).add(node)
-            elif isinstance(call, Away) and mark == MADE:
+            elif isinstance(call, ThreadCall) and mark == MADE:
                 made.append((call, node))
-    taken: dict[tuple[Away, int], Node] = {}
+    taken: dict[tuple[ThreadCall, int], Node] = {}
     for call, node in made:
         outside, first, end = given.get(call, set()), call.starts[0], call.starts[-1]
         stack = [node]
@@ -73,7 +73,7 @@ def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, Pl
                 continue
             other = taken.setdefault((call, number), node)
             if other is not node:
-                found[node] = found[other] = NOWHERE  # one of them came in unseen
+                found[node] = found[other] = NO_MODULE  # one of them came in unseen
                 continue
             found[node] = call.place_at(number)
             stack += [c for c, _ in edges[node] if c in numbers and numbers[c] < number]
@@ -81,7 +81,7 @@ def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, Pl
 
 
 def _strangers(
-    numbers: dict[Node, int], edges: dict[Node, Edges], atlas: Atlas
+    numbers: dict[Node, int], edges: dict[Node, Edges], atlas: NameTable
 ) -> dict[Node, None]:
     """Nodes that clash with nodes of the watch's thread, so that they are of another one. Of two
     that clash, those with a parameter of the module that was running at that number are the
@@ -116,7 +116,7 @@ def _clashes(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, s
     return found
 
 
-def _fits(number: int, edges: Edges, atlas: Atlas) -> bool:
+def _fits(number: int, edges: Edges, atlas: NameTable) -> bool:
     """Whether a node takes a parameter of the module that was running at its number."""
     module = atlas.place_at(number).module
     for child, _ in edges:

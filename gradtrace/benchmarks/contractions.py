@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace import kernels
-from gradtrace.benchmarks.results import Column, Section, Setting
+from gradtrace.benchmarks.results import ResultColumn, Section, Setting
 from gradtrace.benchmarks.trained import BATCH, LENGTH, products
 from gradtrace.experiments.harness.rounds import Way, Ways, interleaved
 from gradtrace.kernels import cpu_library, reference
@@ -88,10 +88,10 @@ def others(setting: Setting) -> Section:
     section = Section(
         f"Other ways to value and index, Gaussian data, ({m}, {k}, {n})",
         [
-            Column("way"),
-            Column("ms", ".2f"),
-            Column("over torch.matmul", ".1f"),
-            Column("rounds", "d"),
+            ResultColumn("way"),
+            ResultColumn("ms", ".2f"),
+            ResultColumn("over torch.matmul", ".1f"),
+            ResultColumn("rounds", "d"),
         ],
     )
     timed = interleaved(
@@ -106,18 +106,18 @@ def others(setting: Setting) -> Section:
     return section
 
 
-def _columns(first: str) -> list[Column]:
+def _columns(first: str) -> list[ResultColumn]:
     return [
-        Column(first),
-        Column("(m, k, n)"),
-        Column("torch.matmul, ms", ".2f"),
-        Column(MARKS, ".2f"),
-        Column("target", ".1f", limits=MARKS),
-        Column(f"{MARKS}, median", ".2f"),
-        Column(VALUE, ".2f"),
-        Column(INDEX, ".2f"),
-        Column("survivors", ".1%"),
-        Column("rounds", "d"),
+        ResultColumn(first),
+        ResultColumn("(m, k, n)"),
+        ResultColumn("torch.matmul, ms", ".2f"),
+        ResultColumn(MARKS, ".2f"),
+        ResultColumn("target", ".1f", limits=MARKS),
+        ResultColumn(f"{MARKS}, median", ".2f"),
+        ResultColumn(VALUE, ".2f"),
+        ResultColumn(INDEX, ".2f"),
+        ResultColumn("survivors", ".1%"),
+        ResultColumn("rounds", "d"),
     ]
 
 

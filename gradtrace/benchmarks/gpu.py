@@ -16,7 +16,7 @@ from gradtrace import kernels
 from gradtrace.benchmarks.cases import Problem, gpt2, llama
 from gradtrace.benchmarks.devices import Peak, counted, peak, place, settle, tidy, told, waited
 from gradtrace.benchmarks.models import plain, watched
-from gradtrace.benchmarks.results import Absent, Column, Curve, Figure, Section, Setting, say
+from gradtrace.benchmarks.results import Absent, Curve, Figure, ResultColumn, Section, Setting, say
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.rounds import Timed, Way, Ways, interleaved, power_fit
 from gradtrace.kernels.precision import without_tf32
@@ -28,7 +28,7 @@ TERA, GIB = 1e12, 2**30
 MATMUL, INDEX, MARKS, VALUE = "torch.matmul", "index", "marks", "value"
 
 
-class Product(NamedTuple):
+class ProductCase(NamedTuple):
     """A batch of products (m × k) · (k × n), and the least T products/s that are aimed at."""
 
     name: str
@@ -47,24 +47,24 @@ class Product(NamedTuple):
 WIDTH, TOKENS, WORDS = 768, 1024, 50_257
 
 PRODUCTS = (
-    Product("4096³", 1, 4096, 4096, 4096, 10.0),
-    Product("2048 × 3072, k = 768", 1, 2048, 768, 3072, 8.0),
-    Product("attention to values, activation", 12, TOKENS, 64, TOKENS),
-    Product("attention to keys, activation", 12, TOKENS, TOKENS, 64),
-    Product("queries, keys, values, activation", 1, TOKENS, 3 * WIDTH, WIDTH),
-    Product("queries, keys, values, weight", 1, WIDTH, TOKENS, 3 * WIDTH),
-    Product("output of attention, activation", 1, TOKENS, WIDTH, WIDTH),
-    Product("output of attention, weight", 1, WIDTH, TOKENS, WIDTH),
-    Product("4 × wider, activation", 1, TOKENS, 4 * WIDTH, WIDTH),
-    Product("4 × wider, weight", 1, WIDTH, TOKENS, 4 * WIDTH),
-    Product("narrow again, activation", 1, TOKENS, WIDTH, 4 * WIDTH),
-    Product("narrow again, weight", 1, 4 * WIDTH, TOKENS, WIDTH),
-    Product("words, activation", 1, TOKENS, WORDS, WIDTH),
-    Product("words, weight", 1, WORDS, TOKENS, WIDTH),
+    ProductCase("4096³", 1, 4096, 4096, 4096, 10.0),
+    ProductCase("2048 × 3072, k = 768", 1, 2048, 768, 3072, 8.0),
+    ProductCase("attention to values, activation", 12, TOKENS, 64, TOKENS),
+    ProductCase("attention to keys, activation", 12, TOKENS, TOKENS, 64),
+    ProductCase("queries, keys, values, activation", 1, TOKENS, 3 * WIDTH, WIDTH),
+    ProductCase("queries, keys, values, weight", 1, WIDTH, TOKENS, 3 * WIDTH),
+    ProductCase("output of attention, activation", 1, TOKENS, WIDTH, WIDTH),
+    ProductCase("output of attention, weight", 1, WIDTH, TOKENS, WIDTH),
+    ProductCase("4 × wider, activation", 1, TOKENS, 4 * WIDTH, WIDTH),
+    ProductCase("4 × wider, weight", 1, WIDTH, TOKENS, 4 * WIDTH),
+    ProductCase("narrow again, activation", 1, TOKENS, WIDTH, 4 * WIDTH),
+    ProductCase("narrow again, weight", 1, 4 * WIDTH, TOKENS, WIDTH),
+    ProductCase("words, activation", 1, TOKENS, WORDS, WIDTH),
+    ProductCase("words, weight", 1, WORDS, TOKENS, WIDTH),
 )
 """Two of the project's aims, and those of GPT-2 small's backward pass."""
 
-LITTLE = (Product("small", 2, 12, 20, 24), Product("smaller", 1, 3, 5, 2))
+LITTLE = (ProductCase("small", 2, 12, 20, 24), ProductCase("smaller", 1, 3, 5, 2))
 
 AIM = "index, T products/s"
 
@@ -75,18 +75,18 @@ def contractions(setting: Setting) -> Section:
     section = Section(
         "Contraction in (max, ×) on a GPU, over `torch.matmul` in float32",
         [
-            Column("product"),
-            Column("(batch, m, k, n)"),
-            Column("torch.matmul, ms", ".3f"),
-            Column("T products/s", ".2f"),
-            Column(AIM, ".2f"),
-            Column("at least", ".0f", limits=AIM, least=True),
-            Column("index, over torch.matmul", ".2f"),
-            Column("marks, T products/s", ".2f"),
-            Column("marks, over torch.matmul", ".2f"),
-            Column("value, T products/s", ".2f"),
-            Column("value, over torch.matmul", ".2f"),
-            Column("rounds", "d"),
+            ResultColumn("product"),
+            ResultColumn("(batch, m, k, n)"),
+            ResultColumn("torch.matmul, ms", ".3f"),
+            ResultColumn("T products/s", ".2f"),
+            ResultColumn(AIM, ".2f"),
+            ResultColumn("at least", ".0f", limits=AIM, least=True),
+            ResultColumn("index, over torch.matmul", ".2f"),
+            ResultColumn("marks, T products/s", ".2f"),
+            ResultColumn("marks, over torch.matmul", ".2f"),
+            ResultColumn("value, T products/s", ".2f"),
+            ResultColumn("value, over torch.matmul", ".2f"),
+            ResultColumn("rounds", "d"),
         ],
     )
     for product in LITTLE if setting.quick else PRODUCTS:
@@ -101,7 +101,9 @@ def contractions(setting: Setting) -> Section:
     return told(section, device, setting)
 
 
-def _product(section: Section, product: Product, setting: Setting, device: torch.device) -> None:
+def _product(
+    section: Section, product: ProductCase, setting: Setting, device: torch.device
+) -> None:
     batch, m, k, n = product[1:5]
     a, b = torch.randn(batch, m, k, device=device), torch.randn(batch, k, n, device=device)
     ways = _contracted(a, b)
@@ -214,16 +216,16 @@ def _compared(
     section = Section(
         title,
         [
-            Column("way"),
-            Column("ms", ".1f"),
-            Column("median, ms", ".1f"),
-            Column("ratio", ".2f"),
-            Column("median of rounds", ".2f"),
-            Column("target", ".1f", limits="ratio"),
-            Column("model and activations, GiB", ".2f"),
-            Column("peak beyond them, GiB", ".2f"),
-            Column("peak in all, GiB", ".2f"),
-            Column("rounds", "d"),
+            ResultColumn("way"),
+            ResultColumn("ms", ".1f"),
+            ResultColumn("median, ms", ".1f"),
+            ResultColumn("ratio", ".2f"),
+            ResultColumn("median of rounds", ".2f"),
+            ResultColumn("target", ".1f", limits="ratio"),
+            ResultColumn("model and activations, GiB", ".2f"),
+            ResultColumn("peak beyond them, GiB", ".2f"),
+            ResultColumn("peak in all, GiB", ".2f"),
+            ResultColumn("rounds", "d"),
         ],
     )
     problem = _made(setting, device, make)
@@ -316,12 +318,12 @@ def _grown(
     section = Section(
         f"{title}, on a GPU",
         [
-            Column(what, ",d"),
-            *(Column(f"{name}, ms", ".1f") for name in names),
-            Column("ratio", ".2f"),
-            Column("median of rounds", ".2f"),
-            Column("peak in all, GiB", ".2f"),
-            Column("rounds", "d"),
+            ResultColumn(what, ",d"),
+            *(ResultColumn(f"{name}, ms", ".1f") for name in names),
+            ResultColumn("ratio", ".2f"),
+            ResultColumn("median of rounds", ".2f"),
+            ResultColumn("peak in all, GiB", ".2f"),
+            ResultColumn("rounds", "d"),
         ],
     )
     found: dict[int, Timed] = {}

@@ -6,7 +6,7 @@ import torch
 
 from gradtrace.benchmarks.cases import FULL, SMALL, Case
 from gradtrace.benchmarks.models import BACKWARD, INFLUENCE, chosen, influence, plain
-from gradtrace.benchmarks.results import Column, Section, Setting
+from gradtrace.benchmarks.results import ResultColumn, Section, Setting
 from gradtrace.experiments.harness.resident import apart, beyond
 
 LIMIT = 3.0
@@ -18,12 +18,12 @@ def peak_memory(setting: Setting) -> Section:
     section = Section(
         "Peak memory beyond model and activations",
         [
-            Column("model"),
-            Column("model and activations, MiB", ".1f"),
-            Column("loss.backward(), MiB", ".1f"),
-            Column("influence, MiB", ".1f"),
-            Column("ratio", ".2f"),
-            Column("target", ".0f", limits="ratio"),
+            ResultColumn("model"),
+            ResultColumn("model and activations, MiB", ".1f"),
+            ResultColumn("loss.backward(), MiB", ".1f"),
+            ResultColumn("influence, MiB", ".1f"),
+            ResultColumn("ratio", ".2f"),
+            ResultColumn("target", ".0f", limits="ratio"),
         ],
     )
     cases = list(chosen(setting))

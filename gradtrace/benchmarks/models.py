@@ -9,7 +9,7 @@ from torch import Tensor
 
 import gradtrace
 from gradtrace.benchmarks.cases import FULL, SMALL, Case, Problem
-from gradtrace.benchmarks.results import Column, Section, Setting, say
+from gradtrace.benchmarks.results import ResultColumn, Section, Setting, say
 from gradtrace.experiments.harness.rounds import Way, Ways, interleaved
 from gradtrace.semirings import MAX
 
@@ -96,13 +96,13 @@ def models(setting: Setting) -> Section:
     section = Section(
         "Whole models, over `loss.backward()`",
         [
-            Column("model"),
-            Column("way"),
-            Column("seconds", ".4f"),
-            Column("ratio", ".2f"),
-            Column("median of rounds", ".2f"),
-            Column("target", ".1f", limits="ratio"),
-            Column("rounds", "d"),
+            ResultColumn("model"),
+            ResultColumn("way"),
+            ResultColumn("seconds", ".4f"),
+            ResultColumn("ratio", ".2f"),
+            ResultColumn("median of rounds", ".2f"),
+            ResultColumn("target", ".1f", limits="ratio"),
+            ResultColumn("rounds", "d"),
         ],
     )
     for case in chosen(setting):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradtrace.io.table import Column, Table
+from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.training.monitor import Monitor
 
 Loss = Callable[[nn.Module], Tensor]
@@ -43,7 +43,7 @@ def gpt2() -> tuple[nn.Module, Loss]:
     return GPT2LMHeadModel(config), lambda model: model(input_ids=ids, labels=ids).loss
 
 
-class Recurrent(nn.Module):
+class MonitoredLstm(nn.Module):
     """An LSTM of two layers and a linear one on its last state."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Recurrent(nn.Module):
 def lstm() -> tuple[nn.Module, Loss]:
     """An LSTM of two layers of 64, 32 sequences of 30 steps a batch."""
     x, y = torch.randn(32, 30, 32), torch.randint(10, (32,))
-    return Recurrent(), lambda model: functional.cross_entropy(model(x), y)
+    return MonitoredLstm(), lambda model: functional.cross_entropy(model(x), y)
 
 
 MODELS = (perceptron, gpt2, lstm)
@@ -131,19 +131,19 @@ def idle(steps: int = 20_000) -> float:
 def main(seconds: float) -> None:
     """Print the table."""
     columns = (
-        Column("model"),
-        Column("steps", "count"),
-        Column("ms a step", "number"),
-        Column("traces", "count"),
-        Column("first, s", "number"),
-        Column("later, s", "number"),
-        Column("own share", "share"),
-        Column("by the clock", "share"),
-        Column("untraced, µs", "number"),
+        TextColumn("model"),
+        TextColumn("steps", "count"),
+        TextColumn("ms a step", "number"),
+        TextColumn("traces", "count"),
+        TextColumn("first, s", "number"),
+        TextColumn("later, s", "number"),
+        TextColumn("own share", "share"),
+        TextColumn("by the clock", "share"),
+        TextColumn("untraced, µs", "number"),
     )
     title = f"Monitor, {seconds:g} s each, {torch.get_num_threads()} threads"
     for make in MODELS:
-        print(Table(title, columns, (measured(make, seconds),)), flush=True)
+        print(TextTable(title, columns, (measured(make, seconds),)), flush=True)
 
 
 if __name__ == "__main__":

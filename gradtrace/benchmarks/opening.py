@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from gradtrace.errors import GradtraceError
-from gradtrace.io.table import Column, Table
+from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.session import watch
 from gradtrace.trace import Trace
 
@@ -79,7 +79,7 @@ def opened(file: Path, rounds: int) -> Iterator[Opened]:
         browser.close()
 
 
-def main(layers: int = 24, tokens: int = 64) -> Table:
+def main(layers: int = 24, tokens: int = 64) -> TextTable:
     """Trace, write, open; the times."""
     begun = perf_counter()
     trace = mamba(layers, tokens)
@@ -94,8 +94,12 @@ def main(layers: int = 24, tokens: int = 64) -> Table:
         f"traced in {traced - begun:.1f} s, reported in {written - traced:.1f} s, "
         f"{size / 1e6:.2f} MB"
     )
-    columns = (Column("tab"), Column("drawn after, s", "number"), Column("nodes drawn", "count"))
-    return Table(title, columns, rows)
+    columns = (
+        TextColumn("tab"),
+        TextColumn("drawn after, s", "number"),
+        TextColumn("nodes drawn", "count"),
+    )
+    return TextTable(title, columns, rows)
 
 
 if __name__ == "__main__":

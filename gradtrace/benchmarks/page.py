@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradtrace.benchmarks.results import Column, text
+from gradtrace.benchmarks.results import ResultColumn, text
 
 
 def markdown(data: dict[str, Any], figures: str | None = None) -> str:
@@ -47,7 +47,7 @@ def _where(data: dict[str, Any]) -> list[str]:
 
 
 def _table(section: dict[str, Any]) -> list[str]:
-    columns = [Column(**column) for column in section["columns"]]
+    columns = [ResultColumn(**column) for column in section["columns"]]
     rows = [
         [column.title for column in columns],
         ["---" if not column.form else "---:" for column in columns],
@@ -56,7 +56,7 @@ def _table(section: dict[str, Any]) -> list[str]:
     return ["| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in rows]
 
 
-def _cell(row: list[Any], columns: list[Column], k: int) -> str:
+def _cell(row: list[Any], columns: list[ResultColumn], k: int) -> str:
     """A cell; a target says whether it was met."""
     told = text(row[k], columns[k])
     if not columns[k].limits or row[k] is None:

@@ -10,7 +10,7 @@ import torch
 import gradtrace
 from gradtrace.benchmarks.cases import Problem, branches, chain, deep, gpt2
 from gradtrace.benchmarks.models import watched
-from gradtrace.benchmarks.results import Column, Curve, Figure, Section, Setting
+from gradtrace.benchmarks.results import Curve, Figure, ResultColumn, Section, Setting
 from gradtrace.benchmarks.scaling import LAYERS
 from gradtrace.experiments.harness.resident import resident
 from gradtrace.experiments.harness.rounds import Ways, interleaved, linear_fit
@@ -38,10 +38,10 @@ def gradient(setting: Setting) -> Section:
     section = Section(
         "The gradient alone, and recording, over `torch.autograd.grad`",
         [
-            Column("graph"),
-            Column("torch.autograd.grad, ms", ".2f"),
-            *(Column(way, ".2f") for way in (OURS, CREATION, RECORD)),
-            Column("rounds", "d"),
+            ResultColumn("graph"),
+            ResultColumn("torch.autograd.grad, ms", ".2f"),
+            *(ResultColumn(way, ".2f") for way in (OURS, CREATION, RECORD)),
+            ResultColumn("rounds", "d"),
         ],
     )
     layers = LAYERS[:2] if setting.quick else LAYERS
@@ -66,7 +66,11 @@ def large_graphs(setting: Setting) -> Section:
     """Chains and branches of up to 100,000 operators."""
     section = Section(
         "The gradient of graphs of up to 100,000 operators",
-        [Column("operators", ",d"), Column("chain, ms", ".1f"), Column("branches, ms", ".1f")],
+        [
+            ResultColumn("operators", ",d"),
+            ResultColumn("chain, ms", ".1f"),
+            ResultColumn("branches, ms", ".1f"),
+        ],
     )
     sizes = SIZES[:2] if setting.quick else SIZES
     times: dict[str, list[float]] = {name: [] for name in GRAPHS}
@@ -96,11 +100,11 @@ def repeated(setting: Setting) -> Section:
     section = Section(
         f"Memory over repeated passes, {size:,} operators",
         [
-            Column("graph"),
-            Column("before, MiB", ".0f"),
-            Column("after the first pass", ".0f"),
-            Column("after the last", ".0f"),
-            Column("passes", "d"),
+            ResultColumn("graph"),
+            ResultColumn("before, MiB", ".0f"),
+            ResultColumn("after the first pass", ".0f"),
+            ResultColumn("after the last", ".0f"),
+            ResultColumn("passes", "d"),
         ],
     )
     for name, make in GRAPHS.items():

@@ -12,7 +12,7 @@ Cell = str | float | None
 
 
 @dataclass(frozen=True)
-class Column:
+class ResultColumn:
     """A column of a table: ``form`` is how its numbers are written, ``limits`` the title of the
     column for which this one holds the most that is aimed at, or the ``least``.
     """
@@ -55,7 +55,7 @@ class Section:
     """
 
     title: str
-    columns: list[Column]
+    columns: list[ResultColumn]
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Section:
         say(f"  {sentence}")
 
 
-def text(cell: Cell, column: Column) -> str:
+def text(cell: Cell, column: ResultColumn) -> str:
     """A cell as it is written."""
     if cell is None:
         return ""

@@ -33,7 +33,7 @@ class Places:
 
 
 @dataclass
-class Run:
+class BenchmarkRun:
     """One run: what was found so far, and where it goes."""
 
     setting: Setting
@@ -132,12 +132,12 @@ HEAD = ("machine", "versions", "load", "date", "seconds", "quick")
 """What a page says of the run at its top."""
 
 
-def run(names: Iterable[str], setting: Setting, places: Places) -> Run:
+def run(names: Iterable[str], setting: Setting, places: Places) -> BenchmarkRun:
     """Run sections by name."""
     if places.pictures is not None and not setting.has("matplotlib", "the figures"):
         places = Places(places.page)
     names = list(names)
-    found = Run(setting, places)
+    found = BenchmarkRun(setting, places)
     found.keep(set(names))
     with torch.random.fork_rng():
         for name in names:

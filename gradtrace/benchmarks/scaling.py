@@ -7,7 +7,7 @@ from dataclasses import replace
 import gradtrace
 from gradtrace.benchmarks.cases import Problem, branched, deep
 from gradtrace.benchmarks.models import BACKWARD, INFLUENCE, influence, plain
-from gradtrace.benchmarks.results import Column, Curve, Figure, Section, Setting
+from gradtrace.benchmarks.results import Curve, Figure, ResultColumn, Section, Setting
 from gradtrace.experiments.harness.rounds import Timed, interleaved, linear_fit
 
 LIMIT = 12.0
@@ -26,12 +26,12 @@ def depth(setting: Setting) -> Section:
     section = Section(
         "20-unit tanh networks over their depth (Figure 1.2)",
         [
-            Column("layers", ",d"),
-            Column("loss.backward(), ms", ".2f"),
-            Column("influence, ms", ".2f"),
-            Column("influence", ".2f"),
-            Column("target", ".0f", limits="influence"),
-            Column("rounds", "d"),
+            ResultColumn("layers", ",d"),
+            ResultColumn("loss.backward(), ms", ".2f"),
+            ResultColumn("influence, ms", ".2f"),
+            ResultColumn("influence", ".2f"),
+            ResultColumn("target", ".0f", limits="influence"),
+            ResultColumn("rounds", "d"),
         ],
     )
     layers = LAYERS[:2] if setting.quick else LAYERS
@@ -62,15 +62,15 @@ def size(setting: Setting) -> Section:
     section = Section(
         "Random branching networks over their size (Figure 1.3)",
         [
-            Column("expanded layers", "d"),
-            Column("networks", "d"),
-            Column("|V'| + |E'|, from", ",d"),
-            Column("to", ",d"),
-            Column("influence, ms, from", ".2f"),
-            Column("to ", ".2f"),
-            Column("ratio, worst", ".2f"),
-            Column("target", ".0f", limits="ratio, worst"),
-            Column("R²", ".4f"),
+            ResultColumn("expanded layers", "d"),
+            ResultColumn("networks", "d"),
+            ResultColumn("|V'| + |E'|, from", ",d"),
+            ResultColumn("to", ",d"),
+            ResultColumn("influence, ms, from", ".2f"),
+            ResultColumn("to ", ".2f"),
+            ResultColumn("ratio, worst", ".2f"),
+            ResultColumn("target", ".0f", limits="ratio, worst"),
+            ResultColumn("R²", ".4f"),
         ],
     )
     small = [(seed, 1) for seed in (SEEDS[:2] if setting.quick else SEEDS)]

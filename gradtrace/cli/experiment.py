@@ -76,7 +76,7 @@ def experiment(
     if listed:
         _write_list(command.listed(), as_json)
         return
-    asked = command.Asked(
+    asked = command.ExperimentOptions(
         quick=quick,
         seeds=seeds,
         workers=workers,

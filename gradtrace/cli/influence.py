@@ -47,7 +47,7 @@ def influence(
     """Measure influence over a data set; under torchrun, many processes do it together."""
     from gradtrace.cli import measuring, tracing
 
-    asked = measuring.Asked(
+    asked = measuring.InfluenceOptions(
         rule=rule,
         granularity=granularity,
         components=tracing.components(components or []),

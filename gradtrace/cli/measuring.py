@@ -28,7 +28,7 @@ RETURNS = "return (model, loss_fn, loader), where loss_fn(model, batch) gives a 
 
 
 @dataclass(frozen=True)
-class Asked:
+class InfluenceOptions:
     """The options of the command."""
 
     rule: str = "greedy"
@@ -38,14 +38,14 @@ class Asked:
     journal: Path | None = None
 
 
-class Found(NamedTuple):
+class InfluenceOutcome(NamedTuple):
     """The table, and whether this process is the one that shows it."""
 
     table: Influence
     spoken: bool
 
 
-def found(target: Target, args: Sequence[str], asked: Asked) -> Found:
+def found(target: Target, args: Sequence[str], asked: InfluenceOptions) -> InfluenceOutcome:
     """Run the script's function, and measure what it returned.
 
     Under torchrun its ranks are joined before, so that it may wrap its model. Of an error that all
@@ -69,7 +69,7 @@ def found(target: Target, args: Sequence[str], asked: Asked) -> Found:
             if ranks.first or str(error).startswith("rank 0 ended"):
                 raise
             raise typer.Exit(WRONG) from error
-        return Found(table, ranks.first)
+        return InfluenceOutcome(table, ranks.first)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def show(table: Influence, top: int | None) -> None:
         write("Stopped before all batches were counted")
 
 
-def data(table: Influence, asked: Asked, top: int | None) -> dict[str, Any]:
+def data(table: Influence, asked: InfluenceOptions, top: int | None) -> dict[str, Any]:
     """For a program."""
     return {
         "rule": table.rule,

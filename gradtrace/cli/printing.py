@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from gradtrace.io.table import Table as Data
+    from gradtrace.io.table import TextTable as Data
 
 PIPE_WIDTH = 160
 STYLES = {
@@ -99,7 +99,7 @@ def say(line: str) -> None:
     print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
 
 
-class Work:
+class ProgressBar:
     """What is going on, as a bar or a spinner; silent without one."""
 
     def __init__(self, show: Callable[[str, int, int | None], None]) -> None:
@@ -117,7 +117,7 @@ class Work:
 
 
 @contextmanager
-def working(what: str) -> Iterator[Work]:
+def working(what: str) -> Iterator[ProgressBar]:
     """Progress on stderr, where that is a terminal that can take it back."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -131,7 +131,7 @@ def working(what: str) -> Iterator[Work]:
     off = not out.is_terminal or out.is_dumb_terminal
     with Progress(*columns, console=out, transient=True, disable=off) as bar:
         task = bar.add_task(printable(what), total=None)
-        work = Work(
+        work = ProgressBar(
             lambda now, done, total: bar.update(task, description=now, completed=done, total=total)
         )
         work.begin(what)

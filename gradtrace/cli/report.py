@@ -53,7 +53,7 @@ def report(
     """Write a report, one HTML file, of a saved trace, of two, or of a monitored training."""
     from gradtrace.cli import reporting
 
-    asked = reporting.Asked.of(file, other, out, tuple(name or ()))
+    asked = reporting.ReportOptions.of(file, other, out, tuple(name or ()))
     with working(f"writing {asked.out}"):
         if watched:
             reporting.wait(asked, every, say)

@@ -18,7 +18,7 @@ RUN = ".jsonl"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReportOptions:
     """Which files, where to, and what the report calls them."""
 
     file: Path
@@ -27,7 +27,9 @@ class Asked:
     names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, file: Path, other: Path | None, out: Path | None, names: tuple[str, ...]) -> Asked:
+    def of(
+        cls, file: Path, other: Path | None, out: Path | None, names: tuple[str, ...]
+    ) -> ReportOptions:
         """What was typed, if it makes sense."""
         runs = [each for each in (file, other) if each is not None and each.suffix == RUN]
         if other is not None and runs:
@@ -55,7 +57,7 @@ class Asked:
         return [*self.names, *(each.stem for each in files[len(self.names) :])]
 
 
-class Done(NamedTuple):
+class WrittenReport(NamedTuple):
     """What was written, of files in this state."""
 
     summary: str
@@ -63,18 +65,20 @@ class Done(NamedTuple):
     state: tuple[object, ...]
 
 
-def make(asked: Asked) -> Done:
+def make(asked: ReportOptions) -> WrittenReport:
     """Write the page."""
     state = _state(asked)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     if asked.file.suffix == RUN:
         run = report_run(asked.file, asked.out, asked.names[0] if asked.names else None)
-        return Done(_run(run), run.running, state)
+        return WrittenReport(_run(run), run.running, state)
     trace = load(asked.file)
     other = None if asked.other is None else load(asked.other)
     trace.report(asked.out, compare=other, name=asked.titles)
     told = [_trace(each) for each in (trace, other) if each is not None]
-    return Done("; ".join(f"{name}: {text}" for name, text in zip(asked.titles, told)), None, state)
+    return WrittenReport(
+        "; ".join(f"{name}: {text}" for name, text in zip(asked.titles, told)), None, state
+    )
 
 
 def _run(run: History) -> str:
@@ -90,7 +94,7 @@ def _trace(trace: Saved) -> str:
 # While training goes on --------------------------------------------------------------------------
 
 
-def wait(asked: Asked, every: float, say: Callable[[str], None]) -> None:
+def wait(asked: ReportOptions, every: float, say: Callable[[str], None]) -> None:
     """Until there is something to read."""
     wanted = [each for each in (asked.file, asked.other) if each is not None]
     if not all(map(_begun, wanted)):
@@ -110,7 +114,7 @@ def _begun(path: Path) -> bool:
         raise atomic_files.BadFile(f"{str(path)!r} {error}") from error.__cause__
 
 
-def follow(asked: Asked, every: float, done: Done) -> Done:
+def follow(asked: ReportOptions, every: float, done: WrittenReport) -> WrittenReport:
     """Write the page whenever a file has changed, until training has ended."""
     while done.running is not False:
         time.sleep(every)
@@ -119,7 +123,7 @@ def follow(asked: Asked, every: float, done: Done) -> Done:
     return done
 
 
-def _state(asked: Asked) -> tuple[object, ...]:
+def _state(asked: ReportOptions) -> tuple[object, ...]:
     """What tells that a file was written to."""
     stats = [each.stat() for each in asked.sources]
     return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)

@@ -61,7 +61,7 @@ def trace(
     from gradtrace.cli import tracing
     from gradtrace.tools.discovery import uncompiled
 
-    asked = tracing.Asked(
+    asked = tracing.TraceOptions(
         rule=rule,
         granularity=granularity,
         components=tracing.components(components or []),

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gradtrace.cli.printing import Work, write, write_table
+from gradtrace.cli.printing import ProgressBar, write, write_table
 from gradtrace.errors import GradtraceError
 from gradtrace.flow import Flow
-from gradtrace.io.table import Table
+from gradtrace.io.table import TextTable
 from gradtrace.session import watch
 from gradtrace.tools.discovery import Discovery
 from gradtrace.tools.gradcheck import takes_model
@@ -48,7 +48,7 @@ class Element(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class TraceOptions:
     """The options of the command."""
 
     rule: str = "greedy"
@@ -78,14 +78,14 @@ def components(given: Sequence[str]) -> Components:
 # What a function returned ------------------------------------------------------------------------
 
 
-class Made(NamedTuple):
+class LossRecord(NamedTuple):
     """A loss, and who watched it come about."""
 
     loss: Tensor
     watch: watch
 
 
-def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> Made:
+def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> LossRecord:
     """Call the function with an eye on all modules, and see what it returned."""
     with Discovery() as discovery:
         returned = call()
@@ -93,7 +93,7 @@ def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> Made:
     loss = _loss(rest)
     if loss is not None:
         discovery.settle(loss, model, known)
-        return Made(loss, discovery)
+        return LossRecord(loss, discovery)
     if model is None or not callable(rest):
         raise GradtraceError(f"{name} returned {_kind(returned)}; {RETURNS}")
     with watch(model) as eye:
@@ -101,7 +101,7 @@ def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> Made:
     loss = _loss(found)
     if loss is None:
         raise GradtraceError(f"the loss_fn that {name} returned gave {_kind(found)}, not a loss")
-    return Made(loss, eye)
+    return LossRecord(loss, eye)
 
 
 def _parted(returned: Any, name: str) -> tuple[nn.Module | None, Any]:
@@ -133,7 +133,7 @@ def _kind(thing: Any) -> str:
 # What was found ----------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+class TraceOutcome(NamedTuple):
     """Everything that is shown."""
 
     loss: Tensor
@@ -143,7 +143,7 @@ class Found(NamedTuple):
     paths: tuple[GradientPath, ...]
 
 
-def found(made: Made, asked: Asked, work: Work) -> Found:
+def found(made: LossRecord, asked: TraceOptions, work: ProgressBar) -> TraceOutcome:
     """Trace the loss and measure."""
     work.begin("tracing")
     trace = made.watch.trace(made.loss, rule=asked.rule, granularity=asked.granularity)
@@ -152,7 +152,7 @@ def found(made: Made, asked: Asked, work: Work) -> Found:
     influence = trace.influence(
         asked.components, asked.weight, sample=asked.sample, seed=asked.seed
     )
-    result = Found(made.loss.detach(), trace, influence, trace.flow(), paths)
+    result = TraceOutcome(made.loss.detach(), trace, influence, trace.flow(), paths)
     if asked.out is not None:
         work.begin(f"saving {asked.out}")
         asked.out.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def chosen(influence: Influence, top: int | None) -> Influence:
 # To show -----------------------------------------------------------------------------------------
 
 
-def show(found: Found, asked: Asked, top: int | None) -> None:
+def show(found: TraceOutcome, asked: TraceOptions, top: int | None) -> None:
     """For a reader."""
     write(_summary(found))
     table = chosen(found.influence, top or SHOWN).table()
@@ -204,7 +204,7 @@ def show(found: Found, asked: Asked, top: int | None) -> None:
         write(f"The report is in {asked.report}")
 
 
-def _summary(found: Found) -> str:
+def _summary(found: TraceOutcome) -> str:
     """``Loss 3.912: 57 operators, 10 leaves of 2,458 elements``."""
     trace = found.trace
     elements = sum(leaf.tensor.numel() for leaf in trace.program.leaves)
@@ -215,7 +215,7 @@ def _summary(found: Found) -> str:
     )
 
 
-def data(found: Found, asked: Asked, top: int | None) -> dict[str, Any]:
+def data(found: TraceOutcome, asked: TraceOptions, top: int | None) -> dict[str, Any]:
     """For a program."""
     trace = found.trace
     leaves = {trace.names[leaf.value]: leaf.tensor for leaf in trace.program.leaves}
@@ -235,7 +235,7 @@ def data(found: Found, asked: Asked, top: int | None) -> dict[str, Any]:
     }
 
 
-def rows(table: Table) -> list[dict[str, Any]]:
+def rows(table: TextTable) -> list[dict[str, Any]]:
     """A table as JSON has it."""
     return [
         {key.removeprefix("± "): value for key, value in row.items()} for row in table.to_dicts()

@@ -19,7 +19,7 @@ SHUFFLE = (
 )
 
 
-class Entry(NamedTuple):
+class BatchEntry(NamedTuple):
     """A batch that was counted: its number at that time, and a digest of its data."""
 
     number: int
@@ -42,7 +42,7 @@ class Journaled(NamedTuple):
     """What a journal counts of a loader's batches, by name; and what to say if they are others."""
 
     file: str
-    batches: Mapping[str, Entry]
+    batches: Mapping[str, BatchEntry]
     again: str
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from gradtrace.distributed.batches import Batch, Entry
-from gradtrace.distributed.identity import Identity
+from gradtrace.distributed.batches import Batch, BatchEntry
+from gradtrace.distributed.identity import RunIdentity
 from gradtrace.distributed.process_group import merged
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container, schemas
@@ -41,34 +41,34 @@ SHARE = 20
 
 
 @dataclass(frozen=True)
-class Counted:
+class PartialResult:
     """A table, and the batches it is of: for each loader their entries by name."""
 
     table: Influence | None = None
-    batches: Mapping[str, Mapping[str, Entry]] = field(default_factory=dict)
+    batches: Mapping[str, Mapping[str, BatchEntry]] = field(default_factory=dict)
 
-    def of(self, loader: str) -> Mapping[str, Entry]:
+    def of(self, loader: str) -> Mapping[str, BatchEntry]:
         """The batches of one loader."""
         return self.batches.get(loader, {})
 
-    def add(self, loader: str, batch: Batch, part: Influence) -> Counted:
+    def add(self, loader: str, batch: Batch, part: Influence) -> PartialResult:
         """With one batch more."""
-        entry = Entry(batch.number, batch.content)
-        return self.join(Counted(part, {loader: {batch.name: entry}}))
+        entry = BatchEntry(batch.number, batch.content)
+        return self.join(PartialResult(part, {loader: {batch.name: entry}}))
 
-    def join(self, other: Counted) -> Counted:
+    def join(self, other: PartialResult) -> PartialResult:
         """With what another has; both have no batch in common."""
         names = sorted(self.batches.keys() | other.batches.keys())
         batches = {name: {**self.of(name), **other.of(name)} for name in names}
-        return Counted(merged([self.table, other.table]), batches)
+        return PartialResult(merged([self.table, other.table]), batches)
 
-    def meets(self, other: Counted) -> bool:
+    def meets(self, other: PartialResult) -> bool:
         """Whether both count one and the same batch."""
         return any(
             not self.of(name).keys().isdisjoint(some) for name, some in other.batches.items()
         )
 
-    def covers(self, other: Counted) -> bool:
+    def covers(self, other: PartialResult) -> bool:
         """Whether every batch of the other is counted here too."""
         return all(self.of(name).keys() >= some.keys() for name, some in other.batches.items())
 
@@ -82,23 +82,23 @@ class Counted:
         return {"influence": table, "batches": batches}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Counted:
+    def from_dict(cls, data: Mapping[str, Any]) -> PartialResult:
         """What ``to_dict`` gave."""
         table = data["influence"]
         found = {str(loader): dict(_entries(text)) for loader, text in data["batches"].items()}
         return cls(None if table is None else Influence.from_dict(table), found)
 
 
-def _entries(text: str) -> Iterator[tuple[str, Entry]]:
+def _entries(text: str) -> Iterator[tuple[str, BatchEntry]]:
     for word in text.split():
         match = ENTRY.fullmatch(word)
         if match is None:
             raise ValueError(f"{word[:40]!r} is no batch")
         number, name, content = match.groups()
-        yield name, Entry(int(number, 16), content)
+        yield name, BatchEntry(int(number, 16), content)
 
 
-class Book:
+class CheckpointFiles:
     """The files of one checkpoint, as one rank sees them; without a path, nothing is kept.
 
     ``identity`` is what the files must be of, and ``names`` are those of the model's tensors.
@@ -109,27 +109,29 @@ class Book:
     ) -> None:
         self.path = None if path is None else Path(path).expanduser()
         self.settings = settings
-        self.identity: Identity | None = None
+        self.identity: RunIdentity | None = None
         self.names: list[str] = []
         self.own = self.path
-        self._unwritten: Counted | None = None
+        self._unwritten: PartialResult | None = None
         self._next = 0.0
         if self.path is not None and world > 1:
             self.own = self.path.with_name(f"{self.path.name}.rank{rank}")
 
-    def read(self) -> Counted:
+    def read(self) -> PartialResult:
         """What this rank counted before."""
-        return Counted() if self.own is None else self._read(self.own)
+        return PartialResult() if self.own is None else self._read(self.own)
 
-    def whole(self) -> Counted:
+    def whole(self) -> PartialResult:
         """What all ranks counted before, if they came to an end."""
-        return Counted() if self.path is None or self.own == self.path else self._read(self.path)
+        return (
+            PartialResult() if self.path is None or self.own == self.path else self._read(self.path)
+        )
 
-    def parts(self) -> list[Counted]:
+    def parts(self) -> list[PartialResult]:
         """What is in files of parts, of any rank."""
         return [self._read(path) for path in self._files() if path not in (self.own, self.path)]
 
-    def keep(self, counted: Counted) -> None:
+    def keep(self, counted: PartialResult) -> None:
         """Write down what this rank counted; where that takes long, now and then."""
         self._unwritten = counted
         begun = perf_counter()
@@ -144,7 +146,7 @@ class Book:
             self._write(self.own, self._unwritten)
         self._unwritten = None
 
-    def close(self, whole: Counted) -> None:
+    def close(self, whole: PartialResult) -> None:
         """Write down that all is counted; files of parts go."""
         if self.path is not None:
             self._write(self.path, whole)
@@ -169,14 +171,14 @@ class Book:
         ]
         return [self.path, *sorted(parts, key=lambda path: int(path.name[len(start) :]))]
 
-    def _write(self, path: Path, counted: Counted) -> None:
+    def _write(self, path: Path, counted: PartialResult) -> None:
         assert self.identity is not None
         meta = {"settings": self.settings, "identity": self.identity.to_dict()}
         container.write(path, "influence", {**meta, **counted.to_dict()}, {})
 
-    def _read(self, path: Path) -> Counted:
+    def _read(self, path: Path) -> PartialResult:
         if not path.exists():
-            return Counted()
+            return PartialResult()
         meta = container.read(path, "influence", schemas.JOURNAL).meta
         if meta["settings"] != self.settings:
             changed = [k for k in self.settings if meta["settings"].get(k) != self.settings[k]]
@@ -189,18 +191,18 @@ class Book:
                 f"data; {AGAIN}"
             )
         assert self.identity is not None
-        changed = Identity.from_dict(meta["identity"]).differences(self.identity, self.names)
+        changed = RunIdentity.from_dict(meta["identity"]).differences(self.identity, self.names)
         if changed:
             raise GradtraceError(
                 f"{path} does not belong to this call, so what it counts cannot be added to: "
                 f"{' and '.join(changed)} changed since it was begun; {AGAIN}"
             )
-        return Counted.from_dict(meta)
+        return PartialResult.from_dict(meta)
 
 
 def pooled(
-    whole: Counted, owns: Iterable[Counted], parts: Iterable[Counted]
-) -> tuple[Counted, list[Counted]]:
+    whole: PartialResult, owns: Iterable[PartialResult], parts: Iterable[PartialResult]
+) -> tuple[PartialResult, list[PartialResult]]:
     """What files other than the ranks' own count, and what is left of the ranks' own.
 
     A run that was killed while it put parts together leaves parts that the whole has already; and
@@ -208,7 +210,7 @@ def pooled(
     """
     rest, known, left = whole, whole, []
     for own in owns:
-        left.append(Counted() if known.covers(own) else own)
+        left.append(PartialResult() if known.covers(own) else own)
         known = _apart(known, left[-1])
     for part in parts:
         if not known.covers(part):
@@ -216,13 +218,13 @@ def pooled(
     return rest, left
 
 
-def _apart(first: Counted, second: Counted) -> Counted:
+def _apart(first: PartialResult, second: PartialResult) -> PartialResult:
     if first.meets(second):
         raise GradtraceError(f"files of this checkpoint count the same batches twice; {AGAIN}")
     return first.join(second)
 
 
-def fits(counted: Counted, streams: Iterable[str]) -> None:
+def fits(counted: PartialResult, streams: Iterable[str]) -> None:
     """Refuse to go on with what was counted from loaders of other ranks than there are now."""
     odd = sorted(set(counted.batches) - set(streams))
     if odd:

@@ -12,9 +12,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradtrace.distributed import batches, unwrap
-from gradtrace.distributed.checkpoint import AGAIN, SHARED, Book, Counted, fits, pooled
-from gradtrace.distributed.identity import Identity, identity
-from gradtrace.distributed.process_group import Message, Team, joined
+from gradtrace.distributed.checkpoint import (
+    AGAIN,
+    SHARED,
+    CheckpointFiles,
+    PartialResult,
+    fits,
+    pooled,
+)
+from gradtrace.distributed.identity import RunIdentity, identity
+from gradtrace.distributed.process_group import Message, ProcessGroup, joined
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.pytorch.side_effects import Undo, restored, undoing
 from gradtrace.session import watch
@@ -78,7 +85,9 @@ def influence(
     try:
         with joined(group) as team, unwrap.apart(model):
             own = batches.sharded(loader, team.world) if sharded is None else sharded
-            run = Run(team, Book(checkpoint, settings, team.rank, team.world), own)
+            run = InfluenceRun(
+                team, CheckpointFiles(checkpoint, settings, team.rank, team.world), own
+            )
             run.begin(model, loss_fn)
             part = settings | {"components": components}
             run.count(
@@ -94,19 +103,19 @@ def influence(
         ) from error
 
 
-NOTHING = Counted()
+NOTHING = PartialResult()
 
 
 @dataclass
-class Run:
+class InfluenceRun:
     """A measurement, as one of its ranks sees it."""
 
-    team: Team
-    book: Book
+    team: ProcessGroup
+    book: CheckpointFiles
     own: bool  # whether this rank has a loader of its own
-    mine: Counted = NOTHING
-    rest: Counted = NOTHING  # of files that are no rank's own; on rank 0
-    done: Counted = NOTHING  # of all files, without the table
+    mine: PartialResult = NOTHING
+    rest: PartialResult = NOTHING  # of files that are no rank's own; on rank 0
+    done: PartialResult = NOTHING  # of all files, without the table
     part: batches.Batches | None = None
     number: int = 0
 
@@ -127,10 +136,10 @@ class Run:
             said["identity"] = found.to_dict()
         agreed = self.team.meet(said, self._agreed)
         if "identity" in agreed:
-            self.book.identity = Identity.from_dict(agreed["identity"])
+            self.book.identity = RunIdentity.from_dict(agreed["identity"])
         plan = self.team.meet({"counted": self.book.read().to_dict()}, self._plan)
-        self.mine = Counted.from_dict(plan["owns"][self.team.rank])
-        self.done = Counted.from_dict(plan["done"])
+        self.mine = PartialResult.from_dict(plan["owns"][self.team.rank])
+        self.done = PartialResult.from_dict(plan["done"])
 
     def _agreed(self, said: list[Message]) -> Message:
         for rank, other in enumerate(said):
@@ -138,7 +147,7 @@ class Run:
         return said[0]
 
     def _plan(self, said: list[Message]) -> Message:
-        owns = [Counted.from_dict(each["counted"]) for each in said]
+        owns = [PartialResult.from_dict(each["counted"]) for each in said]
         self.rest, left = pooled(self.book.whole(), owns, self.book.parts())
         done = self.rest
         for each in left:
@@ -147,7 +156,7 @@ class Run:
         fits(done, [f"{k}/{world}" for k in range(world)] if self.own else [SHARED])
         return {
             "owns": [each.to_dict() for each in left],
-            "done": Counted(None, done.batches).to_dict(),
+            "done": PartialResult(None, done.batches).to_dict(),
         }
 
     def count(
@@ -213,7 +222,7 @@ class Run:
     def _verdict(self, said: list[Message], notes: tuple[str, ...]) -> Message:
         whole = self.rest
         for each in said:
-            whole = whole.join(Counted.from_dict(each["counted"]))
+            whole = whole.join(PartialResult.from_dict(each["counted"]))
         table = whole.table
         if any(each["stopped"] for each in said):
             return {"influence": table and replace(table, interrupted=True).to_dict()}

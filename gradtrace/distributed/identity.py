@@ -1,8 +1,8 @@
 """What a measurement is of: a model, its weights, its mode and the code of a loss function.
 
 What was counted of one model must not be added to what is counted of another. So a journal keeps
-an ``Identity``, and a run that finds it there compares. Code is compared as bytecode, so comments
-do not matter: that of the loss function, of the user's modules, and of the user's functions that
+a ``RunIdentity``, and a run that finds one compares. Code is compared as bytecode, so comments do
+not matter: that of the loss function, of the user's modules, and of the user's functions that
 they call, with the constants and tensors that these refer to. Code of installed packages is told
 by its name. Lists and dicts count where the code that refers to them does not change them.
 """
@@ -53,7 +53,7 @@ OWN = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
-class Identity:
+class RunIdentity:
     """A model and a loss function, as few texts as can tell them from others."""
 
     gradtrace: str
@@ -66,7 +66,7 @@ class Identity:
     loss: str
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Identity:
+    def from_dict(cls, data: Mapping[str, Any]) -> RunIdentity:
         """What ``to_dict`` gave; raises a ValueError for anything else."""
         names = cls.__dataclass_fields__.keys()
         if data.keys() != names or not all(isinstance(data[name], str) for name in names):
@@ -77,7 +77,7 @@ class Identity:
         """As JSON has it."""
         return asdict(self)
 
-    def differences(self, now: Identity, names: list[str]) -> list[str]:
+    def differences(self, now: RunIdentity, names: list[str]) -> list[str]:
         """What has changed since, in words; ``names`` are those of the model's tensors now."""
         if self.gradtrace != now.gradtrace:
             return [f"gradtrace (it was {self.gradtrace}, this is {now.gradtrace})"]
@@ -105,10 +105,10 @@ def _values(before: str, now: str, names: list[str]) -> str:
     return f"the values of weights or buffers ({odd[0] if odd else 'all'}{more})"
 
 
-def identity(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[Identity, list[str]]:
+def identity(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[RunIdentity, list[str]]:
     """The identity of a measurement, and the names of the model's tensors."""
     tensors = dict(_tensors(model))
-    return Identity(
+    return RunIdentity(
         gradtrace=sys.modules["gradtrace"].__version__,
         python=".".join(platform.python_version_tuple()[:2]),
         model=digests.named(_class(unwrapped(model))),
@@ -150,7 +150,7 @@ def _class(module: nn.Module) -> type:
 
 
 def _modules(model: nn.Module) -> str:
-    walk = Walk(unwrapped(model))
+    walk = CodeWalk(unwrapped(model))
     for name, module in named_modules(model):
         walk.say(name)
         walk.kind(_class(module))
@@ -159,12 +159,12 @@ def _modules(model: nn.Module) -> str:
 
 
 def _code(function: Any, model: nn.Module) -> str:
-    walk = Walk(model)
+    walk = CodeWalk(model)
     walk.value(function, None)
     return walk.digest()
 
 
-class Walk:
+class CodeWalk:
     """Gathers code and what it refers to, each function once."""
 
     def __init__(self, model: nn.Module) -> None:

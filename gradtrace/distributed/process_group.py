@@ -66,18 +66,18 @@ def chosen(group: Any) -> Any:
 
 
 @contextmanager
-def joined(group: Any = None) -> Iterator[Team]:
+def joined(group: Any = None) -> Iterator[ProcessGroup]:
     """The ranks of a group for the time of one measurement; ``chosen`` says which group.
 
     What is raised inside on one rank is raised on the others as RankFailed.
     """
     found = chosen(group)
     if found is None:
-        yield Team()
+        yield ProcessGroup()
         return
     import torch.distributed as dist
 
-    team = Team(dist.get_rank(found), dist.get_world_size(found), _connected(found))
+    team = ProcessGroup(dist.get_rank(found), dist.get_world_size(found), _connected(found))
     try:
         yield team
     except BaseException as error:
@@ -108,7 +108,7 @@ def _connected(group: Any) -> Any:
         ) from error
 
 
-class Team:
+class ProcessGroup:
     """A process among the others of its group; by itself it is rank 0 of one."""
 
     def __init__(self, rank: int = 0, world: int = 1, handle: Any = None) -> None:
@@ -119,7 +119,7 @@ class Team:
         self._failed: dict[int, str] = {}
         self._interrupted = self._ended = False
         peers = range(1, world) if rank == 0 else (0,)
-        self._lines = {peer: Line(handle, peer) for peer in peers}
+        self._lines = {peer: Connection(handle, peer) for peer in peers}
         self._threads = [
             threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in peers
         ]
@@ -276,7 +276,7 @@ def told(rank: int, error: BaseException) -> str:
     return f"rank {rank}: {kind}{error}"
 
 
-class Line:
+class Connection:
     """A connection to one rank: messages as JSON, each with its length in front."""
 
     def __init__(self, handle: Any, peer: int) -> None:

@@ -39,7 +39,7 @@ _numbers: Counter[str] = Counter()
 """How many there were in this process: the n-th ones of a name, in all processes, go together."""
 
 
-class Shards:
+class RankExchange:
     """A process among those of ``torch.distributed``; alone, if there are no others."""
 
     def __init__(self, called: str = "", together: bool | None = None) -> None:
@@ -47,13 +47,13 @@ class Shards:
 
         there = dist.is_available() and dist.is_initialized()
         self.rank, self.world = 0, 1
-        self.line: Line | None = None
+        self.line: RankThread | None = None
         if there and together is not False and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             store = dist.distributed_c10d._get_default_store()  # a group tells its own since 2.9
             _numbers[called] += 1
             prefix = f"gradtrace/monitor/{called}/{_numbers[called]}"
-            self.line = Line(store, prefix, self.rank, self.world)
+            self.line = RankThread(store, prefix, self.rank, self.world)
 
     @property
     def first(self) -> bool:
@@ -85,7 +85,7 @@ class Shards:
             self.line.close(seconds)
 
 
-class Line:
+class RankThread:
     """The thread of one process, and what goes through it."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world: int) -> None:

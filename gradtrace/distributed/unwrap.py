@@ -32,7 +32,7 @@ def apart(model: nn.Module) -> Iterator[None]:
     refuse_flat(model)
     with ExitStack() as stack:
         wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        stack.callback(listen(_Alone(), wrappers))
+        stack.callback(listen(_SingleProcess(), wrappers))
         stack.enter_context(gathered(model))
         yield
 
@@ -40,7 +40,7 @@ def apart(model: nn.Module) -> Iterator[None]:
 # DistributedDataParallel --------------------------------------------------------------------------
 
 
-class _Alone(Listener):
+class _SingleProcess(Listener):
     """Calls go to the module inside, with tensors on its device as the wrapper puts them."""
 
     def around(self, module: nn.Module, forward: Forward) -> Forward:

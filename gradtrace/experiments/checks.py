@@ -26,10 +26,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
-from gradtrace.experiments.harness.parts import Part, all_cells, all_findings
+from gradtrace.experiments.harness.parts import ResultPart, all_cells, all_findings
 from gradtrace.experiments.slides import costs, differences, formulas
 
-PARTS = cast(dict[str, Part], {"differences": differences, "costs": costs, "formulas": formulas})
+PARTS = cast(
+    dict[str, ResultPart], {"differences": differences, "costs": costs, "formulas": formulas}
+)
 QUICK: dict[str, Any] = {
     "differences": {"per_decade": 4, "width": 6},
     "costs": {"sizes": [10, 100, 1000]},

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace.experiments.harness.command import Asked, run, sources
+from gradtrace.experiments.harness.command import ExperimentOptions, run, sources
 from gradtrace.experiments.harness.page import html, section
 from gradtrace.experiments.harness.publishing import pictures
 from gradtrace.experiments.harness.results import write
@@ -73,7 +73,7 @@ def demo(path: str | Path, say: Say = print) -> dict[str, Any]:
     """
     path = Path(path)
     first = look()
-    asked = Asked(quick=True, out=path.with_suffix(""))
+    asked = ExperimentOptions(quick=True, out=path.with_suffix(""))
     done = run(sources("competition", every=False), asked, say)
     data = done.found["competition"]
     found = first.found | {"competition": data, "report": str(path)}

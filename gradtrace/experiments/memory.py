@@ -41,7 +41,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.ledger import Ledger, tensors_alive
+from gradtrace.experiments.harness.ledger import LiveBytes, tensors_alive
 from gradtrace.experiments.harness.resident import apart, beyond
 from gradtrace.experiments.harness.rounds import linear_fit
 
@@ -164,13 +164,13 @@ def _measured(cell: Cell) -> Result:
     model, x = _built(cell)
     parameters = list(model.parameters())
     known = [x, *parameters]
-    ledger = Ledger(known)
+    ledger = LiveBytes(known)
     with ledger:
         loss = _loss(model, x)
     kept = ledger.now()
     fresh = _peak(ledger, loss.backward)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    again = Ledger([*known, *gradients])
+    again = LiveBytes([*known, *gradients])
     with again:
         loss = _loss(model, x)
     added = _peak(again, loss.backward)
@@ -198,7 +198,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _peak(ledger: Ledger, run: Callable[[], object]) -> int:
+def _peak(ledger: LiveBytes, run: Callable[[], object]) -> int:
     """The most that is alive in a run, what was before it included."""
     ledger.peak = ledger.held = 0
     with ledger:
@@ -232,7 +232,7 @@ def _difference(cell: Cell, gradients: Sequence[Tensor]) -> float:
 def _traced(model: Deep, x: Tensor) -> int:
     """What a trace adds to the activations."""
     model.zero_grad(set_to_none=True)
-    ledger = Ledger([x, *model.parameters(), *tensors_alive()])
+    ledger = LiveBytes([x, *model.parameters(), *tensors_alive()])
     with gt.watch(model) as watch, ledger:
         loss = _loss(model, x)
     watch.trace(loss)  # what is made once in a process

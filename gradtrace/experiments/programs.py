@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
-from gradtrace.experiments.harness.parts import Part, all_cells, all_findings
+from gradtrace.experiments.harness.parts import ResultPart, all_cells, all_findings
 from gradtrace.experiments.lecture import (
     batches,
     classes,
@@ -37,7 +37,7 @@ from gradtrace.experiments.lecture import (
 )
 
 PARTS = cast(
-    dict[str, Part],
+    dict[str, ResultPart],
     {
         "worked": worked,
         "structures": structures,

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from gradtrace.errors import NotScalar
 from gradtrace.flow.depth import Measured, Modules
-from gradtrace.flow.result import Flow, Level, Row
-from gradtrace.flow.sizing import Size, Wiring, losses_of, measure
-from gradtrace.flow.words import Report
+from gradtrace.flow.result import Flow, Level, ModuleFlow
+from gradtrace.flow.sizing import OperatorGraph, Size, losses_of, measure
+from gradtrace.flow.words import FlowText
 from gradtrace.ir.program import Program
 
-__all__ = ["Flow", "Level", "Row", "Size", "flow_of", "measure"]
+__all__ = ["Flow", "Level", "ModuleFlow", "Size", "flow_of", "measure"]
 
 
 def flow_of(
@@ -66,7 +66,7 @@ def flow_of(
             "pass a weight for each element of the loss"
         )
     size = measure(program, seed) if size is None else size
-    wiring = Wiring(program, size)
+    wiring = OperatorGraph(program, size)
     flow = Measured(wiring, size, losses_of(wiring, size))
     modules = Modules(flow, names, classes)
-    return Flow(flow.profile, modules.rows, tuple(Report(flow, modules).findings()))
+    return Flow(flow.profile, modules.rows, tuple(FlowText(flow, modules).findings()))

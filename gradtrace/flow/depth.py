@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch.nn import Parameter
 
-from gradtrace.flow.result import FACTOR, FEW, MOSTLY, REPEATS, Level, Row
-from gradtrace.flow.sizing import Handed, Lost, Size, Wiring, elementwise
+from gradtrace.flow.result import FACTOR, FEW, MOSTLY, REPEATS, Level, ModuleFlow
+from gradtrace.flow.sizing import OperatorGraph, PassedGradient, Size, VanishedGradient, elementwise
 
 
 class Change(NamedTuple):
@@ -32,9 +32,9 @@ class Change(NamedTuple):
 class Measured:
     """A program with the sizes of its cotangents, and where those that are 0 became so."""
 
-    wiring: Wiring
+    wiring: OperatorGraph
     size: Mapping[int, Size]
-    lost: dict[int, Lost]
+    lost: dict[int, VanishedGradient]
 
     @cached_property
     def _peaks(self) -> list[int]:
@@ -191,7 +191,7 @@ class Modules:
         found[module].reached.setdefault(call, {})[value] = None
         return found[module]
 
-    def _dropped(self, edge: Handed) -> float:
+    def _dropped(self, edge: PassedGradient) -> float:
         """The share of entries that an elementwise operator made 0."""
         block = self.flow.wiring.blocks[edge.giver]
         if not elementwise(block):
@@ -220,13 +220,13 @@ class Modules:
     # Rows ----------------------------------------------------------------------------------------
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ModuleFlow, ...]:
         """One for each module."""
         return tuple(self._row(module, found) for module, found in self.gathered.items())
 
-    def _row(self, module: str, found: Gathered) -> Row:
+    def _row(self, module: str, found: Gathered) -> ModuleFlow:
         calls = [self._most(found.reached[call]) for call in sorted(found.reached)]
-        return Row(
+        return ModuleFlow(
             module,
             self.classes.get(module, ""),
             len(found.calls),

@@ -8,7 +8,7 @@ from math import isfinite, sqrt
 from typing import Any, NamedTuple
 
 from gradtrace.errors import UnknownName
-from gradtrace.io.table import Column, Table
+from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.printable import printable
 
 FACTOR = 1000.0
@@ -62,7 +62,7 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleFlow:
     """The gradient at one module, counting the operators that no module inside it made.
 
     ``norm`` is the largest at its output: of the cotangents that reach its operators from outside
@@ -98,7 +98,7 @@ class Flow:
     """
 
     profile: tuple[Level, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleFlow, ...]
     findings: tuple[str, ...]
 
     @property
@@ -106,34 +106,38 @@ class Flow:
         """Whether the gradient vanishes, explodes or dies, where, and what one can do."""
         return printable(" ".join(self.findings))
 
-    def __getitem__(self, module: str) -> Row:
+    def __getitem__(self, module: str) -> ModuleFlow:
         for row in self.rows:
             if row.module == module:
                 return row
         known = ", ".join(repr(row.module) for row in self.rows[:8])
         raise UnknownName(f"no module {module!r} made operators of this loss; there are {known}")
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ModuleFlow]:
         return iter(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """One row a module; the verdict below it."""
         many = any(row.calls > 1 for row in self.rows)
         columns = (
-            Column("module"),
-            Column("class"),
-            *([Column("calls", "count")] if many else []),
-            Column("depth", "count"),
-            Column("norm", "number"),
-            *([Column("first call", "number"), Column("last call", "number")] if many else []),
-            Column("handed on", "number"),
-            Column("gain", "number"),
-            Column("zeros", "share"),
-            Column("parameters", "number"),
-            Column("verdict"),
+            TextColumn("module"),
+            TextColumn("class"),
+            *([TextColumn("calls", "count")] if many else []),
+            TextColumn("depth", "count"),
+            TextColumn("norm", "number"),
+            *(
+                [TextColumn("first call", "number"), TextColumn("last call", "number")]
+                if many
+                else []
+            ),
+            TextColumn("handed on", "number"),
+            TextColumn("gain", "number"),
+            TextColumn("zeros", "share"),
+            TextColumn("parameters", "number"),
+            TextColumn("verdict"),
         )
         rows = tuple(
             (
@@ -152,7 +156,7 @@ class Flow:
             for row in self.rows
         )
         deep = f"{len(self.profile):,} operators deep"
-        return Table(f"Gradient flow ({deep})", columns, rows, self.findings)
+        return TextTable(f"Gradient flow ({deep})", columns, rows, self.findings)
 
     def __str__(self) -> str:
         return str(self.table())
@@ -180,7 +184,7 @@ class Flow:
         """What ``to_dict`` gave."""
         return cls(
             tuple(Level(**_parsed(level)) for level in data["profile"]),
-            tuple(Row(**_parsed(row)) for row in data["rows"]),
+            tuple(ModuleFlow(**_parsed(row)) for row in data["rows"]),
             tuple(map(str, data["findings"])),
         )
 
@@ -205,6 +209,6 @@ def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: parsed(key, value) for key, value in fields.items()}
 
 
-def name_of(row: Row) -> str:
+def name_of(row: ModuleFlow) -> str:
     """What a module is called; outside any, ``(top)``."""
     return row.module or "(top)"

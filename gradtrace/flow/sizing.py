@@ -83,7 +83,7 @@ def sizes(x: Tensor) -> Tensor:
 # Who hands what to whom --------------------------------------------------------------------------
 
 
-class Handed(NamedTuple):
+class PassedGradient(NamedTuple):
     """A cotangent that an operator gives: to an operator of the activation side, or to a leaf."""
 
     giver: int
@@ -93,7 +93,7 @@ class Handed(NamedTuple):
     leaf: int | None
 
 
-class Wiring:
+class OperatorGraph:
     """Operators by number, the edges between them, which are on the activation side, how deep."""
 
     def __init__(self, program: Program, size: Mapping[int, Size]) -> None:
@@ -129,9 +129,9 @@ class Wiring:
             sum(self.size[value].nonzero for value in values.values())
             for values in (block.takes, block.gives)
         )
-        return taken == given and all(m.moves for m in maps_of(block))
+        return taken == given and all(m.is_gather for m in maps_of(block))
 
-    def _edges(self) -> Iterator[Handed]:
+    def _edges(self) -> Iterator[PassedGradient]:
         for number, block in enumerate(self.blocks):
             if number in self.aside:
                 continue
@@ -140,9 +140,9 @@ class Wiring:
                 taker = self.takers.get(whole)
                 if taker is None or taker in self.aside:
                     leaf = whole if taker is None else self.aside[taker]
-                    yield Handed(number, value, whole, None, leaf)
+                    yield PassedGradient(number, value, whole, None, leaf)
                 else:
-                    yield Handed(number, value, whole, taker, None)
+                    yield PassedGradient(number, value, whole, taker, None)
 
     def _depth(self) -> dict[int, int]:
         found = {0: 0} if self.blocks else {}
@@ -151,7 +151,7 @@ class Wiring:
                 found[edge.taker] = max(found.get(edge.taker, 0), found[edge.giver] + 1)
         return found
 
-    def enters(self, edge: Handed) -> int | None:
+    def enters(self, edge: PassedGradient) -> int | None:
         """The operator that an edge leads to, if that is in another call or another module."""
         if edge.taker is None or self.blocks[edge.taker].place == self.blocks[edge.giver].place:
             return None
@@ -166,29 +166,31 @@ def maps_of(block: Block) -> Iterator[Map]:
 def elementwise(block: Block) -> bool:
     """Whether an operator weighs or drops every element by itself, as activation functions do."""
     single = len(block.takes) == 1 == len(block.gives)
-    return single and all(m.inputs == m.outputs and (m.stays or m.moves) for m in maps_of(block))
+    return single and all(
+        m.inputs == m.outputs and (m.is_diagonal or m.is_gather) for m in maps_of(block)
+    )
 
 
 # What became 0 -----------------------------------------------------------------------------------
 
 
-class Lost(NamedTuple):
+class VanishedGradient(NamedTuple):
     """Where a gradient of exactly 0 was still different from 0; ``faint``: and very small."""
 
     block: int
     faint: bool
 
 
-def losses_of(wiring: Wiring, size: Mapping[int, Size]) -> dict[int, Lost]:
+def losses_of(wiring: OperatorGraph, size: Mapping[int, Size]) -> dict[int, VanishedGradient]:
     """For every value that is 0, where it became so."""
-    lost: dict[int, Lost] = {}
+    lost: dict[int, VanishedGradient] = {}
     for number, block in enumerate(wiring.blocks):
         takes = block.takes.values()
         before = [lost[value] for value in takes if value in lost]
         alive = [size[value] for value in takes if size[value].largest]
         for value in block.gives.values():
             if size[value].entries and not size[value].nonzero:
-                here = Lost(number, underflows(block, alive, size[value]))
+                here = VanishedGradient(number, underflows(block, alive, size[value]))
                 lost[value] = here if alive or not before else _of(before)
         for step in block.merges:
             if all(term.value in lost for term in step.terms):
@@ -199,12 +201,12 @@ def losses_of(wiring: Wiring, size: Mapping[int, Size]) -> dict[int, Lost]:
 def underflows(block: Block, takes: Sequence[Size], give: Size) -> bool:
     """Whether what an operator gives is 0 since it is too small for a float."""
     if not takes or (
-        all(m.moves for m in maps_of(block)) and all(take.dtype is give.dtype for take in takes)
+        all(m.is_gather for m in maps_of(block)) and all(take.dtype is give.dtype for take in takes)
     ):
         return False
     kind = torch.finfo(give.dtype)
     return max(take.largest for take in takes) <= FAINT * kind.smallest_normal * kind.eps
 
 
-def _of(many: Sequence[Lost]) -> Lost:
+def _of(many: Sequence[VanishedGradient]) -> VanishedGradient:
     return next((each for each in many if each.faint), many[0])

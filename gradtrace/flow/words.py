@@ -8,7 +8,7 @@ from math import isfinite, isnan
 
 from gradtrace.flow.depth import Change, Measured, Modules
 from gradtrace.flow.result import FACTOR, NEAR, SHOWN, name_of
-from gradtrace.flow.sizing import Lost, elementwise, maps_of
+from gradtrace.flow.sizing import VanishedGradient, elementwise, maps_of
 
 KEEP = (
     "Skip connections, normalisation, gated cells or another initialisation (He for ReLU, Xavier "
@@ -22,7 +22,7 @@ REVIVE = "A smaller learning rate, another initialisation or a leaky slope bring
 
 
 @dataclass
-class Report:
+class FlowText:
     """What there is to say, in sentences."""
 
     flow: Measured
@@ -147,7 +147,7 @@ class Report:
             return f"Dead: {_listed(silent)} {gets} no gradient at all. {why}"
         return f"Dead: {_listed([name_of(row) for row in rows])} hands no gradient on. {why}"
 
-    def _why(self, lost: Lost) -> str:
+    def _why(self, lost: VanishedGradient) -> str:
         """What an operator did that hands on nothing but zeros."""
         block = self.flow.wiring.blocks[lost.block]
         where = self._operator(lost.block)
@@ -159,7 +159,7 @@ class Report:
                 f"{where} has slope 0 at all {_count(reached, 'entry')} that the gradient comes to "
                 f"(a dead ReLU, a saturated unit, a closed gate?). {REVIVE}"
             )
-        if all(m.moves for m in maps_of(block)):
+        if all(m.is_gather for m in maps_of(block)):
             return f"{where} cuts it off: the loss does not use that part."
         return f"{where} multiplies it with zeros (weights or factors that start at 0?)."
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.names import Atlas, unknown
+from gradtrace.autodiff.names import NameTable, unknown
 from gradtrace.autodiff.nodes import ACCUMULATE, Node
 from gradtrace.autodiff.threads import elsewhere
 from gradtrace.autodiff.traversal import walk
@@ -44,7 +44,7 @@ class Graph:
     edges: list[Edge]
     leaves: dict[str, Operator]
     _loss: Tensor = field(repr=False)
-    _atlas: Atlas = field(repr=False)
+    _atlas: NameTable = field(repr=False)
     _watch: HookWatch = field(repr=False)
 
     def __iter__(self) -> Iterator[Operator]:
@@ -143,7 +143,7 @@ class Graph:
         return f"Graph({len(self):,} operators, {count:,} edges, {len(self.leaves):,} leaves)"
 
 
-def build(loss: Tensor, atlas: Atlas, watch: HookWatch) -> Graph:
+def build(loss: Tensor, atlas: NameTable, watch: HookWatch) -> Graph:
     """The graph behind a loss."""
     order: dict[Node, int] = {}
     arguments = {}

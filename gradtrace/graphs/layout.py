@@ -31,7 +31,7 @@ class Box(NamedTuple):
     rank: int
 
 
-class Layout(NamedTuple):
+class GraphLayout(NamedTuple):
     """The centre of each box's upper side, the points each link bends at, and the extent."""
 
     tops: list[Point]
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     height: float
 
 
-def layered(boxes: Sequence[Box], links: Iterable[Link]) -> Layout:
+def layered(boxes: Sequence[Box], links: Iterable[Link]) -> GraphLayout:
     """Place boxes by rank; the links go from lower to higher ranks, each given once."""
     lattice = _Lattice(boxes)
     links = list(links)
@@ -52,7 +52,7 @@ def layered(boxes: Sequence[Box], links: Iterable[Link]) -> Layout:
     bends = {link: _bends(lattice, link, x, bands) for link in links}
     tops = [(x[i], bands[box.rank][0]) for i, box in enumerate(boxes)]
     width = max(at + box.width / 2 for at, box in zip(x, lattice.boxes, strict=True))
-    return Layout(tops, bends, width, bands[-1][1])
+    return GraphLayout(tops, bends, width, bands[-1][1])
 
 
 class _Lattice:

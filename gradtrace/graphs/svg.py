@@ -12,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from gradtrace.graphs.layout import Box, Layout, Link, Point, layered, settle
+from gradtrace.graphs.layout import Box, GraphLayout, Link, Point, layered, settle
 from gradtrace.graphs.operators import Edge, Operator
 from gradtrace.printable import printable
 
@@ -67,7 +67,7 @@ stroke-width:3px;paint-order:stroke}
 # in the page is touched. The page rectangle keeps ink and ground together wherever it is put.
 
 
-class Graph(Protocol):
+class DrawableGraph(Protocol):
     """What is drawn: ``gradtrace.graphs.graph.Graph``."""
 
     @property
@@ -84,7 +84,7 @@ class Graph(Protocol):
         """The edges to the operator's arguments, by position."""
 
 
-def draw(graph: Graph) -> str:
+def draw(graph: DrawableGraph) -> str:
     """The graph as SVG text: the root on top, each argument below the operators that use it.
 
     Of a large graph the operators nearest the root are drawn, and a note says how many are not.
@@ -97,7 +97,7 @@ def draw(graph: Graph) -> str:
 # What is drawn ---------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
+class Polyline(NamedTuple):
     """A line of text on a vertex: its style, the text, and the size of its type."""
 
     style: str
@@ -116,7 +116,7 @@ class Vertex:
 
     kind: str
     rank: int
-    lines: list[Line]
+    lines: list[Polyline]
     told: str
     operator: int | None = None
     ports: float = 0.0  # the width that the argument positions below it need
@@ -137,7 +137,7 @@ class Sheet:
     title: str
     note: str
     vertices: list[Vertex] = field(default_factory=list)
-    links: dict[Link, Line] = field(default_factory=dict)
+    links: dict[Link, Polyline] = field(default_factory=dict)
 
     def add(self, vertex: Vertex) -> int:
         """Take in a vertex, and say where it is."""
@@ -145,7 +145,7 @@ class Sheet:
         return len(self.vertices) - 1
 
 
-def _plan(graph: Graph) -> Sheet:
+def _plan(graph: DrawableGraph) -> Sheet:
     ranks = _ranks(graph)
     kept = _nearest(graph, ranks)
     sheet = Sheet(_title(graph), _note(len(kept), len(graph) - len(kept)))
@@ -161,7 +161,7 @@ def _plan(graph: Graph) -> Sheet:
     return sheet
 
 
-def _title(graph: Graph) -> str:
+def _title(graph: DrawableGraph) -> str:
     leaves = len(graph.leaves)
     return (
         f"Computation graph: {len(graph) - leaves:,} operators and "
@@ -175,7 +175,7 @@ def _note(kept: int, missing: int) -> str:
     return f"Shown: the {kept:,} vertices nearest the loss. Left out: {missing:,} more below them."
 
 
-def _ranks(graph: Graph) -> list[int]:
+def _ranks(graph: DrawableGraph) -> list[int]:
     """The length of the longest way from the root to each operator."""
     ranks = [0] * len(graph)
     for operator in graph:
@@ -186,7 +186,7 @@ def _ranks(graph: Graph) -> list[int]:
     return ranks
 
 
-def _nearest(graph: Graph, ranks: list[int]) -> list[int]:
+def _nearest(graph: DrawableGraph, ranks: list[int]) -> list[int]:
     """The operators to draw, by rank: with each, all that use it."""
     kept: list[int] = []
     edges = 0
@@ -207,12 +207,12 @@ def _vertex(operator: Operator, rank: int, again: set[str]) -> Vertex:
     else:
         name, kind = " = ".join(operator.names or (operator.leaf,)), "leaf"
     lines = [
-        Line("name", _brief(name, SHOWN), 13),
-        Line("shape", f"{shapes} and {more} more" if more > 0 else shapes, 11),
+        Polyline("name", _brief(name, SHOWN), 13),
+        Polyline("shape", f"{shapes} and {more} more" if more > 0 else shapes, 11),
     ]
     call = f", call {operator.call + 1}" if operator.module in again else ""
     if operator.module:
-        lines.append(Line("place", f"in {_brief(operator.module, SHOWN)}{call}", 10))
+        lines.append(Polyline("place", f"in {_brief(operator.module, SHOWN)}{call}", 10))
     return Vertex(kind, rank, lines, _told(operator, name), operator.index)
 
 
@@ -231,7 +231,7 @@ def _short(name: str) -> str:
 
 
 def _ends(
-    graph: Graph, index: int, ranks: list[int], at: dict[int, int]
+    graph: DrawableGraph, index: int, ranks: list[int], at: dict[int, int]
 ) -> Iterator[tuple[int | Vertex, list[Edge]]]:
     """Where the links from an operator end, each with the edges it stands for.
 
@@ -263,7 +263,7 @@ def _way(edge: Edge, ranks: list[int], at: dict[int, int]) -> tuple[str, int | N
     return "far" if far else "near", edge.producer
 
 
-def _aside(kind: str, edges: list[Edge], graph: Graph, rank: int) -> Vertex:
+def _aside(kind: str, edges: list[Edge], graph: DrawableGraph, rank: int) -> Vertex:
     """A word in place of arguments."""
     producers = [graph[i] for i in dict.fromkeys(e.producer for e in edges) if i is not None]
     if kind == "none":
@@ -277,7 +277,7 @@ def _aside(kind: str, edges: list[Edge], graph: Graph, rank: int) -> Vertex:
     else:
         text = f"↓ {len(producers):,} further down"
         told = _brief("further down: " + ", ".join(map(_called, producers[:LONG])), TOLD)
-    return Vertex("aside", rank, [Line("name", _brief(text, SHOWN), 10)], told)
+    return Vertex("aside", rank, [Polyline("name", _brief(text, SHOWN), 10)], told)
 
 
 def _called(operator: Operator) -> str:
@@ -285,14 +285,14 @@ def _called(operator: Operator) -> str:
     return operator.leaf or f"{_short(operator.name)} (operator {operator.index})"
 
 
-def _positions(edges: list[Edge]) -> Line:
+def _positions(edges: list[Edge]) -> Polyline:
     """``0``, or ``0, 1`` where one value is two arguments."""
     shown = ", ".join(str(edge.position) for edge in edges[:FEW])
     last = f" … {edges[-1].position}" if len(edges) > FEW else ""
-    return Line("position", shown + last, 10)
+    return Polyline("position", shown + last, 10)
 
 
-def _step(labels: Iterable[Line]) -> float:
+def _step(labels: Iterable[Polyline]) -> float:
     """How far apart the links of a vertex must start for their labels not to touch."""
     return max((label.width for label in labels), default=0.0) * 2 + 14
 
@@ -323,9 +323,9 @@ def _breadth(char: str) -> float:
 # The picture -----------------------------------------------------------------------------------
 
 
-def _frame(sheet: Sheet, layout: Layout, body: str) -> str:
+def _frame(sheet: Sheet, layout: GraphLayout, body: str) -> str:
     """The SVG element; its one id comes from its content, so drawings in a page do not collide."""
-    note = Line("note", sheet.note, 13)
+    note = Polyline("note", sheet.note, 13)
     above = MARGIN + (30 if sheet.note else 0)
     width = round(max(layout.width, note.width) + 2 * MARGIN)
     height = round(layout.height + above + MARGIN)
@@ -349,7 +349,7 @@ def _frame(sheet: Sheet, layout: Layout, body: str) -> str:
     )
 
 
-def _body(sheet: Sheet, layout: Layout) -> Iterator[str]:
+def _body(sheet: Sheet, layout: GraphLayout) -> Iterator[str]:
     """Links below vertices below argument positions, so that nothing strikes text through."""
     starts = _starts(sheet, layout)
     for link in sheet.links:
@@ -371,7 +371,7 @@ def _position(text: str, start: Point, goal: float) -> str:
     return f'<text class="position" {where}>{text}</text>'
 
 
-def _starts(sheet: Sheet, layout: Layout) -> dict[Link, Point]:
+def _starts(sheet: Sheet, layout: GraphLayout) -> dict[Link, Point]:
     """Where links leave the lower side of a vertex: above where they go, if there is room."""
     leaving: dict[int, list[Link]] = {}
     for link in sheet.links:
@@ -390,7 +390,7 @@ def _starts(sheet: Sheet, layout: Layout) -> dict[Link, Point]:
     return starts
 
 
-def _goal(link: Link, layout: Layout) -> float:
+def _goal(link: Link, layout: GraphLayout) -> float:
     """The x of the first point that a link goes to."""
     (x, _), *_ = [*layout.bends[link], layout.tops[link[1]]]
     return x

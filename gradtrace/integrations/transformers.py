@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError, needs
 from gradtrace.integrations.making import Divided, checked, placed
-from gradtrace.runs.history import Record, scalars
+from gradtrace.runs.history import StepRecord, scalars
 from gradtrace.training.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class GradTrace(TrainerCallback):  # type: ignore[misc]
     def __init__(self, **how: Any) -> None:
         self._how = checked(how)
         self.monitor: Monitor | None = None
-        self._wiring: Wiring | None = None
-        self._record: Record | None = None
+        self._wiring: TrainerHooks | None = None
+        self._record: StepRecord | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to monitor."""
@@ -56,7 +56,7 @@ class GradTrace(TrainerCallback):  # type: ignore[misc]
             accumulate=args.gradient_accumulation_steps,
             **how,
         )
-        self._wiring = Wiring(self, trainer)
+        self._wiring = TrainerHooks(self, trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hand what was found to the trainer's log."""
@@ -91,7 +91,7 @@ class GradTrace(TrainerCallback):  # type: ignore[misc]
             self.monitor.close(error)
 
 
-class Wiring:
+class TrainerHooks:
     """Where a trainer's steps begin, and where its losses go: callbacks are told neither.
 
     Two methods are wrapped, on this trainer and its accelerator alone, while it trains.

@@ -46,7 +46,7 @@ from gradtrace.io.validation import (
     DEPTH,
     MEMORY,
     Schema,
-    Unfit,
+    SchemaMismatch,
     array,
     integer,
     mapping,
@@ -199,7 +199,7 @@ def about(path: str | os.PathLike[str]) -> Iterator[None]:
     """Around checks of what a file holds: what is unfit there becomes a BadFile that names it."""
     try:
         yield
-    except Unfit as error:
+    except SchemaMismatch as error:
         raise BadFile(f"{os.fspath(path)!r} {MISFIT.format(error)}") from error
 
 
@@ -326,7 +326,7 @@ def _header(file: BinaryIO) -> bytes:
 def _fit(schema: Schema, meta: dict[str, Any]) -> None:
     try:
         schema(meta)
-    except Unfit as error:
+    except SchemaMismatch as error:
         raise BadFile(MISFIT.format(error)) from error
 
 
@@ -341,7 +341,7 @@ def _summed(header: bytes, digest: str) -> Any:
     return total
 
 
-class Held(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     dtype: torch.dtype
@@ -349,7 +349,7 @@ class Held(NamedTuple):
     size: int  # in bytes
 
 
-def _parsed(header: bytes, length: int) -> tuple[dict[str, Held], dict[str, Any]]:
+def _parsed(header: bytes, length: int) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """The tensors in the order of their bytes, and the document, if all of it has a known form."""
     found = parse(str(memoryview(header)[8:], "ascii"))  # large ones are not copied once more
     if type(found) is not dict:
@@ -361,10 +361,10 @@ def _parsed(header: bytes, length: int) -> tuple[dict[str, Held], dict[str, Any]
     return _layout(found, length - len(header)), _document_of(metadata["gradtrace"])
 
 
-def _layout(found: dict[str, Any], length: int) -> dict[str, Held]:
+def _layout(found: dict[str, Any], length: int) -> dict[str, StoredTensor]:
     """Tensors that lie one behind the other and fill the file."""
     mapping(TENSOR)(found)
-    held: dict[str, Held] = {}
+    held: dict[str, StoredTensor] = {}
     end = 0
     for key, tensor in sorted(found.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         dtype, shape = DTYPES[tensor["dtype"]], tuple(tensor["shape"])
@@ -374,13 +374,13 @@ def _layout(found: dict[str, Any], length: int) -> dict[str, Held]:
         start, stop = tensor["data_offsets"]
         if start != end or stop - start != size:
             unfit(f"tensor {key} is not where it should be")
-        held[key], end = Held(dtype, shape, size), stop
+        held[key], end = StoredTensor(dtype, shape, size), stop
     if end != length:
         unfit(f"the tensors have {end:,} bytes, and the file {length:,}")
     return held
 
 
-def _tensor(file: BinaryIO, held: Held, total: Any) -> Tensor:
+def _tensor(file: BinaryIO, held: StoredTensor, total: Any) -> Tensor:
     """The next tensor of a file, its bytes added to the checksum."""
     tensor = torch.empty(held.shape, dtype=held.dtype, device="cpu")
     for chunk in _bytes(tensor):
@@ -407,14 +407,14 @@ def _document_of(document: str) -> dict[str, Any]:
 def _decoded(pairs: list[tuple[str, Any]]) -> object:
     """A value from its JSON object; keys must differ, and mean something if they start with $."""
     if len(dict(pairs)) < len(pairs):
-        raise Unfit("a key is there twice")
+        raise SchemaMismatch("a key is there twice")
     match pairs:
         case [("$int", str(digits))]:
             return int(digits, 16)
         case [("$float", str(name))] if name in FLOATS:
             return FLOATS[name]
     if any(re.match(r"\$(?!\$)", key) for key, _ in pairs):
-        raise Unfit("a key starts with a single $")
+        raise SchemaMismatch("a key starts with a single $")
     return {key.removeprefix("$"): value for key, value in pairs}
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradtrace.io.validation import (
     Schema,
-    Unfit,
+    SchemaMismatch,
     anything,
     array,
     boolean,
@@ -91,7 +91,7 @@ def _sums(table: Mapping[str, Any]) -> None:
                 if name == "count" and any(below != 1 for _, below in row[name]):
                     unfit("are no whole numbers")
                 _moments(row[name], table["pairs"], slack)
-            except Unfit as error:
+            except SchemaMismatch as error:
                 raise error.within(name).within(n).within("rows") from None
 
 
@@ -326,7 +326,7 @@ def _rows(value: Any) -> None:
     for n in odd:
         try:
             _row(value[n])
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise error.within(n) from None
 
 

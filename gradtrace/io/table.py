@@ -1,7 +1,7 @@
 """A table as a value: plain text in a terminal, HTML in a notebook, raw values for programs.
 
->>> columns = (Column("module"), Column("paths", "count"), Column("share", "share"))
->>> print(Table("Influence", columns, (("encoder", 12345, 0.75), ("解码器", 67, None))))
+>>> columns = (TextColumn("module"), TextColumn("paths", "count"), TextColumn("share", "share"))
+>>> print(TextTable("Influence", columns, (("encoder", 12345, 0.75), ("解码器", 67, None))))
 Influence
 module    paths  share
 ───────  ──────  ─────
@@ -36,7 +36,7 @@ IGNORE = "tex2jax_ignore mathjax_ignore"  # in a notebook, a $ in a name would s
 
 
 @dataclass(frozen=True)
-class Column:
+class TextColumn:
     """What a column holds: text, counts, shares of 1, or other numbers; perhaps with a unit."""
 
     name: str
@@ -55,11 +55,11 @@ class Column:
 
 
 @dataclass(frozen=True, repr=False)
-class Table:
+class TextTable:
     """Rows under columns, a title above and notes below. Values are kept as they are."""
 
     title: str
-    columns: tuple[Column, ...]
+    columns: tuple[TextColumn, ...]
     rows: tuple[tuple[object, ...], ...]
     notes: tuple[str, ...] = ()
 
@@ -74,7 +74,7 @@ class Table:
     def text(self, limit: int | None = ROWS, width: int = WIDTH) -> str:
         """Aligned lines: at most ``limit`` rows (None: all of them), no text wider than ``width``.
 
-        >>> print(Table("", (Column("step", "count"),), ((8,), (9,), (10,))).text(limit=1))
+        >>> print(TextTable("", (TextColumn("step", "count"),), ((8,), (9,), (10,))).text(limit=1))
         step
         ────
            8
@@ -96,7 +96,7 @@ class Table:
     def lines(self, limit: int | None = ROWS, width: int = WIDTH) -> list[list[str]]:
         """The headers and the rows as text, cell by cell, fit to be shown.
 
-        >>> Table("", (Column("share", "share"),), ((0.5,), (None,))).lines()
+        >>> TextTable("", (TextColumn("share", "share"),), ((0.5,), (None,))).lines()
         [['share'], ['50.0%'], ['–']]
         """
         whole = [[column.header for column in self.columns], *self._cells(limit)]
@@ -129,7 +129,7 @@ class Table:
         Numbers that are not finite are strings, and so are integers of over 4,200 digits (in
         hexadecimal), which Python's JSON does not take.
 
-        >>> Table("", (Column("a"), Column("b", "share")), (("x", 0.123456),)).to_dicts()
+        >>> TextTable("", (TextColumn("a"), TextColumn("b", "share")), (("x", 0.123456),)).to_dicts()
         [{'a': 'x', 'b': 0.123456}]
         """
         names = [column.name for column in self.columns]

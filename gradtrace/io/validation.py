@@ -2,13 +2,13 @@
 
 ``parse`` reads JSON of which the size in memory is known beforehand; a schema, built of the
 functions below, says which values may stand where. A schema is called with a value and raises
-``Unfit``, which names the place.
+``SchemaMismatch``, which names the place.
 
 >>> schema = record(name=text(), sizes=array(integer(0, 10), most=2))
 >>> schema(parse('{"name": "a", "sizes": [1, 2]}'))
 >>> schema({"name": "a", "sizes": [1, 11]})
 Traceback (most recent call last):
-gradtrace.io.validation.Unfit: sizes[1] is 11, not within 0 and 10
+gradtrace.io.validation.SchemaMismatch: sizes[1] is 11, not within 0 and 10
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ CPython 3.11: lists, dicts, keys with their slots, and small values)."""
 FLOATS = {"nan", "inf", "-inf"}
 
 
-class Unfit(ValueError):
+class SchemaMismatch(ValueError):
     """A value that the schema of its file does not allow."""
 
     def __init__(self, problem: str, place: str = "") -> None:
         super().__init__(f"{place} {problem}".strip())
         self.problem, self.place = problem, place
 
-    def within(self, key: object) -> Unfit:
+    def within(self, key: object) -> SchemaMismatch:
         """The same, seen from the container that holds the value under a key."""
         step = f"[{key}]" if isinstance(key, int) else str(key)[:80]
         dot = "." if self.place and not self.place.startswith("[") else ""
-        return Unfit(self.problem, f"{step}{dot}{self.place}")
+        return SchemaMismatch(self.problem, f"{step}{dot}{self.place}")
 
 
 def unfit(problem: str) -> NoReturn:
     """Refuse a value."""
-    raise Unfit(problem)
+    raise SchemaMismatch(problem)
 
 
 # JSON --------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def parse(
     """JSON: no key twice, no endless numbers, no more than ``MEMORY``, no NaN unless asked for.
 
     ``pairs`` makes a value of the items of an object, instead of a dict. All that is wrong with a
-    text raises ``Unfit``.
+    text raises ``SchemaMismatch``.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -88,13 +88,13 @@ def parse(
         options |= {} if nan else {"parse_constant": _constant}
         return json.loads(text, object_pairs_hook=pairs or distinct, **options)
     except RecursionError:
-        raise Unfit("JSON is nested too deep to be read") from None
+        raise SchemaMismatch("JSON is nested too deep to be read") from None
     except UnicodeDecodeError:
-        raise Unfit("text is not UTF-8") from None
-    except Unfit:
+        raise SchemaMismatch("text is not UTF-8") from None
+    except SchemaMismatch:
         raise
     except ValueError as error:
-        raise Unfit(f"is not JSON ({str(error)[:80]})") from None
+        raise SchemaMismatch(f"is not JSON ({str(error)[:80]})") from None
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def array(item: Schema, most: int = ITEMS, least: int = 0) -> Schema:
         try:
             for at, each in enumerate(value):  # noqa: B007
                 item(each)
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise error.within(at) from None
 
     return check
@@ -243,7 +243,7 @@ def sequence(*items: Schema) -> Schema:
         for at, (schema, each) in enumerate(zip(items, value)):
             try:
                 schema(each)
-            except Unfit as error:
+            except SchemaMismatch as error:
                 raise error.within(at) from None
 
     return check
@@ -263,7 +263,7 @@ def mapping(item: Schema, most: int = ITEMS, key: Schema | None = None) -> Schem
             for name, each in value.items():
                 keys(name)
                 item(each)
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise error.within(name) from None
 
     return check
@@ -284,7 +284,7 @@ def record(optional: Mapping[str, Schema] | None = None, /, **fields: Schema) ->
                 if name not in known:
                     unfit("is no known field")
                 known[name](each)
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise error.within(name) from None
 
     return check

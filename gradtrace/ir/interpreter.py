@@ -16,7 +16,7 @@ FAR = 24
 """A value whose largest entry is beyond 2 to this power, either way, is scaled back to 1."""
 
 
-class Held(NamedTuple):
+class ScaledValue(NamedTuple):
     """A value, and the power of two that it is to be multiplied with: deep graphs leave the range
     of floats, and powers of two are exact.
     """
@@ -35,10 +35,10 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     keep = {leaf.value for leaf in program.leaves}
     ends = keep - last.keys()  # nothing is multiplied with them any more
     with torch.no_grad():
-        values = {program.root: Held(semiring.weigh(program.seed), 0)}
+        values = {program.root: ScaledValue(semiring.weigh(program.seed), 0)}
         for n, step in enumerate(program.steps()):
             held = value_of(step, values, semiring)
-            same = step.out in ends or (len(step.terms) == 1 and step.terms[0].map.moves)
+            same = step.out in ends or (len(step.terms) == 1 and step.terms[0].map.is_gather)
             values[step.out] = held if same else balanced(held, semiring)
             for term in step.terms:
                 if last[term.value] == n and term.value not in keep:
@@ -48,23 +48,25 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     return {leaf: x[0] if len(x) == 1 else x for leaf, x in done.items()}
 
 
-def value_of(step: Step, values: dict[int, Held], semiring: Semiring) -> Held:
+def value_of(step: Step, values: dict[int, ScaledValue], semiring: Semiring) -> ScaledValue:
     """``⊕`` over the terms of one step."""
     if len(step.terms) > 1 and (order := tiling([term.map for term in step.terms])):
         return _tiled(step, [values[term.value] for term in step.terms], order, semiring)
     (map_, value), *rest = step.terms
-    out, exponent = map_.pull(values[value].value, semiring), values[value].exponent
+    out, exponent = map_.apply_in(values[value].value, semiring), values[value].exponent
     for map_, value in rest:
-        other, power = map_.pull(values[value].value, semiring), values[value].exponent
+        other, power = map_.apply_in(values[value].value, semiring), values[value].exponent
         if power < exponent:
             other = semiring.scale(other, power - exponent)
         elif power > exponent:
             out, exponent = semiring.scale(out, exponent - power), power
         out = semiring.plus(out, other)
-    return Held(semiring.settle(out, step.dtype), exponent)
+    return ScaledValue(semiring.settle(out, step.dtype), exponent)
 
 
-def _tiled(step: Step, held: list[Held], order: list[int], semiring: Semiring) -> Held:
+def _tiled(
+    step: Step, held: list[ScaledValue], order: list[int], semiring: Semiring
+) -> ScaledValue:
     """Terms that lie side by side."""
     exponent = max(each.exponent for each in held)
     parts = [
@@ -75,16 +77,16 @@ def _tiled(step: Step, held: list[Held], order: list[int], semiring: Semiring) -
     ]
     maps = [term.map for term in step.terms]
     out = tuple(tiled(maps, part, order) for part in zip(*parts))
-    return Held(semiring.settle(out, step.dtype), exponent)
+    return ScaledValue(semiring.settle(out, step.dtype), exponent)
 
 
-def balanced(held: Held, semiring: Semiring) -> Held:
+def balanced(held: ScaledValue, semiring: Semiring) -> ScaledValue:
     """The same value with its largest entry near 1, if it was far from it."""
     size = semiring.size(held.value)
     power = frexp(size)[1]
     if abs(power) <= FAR or not size or not isfinite(size):
         return held
-    return Held(semiring.scale(held.value, -power), held.exponent + power)
+    return ScaledValue(semiring.scale(held.value, -power), held.exponent + power)
 
 
 def gradient_of(step: Step, values: dict[int, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels.sync import look
+from gradtrace.kernels.sync import fetch_scalars
 from gradtrace.linops import Contract, Map, Scatter
 
 SOURCE = "mn,mk->kn"
@@ -23,7 +23,7 @@ SOURCE = "mn,mk->kn"
 
 
 @dataclass(frozen=True)
-class Part:
+class LazyPart:
     """``maps[-1](... maps[0](x))``."""
 
     maps: tuple[Map, ...]
@@ -47,27 +47,27 @@ class Part:
                 most *= sizes[id(map_.weight)] * map_.width
             elif isinstance(map_, Scatter):
                 most *= map_.inputs
-            elif not map_.moves:
+            elif not map_.is_gather:
                 return float("nan")
         return most
 
 
 @dataclass
-class Deferred:
+class LazyGradient:
     """A sum of contributions that has not been worked out."""
 
-    parts: list[Part]
+    parts: list[LazyPart]
     versions: list[tuple[Tensor, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         held = [t for part in self.parts if part.maps for t in (part.x, *_operands(part.maps))]
         self.versions = [(tensor, tensor._version) for tensor in held]
 
-    def then(self, maps: Sequence[Map]) -> Deferred:
+    def mapped(self, maps: Sequence[Map]) -> LazyGradient:
         """The same, moved on."""
-        return Deferred([Part((*part.maps, *maps), part.x) for part in self.parts])
+        return LazyGradient([LazyPart((*part.maps, *maps), part.x) for part in self.parts])
 
-    def plus(self, other: Deferred) -> Deferred:
+    def added(self, other: LazyGradient) -> LazyGradient:
         """Take over what another sum is made of. What was computed already is added up, so that
         there is one such part at most, the first.
         """
@@ -77,7 +77,7 @@ class Deferred:
             elif self.parts[0].maps:
                 self.parts.insert(0, part)
             else:
-                self.parts[0] = Part((), self.parts[0].x + part.x)
+                self.parts[0] = LazyPart((), self.parts[0].x + part.x)
         self.versions += other.versions
         return self
 
@@ -95,19 +95,19 @@ class Deferred:
             )
         with torch.no_grad():
             first, *rest = sorted(_joined(self.parts), key=_sparse)
-            total, own = first.value(), any(not map_.moves for map_ in first.maps)
+            total, own = first.value(), any(not map_.is_gather for map_ in first.maps)
             for part in rest:
                 total = _added(total, part, own)
                 own = True
         return total
 
 
-def _sparse(part: Part) -> bool:
+def _sparse(part: LazyPart) -> bool:
     """Whether a contribution is there for few elements only; such are added to the others."""
     return bool(part.maps) and isinstance(part.maps[-1], Scatter)
 
 
-def _added(total: Tensor, part: Part, own: bool) -> Tensor:
+def _added(total: Tensor, part: LazyPart, own: bool) -> Tensor:
     """``total + part``, in place of the total if that is nobody else's."""
     if own and _sparse(part) and total.is_contiguous():
         last = part.maps[-1]
@@ -116,9 +116,9 @@ def _added(total: Tensor, part: Part, own: bool) -> Tensor:
     return total.add_(part.value()) if own else total + part.value()
 
 
-def _joined(parts: list[Part]) -> list[Part]:
+def _joined(parts: list[LazyPart]) -> list[LazyPart]:
     """Products that are alike become one: that of all their rows."""
-    alike: dict[object, list[Part]] = {}
+    alike: dict[object, list[LazyPart]] = {}
     for n, part in enumerate(parts):
         first, *rest = part.maps or (None,)
         alone = not isinstance(first, Contract) or first.spec != SOURCE or len(rest) > 1
@@ -129,17 +129,17 @@ def _joined(parts: list[Part]) -> list[Part]:
 def _way(move: Map) -> tuple[object, ...]:
     """What tells the two ways to lay out a matrix apart: where its second element comes from."""
     second = torch.tensor([min(1, move.outputs - 1)], device="cpu")
-    return type(move), int(move.rows(second).source[0, 0]) if move.moves else id(move)
+    return type(move), int(move.rows(second).source[0, 0]) if move.is_gather else id(move)
 
 
-def _one(parts: list[Part]) -> Part:
+def _one(parts: list[LazyPart]) -> LazyPart:
     if len(parts) == 1:
         return parts[0]
     firsts = [part.maps[0] for part in parts]
     x = torch.cat([part.x for part in parts])
     operand = torch.cat([first.weight for first in firsts if isinstance(first, Contract)])
     first = Contract(SOURCE, operand, tuple(x.shape), firsts[0].out_shape)
-    return Part((first, *parts[0].maps[1:]), x)
+    return LazyPart((first, *parts[0].maps[1:]), x)
 
 
 def _through(maps: Sequence[Map], x: Tensor) -> Tensor:
@@ -152,13 +152,13 @@ def _operands(maps: Sequence[Map]) -> list[Tensor]:
     return [getattr(map_, name) for map_ in maps for name in map_.tensors()]
 
 
-def sizes_of(sums: Iterable[Deferred]) -> dict[int, float]:
+def sizes_of(sums: Iterable[LazyGradient]) -> dict[int, float]:
     """The largest magnitude of each factor of these sums, by id; NaN if it holds NaN. Those of all
     are looked at together, and so waited for once.
     """
     factors = {id(x): x for each in sums for part in each.parts for x in part.factors()}
     ends = [end for x in factors.values() for end in _ends(x)]
-    found = iter(look(ends))
+    found = iter(fetch_scalars(ends))
     return {key: max(abs(low), abs(high)) for key, low, high in zip(factors, found, found)}
 
 

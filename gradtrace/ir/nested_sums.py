@@ -17,7 +17,7 @@ from gradtrace.ir.program import Block, Step
 from gradtrace.linops import tiling
 
 
-class Nested(NamedTuple):
+class NestedSum(NamedTuple):
     """The part of a block that sums up sums: its steps, in order; the values of the block that they
     take; what they hand on; and the values that nothing else in the block is made of.
     """
@@ -28,7 +28,7 @@ class Nested(NamedTuple):
     alone: frozenset[int]
 
 
-def nested(block: Block) -> Nested | None:
+def nested(block: Block) -> NestedSum | None:
     """The part of a block in which contributions are summed up more than once on their way; None if
     there is none. The parts of a block that was taken apart are operators, and choose each.
     """
@@ -49,7 +49,7 @@ def nested(block: Block) -> Nested | None:
     cone = _cone(steps, gives)
     others = _cone(steps, (value for value in block.gives.values() if value not in gives))
     made = {step.out for step in steps}
-    return Nested(
+    return NestedSum(
         tuple(step for step in steps if step.out in cone),
         frozenset(cone - made),
         gives,

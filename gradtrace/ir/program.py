@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.autodiff.names import Place
-from gradtrace.ir.lazy_gradient import Deferred
+from gradtrace.autodiff.names import ModuleCall
+from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.linops import Map
 from gradtrace.types import Shape
 
@@ -65,7 +65,7 @@ class Block:
     """
 
     operator: str
-    place: Place
+    place: ModuleCall
     takes: dict[int, int]
     steps: list[Step] = field(default_factory=list)
     gives: dict[int, int] = field(default_factory=dict)
@@ -83,16 +83,16 @@ class Leaf:
 
     tensor: Tensor
     value: int
-    given: Tensor | Deferred
+    given: Tensor | LazyGradient
 
     def compute(self) -> Tensor:
         """The gradient."""
-        return self.given.total() if isinstance(self.given, Deferred) else self.given
+        return self.given.total() if isinstance(self.given, LazyGradient) else self.given
 
     @property
     def known(self) -> Tensor | None:
         """The gradient if it was computed already."""
-        return None if isinstance(self.given, Deferred) else self.given
+        return None if isinstance(self.given, LazyGradient) else self.given
 
 
 @dataclass

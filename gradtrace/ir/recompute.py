@@ -29,7 +29,7 @@ class Values(Protocol[V_co]):
         """Whether it takes no work to know it."""
 
 
-class Stretches(Generic[V]):
+class RecomputedValues(Generic[V]):
     """Values of a program by ``compute(step, values so far)``, in about ``budget`` bytes.
 
     A stretch is as many steps as have values of half the budget; what is alive between stretches

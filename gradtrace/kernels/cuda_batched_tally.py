@@ -32,7 +32,7 @@ def _cut(
     return cuda_steps.cut(how.levels, processors) if how.short and how.levels else None
 
 
-class Leaves:
+class BatchedTally:
     """Leaves of one GPU that wait to be counted.
 
     Each method takes one in, with its gradient, and tells at which place of the results its counts

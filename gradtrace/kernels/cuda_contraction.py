@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import cuda_launch, reference
-from gradtrace.kernels.cuda_tiling import LARGEST, MOST, SMALL, THREADS, Steps, Way, up, way
+from gradtrace.kernels.cuda_tiling import (
+    LARGEST,
+    MOST,
+    SMALL,
+    THREADS,
+    ContractionPlan,
+    Steps,
+    up,
+    way,
+)
 from gradtrace.kernels.pointers import on_device
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
@@ -117,7 +126,7 @@ def _words(marks: Matrices) -> Matrices:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Lying:
+class MatrixLayout:
     """Tensors as matrices, without a view of them: (i, m, n) and k, the steps of a, of b and of
     marks, which are those ``of_b`` or of a. Made once for all tensors that lie so.
     """
@@ -137,7 +146,7 @@ def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
 
 
 def carried(
-    a: Tensor, b: Tensor, marks: Tensor, how: Lying, shape: tuple[int, ...], value: bool
+    a: Tensor, b: Tensor, marks: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
 ) -> Contraction | None:
     """``contraction`` of tensors that lie so, with its marks, each result in a shape of as many
     elements; None where one launch cannot do it all.
@@ -157,12 +166,17 @@ def carried(
 
 
 @lru_cache(4096)
-def _ready(device: torch.device, how: Lying, first: int, second: int, value: bool) -> Ready | None:
+def _ready(
+    device: torch.device, how: MatrixLayout, first: int, second: int, value: bool
+) -> PreparedLaunch | None:
     if not (all(how.shape) and how.k):
         return None
-    lies = Lie(first, 2 if first else 4, how.a), Lie(second, 2 if second else 4, how.b)
+    lies = (
+        OperandLayout(first, 2 if first else 4, how.a),
+        OperandLayout(second, 2 if second else 4, how.b),
+    )
     asked = value, False, True
-    marks = Lie(0, 4, how.marks)
+    marks = OperandLayout(0, 4, how.marks)
     return ready(device, how.shape, how.shape, how.k, (*lies, marks), how.of_b, asked)
 
 
@@ -176,7 +190,7 @@ UNPACKED = (0,) * 12
 NO_STEPS = (0, 0, 0)
 
 
-class Lie(NamedTuple):
+class OperandLayout(NamedTuple):
     """How an operand lies: what its numbers are, how many bytes one has, and steps; None for an
     operand that has tables instead.
     """
@@ -200,25 +214,25 @@ class Lie(NamedTuple):
         return start + self.size * (batch * self.steps[0] + row * self.steps[1]), 0, 0, 0
 
 
-class Reading(NamedTuple):
+class OperandRead(NamedTuple):
     """Whether a kernel reads a copy of an operand, and the steps of what it reads."""
 
     copy: bool
     steps: Steps
 
 
-class Ready(NamedTuple):
+class PreparedLaunch(NamedTuple):
     """A contraction, ready for any operands that lie so: all but where things are."""
 
     device: torch.device
-    way: Way
+    way: ContractionPlan
     pack: cuda_launch.Kernel
     contract: cuda_launch.Kernel
     rescan: cuda_launch.Kernel
     packing: tuple[tuple[int, ...], tuple[int, ...]]  # words of copying: all between two places
     lines: int  # of the first operand's copying
-    contracting: tuple[Reading, Reading]
-    searching: tuple[Reading, Reading]
+    contracting: tuple[OperandRead, OperandRead]
+    searching: tuple[OperandRead, OperandRead]
     plane: tuple[int, int]  # steps of values
     whole: tuple[int, int]  # and of what else is found
     searched: bool
@@ -277,10 +291,10 @@ def ready(
     whole: tuple[int, int, int],
     shape: tuple[int, int, int],
     k: int,
-    lies: tuple[Lie, Lie, Lie],
+    lies: tuple[OperandLayout, OperandLayout, OperandLayout],
     of_b: bool,
     asked: tuple[bool, bool, bool],
-) -> Ready:
+) -> PreparedLaunch:
     """The part of this shape of a whole; ``asked``: whether value, winner and mark are wanted."""
     (a, b, marks), (batches, m, n) = lies, shape
     value, searched = asked[0], asked[1] or asked[2]
@@ -291,7 +305,7 @@ def ready(
     copies = (m * padded, padded, 1), (n * padded, padded, 1)
     steps = a.steps or NO_STEPS, b.steps or NO_STEPS
     plane = whole[1] * whole[2], whole[2]
-    return Ready(
+    return PreparedLaunch(
         device,
         how,
         cuda_launch.kernel(device, BESIDE, "pack", (block,)),
@@ -316,11 +330,11 @@ def ready(
     )
 
 
-def _reading(copy: bool, copied: Steps, steps: Steps) -> Reading:
-    return Reading(copy, copied if copy else steps)
+def _reading(copy: bool, copied: Steps, steps: Steps) -> OperandRead:
+    return OperandRead(copy, copied if copy else steps)
 
 
-class _Kept(threading.local):
+class _LaunchCache(threading.local):
     """Workspaces that a thread uses again, one for each stream: what is launched on a stream comes
     after what was launched there before. A new tensor each time would cost more than a launch.
     """
@@ -339,7 +353,7 @@ class _Kept(threading.local):
         return found
 
 
-_KEPT = _Kept()
+_KEPT = _LaunchCache()
 
 
 def _run(
@@ -359,7 +373,7 @@ def _run(
         whole(a.place, b.place, marks.place, value, index, found)
         return
 
-    def part(some: tuple[int, int, int]) -> Ready:
+    def part(some: tuple[int, int, int]) -> PreparedLaunch:
         return ready(device, shape, some, k, lies, of_b, asked)
 
     sizes = _fitting(shape, part, cuda_launch.room(device) // 2)
@@ -378,7 +392,7 @@ def _run(
 
 
 def _fitting(
-    shape: tuple[int, int, int], part: Callable[[tuple[int, int, int]], Ready], room: int
+    shape: tuple[int, int, int], part: Callable[[tuple[int, int, int]], PreparedLaunch], room: int
 ) -> tuple[int, int, int]:
     """How many matrices, then rows and columns, can be worked on at a time."""
     i, m, n = min(shape[0], MANY), *shape[1:]
@@ -401,7 +415,7 @@ def _fitting(
 class _Side(NamedTuple):
     """Where the numbers of an operand are, and how they lie. Tensors that it names are held."""
 
-    lie: Lie
+    lie: OperandLayout
     place: Place
     held: tuple[Tensor, ...]
 
@@ -411,11 +425,13 @@ class _Side(NamedTuple):
             data = x.data.contiguous()
             tables = tuple(table.long().contiguous() for table in x[1:])
             batch, row, k = (on_device(table) for table in tables)
-            lie = Lie(KINDS.get(data.dtype, 0), data.itemsize, None)
+            lie = OperandLayout(KINDS.get(data.dtype, 0), data.itemsize, None)
             return cls(lie, (on_device(data), batch, row, k), (data, *tables))
         steps = x.stride()
-        lie = Lie(KINDS.get(x.dtype, 0), x.itemsize, (steps[0], steps[rows], steps[inner]))
+        lie = OperandLayout(
+            KINDS.get(x.dtype, 0), x.itemsize, (steps[0], steps[rows], steps[inner])
+        )
         return cls(lie, (on_device(x), 0, 0, 0), (x,))
 
 
-NOWHERE = _Side(Lie(0, 0, NO_STEPS), (0, 0, 0, 0), ())
+NOWHERE = _Side(OperandLayout(0, 0, NO_STEPS), (0, 0, 0, 0), ())

@@ -46,7 +46,7 @@ LOST = (0, 0, 0)
 """Lines that are not there."""
 
 
-class Lies(NamedTuple):
+class LineLayout(NamedTuple):
     """How tensors of other shapes lie as lines: how many these are, how long, the shape of the
     results, and what a step to the next line and to the next element adds to the place in each of
     diagonal, x, left, right, marks.
@@ -420,7 +420,7 @@ def gather(marks: Tensor, source: Tensor) -> Tensor:
 
 
 def normalise(
-    given: Sequence[Tensor], rank: int, lies: Lies, sized: bool = True
+    given: Sequence[Tensor], rank: int, lies: LineLayout, sized: bool = True
 ) -> tuple[Tensor | None, Tensor]:
     """``steps.normalise``: values, if asked for, and places or marks. Given are the diagonal, x, as
     many left and right as the rank says, and perhaps marks.

@@ -37,7 +37,7 @@ Steps: TypeAlias = tuple[int, int, int]
 """From matrix to matrix, row to row and k to k."""
 
 
-class Plan(NamedTuple):
+class TilingPlan(NamedTuple):
     """How the work is divided: k into blocks, results into tiles, the steps of all tiles into a
     share for each thread block.
     """
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
 
 @lru_cache(4096)
-def plan(batches: int, m: int, n: int, k: int, processors: int) -> Plan:
+def plan(batches: int, m: int, n: int, k: int, processors: int) -> TilingPlan:
     """An equal share for each processor; the fewest zeros around the results. Larger blocks take
     less of contracting and more of looking for the winner: in proportion to k over their size, and
     to their size.
@@ -81,7 +81,7 @@ def plan(batches: int, m: int, n: int, k: int, processors: int) -> Plan:
     share = up(max(-(-total // processors), min(LEAST, steps)), each)
     if min(share, steps) * INNER > BLOCKS * block:
         share = BLOCKS * block // INNER
-    return Plan(block, rows, columns, steps, min(share, total), total)
+    return TilingPlan(block, rows, columns, steps, min(share, total), total)
 
 
 def up(n: int, step: int) -> int:
@@ -89,7 +89,7 @@ def up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-class Space(NamedTuple):
+class Workspace(NamedTuple):
     """Where things are in the workspace of one launch: bytes from its start, all multiples of 16.
     Copies of operands, row by k; results where nobody asked for them; which blocks they are from;
     the same two of who goes on with a tile.
@@ -104,11 +104,11 @@ class Space(NamedTuple):
     size: int
 
 
-class Way(NamedTuple):
+class ContractionPlan(NamedTuple):
     """How so many matrices, rows and columns are contracted in one go."""
 
-    plan: Plan
-    space: Space
+    plan: TilingPlan
+    space: Workspace
     copied: tuple[bool, bool]
     held: tuple[int, int]  # numbers from row to row in shared memory, or 0
     searching: tuple[int, int]  # results that a thread block looks at
@@ -127,7 +127,7 @@ def way(
     lie: tuple[Steps | None, Steps | None],
     asked: tuple[bool, bool],
     processors: int,
-) -> Way:
+) -> ContractionPlan:
     """``lie``: of the operands, None where they are not to be read where they are; ``asked``:
     whether the value is wanted, and the winner.
     """
@@ -161,8 +161,8 @@ def way(
     ahead = STAGES * INNER * (how.rows + how.columns + 8) * 4
     shared = (32 * THREADS + ahead + 64 * THREADS * 4, 4 * (high * held[0] + wide * held[1]))
     divided = how.steps, how.share
-    return Way(
-        how, Space(*starts), copied, held, searching, shared, grids, searched or how.cut,
+    return ContractionPlan(
+        how, Workspace(*starts), copied, held, searching, shared, grids, searched or how.cut,
         (m, n, k, *divided, how.total),
         (m, n, k, *searching),
         (how.rows, how.columns, *divided, INNER),
@@ -183,7 +183,10 @@ def workspace(shape: tuple[int, int, int], k: int, processors: int) -> int:
 
 
 def _held(
-    how: Plan, shape: tuple[int, int, int], lie: tuple[Steps | None, Steps | None], searched: bool
+    how: TilingPlan,
+    shape: tuple[int, int, int],
+    lie: tuple[Steps | None, Steps | None],
+    searched: bool,
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Which rows are read into shared memory to look for the winner, and how many results at a
     time. All of them if k is small; some of one side if they lie apart and hardly any results are

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import cpu_library, cuda_contraction, pointers, reference
-from gradtrace.kernels.cuda_contraction import Lying
+from gradtrace.kernels.cuda_contraction import MatrixLayout
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -32,7 +32,7 @@ FEW = 64
 """Rows below which a call is not split: the other matrix is packed again in each."""
 
 
-class Way(IntEnum):
+class Algorithm(IntEnum):
     """Whether products are left out that cannot be the largest; the result is the same."""
 
     BY_MEASURE = 0
@@ -83,7 +83,7 @@ def contraction(
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         dtype = kind(a, b)
         return Contraction(a.to(dtype).abs() * b.to(dtype).abs(), None, None)
-    return compiled(a, b, value, index, marks, Way.BY_MEASURE, of_b)[0]
+    return compiled(a, b, value, index, marks, Algorithm.BY_MEASURE, of_b)[0]
 
 
 def largest(a: Matrices, b: Matrices) -> Tensor:
@@ -103,7 +103,7 @@ def winner(a: Matrices, b: Matrices) -> tuple[Tensor, Tensor]:
 
 def survivors(a: Matrices, b: Matrices) -> float:
     """The share of k that the bounds let through, where they are used."""
-    return compiled(a, b, True, False, None, Way.PRUNED)[1]
+    return compiled(a, b, True, False, None, Algorithm.PRUNED)[1]
 
 
 def compiled(
@@ -112,7 +112,7 @@ def compiled(
     value: bool,
     index: bool,
     marks: Matrices | None,
-    way: Way,
+    way: Algorithm,
     of_b: bool = False,
 ) -> tuple[Contraction, float]:
     """``contraction`` by the library, in one way, and the share of k that survived."""
@@ -157,7 +157,7 @@ def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
 
 
 def carried(
-    a: Tensor, b: Tensor, marks: Tensor, how: Lying, shape: tuple[int, ...], value: bool
+    a: Tensor, b: Tensor, marks: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
 ) -> Contraction | None:
     """``contraction`` of tensors that lie so, with its marks, each result in a shape of as many
     elements; None where there is nothing to choose from.
@@ -177,14 +177,14 @@ def carried(
     call = bytearray(_CALL.size)
     _CALL.pack_into(
         call, 0, *views, i, m, k, n, KINDS[dtype], *places,
-        0, i, 0, m, threads, Way.BY_MEASURE, how.of_b, 0, 0,
+        0, i, 0, m, threads, Algorithm.BY_MEASURE, how.of_b, 0, 0,
     )  # fmt: skip
     _run(call, (i, m, k, n), AT_ONCE * threads)
     return Contraction(largest, None, out)
 
 
 @lru_cache(4096)
-def _reach(how: Lying) -> tuple[int, int, int]:
+def _reach(how: MatrixLayout) -> tuple[int, int, int]:
     """How far the elements of both operands and of the marks reach in memory."""
     (i, m, n), k = how.shape, how.k
     marked = (i, n, k) if how.of_b else (i, m, k)

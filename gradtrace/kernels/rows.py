@@ -24,7 +24,7 @@ ARGUMENTS = {"products": "ppnnppnnnnppt", "others": "pppppnnnppt"}
 SUFFIX = {torch.float32: "float", torch.float64: "double"}
 
 
-class Lines(NamedTuple):
+class TensorLines(NamedTuple):
     """Lines of a tensor: element k of line n is ``data[offset[n] + k·step]``, ``data`` flat."""
 
     data: Tensor
@@ -43,7 +43,7 @@ def flat(x: Tensor) -> Tensor:
     return x.as_strided((extent if x.numel() else 0,), (1,))
 
 
-def products(a: Lines, b: Lines, length: int) -> tuple[Tensor, Tensor]:
+def products(a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
     """``maxₖ |a[n, k]·b[n, k]|`` along every line and the lowest such k; no k means nothing where
     the value is 0.
     """
@@ -62,7 +62,7 @@ def products(a: Lines, b: Lines, length: int) -> tuple[Tensor, Tensor]:
     return value, place
 
 
-def _products(a: Lines, b: Lines, length: int) -> tuple[Tensor, Tensor]:
+def _products(a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(a.data.dtype, b.data.dtype)
     value, place = _results(a.offset, dtype)
     step = max(1, LIMIT // max(1, length))

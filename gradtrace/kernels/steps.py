@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from gradtrace.kernels import cpu_library, cuda_steps, pointers
 from gradtrace.kernels.cpu_library import checked
-from gradtrace.kernels.cuda_steps import Lies
+from gradtrace.kernels.cuda_steps import LineLayout
 from gradtrace.kernels.reference import argmax
 
 PIECE = 1 << 24
@@ -30,7 +30,7 @@ ALONE = 1 << 15
 """Elements up to which one thread does it sooner than several."""
 
 
-class Carried(NamedTuple):
+class Selected(NamedTuple):
     """The largest |contribution| to each element, and the mark of where it came from."""
 
     value: Tensor
@@ -300,12 +300,12 @@ def _wide(x: Tensor) -> Tensor:
 # Choosing along lines ----------------------------------------------------------------------------
 
 
-def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
+def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Selected:
     """The largest |x| over dimensions, which are gone then, and the mark of the first of equals."""
     how = reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
     if how.short and marks.dtype is torch.int32 and on_gpu(x, marks):
         x, marks, levels = _leveled(x, marks, dims, how.levels)
-        return Carried(*cuda_steps.reduce(x, marks, levels, how.shape))
+        return Selected(*cuda_steps.reduce(x, marks, levels, how.shape))
     x = _wide(x)
     library = _serving(x, marks)
     if library is None or not how.short:
@@ -320,7 +320,7 @@ def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
     )
     found = (value.data_ptr(), out.data_ptr())  # just made
     checked(library.gradtrace_reduce(_is_wide(x), *given, numbers, *found, _threads(x.numel())))
-    return Carried(value, out)
+    return Selected(value, out)
 
 
 Level = tuple[int, int, int]
@@ -393,13 +393,13 @@ def _levels(
     return found[0], found[1], found[2], found[3]
 
 
-def _reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Carried:
+def _reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Selected:
     kept = [d for d in range(x.dim()) if d not in dims]
     shape, width = [x.shape[d] for d in kept], prod(x.shape[d] for d in dims)
     order = [*kept, *sorted(dims)]
     value, place = argmax(_wide(x).abs().permute(order).reshape(prod(shape), width), 1)
     lines = marks.permute(order).reshape(prod(shape), width)
-    return Carried(value.reshape(shape), _taken(lines, value, place).reshape(shape))
+    return Selected(value.reshape(shape), _taken(lines, value, place).reshape(shape))
 
 
 def _taken(lines: Tensor, value: Tensor, place: Tensor) -> Tensor:
@@ -409,13 +409,13 @@ def _taken(lines: Tensor, value: Tensor, place: Tensor) -> Tensor:
     return torch.where(value != 0, lines.gather(1, place.unsqueeze(1)).squeeze(1), 0)
 
 
-def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
+def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Selected:
     """``max |x[j]|`` over ``target[j] = i`` (-1: goes nowhere) for each i below ``size``, and the
     mark of the first of equals. Flat.
     """
     if marks.dtype is torch.int32 and on_gpu(x, marks, target):
         flat = (x.contiguous(), marks.contiguous(), target.long().contiguous())
-        return Carried(*cuda_steps.scatter(*flat, size))
+        return Selected(*cuda_steps.scatter(*flat, size))
     x = _wide(x)
     library = _serving(x, marks, target)
     if library is None:
@@ -426,10 +426,10 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     where = (at(x, x.dtype, n), at(marks, torch.int32, n), at(target, torch.int64, n), size)
     found = (at(value, x.dtype, size), at(out, torch.int32, size))
     checked(library.gradtrace_scatter(_is_wide(x), n, *where, *found))
-    return Carried(value, out)
+    return Selected(value, out)
 
 
-def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
+def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Selected:
     n, sizes = len(x), _wide(x).abs()
     place = target.remainder(size + 1)  # the last place takes what goes nowhere
     value = sizes.new_zeros(size + 1).scatter_reduce(0, place, sizes, "amax")
@@ -438,7 +438,7 @@ def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Carried:
     first = torch.full_like(value, n, dtype=torch.int64).scatter_reduce(0, place, number, "amin")
     there = (value != 0) & (first < n)
     padded = torch.cat([marks, marks.new_zeros(1)])
-    return Carried(value[:-1], torch.where(there, padded[first], 0)[:-1])
+    return Selected(value[:-1], torch.where(there, padded[first], 0)[:-1])
 
 
 class Compressed(NamedTuple):
@@ -466,7 +466,7 @@ def _sparse_sum(how: Compressed, x: Tensor) -> Tensor:
     return _unturned(total.index_add_(1, row, product), how)
 
 
-def sparse(how: Compressed, x: Tensor, marks: Tensor) -> Carried:
+def sparse(how: Compressed, x: Tensor, marks: Tensor) -> Selected:
     """The largest ``|weight[e]·x[source[e]]|`` over the entries of each row, and the mark of the
     first of equals. Flat.
     """
@@ -474,7 +474,7 @@ def sparse(how: Compressed, x: Tensor, marks: Tensor) -> Carried:
     value, out = x.new_zeros(size), marks.new_zeros(size)
     if not _sparse_native(how, x, marks, value, out):
         return _sparse(how, x, marks)
-    return Carried(value, out)
+    return Selected(value, out)
 
 
 def _sparse_native(
@@ -525,7 +525,7 @@ def _unturned(x: Tensor, how: Compressed) -> Tensor:
     return x.reshape(planes, blocks, rows, inner).transpose(0, 1).reshape(-1)
 
 
-def _sparse(how: Compressed, x: Tensor, marks: Tensor) -> Carried:
+def _sparse(how: Compressed, x: Tensor, marks: Tensor) -> Selected:
     row, product = _products(how, x)
     rows, columns = max(how.sizes[4], 1), how.sizes[3]
     n, size, target = len(row), product.abs(), row.reshape(1, -1, 1).expand(product.shape)
@@ -538,7 +538,7 @@ def _sparse(how: Compressed, x: Tensor, marks: Tensor) -> Carried:
     beside = _entries(marks, how.source + row // rows * columns, how)
     beside = torch.cat([beside, beside.new_zeros(beside.shape[0], 1, beside.shape[2])], 1)
     handed = torch.where(value != 0, beside.gather(1, first), 0)
-    return Carried(_unturned(value, how), _unturned(handed, how))
+    return Selected(_unturned(value, how), _unturned(handed, how))
 
 
 def gather(marks: Tensor, source: Tensor) -> Tensor:
@@ -557,7 +557,7 @@ def gather(marks: Tensor, source: Tensor) -> Tensor:
 # Diagonal plus low rank --------------------------------------------------------------------------
 
 
-class Lines(NamedTuple):
+class LowRankLines(NamedTuple):
     """``J[i, j] = Σᵣ left[r][i]·right[r][j]``, and ``diagonal[i]`` more for i = j, along every line
     of x; each is (lines, n), perhaps expanded.
     """
@@ -568,7 +568,7 @@ class Lines(NamedTuple):
     x: Tensor
 
 
-class Chosen(NamedTuple):
+class LargestEntry(NamedTuple):
     """The largest |J[i, j]·x[j]|, if asked for, the lowest j that has it (-1 for none), or the mark
     there.
     """
@@ -579,8 +579,11 @@ class Chosen(NamedTuple):
 
 
 def normalise(
-    how: Lines, marks: Tensor | None = None, value: bool = True, lies: Lies | None = None
-) -> Chosen | None:
+    how: LowRankLines,
+    marks: Tensor | None = None,
+    value: bool = True,
+    lies: LineLayout | None = None,
+) -> LargestEntry | None:
     """The largest contribution to each element of lines, with its place, or, given marks, its mark.
     Tensors may be of other shapes if it is said how they ``lie``.
 
@@ -591,7 +594,7 @@ def normalise(
     given = parts if marks is None else (*parts, marks)
     if lies is None:
         each = [(part.stride(0), part.stride(1)) for part in given]
-        lies = Lies(x.shape[0], x.shape[1], x.shape, each)
+        lies = LineLayout(x.shape[0], x.shape[1], x.shape, each)
     lines, n, shape, steps = lies
     if len(left) not in (1, 2) or not lines * n or n >= 1 << 31:
         return None
@@ -600,7 +603,7 @@ def normalise(
             return None
     if kind in cuda_steps.WIDE and cuda_steps.serves(*parts):
         most, found = cuda_steps.normalise(given, len(left), lies, value)
-        return Chosen(most, found, None) if marks is None else Chosen(most, None, found)
+        return LargestEntry(most, found, None) if marks is None else LargestEntry(most, None, found)
     library = _serving(x, *parts)
     if library is None:
         return None
@@ -617,4 +620,4 @@ def normalise(
     results = (0 if t is None else pointers.flat(t, dtype, lines * n) for t, dtype in wanted)
     sizes, threads = (lines, n, len(left)), _threads(lines * n * 16)
     checked(library.gradtrace_normalise(_is_wide(x), *sizes, where, *results, threads))
-    return Chosen(most, place, out)
+    return LargestEntry(most, place, out)

@@ -3,7 +3,7 @@
 Python runs ahead of a GPU: what it calls is put in a queue. To look at a single element of a
 result (``bool(x)``, ``float(x)``, ``x.tolist()``, ``x.nonzero()``, ``x.cpu()``) waits until the
 queue is empty, and to copy from memory that is not pinned to the GPU does so too. So nobody looks
-at a tensor that ``avoid`` names but through ``look``, which waits once for many.
+at a tensor that ``would_sync`` names but through ``fetch_scalars``, which waits once for many.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def avoid(x: Tensor) -> bool:
+def would_sync(x: Tensor) -> bool:
     """Whether to look at the elements of this tensor would make Python wait.
 
     Callers write ``waiting.avoid(x)``, so that tests can put another answer in its place.
@@ -22,10 +22,10 @@ def avoid(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def look(numbers: Sequence[Tensor]) -> list[float]:
+def fetch_scalars(numbers: Sequence[Tensor]) -> list[float]:
     """The elements of tensors that have one each, as floats, with one wait for each device.
 
-    >>> look([torch.tensor(2), torch.tensor([0.5]), torch.tensor(True)])
+    >>> fetch_scalars([torch.tensor(2), torch.tensor([0.5]), torch.tensor(True)])
     [2.0, 0.5, 1.0]
     """
     found = [0.0] * len(numbers)
@@ -44,7 +44,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(()) if x.dim() else x
 
 
-class Letter:
+class AsyncCopy:
     """A small tensor on its way to the CPU: nobody waits for it until it is read."""
 
     def __init__(self, x: Tensor) -> None:
@@ -64,7 +64,7 @@ class Letter:
         return self._here
 
 
-class Hopes:
+class DeferredChecks:
     """Conditions that should hold, noted when they come up and looked at once, later."""
 
     def __init__(self) -> None:
@@ -78,6 +78,6 @@ class Hopes:
     def fulfilled(self) -> bool:
         """Whether all held so far; to find out waits once, if there are new ones."""
         if self._flags:
-            self._true &= all(look(self._flags))
+            self._true &= all(fetch_scalars(self._flags))
             self._flags.clear()
         return self._true

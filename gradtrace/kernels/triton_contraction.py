@@ -19,7 +19,7 @@ ROWS = COLUMNS = 64
 """Results of a program."""
 
 
-class Reading(NamedTuple):
+class TileRead(NamedTuple):
     """How the numbers of a batch of matrices are found: tables (the data where there are none),
     steps, and whether the tables are to be used.
     """
@@ -32,12 +32,12 @@ class Reading(NamedTuple):
     listed: bool
 
 
-def reading(x: Matrices, rows: int, inner: int) -> Reading:
+def reading(x: Matrices, rows: int, inner: int) -> TileRead:
     """Of a tensor with its rows and its k in these dimensions, or of an operand."""
     if isinstance(x, Operand):
-        return Reading(x.data, x.batch, x.rows, x.inner, (0, 0, 0), True)
+        return TileRead(x.data, x.batch, x.rows, x.inner, (0, 0, 0), True)
     steps = x.stride()
-    return Reading(x, x, x, x, (steps[0], steps[rows], steps[inner]), False)
+    return TileRead(x, x, x, x, (steps[0], steps[rows], steps[inner]), False)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -15,12 +15,11 @@ from gradtrace.linops.gather import Index, Slot, gather, tiled, tiling
 from gradtrace.linops.opaque import Opaque
 from gradtrace.linops.reduce import Reduce
 from gradtrace.linops.scatter import Scatter
-from gradtrace.linops.side_by_side import Beside, copied, narrowed
+from gradtrace.linops.side_by_side import SideBySide, copied, narrowed
 from gradtrace.linops.sparse import Around, Sparse
 
 __all__ = [
     "Around",
-    "Beside",
     "Contract",
     "Convolve",
     "Dense",
@@ -34,6 +33,7 @@ __all__ = [
     "Scale",
     "Scan",
     "Scatter",
+    "SideBySide",
     "Slot",
     "Sparse",
     "Windows",

@@ -45,19 +45,20 @@ class Best(NamedTuple):
 class Map(ABC):
     """``out[i] = ⊕ⱼ lift(J[i, j]) ⊗ in[j]`` for a Jacobian J that is never written out.
 
-    ``rows`` says what J is, row by row; what it is in any semiring, ``pull``, and which entry is
-    largest, ``best``, follow from it, and are overridden where the structure gives it for less.
+    ``rows`` defines J, row by row. Its product in any semiring, ``apply_in``, and the largest
+    contribution to each output, ``best``, follow from it, and are overridden where the structure
+    allows something cheaper.
 
     ``single_source``: every output element comes from at most one input element.
     ``single_target``: every input element goes to at most one output element.
-    ``moves``: elements are only moved, not weighed; ``stays``: only weighed, not moved.
+    ``is_gather``: elements are only moved, not weighed; ``is_diagonal``: only weighed, not moved.
     """
 
     __slots__ = ("in_shape", "out_shape")
     single_source = False
     single_target = False
-    moves = False
-    stays = False
+    is_gather = False
+    is_diagonal = False
 
     in_shape: Shape
     out_shape: Shape
@@ -80,7 +81,7 @@ class Map(ABC):
         structure).
         """
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         """The value that reaches each output element."""
         return self.generic(x, semiring)
 
@@ -88,7 +89,7 @@ class Map(ABC):
         """The largest contribution to each output element, or to those ``at``."""
         return self.largest(x, at)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         """For each output element the mark of the input element that ``best`` names, 0 for none;
         before it, if asked for, the largest |contribution|.
         """
@@ -107,7 +108,7 @@ class Map(ABC):
         return torch.cat(found)
 
     @abstractmethod
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         """The largest of the whole numbers x that an output element can come from, by structure,
         or more; 0 where it comes from none.
         """
@@ -116,7 +117,7 @@ class Map(ABC):
         """The largest |contribution| to each output element: ``best(x).value``."""
         return self.best(x).value
 
-    def loud(self, x: Tensor) -> Tensor | None:
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         """Which output elements may get a contribution other than 0, as cheaply as can be told;
         None if that takes a look at each.
         """
@@ -147,7 +148,7 @@ class Map(ABC):
     # The one definition --------------------------------------------------------------------------
 
     def generic(self, x: Value, semiring: Semiring) -> Value:
-        """``pull`` by rows, some at a time."""
+        """``apply_in`` by rows, some at a time."""
         found = []
         flat = each(x, lambda part: part.reshape(-1))
         for at in self._some(x[0].device, None):

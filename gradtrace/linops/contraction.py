@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import contraction, cuda_contraction, max_contraction, winner
-from gradtrace.kernels.cuda_contraction import Lying
+from gradtrace.kernels.cuda_contraction import MatrixLayout
 from gradtrace.kernels.cuda_tiling import Steps
-from gradtrace.kernels.rows import Lines, flat, products
+from gradtrace.kernels.rows import TensorLines, flat, products
 from gradtrace.linops.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
 from gradtrace.linops.indexing import each_at, located
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import cast, wide
-from gradtrace.semirings.einsum_plan import Plan, plan
+from gradtrace.semirings.einsum_plan import EinsumPlan, plan
 from gradtrace.types import Shape
 
 
@@ -64,7 +64,7 @@ class Contract(Map):
     def apply(self, x: Tensor) -> Tensor:
         return torch.einsum(self.spec, x, cast(self.weight, x.dtype))
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         return semiring.contract(self.spec, x, self.weight)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
@@ -84,14 +84,16 @@ class Contract(Map):
         ways = _ways(self.spec, self.in_shape, tuple(self.weight.shape))
         batch, row, column, base = (located(number, self.out_shape, way) for way in ways.out)
         value, place = products(
-            Lines(flat(left), batch * left.stride(0) + row * left.stride(1), left.stride(2)),
-            Lines(flat(right), batch * right.stride(0) + column * right.stride(2), right.stride(1)),
+            TensorLines(flat(left), batch * left.stride(0) + row * left.stride(1), left.stride(2)),
+            TensorLines(
+                flat(right), batch * right.stride(0) + column * right.stride(2), right.stride(1)
+            ),
             left.shape[2],
         )
         source = base + located(place, *ways.along)
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         there = self._in_place(x, marks, value)
         if there is not None:
             return there
@@ -112,7 +114,7 @@ class Contract(Map):
     def _in_place(
         self, x: Tensor, marks: Tensor, value: bool
     ) -> tuple[Tensor | None, Tensor] | None:
-        """``carry`` from operands as they lie; None where that cannot be."""
+        """``select`` from operands as they lie; None where that cannot be."""
         weight = self.weight
         for kernel in (cuda_contraction, max_contraction):
             if kernel.serving(x, weight, marks):
@@ -137,8 +139,8 @@ class Contract(Map):
     def carry_some(
         self, x: Tensor, marks: Tensor, order: Sequence[int], first: int, last: int
     ) -> Tensor:
-        """The marks of ``carry(x, marks)[1].permute(order)`` for the elements from one number on to
-        another, flat. Only the slices that they lie in are worked out.
+        """The marks of ``select(x, marks)[1].permute(order)``, flattened, from element ``first`` to
+        ``last``. Only the slices that these lie in are computed.
         """
         dim = order[0]
         row = self.outputs // self.out_shape[dim]
@@ -148,7 +150,7 @@ class Contract(Map):
         weight = self._part(self.weight, 1, letter, rows)
         shape = resized(self.out_shape, dim, rows.stop - rows.start)
         here = Contract(self.spec, weight, tuple(x.shape), shape)
-        found = here.carry(x, marks)[1].permute(*order).reshape(-1)
+        found = here.select(x, marks)[1].permute(*order).reshape(-1)
         return found[first - rows.start * row : last - rows.start * row]
 
     def _part(self, x: Tensor, which: int, letter: str, rows: slice) -> Tensor:
@@ -182,7 +184,7 @@ class Contract(Map):
         sizes = tuple(how.sizes[c] for c in how.inner)
         return base, offsets(sizes, tuple(steps[c] for c in how.inner), at.device), numbers
 
-    def plan(self) -> Plan:
+    def plan(self) -> EinsumPlan:
         """The contraction as a batched matrix product."""
         return plan(self.spec, self.in_shape, tuple(self.weight.shape))
 
@@ -191,7 +193,7 @@ class Contract(Map):
         how = self.plan()
         return how.size(how.inner)
 
-    def loud(self, x: Tensor) -> Tensor | None:
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         how = self.plan()
         rows = (how.left(x) != 0).any(2)
         columns = (how.right(self.weight) != 0).any(1)
@@ -227,7 +229,7 @@ class Contract(Map):
         """A letter that is not used."""
         return next(letter for letter in ascii_letters if letter not in self.spec)
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         how = self.plan()
         left = how.left(x)  # (b, m, k)
         most = left.amax(2) if left.shape[2] and left.numel() else left.new_zeros(left.shape[:2])
@@ -254,18 +256,20 @@ class Contract(Map):
         return ("weight",)
 
 
-class _Lay(NamedTuple):
+class _OperandOrder(NamedTuple):
     """How operands lie as matrices, the shape of the result as it is written, and the order that
     its dimensions are wanted in, if another.
     """
 
-    how: Lying
+    how: MatrixLayout
     shape: Shape
     order: list[int] | None
 
 
 @lru_cache(maxsize=4096)
-def _lay(spec: str, x: Shape, w: Shape, of_x: Shape, of_w: Shape, of_marks: Shape) -> _Lay | None:
+def _lay(
+    spec: str, x: Shape, w: Shape, of_x: Shape, of_w: Shape, of_marks: Shape
+) -> _OperandOrder | None:
     """Of operands with these shapes and strides; None if one is not there as matrices."""
     how = plan(spec, x, w)
     laid: list[Steps] = []
@@ -286,14 +290,16 @@ def _lay(spec: str, x: Shape, w: Shape, of_x: Shape, of_w: Shape, of_marks: Shap
     if how.turned:
         (batch, inner, row), other = right, left
         shape = tuple(how.sizes[c] for c in how.out)
-        return _Lay(Lying((i, n, m), k, (batch, row, inner), other, marks, True), shape, None)
+        return _OperandOrder(
+            MatrixLayout((i, n, m), k, (batch, row, inner), other, marks, True), shape, None
+        )
     batch, inner, column = right
     written, order = how.written
-    lying = Lying((i, m, n), k, left, (batch, column, inner), marks, False)
-    return _Lay(lying, tuple(written), order)
+    lying = MatrixLayout((i, m, n), k, left, (batch, column, inner), marks, False)
+    return _OperandOrder(lying, tuple(written), order)
 
 
-class _Ways(NamedTuple):
+class _Layouts(NamedTuple):
     """Steps: what each dimension of the output adds to the batch, the row, the column and the place
     in the input where an element's line begins; what each of the input adds to the place on that
     line; sizes of, and steps along, the line in the input.
@@ -305,7 +311,7 @@ class _Ways(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _ways(spec: str, x: Shape, w: Shape) -> _Ways:
+def _ways(spec: str, x: Shape, w: Shape) -> _Layouts:
     how = plan(spec, x, w)
     steps = how.strides(how.x)
     base = {c: steps[c] for c in how.batch + how.rows}
@@ -317,14 +323,14 @@ def _ways(spec: str, x: Shape, w: Shape) -> _Ways:
         along(how.out, how.strides(c)) for c in (how.batch, how.rows, how.columns)
     )
     sizes = tuple(how.sizes[c] for c in how.inner)
-    return _Ways(
+    return _Layouts(
         (batch, row, column, along(how.out, base)),
         along(how.x, how.strides(how.inner)),
         (sizes, along(how.inner, steps)),
     )
 
 
-def _number(at: Tensor, numbers: dict[str, Tensor], how: Plan, letters: str) -> Tensor:
+def _number(at: Tensor, numbers: dict[str, Tensor], how: EinsumPlan, letters: str) -> Tensor:
     """The number of each element's combination of letters."""
     total = torch.zeros_like(at)
     for letter in letters:

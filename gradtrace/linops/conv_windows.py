@@ -29,7 +29,7 @@ Margins = list[tuple[int, int]]
 # Where elements are ------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class WindowLayout(NamedTuple):
     """Where the elements of a batch of matrices are: ``first + batch[i] + rows[r] + inner[k]``."""
 
     first: int
@@ -100,7 +100,7 @@ def _broadened(shape: Shape, margins: Margins) -> Shape:
 
 
 @dataclass(frozen=True)
-class Line:
+class WindowLine:
     """Places of the result along a dimension that read alike.
 
     Place ``firsts[c] + j·stride`` takes, for each n, the element at ``j·step + shifts[n]``, with
@@ -150,16 +150,16 @@ class Dimension:
     dilation: int
     taps: int
 
-    def over_p(self, places: int, size: int) -> list[Line]:
+    def over_p(self, places: int, size: int) -> list[WindowLine]:
         """The lines of a result over q that is made of elements over p."""
         shifts = range(-self.padding, self.taps * self.dilation - self.padding, self.dilation)
         used = _used(shifts, (places - 1) * self.stride, size)
         if not used:
             return []
         shifts = shifts[used[0] : used[-1] + 1]
-        return [Line((0,), 1, places, self.stride, shifts, (used[0],), 1)]
+        return [WindowLine((0,), 1, places, self.stride, shifts, (used[0],), 1)]
 
-    def over_q(self, places: int, size: int) -> list[Line]:
+    def over_q(self, places: int, size: int) -> list[WindowLine]:
         """The lines of a result over p that is made of elements over q.
 
         Places with one remainder modulo the stride read through the same taps; remainders whose
@@ -177,7 +177,7 @@ class Dimension:
                 there = range(shifts[used[0]], shifts[used[-1]] + 1, step)
                 alike.setdefault((count, there), []).append((first, taps[used[0]]))
         return [
-            Line(
+            WindowLine(
                 [p for p, _ in members],
                 self.stride,
                 count,
@@ -210,7 +210,7 @@ def _used(shifts: Sequence[int], span: int, size: int) -> list[int]:
     return [n for n, shift in enumerate(shifts) if shift + span >= 0 and shift < size]
 
 
-def _margin(lines: list[Line], size: int) -> tuple[int, int]:
+def _margin(lines: list[WindowLine], size: int) -> tuple[int, int]:
     """How far lines reach beyond both ends of a dimension."""
     low = max((-line.shifts[0] for line in lines), default=0)
     return max(low, 0), max(max((line.last for line in lines), default=0) - size + 1, 0)
@@ -225,14 +225,14 @@ class Piece(NamedTuple):
     which places it is.
     """
 
-    left: Layout
-    source: Layout
+    left: WindowLayout
+    source: WindowLayout
     right: Matrices
-    lines: tuple[Line, ...] = ()
+    lines: tuple[WindowLine, ...] = ()
 
 
 @dataclass(frozen=True)
-class Products:
+class WindowProducts:
     """A convolution's map as products. ``margins`` are those of what it is applied to, ``beyond``
     says whether either side has any; the result is (batch, groups, channels of a group, *places),
     or, to the kernel, in an order of its own.
@@ -274,8 +274,8 @@ class Products:
 
 
 def to_input(
-    lines: Sequence[list[Line]], shape: Shape, result: Shape, kernel: Tensor, transposed: bool
-) -> Products:
+    lines: Sequence[list[WindowLine]], shape: Shape, result: Shape, kernel: Tensor, transposed: bool
+) -> WindowProducts:
     """From a cotangent of this shape to ``result`` (batch, groups, channels of a group, *places):
     ``windows · kernel`` for each choice of lines.
     """
@@ -290,15 +290,17 @@ def to_input(
         source = _windows(some, sizes, strides_of(shape), [0] * len(margins))
         right = _taps(some, sizes, strides_of(tuple(kernel.shape)), transposed).right(kernel)
         pieces.append(Piece(left, source, right, some))
-    return Products(pieces, margins, any(map(any, margins)), result)
+    return WindowProducts(pieces, margins, any(map(any, margins)), result)
 
 
-def _windows(lines: tuple[Line, ...], sizes: Shape, strides: Shape, lows: list[int]) -> Layout:
+def _windows(
+    lines: tuple[WindowLine, ...], sizes: Shape, strides: Shape, lows: list[int]
+) -> WindowLayout:
     """Rows are (sample, *place), inner is (channel, *tap)."""
     batch, groups, outs, _ = sizes
     sample, channel, *steps = strides
     along = list(zip(lines, steps))
-    return Layout(
+    return WindowLayout(
         sum((low + line.shifts[0]) * step for low, (line, step) in zip(lows, along)),
         (_times(range(groups), outs * channel),),
         (
@@ -312,12 +314,14 @@ def _windows(lines: tuple[Line, ...], sizes: Shape, strides: Shape, lows: list[i
     )
 
 
-def _taps(lines: tuple[Line, ...], sizes: Shape, strides: Shape, transposed: bool) -> Layout:
+def _taps(
+    lines: tuple[WindowLine, ...], sizes: Shape, strides: Shape, transposed: bool
+) -> WindowLayout:
     """Rows are (channel of the result, *class), inner is (channel, *tap)."""
     _, groups, outs, ins = sizes
     first, second, *steps = strides
     made, taken, group = (first, second, ins) if transposed else (second, first, outs)
-    return Layout(
+    return WindowLayout(
         0,
         (_times(range(groups), group * first),),
         (
@@ -333,7 +337,7 @@ def _taps(lines: tuple[Line, ...], sizes: Shape, strides: Shape, transposed: boo
 
 def to_kernel(
     how: Sequence[Dimension], shape: Shape, other: Tensor, groups: int, transposed: bool
-) -> Products:
+) -> WindowProducts:
     """From a cotangent of this shape to the kernel: the sum runs over samples and places q, and of
     the two tensors the one over p is read in windows.
     """
@@ -350,17 +354,17 @@ def to_kernel(
         piece = Piece(windows, source, plain.right(other.contiguous()))
         last = 2 + len(how)
         order = (0, last, *range(1, last))
-        return Products([piece], margins, beyond, (groups, each[1], *taps, each[0]), order)
+        return WindowProducts([piece], margins, beyond, (groups, each[1], *taps, each[0]), order)
     piece = Piece(plain, plain, windows.right(with_margins(other, margins)))
     order = tuple(range(3 + len(how)))
-    return Products([piece], none, beyond, (groups, *each, *taps), order)
+    return WindowProducts([piece], none, beyond, (groups, *each, *taps), order)
 
 
-def _plain(shape: Shape, groups: int) -> Layout:
+def _plain(shape: Shape, groups: int) -> WindowLayout:
     """Rows are channels, inner is (sample, *place)."""
     sample, channel, *steps = strides_of(shape)
     per = shape[1] // groups
-    return Layout(
+    return WindowLayout(
         0,
         (_times(range(groups), per * channel),),
         (_times(range(per), channel),),
@@ -374,13 +378,13 @@ def _swept(
     per: int,
     broad: tuple[int, Shape],
     margins: Margins,
-) -> Layout:
+) -> WindowLayout:
     """Rows are (channel, *tap), inner is (sample, *place q), in a tensor over p."""
     groups, (sample, channel, *steps) = broad
     along = list(zip(how, steps))
     first = sum((low - d.padding) * step for (low, _), (d, step) in zip(margins, along))
     places = [_times(range(q), d.stride * step) for q, (d, step) in zip(narrow[2:], along)]
-    return Layout(
+    return WindowLayout(
         first,
         (_times(range(groups), per * channel),),
         (

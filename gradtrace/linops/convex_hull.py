@@ -22,7 +22,7 @@ LIMIT = 1 << 20
 
 
 @dataclass
-class Cloud:
+class PointCloud:
     """``c[i, j] = |Σᵣ left[r][i]·right[r][j]|·|x[j]|`` along every line; for each i, which j ≠ i is
     largest?
 

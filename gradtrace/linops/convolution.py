@@ -13,7 +13,13 @@ from torch import Tensor
 from gradtrace.kernels import Contraction, contraction
 from gradtrace.kernels.precision import exact
 from gradtrace.linops.base import Best, Count, Map, Rows, chosen, numbers_in, resized
-from gradtrace.linops.conv_windows import Dimension, Products, to_input, to_kernel, with_margins
+from gradtrace.linops.conv_windows import (
+    Dimension,
+    WindowProducts,
+    to_input,
+    to_kernel,
+    with_margins,
+)
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import MAX, SUM, Semiring, Value
 from gradtrace.types import Shape
@@ -70,7 +76,7 @@ class Convolve(Map):
         found = aten.convolution_backward(g, x, kernel, None, *geometry, mask)
         return found[1] if self.to_kernel else found[0]  # type: ignore[no-any-return]
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         if semiring == MAX and (how := self._products(x[0])) is not None:
             return (self._whole(how, [part.value for part in self._each(how, x[0])]),)
         pieces = semiring.linear(self.other)
@@ -96,17 +102,17 @@ class Convolve(Map):
         value = self._whole(how, [part.value for part in found])
         return chosen(value, self._whole(how, sources, -1), None)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         how = self._products(x)
         if how is None:
-            return super().carry(x, marks, value)
+            return super().select(x, marks, value)
         found = self._each(how, x, value=value, marks=marks)
         largest = self._whole(how, [part.value for part in found]) if value else None
         return largest, self._whole(how, [part.marks for part in found])
 
     # As products ---------------------------------------------------------------------------------
 
-    def _products(self, x: Tensor) -> Products | None:
+    def _products(self, x: Tensor) -> WindowProducts | None:
         """The batched products that the map is; None where there is nothing to multiply, or
         something infinite with the zeros of a margin.
         """
@@ -121,7 +127,7 @@ class Convolve(Map):
         inside = x if self.to_kernel and not w.transposed else self.other
         return how if how.pieces and not (how.beyond and _infinite(inside)) else None
 
-    def _to_input(self, dims: list[Dimension]) -> Products:
+    def _to_input(self, dims: list[Dimension]) -> WindowProducts:
         w = self.windows
         along = zip(dims, self.out_shape[2:], self.in_shape[2:])
         if w.transposed:
@@ -134,7 +140,7 @@ class Convolve(Map):
 
     def _each(
         self,
-        how: Products,
+        how: WindowProducts,
         x: Tensor,
         *,
         value: bool = True,
@@ -155,7 +161,9 @@ class Convolve(Map):
             for piece in how.pieces
         ]
 
-    def _whole(self, how: Products, parts: Sequence[Tensor | None], nothing: int = 0) -> Tensor:
+    def _whole(
+        self, how: WindowProducts, parts: Sequence[Tensor | None], nothing: int = 0
+    ) -> Tensor:
         there = [part for part in parts if part is not None]
         return how.whole(there, nothing).reshape(self.out_shape)
 
@@ -240,7 +248,7 @@ class Convolve(Map):
         outs = w[1] if self.windows.transposed else w[0] // self.windows.groups
         return outs * prod(w[2:])
 
-    def loud(self, x: Tensor) -> Tensor | None:
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         if not self.to_kernel or self.windows.groups > 1:
             return None
         mine, theirs = (
@@ -257,7 +265,7 @@ class Convolve(Map):
         shape = resized(self.in_shape, 0, len(index))
         return Convolve(other, self.windows, True, shape, self.out_shape)
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         if not x.numel():
             return x.new_zeros(self.out_shape)
         if self.to_kernel:

@@ -29,7 +29,7 @@ class Scan(Map):
     def apply(self, x: Tensor) -> Tensor:
         return self._turn(self._turn(x).cumsum(self.dim))
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         return each(semiring.scan(each(x, self._turn), self.dim), self._turn)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
@@ -66,7 +66,7 @@ class Scan(Map):
     def width(self) -> int:
         return self.in_shape[self.dim]
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         return self._turn(self._turn(x).cummax(self.dim).values) if x.numel() else x
 
     def dense(self) -> Tensor:

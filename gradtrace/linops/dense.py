@@ -26,7 +26,7 @@ class Dense(Map):
     def apply(self, x: Tensor) -> Tensor:
         return (self.matrix.to(x.dtype) @ x.reshape(-1)).reshape(self.out_shape)
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         if semiring == MAX:
             return (self.best(x[0]).value,)
         flat = semiring.contract("j,ij->i", each(x, lambda part: part.reshape(-1)), self.matrix)
@@ -38,9 +38,9 @@ class Dense(Map):
         value, source = winner(x.reshape(1, 1, -1), self.matrix.t().unsqueeze(0))
         return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         if not self._plain(x):
-            return super().carry(x, marks, value)
+            return super().select(x, marks, value)
         matrix = self.matrix.t().unsqueeze(0)
         found = contraction(x.reshape(1, 1, -1), matrix, value=value, marks=marks.reshape(1, 1, -1))
         assert found.marks is not None
@@ -62,7 +62,7 @@ class Dense(Map):
     def dense(self) -> Tensor:
         return self.matrix
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
         if not flat.numel():
             return x.new_zeros(self.out_shape)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import argmax, steps
-from gradtrace.kernels.cuda_steps import Lies
+from gradtrace.kernels.cuda_steps import LineLayout
 from gradtrace.kernels.rows import others
-from gradtrace.kernels.steps import Lines
+from gradtrace.kernels.steps import LowRankLines
 from gradtrace.linops.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
-from gradtrace.linops.convex_hull import Cloud
+from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.linops.indexing import located, picked
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import MAX, Semiring, Value
@@ -73,7 +73,7 @@ class Normaliser(Map):
             total = total + wide(u) * wide(v)
         return total.expand(self.in_shape)
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         if len(self.left) != 1 or not self.inputs:
             if semiring == MAX:
                 return (self.best(x[0]).value,)
@@ -88,7 +88,7 @@ class Normaliser(Map):
         others = each(semiring.plus(before, after), self._back)
         return semiring.plus(own, semiring.times(u, others))
 
-    def loud(self, x: Tensor) -> Tensor | None:
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         there = x != 0
         return there.any(self.dims, keepdim=True).expand(self.in_shape) if self.dims else there
 
@@ -105,15 +105,15 @@ class Normaliser(Map):
         source = base.reshape(self.in_shape) + over[self._back(place)]
         return chosen(self._back(value), source, at)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         if self.inputs:
             found = self._carried(wide(x), marks, value)
             if found is not None and found.marks is not None:
                 size = self._back(found.value) if value and found.value is not None else None
                 return size, self._back(found.marks)
-        return super().carry(x, marks, value)
+        return super().select(x, marks, value)
 
-    def _carried(self, x: Tensor, marks: Tensor, value: bool) -> steps.Chosen | None:
+    def _carried(self, x: Tensor, marks: Tensor, value: bool) -> steps.LargestEntry | None:
         """By the kernel, on tensors as they lie, unless one has to be copied to be lines."""
         left, right = [wide(u) for u in self.left], [wide(v) for v in self.right]
         diagonal = wide(self.diagonal)
@@ -121,13 +121,13 @@ class Normaliser(Map):
         lies = _lies(self.in_shape, self.dims, *tensors)
         if lies is None:
             return steps.normalise(self._along(x), self._lines(marks), value)
-        return steps.normalise(Lines(diagonal, left, right, x), marks, value, lies)
+        return steps.normalise(LowRankLines(diagonal, left, right, x), marks, value, lies)
 
-    def _along(self, x: Tensor) -> Lines:
+    def _along(self, x: Tensor) -> LowRankLines:
         """The map line by line."""
         diagonal, *parts = (self._lines(wide(p)) for p in (self.diagonal, *self.left, *self.right))
         rank = len(self.left)
-        return Lines(diagonal, parts[:rank], parts[rank:], self._lines(x))
+        return LowRankLines(diagonal, parts[:rank], parts[rank:], self._lines(x))
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The largest contribution to each element of each line, and its place."""
@@ -173,7 +173,7 @@ class Normaliser(Map):
             return self._others_of_one(x)
         lines = [self._lines(wide(part)) for part in (*self.left, *self.right)]
         rank = len(self.left)
-        return Cloud(lines[:rank], lines[rank:], self._lines(x)).others()
+        return PointCloud(lines[:rank], lines[rank:], self._lines(x)).others()
 
     def _others_of_one(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rank one: the largest of a line, or the second largest where that is the own one."""
@@ -222,7 +222,7 @@ class Normaliser(Map):
     def width(self) -> int:
         return prod(self.in_shape[d] for d in self.dims)
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         return x.amax(self.dims, keepdim=True).expand(x.shape) if x.numel() and self.dims else x
 
     def copies(self, count: int) -> Map | None:
@@ -265,7 +265,7 @@ def _ordered(shape: Shape, dims: Shape) -> tuple[Shape | None, Shape | None, int
 
 
 @lru_cache(maxsize=4096)
-def _lies(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> Lies | None:
+def _lies(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> LineLayout | None:
     """How tensors of these shapes and strides, broadcast to a shape, lie as lines; None if one of
     them has to be copied for that.
     """
@@ -279,7 +279,7 @@ def _lies(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> Lies | No
             return None
         found.append((line, along))
     lines, n = (prod(shape[d] for d in some) for some in (kept, dims))
-    return Lies(lines, n, shape, tuple(found))
+    return LineLayout(lines, n, shape, tuple(found))
 
 
 def _step(shape: Shape, steps: Sequence[int], dims: Shape) -> int | None:

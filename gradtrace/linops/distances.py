@@ -83,10 +83,10 @@ class Distances(Map):
         found = self._each(lambda part, rows: part.apply(lines[rows]))
         return torch.cat(found).reshape(self.out_shape) if found else x.new_zeros(self.out_shape)
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         lines = [self._lines(part) for part in x]
         found = self._each(
-            lambda part, rows: part.pull(tuple(line[rows] for line in lines), semiring)
+            lambda part, rows: part.apply_in(tuple(line[rows] for line in lines), semiring)
         )
         if not found:
             return semiring.zeros(self.out_shape, x)
@@ -103,11 +103,11 @@ class Distances(Map):
         source = torch.cat([torch.where(b.source < 0, -1, b.source + first) for b, first in found])
         return Best(value.reshape(self.out_shape), source.reshape(self.out_shape))
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         lines, beside = self._lines(x), self._lines(marks)
-        found = self._each(lambda part, rows: part.carry(lines[rows], beside[rows], value))
+        found = self._each(lambda part, rows: part.select(lines[rows], beside[rows], value))
         if not found:
-            return super().carry(x, marks, value)
+            return super().select(x, marks, value)
         handed = torch.cat([numbers for _, numbers in found]).reshape(self.out_shape)
         if not value:
             return None, handed
@@ -126,7 +126,7 @@ class Distances(Map):
     def width(self) -> int:
         return self._sizes[2]
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         lines, k = self._lines(x), self._sizes[3]
         most = lines.amax(1) if lines.numel() else lines.new_zeros(lines.shape[0])
         return most.unsqueeze(1).expand(-1, k).reshape(self.out_shape)

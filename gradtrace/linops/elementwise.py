@@ -19,7 +19,7 @@ class Identity(Map):
     """``out[i] = in[i]``, in a shape of as many elements in the same order."""
 
     __slots__ = ()
-    single_source = single_target = moves = True
+    single_source = single_target = is_gather = True
 
     def __init__(self, in_shape: Shape, out_shape: Shape | None = None) -> None:
         self.in_shape = in_shape
@@ -28,7 +28,7 @@ class Identity(Map):
     def apply(self, x: Tensor) -> Tensor:
         return x if x.shape == self.out_shape else torch.reshape(x, self.out_shape)
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         return each(x, self.apply)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
@@ -40,10 +40,10 @@ class Identity(Map):
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         return ones_at(at)
 
-    def loud(self, x: Tensor) -> Tensor | None:
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         return (x != 0).reshape(self.out_shape)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         size = wide(x).abs().reshape(self.out_shape)
         handed = torch.where(size != 0, marks.reshape(self.out_shape), 0)
         return size if value else None, handed
@@ -51,7 +51,7 @@ class Identity(Map):
     def rows(self, at: Tensor) -> Rows:
         return Rows(at.unsqueeze(1), torch.ones((), device=at.device))
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         return x.reshape(self.out_shape)
 
     def copies(self, count: int) -> Map | None:
@@ -71,7 +71,7 @@ class Scale(Map):
     """``out[i] = w[i] · in[i]``; ``weight`` is a number, or a tensor that broadcasts."""
 
     __slots__ = ("weight",)
-    single_source = single_target = stays = True
+    single_source = single_target = is_diagonal = True
 
     def __init__(self, weight: Tensor | float, shape: Shape) -> None:
         self.weight = plain(weight) if isinstance(weight, Tensor) else weight
@@ -88,7 +88,7 @@ class Scale(Map):
             return x * self.weight
         return self._weight(x) * x
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         return semiring.times(semiring.weigh(self._weight(x[0])), x)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
@@ -109,7 +109,7 @@ class Scale(Map):
             return self.weight * ones_at(at)
         return picked(self.weight, self.in_shape, at).double()
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         size = self.weighed(x)
         return size if value else None, torch.where(size != 0, marks, 0)
 
@@ -119,7 +119,7 @@ class Scale(Map):
             return Rows(at.unsqueeze(1), number)
         return Rows(at.unsqueeze(1), picked(self.weight, self.in_shape, at).unsqueeze(1))
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         return x
 
     def copies(self, count: int) -> Map | None:

@@ -25,7 +25,7 @@ class Index(Map):
     """
 
     __slots__ = ("fills", "injective", "move")
-    single_source = moves = True
+    single_source = is_gather = True
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Index(Map):
     def apply(self, x: Tensor) -> Tensor:
         return self.move(x)
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         if not self.fills or not any(semiring.zero):
             return each(x, self._move)
         there = self.source(x[0].device) >= 0
@@ -92,7 +92,7 @@ class Index(Map):
             return chosen(taken_at(wide(x).reshape(-1), source, 0.0).abs(), source, None)
         return chosen(wide(self.move(x)).abs(), self.source(x.device), None)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         size = wide(self.move(x)).abs()
         return size if value else None, torch.where(size != 0, self.move(marks), 0)
 
@@ -102,7 +102,7 @@ class Index(Map):
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         return ones_at(at)
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         return self.move(x)
 
     def copies(self, count: int) -> Map | None:

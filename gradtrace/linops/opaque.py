@@ -36,6 +36,6 @@ class Opaque(Map):
     def routes(self, count: Count) -> Count:
         raise TooLarge(self.reason)
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         most = x.amax() if x.numel() else x.new_zeros(())
         return most.expand(self.out_shape)

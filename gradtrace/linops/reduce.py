@@ -45,7 +45,7 @@ class Reduce(Map):
     def apply(self, x: Tensor) -> Tensor:
         return (x.sum(self.dims) if self.dims else x).reshape(self.out_shape)
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         return each(semiring.reduce(x, self.dims), lambda part: part.reshape(self.out_shape))
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
@@ -58,7 +58,7 @@ class Reduce(Map):
         source = base + over[place.clamp(min=0)] if self.width else place
         return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         largest, handed = steps.reduce(x, marks, self.dims)
         shape = self.out_shape
         if handed.shape == shape:
@@ -87,7 +87,7 @@ class Reduce(Map):
     def width(self) -> int:
         return prod(self.in_shape[d] for d in self.dims)
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         if not x.numel():
             return x.new_zeros(self.out_shape)
         return (x.amax(self.dims) if self.dims else x).reshape(self.out_shape)

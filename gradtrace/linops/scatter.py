@@ -18,7 +18,7 @@ SPARSE = 8
 """With so many times fewer inputs than outputs, outputs that get nothing are not looked at."""
 
 
-class Few(NamedTuple):
+class SparseElements(NamedTuple):
     """Some elements by number: their values and marks."""
 
     at: Tensor
@@ -62,7 +62,7 @@ class Scatter(Map):
         total.view(-1).index_add_(0, target[there], x.reshape(-1)[there])
         return total
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         flat = each(x, lambda part: part.reshape(-1))
         found = semiring.scatter(flat, self.target.reshape(-1), self.outputs)
         return each(found, lambda part: part.reshape(self.out_shape))
@@ -80,7 +80,7 @@ class Scatter(Map):
         shape = self.out_shape
         return chosen(value[:-1].reshape(shape), source[:-1].reshape(shape), at)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         target = self.target.reshape(-1)
         if not value and self.sparse:
             few = self.few(x, marks)
@@ -105,15 +105,15 @@ class Scatter(Map):
         """Whether most outputs get nothing."""
         return SPARSE * self.inputs < self.outputs
 
-    def few(self, x: Tensor, marks: Tensor) -> Few:
-        """``apply`` and ``carry``, to those outputs alone that something is sent to."""
+    def few(self, x: Tensor, marks: Tensor) -> SparseElements:
+        """``apply`` and ``select``, to those outputs alone that something is sent to."""
         target = self.target.reshape(-1)
         at, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         flat = x.reshape(-1)
         handed = steps.scatter(flat, marks.reshape(-1), place, len(at)).marks
         value = flat.new_zeros(len(at)).index_add_(0, place, flat)
         there = at >= 0  # what goes nowhere has a place of its own here
-        return Few(at[there], value[there], handed[there])
+        return SparseElements(at[there], value[there], handed[there])
 
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)
@@ -135,8 +135,8 @@ class Scatter(Map):
         kept = self.target[self.target >= 0]
         return int(torch.bincount(kept.reshape(-1)).max()) if kept.numel() else 1
 
-    def loud(self, x: Tensor) -> Tensor | None:
-        return self.reach((x != 0).int()) != 0
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
+        return self.max_source((x != 0).int()) != 0
 
     def narrow(self, dim: int, index: Tensor) -> Map | None:
         return Scatter(self.target.index_select(dim, index), self.out_shape)
@@ -154,7 +154,7 @@ class Scatter(Map):
         shift = shift.reshape(count, *[1] * (targets.dim() - 1))
         return Scatter(torch.where(targets >= 0, targets + shift, -1), (count, *self.out_shape))
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         place = self.target.reshape(-1).remainder(self.outputs + 1)
         out = x.new_zeros(self.outputs + 1).scatter_reduce(0, place, x.reshape(-1), "amax")
         return out[:-1].reshape(self.out_shape)

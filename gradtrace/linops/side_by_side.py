@@ -14,7 +14,7 @@ from gradtrace.semirings import Semiring, Value
 def copied(map_: Map, count: int) -> Map:
     """The map of ``count`` inputs at once: ``out[n] = map(in[n])``."""
     found = map_.copies(count)
-    return Beside([map_] * count) if found is None else found
+    return SideBySide([map_] * count) if found is None else found
 
 
 def narrowed(map_: Map, dim: int, index: Tensor) -> Map:
@@ -25,10 +25,10 @@ def narrowed(map_: Map, dim: int, index: Tensor) -> Map:
     if found is not None:
         return found
     maps = [map_.narrow(dim, row) for row in index]
-    return Beside([each for each in maps if each is not None])
+    return SideBySide([each for each in maps if each is not None])
 
 
-class Beside(Map):
+class SideBySide(Map):
     """``out[n] = maps[n](in[n])``, for maps of one shape: a block of the Jacobian for each."""
 
     __slots__ = ("maps",)
@@ -50,20 +50,22 @@ class Beside(Map):
         return all(m.single_target for m in self.maps)
 
     @property
-    def moves(self) -> bool:  # type: ignore[override]
+    def is_gather(self) -> bool:  # type: ignore[override]
         """As all of them."""
-        return all(m.moves for m in self.maps)
+        return all(m.is_gather for m in self.maps)
 
     @property
-    def stays(self) -> bool:  # type: ignore[override]
+    def is_diagonal(self) -> bool:  # type: ignore[override]
         """As all of them."""
-        return all(m.stays for m in self.maps)
+        return all(m.is_diagonal for m in self.maps)
 
     def apply(self, x: Tensor) -> Tensor:
         return torch.stack([m.apply(part) for m, part in zip(self.maps, x)])
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
-        found = [m.pull(tuple(part[n] for part in x), semiring) for n, m in enumerate(self.maps)]
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
+        found = [
+            m.apply_in(tuple(part[n] for part in x), semiring) for n, m in enumerate(self.maps)
+        ]
         return tuple(torch.stack(parts) for parts in zip(*found))
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
@@ -85,8 +87,8 @@ class Beside(Map):
             return self.largest(x, at)
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        found = [m.carry(part, some, value) for m, part, some in zip(self.maps, x, marks)]
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+        found = [m.select(part, some, value) for m, part, some in zip(self.maps, x, marks)]
         largest = [size for size, _ in found if size is not None]
         return torch.stack(largest) if value else None, torch.stack([some for _, some in found])
 
@@ -110,13 +112,13 @@ class Beside(Map):
     def weighed(self, x: Tensor) -> Tensor:
         return torch.stack([m.weighed(part) for m, part in zip(self.maps, x)])
 
-    def loud(self, x: Tensor) -> Tensor | None:
-        found = [m.loud(part) for m, part in zip(self.maps, x)]
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
+        found = [m.may_be_nonzero(part) for m, part in zip(self.maps, x)]
         there = [each for each in found if each is not None]
         return torch.stack(there) if len(there) == len(found) else None
 
-    def reach(self, x: Tensor) -> Tensor:
-        return torch.stack([m.reach(part) for m, part in zip(self.maps, x)])
+    def max_source(self, x: Tensor) -> Tensor:
+        return torch.stack([m.max_source(part) for m, part in zip(self.maps, x)])
 
     def dense(self) -> Tensor:
         blocks = [m.dense() for m in self.maps]

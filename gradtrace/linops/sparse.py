@@ -115,7 +115,7 @@ class Sparse(Map):
         found = steps.sparse_sum(self._compressed(self.weight.to(wide(x).dtype)), wide(x))
         return found.to(x.dtype).reshape(self.out_shape)
 
-    def pull(self, x: Value, semiring: Semiring) -> Value:
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
         if semiring == SUM:
             return (self.apply(x[0]),)
         if semiring == MAX:
@@ -158,16 +158,16 @@ class Sparse(Map):
         if self.inputs >= 1 << 31:
             return self.largest(x)
         numbers = torch.arange(1, self.inputs + 1, dtype=torch.int32, device=x.device)
-        value, number = self.carry(x, numbers.reshape(self.in_shape), value=True)
+        value, number = self.select(x, numbers.reshape(self.in_shape), value=True)
         assert value is not None
         return Best(value, number.long() - 1)
 
     def weighed(self, x: Tensor) -> Tensor:
-        value, _ = self.carry(x, torch.ones_like(x, dtype=torch.int32), value=True)
+        value, _ = self.select(x, torch.ones_like(x, dtype=torch.int32), value=True)
         assert value is not None
         return value
 
-    def carry(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         x, weight = wide(x), wide(self.weight)
         kind = torch.promote_types(x.dtype, weight.dtype)
         largest, handed = steps.sparse(self._compressed(weight.to(kind)), x.to(kind), marks)
@@ -193,12 +193,12 @@ class Sparse(Map):
     def width(self) -> int:
         return max(1, int(self.starts.diff().max())) if len(self.starts) > 1 else 1
 
-    def loud(self, x: Tensor) -> Tensor | None:
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         blocks, planes, inner = self.around
         filled = (self.starts.diff() > 0).reshape(blocks, 1, -1, 1)
         return filled.expand(blocks, planes, filled.shape[2], inner).reshape(self.out_shape)
 
-    def reach(self, x: Tensor) -> Tensor:
+    def max_source(self, x: Tensor) -> Tensor:
         columns, rows = self._sizes
         blocks, planes, inner = self.around
         row = self._row()

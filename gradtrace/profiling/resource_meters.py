@@ -26,7 +26,7 @@ MOST = 0.1
 
 
 @dataclass(frozen=True)
-class Kind:
+class MeterKind:
     """What a gauge tells, and when its growth is worth a word.
 
     It is if it grows by ``floor`` a step and by a share of ``least`` in all. An ``exact`` count
@@ -42,7 +42,7 @@ class Kind:
     exact: bool = False
 
 
-TENSORS = Kind(
+TENSORS = MeterKind(
     "live tensors",
     "",
     0.01,
@@ -50,7 +50,7 @@ TENSORS = Kind(
     "a list that keeps losses or outputs? keep loss.item() or output.detach() in their place",
     exact=True,
 )
-STORAGE = Kind(
+STORAGE = MeterKind(
     "bytes in live tensors",
     "bytes",
     1.0,
@@ -58,7 +58,7 @@ STORAGE = Kind(
     "results that are kept from step to step?",
     exact=True,
 )
-GRAPH = Kind(
+GRAPH = MeterKind(
     "operators in the graph",
     "",
     0.01,
@@ -66,7 +66,7 @@ GRAPH = Kind(
     "a state or a sum of losses that is carried over? detach() it, so that a step's graph ends",
     exact=True,
 )
-OBJECTS = Kind(
+OBJECTS = MeterKind(
     "live Python objects",
     "",
     0.5,
@@ -74,35 +74,35 @@ OBJECTS = Kind(
     "lists, dictionaries, hooks or closures that only get more?",
     exact=True,
 )
-RESIDENT = Kind(
+RESIDENT = MeterKind(
     "resident memory",
     "bytes",
     100.0,
     0.01,
     "graphs that are kept alive (losses in a list, retain_graph=True), or a cache?",
 )
-CUDA = Kind(
+CUDA = MeterKind(
     "CUDA memory",
     "bytes",
     1.0,
     0.001,
     "losses or outputs that are kept, and their graphs with them?",
 )
-COLLECTOR = Kind(
+COLLECTOR = MeterKind(
     "garbage collection a step",
     "s",
     1e-10,
     0.05,
     "the collector looks through all objects that live: what makes them more?",
 )
-LOADING = Kind(
+LOADING = MeterKind(
     "loading a step",
     "s",
     1e-10,
     0.05,
     "the loader itself becomes slower; it is not in the time of a step",
 )
-MACHINE = Kind(
+MACHINE = MeterKind(
     "a fixed piece of work",
     "s",
     0.0,
@@ -118,7 +118,7 @@ class Readings:
     Numbers lie in arrays: these must not be more of what is counted.
     """
 
-    kind: Kind
+    kind: MeterKind
     steps: array[int] = field(default_factory=lambda: array("q"), init=False)
     values: array[float] = field(default_factory=lambda: array("d"), init=False)
 

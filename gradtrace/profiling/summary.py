@@ -10,9 +10,9 @@ from math import isfinite, nan
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from gradtrace.io.table import IGNORE, Column, Table
+from gradtrace.io.table import IGNORE, TextColumn, TextTable
 from gradtrace.printable import printable
-from gradtrace.profiling.resource_meters import Kind
+from gradtrace.profiling.resource_meters import MeterKind
 from gradtrace.profiling.trend_tests import (
     FEW,
     LEVEL,
@@ -37,18 +37,18 @@ MANY = 200
 """From so many steps on, changes are told per 1,000 of them."""
 
 
-class Seen(NamedTuple):
+class MeterSeries(NamedTuple):
     """What was read of one kind, and at which steps."""
 
-    kind: Kind
+    kind: MeterKind
     steps: list[int]
     values: list[float]
 
 
-class Growth(NamedTuple):
+class RateOfChange(NamedTuple):
     """How something changes: by ``rate`` a step, from ``first`` to ``last``."""
 
-    kind: Kind
+    kind: MeterKind
     rate: Interval
     p: float
     first: float
@@ -90,7 +90,7 @@ class Pace:
     jump: Shift | None
     epochs: Trend | None
     rounds: int
-    growths: tuple[Growth, ...]
+    growths: tuple[RateOfChange, ...]
     overhead: float
     reading: float
 
@@ -100,7 +100,7 @@ class Pace:
         return self.trend.sign
 
     @property
-    def growing(self) -> tuple[Growth, ...]:
+    def growing(self) -> tuple[RateOfChange, ...]:
         """What grows."""
         return tuple(growth for growth in self.growths if growth.grows)
 
@@ -156,24 +156,24 @@ class Pace:
 
     # Shown ---------------------------------------------------------------------------------------
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """Every measure with its change a step, the interval of that, and the p of no trend."""
         columns = (
-            Column("what"),
-            Column("first"),
-            Column("last"),
-            Column("a step"),
-            Column("low"),
-            Column("high"),
-            Column("p", "number"),
-            Column("grows"),
+            TextColumn("what"),
+            TextColumn("first"),
+            TextColumn("last"),
+            TextColumn("a step"),
+            TextColumn("low"),
+            TextColumn("high"),
+            TextColumn("p", "number"),
+            TextColumn("grows"),
         )
         first = self.trend
         rows = [_row("time of a step", "s", first.middle, None, first.slope, first.p, first.sign)]
         for growth in self.growths:
             kind, ends = growth.kind, (growth.first, growth.last)
             rows.append(_row(kind.name, kind.unit, *ends, growth.rate, growth.p, growth.grows))
-        return Table("", columns, tuple(rows), (self._how(), self._cost()))
+        return TextTable("", columns, tuple(rows), (self._how(), self._cost()))
 
     def _how(self) -> str:
         return (
@@ -231,7 +231,7 @@ class Pace:
 def pace(
     times: Sequence[float],
     epochs: Sequence[int],
-    seen: Mapping[str, Seen],
+    seen: Mapping[str, MeterSeries],
     *,
     warmup: int = 10,
     overhead: float = 0.0,
@@ -259,7 +259,7 @@ def pace(
     )
 
 
-def growth(seen: Seen, left: int, total: int) -> Growth | None:
+def growth(seen: MeterSeries, left: int, total: int) -> RateOfChange | None:
     """How what was read changes a step, warm-up left out; None if there is too little.
 
     Counts are not noise, so neighbours are not corrected for; times are, by ``trend``. An exact
@@ -278,7 +278,7 @@ def growth(seen: Seen, left: int, total: int) -> Growth | None:
         rate, p = Interval(rate.value, min(diffs := _rates(x, y)), max(diffs)), 0.0
     some = max(len(y) // 5, 1)
     first, last = (float(medians(part, 1)[0]) for part in (y[:some], y[-some:]))
-    return Growth(seen.kind, rate, p, first, last, len(kept), total - left)
+    return RateOfChange(seen.kind, rate, p, first, last, len(kept), total - left)
 
 
 def _rates(x: Sequence[float], y: Sequence[float]) -> list[float]:

@@ -17,8 +17,8 @@ from gradtrace.autodiff.nodes import root_of
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError
 from gradtrace.profiling import resource_meters
-from gradtrace.profiling.resource_meters import Gauge, Kind, Pauses, Rate, Readings
-from gradtrace.profiling.summary import Pace, Seen, pace
+from gradtrace.profiling.resource_meters import Gauge, MeterKind, Pauses, Rate, Readings
+from gradtrace.profiling.summary import MeterSeries, Pace, pace
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class timing(Generic[T]):
             Readings(resource_meters.STORAGE),
             Readings(resource_meters.OBJECTS),
         )
-        self._step = Step(self)
+        self._step = TimedStep(self)
 
     def _all(self, share: float) -> list[Gauge]:
         """The gauges that are read between steps."""
@@ -110,7 +110,7 @@ class timing(Generic[T]):
         def each(read: Callable[[], float | None]) -> Callable[[int], float | None]:
             return lambda _: read()
 
-        found: list[tuple[Kind, Callable[[int], float | None]]] = [
+        found: list[tuple[MeterKind, Callable[[int], float | None]]] = [
             (resource_meters.TENSORS, self._scan),
             (resource_meters.CUDA, each(resource_meters.cuda)),
             (resource_meters.RESIDENT, each(resource_meters.resident)),
@@ -165,7 +165,7 @@ class timing(Generic[T]):
             self.look()
             self._open.close()
 
-    def step(self) -> Step:
+    def step(self) -> TimedStep:
         """A step, or the part of it that is to be timed: ``with timing.step(): ...``.
 
         One that ends in an error is not counted.
@@ -244,11 +244,15 @@ class timing(Generic[T]):
     # What came out -------------------------------------------------------------------------------
 
     @property
-    def seen(self) -> dict[str, Seen]:
+    def seen(self) -> dict[str, MeterSeries]:
         """What the gauges read: ``{name: (kind, steps, values)}``."""
         tensors, *others = self._gauges
         order = [self._counted, tensors, self._bytes, self._objects, *others]
-        return {g.kind.name: Seen(g.kind, list(g.steps), list(g.values)) for g in order if g.steps}
+        return {
+            g.kind.name: MeterSeries(g.kind, list(g.steps), list(g.values))
+            for g in order
+            if g.steps
+        }
 
     def report(self) -> Pace:
         """Whether the steps so far slow down, and what grows with them."""
@@ -275,7 +279,7 @@ class timing(Generic[T]):
         return self.report()._repr_html_()
 
 
-class Step:
+class TimedStep:
     """One step of a ``timing``."""
 
     __slots__ = ("_begun", "_of")

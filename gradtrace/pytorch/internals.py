@@ -23,7 +23,7 @@ TESTED = "2.6 to 2.15"
 """The versions of torch on which tests have passed: docs/versions.md has which, on each."""
 
 
-class Name(NamedTuple):
+class InternalName(NamedTuple):
     """An attribute that must be there, and what it is for."""
 
     path: str
@@ -32,35 +32,41 @@ class Name(NamedTuple):
 
 
 NAMES = (
-    Name("autograd._get_sequence_nr", "finding the module that made an operator"),
-    Name("autograd.function.BackwardCFunction", "telling Python functions from PyTorch's own"),
-    Name("autograd.graph.GradientEdge", "running hooks"),
-    Name("autograd.graph.get_gradient_edge", "running hooks on leaves"),
-    Name("utils.hooks.RemovableHandle.next_id", "noticing that a hook was registered"),
-    Name("_C._current_graph_task_id", "telling whether a backward pass runs"),
-    Name("_C._will_engine_execute_node", "running multi-grad hooks once"),
-    Name("_C._autograd._unsafe_set_version_counter", "undoing what a recomputation writes"),
-    Name("_C._get_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"),
-    Name("_C._set_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"),
-    Name(
+    InternalName("autograd._get_sequence_nr", "finding the module that made an operator"),
+    InternalName(
+        "autograd.function.BackwardCFunction", "telling Python functions from PyTorch's own"
+    ),
+    InternalName("autograd.graph.GradientEdge", "running hooks"),
+    InternalName("autograd.graph.get_gradient_edge", "running hooks on leaves"),
+    InternalName("utils.hooks.RemovableHandle.next_id", "noticing that a hook was registered"),
+    InternalName("_C._current_graph_task_id", "telling whether a backward pass runs"),
+    InternalName("_C._will_engine_execute_node", "running multi-grad hooks once"),
+    InternalName("_C._autograd._unsafe_set_version_counter", "undoing what a recomputation writes"),
+    InternalName(
+        "_C._get_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"
+    ),
+    InternalName(
+        "_C._set_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"
+    ),
+    InternalName(
         "utils.checkpoint.GraphExecGroup", "recomputing checkpoints once", "utils.checkpoint.uuid"
     ),
-    Name("_C._has_mkldnn", "opening fused recurrent layers"),
-    Name("_C._get_mkldnn_enabled", "opening fused recurrent layers"),
-    Name("_C._set_mkldnn_enabled", "experiments that must repeat to the bit"),
-    Name("_VF", "opening fused recurrent layers"),
-    Name("nn.Module._call_impl", "seeing the calls of modules"),
-    Name("_C.DisableTorchFunction", "gradient checks"),
-    Name("_C.DisableTorchFunctionSubclass", "reading tensors of a user's class"),
-    Name("_C._disabled_torch_dispatch_impl", "telling wrappers from plain tensors"),
-    Name("_C._len_torch_dispatch_stack", "keeping a caller's modes out"),
-    Name("_C._functorch.is_functorch_wrapped_tensor", "refusing losses of torch.func"),
-    Name("_C._functorch.maybe_current_level", "refusing losses of torch.func"),
-    Name("_C._dispatch_get_all_op_names", "the list of operators"),
-    Name("_C._set_cudnn_allow_tf32", "products in full float32"),
-    Name("_foreach_norm", "finding gradients that are not finite"),
-    Name("utils._python_dispatch.TorchDispatchMode", "recording formulas"),
-    Name("utils._python_dispatch._disable_current_modes", "recording formulas"),
+    InternalName("_C._has_mkldnn", "opening fused recurrent layers"),
+    InternalName("_C._get_mkldnn_enabled", "opening fused recurrent layers"),
+    InternalName("_C._set_mkldnn_enabled", "experiments that must repeat to the bit"),
+    InternalName("_VF", "opening fused recurrent layers"),
+    InternalName("nn.Module._call_impl", "seeing the calls of modules"),
+    InternalName("_C.DisableTorchFunction", "gradient checks"),
+    InternalName("_C.DisableTorchFunctionSubclass", "reading tensors of a user's class"),
+    InternalName("_C._disabled_torch_dispatch_impl", "telling wrappers from plain tensors"),
+    InternalName("_C._len_torch_dispatch_stack", "keeping a caller's modes out"),
+    InternalName("_C._functorch.is_functorch_wrapped_tensor", "refusing losses of torch.func"),
+    InternalName("_C._functorch.maybe_current_level", "refusing losses of torch.func"),
+    InternalName("_C._dispatch_get_all_op_names", "the list of operators"),
+    InternalName("_C._set_cudnn_allow_tf32", "products in full float32"),
+    InternalName("_foreach_norm", "finding gradients that are not finite"),
+    InternalName("utils._python_dispatch.TorchDispatchMode", "recording formulas"),
+    InternalName("utils._python_dispatch._disable_current_modes", "recording formulas"),
 )
 """All under ``torch``."""
 

@@ -79,7 +79,7 @@ def _strict(root: Path) -> bool:
 MEMORY = re.compile(r"^(MemAvailable|CommitLimit|Committed_AS): +(\d+) kB", re.MULTILINE)
 
 
-class Kind(NamedTuple):
+class LimitKind(NamedTuple):
     """The files of a version of cgroups: limits, what is used, what of it only caches files."""
 
     limits: tuple[str, ...]
@@ -88,8 +88,8 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "cgroup2": Kind(("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    "cgroup": Kind(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": LimitKind(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "cgroup": LimitKind(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
@@ -103,7 +103,7 @@ def _groups(root: Path) -> Iterator[int]:
             yield from _left(folder, KINDS[kind])
 
 
-def _left(folder: str, kind: Kind) -> Iterator[int]:
+def _left(folder: str, kind: LimitKind) -> Iterator[int]:
     limits = [n for name in kind.limits if (n := _number(f"{folder}/{name}")) is not None]
     if not limits or min(limits) >= 1 << 60:  # which says that there is none
         return

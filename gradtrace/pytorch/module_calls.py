@@ -44,22 +44,22 @@ class Listener:
 
 _LOCK = threading.RLock()
 _LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, or of its table of hooks
-_ALL: tuple[_Ears, ...] = ()  # of those that listen to every module
+_ALL: tuple[_Listeners, ...] = ()  # of those that listen to every module
 _PATCHES: dict[type, Patch] = {}
 _MISSING = object()
 
 
 def listen(listener: Listener, modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Tell ``listener`` of every call of these modules, until the function returned is called."""
-    return _Ears(listener, modules).close
+    return _Listeners(listener, modules).close
 
 
 def listen_to_all(listener: Listener) -> Callable[[], None]:
     """Tell ``listener`` of every call of any module."""
-    return _Ears(listener, None).close
+    return _Listeners(listener, None).close
 
 
-class _Ears:
+class _Listeners:
     """One listener, and the modules that it listens to, which are kept alive."""
 
     def __init__(self, listener: Listener, modules: Iterable[nn.Module] | None) -> None:
@@ -90,7 +90,7 @@ class _Ears:
         """Whether this is the ``forward`` of another one of the modules, bound to it."""
         if type(value) is MethodType and value.__name__ == "forward":
             return value.__self__ is not holder and id(value.__self__) in self.modules
-        return type(value) is Told and value.module is not holder
+        return type(value) is CallEvent and value.module is not holder
 
     def patch(self, kinds: Iterable[type]) -> None:
         """See calls of instances of these classes."""
@@ -261,7 +261,7 @@ class Patch:
         if self.kind is nn.Module:
             self._set("__init__", _seen_when_made(vars(self.kind)["__init__"]))
         elif _static(self.kind, "forward") is not vars(nn.Module)["forward"]:
-            self._set("forward", _Seen(self.kind))
+            self._set("forward", _ObservedCall(self.kind))
 
     def _stage(self, name: str, stage: int) -> Forward:
         own, kind = vars(self.kind).get(name, _MISSING), self.kind
@@ -288,7 +288,7 @@ class Patch:
         for name, (before, value) in self.put.items():
             if vars(self.kind).get(name) is not value:
                 continue
-            if isinstance(value, _Seen):
+            if isinstance(value, _ObservedCall):
                 value.function = None  # it refers back to the descriptor
             if before is _MISSING:
                 type.__delattr__(self.kind, name)
@@ -314,7 +314,7 @@ def _plain_forward(kind: type) -> FunctionType | None:
 
 def _only_forward(module: nn.Module) -> bool:
     """Whether a call does no more than ``forward`` of the class; asked in compiled code, which in
-    torch 2.8 and older cannot follow ``_Seen``.
+    torch 2.8 and older cannot follow ``_ObservedCall``.
     """
     return not (
         "forward" in module.__dict__
@@ -344,7 +344,7 @@ def _unpatch(kind: type) -> None:
         patch.remove()
 
 
-class _Seen:
+class _ObservedCall:
     """The ``forward`` of a class: instances that somebody listens to get one that tells them.
 
     It comes before an attribute ``forward`` of the instance, which is seen as well.
@@ -365,7 +365,7 @@ class _Seen:
             return found
         bound = isinstance(found, MethodType) and found.__self__ is module
         if self.function is None or not bound or self._set_on(module):
-            return Told(module, found)
+            return CallEvent(module, found)
         return MethodType(self.function, module)
 
     def _heard(self, module: nn.Module) -> bool:
@@ -436,7 +436,7 @@ def _disguised(told: Forward, original: Any) -> FunctionType:
     return found
 
 
-class Told:
+class CallEvent:
     """A ``forward`` that is no method of the class, such as one set on the instance."""
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
@@ -453,7 +453,7 @@ class Told:
         return getattr(vars(self)["forward"], name)
 
     def __eq__(self, other: object) -> bool:
-        return self.forward == (other.forward if isinstance(other, Told) else other)
+        return self.forward == (other.forward if isinstance(other, CallEvent) else other)
 
     def __hash__(self) -> int:
         return hash(self.forward)
@@ -471,16 +471,16 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _exchange(attributes: dict[str, Any], name: str) -> tuple[dict[str, Any], str, Told]:
-    """Put a ``Told`` in the place of a bound ``forward``."""
+def _exchange(attributes: dict[str, Any], name: str) -> tuple[dict[str, Any], str, CallEvent]:
+    """Put a ``CallEvent`` in the place of a bound ``forward``."""
     value = attributes[name]
-    told = value if isinstance(value, Told) else Told(value.__self__, value)
+    told = value if isinstance(value, CallEvent) else CallEvent(value.__self__, value)
     told.users += 1
     attributes[name] = told
     return attributes, name, told
 
 
-def _put_back(attributes: dict[str, Any], name: str, told: Told) -> None:
+def _put_back(attributes: dict[str, Any], name: str, told: CallEvent) -> None:
     told.users -= 1
     if not told.users and attributes.get(name) is told:
         attributes[name] = told.forward

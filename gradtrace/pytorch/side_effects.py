@@ -141,7 +141,7 @@ CONTAINERS = (list, dict, set, deque)
 OURS = frozenset({"_modules"})
 
 
-class Notes:
+class WriteLog:
     """The attributes of a model's modules, also of those in plain lists, and what is in their
     lists, dictionaries and sets; hooks and submodules aside.
     """
@@ -220,7 +220,7 @@ def restored(model: nn.Module) -> Iterator[Undo]:
     """After it, the model is as it was before: what runs under the mode that this gives may have
     written on its tensors, and on the attributes of its modules.
     """
-    notes, undo = Notes(model), Undo()
+    notes, undo = WriteLog(model), Undo()
     try:
         yield undo
     finally:

@@ -20,7 +20,7 @@ from gradtrace.autodiff import nodes
 from gradtrace.errors import NotLinear
 from gradtrace.ir.program import Step, Term
 from gradtrace.kernels import sync
-from gradtrace.kernels.sync import Hopes
+from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.linops import Identity, gather
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 from gradtrace.recording import aten_rules, placeholders
@@ -35,7 +35,7 @@ FUSED = frozenset(rule for name, rule in aten_rules.OPENED.items() if "attention
 """Decompositions of what is several operators for the user."""
 
 
-class Way(NamedTuple):
+class Lowering(NamedTuple):
     """How an ATen operation is turned into maps."""
 
     kind: str  # exact, view, probed, opened, dense
@@ -44,10 +44,10 @@ class Way(NamedTuple):
     trusted: bool = True
 
 
-_WAYS: dict[Any, Way] = {}
+_WAYS: dict[Any, Lowering] = {}
 
 
-def way(func: Any) -> Way:
+def way(func: Any) -> Lowering:
     """How this operation is handled: by its rule, or the first general way that fits it."""
     found = _WAYS.get(func)
     if found is None:
@@ -55,43 +55,43 @@ def way(func: Any) -> Way:
     return found
 
 
-def _find(func: Any) -> Way:
+def _find(func: Any) -> Lowering:
     name = func._schema.name.replace("::", ".").removeprefix("aten.")
     overload = func._overloadname
     if func._schema.is_mutable:
         plain = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
         if name.endswith("_") and plain is not None and not plain._schema.is_mutable:
             return way(plain)._replace(mutates=True)
-        return Way("dense", _refuse, mutates=True)
+        return Lowering("dense", _refuse, mutates=True)
     rule = aten_rules.RULES.get(f"{name}.{overload}") or aten_rules.RULES.get(name)
     if rule is not None:
-        return Way("exact", rule)
+        return Lowering("exact", rule)
     if name in aten_rules.OPENED:
-        return Way("opened", aten_rules.OPENED[name])
+        return Lowering("opened", aten_rules.OPENED[name])
     if torch.Tag.pointwise in func.tags:
-        return Way("probed", aten_rules.probe, trusted=name.endswith("_backward"))
+        return Lowering("probed", aten_rules.probe, trusted=name.endswith("_backward"))
     if func.is_view:
-        return Way("view", aten_rules.view)
+        return Lowering("view", aten_rules.view)
     opened = torch._decomp.decomposition_table.get(func)
     if opened is not None:
-        return Way("opened", opened)
+        return Lowering("opened", opened)
     if func._can_decompose():
-        return Way("opened", func.decompose)
-    return Way("dense", aten_rules.dense, trusted=False)
+        return Lowering("opened", func.decompose)
+    return Lowering("dense", aten_rules.dense, trusted=False)
 
 
 def _refuse(call: Call) -> Chains:
     raise NotLinear(f"{call.name} writes on its arguments in a way that is not followed")
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down, for one node after the other, the operations that depend on the cotangent."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in here, and the guard costs as much as the operation
 
-    def __init__(self, limit: int, bare: bool = False, hopes: Hopes | None = None) -> None:
+    def __init__(self, limit: int, bare: bool = False, hopes: DeferredChecks | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
         self.bare = bare  # gradients are not wanted
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._several(call, found)
         return out
 
-    def _single(self, call: Call, found: Way) -> None:
+    def _single(self, call: Call, found: Lowering) -> None:
         chains = self._chains(call, found)
         value = self._sum(call.out, chains)
         if not found.trusted and value is not None:
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif value is not None:
             self.values[id(call.out)] = value
 
-    def _several(self, call: Call, found: Way) -> None:
+    def _several(self, call: Call, found: Lowering) -> None:
         chains = self._chains(call, found)
         for out, some in zip(call.out, chains):
             if isinstance(out, Tensor):
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if value is not None:
                     self.track(out, value)
 
-    def _chains(self, call: Call, found: Way) -> Any:
+    def _chains(self, call: Call, found: Lowering) -> Any:
         if found.mutates and call.func._schema.name == "aten::copy_":
             source = call.args[1]
             return (
@@ -228,7 +228,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 x = step.apply(x)
             total = total + x
         out = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
-        if self.hopes is not None and sync.avoid(out):
+        if self.hopes is not None and sync.would_sync(out):
             self.hopes.add(near(total, out))
         elif not close(total, out):
             raise NotLinear(f"{call.name} is not linear in the gradient it is given")

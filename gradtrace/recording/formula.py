@@ -1,8 +1,8 @@
 """The formula of any node, written down while it runs.
 
-It runs under a ``Recorder``, with the hooks around it. One that cannot be followed becomes a
-matrix, if it is small. Code of the user's (hooks, ``torch.autograd.Function``) must turn out to be
-linear.
+It runs under a ``DispatchRecorder``, with the hooks around it. One that cannot be followed is
+written out as a matrix, if it is small. Code of the user's (hooks, ``torch.autograd.Function``)
+must turn out to be linear.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gradtrace.recording.dense_fallback import (
     see_additive,
     single,
 )
-from gradtrace.recording.dispatch import Recorder, close
+from gradtrace.recording.dispatch import DispatchRecorder, close
 
 COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 """Nodes that stand for several operators (a whole recurrent layer), and that PyTorch computes by
@@ -49,7 +49,7 @@ Given: TypeAlias = tuple[int, Tensor, int]
 """What a node hands on: to the argument at which position, the cotangent, and as which value."""
 
 
-class Formulas:
+class FormulaRecorder:
     """Follows one node after the other.
 
     Nodes made before ``clear_since`` may have hooks. With ``opaque`` a formula that is too large to
@@ -57,7 +57,7 @@ class Formulas:
     """
 
     def __init__(
-        self, recorder: Recorder, clear_since: int, opaque: bool, outputs: Outputs
+        self, recorder: DispatchRecorder, clear_since: int, opaque: bool, outputs: Outputs
     ) -> None:
         self.recorder = recorder
         self.clear_since = clear_since
@@ -201,7 +201,7 @@ class Formulas:
     def _zero(self, out: Tensor) -> bool:
         """Whether a result that the cotangent has no part in is zero, which is hoped on a GPU."""
         hopes = self.recorder.hopes
-        if hopes is None or not sync.avoid(out):
+        if hopes is None or not sync.would_sync(out):
             return not _nonzero(out)
         with _disable_current_modes():
             hopes.add(out == 0)

@@ -9,7 +9,7 @@ from gradtrace.linops import Contract, Convolve
 from gradtrace.recording.aten_rules import as_real
 
 
-class Store:
+class GradientCache:
     """Gradients that are worth keeping, in a number of bytes; those of one memory count once.
 
     What products and convolutions made is dear, so half of the memory is for these alone.

@@ -33,7 +33,7 @@ from gradtrace.linops import (
     Sparse,
 )
 from gradtrace.recording import placeholders
-from gradtrace.recording.aten_rules import RULES, Call, Together, between, timed, times
+from gradtrace.recording.aten_rules import RULES, BatchedWeights, Call, between, timed, times
 from gradtrace.types import Shape
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ class Product(Protocol):
     """
 
     bare: bool
-    together: Together
+    together: BatchedWeights
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -64,7 +64,7 @@ class Product(Protocol):
         the cotangent among them, the product can be put off.
         """
 
-    def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
+    def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
         """A stand-in of this shape for what is made of a cotangent, if that can be put off."""
 
     def one(self, like: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     def fill(weight: Tensor) -> None:
         scale.weight = weight
 
-    product.together.ask(_slopes, (y,), fill)
+    product.together.request(_slopes, (y,), fill)
     return [(aten.tanh_backward.default(grad, y), (scale,))]
 
 
@@ -525,7 +525,7 @@ def looked_up(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found
     rows = node._saved_weight_sym_argsize_0
     later = None
     if not node._saved_scale_grad_by_freq:
-        later = product.later(edges[0], (rows, grad.shape[-1]), grad)
+        later = product.defer(edges[0], (rows, grad.shape[-1]), grad)
     if later is None:
         return _looked_up(node, grad, edges, product)
     padding = _signed(node._saved_padding_idx)

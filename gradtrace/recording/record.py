@@ -17,22 +17,22 @@ from torch import Tensor
 
 from gradtrace.autodiff import hooks, nodes
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.names import NOWHERE, Atlas, Place, placed
+from gradtrace.autodiff.names import NO_MODULE, ModuleCall, NameTable, placed
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, VIEWS, Edges, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
 from gradtrace.autodiff.threads import elsewhere
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.ir.lazy_gradient import Deferred, Part
+from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
 from gradtrace.ir.program import HOOKS, Block, Leaf, Program, Step, Term, double, single
 from gradtrace.kernels import sync
-from gradtrace.kernels.sync import Hopes
+from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.recording import placeholders
-from gradtrace.recording.aten_rules import Together, real_dtype, shape_of
-from gradtrace.recording.dispatch import Recorder
-from gradtrace.recording.formula import Formulas
-from gradtrace.recording.gradient_cache import Store
+from gradtrace.recording.aten_rules import BatchedWeights, real_dtype, shape_of
+from gradtrace.recording.dispatch import DispatchRecorder
+from gradtrace.recording.formula import FormulaRecorder
+from gradtrace.recording.gradient_cache import GradientCache
 from gradtrace.recording.node_rules import JOINTS, NODES, Chain, Edge, NodeRule, same, summed
 
 DENSE_LIMIT = 1 << 24
@@ -42,7 +42,7 @@ LARGE = 1 << 16
 """A leaf with fewer elements is not worth the trouble of computing its gradient later."""
 
 
-class Products:
+class GradientProducts:
     """Products of matrices: computed; or put off, where they are the gradient of a large leaf and
     what is held for it is not larger; or, for a ``bare`` program, never computed.
 
@@ -50,14 +50,14 @@ class Products:
     nothing is put off as long as the store has memory for it.
     """
 
-    def __init__(self, clear_since: int, bare: bool, store: Store) -> None:
+    def __init__(self, clear_since: int, bare: bool, store: GradientCache) -> None:
         self.clear_since = clear_since
         self.store = store
         self.bare = bare
-        self.put_off: dict[int, Tensor] = {}  # by id: what stands in for results
+        self.deferred_outputs: dict[int, Tensor] = {}  # by id: what stands in for results
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
         self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.together = Together()
+        self.together = BatchedWeights()
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -67,25 +67,25 @@ class Products:
             return placeholders.product(a, b)
         if (
             grad is not None
-            and (out := self.later(edge, (*a.shape[:-1], b.shape[-1]), grad)) is not None
+            and (out := self.defer(edge, (*a.shape[:-1], b.shape[-1]), grad)) is not None
         ):
             return out
         multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul would ask what they are
         return multiply(b.mT, a.mT).mT if turned else multiply(a, b)
 
-    def later(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
+    def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
         """What stands in for the gradient of a leaf, if it is put off."""
         size = prod(shape)
         if self.bare or size < LARGE or (leaf := self._leaf(edge[0])) is None:
             return None
-        if sync.avoid(grad) and self.store.spend(size * grad.itemsize):
+        if sync.would_sync(grad) and self.store.spend(size * grad.itemsize):
             return None
         held = self.held.get(id(leaf), 0) + grad.numel()
         if held > size:
             return None
         self.held[id(leaf)] = held
         out = grad.new_zeros(()).expand(tuple(shape))
-        self.put_off[id(out)] = out
+        self.deferred_outputs[id(out)] = out
         return out
 
     def one(self, like: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Products:
         return leaf
 
 
-class Kind(NamedTuple):
+class NodeKind(NamedTuple):
     """What is known of the nodes of a type."""
 
     name: str
@@ -120,32 +120,32 @@ class Kind(NamedTuple):
     ending: bool  # stands for a leaf, or may stand right before one
 
 
-class Record:
+class ProgramRecorder:
     """One pass over the nodes that leaves a program behind; ``Walk`` with a pen."""
 
     def __init__(
         self,
         loss: Tensor,
         seed: Tensor,
-        atlas: Atlas,
+        atlas: NameTable,
         watch: HookWatch,
         limit: int,
         opaque: bool = False,
         keep: int = 0,
         bare: bool = False,
-        hopes: Hopes | None = None,
+        hopes: DeferredChecks | None = None,
     ) -> None:
         self.atlas = atlas
-        self.elsewhere: dict[Node, Place] = {}  # nodes whose number does not tell their place
-        self.store = Store(keep)
+        self.elsewhere: dict[Node, ModuleCall] = {}  # nodes whose number does not tell their place
+        self.store = GradientCache(keep)
         self.sums: set[int] = set()
         self.clear_since = watch.clear_since()
-        self.recorder = Recorder(limit, bare, hopes)
+        self.recorder = DispatchRecorder(limit, bare, hopes)
         self.outputs = Outputs()
-        self.formulas = Formulas(self.recorder, self.clear_since, opaque, self.outputs)
+        self.formulas = FormulaRecorder(self.recorder, self.clear_since, opaque, self.outputs)
         self.bare = bare
-        self.products = Products(self.clear_since, bare, self.store)
-        self.deferred: dict[int, Deferred] = {}
+        self.products = GradientProducts(self.clear_since, bare, self.store)
+        self.deferred: dict[int, LazyGradient] = {}
         self.seed = seed
         self.first = self.recorder.new()
         self.adjoints: dict[Node, dict[int, tuple[Tensor, int]]] = {
@@ -153,9 +153,9 @@ class Record:
         }
         self.blocks: list[Block] = []
         self.leaves: list[Leaf] = []
-        self.kinds: dict[type, Kind] = {}
+        self.kinds: dict[type, NodeKind] = {}
         self.new = self.recorder.new
-        self.place, self.start, self.end = NOWHERE, 0, 0  # nodes from start on lie in this place
+        self.place, self.start, self.end = NO_MODULE, 0, 0  # nodes from start on lie in this place
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Record the formula of a node and hand its results to its arguments."""
@@ -184,24 +184,24 @@ class Record:
             raise self.atlas.place(error, node, self.elsewhere.get(node)) from error
         self.blocks.append(block)
 
-    def _kind(self, kind: type) -> Kind:
+    def _kind(self, kind: type) -> NodeKind:
         """Find out once what is known of a type of node."""
         name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
         ending = kind is ACCUMULATE or name in VIEWS
-        found = Kind(name, NODES.get(name), name in JOINTS, facts.asked, ending)
+        found = NodeKind(name, NODES.get(name), name in JOINTS, facts.asked, ending)
         self.kinds[kind] = found
         return found
 
     def _enter(self, number: int) -> None:
         """Find the module call of a node, and which nodes beside it were made there."""
         starts, at = self.atlas.starts, bisect_right(self.atlas.starts, number)
-        self.place = self.atlas.places[at - 1] if at else NOWHERE
+        self.place = self.atlas.places[at - 1] if at else NO_MODULE
         self.start = starts[at - 1] if at else 0
         self.end = starts[at] if at < len(starts) else number + 1
 
     def _known(
         self,
-        kind: Kind,
+        kind: NodeKind,
         node: Node,
         edges: Edges,
         arrived: dict[int, tuple[Tensor, int]],
@@ -223,7 +223,7 @@ class Record:
                 out, number = self._conformed(out, chain, value, edge, block)
             else:
                 number = self._chain(chain, value, out, block)
-            if self.deferred or self.products.put_off:
+            if self.deferred or self.products.deferred_outputs:
                 self._defer(value, grad, chain, number, out)
             self._hand(block, position, edge, out, number)
         return True
@@ -279,9 +279,9 @@ class Record:
     def _defer(self, value: int, grad: Tensor, chain: Chain, number: int, out: Tensor) -> None:
         """Note how a gradient that was put off comes about."""
         if value in self.deferred:
-            self.deferred[number] = self.deferred[value].then(chain)
-        elif self.products.put_off.pop(id(out), None) is not None:
-            self.deferred[number] = Deferred([Part(tuple(chain), grad)])
+            self.deferred[number] = self.deferred[value].mapped(chain)
+        elif self.products.deferred_outputs.pop(id(out), None) is not None:
+            self.deferred[number] = LazyGradient([LazyPart(tuple(chain), grad)])
             self.store.hold(value, grad)
 
     def _joined(
@@ -307,7 +307,7 @@ class Record:
                 "(gradtrace.backward(loss) takes graphs over several)"
             )
         if leaf._backward_hooks and hooks.stand_on(leaf):
-            block = Block(HOOKS, NOWHERE, {0: value})
+            block = Block(HOOKS, NO_MODULE, {0: value})
             name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
             try:
                 tensor = self.formulas.hooked(leaf, tensor, block)
@@ -326,8 +326,10 @@ class Record:
         later = [self.deferred.get(number) for number in (there[1], value)]
         total = there[0] if self.bare or later[0] else out if later[1] else there[0] + out
         if later[0] or later[1]:
-            both = (part or Deferred([Part((), x)]) for part, x in zip(later, (there[0], out)))
-            self.deferred[result] = next(both).plus(next(both))
+            both = (
+                part or LazyGradient([LazyPart((), x)]) for part, x in zip(later, (there[0], out))
+            )
+            self.deferred[result] = next(both).added(next(both))
         elif there[1] not in self.sums:  # each is compared with the others
             for tensor, number in (there, (out, value)):
                 self.store.add(number, tensor, True)
@@ -363,7 +365,7 @@ def _unseen(loss: Tensor, clear_since: int) -> bool:
 def record(
     loss: Tensor,
     seed: Tensor,
-    atlas: Atlas,
+    atlas: NameTable,
     watch: HookWatch,
     order: str = "kahn",
     limit: int = DENSE_LIMIT,
@@ -378,14 +380,14 @@ def record(
     ``bare`` program comes without gradients, where these can be spared; its leaves have none.
     """
 
-    def recorded(bare: bool, hopes: Hopes | None) -> Program | None:
+    def recorded(bare: bool, hopes: DeferredChecks | None) -> Program | None:
         """None if what was hoped did not come true."""
-        pen = Record(loss, seed, atlas, watch, limit, opaque, keep, bare, hopes)
+        pen = ProgramRecorder(loss, seed, atlas, watch, limit, opaque, keep, bare, hopes)
         pen.elsewhere = others
         try:
             with one_pass():
                 walk(loss, pen.visit, order)
-                pen.products.together.settle()
+                pen.products.together.flush()
         except Exception:
             if hopes is None or hopes.fulfilled():
                 raise
@@ -396,8 +398,8 @@ def record(
 
     others = elsewhere(loss, atlas)
 
-    def hopes() -> Hopes | None:
-        return Hopes() if sync.avoid(seed) else None
+    def hopes() -> DeferredChecks | None:
+        return DeferredChecks() if sync.would_sync(seed) else None
 
     found = None
     if bare and _unseen(loss, watch.clear_since()):

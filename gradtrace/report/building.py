@@ -13,7 +13,7 @@ from gradtrace.ir.program import Leaf
 from gradtrace.report import forest, model, routes
 from gradtrace.report.cells import LARGEST, Cells, cells, grids
 from gradtrace.report.forest import NONE, UNFOLLOWED, Places
-from gradtrace.report.graph import Numbered, Rows
+from gradtrace.report.graph import Numbered, ProgramRows
 from gradtrace.report.model import HeatMap, View
 from gradtrace.report.numbers import along, table
 from gradtrace.report.source import Source
@@ -54,7 +54,7 @@ class _Builder:
         self.source = source
         self.limits = limits
         self.modules = named(source)
-        self.rows = Rows(source, Numbered(), Numbered(), self.modules)
+        self.rows = ProgramRows(source, Numbered(), Numbered(), self.modules)
 
     def view(self, along_depth: flow.Flow, sample: int, seed: int) -> View:
         source, rows = self.source, self.rows
@@ -188,7 +188,7 @@ class _Builder:
         return routes.Sampled(np.concatenate(stops), np.concatenate(sizes_))
 
     def _wanted(
-        self, ways: list[routes.Way], shown: dict[int, Cells], starts: dict[int, Places]
+        self, ways: list[routes.RouteGroup], shown: dict[int, Cells], starts: dict[int, Places]
     ) -> Places:
         """The stops where paths start, those to keep first in front: of each route one path, of
         each leaf the largest element, then of each the second, and so on.

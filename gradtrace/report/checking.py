@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradtrace.io.validation import Unfit, array, integer, one_of, unfit
+from gradtrace.io.validation import SchemaMismatch, array, integer, one_of, unfit
 from gradtrace.report.forest import UNFOLLOWED
 from gradtrace.report.model import Forest, HeatMap, View
 
@@ -40,7 +40,7 @@ def check(view: View) -> None:
     ):
         try:
             part(view)
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise error.within(name) from None
 
 
@@ -101,7 +101,7 @@ def _leaves(view: View) -> None:
             _inside("zero", [leaf.zero], leaf.elements + 1)
             if leaf.map is not None:
                 _map(leaf.map, leaf.elements, len(view.forest.next))
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise error.within(n) from None
 
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from gradtrace.report.cells import LARGEST
-from gradtrace.report.graph import Rows, columns
+from gradtrace.report.graph import ProgramRows, columns
 from gradtrace.report.model import Floats, Forest
 from gradtrace.report.source import Source
 from gradtrace.tracing import path_forest
-from gradtrace.tracing.tensor_paths import Coarse
+from gradtrace.tracing.tensor_paths import TensorPaths
 
 Places = npt.NDArray[np.int64]
 
@@ -55,7 +55,7 @@ def followed(source: Source, elements: Mapping[int, Places]) -> Grown:
     return grown._replace(starts={**starts, **dict(zip(at, parts))}, elements=dict(elements))
 
 
-def _contracted(source: Source, found: path_forest.Forest) -> tuple[Grown, Places]:
+def _contracted(source: Source, found: path_forest.PathForest) -> tuple[Grown, Places]:
     """Without what lies within operators; and for each node the number of its stop.
 
     The derivative of a stop by the one before it is the product of the weights between them, from
@@ -90,7 +90,7 @@ def _contracted(source: Source, found: path_forest.Forest) -> tuple[Grown, Place
 def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> Grown:
     """The path of each leaf as a whole; all its elements start from one stop."""
     seed = source.builder.kept.seed
-    coarse = Coarse(source.program, source.rule, seed)
+    coarse = TensorPaths(source.program, source.rule, seed)
     chains = {value: coarse.chain(value).links for value in elements}
     stops = {value for value, links in chains.items() if links}
     stops |= {link.take for links in chains.values() for link in links}
@@ -140,7 +140,7 @@ def chosen(grown: Grown, wanted: Places, most: int) -> tuple[Places, Places]:
     return left, number
 
 
-def kept(grown: Grown, left: Places, number: Places, rows: Rows) -> Forest:
+def kept(grown: Grown, left: Places, number: Places, rows: ProgramRows) -> Forest:
     """The stops that remain, as the page has them."""
     leaves, places, shapes = rows.leaf, rows.source.builder.legend.places, rows.source.shapes
     values, kind = np.unique(grown.value[left], return_inverse=True)

@@ -45,7 +45,7 @@ class Numbered(Generic[K]):
 
 
 @dataclass
-class Rows:
+class ProgramRows:
     """The rows of a program: its operators, then its leaves."""
 
     source: Source

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_t
 import numpy as np
 import numpy.typing as npt
 
-from gradtrace.io.validation import Unfit, number, unfit
+from gradtrace.io.validation import SchemaMismatch, number, unfit
 
 # The dtype of a column is given twice, since NDArray taken apart by `typing` depends on numpy's
 # version.
@@ -249,7 +249,7 @@ def revived(kind: type, data: Any) -> Any:
     for name, hint in hints.items():
         try:
             values[name] = _value(hint, data[name])
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise error.within(name) from None
     found = kind(**values)
     lengths = {len(x) for x in values.values() if isinstance(x, np.ndarray)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradtrace.report.forest import NONE, Grown, Places
-from gradtrace.report.graph import Rows
+from gradtrace.report.graph import ProgramRows
 from gradtrace.report.model import Floats, Route
 
 MOST = 50
@@ -27,7 +27,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Way:
+class RouteGroup:
     """A route with the stops where its paths start, those of the largest gradients first."""
 
     operators: tuple[int, ...]
@@ -37,7 +37,7 @@ class Way:
     starts: Places
 
 
-def ways(grown: Grown, sampled: Sampled, rows: Rows) -> list[Way]:
+def ways(grown: Grown, sampled: Sampled, rows: ProgramRows) -> list[RouteGroup]:
     """Paths that run through the same operators, each time in the same order, are one way; the
     most frequent first, then those that more gradient takes, then as they were drawn.
     """
@@ -59,7 +59,9 @@ def ways(grown: Grown, sampled: Sampled, rows: Rows) -> list[Way]:
         way = tuple(at[list(_onward(grown.next, int(grown.next[stops[first[k]]])))].tolist())
         weighted = float(weight[k]) / total if total else 0.0
         found.append(
-            Way(way, int(count[k]), int(count[k]) / len(stops), weighted, _different(largest))
+            RouteGroup(
+                way, int(count[k]), int(count[k]) / len(stops), weighted, _different(largest)
+            )
         )
     return found
 
@@ -86,7 +88,7 @@ def _different(stops: Places) -> Places:
     return np.array(list(dict.fromkeys(stops.tolist()))[:SHOWN], dtype=np.int64)
 
 
-def told(way: Way, number: Places, modules: list[int]) -> Route:
+def told(way: RouteGroup, number: Places, modules: list[int]) -> Route:
     """A way, as the page has it."""
     passed: list[int] = []
     for operator in way.operators:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradtrace import report as reports
-from gradtrace.autodiff.names import Gradients, Lazy, unknown
+from gradtrace.autodiff.names import Gradients, LazyGradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.flow import Flow
 from gradtrace.io import container, schemas
@@ -41,7 +41,7 @@ class Savable(Viewed, Protocol):
     modules: Mapping[str, str]
 
     @property
-    def gradients(self) -> Gradients | Lazy:
+    def gradients(self) -> Gradients | LazyGradients:
         """The gradients of leaves by name."""
 
     @property

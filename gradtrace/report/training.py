@@ -10,7 +10,7 @@ import numpy as np
 from gradtrace.profiling.summary import Pace, pace
 from gradtrace.profiling.trend_tests import FEW, medians
 from gradtrace.report.model import Floats, Timing, Training
-from gradtrace.runs.history import History, Record
+from gradtrace.runs.history import History, StepRecord
 
 NUMBERS = 100_000
 """The most shares that a page holds; of longer runs it has some of the steps."""
@@ -37,7 +37,9 @@ def training(history: History) -> Training | None:
     )
 
 
-def _thinned(records: tuple[Record, ...], most: int) -> tuple[tuple[Record, ...], tuple[str, ...]]:
+def _thinned(
+    records: tuple[StepRecord, ...], most: int
+) -> tuple[tuple[StepRecord, ...], tuple[str, ...]]:
     """So many records at most, evenly spread, the first and the last among them."""
     if len(records) <= most:
         return records, ()
@@ -46,7 +48,9 @@ def _thinned(records: tuple[Record, ...], most: int) -> tuple[tuple[Record, ...]
     return tuple(records[place] for place in places), (note,)
 
 
-def _columns(records: Sequence[Record], names: Sequence[str], weight: str) -> tuple[Floats, ...]:
+def _columns(
+    records: Sequence[StepRecord], names: Sequence[str], weight: str
+) -> tuple[Floats, ...]:
     """The shares of each component; NaN where a step has none."""
     place = {name: n for n, name in enumerate(names)}
     found = np.full((len(names), len(records)), nan)
@@ -56,7 +60,7 @@ def _columns(records: Sequence[Record], names: Sequence[str], weight: str) -> tu
     return tuple(found)
 
 
-def _told(records: Sequence[Record]) -> tuple[str, ...]:
+def _told(records: Sequence[StepRecord]) -> tuple[str, ...]:
     """What is to be said of single steps, each kind of it once."""
     first: dict[str, list[int]] = {}
     for record in records:

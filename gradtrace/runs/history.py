@@ -41,7 +41,7 @@ import torch
 from gradtrace.errors import caution
 from gradtrace.io import atomic_files, schemas, validation
 from gradtrace.io.container import BadFile
-from gradtrace.io.validation import Unfit, unfit
+from gradtrace.io.validation import SchemaMismatch, unfit
 from gradtrace.tracing.influence import Influence, Moments, Row
 
 SCHEMA = 1
@@ -60,7 +60,7 @@ class Norms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """What was found at one traced step.
 
     ``loss`` and ``norms`` are without the ``scale`` that the loss was multiplied by. ``influence``
@@ -89,7 +89,7 @@ class History:
     """
 
     header: Mapping[str, Any]
-    records: tuple[Record, ...] = ()
+    records: tuple[StepRecord, ...] = ()
     timed: tuple[int, ...] = ()
     seconds: tuple[float, ...] = ()
     running: bool = True
@@ -206,7 +206,7 @@ class Writer:
     def _begin(self, settings: Mapping[str, Any], start: int | None) -> int:
         """Write the header, or go on with what is there; the first step to come."""
         settings = json.loads(json.dumps(_plain(dict(settings))))
-        there = Reading(repr(str(self.path)))
+        there = HistoryReader(repr(str(self.path)))
         if self.path is not None:
             there.take_all(atomic_files.lines(self.path))
         self._torn = there.unfinished
@@ -226,7 +226,7 @@ class Writer:
         self._put(self._header)
         return first
 
-    def record(self, record: Record) -> None:
+    def record(self, record: StepRecord) -> None:
         """Append a traced step."""
         line: dict[str, Any] = {"kind": "step", "step": record.step, "loss": record.loss}
         if record.influence is not None:
@@ -488,14 +488,14 @@ def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
 
 def read(path: str | os.PathLike[str]) -> History:
     """Read the file of a run, while it goes on or after."""
-    reading = Reading(repr(str(path)))
+    reading = HistoryReader(repr(str(path)))
     reading.take_all(atomic_files.lines(path))
     return reading.done()
 
 
 def parse(content: bytes, called: str) -> History:
     """What the lines of a file say."""
-    reading = Reading(called)
+    reading = HistoryReader(called)
     reading.take_all(atomic_files.split(io.BytesIO(content)))
     return reading.done()
 
@@ -503,7 +503,7 @@ def parse(content: bytes, called: str) -> History:
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
         found = validation.parse(line)
-    except Unfit:
+    except SchemaMismatch:
         return None
     return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
 
@@ -527,7 +527,7 @@ TAKERS = {
     "skipped": "_skipped",
     "end": "_end",
 }
-"""Which method of ``Reading`` takes the lines of a kind."""
+"""Which method of ``HistoryReader`` takes the lines of a kind."""
 
 T = TypeVar("T")
 
@@ -574,7 +574,7 @@ class Timeline(Generic[T]):
         return tuple(map(self._values.__getitem__, self.steps))
 
 
-class Reading:
+class HistoryReader:
     """Gathers lines."""
 
     def __init__(self, called: str) -> None:
@@ -583,7 +583,7 @@ class Reading:
             False  # whether there are whole lines, and one without its end
         )
         self.header: dict[str, Any] | None = None
-        self.records: Timeline[Record] = Timeline()
+        self.records: Timeline[StepRecord] = Timeline()
         self.seconds: Timeline[float] = Timeline()
         self.names: list[str] | None = None
         self.running = True
@@ -639,7 +639,7 @@ class Reading:
                 unfit(f"is of an unknown kind {kind[:40]!r}")
             schemas.LINES[kind](line)
             getattr(self, TAKERS[kind])(line)
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise damaged(self.called, number, error) from error
 
     def _known(self, version: object) -> None:
@@ -678,7 +678,7 @@ class Reading:
 
     def _step(self, line: dict[str, Any]) -> None:
         table, step = line.get("influence"), line["step"]
-        record = Record(
+        record = StepRecord(
             step,
             float(line["loss"]),
             None if table is None else self._table(table),
@@ -764,7 +764,7 @@ def _unpacked(name: str, row: Sequence[Any]) -> Row:
     return Row(name, own, unreached, count, gradient)
 
 
-def scalars(record: Record, prefix: str = "gradtrace/") -> dict[str, float]:
+def scalars(record: StepRecord, prefix: str = "gradtrace/") -> dict[str, float]:
     """A record as few named numbers for a logger; those that are not finite are left out."""
     found = {"loss": record.loss, "cost": record.share}
     for name, share in (record.influence.shares if record.influence else {}).items():

@@ -8,12 +8,12 @@ from fractions import Fraction
 from itertools import chain
 from typing import Any
 
-from gradtrace.runs.history import Norms, Record
+from gradtrace.runs.history import Norms, StepRecord
 from gradtrace.tracing.influence import Influence, Moments
 
 
 @dataclass(frozen=True)
-class Look:
+class StepResult:
     """What one process found at a step; an error, if it could not.
 
     ``seconds`` is what that took, and ``share`` the part of its training time that it has taken.
@@ -43,7 +43,7 @@ class Look:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Look:
+    def from_dict(cls, data: Mapping[str, Any]) -> StepResult:
         """What ``to_dict`` gave."""
         table = data["influence"]
         more = {
@@ -53,7 +53,7 @@ class Look:
         return cls(**{**data, **more})
 
 
-def unscaled(look: Look) -> Look:
+def unscaled(look: StepResult) -> StepResult:
     """The same, of the loss before it was multiplied by its scale."""
     if look.scale == 1.0:
         return look
@@ -78,7 +78,7 @@ def _over(moments: Moments, by: float) -> Moments:
     return Moments(t / one, e / one, *(each / one**2 for each in squares))
 
 
-def merged(step: int, looks: Mapping[int, Look], world: int) -> Record:
+def merged(step: int, looks: Mapping[int, StepResult], world: int) -> StepRecord:
     """What processes found, by rank, as one: exact sums of counts, means of losses and norms."""
     found = [looks[rank] for rank in sorted(looks)]
     tables = [look.influence for look in found if look.influence is not None]
@@ -89,7 +89,7 @@ def merged(step: int, looks: Mapping[int, Look], world: int) -> Record:
     notes = dict.fromkeys(look.note for look in found if look.note)
     if missing:
         notes[f"found by {len(looks)} of {world} processes, without {_some(missing)}"] = None
-    return Record(
+    return StepRecord(
         step,
         sum(look.loss for look in found) / len(found),
         tables[0].merge(*tables[1:]) if tables else None,

@@ -15,7 +15,7 @@ from gradtrace.types import Shape
 
 
 @dataclass(frozen=True)
-class Plan:
+class EinsumPlan:
     """``out[b, m, n] = ⊕ₖ x[b, m, k] ⊗ w[b, k, n]`` for a spec such as ``"mk,kn->mn"``.
 
     Letters: b are in all three, m the input's and the result's, n the weight's and the result's, k
@@ -60,7 +60,7 @@ class Plan:
         return self._left(x)
 
     @cached_property
-    def _left(self) -> Layout:
+    def _left(self) -> EinsumLayout:
         return self._layout(self.x, (self.batch, self.rows, self.inner))
 
     def right(self, w: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Plan:
         return layout(w)
 
     @cached_property
-    def _right(self) -> tuple[list[int], list[int], Layout]:
+    def _right(self) -> tuple[list[int], list[int], EinsumLayout]:
         """Dimensions of the weight alone, sizes of those it lacks, and how the rest is laid out."""
         alone = [d for d, c in enumerate(self.w) if c not in self.x and c not in self.out]
         missing = [c for c in self.inner if c not in self.w]
@@ -96,11 +96,11 @@ class Plan:
         order = [letters.index(c) for c in self.out]
         return [self.sizes[c] for c in letters], None if letters == self.out else order
 
-    def _layout(self, letters: str, groups: Sequence[str]) -> Layout:
+    def _layout(self, letters: str, groups: Sequence[str]) -> EinsumLayout:
         """From dimensions of these letters to one for each group of them."""
         wanted = "".join(groups)
         order = None if wanted == letters else [letters.index(c) for c in wanted]
-        return Layout(order, [self.size(group) for group in groups])
+        return EinsumLayout(order, [self.size(group) for group in groups])
 
     @cached_property
     def turned(self) -> bool:
@@ -118,7 +118,7 @@ class Plan:
         return found
 
 
-class Layout(NamedTuple):
+class EinsumLayout(NamedTuple):
     """Dimensions in another order (None: as they are), then in another shape."""
 
     order: list[int] | None
@@ -130,13 +130,13 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _plan(spec: str, x: Shape, w: Shape) -> Plan:
+def _plan(spec: str, x: Shape, w: Shape) -> EinsumPlan:
     left, rest = spec.split(",")
     right, out = rest.split("->")
-    return Plan(left, right, out, dict(zip(left, x)) | dict(zip(right, w)))
+    return EinsumPlan(left, right, out, dict(zip(left, x)) | dict(zip(right, w)))
 
 
-def plan(spec: str, x: Shape, w: Shape) -> Plan:
+def plan(spec: str, x: Shape, w: Shape) -> EinsumPlan:
     """How an einsum of these shapes is a batched matrix product."""
     return _plan(spec, tuple(x), tuple(w))
 

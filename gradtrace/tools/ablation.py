@@ -104,7 +104,7 @@ class ablate:
         self._timed = next((n for n, m in modules.items() if batch_first(m) is False), None)
         self._rules = self._ruled(modules)
         slices = [name for name in self.names if name.startswith(LABEL)]
-        self._slices = Slices(
+        self._slices = LabelledSlices(
             self.how,
             {name: self.values.get(name) for name in slices},
             {
@@ -138,9 +138,9 @@ class ablate:
                 if name not in known:
                     raise UnknownName(f"{word}[{name!r}] is not ablated; {_hint(name, known)}")
 
-    def _ruled(self, modules: Modules) -> dict[nn.Module, Rule]:
+    def _ruled(self, modules: Modules) -> dict[nn.Module, AblationRule]:
         """One rule for each module, under however many names it was asked for."""
-        rules: dict[nn.Module, Rule] = {}
+        rules: dict[nn.Module, AblationRule] = {}
         for asked, found in self._asked.items():
             for name, module in found.items():
                 value = self.values.get(name, self.values.get(asked))
@@ -151,7 +151,7 @@ class ablate:
                     self._dim(name, asked),
                     self._timed,
                 )
-                rules.setdefault(module, Rule(name, module, self.how, value, samples))
+                rules.setdefault(module, AblationRule(name, module, self.how, value, samples))
         return rules
 
     def _dim(self, name: str, asked: str) -> int | None:
@@ -185,7 +185,7 @@ class ablate:
         if self._ran or self._slices.seen:
             self._slices.complain()
 
-    def _went_with(self, rule: Rule) -> bool:
+    def _went_with(self, rule: AblationRule) -> bool:
         """Whether it lies in a module that was removed."""
         gone = [r.module for r in self._rules.values() if r.called and r.how == "remove"]
         return any(rule.module in set(module.modules()) for module in gone)
@@ -282,7 +282,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
     return f"there are {', '.join(listed[:8]) or 'none'}{', ...' if listed[8:] else ''}"
 
 
-def _never_called(asked: str, rules: Sequence[Rule]) -> str:
+def _never_called(asked: str, rules: Sequence[AblationRule]) -> str:
     parent = rules[0].name.rpartition(".")[0]
     return (
         f"module {asked!r} was never called inside ablate though the model ran, so nothing was "
@@ -297,7 +297,7 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts))] if name else []
 
 
-def _callers(rules: Iterable[Rule], modules: Modules) -> set[nn.Module]:
+def _callers(rules: Iterable[AblationRule], modules: Modules) -> set[nn.Module]:
     """Modules whose calls tell that the model runs: the outermost, and those around the rules'."""
     running = {name for name, module in modules.items() if _runs(module)}
     around = {name for rule in rules for name in _parents(rule.name) if name in running}
@@ -324,7 +324,7 @@ def _same(value: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Rule(Listener):
+class AblationRule(Listener):
     """What becomes of the calls of one module."""
 
     name: str
@@ -375,11 +375,11 @@ class Rule(Listener):
         return broadcast(value, like, like.shape, f"module {self.name!r}").clone()
 
 
-def _zero(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
+def _zero(rule: AblationRule, forward: Forward, args: Any, kwargs: Any) -> Any:
     return rule.each(forward(*args, **kwargs), lambda x, _: torch.zeros_like(x.detach()))
 
 
-def _mean(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
+def _mean(rule: AblationRule, forward: Forward, args: Any, kwargs: Any) -> Any:
     out = forward(*args, **kwargs)
     if rule.value is not None:
         return rule.each(out, rule.given)
@@ -413,7 +413,7 @@ class Means:
         return mean.expand_as(x).clone()
 
 
-def _remove(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
+def _remove(rule: AblationRule, forward: Forward, args: Any, kwargs: Any) -> Any:
     inputs = floating((args, kwargs))
     if not inputs:
         raise GradtraceError(
@@ -442,7 +442,7 @@ def _remove(rule: Rule, forward: Forward, args: Any, kwargs: Any) -> Any:
     return rule.each(out, change, other)
 
 
-def _passed(rule: Rule, given: Tensor, wanted: Tensor) -> Tensor:
+def _passed(rule: AblationRule, given: Tensor, wanted: Tensor) -> Tensor:
     if given.shape != wanted.shape:
         raise GradtraceError(
             f"module {rule.name!r} cannot be removed: it is given shape {tuple(given.shape)} and "
@@ -582,14 +582,14 @@ class Samples:
         )
 
 
-HOWS: dict[str, Callable[[Rule, Forward, Any, Any], Any]] = {
+HOWS: dict[str, Callable[[AblationRule, Forward, Any, Any], Any]] = {
     "zero": _zero,
     "mean": _mean,
     "remove": _remove,
 }
 
 
-class Hollow(TorchFunctionMode):
+class MetaCopies(TorchFunctionMode):
     """Copies of tensors get shape, dtype and device, and no data."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -603,7 +603,7 @@ class Hollow(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def outline(rule: Rule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[Any, Any]]]:
+def outline(rule: AblationRule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[Any, Any]]]:
     """What a module would return, as tensors that have no data: nothing is computed or drawn.
 
     A copy of the module, of tensors without data, runs on such copies of the arguments, so that
@@ -619,7 +619,7 @@ def outline(rule: Rule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[An
     }
     try:
         with torch.no_grad(), UNFUSED:
-            with Hollow(mode):
+            with MetaCopies(mode):
                 twin, args, kwargs = copy.deepcopy((rule.module, args, kwargs), memo)
             with mode:
                 out = twin.forward(*args, **kwargs)
@@ -635,7 +635,7 @@ def outline(rule: Rule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[An
 # Slices ------------------------------------------------------------------------------------------
 
 
-class Slices:
+class LabelledSlices:
     """What becomes of the slices that ``gradtrace.label`` marks with some names."""
 
     def __init__(
@@ -755,6 +755,6 @@ def broadcast(value: Any, like: Tensor, shape: Sequence[int], what: str) -> Tens
         ) from None
 
 
-def _fuses(module: nn.Module, rules: Mapping[nn.Module, Rule]) -> bool:
+def _fuses(module: nn.Module, rules: Mapping[nn.Module, AblationRule]) -> bool:
     """Whether it may pass over a module that is to be ablated."""
     return isinstance(module, FUSED) and any(part in rules for part in module.modules())

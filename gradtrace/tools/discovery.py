@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.names import Atlas, Place, unused
+from gradtrace.autodiff.names import ModuleCall, NameTable, unused
 from gradtrace.autodiff.traversal import walk
 from gradtrace.pytorch.module_calls import listen_to_all
 from gradtrace.session import Noted, join, named_modules, named_parameters, unwrapped, watch
@@ -63,7 +63,7 @@ class Discovery(watch):
         seen = [unwrapped(module) for module in self._modules.values()]
         roots = dict(self._roots(seen, model, known or {}))
         names: dict[nn.Module, str] = {}
-        atlas = Atlas()
+        atlas = NameTable()
         for prefix, root in roots.items():
             for name, module in named_modules(root):
                 names.setdefault(module, join(prefix, name) if name else prefix)
@@ -76,7 +76,7 @@ class Discovery(watch):
         numbers = [self._names[key] for key in self._modules]
         self._write(atlas, loss, dict(zip(numbers, (names[m] for m in seen))))
 
-    def _write(self, atlas: Atlas, loss: Tensor, final: Mapping[str, str]) -> None:
+    def _write(self, atlas: NameTable, loss: Tensor, final: Mapping[str, str]) -> None:
         """Keep the notes from the loss's first operator on, with the names that are final."""
         first = bisect_right(self.atlas.starts, _earliest(loss)) - 1
         starts, places = self.atlas.starts[max(first, 0) :], self.atlas.places[max(first, 0) :]
@@ -84,7 +84,7 @@ class Discovery(watch):
         for module, call in places:
             skipped[module] = min(call, skipped.get(module, call))
         for start, (module, call) in zip(starts, places):
-            atlas.enter(start, Place(final.get(module, ""), call - skipped[module]))
+            atlas.enter(start, ModuleCall(final.get(module, ""), call - skipped[module]))
         self.atlas = atlas
 
     def _roots(

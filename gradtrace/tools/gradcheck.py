@@ -160,7 +160,7 @@ def check(
     along random signs over all the others. The model is as before afterwards.
 
     >>> import torch
-    >>> from gradtrace.check import check
+    >>> from gradtrace import check
     >>> model, x = torch.nn.Linear(3, 1), torch.ones(4, 3)
     >>> result = check(lambda model: model(x).tanh().sum(), model)
     >>> result.ok, result.verdict
@@ -173,7 +173,7 @@ def check(
             names.setdefault(parameter, name)
     if not names:
         raise NoGraph("no parameter of the model requires grad, so there is nothing to check")
-    laboratory = _Laboratory(loss_fn, model, seed)
+    laboratory = _LossEvaluator(loss_fn, model, seed)
     with laboratory.open():
         return _Inspection(laboratory, names, tolerance, progress).run(sample, seed)
 
@@ -248,7 +248,7 @@ class _Inspection:
 
     def __init__(
         self,
-        laboratory: _Laboratory,
+        laboratory: _LossEvaluator,
         names: dict[nn.Parameter, str],
         tolerance: float,
         progress: Progress | None,
@@ -383,7 +383,7 @@ Moves = dict[nn.Parameter, tuple[Tensor, Tensor]]
 """By parameter: which elements to move, and how far."""
 
 
-class _Laboratory:
+class _LossEvaluator:
     """Evaluates a loss again and again under equal conditions, and leaves no trace."""
 
     def __init__(self, loss_fn: LossFn, model: nn.Module, seed: int) -> None:
@@ -392,7 +392,7 @@ class _Laboratory:
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
         self.wide = {tensor: _wide(tensor) for tensor in tensors.values()}
         self.attributes = [_Attributes(module, tensors) for module in model.modules()]
-        self.dice = _Dice(tensors.values(), seed)
+        self.dice = _RngSnapshot(tensors.values(), seed)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -579,7 +579,7 @@ class _Attributes:
             container[key] = stand_ins[tensor]
 
 
-class _Dice:
+class _RngSnapshot:
     """The random generators that a loss may draw from: thrown alike, and given back."""
 
     def __init__(self, tensors: Iterable[Tensor], seed: int) -> None:

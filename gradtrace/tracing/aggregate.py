@@ -243,7 +243,7 @@ def _few(words: Tensor, columns: list[Columns], count: int) -> tuple[Tensor, Ten
     """Marks and the components they have a bit in common with, pair by pair; None if marks have
     many bits, or lie on a GPU, where nobody waits for how many there are.
     """
-    if sync.avoid(words):
+    if sync.would_sync(words):
         return None
     mark, word = words.nonzero(as_tuple=True)
     if SPARSE * 64 * len(mark) > len(words) * count:
@@ -283,7 +283,7 @@ def lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(x).to(device, non_blocking=True)
 
 
-class Listed(NamedTuple):
+class CpuGroups(NamedTuple):
     """What was counted at leaves on the CPU: added up by the compiled library, leaf by leaf."""
 
     found: Sequence[Counts]
@@ -354,11 +354,11 @@ def _by_bit(bits: list[int], width: int) -> tuple[Whole, Whole]:
     return _starts(line[:, line[0] < width], width)
 
 
-def grouped(found: Sequence[Counts]) -> Groups | Listed:
+def grouped(found: Sequence[Counts]) -> Groups | CpuGroups:
     """What was counted, of all leaves."""
     library = cpu_library.library()
     if library is not None and all(each.counts.is_cpu for each in found):
-        return Listed(found, library)
+        return CpuGroups(found, library)
     return groups_of(found)
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradtrace.linops.indexing import filled
-from gradtrace.tracing.traced_value import State
+from gradtrace.tracing.traced_value import TracedValue
 
 NARROW = ((torch.uint8, 255), (torch.int16, 32_767))
 """Types, and the highest number that each can hold."""
 
 
-class Shelf(dict[int, State]):
+class CompactValues(dict[int, TracedValue]):
     """States by value: narrowed when they are put there, as they were when they are looked at.
 
     Many have the same numbers, or views of them: those of elements that are only weighed, or only
@@ -30,31 +30,31 @@ class Shelf(dict[int, State]):
         super().__init__()
         self._narrow = WeakTensorKeyDictionary()
 
-    def __setitem__(self, value: int, state: State) -> None:
-        numbers = state.numbers
-        if numbers is not None and numbers.dtype is torch.int32:
-            state = state._replace(numbers=self._packed(numbers, len(state.palette.rows)))
+    def __setitem__(self, value: int, state: TracedValue) -> None:
+        ids = state.ids
+        if ids is not None and ids.dtype is torch.int32:
+            state = state._replace(ids=self._packed(ids, len(state.provenance.rows)))
         super().__setitem__(value, state)
 
-    def __getitem__(self, value: int) -> State:
+    def __getitem__(self, value: int) -> TracedValue:
         state = super().__getitem__(value)
-        held = state.numbers
+        held = state.ids
         if held is None or held.dtype is torch.int32:
             return state
         whole = _whole(held)
         wide = whole.int()
         self._narrow[wide] = whole
-        return state._replace(numbers=_as(held, wide))
+        return state._replace(ids=_as(held, wide))
 
-    def _packed(self, numbers: Tensor, count: int) -> Tensor:
-        whole = _whole(numbers)
+    def _packed(self, ids: Tensor, count: int) -> Tensor:
+        whole = _whole(ids)
         narrow: Tensor | None = self._narrow.get(whole)  # type: ignore[no-untyped-call]
         if narrow is None:
             narrow = narrowed(whole, count)
             if narrow is whole:
-                return numbers
+                return ids
             self._narrow[whole] = narrow
-        return _as(numbers, narrow)
+        return _as(ids, narrow)
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -70,29 +70,29 @@ def _as(view: Tensor, whole: Tensor) -> Tensor:
     return whole.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
-def narrowed(numbers: Tensor, count: int) -> Tensor:
+def narrowed(ids: Tensor, count: int) -> Tensor:
     """Numbers of a palette of so many entries, in the narrowest type. Those that lie apart in
     memory, or on top of each other, stay: a copy might take more, and would not lie as they do, by
     which the order of sums is chosen.
     """
-    if not filled(numbers):
-        return numbers
-    return numbers.to(next((kind for kind, most in NARROW if count <= most), torch.int32))
+    if not filled(ids):
+        return ids
+    return ids.to(next((kind for kind, most in NARROW if count <= most), torch.int32))
 
 
-def packed(state: State) -> State:
+def packed(state: TracedValue) -> TracedValue:
     """A state that nobody shares, with narrow numbers."""
-    if state.numbers is None:
+    if state.ids is None:
         return state
-    return state._replace(numbers=narrowed(state.numbers, len(state.palette.rows)))
+    return state._replace(ids=narrowed(state.ids, len(state.provenance.rows)))
 
 
-def unpacked(state: State) -> State:
+def unpacked(state: TracedValue) -> TracedValue:
     """The same with numbers to work with, and to write to."""
-    return state if state.numbers is None else state._replace(numbers=state.numbers.int())
+    return state if state.ids is None else state._replace(ids=state.ids.int())
 
 
-def take(states: dict[int, State], value: int) -> State:
+def take(states: dict[int, TracedValue], value: int) -> TracedValue:
     """A state that nobody asks for again."""
     state = states[value]
     del states[value]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gradtrace.autodiff.names import unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.program import HOOKS, Block, Program
-from gradtrace.tracing.provenance import Marks
+from gradtrace.tracing.provenance import ComponentBits
 
 Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """How components are asked for; see ``choose``."""
@@ -49,11 +49,11 @@ class Region:
 
 
 @dataclass
-class Chosen:
+class ComponentSelection:
     """Components and the marks that tell them."""
 
     components: list[Component]
-    marks: Marks
+    marks: ComponentBits
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Routes:
         return first
 
 
-class Survey:
+class ComponentFinder:
     """The things in a program that paths can pass through.
 
     ``modules`` maps the names of a model's modules to their classes, ``leaves`` are the names of
@@ -100,7 +100,7 @@ class Survey:
         self.classes = dict(modules)
         self.leaves = {name: {name, *others} for name, others in leaves.items()}
         self.next = 1  # bit 0 says that there is a path
-        self.marks = Marks(1, {}, {}, {})
+        self.marks = ComponentBits(1, {}, {}, {})
 
     def _atom(self) -> int:
         bit = 1 << self.next
@@ -196,7 +196,7 @@ class Survey:
 
     # Choosing ------------------------------------------------------------------------------------
 
-    def choose(self, components: Components) -> Chosen:
+    def choose(self, components: Components) -> ComponentSelection:
         """The components that were asked for."""
         if components is None:
             components = (
@@ -208,12 +208,12 @@ class Survey:
             region = self._region(components)
             names = [n for n in region.bits if n]
             found = [Component(n, region.bits[n], region.owns.get(n, frozenset())) for n in names]
-            return Chosen(found, self.marks)
+            return ComponentSelection(found, self.marks)
         if not isinstance(components, Mapping):
             components = {name: name for name in components}
         regions: dict[str, Region] = {}
         found = [self._group(name, parts, regions) for name, parts in components.items()]
-        return Chosen(found, self.marks)
+        return ComponentSelection(found, self.marks)
 
     def _region(self, kind: str) -> Region:
         makers = dict(

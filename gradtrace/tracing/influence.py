@@ -9,7 +9,7 @@ from math import nan, sqrt
 from typing import Any, Literal
 
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.io.table import Column, Table
+from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.printable import printable
 
 Weight = Literal["count", "gradient"]
@@ -234,18 +234,18 @@ class Influence:
 
     # To look at ----------------------------------------------------------------------------------
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """The columns of every component."""
         many = self.pairs > 1
         columns = (
-            Column("component"),
-            Column("through", "count"),
-            Column("eligible", "count"),
-            Column("share", "share"),
-            *([Column("± error", "share")] if many else []),
-            Column("weighted", "share"),
-            Column("unreached", "count"),
-            Column("own", "count"),
+            TextColumn("component"),
+            TextColumn("through", "count"),
+            TextColumn("eligible", "count"),
+            TextColumn("share", "share"),
+            *([TextColumn("± error", "share")] if many else []),
+            TextColumn("weighted", "share"),
+            TextColumn("unreached", "count"),
+            TextColumn("own", "count"),
         )
         rows = tuple(
             (
@@ -261,7 +261,7 @@ class Influence:
             for row in self.rows
         )
         pairs = f", {self.pairs:,} pairs" if many else ""
-        return Table(f"Influence ({self.rule}{pairs})", columns, rows, self.notes)
+        return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, self.notes)
 
     def __str__(self) -> str:
         return str(self.table())

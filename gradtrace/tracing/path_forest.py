@@ -33,7 +33,7 @@ class Hops(NamedTuple):
     apart: bool
 
 
-class Stop(NamedTuple):
+class PathPoint(NamedTuple):
     """One element on a path: its value, its number there, the weight to the next, its gradient."""
 
     node: int
@@ -43,7 +43,7 @@ class Stop(NamedTuple):
     gradient: float
 
 
-class Slices(NamedTuple):
+class SliceBits(NamedTuple):
     """Bits for the slices of a value of this shape, along a dimension."""
 
     shape: Shape
@@ -51,7 +51,7 @@ class Slices(NamedTuple):
     bits: Sequence[int]
 
 
-class Marked(NamedTuple):
+class PathProvenance(NamedTuple):
     """The different marks that paths gathered, and for each start the number of its own."""
 
     marks: list[int]
@@ -59,7 +59,7 @@ class Marked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Forest:
+class PathForest:
     """The elements that paths visit, each once; paths that meet share what lies behind.
 
     Nodes are numbered stage by stage; a stage is all that is visited of a value, and a node points
@@ -99,18 +99,18 @@ class Forest:
         """Which element of its value a node is."""
         return int(self._arrays[0][node])
 
-    def until(self, node: int, values: Container[int]) -> Iterator[Stop]:
+    def until(self, node: int, values: Container[int]) -> Iterator[PathPoint]:
         """A node and those behind it, up to the first at one of these values."""
         element, onward, weight, gradient = self._arrays
         first = True
         while node >= 0:
             value = self.value(node)
-            yield Stop(node, value, element[node], weight[node], gradient[node])
+            yield PathPoint(node, value, element[node], weight[node], gradient[node])
             if value in values and not first:
                 return
             node, first = onward[node], False
 
-    def marks(self, bits: Mapping[int, int], slices: Mapping[int, Slices]) -> Marked:
+    def marks(self, bits: Mapping[int, int], slices: Mapping[int, SliceBits]) -> PathProvenance:
         """What each path gathers: of a node, the bits of its value and of its slice, and all that
         the node it points to has gathered. Bit 0 is set at the root where the seed is not 0.
         """
@@ -133,7 +133,7 @@ class Forest:
             last = first
         rows, number = found[self.starts].unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
         different = [sum(word << n * WORD for n, word in enumerate(row)) for row in rows.tolist()]
-        return Marked(different, number)
+        return PathProvenance(different, number)
 
     @cached_property
     def _arrays(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
@@ -143,7 +143,7 @@ class Forest:
 
 
 @dataclass
-class Growth:
+class ForestBuilder:
     """A forest while it grows, from the leaves towards the root."""
 
     starts: Mapping[int, Tensor]
@@ -228,7 +228,7 @@ class Growth:
             tails = torch.arange(first, self.nodes, device=hops.element.device)
         self.waiting.setdefault(hops.value, []).append((tails, hops))
 
-    def forest(self, root: int) -> Forest:
+    def forest(self, root: int) -> PathForest:
         """What has grown."""
         device = next(iter(self.starts.values())).device if self.starts else None
         onward = torch.full((self.nodes,), -1, device=device)
@@ -247,7 +247,7 @@ class Growth:
             gradient[torch.cat(lines).to(gradient.device)] = torch.cat([*self.gradients.values()])
         element = torch.cat(self.elements) if self.elements else onward
         starts = [self.begun[value] for value in self.starts]
-        return Forest(
+        return PathForest(
             root,
             tuple(self.values),
             tuple(self.firsts),

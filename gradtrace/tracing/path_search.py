@@ -17,17 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.ir.interpreter import Held, balanced, gradient_of, value_of
-from gradtrace.ir.nested_sums import Nested, nested
+from gradtrace.ir.interpreter import ScaledValue, balanced, gradient_of, value_of
+from gradtrace.ir.nested_sums import NestedSum, nested
 from gradtrace.ir.program import Block, Program, Step, Term
-from gradtrace.ir.recompute import Stretches, Values
+from gradtrace.ir.recompute import RecomputedValues, Values
 from gradtrace.kernels import sync
 from gradtrace.linops import Identity, Index, Map, Scale
 from gradtrace.linops.base import Best
 from gradtrace.linops.indexing import nearby, picked
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.tracing.path_forest import Forest, Growth, Hops
+from gradtrace.tracing.path_forest import ForestBuilder, Hops, PathForest
 from gradtrace.types import Shape
 
 SINGLE = 64
@@ -37,7 +37,7 @@ ENTRIES = 1 << 22
 """How many entries of a map to look at in one go."""
 
 
-class Hop(NamedTuple):
+class PathEdge(NamedTuple):
     """From an element of a step's output to one of an input: the value, its element, the weight."""
 
     value: int
@@ -45,7 +45,7 @@ class Hop(NamedTuple):
     weight: float
 
 
-class Gradients(dict[int, Tensor]):
+class GradientValues(dict[int, Tensor]):
     """The gradient at every value: as recording kept it, else computed when it is asked for."""
 
     def __init__(self, program: Program, seed: Tensor) -> None:
@@ -77,27 +77,27 @@ def kept_by(program: Program) -> dict[int, Tensor]:
 
 
 @dataclass
-class Kept:
+class PathFollower:
     """A program and its values: gradients, or MAX with powers of two."""
 
     program: Program
     seed: Tensor
     budget: int | None = None  # bytes; None: all values are kept
-    _latest: tuple[Nested, dict[int, Held]] | None = field(default=None, repr=False)
+    _latest: tuple[NestedSum, dict[int, ScaledValue]] | None = field(default=None, repr=False)
 
     @cached_property
     def gradients(self) -> Values[Tensor]:
         """The gradient at every value."""
         if self.budget is None:
-            return Gradients(self.program, self.seed)
-        return Stretches(self.program, self.seed, gradient_of, self.budget)
+            return GradientValues(self.program, self.seed)
+        return RecomputedValues(self.program, self.seed, gradient_of, self.budget)
 
     @cached_property
-    def largest(self) -> Values[Held]:
+    def largest(self) -> Values[ScaledValue]:
         """MAX at every value: the largest |product| from there to the root."""
-        root = Held(MAX.weigh(self.seed), 0)
+        root = ScaledValue(MAX.weigh(self.seed), 0)
         if self.budget is not None:
-            return Stretches(self.program, root, _largest, self.budget)
+            return RecomputedValues(self.program, root, _largest, self.budget)
         values = {self.program.root: root}
         with torch.no_grad():
             for step in self.program.steps():
@@ -135,15 +135,15 @@ class Kept:
         }
 
     @cached_property
-    def nested(self) -> dict[int, Nested]:
+    def nested(self) -> dict[int, NestedSum]:
         """The sums of sums, by the values of their steps."""
         found = filter(None, map(nested, self.program.blocks))
         return {step.out: part for part in found for step in part.steps}
 
-    def _inside(self, part: Nested) -> dict[int, Held]:
+    def _inside(self, part: NestedSum) -> dict[int, ScaledValue]:
         """The largest single |contribution| to every value of sums of sums."""
         if self._latest is None or self._latest[0] is not part:
-            values = {v: Held((wide(self.gradients[v]).abs(),), 0) for v in part.takes}
+            values = {v: ScaledValue((wide(self.gradients[v]).abs(),), 0) for v in part.takes}
             for step in part.steps:
                 values[step.out] = _largest(step, values)
             self._latest = part, values
@@ -151,12 +151,12 @@ class Kept:
 
     # Following the largest contributions -------------------------------------------------------
 
-    def follow(self, starts: Mapping[int, Tensor], rule: str) -> Forest:
+    def follow(self, starts: Mapping[int, Tensor], rule: str) -> PathForest:
         """From elements of values towards the root, by a rule, in one sweep over the program.
 
         Paths are numbered in the order of ``starts``.
         """
-        growth = Growth(starts)
+        growth = ForestBuilder(starts)
         with torch.no_grad():
             for out, terms in reversed(self.makers.items()):
                 if growth.arrived(out):
@@ -165,7 +165,7 @@ class Kept:
                     if out in self.takers or out in starts:
                         gradient = self.gradient(out, at)
                         growth.gradient(gradient)
-                        look = terms[0].map.stays and not sync.avoid(gradient)
+                        look = terms[0].map.is_diagonal and not sync.would_sync(gradient)
                         alive = look and bool(gradient.all())
                     for hops in self._onward(terms, at, self._compared(out, rule), alive):
                         growth.send(hops)
@@ -175,7 +175,7 @@ class Kept:
                 growth.gradient(self.seed.reshape(-1)[at])
             return growth.forest(root)
 
-    def _compared(self, out: int, rule: str) -> Values[Held] | None:
+    def _compared(self, out: int, rule: str) -> Values[ScaledValue] | None:
         """The sizes by which the terms of a value are compared; None for the gradients."""
         if rule != "greedy":
             return self.largest
@@ -183,11 +183,13 @@ class Kept:
         return None if part is None else self._inside(part)
 
     def _onward(
-        self, terms: tuple[Term, ...], at: Tensor, held: Values[Held] | None, alive: bool
+        self, terms: tuple[Term, ...], at: Tensor, held: Values[ScaledValue] | None, alive: bool
     ) -> Iterator[Hops]:
         """Where elements go on to; ``alive`` if their gradients are known, and none is 0."""
         if len(terms) == 1:
-            if alive and held is None and terms[0].map.stays:  # what it comes from is not 0 either
+            if (
+                alive and held is None and terms[0].map.is_diagonal
+            ):  # what it comes from is not 0 either
                 yield _hops(terms[0], at, at, None)
                 return
             yield from self._alone(terms[0], at, held)
@@ -200,12 +202,12 @@ class Kept:
             if mine.numel():
                 yield _hops(term, at[mine], offer.source[mine], mine)
 
-    def _alone(self, term: Term, at: Tensor, held: Values[Held] | None) -> Iterator[Hops]:
+    def _alone(self, term: Term, at: Tensor, held: Values[ScaledValue] | None) -> Iterator[Hops]:
         """The hops of a step of one term."""
         if isinstance(term.map, Identity):
             yield Hops(term.value, at, None, None, True)
             return
-        if term.map.moves:
+        if term.map.is_gather:
             source = term.map.rows(at).source[:, 0]
         else:
             source = term.map.best(self._value(term.value, held), at).source
@@ -216,9 +218,9 @@ class Kept:
         if there.numel():
             yield _hops(term, at[there], source[there], there)
 
-    def _offer(self, term: Term, at: Tensor, held: Values[Held] | None) -> Best:
+    def _offer(self, term: Term, at: Tensor, held: Values[ScaledValue] | None) -> Best:
         """What one of several terms has for some elements."""
-        if held is not None or not term.map.moves or term.value in self.gradients:
+        if held is not None or not term.map.is_gather or term.value in self.gradients:
             return term.map.best(self._value(term.value, held), at)
         source = term.map.rows(at).source[:, 0]
         found = wide(self.gradient(term.value, source.clamp(min=0))).abs()
@@ -239,7 +241,7 @@ class Kept:
         return total
 
     def _summed(self, map_: Map, value: int, at: Tensor) -> Tensor:
-        if map_.moves:
+        if map_.is_gather:
             source = map_.rows(at).source[:, 0]
             return torch.where(source < 0, 0, self.gradient(value, source.clamp(min=0)))
         x = self.gradients[value]
@@ -253,11 +255,15 @@ class Kept:
     def _shape(self, value: int) -> Shape:
         return self.makers[value][0].map.out_shape
 
-    def _value(self, value: int, held: Values[Held] | None) -> Tensor:
+    def _value(self, value: int, held: Values[ScaledValue] | None) -> Tensor:
         return self.gradients[value] if held is None else held[value].value[0]
 
     def _sizes(
-        self, terms: tuple[Term, ...], offers: list[Best], at: Tensor, held: Values[Held] | None
+        self,
+        terms: tuple[Term, ...],
+        offers: list[Best],
+        at: Tensor,
+        held: Values[ScaledValue] | None,
     ) -> list[Tensor]:
         """How much each term counts for in the choice among them."""
         if held is None:
@@ -267,14 +273,16 @@ class Kept:
 
     def _total(self, term: Term, largest: Tensor, at: Tensor) -> Tensor:
         """What a term brings in all, if it brings anything."""
-        if term.map.moves or term.map.stays:
+        if term.map.is_gather or term.map.is_diagonal:
             return largest
         total = wide(term.map.apply(self.gradients[term.value])).abs().reshape(-1)[at]
         return torch.where(largest == 0, 0, total)
 
     # The best paths, in falling order ----------------------------------------------------------
 
-    def best(self, value: int, elements: Tensor, limit: int) -> Iterator[tuple[int, list[Hop]]]:
+    def best(
+        self, value: int, elements: Tensor, limit: int
+    ) -> Iterator[tuple[int, list[PathEdge]]]:
         """Paths of greatest |weight| from any of these elements, each with the element's place.
 
         A search that always goes on where the product so far, times the largest product from there
@@ -285,7 +293,7 @@ class Kept:
         with torch.no_grad():
             sizes = self._logs(value)[elements]
             for place in sizes.topk(min(limit, len(elements))).indices.tolist():
-                start = _Trail(None, Hop(value, int(elements[place]), 1.0), 0.0)
+                start = _Trail(None, PathEdge(value, int(elements[place]), 1.0), 0.0)
                 heappush(heap, (-float(sizes[place]), next(numbers), place, start))
             while heap and limit:
                 size, _, place, trail = heappop(heap)
@@ -312,14 +320,14 @@ class Kept:
             source, weight = source[there], weight[there]
             size = trail.size + weight.abs().log2() + self._logs(term.value)[source]
             for k in size.topk(min(limit, len(source))).indices.tolist():
-                hop = Hop(term.value, int(source[k]), float(weight[k]))
+                hop = PathEdge(term.value, int(source[k]), float(weight[k]))
                 yield _Trail(trail, hop, trail.size + log2(abs(hop.weight))), float(size[k])
 
     # All of them ---------------------------------------------------------------------------------
 
-    def every(self, value: int, element: int, zeros: bool) -> Iterator[list[Hop]]:
+    def every(self, value: int, element: int, zeros: bool) -> Iterator[list[PathEdge]]:
         """All paths from an element to the root, those of weight 0 too if ``zeros``."""
-        stack = [_Trail(None, Hop(value, element, 1.0), 0.0)]
+        stack = [_Trail(None, PathEdge(value, element, 1.0), 0.0)]
         while stack:
             trail = stack.pop()
             if trail.hop.value == self.program.root:
@@ -331,20 +339,20 @@ class Kept:
                 source, weight = term.map.rows(at)
                 weights = weight.expand(source.shape)[0].tolist()
                 onward += [
-                    _Trail(trail, Hop(term.value, place, w), 0.0)
+                    _Trail(trail, PathEdge(term.value, place, w), 0.0)
                     for place, w in zip(source[0].tolist(), weights)
                     if place >= 0 and (w or zeros)
                 ]
             stack += reversed(onward)
 
 
-def _largest(step: Step, values: dict[int, Held]) -> Held:
+def _largest(step: Step, values: dict[int, ScaledValue]) -> ScaledValue:
     return balanced(value_of(step, values, MAX), MAX)
 
 
 def _hops(term: Term, at: Tensor, source: Tensor, mine: Tensor | None) -> Hops:
     """Hops within one term, from some (None: all) of the elements of a stage."""
-    weight = None if term.map.moves else term.map.entry(at, source)
+    weight = None if term.map.is_gather else term.map.entry(at, source)
     return Hops(term.value, source, weight, mine, _apart(term.map))
 
 
@@ -357,10 +365,10 @@ class _Trail(NamedTuple):
     """A path from an element on, as far as it is known; ``size`` is log₂ of its product."""
 
     before: _Trail | None
-    hop: Hop
+    hop: PathEdge
     size: float
 
-    def hops(self) -> list[Hop]:
+    def hops(self) -> list[PathEdge]:
         """From the element on."""
         found, at = [], self
         while at.before is not None:

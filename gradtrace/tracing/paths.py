@@ -12,13 +12,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from gradtrace.io.table import Column, Table
+from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.ir.program import Program
 from gradtrace.printable import printable
-from gradtrace.tracing.path_forest import Forest, Marked, Slices
-from gradtrace.tracing.path_search import Hop, Kept
-from gradtrace.tracing.provenance import Marks
-from gradtrace.tracing.tensor_paths import Link
+from gradtrace.tracing.path_forest import PathForest, PathProvenance, SliceBits
+from gradtrace.tracing.path_search import PathEdge, PathFollower
+from gradtrace.tracing.provenance import ComponentBits
+from gradtrace.tracing.tensor_paths import TensorEdge
 from gradtrace.types import Shape
 
 
@@ -86,16 +86,16 @@ class Path:
         """The operators from parameter to loss."""
         return [step.operator for step in self.steps[1:]]
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """The steps as a table."""
         columns = (
-            Column("operator"),
-            Column("module"),
-            Column("shape"),
-            Column("element"),
-            Column("derivative", "number"),
-            Column("gradient", "number"),
-            Column("share", "share"),
+            TextColumn("operator"),
+            TextColumn("module"),
+            TextColumn("shape"),
+            TextColumn("element"),
+            TextColumn("derivative", "number"),
+            TextColumn("gradient", "number"),
+            TextColumn("share", "share"),
         )
         rows = tuple(
             (
@@ -112,7 +112,7 @@ class Path:
         title = (
             f"{self.name}{list(self.index)}: weight {self.weight:.4g}, gradient {self.gradient:.4g}"
         )
-        return Table(title, columns, rows)
+        return TextTable(title, columns, rows)
 
     def __str__(self) -> str:
         return str(self.table())
@@ -161,7 +161,7 @@ class Paths(Sequence[Path]):
     def of(self, name: str, index: Sequence[int] | int | None = None) -> Paths:
         """Those from a leaf, or from one element of it."""
         wanted = (index,) if isinstance(index, int) else None if index is None else tuple(index)
-        if isinstance(self.items, Woven):
+        if isinstance(self.items, LazyPaths):
             return Paths(self.items.of(name, wanted), self.title)
         found = tuple(p for p in self.items if p.name == name and wanted in (None, p.index))
         return Paths(found, self.title)
@@ -176,20 +176,20 @@ class Paths(Sequence[Path]):
         seen = Counter(module for path in self.items for module in set(path.modules))
         return {module: n / len(self.items) for module, n in seen.most_common()}
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """One row a path."""
         columns = (
-            Column("leaf"),
-            Column("element"),
-            Column("weight", "number"),
-            Column("gradient", "number"),
-            Column("steps", "count"),
-            Column("way"),
+            TextColumn("leaf"),
+            TextColumn("element"),
+            TextColumn("weight", "number"),
+            TextColumn("gradient", "number"),
+            TextColumn("steps", "count"),
+            TextColumn("way"),
         )
         rows = tuple(
             (p.name, str(list(p.index)), p.weight, p.gradient, len(p), _way(p)) for p in self.items
         )
-        return Table(self.title, columns, rows)
+        return TextTable(self.title, columns, rows)
 
     def __str__(self) -> str:
         return str(self.table())
@@ -209,7 +209,7 @@ class Paths(Sequence[Path]):
 
 
 @dataclass(frozen=True)
-class Legend:
+class ValueLabels:
     """What values are to a reader: a leaf, or the output of an operator."""
 
     names: dict[int, str]  # by leaf value
@@ -237,10 +237,10 @@ class Legend:
         return Path(name, first.index, (first, *rest), first.gradient, self.pair)
 
 
-class Woven(Sequence[Path]):
+class LazyPaths(Sequence[Path]):
     """Paths of a forest, made when they are asked for; those that meet share their steps."""
 
-    def __init__(self, legend: Legend, forest: Forest, starts: Sequence[int]) -> None:
+    def __init__(self, legend: ValueLabels, forest: PathForest, starts: Sequence[int]) -> None:
         self.legend = legend
         self.forest = forest
         self.starts = starts  # nodes
@@ -249,8 +249,8 @@ class Woven(Sequence[Path]):
     @overload
     def __getitem__(self, at: int) -> Path: ...
     @overload
-    def __getitem__(self, at: slice) -> Woven: ...
-    def __getitem__(self, at: int | slice) -> Path | Woven:
+    def __getitem__(self, at: slice) -> LazyPaths: ...
+    def __getitem__(self, at: int | slice) -> Path | LazyPaths:
         if isinstance(at, slice):
             return self._some(self.starts[at])
         node = self.starts[at]
@@ -265,7 +265,7 @@ class Woven(Sequence[Path]):
     def __hash__(self) -> int:
         return hash(tuple(self))
 
-    def of(self, name: str, index: Shape | None) -> Woven:
+    def of(self, name: str, index: Shape | None) -> LazyPaths:
         """Those from a leaf, or from one element of it."""
         legend, forest = self.legend, self.forest
         values = {value for value, known in legend.names.items() if known == name}
@@ -275,8 +275,8 @@ class Woven(Sequence[Path]):
             mine = [node for node in mine if unravel(forest.place(node), shape) == index]
         return self._some(mine)
 
-    def _some(self, starts: Sequence[int]) -> Woven:
-        return Woven(self.legend, self.forest, starts)
+    def _some(self, starts: Sequence[int]) -> LazyPaths:
+        return LazyPaths(self.legend, self.forest, starts)
 
     def _steps(self, node: int) -> Iterator[PathStep]:
         while node >= 0:
@@ -302,11 +302,11 @@ class Woven(Sequence[Path]):
 class Builder:
     """Makes paths of what was followed: only operators' outputs are steps to a reader."""
 
-    kept: Kept
-    legend: Legend
+    kept: PathFollower
+    legend: ValueLabels
 
     @classmethod
-    def of(cls, kept: Kept, names: dict[int, str], pair: int = 0) -> Builder:
+    def of(cls, kept: PathFollower, names: dict[int, str], pair: int = 0) -> Builder:
         """For the leaves of a program."""
         program = kept.program
         shapes = {step.out: step.shape for step in program.steps()}
@@ -314,9 +314,9 @@ class Builder:
         places = {
             value: (block.operator, *block.place) for value, (block, _) in kept.takers.items()
         }
-        return cls(kept, Legend(names, shapes, places, kept.seed, pair))
+        return cls(kept, ValueLabels(names, shapes, places, kept.seed, pair))
 
-    def path(self, value: int, element: int, hops: list[Hop]) -> Path:
+    def path(self, value: int, element: int, hops: list[PathEdge]) -> Path:
         """The path of hops from a leaf's value."""
         stops: list[tuple[int, int, float]] = []  # value, element, derivative to the next stop
         at, place, weight = value, element, 1.0
@@ -333,7 +333,7 @@ class Builder:
         ]
         return self.legend.path(value, steps)
 
-    def coarse(self, value: int, links: list[Link]) -> Path:
+    def coarse(self, value: int, links: list[TensorEdge]) -> Path:
         """The path of a whole leaf: sizes in place of gradients, no elements, no derivatives."""
         legend, stops = self.legend, [value, *(link.take for link in links)]
         steps = []
@@ -350,27 +350,27 @@ class Builder:
     def followed(self, starts: Mapping[int, Tensor], rule: str) -> Iterator[Path | None]:
         """The path of each element by a rule; None where there is none."""
         forest = self.kept.follow(starts, rule)
-        woven = Woven(self.legend, forest, forest.starts.tolist())
+        woven = LazyPaths(self.legend, forest, forest.starts.tolist())
         for n, whole in enumerate(forest.whole.tolist()):
             yield woven[n] if whole else None
 
-    def woven(self, starts: Mapping[int, Tensor], rule: str) -> Woven:
+    def woven(self, starts: Mapping[int, Tensor], rule: str) -> LazyPaths:
         """The paths of elements by a rule, without those that have none."""
         forest = self.kept.follow(starts, rule)
-        return Woven(self.legend, forest, forest.starts[forest.whole].tolist())
+        return LazyPaths(self.legend, forest, forest.starts[forest.whole].tolist())
 
 
-def marked(forest: Forest, program: Program, marks: Marks) -> Marked:
+def marked(forest: PathForest, program: Program, marks: ComponentBits) -> PathProvenance:
     """The marks of followed paths: those that ``Tracer`` finds at the elements they start from."""
     bits: dict[int, int] = {}
-    slices: dict[int, Slices] = {}
+    slices: dict[int, SliceBits] = {}
     shapes = {step.out: step.shape for step in program.steps()}
     shapes[program.root] = tuple(program.seed.shape)
     for number, block in enumerate(program.blocks):
         for value in block.takes.values():
             bits[value] = bits.get(value, 0) | marks.block.get(number, 0)
             if number in marks.slices:
-                slices[value] = Slices(shapes[value], *marks.slices[number])
+                slices[value] = SliceBits(shapes[value], *marks.slices[number])
         for position, value in block.gives.items():
             bits[value] = bits.get(value, 0) | marks.position.get((number, position), 0)
     return forest.marks(bits, slices)

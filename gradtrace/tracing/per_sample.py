@@ -48,7 +48,7 @@ class Pairs:
                 n += 1
                 if all(term.value in apart for term in step.terms):
                     high, low = (
-                        _most([term.map.reach(spans[term.value][k]) for term in step.terms])
+                        _most([term.map.max_source(spans[term.value][k]) for term in step.terms])
                         for k in (0, 1)
                     )
                     if bool(((high == 0) | (high + low == count + 1)).all()):

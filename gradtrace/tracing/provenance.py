@@ -1,9 +1,8 @@
-"""Marks: which components the path of an element has visited.
+"""Provenance: the set of components that the path of an element has visited.
 
-A mark is a set of bits, held in a whole number: bit 0 says that there is a path, each other bit is
-an atom of the components that are asked for. Elements hold only the *number* of their mark, an
-int32; a ``Palette`` says which mark a number stands for. So a mark may have any number of bits, and
-to add a bit to all elements costs nothing.
+A set is a Python int with one bit for each atom of the components asked for; bit 0 says that there
+is a path at all. Each element holds the int32 *id* of its set; a ``ProvenanceTable`` maps ids to
+sets. So a set may have any number of bits, and adding a bit to all elements costs nothing.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class Bounds(NamedTuple):
             return None
         return Bounds(self.least | bits, self.most | bits)
 
-    def then(self, other: Bounds) -> Bounds | None:
+    def joined(self, other: Bounds) -> Bounds | None:
         """Of both; None if one may be equal to one of the others."""
         if not self.least & ~other.most and not other.least & ~self.most:
             return None
         return Bounds(self.least & other.least, self.most | other.most)
 
 
-class Table(Sequence[int]):
+class PackedSets(Sequence[int]):
     """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to.
 
     With ``bounds``, where no two are known to be equal. Words may be a function: what a GPU has not
@@ -75,7 +74,7 @@ class Table(Sequence[int]):
 
     def __getitem__(self, n: Any) -> Any:
         if isinstance(n, slice):
-            return Table(self.words[n])
+            return PackedSets(self.words[n])
         return int.from_bytes(self.words[n].astype("<u8").tobytes(), "little")
 
     def __iter__(self) -> Iterator[int]:
@@ -88,7 +87,7 @@ class Table(Sequence[int]):
 def words_of(rows: Sequence[int], extra: int = 0, width: int = 1) -> Words:
     """Marks with more bits in each, as at least so many words; not to be written to."""
     width = max(width, _width(rows, extra))
-    if isinstance(rows, Table) and not extra and width == rows.words.shape[1]:
+    if isinstance(rows, PackedSets) and not extra and width == rows.words.shape[1]:
         return rows.words
     found = np.empty((len(rows), width), np.uint64)
     _put(rows, extra, found)
@@ -97,7 +96,7 @@ def words_of(rows: Sequence[int], extra: int = 0, width: int = 1) -> Words:
 
 def _width(rows: Sequence[int], extra: int) -> int:
     """How many words the marks need, with more bits in each."""
-    if isinstance(rows, Table):
+    if isinstance(rows, PackedSets):
         held: int = rows.words.shape[1]
     else:
         held = -(-max(rows, default=0).bit_length() // 64)
@@ -106,7 +105,7 @@ def _width(rows: Sequence[int], extra: int) -> int:
 
 def _bounds(rows: Sequence[int], extra: int) -> Bounds | None:
     """What is known of marks with more bits in each."""
-    if isinstance(rows, Table):
+    if isinstance(rows, PackedSets):
         found = rows.bounds
     elif len({*rows}) < len(rows):
         found = None
@@ -118,7 +117,7 @@ def _bounds(rows: Sequence[int], extra: int) -> Bounds | None:
 def _put(rows: Sequence[int], extra: int, out: Words) -> None:
     """Write marks, with more bits in each, into as many lines of words."""
     width = out.shape[1]
-    if isinstance(rows, Table):
+    if isinstance(rows, PackedSets):
         words = rows.words
         if words.shape[1] < width:
             out[:, : words.shape[1]], out[:, words.shape[1] :] = words, 0
@@ -132,10 +131,10 @@ def _put(rows: Sequence[int], extra: int, out: Words) -> None:
         out[:] = words
 
 
-class Palette(NamedTuple):
+class ProvenanceTable(NamedTuple):
     """Number n, from 1 on, stands for the mark ``rows[n - 1] | extra``; 0 for no path.
 
-    Many rows are a ``Table``.
+    Many rows are a ``PackedSets``.
     """
 
     rows: Sequence[int] = (1,)
@@ -146,65 +145,67 @@ class Palette(NamedTuple):
         """Whether there is but one mark; no if that is not known yet."""
         return type(self.rows) is tuple and len(self.rows) == 1
 
-    def mark(self, bits: int) -> Palette:
+    def mark(self, bits: int) -> ProvenanceTable:
         """The same numbers, with more bits in every mark."""
-        return Palette(self.rows, self.extra | bits) if bits & ~self.extra else self
+        return ProvenanceTable(self.rows, self.extra | bits) if bits & ~self.extra else self
 
     def marks(self) -> list[int]:
         """The mark of each number, from 0 on."""
         return [0, *self._whole()]
 
-    def then(self, other: Palette) -> tuple[Palette, int]:
+    def joined(self, other: ProvenanceTable) -> tuple[ProvenanceTable, int]:
         """Both, and what the second's numbers grow by: they follow those of the first, unless the
         two are one and the same.
 
-        >>> Palette((1, 3)).then(Palette((5,)))
-        (Palette(rows=(1, 3, 5), extra=0), 2)
+        >>> ProvenanceTable((1, 3)).joined(ProvenanceTable((5,)))
+        (ProvenanceTable(rows=(1, 3, 5), extra=0), 2)
         """
         if self.rows is other.rows and self.extra == other.extra:
             return self, 0
         count = len(self.rows)
         if count + len(other.rows) <= LONG:
-            return Palette((*self._whole(), *other._whole())), count
+            return ProvenanceTable((*self._whole(), *other._whole())), count
         width = max(1, _width(*self), _width(*other))
         found = np.empty((count + len(other.rows), width), np.uint64)
         _put(*self, found[:count])
         _put(*other, found[count:])
-        return Palette(Table(found, self._bounds(other))), count
+        return ProvenanceTable(PackedSets(found, self._bounds(other))), count
 
-    def _bounds(self, other: Palette) -> Bounds | None:
+    def _bounds(self, other: ProvenanceTable) -> Bounds | None:
         """Those of both, one after the other."""
         mine, theirs = _bounds(*self), _bounds(*other)
-        return None if mine is None or theirs is None else mine.then(theirs)
+        return None if mine is None or theirs is None else mine.joined(theirs)
 
     def _whole(self) -> list[int]:
         rows, extra = self
         return [row | extra for row in rows]
 
-    def times(self, bits: list[int]) -> Palette:
+    def times(self, bits: list[int]) -> ProvenanceTable:
         """Every mark with every one of some sets of bits; number n with set i becomes number
         ``(n - 1)·len(bits) + i + 1``.
         """
         if len(self.rows) * len(bits) <= LONG:
-            return Palette(tuple(row | more for row in self.rows for more in bits), self.extra)
+            return ProvenanceTable(
+                tuple(row | more for row in self.rows for more in bits), self.extra
+            )
         words = words_of(self.rows, 0, max(1, _width(bits, 0)))
         found = words[:, None] | words_of(bits, 0, words.shape[1])
-        return Palette(Table(found.reshape(-1, words.shape[1])), self.extra)
+        return ProvenanceTable(PackedSets(found.reshape(-1, words.shape[1])), self.extra)
 
 
-def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
+def compact(numbers: Tensor, provenance: ProvenanceTable) -> tuple[Tensor, ProvenanceTable]:
     """The same marks, without palette entries that are equal or that nobody uses."""
-    count = len(palette.rows)
+    count = len(provenance.rows)
     if count <= MANY:
-        return numbers, palette
-    bounds, bits = _bounds(*palette), cuda_steps.used(numbers, count + 1)
+        return numbers, provenance
+    bounds, bits = _bounds(*provenance), cuda_steps.used(numbers, count + 1)
     if bits is not None and bounds is not None:
-        return _closed(numbers, palette, bounds, bits)
+        return _closed(numbers, provenance, bounds, bits)
     there = _used(numbers, count) if bits is None else _flags(bits, count)
     used = np.flatnonzero(there[1:])
     if not len(used):
-        return numbers, Palette()
-    marks = _taken(palette, used)
+        return numbers, ProvenanceTable()
+    marks = _taken(provenance, used)
     found = distinct(marks) if bounds is None else None
     if found is None:
         table = np.cumsum(there, dtype=np.int32)  # they move up
@@ -212,44 +213,44 @@ def compact(numbers: Tensor, palette: Palette) -> tuple[Tensor, Palette]:
         firsts, which = found
         marks, table = marks.take(firsts, 0), np.zeros(count + 1, np.int32)
         table[used + 1] = which + 1
-    smaller = Palette(_rows(marks, bounds))
+    smaller = ProvenanceTable(_rows(marks, bounds))
     if len(marks) == count:  # each is what it was
         return numbers, smaller
     return _renumbered(numbers, torch.from_numpy(table)), smaller
 
 
 def _closed(
-    numbers: Tensor, palette: Palette, bounds: Bounds, bits: Tensor
-) -> tuple[Tensor, Palette]:
+    numbers: Tensor, provenance: ProvenanceTable, bounds: Bounds, bits: Tensor
+) -> tuple[Tensor, ProvenanceTable]:
     """``compact`` of marks no two of which are equal, by a GPU that nobody waits for: it gives new
     numbers itself, and tells which marks are left when they are asked for.
     """
-    count = len(palette.rows)
+    count = len(provenance.rows)
     found = _renumbered(numbers, cuda_steps.closed(bits, count + 1))
-    letter = sync.Letter(bits)
+    letter = sync.AsyncCopy(bits)
 
     def words() -> Words:
-        return _taken(palette, np.flatnonzero(_flags(letter.read(), count)[1:]))
+        return _taken(provenance, np.flatnonzero(_flags(letter.read(), count)[1:]))
 
-    return found, Palette(Table(words, bounds))
+    return found, ProvenanceTable(PackedSets(words, bounds))
 
 
-def _taken(palette: Palette, used: Ints) -> Words:
+def _taken(provenance: ProvenanceTable, used: Ints) -> Words:
     """Some of the marks of a palette."""
-    marks = words_of(palette.rows, 0, _width(*palette)).take(used, 0)
-    _put(Table(marks), palette.extra, marks)
+    marks = words_of(provenance.rows, 0, _width(*provenance)).take(used, 0)
+    _put(PackedSets(marks), provenance.extra, marks)
     return marks
 
 
 def _rows(marks: Words, bounds: Bounds | None) -> Sequence[int]:
     """Marks no two of which are equal."""
     if len(marks) <= LONG:
-        return tuple(Table(marks))
+        return tuple(PackedSets(marks))
     if bounds is None:
         bounds = Bounds(
-            *Table(np.stack([np.bitwise_and.reduce(marks), np.bitwise_or.reduce(marks)]))
+            *PackedSets(np.stack([np.bitwise_and.reduce(marks), np.bitwise_or.reduce(marks)]))
         )
-    return Table(marks, bounds)
+    return PackedSets(marks, bounds)
 
 
 def distinct(words: Words) -> tuple[Ints, Ints] | None:
@@ -284,7 +285,7 @@ ODD = np.random.default_rng(0).integers(0, 1 << 63, WIDE, np.uint64) * np.uint64
 
 def _used(numbers: Tensor, count: int) -> npt.NDArray[np.bool_]:
     """Which numbers, from 1 on, are there; 0 is not."""
-    if sync.avoid(numbers):  # to count them would wait for how many there are
+    if sync.would_sync(numbers):  # to count them would wait for how many there are
         flags = torch.zeros(count + 1, dtype=torch.bool, device=numbers.device)
         there = flags.index_fill_(0, numbers.reshape(-1).long(), True).cpu().numpy()
     else:
@@ -309,7 +310,7 @@ def _renumbered(numbers: Tensor, table: Tensor) -> Tensor:
 
 
 @dataclass
-class Marks:
+class ComponentBits:
     """Which bits a path gets: ``block`` for visiting a block at all, ``position`` for leaving it to
     an argument, ``slices`` for the slices of a labelled tensor, along a dimension.
     """
@@ -320,11 +321,13 @@ class Marks:
     slices: dict[int, tuple[int, list[int]]]
 
 
-NO_MARKS = Marks(1, {}, {}, {})
+NO_MARKS = ComponentBits(1, {}, {}, {})
 """Only whether there is a path."""
 
 
-def sliced(numbers: Tensor, palette: Palette, dim: int, bits: list[int]) -> tuple[Tensor, Palette]:
+def sliced(
+    numbers: Tensor, provenance: ProvenanceTable, dim: int, bits: list[int]
+) -> tuple[Tensor, ProvenanceTable]:
     """Marks of a tensor whose slices along a dimension each add bits of their own."""
     # by identity: whole numbers of one bit have few different hashes, and one name one number
     ones = {id(each): each for each in bits}
@@ -333,4 +336,4 @@ def sliced(numbers: Tensor, palette: Palette, dim: int, bits: list[int]) -> tupl
     shape = [len(bits) if d == dim else 1 for d in range(numbers.dim())]
     product = (numbers - 1) * len(kinds) + which.reshape(shape) + 1
     found = torch.where(numbers == 0, 0, product)
-    return compact(found, palette.times(kinds))
+    return compact(found, provenance.times(kinds))

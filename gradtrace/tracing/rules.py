@@ -8,27 +8,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradtrace.ir.interpreter import Held, balanced
+from gradtrace.ir.interpreter import ScaledValue, balanced
 from gradtrace.ir.program import Step
 from gradtrace.kernels import steps as fused
 from gradtrace.kernels import sync
 from gradtrace.kernels.cuda_steps import larger
 from gradtrace.linops import Contract, Identity, Map, Reduce, Scatter
 from gradtrace.linops.indexing import filled, laid
-from gradtrace.linops.scatter import Few
+from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import NARROW, cast, shifted, wide
 from gradtrace.tracing.provenance import compact
 from gradtrace.tracing.traced_value import (
-    Part,
-    Scope,
-    State,
+    PendingContribution,
+    StepContext,
+    TracedValue,
     alike,
     made,
+    materialise,
     own,
     shared,
     sizes,
-    solid,
     where,
 )
 
@@ -36,10 +36,12 @@ from gradtrace.tracing.traced_value import (
 class Rule(Protocol):
     """How a state is found through a map, and how states become one."""
 
-    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
         """What a value becomes by a map, if nothing is added to it."""
 
-    def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
+    def join(
+        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+    ) -> TracedValue:
         """The state of a sum. Its terms are complete; ``on`` if more of them follow."""
 
 
@@ -47,63 +49,78 @@ class Rule(Protocol):
 class Greedy:
     """Equation 1.7 of the chapter: values are gradients."""
 
-    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
         """The gradient, and the mark of the largest contribution to each element."""
         known = scope.known.get(step.out)
-        if map_.moves:
+        if map_.is_gather:
             return self._moved(map_, state, step, known)
-        state = solid(state)
+        state = materialise(state)
         x = state.value
         assert x is not None
-        choosing = not map_.stays
+        choosing = not map_.is_diagonal
         later = choosing and step.out in scope.tails
         value = known if known is not None or later else cast(map_.apply(x), step.dtype)
-        if choosing and not state.palette.single:
-            assert state.numbers is not None
+        if choosing and not state.provenance.single:
+            assert state.ids is not None
             if value is None and isinstance(map_, Scatter) and map_.sparse:
-                few = map_.few(x, state.numbers)
-                return State(None, 0, None, state.palette, (Part(map_, x),), None, few)
+                few = map_.few(x, state.ids)
+                return TracedValue(
+                    None, 0, None, state.provenance, (PendingContribution(map_, x),), None, few
+                )
             if later and _late(map_, x, scope):
-                return State(value, 0, None, state.palette, (Part(map_, x, (), state.numbers),))
-            numbers = map_.carry(x, state.numbers)[1]
-            return made(value, numbers, state.palette, (Part(map_, x),) if value is None else ())
+                return TracedValue(
+                    value,
+                    0,
+                    None,
+                    state.provenance,
+                    (PendingContribution(map_, x, (), state.ids),),
+                )
+            ids = map_.select(x, state.ids)[1]
+            return made(
+                value,
+                ids,
+                state.provenance,
+                (PendingContribution(map_, x),) if value is None else (),
+            )
         if choosing:
-            found = State(value, 0, None, state.palette, (Part(map_, x),))
-            return found if later else solid(found)
+            found = TracedValue(value, 0, None, state.provenance, (PendingContribution(map_, x),))
+            return found if later else materialise(found)
         assert value is not None
         return self._stayed(map_, state, value)
 
     @staticmethod
-    def _moved(map_: Map, state: State, step: Step, known: Tensor | None) -> State:
-        if state.few is not None:
+    def _moved(map_: Map, state: TracedValue, step: Step, known: Tensor | None) -> TracedValue:
+        if state.sparse is not None:
             if isinstance(map_, Identity):
                 return state
-            state = solid(state)
-        value, _, numbers, palette, parts, _, _, loose = state
-        if loose and value is not None and value.dtype is not step.dtype:
-            numbers, loose = state.written().numbers, False  # what is 0 by rounding is not 0
-        if numbers is not None:
-            numbers = map_.apply(numbers)
+            state = materialise(state)
+        value, _, ids, provenance, parts, _, _, unmasked = state
+        if unmasked and value is not None and value.dtype is not step.dtype:
+            ids, unmasked = state.with_provenance().ids, False  # what is 0 by rounding is not 0
+        if ids is not None:
+            ids = map_.apply(ids)
         if known is None and value is not None:
             known = cast(map_.apply(value), step.dtype)
         if parts:
             parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
-        return made(known, numbers, palette, parts, loose)
+        return made(known, ids, provenance, parts, unmasked)
 
     @staticmethod
-    def _stayed(map_: Map, state: State, value: Tensor) -> State:
+    def _stayed(map_: Map, state: TracedValue, value: Tensor) -> TracedValue:
         """Elements that are weighed: one that becomes 0 has no path any more."""
-        x, numbers = state.value, state.numbers
+        x, ids = state.value, state.ids
         assert x is not None
         if x.dtype in NARROW or value.dtype in NARROW:  # 0 by rounding to few digits is not 0
             there = map_.weighed(x) != 0
-            if numbers is None and not sync.avoid(x) and torch.equal(there, value != 0):
-                return State(value, 0, None, state.palette)
-            numbers = there.int() if numbers is None else numbers * there
-            return made(value, numbers, state.palette)
-        return made(value, numbers, state.palette, (), numbers is not None)
+            if ids is None and not sync.would_sync(x) and torch.equal(there, value != 0):
+                return TracedValue(value, 0, None, state.provenance)
+            ids = there.int() if ids is None else ids * there
+            return made(value, ids, state.provenance)
+        return made(value, ids, state.provenance, (), ids is not None)
 
-    def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
+    def join(
+        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+    ) -> TracedValue:
         """The sum, and the mark of the largest term."""
         known = scope.known.get(step.out)
         if alike(states):
@@ -112,115 +129,119 @@ class Greedy:
             return found
         if not on and shared(states) and (found := self._shared(states, step, known)):
             return found
-        first, *rest = map(solid, states)
+        first, *rest = map(materialise, states)
         if len(rest) == 1 and not on and (found := self._larger(first, rest[0], step, known)):
             return found
-        given = first.numbers
-        first = first.written()
-        assert first.value is not None and first.numbers is not None
-        total, palette = first.value, first.palette
-        size, numbers = first.size, first.numbers
+        given = first.ids
+        first = first.with_provenance()
+        assert first.value is not None and first.ids is not None
+        total, provenance = first.value, first.provenance
+        size, ids = first.size, first.ids
         if size is None:
-            free = numbers is not given and numbers.is_contiguous()
-            size, numbers = sizes(total), numbers if free else own(numbers)
+            free = ids is not given and ids.is_contiguous()
+            size, ids = sizes(total), ids if free else own(ids)
         for other in rest:
             assert other.value is not None
             if known is None:
                 total = total + other.value
-            theirs = 1 if other.numbers is None else other.numbers
-            palette, shift = palette.then(other.palette)
-            fused.merge(size, numbers, wide(other.value), theirs, shift)
-        numbers, palette = compact(numbers, palette)
+            theirs = 1 if other.ids is None else other.ids
+            provenance, shift = provenance.joined(other.provenance)
+            fused.merge(size, ids, wide(other.value), theirs, shift)
+        ids, provenance = compact(ids, provenance)
         total = cast(total, step.dtype) if known is None else known
-        return State(total, 0, numbers, palette, (), size)
+        return TracedValue(total, 0, ids, provenance, (), size)
 
     @staticmethod
-    def _shared(states: list[State], step: Step, known: Tensor | None) -> State | None:
+    def _shared(states: list[TracedValue], step: Step, known: Tensor | None) -> TracedValue | None:
         """Terms that have the very same marks: it only matters whether one of them is not 0. None
         where that is not told sooner than by comparing them.
         """
         first, *rest = states
-        given, value, total = first.numbers, first.value, first.value
+        given, value, total = first.ids, first.value, first.value
         assert given is not None and value is not None and total is not None
-        numbers = given
-        if first.loose and sync.avoid(value):
+        ids = given
+        if first.unmasked and sync.would_sync(value):
             # Where another term is no larger than the first and is not 0, that is not 0 either.
             for n, other in enumerate(rest):
                 assert other.value is not None
-                told = larger(value, numbers, not n, other.value, given, 0)
+                told = larger(value, ids, not n, other.value, given, 0)
                 if told is None:
                     return None
-                numbers = told
-        elif first.loose and not bool(value.all()):
+                ids = told
+        elif first.unmasked and not bool(value.all()):
             return None
         for other in rest if known is None else ():
             assert other.value is not None
             total = total + other.value
-        return made(cast(total, step.dtype) if known is None else known, numbers, first.palette)
+        return made(cast(total, step.dtype) if known is None else known, ids, first.provenance)
 
     @staticmethod
-    def _larger(first: State, second: State, step: Step, known: Tensor | None) -> State | None:
+    def _larger(
+        first: TracedValue, second: TracedValue, step: Step, known: Tensor | None
+    ) -> TracedValue | None:
         """``join`` of two terms in one step, where there is a kernel for it."""
         assert first.value is not None and second.value is not None
         if first.size is not None or not fused.on_gpu(first.value, second.value):
             return None
-        plain = first.numbers is None
-        palette, shift = first.palette.then(second.palette)
-        numbers = larger(
+        plain = first.ids is None
+        provenance, shift = first.provenance.joined(second.provenance)
+        ids = larger(
             first.value,
-            1 if first.numbers is None else first.numbers,
-            plain or first.loose,
+            1 if first.ids is None else first.ids,
+            plain or first.unmasked,
             second.value,
-            1 if second.numbers is None else second.numbers,
+            1 if second.ids is None else second.ids,
             shift,
         )
-        if numbers is None:
+        if ids is None:
             return None
         total = known
         if total is None:
             total = cast(first.value + second.value, step.dtype)
-        return State(total, 0, *compact(numbers, palette))
+        return TracedValue(total, 0, *compact(ids, provenance))
 
     @staticmethod
-    def _patched(states: list[State], step: Step) -> State | None:
+    def _patched(states: list[TracedValue], step: Step) -> TracedValue | None:
         """A plain term and one that has few elements: only these are compared."""
-        if len(states) != 2 or states[0].mark is None or states[1].few is None:
+        if len(states) != 2 or states[0].mark is None or states[1].sparse is None:
             return None
-        first, (at, other, marks) = states[0], states[1].few
+        first, (at, other, marks) = states[0], states[1].sparse
         fresh = first.value is None
-        first = solid(first)
-        if first.numbers is not None or first.value is None:
+        first = materialise(first)
+        if first.ids is not None or first.value is None:
             return None
         total = first.value.to(step.dtype)
         if (total is first.value and not fresh) or not filled(total):
             total = own(total)
         line, place = laid(total, at)
         here = line[place]
-        size, numbers = wide(here).abs(), (here != 0).int()
-        palette, shift = first.palette.then(states[1].palette)
-        fused.merge(size, numbers, wide(other), marks, shift)
+        size, ids = wide(here).abs(), (here != 0).int()
+        provenance, shift = first.provenance.joined(states[1].provenance)
+        fused.merge(size, ids, wide(other), marks, shift)
         here = line[place] = (here + other).to(step.dtype)
-        return State(total, 0, None, palette, few=Few(at, here, numbers))
+        return TracedValue(total, 0, None, provenance, sparse=SparseElements(at, here, ids))
 
     @staticmethod
-    def _alike(states: list[State], step: Step, scope: Scope, known: Tensor | None) -> State:
+    def _alike(
+        states: list[TracedValue], step: Step, scope: StepContext, known: Tensor | None
+    ) -> TracedValue:
         """Terms that all have one and the same mark: only whether one is not 0 matters."""
-        parts: list[Part] = []
+        parts: list[PendingContribution] = []
         for state in states:
             if state.value is None or len(state.parts) > 1:
                 parts += state.parts
             else:
-                parts.append(Part(Identity(tuple(state.value.shape)), state.value))
+                parts.append(PendingContribution(Identity(tuple(state.value.shape)), state.value))
         if known is None and step.out not in scope.tails:
             total = parts[0].value()
             for part in parts[1:]:
                 total = total + part.value()
             known = total.to(step.dtype)
-        found = State(known, 0, None, states[0].palette, tuple(parts))
-        return found if step.out in scope.tails else solid(found)
+        found = TracedValue(known, 0, None, states[0].provenance, tuple(parts))
+        return found if step.out in scope.tails else materialise(found)
 
 
-def _late(map_: Map, x: Tensor, scope: Scope) -> bool:
+def _late(map_: Map, x: Tensor, scope: StepContext) -> bool:
     """Whether marks are worked out as they are counted: a row of the result after the other if
     there are many, or together with those of other leaves.
     """
@@ -233,28 +254,30 @@ def _late(map_: Map, x: Tensor, scope: Scope) -> bool:
 class Viterbi:
     """Values are the largest |product| over the paths."""
 
-    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
         """The largest contribution, and its mark."""
-        x, numbers = state.value, state.numbers
+        x, ids = state.value, state.ids
         assert x is not None
-        if map_.moves:
-            moved = None if numbers is None else map_.apply(numbers)
-            return state._replace(value=map_.apply(x), numbers=moved)
-        if numbers is None:
-            value = map_.pull((x,), MAX)[0]
-        elif state.palette.single and not map_.stays:
-            value, numbers = map_.pull((x,), MAX)[0], None
-        elif map_.stays:
-            value = map_.pull((x,), MAX)[0]
-            numbers = where(value, numbers)
+        if map_.is_gather:
+            moved = None if ids is None else map_.apply(ids)
+            return state._replace(value=map_.apply(x), ids=moved)
+        if ids is None:
+            value = map_.apply_in((x,), MAX)[0]
+        elif state.provenance.single and not map_.is_diagonal:
+            value, ids = map_.apply_in((x,), MAX)[0], None
+        elif map_.is_diagonal:
+            value = map_.apply_in((x,), MAX)[0]
+            ids = where(value, ids)
         else:
-            found, numbers = map_.carry(x, numbers, value=True)
+            found, ids = map_.select(x, ids, value=True)
             assert found is not None
             value = found
-        held = balanced(Held((value,), state.exponent), MAX)
-        return State(held.value[0], held.exponent, numbers, state.palette)
+        held = balanced(ScaledValue((value,), state.exponent), MAX)
+        return TracedValue(held.value[0], held.exponent, ids, state.provenance)
 
-    def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
+    def join(
+        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+    ) -> TracedValue:
         """The largest term, and its mark."""
         exponent = max(state.exponent for state in states)
         values = []
@@ -265,27 +288,29 @@ class Viterbi:
             size = values[0]
             for value in values[1:]:
                 size = torch.maximum(size, value)
-            return State(size, exponent, None, states[0].palette)
-        first = states[0].written()
-        assert first.numbers is not None
-        size, numbers, palette = own(values[0]), own(first.numbers), first.palette
+            return TracedValue(size, exponent, None, states[0].provenance)
+        first = states[0].with_provenance()
+        assert first.ids is not None
+        size, ids, provenance = own(values[0]), own(first.ids), first.provenance
         for other, value in zip(states[1:], values[1:]):
-            theirs = 1 if other.numbers is None else other.numbers
-            palette, shift = palette.then(other.palette)
-            fused.merge(size, numbers, value, theirs, shift)
-        return State(size, exponent, *compact(numbers, palette))
+            theirs = 1 if other.ids is None else other.ids
+            provenance, shift = provenance.joined(other.provenance)
+            fused.merge(size, ids, value, theirs, shift)
+        return TracedValue(size, exponent, *compact(ids, provenance))
 
 
 @dataclass(frozen=True)
 class Gradient:
     """Nothing but the gradient."""
 
-    def through(self, map_: Map, state: State, step: Step, scope: Scope) -> State:
+    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
         """The summed contribution."""
         assert state.value is not None
         return state._replace(value=map_.apply(state.value).to(step.dtype))
 
-    def join(self, states: list[State], step: Step, scope: Scope, on: bool = False) -> State:
+    def join(
+        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+    ) -> TracedValue:
         """The sum."""
         total = states[0].value
         for state in states[1:]:

@@ -16,21 +16,21 @@ from torch.nn import Parameter
 from gradtrace.ir.program import Program, Term
 from gradtrace.kernels import steps as fused
 from gradtrace.kernels import sync
-from gradtrace.kernels.cuda_batched_tally import Leaves
+from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid
 from gradtrace.tracing.aggregate import Counts, Reach, grouped
 from gradtrace.tracing.components import Component
 from gradtrace.tracing.influence import Influence, Moments, Row, Weight
-from gradtrace.tracing.provenance import Marks, words_of
-from gradtrace.tracing.traced_value import Part, State, cancelled, solid
-from gradtrace.tracing.tracer import Found
+from gradtrace.tracing.provenance import ComponentBits, words_of
+from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
+from gradtrace.tracing.tracer import TracedLeaf
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
 
 @dataclass
-class Counted:
+class LeafCounts:
     """A leaf by name and value, how many elements it has, how many paths there could be, and, once
     it is counted, how many there are.
     """
@@ -42,7 +42,7 @@ class Counted:
     found: Counts | None = None
 
 
-class Able(NamedTuple):
+class ReachableComponents(NamedTuple):
     """What can be said without counting: the place of each leaf's value; which components paths
     from the leaf at each place could pass; and which leaves belong to which.
     """
@@ -51,10 +51,10 @@ class Able(NamedTuple):
     reach: Reach
 
 
-class Ahead(NamedTuple):
+class PendingLeaf(NamedTuple):
     """A leaf that waits to be counted, and what its ``Counts`` will be."""
 
-    leaf: Counted
+    leaf: LeafCounts
     rows: Sequence[int]
     extra: int
     pair: int
@@ -63,13 +63,13 @@ class Ahead(NamedTuple):
     size: int
 
 
-class Plain(NamedTuple):
+class UniformLeaf(NamedTuple):
     """A leaf all of whose paths have one mark, and what it is made of: if some of its elements are
     0, something may have come to them all the same.
     """
 
-    leaf: Counted
-    parts: tuple[Part, ...]
+    leaf: LeafCounts
+    parts: tuple[PendingContribution, ...]
     gradient: Tensor
 
     def missed(self, count: float) -> Tensor | None:
@@ -90,19 +90,19 @@ class Tally:
 
     components: list[Component]
     program: Program
-    marks: Marks
+    marks: ComponentBits
     names: dict[int, str]
     pairs: int
     room: int = 0
-    leaves: list[Counted] = field(default_factory=list)
+    leaves: list[LeafCounts] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
-    able: Able | None = None
-    jobs: Leaves | None = None
-    ahead: list[Ahead] = field(default_factory=list)
-    plain: list[Plain] = field(default_factory=list)
+    able: ReachableComponents | None = None
+    jobs: BatchedTally | None = None
+    ahead: list[PendingLeaf] = field(default_factory=list)
+    plain: list[UniformLeaf] = field(default_factory=list)
     held: int = 0  # bytes of plain ones
 
-    def add(self, found: Found, gradient: Tensor) -> None:
+    def add(self, found: TracedLeaf, gradient: Tensor) -> None:
         """Count the paths of a leaf."""
         value, total = found.leaf.value, gradient.numel()
         size = total
@@ -117,40 +117,40 @@ class Tally:
         leaf = self._leaf(value, size, total)
         state, pair = found.state, found.pair
         if isinstance(pair, int):
-            if state.few is not None:
+            if state.sparse is not None:
                 leaf.found = _of_few(state, gradient, pair)
                 return
-            if state.late:
+            if state.lazy:
                 self._add_late(leaf, state, gradient, pair)
                 return
             if state.mark is not None and state.value is gradient:
                 self._add_plain(leaf, state, gradient, pair)
                 return
-        self._add_written(leaf, solid(state).written(), gradient, pair)
+        self._add_written(leaf, materialise(state).with_provenance(), gradient, pair)
 
-    def _add_late(self, leaf: Counted, state: State, gradient: Tensor, pair: int) -> None:
+    def _add_late(self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int) -> None:
         """Marks are worked out with those of others, or a piece at a time, or now."""
-        part, (rows, extra) = state.parts[0], state.palette
+        part, (rows, extra) = state.parts[0], state.provenance
         jobs = self._jobs(gradient)
         if jobs is not None and isinstance(part.map, Reduce) and not part.moves:
             assert part.marks is not None
             size = len(rows) + 1
             at = jobs.reduce(part.x, part.marks, part.map.dims, gradient, size)
             if at is not None:
-                self._wait(jobs, Ahead(leaf, rows, extra, pair, 1, at, size))
+                self._wait(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
                 return
         pieces = part.pieces(gradient, fused.PIECE)
         if pieces is not None:
             leaf.found = _of_pieces(state, pieces, pair)
         else:
-            self._add_written(leaf, solid(state), gradient, pair)
+            self._add_written(leaf, materialise(state), gradient, pair)
 
-    def _add_plain(self, leaf: Counted, state: State, gradient: Tensor, pair: int) -> None:
+    def _add_plain(self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int) -> None:
         """A leaf all of whose paths have one mark: its elements that are not 0, and those to which
         something came all the same.
         """
-        jobs, (rows, extra) = self._jobs(gradient), state.palette
-        plain = Plain(leaf, state.parts, gradient)
+        jobs, (rows, extra) = self._jobs(gradient), state.provenance
+        plain = UniformLeaf(leaf, state.parts, gradient)
         at = None if jobs is None else jobs.measure(gradient)
         if jobs is None or at is None:
             count, size = fused.measured(gradient)
@@ -161,40 +161,40 @@ class Tally:
         if state.parts:
             self.plain.append(plain)
             self.held += sum(x.nbytes for x in (gradient, *(part.x for part in state.parts)))
-        self._wait(jobs, Ahead(leaf, rows, extra, pair, 0, at, 1))
+        self._wait(jobs, PendingLeaf(leaf, rows, extra, pair, 0, at, 1))
 
     def _add_written(
-        self, leaf: Counted, state: State, gradient: Tensor, pair: int | Tensor | range
+        self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int | Tensor | range
     ) -> None:
         """A leaf each of whose elements has a mark."""
-        numbers, (rows, extra) = state.numbers, state.palette
-        assert numbers is not None
+        ids, (rows, extra) = state.ids, state.provenance
+        assert ids is not None
         size = len(rows) + 1
         if isinstance(pair, Tensor):
-            there = (pair > 0) & (numbers > 0)
-            numbers = torch.where(there, (pair.int() - 1) * len(rows) + numbers, 0)
+            there = (pair > 0) & (ids > 0)
+            ids = torch.where(there, (pair.int() - 1) * len(rows) + ids, 0)
             pair, size = 0, self.pairs * len(rows) + 1
         elif isinstance(pair, range):
-            number = torch.arange(len(pair), dtype=numbers.dtype, device=numbers.device)
-            shift = (number * len(rows)).reshape(-1, *[1] * (numbers.dim() - 1))
-            numbers = torch.where(numbers > 0, numbers + shift, 0)
+            number = torch.arange(len(pair), dtype=ids.dtype, device=ids.device)
+            shift = (number * len(rows)).reshape(-1, *[1] * (ids.dim() - 1))
+            ids = torch.where(ids > 0, ids + shift, 0)
             size = len(pair) * len(rows) + 1
             pair = pair.start
         jobs = self._jobs(gradient)
-        at = None if jobs is None else jobs.tally(numbers, gradient, size)
+        at = None if jobs is None else jobs.tally(ids, gradient, size)
         if jobs is None or at is None:
-            leaf.found = Counts(*fused.tally(numbers, gradient, size), rows, extra, pair, 1)
+            leaf.found = Counts(*fused.tally(ids, gradient, size), rows, extra, pair, 1)
         else:
-            self._wait(jobs, Ahead(leaf, rows, extra, pair, 1, at, size))
+            self._wait(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
 
-    def _jobs(self, gradient: Tensor) -> Leaves | None:
+    def _jobs(self, gradient: Tensor) -> BatchedTally | None:
         """Leaves that wait on the gradient's device, if any may."""
         jobs = self.jobs
         if jobs is None and self.room and fused.joint(gradient):
-            jobs = self.jobs = Leaves(gradient.device)
+            jobs = self.jobs = BatchedTally(gradient.device)
         return jobs if jobs is not None and jobs.device == gradient.device else None
 
-    def _wait(self, jobs: Leaves, leaf: Ahead) -> None:
+    def _wait(self, jobs: BatchedTally, leaf: PendingLeaf) -> None:
         self.ahead.append(leaf)
         if self.held > self.room // 4:
             self._settle()
@@ -215,8 +215,8 @@ class Tally:
         if not self.plain:
             return
         found = [plain.leaf.found for plain in self.plain]
-        numbers = [each.counts[each.start] for each in found if each is not None]
-        for plain, each, number in zip(self.plain, found, sync.look(numbers)):
+        ids = [each.counts[each.start] for each in found if each is not None]
+        for plain, each, number in zip(self.plain, found, sync.fetch_scalars(ids)):
             missed = plain.missed(number)
             if each is not None and missed is not None:
                 mine = slice(each.start, each.start + 1)
@@ -234,11 +234,11 @@ class Tally:
         counts, sizes = fused.tally(number.int(), gradient, len(marks))
         self._leaf(value, size, len(number)).found = Counts(counts, sizes, marks, 0, pair)
 
-    def _leaf(self, value: int, size: int, total: int) -> Counted:
+    def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
         name = self.names[value]
         own = 0 if name in self.sized else size
         self.sized.add(name)
-        found = Counted(name, value, own, total)
+        found = LeafCounts(name, value, own, total)
         self.leaves.append(found)
         self._foreseen()
         return found
@@ -267,14 +267,14 @@ class Tally:
         rows = tuple(map(Row, names, *counts, *moments))
         return Influence(rows, self.pairs, weight, rule, tuple(notes))
 
-    def _foreseen(self) -> Able:
+    def _foreseen(self) -> ReachableComponents:
         """Worked out when the first leaf has come: a GPU is busy then."""
         if self.able is None:
             values = [leaf.value for leaf in self.program.leaves]
             place = {value: n for n, value in enumerate(values)}
             reached = possible(self.program, self.marks)
             words = words_of([reached[value] for value in values])
-            self.able = Able(place, Reach(words, self._owned(values)))
+            self.able = ReachableComponents(place, Reach(words, self._owned(values)))
         return self.able
 
     def _owned(self, values: list[int]) -> npt.NDArray[np.int64]:
@@ -291,19 +291,19 @@ class Tally:
         return np.array([leaves, components], np.int64)
 
 
-def _of_pieces(state: State, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
+def _of_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
     """A large leaf: marks are worked out and counted a piece at a time."""
-    rows, extra = state.palette
+    rows, extra = state.provenance
     counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
     # each piece is gone when the next one comes
     return Counts(*fused.summed(counted), rows, extra, pair, 1)
 
 
-def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
+def _of_few(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
     """A leaf of which few elements have marks of their own: these are counted by themselves, and
     the others, unless they have nothing, as a plain leaf is.
     """
-    few, (rows, extra) = state.few, state.palette
+    few, (rows, extra) = state.sparse, state.provenance
     assert few is not None
     counts, sizes = fused.tally(few.marks, few.value, len(rows) + 1)
     if not state.parts:
@@ -316,7 +316,7 @@ def _of_few(state: State, gradient: Tensor, pair: int) -> Counts:
     return Counts(counts, sizes, rows, extra, pair, 1)
 
 
-def possible(program: Program, marks: Marks) -> dict[int, int]:
+def possible(program: Program, marks: ComponentBits) -> dict[int, int]:
     """For each value the bits that some route of operators from it to the root would give."""
     found, positions = {program.root: 1}, marks.position
     for number, block in enumerate(program.blocks):

@@ -18,7 +18,7 @@ from gradtrace.ir.program import Block, Program, Step
 from gradtrace.semirings.base import wide
 
 
-class Link(NamedTuple):
+class TensorEdge(NamedTuple):
     """Where a value's tensor mostly came from: through which block and argument, from which take.
 
     ``size`` is what that block handed back, ``total`` what all did, both as ``Σ |element|``.
@@ -34,17 +34,17 @@ class Link(NamedTuple):
 class Chain(NamedTuple):
     """The links from a leaf's value to the root, and which of the leaf's elements got anything."""
 
-    links: list[Link]
+    links: list[TensorEdge]
     reached: Tensor
 
 
-class Coarse:
+class TensorPaths:
     """One pass over a program; ``chain`` tells the path of a leaf."""
 
     def __init__(self, program: Program, rule: str, seed: Tensor) -> None:
         self.program = program
         self.viterbi = rule == "viterbi"
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, TensorEdge] = {}
         self.reached: dict[int, Tensor] = {}
         with torch.no_grad():
             self._run(seed)
@@ -86,7 +86,7 @@ class Coarse:
             values[value] = handed
             size = sizes[best] if len(parts) == 1 else _size(handed)
             if sizes[best] != 0:
-                self.links[value] = Link(number, position, best, size, size)
+                self.links[value] = TensorEdge(number, position, best, size, size)
 
     def _merge(self, step: Step, values: dict[int, Tensor]) -> None:
         """What two users handed back: the larger is followed, the first of equals."""

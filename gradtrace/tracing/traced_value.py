@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gradtrace.kernels import sync
 from gradtrace.linops import Contract, Map
-from gradtrace.linops.scatter import Few
+from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings.base import wide
-from gradtrace.tracing.provenance import MANY, Palette
+from gradtrace.tracing.provenance import MANY, ProvenanceTable
 
 SINGLE = 64
 """To look at an element by itself costs as much as to look at so many together, or less."""
@@ -24,7 +24,7 @@ any: each answer is waited for.
 """
 
 
-class Part(NamedTuple):
+class PendingContribution(NamedTuple):
     """A contribution that was not worked out: ``map(x)``, then moved; with the numbers of the marks
     of x, if those of the result were not worked out either.
     """
@@ -38,9 +38,9 @@ class Part(NamedTuple):
         """The summed contribution."""
         return self._moved(self.map.apply(self.x))
 
-    def loud(self) -> Tensor | None:
+    def may_be_nonzero(self) -> Tensor | None:
         """Which elements may get anything but 0; None if all of them may."""
-        found = self.map.loud(self.x)
+        found = self.map.may_be_nonzero(self.x)
         if found is None or not self.moves:
             return found
         return self._moved(found.int()) != 0
@@ -48,7 +48,7 @@ class Part(NamedTuple):
     def reached(self, at: Tensor) -> Tensor:
         """Which of these elements get anything but 0 from some element."""
         if SINGLE * len(at) > self.map.outputs:
-            _, found = self.map.carry(self.x, torch.ones_like(self.x, dtype=torch.int32))
+            _, found = self.map.select(self.x, torch.ones_like(self.x, dtype=torch.int32))
             return self._moved(found).reshape(-1)[at] != 0
         there = torch.ones_like(at, dtype=torch.bool)
         for move in reversed(self.moves):
@@ -56,10 +56,10 @@ class Part(NamedTuple):
             there, at = there & (source >= 0), source.clamp(min=0)
         return there & (self.map.best(self.x, at).value != 0)
 
-    def numbers(self) -> Tensor:
+    def ids(self) -> Tensor:
         """Those of the marks of the result."""
         assert self.marks is not None
-        return self._moved(self.map.carry(self.x, self.marks)[1])
+        return self._moved(self.map.select(self.x, self.marks)[1])
 
     def pieces(self, gradient: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]] | None:
         """So many elements of the result at a time, as the gradient lies in memory: the numbers of
@@ -92,70 +92,70 @@ class Part(NamedTuple):
         return x
 
 
-class State(NamedTuple):
-    """What is known of a value's elements: value, power of two, numbers of marks, palette.
+class TracedValue(NamedTuple):
+    """The elements of a value: numbers, a power of two, ids of provenance and the table of ids.
 
-    ``numbers`` is None for a *plain* value: those of its elements that are not 0 have a path, all
-    with the same mark. ``parts`` say what made the value if that is put off (``value`` is None), or
-    if nobody has looked yet whether an element that is 0 has a path all the same, because its
-    contributions cancel; of several parts, one that is not 0 itself counts.
+    ``ids`` is None for a *uniform* value: all its nonzero elements have a path, with the same
+    provenance. ``parts`` are the contributions that made the value, kept where it has not been
+    computed yet (``value`` is None), or where nobody has checked yet whether an element that is 0
+    has a path all the same, because its contributions cancel.
 
-    ``few``, if there are any, are the elements that have something to say, each with its mark; the
-    others have a path, with the first mark, where ``value`` is not 0, or none if that is put off.
+    ``sparse`` lists the few elements with a provenance of their own; the others have the first one
+    where ``value`` is not 0, or none if the value has not been computed.
 
-    A part with marks is the only one, and says what the numbers will be: those of a leaf may be
-    *late*, worked out when they are counted: a piece at a time if it is large, and together with
+    A part with ids is the only one, and the value's ids follow from it. Those of a leaf may be
+    *lazy*: computed when they are counted, in pieces if the leaf is large, in one launch with
     others if it is small.
 
-    Of ``loose`` numbers, those of elements that are 0 do not count. Nobody chooses such an element
-    anyway, so most are never cleared away.
+    ``unmasked`` ids are valid only at nonzero elements. No rule selects an element that is 0, so
+    they are seldom masked.
     """
 
     value: Tensor | None
     exponent: int
-    numbers: Tensor | None
-    palette: Palette
-    parts: tuple[Part, ...] = ()
+    ids: Tensor | None
+    provenance: ProvenanceTable
+    parts: tuple[PendingContribution, ...] = ()
     size: Tensor | None = None  # of the largest term so far, where a sum goes on
-    few: Few | None = None
-    loose: bool = False
+    sparse: SparseElements | None = None
+    unmasked: bool = False
 
     @property
     def mark(self) -> int | None:
         """The one mark of a plain value."""
-        plain = self.numbers is None and self.few is None and not self.late
-        return self.palette.rows[0] | self.palette.extra if plain else None
+        plain = self.ids is None and self.sparse is None and not self.lazy
+        return self.provenance.rows[0] | self.provenance.extra if plain else None
 
     @property
-    def late(self) -> bool:
+    def lazy(self) -> bool:
         """Whether numbers have not been worked out."""
         return bool(self.parts) and self.parts[0].marks is not None
 
-    def marked(self, bits: int) -> State:
+    def marked(self, bits: int) -> TracedValue:
         """More bits in every mark."""
-        if not bits & ~self.palette.extra:
+        if not bits & ~self.provenance.extra:
             return self
-        value, exponent, numbers, palette, *rest = self  # _replace takes longer
-        return _tuple(State, (value, exponent, numbers, palette.mark(bits), *rest))
+        value, exponent, ids, provenance, *rest = self  # _replace takes longer
+        return _tuple(TracedValue, (value, exponent, ids, provenance.mark(bits), *rest))
 
     def at(self, index: tuple[int, ...]) -> int:
         """The mark of one element; 0 if it has no path."""
-        state = solid(self).written()
-        assert state.numbers is not None
-        return self.palette.marks()[int(state.numbers[index])]
+        state = materialise(self).with_provenance()
+        assert state.ids is not None
+        return self.provenance.marks()[int(state.ids[index])]
 
-    def written(self) -> State:
+    def with_provenance(self) -> TracedValue:
         """With a number for each element, none of them loose."""
-        if self.numbers is not None and not self.loose:
+        if self.ids is not None and not self.unmasked:
             return self
         assert self.value is not None
-        if self.numbers is not None:
-            return self._replace(numbers=where(self.value, self.numbers), loose=False)
-        numbers = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
-        torch.ne(self.value, 0, out=numbers)
-        if self.few is not None:
-            numbers.view(-1)[self.few.at] = self.few.marks
-        return self._replace(numbers=numbers, few=None)
+        if self.ids is not None:
+            return self._replace(ids=where(self.value, self.ids), unmasked=False)
+        ids = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
+        torch.ne(self.value, 0, out=ids)
+        if self.sparse is not None:
+            ids.view(-1)[self.sparse.at] = self.sparse.marks
+        return self._replace(ids=ids, sparse=None)
 
 
 _tuple = tuple.__new__
@@ -163,18 +163,18 @@ _tuple = tuple.__new__
 
 def made(
     value: Tensor | None,
-    numbers: Tensor | None,
-    palette: Palette,
-    parts: tuple[Part, ...] = (),
-    loose: bool = False,
-) -> State:
+    ids: Tensor | None,
+    provenance: ProvenanceTable,
+    parts: tuple[PendingContribution, ...] = (),
+    unmasked: bool = False,
+) -> TracedValue:
     """A state without a power of two. There is one for every step, so the tuple is made as tuples
     are, which takes a third of the time.
     """
-    return _tuple(State, (value, 0, numbers, palette, parts, None, None, loose))
+    return _tuple(TracedValue, (value, 0, ids, provenance, parts, None, None, unmasked))
 
 
-class Scope(NamedTuple):
+class StepContext(NamedTuple):
     """What a step may know: gradients that were kept, values that only leaves are made of, those
     that are leaves, and whether there is memory for leaves that are counted together.
     """
@@ -185,32 +185,32 @@ class Scope(NamedTuple):
     ample: bool = False
 
 
-def solid(state: State) -> State:
+def materialise(state: TracedValue) -> TracedValue:
     """The state with its value, and with all paths of elements that are 0."""
     if not state.parts:
         return state
     value = state.value
-    if state.few is not None:
+    if state.sparse is not None:
         value = state.parts[0].value() if value is None else value
         there = torch.zeros(value.shape, dtype=torch.int32, device=value.device)
-        there.view(-1)[state.few.at] = state.few.marks
-        return state._replace(value=value, numbers=there, parts=(), few=None)
+        there.view(-1)[state.sparse.at] = state.sparse.marks
+        return state._replace(value=value, ids=there, parts=(), sparse=None)
     if value is None:
         value = state.parts[0].value()
         for part in state.parts[1:]:
             value = value + part.value()
-    if state.late:
-        return state._replace(value=value, numbers=state.parts[0].numbers(), parts=())
-    if state.numbers is not None:
+    if state.lazy:
+        return state._replace(value=value, ids=state.parts[0].ids(), parts=())
+    if state.ids is not None:
         return state._replace(value=value, parts=())
     missed = cancelled(state.parts, value)
-    numbers = None if missed is None else ((value != 0) | missed).int()
-    return state._replace(value=value, numbers=numbers, parts=())
+    ids = None if missed is None else ((value != 0) | missed).int()
+    return state._replace(value=value, ids=ids, parts=())
 
 
-def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
+def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 though something came to them; None if there is none."""
-    waits = sync.avoid(value)
+    waits = sync.would_sync(value)
     if not (waits and value.numel() <= SOON) and bool(value.all()):
         return None
     if not waits and not any(bool(part.x.any()) for part in parts):
@@ -234,35 +234,38 @@ def cancelled(parts: tuple[Part, ...], value: Tensor) -> Tensor | None:
     return found.reshape(value.shape)
 
 
-def _loud(parts: tuple[Part, ...]) -> Tensor | None:
+def _loud(parts: tuple[PendingContribution, ...]) -> Tensor | None:
     """Which elements may get anything but 0 from one of the parts; None if all of them may."""
-    found = parts[0].loud()
+    found = parts[0].may_be_nonzero()
     for part in parts[1:]:
-        here = None if found is None else part.loud()
+        here = None if found is None else part.may_be_nonzero()
         found = None if found is None or here is None else found | here
     return found
 
 
-def shared(states: list[State]) -> bool:
+def shared(states: list[TracedValue]) -> bool:
     """Whether all have one and the same tensor of numbers, and of a short palette; values of one
     dtype.
     """
     first = states[0]
-    numbers, palette, value = first.numbers, first.palette, first.value
-    if numbers is None or value is None:
+    ids, provenance, value = first.ids, first.provenance, first.value
+    if ids is None or value is None:
         return False
     dtype = value.dtype
     for state in states:
-        if state.numbers is not numbers or state.size is not None:
+        if state.ids is not ids or state.size is not None:
             return False
-        if state.palette.rows is not palette.rows or state.palette.extra != palette.extra:
+        if (
+            state.provenance.rows is not provenance.rows
+            or state.provenance.extra != provenance.extra
+        ):
             return False
         if state.value is None or state.value.dtype is not dtype:
             return False
-    return len(palette.rows) <= MANY  # last, as a GPU may not have told yet
+    return len(provenance.rows) <= MANY  # last, as a GPU may not have told yet
 
 
-def alike(states: list[State], told: int = 0) -> bool:
+def alike(states: list[TracedValue], told: int = 0) -> bool:
     """Whether all are plain, with one and the same mark; the first ``told`` of them are, if the
     first is plain.
     """
@@ -270,11 +273,11 @@ def alike(states: list[State], told: int = 0) -> bool:
     return mark is not None and all(state.mark == mark for state in states[max(1, told) :])
 
 
-def where(value: Tensor, numbers: Tensor) -> Tensor:
+def where(value: Tensor, ids: Tensor) -> Tensor:
     """The numbers of marks, 0 where the value is 0."""
-    if not sync.avoid(value) and bool(value.all()):  # a look is cheaper than a copy
-        return numbers
-    return numbers * (value != 0)
+    if not sync.would_sync(value) and bool(value.all()):  # a look is cheaper than a copy
+        return ids
+    return ids * (value != 0)
 
 
 def sizes(x: Tensor) -> Tensor:

@@ -26,26 +26,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.ir.nested_sums import Nested, nested
+from gradtrace.ir.nested_sums import NestedSum, nested
 from gradtrace.ir.program import Leaf, Program, Step
 from gradtrace.linops import Map, copied, narrowed, tiled, tiling
 from gradtrace.linops.indexing import each_at, nearby
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.tracing.compact_storage import Shelf, packed, take, unpacked
+from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
 from gradtrace.tracing.per_sample import Pairs, places
-from gradtrace.tracing.provenance import MANY, NO_MARKS, Marks, Palette, compact, sliced
+from gradtrace.tracing.provenance import (
+    MANY,
+    NO_MARKS,
+    ComponentBits,
+    ProvenanceTable,
+    compact,
+    sliced,
+)
 from gradtrace.tracing.rules import RULES, Greedy, Rule
-from gradtrace.tracing.traced_value import Scope, State, alike, made, shared, solid
+from gradtrace.tracing.traced_value import (
+    StepContext,
+    TracedValue,
+    alike,
+    made,
+    materialise,
+    shared,
+)
 
 
-class Found(NamedTuple):
+class TracedLeaf(NamedTuple):
     """A leaf after a pass. ``pair`` is the pair that the pass was for; or a tensor that says for
     each element, from 1 on, which pair it belongs to (0: none); or the pairs that the first
     dimension of the state is for.
     """
 
     leaf: Leaf
-    state: State
+    state: TracedValue
     pair: int | Tensor | range
 
     @property
@@ -54,7 +68,7 @@ class Found(NamedTuple):
         return self.leaf.compute() if self.state.value is None else self.state.value
 
 
-NOTHING = Scope({}, frozenset())
+NOTHING = StepContext({}, frozenset())
 VITERBI, GRADIENT = RULES["viterbi"], RULES["gradient"]
 
 TOGETHER = 1 << 20
@@ -70,7 +84,7 @@ class Tracer:
     """
 
     def __init__(
-        self, program: Program, rule: str, marks: Marks = NO_MARKS, narrow: bool = False
+        self, program: Program, rule: str, marks: ComponentBits = NO_MARKS, narrow: bool = False
     ) -> None:
         self.program = program
         self.narrow = narrow
@@ -83,7 +97,7 @@ class Tracer:
         if self.absolute:
             self.partial = set()  # the largest of the largest is the largest
         self.leaves = {leaf.value: leaf for leaf in program.leaves}
-        self.nested: dict[int, Nested] = {}  # by block
+        self.nested: dict[int, NestedSum] = {}  # by block
         if isinstance(self.rule, Greedy):
             for number, block in enumerate(program.blocks):
                 if (part := nested(block)) is not None:
@@ -94,18 +108,18 @@ class Tracer:
         self.places: dict[int, tuple[int, Tensor]] = {}
         self.copied: dict[int, tuple[Map, Map]] = {}
 
-    def run(self, seed: Tensor) -> Iterator[Found]:
+    def run(self, seed: Tensor) -> Iterator[TracedLeaf]:
         """The leaves of one loss, each as soon as it is complete."""
         scope = self._scope() if isinstance(self.rule, Greedy) else NOTHING
         states = self._states()
         states[self.program.root] = self.root(seed)
         for leaf in self.passage(states, None, frozenset(), scope):
-            yield Found(leaf, take(states, leaf.value), 0)
+            yield TracedLeaf(leaf, take(states, leaf.value), 0)
 
-    def _states(self) -> dict[int, State]:
-        return Shelf() if self.narrow else {}
+    def _states(self) -> dict[int, TracedValue]:
+        return CompactValues() if self.narrow else {}
 
-    def run_pairs(self, seed: Tensor, pairs: Pairs) -> Iterator[Found]:
+    def run_pairs(self, seed: Tensor, pairs: Pairs) -> Iterator[TracedLeaf]:
         """The leaves of a vector of losses, each apart.
 
         What belongs to one pair only is computed for all of them at once. What mixes them is
@@ -114,7 +128,7 @@ class Tracer:
         states = self._states()
         states[self.program.root] = self.root(seed)
         for leaf in self.passage(states, pairs.apart, frozenset(pairs.of), NOTHING):
-            yield Found(leaf, states[leaf.value], pairs.of[leaf.value])
+            yield TracedLeaf(leaf, states[leaf.value], pairs.of[leaf.value])
         mixed = pairs.mixed(self.program)
         along = pairs.summed(self.program, mixed)
         for some in self._together(mixed, len(seed)):
@@ -128,7 +142,7 @@ class Tracer:
                     self.places[value] = (dim, places(of, some, dim))
                 here[value] = _only(state, of, some, self.places.get(value))
             for leaf in self.passage(here, mixed, frozenset(), NOTHING):
-                yield Found(leaf, take(here, leaf.value), some)
+                yield TracedLeaf(leaf, take(here, leaf.value), some)
         self.count, self.places, self.copied = 0, {}, {}
 
     def _together(self, mixed: set[int], count: int) -> Iterator[range]:
@@ -138,11 +152,11 @@ class Tracer:
         for first in range(0, count if mixed else 0, size):
             yield range(first, min(first + size, count))
 
-    def root(self, seed: Tensor) -> State:
+    def root(self, seed: Tensor) -> TracedValue:
         """The state of the loss."""
-        return State(wide(seed).abs() if self.absolute else seed, 0, None, Palette())
+        return TracedValue(wide(seed).abs() if self.absolute else seed, 0, None, ProvenanceTable())
 
-    def _scope(self) -> Scope:
+    def _scope(self) -> StepContext:
         known = dict(self.program.kept)
         for leaf in self.program.leaves:
             if (given := leaf.known) is not None:
@@ -151,14 +165,14 @@ class Tracer:
         for value in [value for value, grad in known.items() if not grad.dim()]:
             known[value] = nearby(known[value], device)
         ends = frozenset(self.leaves)
-        return Scope(known, tails(self.program) - self.partial, ends, not self.narrow)
+        return StepContext(known, tails(self.program) - self.partial, ends, not self.narrow)
 
     def passage(
         self,
-        states: dict[int, State],
+        states: dict[int, TracedValue],
         values: set[int] | None,
         keep: frozenset[int],
-        scope: Scope,
+        scope: StepContext,
     ) -> Iterator[Leaf]:
         """Compute these values (None: all), and drop those that are used up, but for ``keep``; tell
         leaves as they come.
@@ -171,7 +185,7 @@ class Tracer:
                 if step.out in values
                 for term in step.terms
             }
-        sums: dict[int, list[State]] = {}
+        sums: dict[int, list[TracedValue]] = {}
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
         n, leaves, positions = -1, self.leaves, self.marks.position
@@ -217,23 +231,23 @@ class Tracer:
                 if step.out in leaves and step.out in states:
                     yield leaves[step.out]
 
-    def _enter(self, number: int, takes: dict[int, int], states: dict[int, State]) -> None:
+    def _enter(self, number: int, takes: dict[int, int], states: dict[int, TracedValue]) -> None:
         """Marks at the output of a block's operator."""
         bits, slices = self.marks.block.get(number, 0), self.marks.slices.get(number)
         for value in takes.values() if bits or slices else ():
             if value in states:
                 state = states[value]
-                if bits & ~state.palette.extra:
+                if bits & ~state.provenance.extra:
                     states[value] = state = state.marked(bits)
                 if slices:
-                    state = solid(state).written()
-                    assert state.numbers is not None
+                    state = materialise(state).with_provenance()
+                    assert state.ids is not None
                     dim, kinds = slices
                     dim += bool(self.count)
-                    numbers, palette = sliced(state.numbers, state.palette, dim, kinds)
-                    states[value] = state._replace(numbers=numbers, palette=palette)
+                    ids, provenance = sliced(state.ids, state.provenance, dim, kinds)
+                    states[value] = state._replace(ids=ids, provenance=provenance)
 
-    def _step(self, step: Step, states: dict[int, State], scope: Scope) -> State:
+    def _step(self, step: Step, states: dict[int, TracedValue], scope: StepContext) -> TracedValue:
         if len(step.terms) == 1:
             map_, value = step.terms[0]
             return self.rule.through(self._map(map_, value), states[value], step, scope)
@@ -241,27 +255,31 @@ class Tracer:
         if order := tiling(maps):
             known = scope.known.get(step.out)
             return self._tiled(maps, [states[value] for _, value in step.terms], order, known)
-        terms: list[State] = []
+        terms: list[TracedValue] = []
         for map_, (_, value) in zip(maps, step.terms):
             terms.append(self._term(map_, states[value], step, not terms))
         return _ended(self.rule.join(terms, step, scope))
 
-    def _chosen(self, part: Nested, states: dict[int, State]) -> dict[int, State]:
+    def _chosen(self, part: NestedSum, states: dict[int, TracedValue]) -> dict[int, TracedValue]:
         """For what sums of sums hand on, the largest single |contribution| and its mark."""
         sizes = {value: _sizes(states[value]) for value in part.takes}
         for step in part.steps:
             sizes[step.out] = self._joined(VITERBI, step, sizes, NOTHING)
         return {value: sizes[value] for value in part.gives}
 
-    def _summed(self, step: Step, states: dict[int, State], scope: Scope) -> State:
+    def _summed(
+        self, step: Step, states: dict[int, TracedValue], scope: StepContext
+    ) -> TracedValue:
         """The gradient of a value, whatever marks it may have."""
         known = scope.known.get(step.out)
         if known is not None:
-            return made(known, None, Palette())
-        inputs = {term.value: solid(states[term.value]) for term in step.terms}
-        return self._joined(GRADIENT, step, inputs, scope)._replace(numbers=None, loose=False)
+            return made(known, None, ProvenanceTable())
+        inputs = {term.value: materialise(states[term.value]) for term in step.terms}
+        return self._joined(GRADIENT, step, inputs, scope)._replace(ids=None, unmasked=False)
 
-    def _joined(self, rule: Rule, step: Step, states: Mapping[int, State], scope: Scope) -> State:
+    def _joined(
+        self, rule: Rule, step: Step, states: Mapping[int, TracedValue], scope: StepContext
+    ) -> TracedValue:
         found = [
             rule.through(self._map(map_, value), states[value], step, scope)
             for map_, value in step.terms
@@ -269,42 +287,48 @@ class Tracer:
         return found[0] if len(found) == 1 else rule.join(found, step, scope)
 
     def _tiled(
-        self, maps: list[Map], states: list[State], order: list[int], known: Tensor | None
-    ) -> State:
+        self, maps: list[Map], states: list[TracedValue], order: list[int], known: Tensor | None
+    ) -> TracedValue:
         """Terms that lie side by side: each element comes from one of them, if it is not 0."""
-        states = [solid(state) for state in states]
+        states = [materialise(state) for state in states]
         exponent = max(state.exponent for state in states)
         value = known
         if value is None:
             value = tiled(maps, [_shifted(state, exponent) for state in states], order)
         if alike(states):
-            return State(value, exponent, None, states[0].palette)
-        numbers, palette = [], states[0].palette
+            return TracedValue(value, exponent, None, states[0].provenance)
+        ids, provenance = [], states[0].provenance
         for state in states:
-            given = state.written().numbers if state.numbers is None else state.numbers
+            given = state.with_provenance().ids if state.ids is None else state.ids
             assert given is not None
-            palette, shift = palette.then(state.palette)
-            numbers.append(torch.add(given, given != 0, alpha=shift) if shift else given)
-        both = tiled(maps, numbers, order)
-        if self.absolute or len(palette.rows) > MANY:  # none is to be told by elements that are 0
-            return State(value, exponent, *compact(both * (value != 0), palette))
-        return made(value, both, palette, loose=True)
+            provenance, shift = provenance.joined(state.provenance)
+            ids.append(torch.add(given, given != 0, alpha=shift) if shift else given)
+        both = tiled(maps, ids, order)
+        if (
+            self.absolute or len(provenance.rows) > MANY
+        ):  # none is to be told by elements that are 0
+            return TracedValue(value, exponent, *compact(both * (value != 0), provenance))
+        return made(value, both, provenance, unmasked=True)
 
-    def _term(self, map_: Map, state: State, step: Step, first: bool) -> State:
+    def _term(self, map_: Map, state: TracedValue, step: Step, first: bool) -> TracedValue:
         """What one of several terms brings. An element that is only moved counts if it is not 0;
         of terms that follow, 0 counts for nothing anyway.
         """
         state = self.rule.through(map_, state, step, NOTHING)
-        marked = state.numbers is not None or state.late
-        if first and map_.moves and marked and not self.absolute and not state.loose:
-            state = solid(state)._replace(loose=True)
+        marked = state.ids is not None or state.lazy
+        if first and map_.is_gather and marked and not self.absolute and not state.unmasked:
+            state = materialise(state)._replace(unmasked=True)
         return state
 
     def _merge(
-        self, step: Step, states: dict[int, State], sums: dict[int, list[State]], scope: Scope
+        self,
+        step: Step,
+        states: dict[int, TracedValue],
+        sums: dict[int, list[TracedValue]],
+        scope: StepContext,
     ) -> None:
         """A sum over the users of a value, one more of them."""
-        found: list[State] = []
+        found: list[TracedValue] = []
         told = 0  # so many of them are known to be alike, if there are more than one
         for map_, value in step.terms:
             if value in sums:
@@ -335,33 +359,33 @@ class Tracer:
         return known[1]
 
 
-def _sizes(state: State) -> State:
+def _sizes(state: TracedValue) -> TracedValue:
     """The sizes of a value's elements; such as are 0 have no mark."""
-    state = solid(state)
-    if state.numbers is not None:
-        state = state._replace(loose=True)
-    state = state if state.numbers is None else state.written()
+    state = materialise(state)
+    if state.ids is not None:
+        state = state._replace(unmasked=True)
+    state = state if state.ids is None else state.with_provenance()
     assert state.value is not None
-    return State(wide(state.value).abs(), state.exponent, state.numbers, state.palette)
+    return TracedValue(wide(state.value).abs(), state.exponent, state.ids, state.provenance)
 
 
-def _pointed(state: State, largest: State) -> State:
+def _pointed(state: TracedValue, largest: TracedValue) -> TracedValue:
     """A value with the marks of its largest contributions."""
-    return made(state.value, largest.written().numbers, largest.palette)
+    return made(state.value, largest.with_provenance().ids, largest.provenance)
 
 
-def _ended(state: State) -> State:
+def _ended(state: TracedValue) -> TracedValue:
     """A sum that does not go on."""
     return state if state.size is None else state._replace(size=None)
 
 
-def _shifted(state: State, exponent: int) -> Tensor:
+def _shifted(state: TracedValue, exponent: int) -> Tensor:
     assert state.value is not None
     return shifted(state.value, state.exponent - exponent)
 
 
 def _drop(
-    step: Step, n: int, states: dict[int, State], last: dict[int, int], keep: frozenset[int]
+    step: Step, n: int, states: dict[int, TracedValue], last: dict[int, int], keep: frozenset[int]
 ) -> None:
     for term in step.terms:
         if last[term.value] == n and term.value not in keep:
@@ -377,25 +401,27 @@ def tails(program: Program) -> set[int]:
         for map_, value in terms:
             if value not in used:
                 used.add(value)
-                if on and map_.moves:
+                if on and map_.is_gather:
                     found.add(value)
             elif value in found and value not in ends:
                 found.remove(value)  # somebody else uses it too
     return found
 
 
-def _only(state: State, of: Tensor, pairs: range, at: tuple[int, Tensor] | None) -> State:
+def _only(
+    state: TracedValue, of: Tensor, pairs: range, at: tuple[int, Tensor] | None
+) -> TracedValue:
     """A state once for each pair, without the elements of other pairs: ``of`` says whose they are.
     With ``at``, a dimension and the places along it of each pair, only these.
     """
-    value, numbers = state.value, state.numbers
+    value, ids = state.value, state.ids
     assert value is not None
     mine = torch.arange(pairs.start + 1, pairs.stop + 1, device=of.device)
     there = _each(of, at) == mine.reshape(-1, *[1] * value.dim())
     nothing = torch.zeros((), dtype=value.dtype, device=value.device)
     value = torch.where(there, _each(value, at), nothing)
-    numbers = None if numbers is None else torch.where(there, _each(numbers, at), 0)
-    return state._replace(value=value, numbers=numbers)
+    ids = None if ids is None else torch.where(there, _each(ids, at), 0)
+    return state._replace(value=value, ids=ids)
 
 
 def _each(x: Tensor, at: tuple[int, Tensor] | None) -> Tensor:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradtrace.distributed import rank_exchange
-from gradtrace.distributed.rank_exchange import Message, Shards
+from gradtrace.distributed.rank_exchange import Message, RankExchange
 from gradtrace.runs import history
-from gradtrace.runs.history import History, Record, Writer
-from gradtrace.runs.step_results import Look, merged
+from gradtrace.runs.history import History, StepRecord, Writer
+from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.training.loggers import Loggers
 
 KEPT = 256
@@ -31,11 +31,13 @@ GRACE = 2.0
 class Gathering:
     """The file of a run, and the looks of steps that some process has yet to tell of."""
 
-    def __init__(self, writer: Writer, loggers: Loggers, others: Shards) -> None:
+    def __init__(self, writer: Writer, loggers: Loggers, others: RankExchange) -> None:
         self.writer, self.loggers, self.shards = writer, loggers, others
         self.base = 0  # what the others' step 0 is here
         self._lock = threading.RLock()
-        self._open: dict[int, dict[int, str | Look]] = {}  # by step and rank; as text to be small
+        self._open: dict[
+            int, dict[int, str | StepResult]
+        ] = {}  # by step and rank; as text to be small
         self._written: set[int] = set()  # of those that are open
         self._unsaid: set[int] = set()  # of those that are open, with a look that the file lacks
         self._ended: set[int] = {0} if others.world > 1 else set()
@@ -48,7 +50,7 @@ class Gathering:
 
     # Looks ---------------------------------------------------------------------------------------
 
-    def own(self, step: int, look: Look) -> Record:
+    def own(self, step: int, look: StepResult) -> StepRecord:
         """What this process found."""
         with self._lock:
             self._settle(step)  # others may have told of later steps, and of this one
@@ -92,7 +94,7 @@ class Gathering:
         """A step's number here: others count from 0 unless they were told numbers."""
         return step if message.get("absolute") else step + self.base
 
-    def _put(self, step: int, rank: int, look: str | Look) -> None:
+    def _put(self, step: int, rank: int, look: str | StepResult) -> None:
         if step <= self._gone:
             return
         self._open.setdefault(step, {})[rank] = look
@@ -117,7 +119,7 @@ class Gathering:
 
     def _write(self, step: int) -> None:
         looks = {
-            rank: look if isinstance(look, Look) else Look.from_dict(json.loads(look))
+            rank: look if isinstance(look, StepResult) else StepResult.from_dict(json.loads(look))
             for rank, look in self._open.get(step, {}).items()
         }
         if not looks:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from gradtrace.distributed.rank_exchange import Line, Shards
+from gradtrace.distributed.rank_exchange import RankExchange, RankThread
 from gradtrace.errors import GradtraceError, NonFinite, caution
 from gradtrace.flow import Flow
-from gradtrace.runs.history import History, Norms, Record, Writer
-from gradtrace.runs.step_results import Look, merged, unscaled
+from gradtrace.runs.history import History, Norms, StepRecord, Writer
+from gradtrace.runs.step_results import StepResult, merged, unscaled
 from gradtrace.session import named_parameters, unwrapped, watch
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components, spelt
@@ -29,8 +29,8 @@ from gradtrace.training import gathering, run_report
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Loggers
 from gradtrace.training.overhead_budget import LATER, Budget, told
-from gradtrace.training.run_report import Seen
-from gradtrace.training.sampled_watch import Lookout, undisturbed
+from gradtrace.training.run_report import StoredView
+from gradtrace.training.sampled_watch import SampledWatch, undisturbed
 
 HOOKED = (
     "hooks on gradients do not run in a trace of a Monitor, since they run in backward: gradients, "
@@ -138,12 +138,12 @@ class Monitor:
             "seed": seed,
         }
         self._budget = Budget(budget, clock)
-        self._shards = Shards(type(unwrapped(model)).__name__, distributed)
+        self._shards = RankExchange(type(unwrapped(model)).__name__, distributed)
         self._gathering, self._number = self._opened(file, start, Loggers(loggers))
         self._base: int | None = self._number  # of the numbers of steps; None if they were given
         self._page = report
-        self._views = Views(self._gathering.writer.path if self._gathering else None, view)
-        self._look = Lookout(model, composed, clock)
+        self._views = ViewCache(self._gathering.writer.path if self._gathering else None, view)
+        self._look = SampledWatch(model, composed, clock)
         self._process = os.getpid()
         self._due, self._micro = self._number, 0
         self._steady = getattr(model, "_compiled_call_impl", None) is not None
@@ -202,7 +202,7 @@ class Monitor:
         if self._look.wanted:
             self._look.open()
 
-    def step(self, loss: Tensor, *, scale: float | Scaler = 1.0) -> Record | None:
+    def step(self, loss: Tensor, *, scale: float | Scaler = 1.0) -> StepRecord | None:
         """Hand over the loss of this backward pass, before ``backward``; the record, if traced.
 
         ``scale`` is what the loss was multiplied by (``GradScaler.scale``, 1/k where gradients of k
@@ -282,7 +282,7 @@ class Monitor:
             self._cautioned = True
             caution(told(self._budget, self.every, self._traced_at + self.every), stacklevel=5)
 
-    def _listen(self, line: Line) -> None:
+    def _listen(self, line: RankThread) -> None:
         """Take what other processes have told."""
         if line.failed and not self._unheard:
             self._unheard = True
@@ -316,7 +316,7 @@ class Monitor:
 
     def _traced(
         self, loss: Tensor, scale: float | Scaler, now: float, took: float | None
-    ) -> Record | None:
+    ) -> StepRecord | None:
         try:
             watched = self._look.take()
             if watched is None:
@@ -337,7 +337,7 @@ class Monitor:
 
     def _looked(
         self, loss: Tensor, scale: float | Scaler, watched: watch
-    ) -> tuple[Trace | None, Look]:
+    ) -> tuple[Trace | None, StepResult]:
         """What this process finds. The first time errors are the caller's; later ones are told."""
         value, by = math.nan, 1.0
         try:
@@ -348,12 +348,12 @@ class Monitor:
                 found = replace(found, note=HOOKED)
             return trace, unscaled(replace(found, loss=value, scale=by))
         except NonFinite as error:
-            return None, Look(value / by, by, note=str(error))
+            return None, StepResult(value / by, by, note=str(error))
         except Exception as error:  # whatever it is, it must not end a long training
             note = f"{type(error).__name__}: {error}"
-            return None, Look(value / by, by, note=note, error=error)
+            return None, StepResult(value / by, by, note=note, error=error)
 
-    def _found(self, loss: Tensor, watched: watch) -> tuple[Trace, Look]:
+    def _found(self, loss: Tensor, watched: watch) -> tuple[Trace, StepResult]:
         how = self._how
         trace = watched.trace(loss, rule=how["rule"])
         if trace.gradients.keys().isdisjoint(name for name, _ in named_parameters(self.model)):
@@ -364,9 +364,9 @@ class Monitor:
             )
         table = trace.influence(how["components"], sample=how["sample"], seed=how["seed"])
         flow = trace.flow()
-        return trace, Look(0.0, 1.0, table, flow.verdict, _norms(flow))
+        return trace, StepResult(0.0, 1.0, table, flow.verdict, _norms(flow))
 
-    def _refused(self, look: Look) -> None:
+    def _refused(self, look: StepResult) -> None:
         """Raise what went wrong at the first trace; later, training goes on with a warning."""
         if look.error is None:
             return
@@ -380,7 +380,9 @@ class Monitor:
             stacklevel=4,
         )
 
-    def _told(self, look: Look, trace: Trace | None, now: float, took: float | None) -> Record:
+    def _told(
+        self, look: StepResult, trace: Trace | None, now: float, took: float | None
+    ) -> StepRecord:
         """Write down what was found, or tell it to the process that writes."""
         budget = self._budget
         slowed = budget.slowed(took)
@@ -498,7 +500,7 @@ class Monitor:
         page()
 
 
-def _written_page(found: Gathering, views: Views, path: str | os.PathLike[str] | None) -> None:
+def _written_page(found: Gathering, views: ViewCache, path: str | os.PathLike[str] | None) -> None:
     """Write the report that was asked for. What comes after training matters more than it."""
     if path is None:
         return
@@ -508,7 +510,7 @@ def _written_page(found: Gathering, views: Views, path: str | os.PathLike[str] |
         caution(f"the report was not written: {error}", stacklevel=5)
 
 
-class Views:
+class ViewCache:
     """A view of a traced step, in a file beside that of the run, or in memory; later ones replace
     it.
     """
@@ -516,7 +518,7 @@ class Views:
     def __init__(self, run: Path | None, wanted: bool) -> None:
         self.path = None if run is None else run_report.beside(run)
         self._wanted = wanted
-        self._seen: Seen | None = None
+        self._seen: StoredView | None = None
         self._cost: float | None = None
 
     def keep(self, trace: Trace, step: int, budget: Budget) -> None:
@@ -535,7 +537,7 @@ class Views:
             caution(f"no view was kept: {error}; training goes on", stacklevel=6)
         self._cost = budget.clock() - begun
 
-    def last(self) -> Seen | None:
+    def last(self) -> StoredView | None:
         """The last one."""
         return self._seen if self.path is None else run_report.kept(self.path)
 

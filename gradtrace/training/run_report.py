@@ -18,7 +18,7 @@ KIND = "view"
 VIEW = "view"
 
 
-class Seen(NamedTuple):
+class StoredView(NamedTuple):
     """What a report shows of a traced step."""
 
     step: int
@@ -30,30 +30,30 @@ def beside(run: str | os.PathLike[str]) -> Path:
     return Path(run).expanduser().with_suffix(".gradtrace")
 
 
-def seen(trace: Trace, step: int, sample: int = 1000) -> Seen:
+def seen(trace: Trace, step: int, sample: int = 1000) -> StoredView:
     """A view of a trace, which is no longer needed after it."""
-    return Seen(step, trace._view(sample))
+    return StoredView(step, trace._view(sample))
 
 
-def keep(path: str | os.PathLike[str], found: Seen) -> None:
+def keep(path: str | os.PathLike[str], found: StoredView) -> None:
     """Write a view, in place of an older one; the file is whole at any time."""
     container.write(path, KIND, {"step": found.step}, {VIEW: saved(found.view)})
 
 
-def kept(path: str | os.PathLike[str]) -> Seen | None:
+def kept(path: str | os.PathLike[str]) -> StoredView | None:
     """The view in a file; None if there is no file."""
     try:
         with container.about(path):
             contents = container.read(path, KIND, schemas.VIEW)
             if contents.tensors.keys() != {VIEW}:
                 unfit("its tensors are others")
-            return Seen(contents.meta["step"], loaded(contents.tensors[VIEW]))
+            return StoredView(contents.meta["step"], loaded(contents.tensors[VIEW]))
     except container.NoFile:
         return None
 
 
 def write_report(
-    run: History, view: Seen | None, path: str | os.PathLike[str], name: str | None = None
+    run: History, view: StoredView | None, path: str | os.PathLike[str], name: str | None = None
 ) -> None:
     """Write a page with influence over a run, its time per step, and the view."""
     model = str(run.header.get("settings", {}).get("model", "training"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtrace.autodiff.hooks import Silence, silenced
+from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.pytorch.module_calls import Listener, listen
 from gradtrace.pytorch.side_effects import restored, same_draws, undoing
@@ -20,7 +20,7 @@ MANY = 1 << 20
 """A watch that has noted so many module calls is replaced: none of them led to a step."""
 
 
-class Lookout:
+class SampledWatch:
     """Is told of the forward passes of a model, whose attributes stay as they are.
 
     While ``wanted``, a forward pass that builds a graph is watched from its start to its end;
@@ -111,22 +111,22 @@ class Lookout:
 class Relay(Listener):
     """Tells a lookout, and does not keep it alive."""
 
-    def __init__(self, lookout: Lookout) -> None:
+    def __init__(self, lookout: SampledWatch) -> None:
         self._lookout = weakref.ref(lookout)
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Lookout | None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> SampledWatch | None:
         """A forward pass begins."""
         lookout = self._lookout()
         return lookout if lookout is not None and lookout.enter(module) else None
 
-    def leave(self, entered: Lookout | None, result: Any) -> None:
+    def leave(self, entered: SampledWatch | None, result: Any) -> None:
         """It ends."""
         if entered is not None:
             entered.leave()
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[Silence]:
+def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
     """Within, tracing cannot be noticed by training: random numbers, tensors and the attributes of
     modules are as before after it, no mixed precision applies to it, and hooks on gradients do not
     run.

@@ -12,7 +12,7 @@ import torch
 
 from gradtrace.experiments import memory
 from gradtrace.experiments.harness.findings import Findings, Row
-from gradtrace.experiments.harness.ledger import Ledger
+from gradtrace.experiments.harness.ledger import LiveBytes
 
 SETTINGS = {
     "width": 6,
@@ -149,7 +149,7 @@ def test_less_for_a_relu_would_be_said(rows: list[Row]) -> None:
 
 def test_the_ledger_counts_storages_that_are_alive() -> None:
     x = torch.ones(8)
-    with Ledger([x]) as ledger:
+    with LiveBytes([x]) as ledger:
         assert ledger.now() == 0
         x.view(2, 4).t()  # a view of what is known
         assert ledger.now() == 0
@@ -165,7 +165,7 @@ def test_the_ledger_counts_storages_that_are_alive() -> None:
 
 def test_the_ledger_tells_gradients_apart() -> None:
     x = torch.ones(8, requires_grad=True)
-    with Ledger([x]) as ledger:
+    with LiveBytes([x]) as ledger:
         (x * 3).sum().backward()
         torch.ones(1)
     assert x.grad is not None and ledger.now() == 32

@@ -24,8 +24,8 @@ from gradtrace.cli import app
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness import drawing, journal, page, pools, publishing, results
 from gradtrace.experiments.harness.findings import Findings, Plot, Series, Table
-from gradtrace.experiments.harness.journal import Entry, Journal, OtherSettings
-from gradtrace.experiments.harness.loading import Source, load
+from gradtrace.experiments.harness.journal import Journal, JournalEntry, OtherSettings
+from gradtrace.experiments.harness.loading import ExperimentSource, load
 from gradtrace.experiments.harness.table import EXPERIMENTS, available
 from gradtrace.experiments.harness.work import Failed, measured
 
@@ -171,7 +171,7 @@ def test_more_seeds_go_on_from_fewer(mine: Path, whole: Path, tmp_path: Path) ->
 
 def test_a_result_does_not_depend_on_the_process(mine: Path) -> None:
     """Nor on its threads, nor on numbers drawn before; and the caller's are left alone."""
-    source = Source.of(mine)
+    source = ExperimentSource.of(mine)
     cell = load(source).cells(load(source).QUICK, 1)[3]
     threads = torch.get_num_threads()
     first = measured(source, cell, print).result
@@ -330,11 +330,11 @@ HEADER = {"experiment": "x", "form": "quick", "settings": {"n": 3}, "files": {}}
 
 def test_rows_come_back(tmp_path: Path) -> None:
     one, two = (Journal(tmp_path, HEADER) for _ in range(2))
-    one.append({"b": 1, "a": [2]}, Entry({"y": 0.1}, 1.5))
-    two.append({"b": 2, "a": [2]}, Entry({"y": float("inf")}, 2.5))
-    one.append({"b": 3, "a": []}, Entry({}, 0.0))
+    one.append({"b": 1, "a": [2]}, JournalEntry({"y": 0.1}, 1.5))
+    two.append({"b": 2, "a": [2]}, JournalEntry({"y": float("inf")}, 2.5))
+    one.append({"b": 3, "a": []}, JournalEntry({}, 0.0))
     found, headers = two.read()
-    assert found[journal.key({"a": [2], "b": 1})] == Entry({"y": 0.1}, 1.5)
+    assert found[journal.key({"a": [2], "b": 1})] == JournalEntry({"y": 0.1}, 1.5)
     assert found[journal.key({"a": [2], "b": 2})].result["y"] == float("inf")
     assert len(found) == 3 and len(headers) == 2 and len(list(one.rows.iterdir())) == 2
 
@@ -343,14 +343,14 @@ def test_rows_come_back(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_no_row(tmp_path: Path, left: int) -> None:
     written = Journal(tmp_path, HEADER)
     for k in range(2):
-        written.append({"k": k}, Entry({"y": k}, 0.0))
+        written.append({"k": k}, JournalEntry({"y": k}, 0.0))
     (path,) = written.rows.iterdir()
     content = path.read_bytes()
     path.write_bytes(content[:-left])
     found, _ = Journal(tmp_path, HEADER).read()
     assert list(found) == ['{"k": 0}'] if left < 45 else len(found) <= 1
     again = Journal(tmp_path, HEADER)
-    again.append({"k": 1}, Entry({"y": 1}, 0.0))
+    again.append({"k": 1}, JournalEntry({"y": 1}, 0.0))
     assert journal.key({"k": 1}) in again.read()[0]
 
 
@@ -363,7 +363,7 @@ def test_a_torn_header_is_an_empty_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [b"{not json}", b"[1]", b'{"cell": {}}', b"\xff\xfe"])
 def test_damage_in_the_middle_is_told_with_its_line(tmp_path: Path, line: bytes) -> None:
     written = Journal(tmp_path, HEADER)
-    written.append({"k": 1}, Entry({}, 0.0))
+    written.append({"k": 1}, JournalEntry({}, 0.0))
     (path,) = written.rows.iterdir()
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(GradtraceError, match=r"line 3 is damaged .*; delete that line"):
@@ -383,7 +383,7 @@ def test_damage_in_the_middle_is_told_with_its_line(tmp_path: Path, line: bytes)
 def test_rows_of_other_settings_are_refused(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    Journal(tmp_path, HEADER).append({"k": 1}, Entry({}, 0.0))
+    Journal(tmp_path, HEADER).append({"k": 1}, JournalEntry({}, 0.0))
     with pytest.raises(OtherSettings, match=re.escape(words)) as error:
         Journal(tmp_path, HEADER | change).read()
     assert "--restart" in str(error.value) and "--out" in str(error.value)
@@ -392,7 +392,7 @@ def test_rows_of_other_settings_are_refused(
 def test_other_versions_may_go_on_and_are_told(tmp_path: Path) -> None:
     for torch_version in ("1", "2"):
         Journal(tmp_path, HEADER | {"versions": {"torch": torch_version}}).append(
-            {"k": torch_version}, Entry({}, 0.0)
+            {"k": torch_version}, JournalEntry({}, 0.0)
         )
     found, headers = Journal(tmp_path, HEADER).read()
     assert len(found) == 2 and {h["versions"]["torch"] for h in headers} == {"1", "2"}
@@ -428,7 +428,7 @@ def test_a_full_disk_is_told_and_rows_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = Journal(tmp_path, HEADER)
-    written.append({"k": 0}, Entry({}, 0.0))
+    written.append({"k": 0}, JournalEntry({}, 0.0))
 
     def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -436,9 +436,9 @@ def test_a_full_disk_is_told_and_rows_are_kept(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(GradtraceError, match="No space left on device; the rows written"):
-            written.append({"k": 1}, Entry({}, 0.0))
+            written.append({"k": 1}, JournalEntry({}, 0.0))
     assert journal.key({"k": 0}) in written.read()[0]
-    written.append({"k": 2}, Entry({}, 0.0))
+    written.append({"k": 2}, JournalEntry({}, 0.0))
     assert {journal.key({"k": 0}), journal.key({"k": 2})} <= set(written.read()[0])
 
 
@@ -450,7 +450,7 @@ def test_a_file_system_without_fsync_is_no_error(
 
     monkeypatch.setattr(os, "fsync", unknown)
     written = Journal(tmp_path, HEADER)
-    written.append({"k": 0}, Entry({}, 0.0))
+    written.append({"k": 0}, JournalEntry({}, 0.0))
     assert len(written.read()[0]) == 1
 
 
@@ -689,7 +689,7 @@ def test_every_experiment_that_is_listed_is_there() -> None:
 @pytest.mark.parametrize("name", available())
 def test_an_experiment_is_well_formed(name: str) -> None:
     """Equal arguments give equal cells, which are JSON and all different, in both forms."""
-    experiment = load(Source(name, EXPERIMENTS[name]))
+    experiment = load(ExperimentSource(name, EXPERIMENTS[name]))
     for settings in (experiment.QUICK, experiment.FULL):
         copy = json.loads(json.dumps(dict(settings)))
         first, again = experiment.cells(copy, 2), experiment.cells(copy, 2)

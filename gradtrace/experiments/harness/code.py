@@ -21,7 +21,7 @@ import torch
 
 import gradtrace
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.harness.loading import Source, load
+from gradtrace.experiments.harness.loading import ExperimentSource, load
 
 START = "measure"
 ALL = "*"
@@ -29,7 +29,7 @@ OURS = ("gradtrace.experiments", "gradtrace.experiments.harness")
 PACKAGE = Path(gradtrace.__file__).parent.parent
 
 
-class Place(NamedTuple):
+class CodeLocation(NamedTuple):
     """A module: its file, and the folder and the dotted name by which others import it."""
 
     file: Path
@@ -37,12 +37,12 @@ class Place(NamedTuple):
     name: str
 
 
-def code(source: Source) -> str:
+def code(source: ExperimentSource) -> str:
     """The digest of an experiment's code, as it is on disk now."""
     return _digest(_found(source))
 
 
-def refresh(source: Source) -> None:
+def refresh(source: ExperimentSource) -> None:
     """See that the code of a file that was edited since it was loaded is loaded again."""
     if not source.own:
         return
@@ -57,10 +57,10 @@ def refresh(source: Source) -> None:
                 del sys.modules[name]
 
 
-_loaded: dict[Source, str] = {}
+_loaded: dict[ExperimentSource, str] = {}
 
 
-def _found(source: Source) -> dict[tuple[str, str], str]:
+def _found(source: ExperimentSource) -> dict[tuple[str, str], str]:
     """The code of each name in each module that counts."""
     _parsed.cache_clear()
     found: dict[tuple[str, str], str] = {}
@@ -73,17 +73,17 @@ def _digest(found: dict[tuple[str, str], str]) -> str:
     return sha256(text.encode()).hexdigest()[:16]
 
 
-def _home(source: Source) -> Place:
+def _home(source: ExperimentSource) -> CodeLocation:
     if source.own:
         path = Path(source.place)
-        return Place(path, path.parent, path.stem)
+        return CodeLocation(path, path.parent, path.stem)
     spec = find_spec(source.place)
     if spec is None or spec.origin is None:
         raise GradtraceError(f"there is no module {source.place}")
-    return Place(Path(spec.origin), PACKAGE, source.place)
+    return CodeLocation(Path(spec.origin), PACKAGE, source.place)
 
 
-def _follow(place: Place, name: str, found: dict[tuple[str, str], str]) -> None:
+def _follow(place: CodeLocation, name: str, found: dict[tuple[str, str], str]) -> None:
     """Add what defines a name in a module, and all that this refers to."""
     waiting = [(place, name)]
     while waiting:
@@ -149,8 +149,8 @@ def _used(statement: ast.stmt) -> Iterator[str]:
 
 
 def _imported(
-    statement: ast.Import | ast.ImportFrom, at: Place, wanted: str | None
-) -> Iterator[tuple[Place, str]]:
+    statement: ast.Import | ast.ImportFrom, at: CodeLocation, wanted: str | None
+) -> Iterator[tuple[CodeLocation, str]]:
     """What a statement imports from modules that count, by one name or all of it."""
     for alias in statement.names:
         called = alias.asname or alias.name.partition(".")[0]
@@ -167,7 +167,7 @@ def _imported(
             yield there, alias.name
 
 
-def _base(statement: ast.ImportFrom, at: Place) -> str:
+def _base(statement: ast.ImportFrom, at: CodeLocation) -> str:
     """The module that is imported from, with its full name."""
     if not statement.level:
         return statement.module or ""
@@ -175,7 +175,7 @@ def _base(statement: ast.ImportFrom, at: Place) -> str:
     return ".".join([*parts[: -statement.level], *filter(None, [statement.module])])
 
 
-def _resolved(name: str, at: Place) -> Place | None:
+def _resolved(name: str, at: CodeLocation) -> CodeLocation | None:
     """A module beside the experiment, or one of ours that experiments are made of."""
     if not name:
         return None
@@ -188,5 +188,5 @@ def _resolved(name: str, at: Place) -> Place | None:
     path = root.joinpath(*name.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
-            return Place(file, root, name)
+            return CodeLocation(file, root, name)
     return None

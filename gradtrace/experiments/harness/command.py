@@ -15,10 +15,10 @@ from gradtrace.errors import GradtraceError, close, needs
 from gradtrace.experiments.harness import drawing
 from gradtrace.experiments.harness.code import refresh
 from gradtrace.experiments.harness.findings import Experiment
-from gradtrace.experiments.harness.loading import Source, about, load
+from gradtrace.experiments.harness.loading import ExperimentSource, about, load
 from gradtrace.experiments.harness.publishing import document, gather, publish
 from gradtrace.experiments.harness.ranks import Ranks, joined
-from gradtrace.experiments.harness.runner import Plan, Say
+from gradtrace.experiments.harness.runner import RunPlan, Say
 from gradtrace.experiments.harness.runner import run as run_plan
 from gradtrace.experiments.harness.table import available
 
@@ -31,7 +31,7 @@ NO_FIGURES = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExperimentOptions:
     """The options of the command."""
 
     quick: bool = False
@@ -57,7 +57,7 @@ class Asked:
 
 
 @dataclass
-class Done:
+class ExperimentOutcome:
     """What came out: results by name, what failed and why, and the page to look at."""
 
     page: Path
@@ -68,37 +68,39 @@ class Done:
 
 def listed() -> list[dict[str, str]]:
     """The name and the question of every experiment."""
-    sources = [Source(name, place) for name, place in available().items()]
+    sources = [ExperimentSource(name, place) for name, place in available().items()]
     return [
         {"name": one.name, "question": about(load(one), one.name)["question"]} for one in sources
     ]
 
 
-def sources(name: str | None, every: bool) -> list[Source]:
+def sources(name: str | None, every: bool) -> list[ExperimentSource]:
     """The experiments that are meant."""
     known = available()
     if every == (name is not None):
         raise GradtraceError("give the name of an experiment, or --all, or --list")
     if name is None:
-        return [Source(*item) for item in known.items()]
+        return [ExperimentSource(*item) for item in known.items()]
     if name in known:
-        return [Source(name, known[name])]
+        return [ExperimentSource(name, known[name])]
     if name.endswith(".py"):
-        return [Source.of(Path(name))]
+        return [ExperimentSource.of(Path(name))]
     near = close(name, known, most=99)
     raise GradtraceError(
         f"there is no experiment {name!r}{near} (one of your own is given by its file: mine.py)"
     )
 
 
-def run(chosen: Iterable[Source], asked: Asked, say: Say) -> Done:
+def run(
+    chosen: Iterable[ExperimentSource], asked: ExperimentOptions, say: Say
+) -> ExperimentOutcome:
     """Run one experiment, or many: of many, one that fails leaves the others running."""
     chosen = list(chosen)
     _check_name(asked.name, chosen)
     if not drawing.possible():
         say(NO_FIGURES)
     with joined() as ranks:
-        done = Done(asked.folder, spoken=ranks.first)
+        done = ExperimentOutcome(asked.folder, spoken=ranks.first)
         plans = [plan(source, asked, ranks) for source in chosen]
         for one in plans:
             try:
@@ -111,7 +113,7 @@ def run(chosen: Iterable[Source], asked: Asked, say: Say) -> Done:
     return done
 
 
-def _one(one: Plan, asked: Asked, done: Done, say: Say) -> None:
+def _one(one: RunPlan, asked: ExperimentOptions, done: ExperimentOutcome, say: Say) -> None:
     say(f"{one.title} ({one.form})")
     outcome = run_plan(one, say)
     if outcome is None:
@@ -125,7 +127,7 @@ def _one(one: Plan, asked: Asked, done: Done, say: Say) -> None:
         document(outcome.data, one.folder, asked.docs)
 
 
-def _check_name(name: str | None, chosen: list[Source]) -> None:
+def _check_name(name: str | None, chosen: list[ExperimentSource]) -> None:
     """A name is a folder's and a page's; one that ends up elsewhere, or on all, is refused."""
     if name is None:
         return
@@ -144,13 +146,13 @@ def _quiet(line: str) -> None:
     """Ranks other than the first say nothing."""
 
 
-def plan(source: Source, asked: Asked, ranks: Ranks) -> Plan:
+def plan(source: ExperimentSource, asked: ExperimentOptions, ranks: Ranks) -> RunPlan:
     """An experiment with its settings and what was asked."""
     refresh(source)
     experiment = load(source)
     seeds = experiment.SEEDS.quick if asked.quick else experiment.SEEDS.full
     settings = _settings(experiment, source.name, asked)
-    return Plan(
+    return RunPlan(
         source=source,
         form=asked.form,
         settings=settings,
@@ -171,7 +173,7 @@ def _changed(settings: Mapping[str, Any], experiment: Experiment, quick: bool) -
     return {key: value for key, value in settings.items() if value != own[key]}
 
 
-def _command(source: Source, asked: Asked, changed: Mapping[str, Any]) -> str:
+def _command(source: ExperimentSource, asked: ExperimentOptions, changed: Mapping[str, Any]) -> str:
     """What to type to get the same results: how many do the work, and where, does not count."""
     words = ["gradtrace", "experiment", source.typed]
     words += ["--quick"] if asked.quick else []
@@ -185,7 +187,7 @@ def _command(source: Source, asked: Asked, changed: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _settings(experiment: Experiment, name: str, asked: Asked) -> dict[str, Any]:
+def _settings(experiment: Experiment, name: str, asked: ExperimentOptions) -> dict[str, Any]:
     """The form's settings with what ``--set`` and ``--text`` change."""
     own = experiment.QUICK if asked.quick else experiment.FULL
     found: dict[str, Any] = json.loads(json.dumps(dict(own)))

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.findings import Cell, Result
 from gradtrace.io import atomic_files, schemas
-from gradtrace.io.validation import Unfit, parse
+from gradtrace.io.validation import SchemaMismatch, parse
 
 SCHEMA = 1
 ASKED = ("experiment", "form", "settings", "files")
@@ -37,7 +37,7 @@ class OtherSettings(GradtraceError):
     """A folder that holds rows of another question."""
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """A result with the seconds it took."""
 
     result: Result
@@ -69,13 +69,13 @@ class Journal:
         """The folder of the files."""
         return self.folder / "rows"
 
-    def read(self) -> tuple[dict[str, Entry], list[dict[str, Any]]]:
+    def read(self) -> tuple[dict[str, JournalEntry], list[dict[str, Any]]]:
         """All entries by the key of their cell, and the headers of their files.
 
         Of a cell that was measured twice, by two runs at a time, the first in the order of file
         names counts.
         """
-        found: dict[str, Entry] = {}
+        found: dict[str, JournalEntry] = {}
         headers = []
         with self._about("read"):
             for path in sorted(self.rows.glob("*.jsonl")):
@@ -89,11 +89,11 @@ class Journal:
                     continue
                 headers.append(header)
                 for row in lines:
-                    entry = Entry(row["result"], row["seconds"])
+                    entry = JournalEntry(row["result"], row["seconds"])
                     found.setdefault(key(row["cell"]), entry)
         return found, headers
 
-    def append(self, cell: Cell, entry: Entry) -> None:
+    def append(self, cell: Cell, entry: JournalEntry) -> None:
         """Write a row, and see it on disk."""
         line = _line({"cell": cell, "result": entry.result, "seconds": round(entry.seconds, 6)})
         with self._about("write to"):
@@ -171,7 +171,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             if number == 1:
                 _check_version(row, path)
             schemas.ROWS["header" if number == 1 else "row"](row)
-        except Unfit as error:
+        except SchemaMismatch as error:
             raise GradtraceError(
                 f"{path}, line {number} is damaged ({error}); delete that line to measure its cell "
                 "again, or --restart to set all rows aside"

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, the storage of every tensor that an operation puts out is written down.
 
     ``now`` is how many bytes of them are alive; ``peak`` the most that were, after any operation;
@@ -21,7 +21,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     tensors do not count, nor do views count twice.
 
     >>> x = torch.ones(4)
-    >>> with Ledger([x]) as ledger:
+    >>> with LiveBytes([x]) as ledger:
     ...     y = (x + 1) + x.view(2, 2).flatten()
     >>> ledger.now(), ledger.peak
     (16, 32)
@@ -57,7 +57,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         as by gradtrace, whose passes run without the caller's modes.
 
         >>> y = torch.ones(3)
-        >>> ledger = Ledger(tensors_alive())
+        >>> ledger = LiveBytes(tensors_alive())
         >>> z = torch.ones(4)
         >>> ledger.note_all()
         >>> ledger.now()

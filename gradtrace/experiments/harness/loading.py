@@ -30,14 +30,14 @@ KINDS: dict[str, tuple[Any, str]] = {
 """The names that a module must have, and what each is."""
 
 
-class Source(NamedTuple):
+class ExperimentSource(NamedTuple):
     """Where an experiment comes from: all that another process needs to load it."""
 
     name: str
     place: str  # a module's dotted name, or a path that ends in .py
 
     @classmethod
-    def of(cls, path: Path) -> Source:
+    def of(cls, path: Path) -> ExperimentSource:
         """A file of the user's."""
         if not path.is_file():
             raise GradtraceError(f"there is no file {str(path)!r} (in {Path.cwd()})")
@@ -62,7 +62,7 @@ class Source(NamedTuple):
 
 
 @cache
-def load(source: Source) -> Experiment:
+def load(source: ExperimentSource) -> Experiment:
     """The module of an experiment; an error says what it lacks."""
     with source.running():
         if source.own:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Tick
 
 
-class Part(Protocol):
+class ResultPart(Protocol):
     """An experiment in the small."""
 
     def cells(self, settings: Mapping[str, Any], seeds: int) -> list[Cell]:
@@ -22,7 +22,9 @@ class Part(Protocol):
         """What came out."""
 
 
-def all_cells(parts: Mapping[str, Part], settings: Mapping[str, Any], seeds: int) -> list[Cell]:
+def all_cells(
+    parts: Mapping[str, ResultPart], settings: Mapping[str, Any], seeds: int
+) -> list[Cell]:
     """Those of all parts that have settings; each says its part."""
     return [
         {"part": name} | cell
@@ -32,7 +34,7 @@ def all_cells(parts: Mapping[str, Part], settings: Mapping[str, Any], seeds: int
     ]
 
 
-def all_findings(parts: Mapping[str, Part], rows: Sequence[Row]) -> Findings:
+def all_findings(parts: Mapping[str, ResultPart], rows: Sequence[Row]) -> Findings:
     """The findings of all parts that have rows, one after another; facts by part.
 
     A part gets its rows in the same order however they come.

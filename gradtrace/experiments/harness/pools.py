@@ -24,30 +24,34 @@ import torch
 
 from gradtrace.errors import GradtraceError, needs
 from gradtrace.experiments.harness.findings import Cell, Tick
-from gradtrace.experiments.harness.work import Failed, Work, measured
+from gradtrace.experiments.harness.work import Failed, TaskSpec, measured
 
 
-class Done(NamedTuple):
+class FinishedTask(NamedTuple):
     """A cell that was measured, or failed."""
 
     cell: Cell
     error: Failed | None = None
 
 
-def serial(work: Work, cells: Sequence[Cell], tick: Tick) -> Generator[Done, None, None]:
+def serial(
+    work: TaskSpec, cells: Sequence[Cell], tick: Tick
+) -> Generator[FinishedTask, None, None]:
     """One after the other, in this process."""
     for cell in cells:
         try:
             work.do(cell, tick)
-            yield Done(cell)
+            yield FinishedTask(cell)
         except Failed as error:
-            yield Done(cell, error)
+            yield FinishedTask(cell, error)
 
 
 # Processes ----------------------------------------------------------------------------------------
 
 
-def processes(work: Work, cells: Sequence[Cell], workers: int) -> Generator[Done, None, None]:
+def processes(
+    work: TaskSpec, cells: Sequence[Cell], workers: int
+) -> Generator[FinishedTask, None, None]:
     """In so many processes, each of one thread and with a journal file of its own."""
     context = get_context("spawn")
     alive, leash = context.Pipe(duplex=False)
@@ -56,7 +60,7 @@ def processes(work: Work, cells: Sequence[Cell], workers: int) -> Generator[Done
         with _deaf():  # the processes are started here
             futures = {pool.submit(_do, cell): cell for cell in cells}
         for future in as_completed(futures):
-            yield Done(futures[future], _error(future))
+            yield FinishedTask(futures[future], _error(future))
     except BrokenProcessPool as error:
         raise GradtraceError(
             "a worker process was killed (out of memory?); the rows written so far are kept: run "
@@ -91,11 +95,11 @@ def _error(future: Future[None]) -> Failed | None:
     return None
 
 
-_work: Work | None = None
+_work: TaskSpec | None = None
 """Of a worker process."""
 
 
-def _begin(alive: Connection, work: Work) -> None:
+def _begin(alive: Connection, work: TaskSpec) -> None:
     """Set up a worker: it ends when its parent does, however that ends, and leaves Ctrl-C to it."""
     global _work
     _work = work
@@ -131,8 +135,8 @@ def needs_ray() -> Any:
 
 
 def clustered(
-    work: Work, cells: Sequence[Cell], workers: int | None
-) -> Generator[Done, None, None]:
+    work: TaskSpec, cells: Sequence[Cell], workers: int | None
+) -> Generator[FinishedTask, None, None]:
     """On a Ray cluster (RAY_ADDRESS names one; else one is started here); the rows are written by
     this process. Each task takes one CPU.
     """
@@ -150,10 +154,10 @@ def clustered(
                 cell = pending.pop(reference)
                 entry = _fetched(ray, reference)
                 if isinstance(entry, Failed):
-                    yield Done(cell, entry)
+                    yield FinishedTask(cell, entry)
                 else:
                     work.journal.append(cell, entry)
-                    yield Done(cell)
+                    yield FinishedTask(cell)
     finally:
         if began:
             ray.shutdown()

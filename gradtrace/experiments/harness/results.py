@@ -14,7 +14,7 @@ from gradtrace.experiments.harness.findings import Findings, Series, Table
 from gradtrace.io import atomic_files, container
 from gradtrace.io.atomic_files import BadFile
 from gradtrace.io.schemas import RESULTS
-from gradtrace.io.validation import Unfit, parse
+from gradtrace.io.validation import SchemaMismatch, parse
 
 SCHEMA = 1
 FILE = "results.json"
@@ -77,7 +77,7 @@ def read(path: Path) -> dict[str, Any] | None:
     try:
         data = parse(atomic_files.content(path, MOST))
         RESULTS(data)
-    except (BadFile, Unfit):
+    except (BadFile, SchemaMismatch):
         return None
     return dict(data) if data["schema"] == SCHEMA else None
 

@@ -21,9 +21,9 @@ from gradtrace.experiments.harness import machine, pools, results
 from gradtrace.experiments.harness.code import code
 from gradtrace.experiments.harness.findings import Cell, Plot, Row
 from gradtrace.experiments.harness.journal import Journal, key
-from gradtrace.experiments.harness.loading import Source, about, load
+from gradtrace.experiments.harness.loading import ExperimentSource, about, load
 from gradtrace.experiments.harness.ranks import Ranks
-from gradtrace.experiments.harness.work import Failed, Work
+from gradtrace.experiments.harness.work import Failed, TaskSpec
 from gradtrace.io import atomic_files
 from gradtrace.printable import printable
 
@@ -39,10 +39,10 @@ class Stopped(KeyboardInterrupt):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What to run, how, and where to."""
 
-    source: Source
+    source: ExperimentSource
     form: str  # quick or full
     settings: Mapping[str, Any]
     seeds: int
@@ -84,7 +84,7 @@ class Outcome(NamedTuple):
     plots: tuple[Plot, ...]
 
 
-def run(plan: Plan, say: Say) -> Outcome | None:
+def run(plan: RunPlan, say: Say) -> Outcome | None:
     """What was found; None on ranks that do not conclude."""
     header = plan.header()  # before its code is loaded, which may be edited at any time
     load(plan.source)
@@ -94,14 +94,14 @@ def run(plan: Plan, say: Say) -> Outcome | None:
     cells = _cells(plan)
     todo = plan.ranks.agree(lambda: _todo(plan, journal, cells, say))
     try:
-        error = _measure(plan, Work(plan.source, journal), todo, say)
+        error = _measure(plan, TaskSpec(plan.source, journal), todo, say)
     finally:
         journal.close()
     plan.ranks.end(error)
     return _concluded(plan, journal, cells) if plan.ranks.first else None
 
 
-def _concluded(plan: Plan, journal: Journal, cells: list[Cell]) -> Outcome:
+def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
     experiment, name = load(plan.source), plan.source.name
     entries, headers = journal.read()
     missing = sum(key(cell) not in entries for cell in cells)
@@ -130,7 +130,7 @@ def _concluded(plan: Plan, journal: Journal, cells: list[Cell]) -> Outcome:
     return Outcome(ran | results.found(findings, name), findings.plots)
 
 
-def _cells(plan: Plan) -> list[Cell]:
+def _cells(plan: RunPlan) -> list[Cell]:
     """All pieces of work, as JSON has them."""
     experiment, name = load(plan.source), plan.source.name
     with plan.source.running():
@@ -147,7 +147,7 @@ def _cells(plan: Plan) -> list[Cell]:
     return cells
 
 
-def _todo(plan: Plan, journal: Journal, cells: list[Cell], say: Say) -> list[Cell]:
+def _todo(plan: RunPlan, journal: Journal, cells: list[Cell], say: Say) -> list[Cell]:
     """The cells that have no row yet."""
     if plan.restart and (aside := journal.set_aside()):
         say(f"{plan.source.name}: earlier rows are set aside in {aside}")
@@ -163,7 +163,7 @@ def _todo(plan: Plan, journal: Journal, cells: list[Cell], say: Say) -> list[Cel
     return todo
 
 
-def _measure(plan: Plan, work: Work, todo: list[Cell], say: Say) -> str | None:
+def _measure(plan: RunPlan, work: TaskSpec, todo: list[Cell], say: Say) -> str | None:
     """Do this rank's cells; what went wrong, in words."""
     name, ranks, many = plan.source.name, plan.ranks, plan.workers or 1
     timed = load(plan.source).TIMED

@@ -15,8 +15,8 @@ import torch
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.code import code
 from gradtrace.experiments.harness.findings import Cell, Tick
-from gradtrace.experiments.harness.journal import Entry, Journal, key
-from gradtrace.experiments.harness.loading import Source, load
+from gradtrace.experiments.harness.journal import Journal, JournalEntry, key
+from gradtrace.experiments.harness.loading import ExperimentSource, load
 
 
 class Failed(GradtraceError):
@@ -24,10 +24,10 @@ class Failed(GradtraceError):
 
 
 @dataclass
-class Work:
+class TaskSpec:
     """An experiment with its journal: what a process needs to do a cell."""
 
-    source: Source
+    source: ExperimentSource
     journal: Journal
     _same: bool = False  # whether this process has the code that the journal is of
 
@@ -41,7 +41,7 @@ class Work:
         self.journal.append(cell, measured(self.source, cell, tick))
 
 
-def measured(source: Source, cell: Cell, tick: Tick) -> Entry:
+def measured(source: ExperimentSource, cell: Cell, tick: Tick) -> JournalEntry:
     """One cell's result, as JSON has it, by one thread: sums of floats depend on how many there
     are, and a result must not.
     """
@@ -51,7 +51,7 @@ def measured(source: Source, cell: Cell, tick: Tick) -> Entry:
             begun = time.perf_counter()
             result = experiment.measure(json.loads(key(cell)), tick)
             seconds = time.perf_counter() - begun
-        return Entry(json.loads(json.dumps(result)), seconds)
+        return JournalEntry(json.loads(json.dumps(result)), seconds)
     except (TypeError, ValueError) as error:
         raise Failed(f"{_named(cell)}: the result is not JSON: {error}") from error
     except GradtraceError as error:

@@ -6,7 +6,7 @@ the call is part of. ``RULES`` is the table; what it lacks is opened with a deco
 (elementwise operations), moved (views), or written out as a matrix.
 """
 
-from gradtrace.recording.aten_rules.batched_weights import Together
+from gradtrace.recording.aten_rules.batched_weights import BatchedWeights
 from gradtrace.recording.aten_rules.call import (
     Call,
     Chains,
@@ -27,9 +27,9 @@ from gradtrace.recording.aten_rules.unit_columns import dense
 __all__ = [
     "OPENED",
     "RULES",
+    "BatchedWeights",
     "Call",
     "Chains",
-    "Together",
     "Undecided",
     "as_real",
     "between",

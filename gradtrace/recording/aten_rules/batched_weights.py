@@ -33,15 +33,15 @@ ALIGNED = 64
 """Bytes that a tensor begins at a multiple of, as if it had memory of its own."""
 
 
-class Together:
+class BatchedWeights:
     """What was asked for, by what is alike."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[Formula, tuple[Any, ...], object], list[Asked]] = {}
 
-    def ask(self, formula: Formula, given: Sequence[Tensor], fill: Fill, *numbers: Any) -> None:
+    def request(self, formula: Formula, given: Sequence[Tensor], fill: Fill, *numbers: Any) -> None:
         """Call ``fill`` with what a formula makes of tensors and numbers, at the latest when
-        ``settle`` is called. The formula works element by element.
+        ``flush`` is called. The formula works element by element.
         """
         if not all(map(_fits, given)):
             fill(*(x[0] for x in formula(*(x.unsqueeze(0) for x in given), *numbers)))
@@ -49,7 +49,7 @@ class Together:
         kinds = tuple([(x.shape, x.dtype, x.device) for x in given])
         self._asked.setdefault((formula, numbers, kinds), []).append((given, fill))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Work out all that was asked for."""
         asked, self._asked = self._asked, {}
         for (formula, numbers, _), nodes in asked.items():
@@ -63,7 +63,7 @@ class Together:
 def _fits(x: Tensor) -> bool:
     """Whether a tensor lies in memory beside others as it does alone, and a call for it is dear."""
     size = x.nbytes
-    return (size <= SMALL or sync.avoid(x)) and not size % ALIGNED and x.is_contiguous()
+    return (size <= SMALL or sync.would_sync(x)) and not size % ALIGNED and x.is_contiguous()
 
 
 def _portions(nodes: list[Asked]) -> Iterator[list[Asked]]:

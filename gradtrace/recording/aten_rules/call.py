@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradtrace.errors import NotLinear
 from gradtrace.linops import Identity, Index, Map
-from gradtrace.recording.aten_rules.batched_weights import Together
+from gradtrace.recording.aten_rules.batched_weights import BatchedWeights
 from gradtrace.types import Shape
 
 
@@ -39,7 +39,7 @@ class Call:
         deps: list[Tensor],
         out: Any,
         limit: int,
-        together: Together | None = None,
+        together: BatchedWeights | None = None,
     ) -> None:
         self.func = func
         self.args = args

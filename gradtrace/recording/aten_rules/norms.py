@@ -81,7 +81,7 @@ def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normalis
         into.diagonal = _wide(diagonal, shape)
         into.left, into.right = (down, along), (gain, gained)
 
-    call.together.ask(_layers, (x, mean, rstd, gain), fill, n)
+    call.together.request(_layers, (x, mean, rstd, gain), fill, n)
     return into, scale
 
 

@@ -37,7 +37,7 @@ def nearest(forward: Any) -> Rule:
 # One dimension after the other -------------------------------------------------------------------
 
 
-class Lines(NamedTuple):
+class ResamplingRows(NamedTuple):
     """Resampling along one dimension, as a matrix in compressed rows: row i holds the weights with
     which element i of the original goes into elements ``source``, rising, of the result.
     """
@@ -47,7 +47,7 @@ class Lines(NamedTuple):
     weight: Tensor
 
     @classmethod
-    def of(cls, size: int, element: Tensor, point: Tensor, weight: Tensor) -> Lines:
+    def of(cls, size: int, element: Tensor, point: Tensor, weight: Tensor) -> ResamplingRows:
         """From entries in any order."""
         order = point.argsort(stable=True)
         order = order[element[order].argsort(stable=True)]
@@ -64,7 +64,7 @@ class Lines(NamedTuple):
             and bool((self.weight == 1).all())
         )
 
-    def times(self, other: Lines, points: int) -> Lines:
+    def times(self, other: ResamplingRows, points: int) -> ResamplingRows:
         """The Kronecker product with a matrix from so many points."""
         mine, others = self.starts.diff(), other.starts.diff()
         count = (mine.unsqueeze(1) * others).reshape(-1)
@@ -75,12 +75,12 @@ class Lines(NamedTuple):
         each = others[second]
         a = self.starts[first] + number // each
         b = other.starts[second] + number % each
-        return Lines(
+        return ResamplingRows(
             starts, self.source[a] * points + other.source[b], self.weight[a] * other.weight[b]
         )
 
 
-Along: TypeAlias = "Callable[[Call, int, int, int], Lines]"
+Along: TypeAlias = "Callable[[Call, int, int, int], ResamplingRows]"
 """The matrix of a call along its d-th spatial dimension, of so many elements, to so many points."""
 
 
@@ -89,7 +89,7 @@ def interpolated(forward: Any, taps: int, blurred: bool = False) -> Along:
     neighbours; ``blurred`` (antialiasing), from more of them where it shrinks.
     """
 
-    def along(call: Call, d: int, size: int, points: int) -> Lines:
+    def along(call: Call, d: int, size: int, points: int) -> ResamplingRows:
         spatial = len(call.args[1])
         align, *scales = call.args[3:]
         scales = [*scales, *[None] * (spatial - len(scales))]
@@ -114,7 +114,7 @@ def interpolated(forward: Any, taps: int, blurred: bool = False) -> Along:
 
 def _sampled(
     sample: Callable[[Tensor], Tensor], size: int, period: int, device: torch.device
-) -> Lines:
+) -> ResamplingRows:
     """``sample`` takes lines of float64 to lines of points. The weights of one class of elements
     are what the line with ones there becomes; their numbers are what the line of element numbers
     becomes, over that.
@@ -125,10 +125,10 @@ def _sampled(
     ones, numbers = sample(lines).chunk(2)
     cls, point = (ones != 0).nonzero(as_tuple=True)
     weight = ones[cls, point]
-    return Lines.of(size, (numbers[cls, point] / weight).round().long() - 1, point, weight)
+    return ResamplingRows.of(size, (numbers[cls, point] / weight).round().long() - 1, point, weight)
 
 
-def averaged(call: Call, d: int, size: int, points: int) -> Lines:
+def averaged(call: Call, d: int, size: int, points: int) -> ResamplingRows:
     """Average pooling: windows of the kernel's size, a stride apart."""
     _, _, kernels, strides, paddings, _, padded, divisor = call.args
     kernel, stride, padding = (
@@ -146,7 +146,7 @@ def averaged(call: Call, d: int, size: int, points: int) -> Lines:
     return _windows(start, end, over, size)
 
 
-def adapted(call: Call, d: int, size: int, points: int) -> Lines:
+def adapted(call: Call, d: int, size: int, points: int) -> ResamplingRows:
     """Adaptive average pooling: windows that cover the elements."""
     point = torch.arange(points, device=call.args[0].device)
     start = point * size // points
@@ -154,13 +154,13 @@ def adapted(call: Call, d: int, size: int, points: int) -> Lines:
     return _windows(start, end, end - start, size)
 
 
-def _windows(start: Tensor, end: Tensor, over: Tensor, size: int) -> Lines:
+def _windows(start: Tensor, end: Tensor, over: Tensor, size: int) -> ResamplingRows:
     """The mean of elements from ``start`` to ``end``, or their sum over another number."""
     length = (end - start).clamp(min=0)
     point = torch.arange(len(start), device=start.device).repeat_interleave(length)
     first = length.cumsum(0) - length
     element = torch.arange(len(point), device=start.device) - first[point] + start[point]
-    return Lines.of(size, element, point, 1 / over[point].double())
+    return ResamplingRows.of(size, element, point, 1 / over[point].double())
 
 
 def plane(spatial: int, along: Along) -> Rule:

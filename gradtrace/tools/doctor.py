@@ -38,7 +38,7 @@ OPTIONAL = {
 """Packages that a part of gradtrace needs, and which."""
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One line of the diagnosis."""
 
     what: str
@@ -46,11 +46,13 @@ class Finding(NamedTuple):
     detail: str
 
 
-def diagnosis() -> list[Finding]:
+def diagnosis() -> list[CheckResult]:
     """All that can be looked at, in about a second. Random numbers of the user's are not used."""
     found = [_versions()]
     wrong = internals.missing() or internals.changed()
-    found.append(Finding("autograd's internals", _verdict(not wrong), "; ".join(wrong) or "known"))
+    found.append(
+        CheckResult("autograd's internals", _verdict(not wrong), "; ".join(wrong) or "known")
+    )
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(0)
         for name, make in MODELS.items():
@@ -63,19 +65,19 @@ def _verdict(good: bool) -> str:
     return "ok" if good else "wrong"
 
 
-def _versions() -> Finding:
+def _versions() -> CheckResult:
     installed = f"gradtrace {sys.modules['gradtrace'].__version__}, torch {torch.__version__}"
     where = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding("versions", "ok", f"{installed}, {where}; tested: torch {internals.TESTED}")
+    return CheckResult("versions", "ok", f"{installed}, {where}; tested: torch {internals.TESTED}")
 
 
-def _tried(what: str, look: Callable[[], str]) -> Finding:
+def _tried(what: str, look: Callable[[], str]) -> CheckResult:
     """``look`` says what is wrong, or nothing."""
     try:
         wrong = look()
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
-    return Finding(what, _verdict(not wrong), wrong or "as PyTorch's")
+    return CheckResult(what, _verdict(not wrong), wrong or "as PyTorch's")
 
 
 # Gradients ---------------------------------------------------------------------------------------
@@ -190,12 +192,12 @@ def _recomputed() -> str:
 # The installation --------------------------------------------------------------------------------
 
 
-def _kernels() -> Finding:
+def _kernels() -> CheckResult:
     if cpu_library.library() is None:
         detail = (
             "there are none, so tracing is many times slower; docs/start.md says how to get them"
         )
-        return Finding("compiled kernels", "missing", detail)
+        return CheckResult("compiled kernels", "missing", detail)
     a, b = torch.randn(2, 17, 33), torch.randn(2, 33, 19)
     here, right = (k.contraction(a, b, index=True) for k in (max_contraction, reference))
     same = all(torch.equal(x, y) for x, y in zip(here[:2], right[:2]) if x is not None)
@@ -204,14 +206,14 @@ def _kernels() -> Finding:
         if same
         else "other bits than the reference"
     )
-    return Finding("compiled kernels", _verdict(same), detail)
+    return CheckResult("compiled kernels", _verdict(same), detail)
 
 
-def _optional() -> list[Finding]:
+def _optional() -> list[CheckResult]:
     found = []
     for package, what in OPTIONAL.items():
         try:
-            found.append(Finding(package, "ok", version(package)))
+            found.append(CheckResult(package, "ok", version(package)))
         except PackageNotFoundError:
-            found.append(Finding(package, "missing", needs(what, package)))
+            found.append(CheckResult(package, "missing", needs(what, package)))
     return found
