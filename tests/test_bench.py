@@ -35,7 +35,7 @@ def bench(*args: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def with_provenance(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page, the JSON and the figures of a quick run of everything."""
     folder = tmp_path_factory.mktemp("bench")
     places = ("--out", folder / "page.md", "--figures", folder / "figures")
