@@ -3,9 +3,9 @@
     python tests/results.py before.json            # in a checkout of the version before
     python tests/results.py --against before.json  # in this one, with the same torch
 
-For the operators of PyTorch's database and the architectures of the other tests: gradients, tables of
-influence by both rules, values in MAX and COUNT, and paths. Public names only, so that this file runs
-in older checkouts too: copy it there.
+For the operators of PyTorch's database and the architectures of the other tests: gradients, tables
+of influence by both rules, values in MAX and COUNT, and paths. Public names only, so that this file
+runs in older checkouts too: copy it there.
 """
 
 from __future__ import annotations

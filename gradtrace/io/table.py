@@ -129,7 +129,8 @@ class TextTable:
         Numbers that are not finite are strings, and so are integers of over 4,200 digits (in
         hexadecimal), which Python's JSON does not take.
 
-        >>> TextTable("", (TextColumn("a"), TextColumn("b", "share")), (("x", 0.123456),)).to_dicts()
+        >>> columns = TextColumn("a"), TextColumn("b", "share")
+        >>> TextTable("", columns, (("x", 0.123456),)).to_dicts()
         [{'a': 'x', 'b': 0.123456}]
         """
         names = [column.name for column in self.columns]
