@@ -10,7 +10,7 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import ModuleCall, NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, Edges, Grads, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
-from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import NotScalar, Unsupported
 
@@ -50,8 +50,8 @@ class GradientWalk:
     ``leaves`` holds the cotangent of each leaf when the pass is done.
     """
 
-    def __init__(self, loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch) -> None:
-        self.atlas, self.loss = atlas, loss
+    def __init__(self, loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> None:
+        self.name_table, self.loss = name_table, loss
         self.clear_since = watch.clear_since()
         start = [None] * nodes.slot_of(loss) + [seed]
         self.adjoints: dict[Node, list[Tensor | None]] = {nodes.root_of(loss): start}
@@ -66,7 +66,7 @@ class GradientWalk:
         kind = type(node)
         if kind is ACCUMULATE:
             variable = node.variable
-            if variable._backward_hooks and hooks.stand_on(variable):
+            if variable._backward_hooks and hooks.has_active_hooks(variable):
                 grads = hooks.run_leaf_hooks(variable, grads)
             grad = grads[0]
             assert grad is not None
@@ -75,12 +75,12 @@ class GradientWalk:
             self.leaves.append((variable, grad))
             return
         facts = FACTS.get(kind) or learn(kind)
-        if facts.many:
+        if facts.multi_output:
             grads += [None] * (len(node._input_metadata) - len(grads))
-        asked, adjoints, position = facts.asked, self.adjoints, -1
+        conform_at, adjoints, position = facts.conform_at, self.adjoints, -1
         try:
             if facts.python or node._sequence_nr() < self.clear_since:
-                outs = self._careful(node, grads)
+                outs = self._call_with_hooks(node, grads)
             else:
                 outs = node(*grads)
                 if type(outs) is not tuple:
@@ -89,7 +89,7 @@ class GradientWalk:
                 position += 1
                 if child is None or out is None:
                     continue
-                if asked is None or position in asked:
+                if conform_at is None or position in conform_at:
                     out = nodes.conform(out, self.outputs.wanted(child, slot))
                 waiting = adjoints.get(child)
                 if waiting is None:
@@ -100,13 +100,15 @@ class GradientWalk:
                 there = waiting[slot]
                 waiting[slot] = out if there is None else there + out
         except Exception as error:
-            raise self.atlas.place(error, node, self.place_of(node)) from error
+            raise self.name_table.place(error, node, self.place_of(node)) from error
 
     def place_of(self, node: Node) -> ModuleCall:
         """The module call that made a node."""
-        return elsewhere(self.loss, self.atlas).get(node) or self.atlas.place_of(node)
+        return off_thread_calls(self.loss, self.name_table).get(node) or self.name_table.place_of(
+            node
+        )
 
-    def _careful(self, node: Node, grads: Grads) -> Grads:
+    def _call_with_hooks(self, node: Node, grads: Grads) -> Grads:
         """Call a Python function, or a node that hooks may stand on."""
         if node._sequence_nr() >= self.clear_since:
             return nodes.call(node, grads)
@@ -115,18 +117,18 @@ class GradientWalk:
 
 
 def gradient(
-    loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch, order: str = "kahn"
+    loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch, order: str = "kahn"
 ) -> list[tuple[Tensor, Tensor]]:
     """Every leaf with its gradient, as ``torch.autograd.grad`` gives it."""
-    state = GradientWalk(loss, seed, atlas, watch)
+    state = GradientWalk(loss, seed, name_table, watch)
     with one_pass():
         walk(loss, state.visit, order)
     return state.leaves
 
 
-def first_nonfinite(loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch) -> str:
+def first_nonfinite(loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> str:
     """The first operator, from the loss, that hands a gradient on which is not finite."""
-    state = GradientWalk(loss, seed, atlas, watch)
+    state = GradientWalk(loss, seed, name_table, watch)
     found: list[str] = []
 
     def visit(node: Node, edges: Edges) -> None:
@@ -138,7 +140,7 @@ def first_nonfinite(loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWat
                 for grad in state.adjoints.get(child, ())
                 if grad is not None
             ):
-                found.append(atlas.describe(node, state.place_of(node)))
+                found.append(name_table.describe(node, state.place_of(node)))
 
     with one_pass():
         walk(loss, visit)

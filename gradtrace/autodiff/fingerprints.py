@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-WHOLE = 1 << 16
+COMPARE_ALL_MAX_ELEMENTS = 1 << 16
 """Tensors of at most so many elements are compared element by element."""
 
-SAMPLE = 1 << 12
+SAMPLE_ELEMENTS = 1 << 12
 """Of larger ones so many elements, evenly spread."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,31 +30,33 @@ class WeightFingerprints:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._lines: dict[torch.dtype, list[Tensor]] = {}  # views of the memory itself
+        self._views: dict[torch.dtype, list[Tensor]] = {}  # views of the memory itself
         for tensor in tensors:
             if tensor.is_cpu and tensor.layout is torch.strided and tensor.numel():
-                line = _line(tensor.detach())
-                self._lines.setdefault(line.dtype, []).append(line)
-        self._held = self._look()
+                flat = _flat_view(tensor.detach())
+                self._views.setdefault(flat.dtype, []).append(flat)
+        self._held = self._read_bits()
 
-    def _look(self) -> list[Tensor]:
+    def _read_bits(self) -> list[Tensor]:
         # as whole numbers, so that NaN equals itself and -0 is not 0
-        return [torch.cat(lines).view(BITS[dtype.itemsize]) for dtype, lines in self._lines.items()]
+        return [torch.cat(views).view(BITS[dtype.itemsize]) for dtype, views in self._views.items()]
 
     def hold(self) -> bool:
         """Whether the tensors hold what they held."""
-        return all(map(torch.equal, self._look(), self._held))
+        return all(map(torch.equal, self._read_bits(), self._held))
 
 
-def _line(tensor: Tensor) -> Tensor:
+def _flat_view(tensor: Tensor) -> Tensor:
     """A view of the elements, or of some of a large tensor, in one dimension: of the memory between
     the first and the last, if they lie apart.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_contiguous():
-        line = tensor.view(-1)
+        flat = tensor.view(-1)
     else:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-        line = tensor.as_strided((span,), (1,))
-    return line if len(line) <= WHOLE else line[:: -(-len(line) // SAMPLE)]
+        flat = tensor.as_strided((span,), (1,))
+    return (
+        flat if len(flat) <= COMPARE_ALL_MAX_ELEMENTS else flat[:: -(-len(flat) // SAMPLE_ELEMENTS)]
+    )

@@ -15,17 +15,17 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace.autodiff.nodes import Grads, Node, explain, handed, is_python, name_of
 from gradtrace.errors import GradtraceError, Unsupported
 
-_OURS = [0]
+_OWN_HANDLES = [0]
 
 
-def ours(count: int) -> None:
+def exclude_handles(count: int) -> None:
     """So many handles were made by us, and are no hooks on gradients."""
-    _OURS[0] += count
+    _OWN_HANDLES[0] += count
 
 
 def _registered() -> int:
     """How many hooks there have been so far that are not ours."""
-    return int(RemovableHandle.next_id) - _OURS[0]
+    return int(RemovableHandle.next_id) - _OWN_HANDLES[0]
 
 
 class HookWatch:
@@ -75,23 +75,23 @@ def silenced() -> Iterator[SilencedHooks]:
     For passes in addition to one of the user's own, in which hooks run too: what they do besides
     (count, average, log) must not be done twice, and nobody can know whether they do.
     """
-    outer = _silence()
-    _SILENT.here = found = SilencedHooks()
+    outer = _current_silence()
+    _SILENT.current = found = SilencedHooks()
     try:
         yield found
     finally:
-        _SILENT.here = outer
+        _SILENT.current = outer
 
 
-def _silence() -> SilencedHooks | None:
-    return getattr(_SILENT, "here", None)
+def _current_silence() -> SilencedHooks | None:
+    return getattr(_SILENT, "current", None)
 
 
-def stand_on(leaf: Tensor) -> bool:
+def has_active_hooks(leaf: Tensor) -> bool:
     """Whether there are hooks on a leaf that are to be run."""
     if not leaf._backward_hooks:
         return False
-    silence = _silence()
+    silence = _current_silence()
     if silence is not None:
         silence.hooked = True
     return silence is None
@@ -126,7 +126,7 @@ def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
 def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any]]:
     """The hooks already there, read from the table that a hook of ours is put in and out of."""
     handle = register(lambda *_: None)
-    ours(1)
+    exclude_handles(1)
     try:
         table = handle.hooks_dict_ref()
         return [] if table is None else [h for k, h in table.items() if k != handle.id]
@@ -136,7 +136,7 @@ def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any
 
 def before(node: Node, grads: Grads) -> Grads:
     """The cotangents of a node after the hooks that stand on its outputs and before the node."""
-    silence = _silence()
+    silence = _current_silence()
     if silence is not None:
         silence.hooked = True
         return _unhooked(node, grads)
@@ -152,7 +152,7 @@ def before(node: Node, grads: Grads) -> Grads:
 
 def after(node: Node, outs: Grads, grads: Grads) -> Grads:
     """What a node gives after the hooks that stand behind it."""
-    if _silence() is not None:
+    if _current_silence() is not None:
         return outs
     found = tuple(outs)
     for hook in _hooks(node.register_hook):

@@ -52,10 +52,10 @@ class Label(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         """The label of the whole batch, whose own dimension lies before ``dim`` or behind it."""
         at = in_dims[0]
-        return _marked(tensor, dim + (at <= dim), names), at
+        return _apply_label(tensor, dim + (at <= dim), names), at
 
 
-def _marked(tensor: Tensor, dim: int, names: Names) -> Tensor:
+def _apply_label(tensor: Tensor, dim: int, names: Names) -> Tensor:
     return Label.apply(tensor, dim, names)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -68,10 +68,10 @@ def label(tensor: Tensor, dim: int, names: str | Iterable[str | None]) -> Tensor
 
     >>> import torch
     >>> q = torch.ones(2, 3, requires_grad=True)
-    >>> marked = label(q, -1, "head")
-    >>> labels_of(marked.grad_fn)
+    >>> labelled = label(q, -1, "head")
+    >>> labels_of(labelled.grad_fn)
     (1, ('head 0', 'head 1', 'head 2'))
-    >>> bool((marked == q).all())
+    >>> bool((labelled == q).all())
     True
     >>> labels_of(label(q, 0, ["first", None]).grad_fn)
     (0, ('first', None))
@@ -84,7 +84,7 @@ def label(tensor: Tensor, dim: int, names: str | Iterable[str | None]) -> Tensor
         tensor = cut(tensor, dim, found)
     if torch.compiler.is_compiling():
         return tensor.clone()  # compiled code has one node for all, which no label can stand in
-    return _marked(tensor, dim, found)
+    return _apply_label(tensor, dim, found)
 
 
 def labels_of(node: Node) -> tuple[int, Names] | None:

@@ -51,18 +51,18 @@ def isolated() -> Iterator[None]:
             if not memory_limits.ran_out(error):
                 raise
             raise TooLarge(
-                f"memory ran out{memory_limits.told(error)}; trace fewer samples at a time, "
+                f"memory ran out{memory_limits.shortfall(error)}; trace fewer samples at a time, "
                 "sampled elements: influence(sample=10_000), or whole tensors: "
                 "granularity='operator'"
             ) from error
 
 
-def admit(loss: object, atlas: NameTable, elements: bool = True) -> None:
+def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
     """Refuse, before anything is touched, what no pass can follow; or, if gradients alone are
     wanted and no ``elements`` are looked at, what even has none.
     """
     if isinstance(loss, Tensor):
-        _see_level(loss)
+        _check_not_in_transform(loss)
     nodes.root_of(loss)
     assert isinstance(loss, Tensor)
     if loss.is_nested:
@@ -87,12 +87,14 @@ def admit(loss: object, atlas: NameTable, elements: bool = True) -> None:
             f"the loss is of {loss.dtype}, which PyTorch cannot compute gradients in; convert it "
             "(loss.float()) where it is made"
         )
-    wrapped = {key: names[0] for key, (leaf, names) in atlas.leaves.items() if is_wrapper(leaf)}
+    wrapped = {
+        key: names[0] for key, (leaf, names) in name_table.leaves.items() if is_wrapper(leaf)
+    }
     if wrapped and elements:
-        _see_leaves(loss, wrapped)
+        _check_leaves(loss, wrapped)
 
 
-def _see_level(loss: Tensor) -> None:
+def _check_not_in_transform(loss: Tensor) -> None:
     """Transforms of ``torch.func`` hand their function stand-ins, which have no graph of their
     own.
     """
@@ -105,7 +107,7 @@ def _see_level(loss: Tensor) -> None:
         )
 
 
-def _see_leaves(loss: Tensor, wrapped: dict[int, str]) -> None:
+def _check_leaves(loss: Tensor, wrapped: dict[int, str]) -> None:
     """Refuse a loss that a wrapped parameter takes part in."""
     stack, seen = [nodes.root_of(loss)], set()
     while stack:

@@ -74,7 +74,7 @@ class NameTable(CallRanges):
     @classmethod
     def of(cls, names: Mapping[str, Tensor] | None) -> NameTable:
         """An atlas of named leaves and no modules."""
-        atlas = cls()
+        name_table = cls()
         for name, tensor in (names or {}).items():
             if not isinstance(tensor, Tensor):
                 raise UnknownName(f"names[{name!r}] is a {type(tensor).__name__}, not a tensor")
@@ -85,8 +85,8 @@ class NameTable(CallRanges):
                     f"names[{name!r}] {why}, so no gradient ends there; name parameters, or inputs "
                     "made with requires_grad_()"
                 )
-            atlas.name(tensor, name)
-        return atlas
+            name_table.name(tensor, name)
+        return name_table
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a leaf one more name."""

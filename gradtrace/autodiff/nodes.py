@@ -72,19 +72,19 @@ def sequence_of(node: Node) -> int | None:
     return None if type(node) is ACCUMULATE else int(node._sequence_nr())
 
 
-def mark(tensor: Tensor, key: object, value: str) -> None:
+def annotate(tensor: Tensor, key: object, value: str) -> None:
     """Write on the node that made a tensor, if there is one; it goes when the node goes."""
     node: Node | None = tensor.grad_fn
     if node is not None:
-        node.metadata.setdefault(MARKS, []).append((key, value))
+        node.metadata.setdefault(METADATA_KEY, []).append((key, value))
 
 
-def marks_on(node: Node) -> Sequence[tuple[object, str]]:
+def annotations_of(node: Node) -> Sequence[tuple[object, str]]:
     """What was written on a node."""
-    return node.metadata.get(MARKS, ())  # type: ignore[no-any-return]
+    return node.metadata.get(METADATA_KEY, ())  # type: ignore[no-any-return]
 
 
-MARKS = "gradtrace"
+METADATA_KEY = "gradtrace"
 
 
 def edges_of(node: Node) -> Edges:
@@ -222,7 +222,7 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
     return grad
 
 
-MANY = frozenset({"NativeLayerNormBackward0", "NativeGroupNormBackward0", "SplitBackward0"})
+MULTI_OUTPUT = frozenset({"NativeLayerNormBackward0", "NativeGroupNormBackward0", "SplitBackward0"})
 """Operators with several outputs, among those below."""
 
 _EXACT = (
@@ -245,8 +245,8 @@ class Facts(NamedTuple):
     """What the walk knows of a type of node."""
 
     python: bool  # a torch.autograd.Function
-    many: bool  # may have several outputs, so it must be asked how many cotangents it takes
-    asked: tuple[int, ...] | None  # argument positions to conform; None: all
+    multi_output: bool  # may have several outputs, so it must be asked how many cotangents it takes
+    conform_at: tuple[int, ...] | None  # argument positions to conform; None: all
 
 
 FACTS: dict[type, Facts] = {}
@@ -256,8 +256,8 @@ def learn(kind: type) -> Facts:
     """Find out once what a type of node is like."""
     python = issubclass(kind, torch.autograd.function.BackwardCFunction)
     name = kind.__name__
-    asked = None if python else EXACT.get(name)
-    FACTS[kind] = facts = Facts(python, asked is None or name in MANY, asked)
+    conform_at = None if python else EXACT.get(name)
+    FACTS[kind] = facts = Facts(python, conform_at is None or name in MULTI_OUTPUT, conform_at)
     return facts
 
 
@@ -315,7 +315,7 @@ class _Stop(Exception):
     """Ends a pass of PyTorch's engine."""
 
 
-_HANDING = threading.RLock()
+_APPLY_LOCK = threading.RLock()
 
 
 def handed(node: Node, grads: Grads) -> Grads:
@@ -332,7 +332,7 @@ def handed(node: Node, grads: Grads) -> Grads:
         handed.extend(args)
         raise _Stop
 
-    with _HANDING:
+    with _APPLY_LOCK:
         node.apply = stop
         try:
             torch.autograd.grad(
@@ -351,8 +351,8 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
     text = str(error)
     if memory_limits.ran_out(error):
         return TooLarge(
-            f"{at} ran out of memory{memory_limits.told(error)}; trace fewer samples at a time, "
-            "or whole tensors: granularity='operator'"
+            f"{at} ran out of memory{memory_limits.shortfall(error)}; trace fewer samples at a "
+            "time, or whole tensors: granularity='operator'"
         )
     if isinstance(error, _Refused):
         return Unsupported(f"{at} cannot be followed: {text}")

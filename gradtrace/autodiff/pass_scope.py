@@ -30,7 +30,7 @@ def backward_runs() -> bool:
     return _running() or _TASK() != -1
 
 
-SPAN = 32
+FREE_SPAN_NODES = 32
 """So many nodes in a row may free one another before a container stands between two of them."""
 
 KEEPER = "gradtrace: frees a deep graph step by step"
@@ -48,7 +48,7 @@ def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
     its successors by a tuple in its metadata, which is let go after its edges are. The successors
     live no longer than before, since the node leads to them anyway.
     """
-    if len(nodes) <= 2 * SPAN:
+    if len(nodes) <= 2 * FREE_SPAN_NODES:
         return
     heights: dict[Node | None, int] = {None: -1}  # the longest way down to a leaf
     for node in reversed(nodes):
@@ -58,9 +58,11 @@ def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
             if below > height:
                 height = below
         heights[node] = height = height + 1
-        start = height - height % SPAN
-        if start > SPAN:
-            far = tuple([n for n, _ in edges.get(node, ()) if SPAN <= heights.get(n, 0) < start])
+        start = height - height % FREE_SPAN_NODES
+        if start > FREE_SPAN_NODES:
+            far = tuple(
+                [n for n, _ in edges.get(node, ()) if FREE_SPAN_NODES <= heights.get(n, 0) < start]
+            )
             if far:
                 node.metadata[KEEPER] = far
 
@@ -77,7 +79,7 @@ def one_pass() -> Iterator[None]:
     outer = getattr(_RUNNING, "passes", 0), getattr(_RUNNING, "number", -1)
     _RUNNING.passes, _RUNNING.number = outer[0] + 1, next(_NUMBERS)
     try:
-        with torch.no_grad(), recomputed_once(), _told():
+        with torch.no_grad(), recomputed_once(), _patched_torch():
             yield
     finally:
         _RUNNING.passes, _RUNNING.number = outer
@@ -85,7 +87,7 @@ def one_pass() -> Iterator[None]:
             gc.enable()
 
 
-def walks(reached: Callable[[], Collection[Node]]) -> None:
+def set_reached_nodes(reached: Callable[[], Collection[Node]]) -> None:
     """The pass on this thread goes over these nodes; they are looked up when a hook asks."""
     _RUNNING.reached = reached
 
@@ -145,33 +147,33 @@ def _exit(mode: Any, *error: object) -> Any:
     return _EXIT(mode, *error)
 
 
-_TOLD: tuple[tuple[Any, str, Any], ...] = (
+_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch._C, "_current_graph_task_id", _task),
     (torch._C, "_will_engine_execute_node", _executes),
     (checkpoint, "_recomputation_hook", _Recomputation),
     (_CACHED, "__enter__", _enter),
     (_CACHED, "__exit__", _exit),
 )
-_ORIGINALS = tuple(getattr(where, name) for where, name, _ in _TOLD)
-_TELLING = threading.Lock()
-_LISTENERS = [0]
+_ORIGINALS = tuple(getattr(where, name) for where, name, _ in _PATCHES)
+_PATCH_LOCK = threading.Lock()
+_ACTIVE = [0]
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _patched_torch() -> Iterator[None]:
     """Within, on this thread, PyTorch's hooks and checkpoints know of our pass."""
-    with _TELLING:
-        _LISTENERS[0] += 1
-        if _LISTENERS[0] == 1:
-            for where, name, ours in _TOLD:
+    with _PATCH_LOCK:
+        _ACTIVE[0] += 1
+        if _ACTIVE[0] == 1:
+            for where, name, ours in _PATCHES:
                 setattr(where, name, ours)
     try:
         yield
     finally:
-        with _TELLING:
-            _LISTENERS[0] -= 1
-            if not _LISTENERS[0]:
-                for (where, name, _), theirs in zip(_TOLD, _ORIGINALS):
+        with _PATCH_LOCK:
+            _ACTIVE[0] -= 1
+            if not _ACTIVE[0]:
+                for (where, name, _), theirs in zip(_PATCHES, _ORIGINALS):
                     setattr(where, name, theirs)
 
 

@@ -17,21 +17,21 @@ from gradtrace.autodiff.nodes import (
     VIEWS,
     Edges,
     Node,
+    annotations_of,
     edges_of,
-    marks_on,
     root_of,
     sequence_of,
 )
 
 
-def elsewhere(loss: Tensor, atlas: NameTable) -> dict[Node, ModuleCall]:
+def off_thread_calls(loss: Tensor, name_table: NameTable) -> dict[Node, ModuleCall]:
     """The places of the nodes behind a loss that ``atlas.place_at`` would give a wrong one."""
-    if not atlas.starts:
+    if not name_table.starts:
         return {}
     numbers, edges = _survey(root_of(loss))
-    found = _marked(numbers, edges) if atlas.away else {}
+    found = _annotated(numbers, edges) if name_table.away else {}
     left = {node: number for node, number in numbers.items() if node not in found}
-    found.update(dict.fromkeys(_strangers(left, edges, atlas), NO_MODULE))
+    found.update(dict.fromkeys(_foreign(left, edges, name_table), NO_MODULE))
     return found
 
 
@@ -51,16 +51,16 @@ def _survey(root: Node) -> tuple[dict[Node, int], dict[Node, Edges]]:
     return numbers, edges
 
 
-def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, ModuleCall]:
+def _annotated(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, ModuleCall]:
     """What lies between the marks of calls on other threads."""
     found: dict[Node, ModuleCall] = {}
     given: dict[ThreadCall, set[Node]] = {}
     made: list[tuple[ThreadCall, Node]] = []
     for node in numbers:
-        for call, mark in marks_on(node):
-            if isinstance(call, ThreadCall) and mark == GIVEN:
+        for call, kind in annotations_of(node):
+            if isinstance(call, ThreadCall) and kind == GIVEN:
                 given.setdefault(call, set()).add(node)
-            elif isinstance(call, ThreadCall) and mark == MADE:
+            elif isinstance(call, ThreadCall) and kind == MADE:
                 made.append((call, node))
     taken: dict[tuple[ThreadCall, int], Node] = {}
     for call, node in made:
@@ -80,25 +80,31 @@ def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, Mo
     return found
 
 
-def _strangers(
-    numbers: dict[Node, int], edges: dict[Node, Edges], atlas: NameTable
+def _foreign(
+    numbers: dict[Node, int], edges: dict[Node, Edges], name_table: NameTable
 ) -> dict[Node, None]:
     """Nodes that clash with nodes of the watch's thread, so that they are of another one. Of two
     that clash, those with a parameter of the module that was running at that number are the
     watch's own; else those that clash with fewer. Where that does not tell, it may be either.
     """
     clashes = _clashes(numbers, edges)
-    own = {node for node in clashes if _fits(numbers[node], edges[node], atlas)}
-    strange = {node: None for node in clashes if clashes[node] & own}
-    while clashes := _rest(clashes, strange):
+    own = {
+        node
+        for node in clashes
+        if _uses_parameter_of_running_module(numbers[node], edges[node], name_table)
+    }
+    foreign = {node: None for node in clashes if clashes[node] & own}
+    while clashes := _remaining_clashes(clashes, foreign):
         worst = max(map(len, clashes.values()))
-        strange.update({node: None for node in clashes if len(clashes[node]) == worst})
-    return strange
+        foreign.update({node: None for node in clashes if len(clashes[node]) == worst})
+    return foreign
 
 
-def _rest(clashes: dict[Node, set[Node]], strange: dict[Node, None]) -> dict[Node, set[Node]]:
+def _remaining_clashes(
+    clashes: dict[Node, set[Node]], foreign: dict[Node, None]
+) -> dict[Node, set[Node]]:
     """The clashes between nodes that are not strange."""
-    left = {n: others - strange.keys() for n, others in clashes.items() if n not in strange}
+    left = {n: others - foreign.keys() for n, others in clashes.items() if n not in foreign}
     return {node: others for node, others in left.items() if others}
 
 
@@ -116,14 +122,14 @@ def _clashes(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, s
     return found
 
 
-def _fits(number: int, edges: Edges, atlas: NameTable) -> bool:
+def _uses_parameter_of_running_module(number: int, edges: Edges, name_table: NameTable) -> bool:
     """Whether a node takes a parameter of the module that was running at its number."""
-    module = atlas.place_at(number).module
+    module = name_table.place_at(number).module
     for child, _ in edges:
         if child is not None and type(child).__name__ in VIEWS:
             child = edges_of(child)[0][0]
         if child is not None and type(child) is ACCUMULATE:
-            names = atlas.names_of(child.variable)
+            names = name_table.names_of(child.variable)
             if any(name.rpartition(".")[0] == module for name in names):
                 return True
     return False

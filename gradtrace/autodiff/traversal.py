@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from gradtrace.autodiff.nodes import Node, edges_of, root_of, sequence_of
-from gradtrace.autodiff.pass_scope import limit_recursion, walks
+from gradtrace.autodiff.pass_scope import limit_recursion, set_reached_nodes
 from gradtrace.errors import TooDeep, UnknownName, Unsupported
 
 Visit: TypeAlias = Callable[[Any, Any], object]
@@ -169,12 +169,12 @@ def walk(loss: Tensor, visit: Visit, order: str = "kahn") -> None:
         return out
 
     nodes: list[Node] = []
-    walks(lambda: pending(root)[0])
+    set_reached_nodes(lambda: pending(root)[0])
     try:
         nodes = schedule(order)(root, visit, edges)
     except BaseException:
         nodes = kahn(root, lambda node, edges: None, edges)
         raise
     finally:
-        walks(tuple)
+        set_reached_nodes(tuple)
         limit_recursion(nodes, known)

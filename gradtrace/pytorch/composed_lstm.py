@@ -22,14 +22,14 @@ Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 _VF: Any = torch._VF  # what nn.LSTM calls
 _LOCK = threading.RLock()
-_INSIDE = 0  # threads that are inside
+_ACTIVE = 0  # threads that are inside
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     depth = 0
 
 
-_HERE = _Here()
+_THREAD = _ThreadState()
 
 
 @contextlib.contextmanager
@@ -44,26 +44,26 @@ def composed() -> Iterator[None]:
 
 def begin() -> None:
     """From now on, on this thread, ``nn.LSTM`` is computed operator by operator; until ``end``."""
-    global _INSIDE
-    _HERE.depth += 1
+    global _ACTIVE
+    _THREAD.depth += 1
     with _LOCK:
-        _INSIDE += 1
+        _ACTIVE += 1
         vars(_VF)["lstm"] = _lstm
 
 
 def end() -> None:
     """Undo one ``begin`` of this thread."""
-    global _INSIDE
-    _HERE.depth -= 1
+    global _ACTIVE
+    _THREAD.depth -= 1
     with _LOCK:
-        _INSIDE -= 1
-        if not _INSIDE:
+        _ACTIVE -= 1
+        if not _ACTIVE:
             vars(_VF).pop("lstm", None)
 
 
 def _lstm(*args: Any, **kwargs: Any) -> Any:
     """``torch._VF.lstm``."""
-    if _HERE.depth and not kwargs and len(args) == 9 and _fused(*args[:3]):
+    if _THREAD.depth and not kwargs and len(args) == 9 and _fused(*args[:3]):
         return lstm(*args)
     return _VF.vf.lstm(*args, **kwargs)
 

@@ -25,8 +25,8 @@ ROOT = Path("/")
 def available(root: Path | None = None) -> int | None:
     """The bytes that can still be had; None if nobody tells."""
     root = ROOT if root is None else root
-    told = [*_machine(root), *_groups(root), *_own(root)]
-    return max(0, min(told)) if told else None
+    found = [*_machine(root), *_groups(root), *_own(root)]
+    return max(0, min(found)) if found else None
 
 
 def _text(path: Path | str) -> str:
@@ -61,13 +61,13 @@ def _table(path: Path | str) -> dict[str, int]:
 
 def _machine(root: Path) -> Iterator[int]:
     """What the system has left; where it promises no more than it has, what it may promise."""
-    told = {
+    found = {
         word: int(number) << 10 for word, number in MEMORY.findall(_text(root / "proc/meminfo"))
     }
-    if "MemAvailable" in told:
-        yield told["MemAvailable"]
-    if _strict(root) and "CommitLimit" in told:
-        yield told["CommitLimit"] - told.get("Committed_AS", 0)
+    if "MemAvailable" in found:
+        yield found["MemAvailable"]
+    if _strict(root) and "CommitLimit" in found:
+        yield found["CommitLimit"] - found.get("Committed_AS", 0)
 
 
 @cache
@@ -155,9 +155,9 @@ def _own(root: Path) -> Iterator[int]:
     for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
-            told = _table(root / "proc/self/status")
-            if used in told:
-                yield most - told[used]
+            found = _table(root / "proc/self/status")
+            if used in found:
+                yield most - found[used]
 
 
 def resident(root: Path | None = None) -> int | None:
@@ -184,7 +184,7 @@ def ran_out(error: BaseException) -> bool:
     )
 
 
-def told(error: BaseException) -> str:
+def shortfall(error: BaseException) -> str:
     """How much was asked for and how much there is, as far as that is known."""
     asked = ASKED.search(str(error))
     parts = [f"{spelt(int(asked[1].replace(',', '')))} more were asked for"] if asked else []

@@ -44,22 +44,22 @@ class Listener:
 
 _LOCK = threading.RLock()
 _LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, or of its table of hooks
-_ALL: tuple[_Listeners, ...] = ()  # of those that listen to every module
+_ALL: tuple[_Registration, ...] = ()  # of those that listen to every module
 _PATCHES: dict[type, Patch] = {}
 _MISSING = object()
 
 
 def listen(listener: Listener, modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Tell ``listener`` of every call of these modules, until the function returned is called."""
-    return _Listeners(listener, modules).close
+    return _Registration(listener, modules).close
 
 
 def listen_to_all(listener: Listener) -> Callable[[], None]:
     """Tell ``listener`` of every call of any module."""
-    return _Listeners(listener, None).close
+    return _Registration(listener, None).close
 
 
-class _Listeners:
+class _Registration:
     """One listener, and the modules that it listens to, which are kept alive."""
 
     def __init__(self, listener: Listener, modules: Iterable[nn.Module] | None) -> None:
@@ -123,7 +123,7 @@ class _Listeners:
                     _LISTENERS[key] = left
                 else:
                     _LISTENERS.pop(key, None)
-            _ALL = tuple(ears for ears in _ALL if ears is not self)
+            _ALL = tuple(registration for registration in _ALL if registration is not self)
             for attributes, name, told in self.bound:
                 _put_back(attributes, name, told)
             self.bound = []
@@ -164,7 +164,9 @@ def listeners_of(module: nn.Module) -> tuple[Listener, ...]:
     found = _LISTENERS.get(id(module))
     if found is None and _LISTENERS and "_is_replica" in vars(module):
         found = _LISTENERS.get(same_in_replicas(module))
-    return (*(found or ()), *(ears.listener for ears in _ALL)) if _ALL else found or ()
+    return (
+        (*(found or ()), *(registration.listener for registration in _ALL)) if _ALL else found or ()
+    )
 
 
 # A call ------------------------------------------------------------------------------------------
@@ -234,16 +236,16 @@ def _static(kind: type, name: str) -> Any:
     return next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
 
 
-def _seen_when_made(init: Forward) -> Forward:
+def _patch_when_instantiated(init: Forward) -> Forward:
     """While somebody listens to all modules, classes that are new are seen when first used."""
 
     @functools.wraps(init)
-    def seen(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        for ears in _ALL:
-            ears.patch([type(self)])
+    def observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for registration in _ALL:
+            registration.patch([type(self)])
         init(self, *args, **kwargs)
 
-    return seen
+    return observed_call
 
 
 class Patch:
@@ -259,7 +261,7 @@ class Patch:
         self._set("__call__", self._stage("__call__", CALL))
         self._set("_call_impl", self._stage("_call_impl", IMPLEMENTATION))
         if self.kind is nn.Module:
-            self._set("__init__", _seen_when_made(vars(self.kind)["__init__"]))
+            self._set("__init__", _patch_when_instantiated(vars(self.kind)["__init__"]))
         elif _static(self.kind, "forward") is not vars(nn.Module)["forward"]:
             self._set("forward", _ObservedCall(self.kind))
 
@@ -268,7 +270,7 @@ class Patch:
         forward = _plain_forward(kind) if stage == IMPLEMENTATION else None
 
         @functools.wraps(_static(kind, name))
-        def seen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """The same as before; listeners are told, unless a subclass has told them."""
             run = getattr(super(kind, self), name) if own is _MISSING else MethodType(own, self)
             if torch.compiler.is_compiling() and forward is not None and _only_forward(self):
@@ -277,7 +279,7 @@ class Patch:
                 return run(*args, **kwargs)
             return _run(stage, self, run, args, kwargs)
 
-        return seen
+        return observed_call
 
     def _set(self, name: str, value: Any) -> None:
         self.put[name] = vars(self.kind).get(name, _MISSING), value
@@ -355,20 +357,22 @@ class _ObservedCall:
         self.own = vars(kind).get("forward", _MISSING)
         self.data = hasattr(type(self.own), "__set__")  # such as a property
         original = _static(kind, "forward")
-        self.function = _disguised(self._told, original) if callable(original) else None
+        self.function = (
+            _with_signature_of(self._notify_and_run, original) if callable(original) else None
+        )
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self._bare(None, owner) if self.function is None else self.function
         found = self._bare(module, owner)
-        if not self._heard(module):
+        if not self._is_observed(module):
             return found
         bound = isinstance(found, MethodType) and found.__self__ is module
         if self.function is None or not bound or self._set_on(module):
             return CallEvent(module, found)
         return MethodType(self.function, module)
 
-    def _heard(self, module: nn.Module) -> bool:
+    def _is_observed(self, module: nn.Module) -> bool:
         """Whether somebody listens, and this is not what ``super().forward`` finds."""
         if type(module) is not self.kind or torch.compiler.is_compiling():
             return False
@@ -411,17 +415,17 @@ class _ObservedCall:
         else:
             raise AttributeError("forward")
 
-    def _told(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _notify_and_run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """``Kind.forward(module, x)``, and ``module.forward(x)``."""
         if not isinstance(module, self.kind):
             return self.own(module, *args, **kwargs)
         found = self._of_class(module, type(module))
-        if not self._heard(module):
+        if not self._is_observed(module):
             return found(*args, **kwargs)
         return _run(FORWARD, module, found, args, kwargs)
 
 
-def _disguised(told: Forward, original: Any) -> FunctionType:
+def _with_signature_of(told: Forward, original: Any) -> FunctionType:
     """A function that calls ``told`` and looks like the original to those who read its source, its
     signature and its globals, as ``torch.jit.script`` does.
     """

@@ -33,7 +33,7 @@ class Writes(NamedTuple):
 
 _WRITES: dict[Any, Writes] = {}
 
-UNSAID = frozenset({"running_mean", "running_var"})
+UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
 """Arguments that batch norms write on though their schemas do not say so."""
 
 
@@ -43,7 +43,7 @@ def _learn(func: Any) -> Writes:
         (position, argument.name)
         for position, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in UNSAID
+        or argument.name in UNDECLARED_WRITES
     )
     fresh = all(result.alias_info is None for result in schema.returns)
     _WRITES[func] = found = Writes(written, fresh)
@@ -138,7 +138,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 # Python's side ------------------------------------------------------------------------------------
 
 CONTAINERS = (list, dict, set, deque)
-OURS = frozenset({"_modules"})
+SKIPPED_ATTRIBUTES = frozenset({"_modules"})
 
 
 class WriteLog:
@@ -159,7 +159,7 @@ class WriteLog:
             self._modules[module] = (type(module), dict(module.__dict__))
             for name, value in module.__dict__.items():
                 waiting += _modules_in(value)
-                if name not in OURS and not name.endswith("_hooks"):
+                if name not in SKIPPED_ATTRIBUTES and not name.endswith("_hooks"):
                     self._note(value)
 
     def _note(self, value: Any) -> None:

@@ -85,7 +85,7 @@ def single(
     return function
 
 
-def see_additive(
+def check_additive(
     f: Formula,
     grads: Sequence[Tensor | None],
     outs: Sequence[Tensor | None],
@@ -94,11 +94,11 @@ def see_additive(
     """``f(g + r) = f(g) + f(r)`` for a random r, or the formula is not linear."""
     noise = [None if g is None else torch.randn_like(g) for g in grads]
     both = [None if g is None or r is None else g + r for g, r in zip(grads, noise)]
-    for out, alone, together in zip(outs, f(noise), f(both)):
-        if out is None or alone is None or together is None:
+    for out, noise_out, combined in zip(outs, f(noise), f(both)):
+        if out is None or noise_out is None or combined is None:
             continue
-        size = float(alone.abs().amax()) if alone.numel() else 0.0
-        if not close(as_real(out + alone), as_real(together), 1e-3 * size):
+        size = float(noise_out.abs().amax()) if noise_out.numel() else 0.0
+        if not close(as_real(out + noise_out), as_real(combined), 1e-3 * size):
             raise NotLinear(reason)
 
 

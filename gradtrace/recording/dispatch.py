@@ -44,14 +44,14 @@ class Lowering(NamedTuple):
     trusted: bool = True
 
 
-_WAYS: dict[Any, Lowering] = {}
+_LOWERINGS: dict[Any, Lowering] = {}
 
 
-def way(func: Any) -> Lowering:
+def lowering_of(func: Any) -> Lowering:
     """How this operation is handled: by its rule, or the first general way that fits it."""
-    found = _WAYS.get(func)
+    found = _LOWERINGS.get(func)
     if found is None:
-        found = _WAYS[func] = _find(func)
+        found = _LOWERINGS[func] = _find(func)
     return found
 
 
@@ -61,7 +61,7 @@ def _find(func: Any) -> Lowering:
     if func._schema.is_mutable:
         plain = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
         if name.endswith("_") and plain is not None and not plain._schema.is_mutable:
-            return way(plain)._replace(mutates=True)
+            return lowering_of(plain)._replace(mutates=True)
         return Lowering("dense", _refuse, mutates=True)
     rule = aten_rules.RULES.get(f"{name}.{overload}") or aten_rules.RULES.get(name)
     if rule is not None:
@@ -91,11 +91,13 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in here, and the guard costs as much as the operation
 
-    def __init__(self, limit: int, bare: bool = False, hopes: DeferredChecks | None = None) -> None:
+    def __init__(
+        self, limit: int, bare: bool = False, checks: DeferredChecks | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
         self.bare = bare  # gradients are not wanted
-        self.hopes = hopes  # where what should hold is noted, if to look at it would wait
+        self.checks = checks  # where what should hold is noted, if to look at it would wait
         self.new: Callable[[], int] = count().__next__  # makes a value not used before
         self.values: dict[int, int] = {}  # by identity of a tensor, which ``alive`` keeps
         self.alive: list[Any] = []
@@ -127,13 +129,13 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             deps += [a for a in kwargs.values() if id(a) in values]
         if not deps:
             if func._schema.is_mutable:
-                self._disown(args[0])
+                self._clone_weights_sharing(args[0])
             out = torch.zeros(*args, **kwargs) if func is ZEROS else func(*args, **kwargs)
             self.alive.append(out)
             return out
         if len(deps) > 1:
             deps = list({id(a): a for a in deps}.values())
-        found = _WAYS.get(func) or way(func)
+        found = _LOWERINGS.get(func) or lowering_of(func)
         if found.kind == "opened":
             self.opened |= found.rule in FUSED
             with self:
@@ -210,9 +212,9 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 terms.append(Term(Identity(shape_of(dep), shape_of(out)), value))
                 continue
             for step in maps[:-1]:
-                between = self.new()
-                steps.append(Step(between, (Term(step, value),), step.out_shape, dtype))
-                value = between
+                intermediate = self.new()
+                steps.append(Step(intermediate, (Term(step, value),), step.out_shape, dtype))
+                value = intermediate
             terms.append(Term(maps[-1], value))
         result = self.new()
         steps.append(Step(result, tuple(terms), shape_of(out), dtype))
@@ -228,8 +230,8 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 x = step.apply(x)
             total = total + x
         out = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
-        if self.hopes is not None and sync.would_sync(out):
-            self.hopes.add(near(total, out))
+        if self.checks is not None and sync.would_sync(out):
+            self.checks.add(elementwise_close(total, out))
         elif not close(total, out):
             raise NotLinear(f"{call.name} is not linear in the gradient it is given")
 
@@ -279,7 +281,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps.append(Step(now, tuple(terms), shape, alias.dtype.to_real()))
         self.values[id(alias)] = now
 
-    def _disown(self, target: Any) -> None:
+    def _clone_weights_sharing(self, target: Any) -> None:
         """A constant is about to be overwritten: maps that refer to it get a copy."""
         if not isinstance(target, Tensor):
             return
@@ -310,7 +312,7 @@ def close(a: Tensor, b: Tensor, slack: float = 0.0) -> bool:
     return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * scale + slack, equal_nan=True)
 
 
-def near(a: Tensor, b: Tensor) -> Tensor:
+def elementwise_close(a: Tensor, b: Tensor) -> Tensor:
     """``close``, of each element, without a look at any."""
     a, b = a.double(), b.double()
     scale = b.abs().nan_to_num(0, 0, 0).amax() if b.numel() else 0.0

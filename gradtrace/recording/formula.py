@@ -30,9 +30,9 @@ from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
 from gradtrace.recording.dense_fallback import (
     Formula,
     Refusal,
+    check_additive,
     entries,
     matrices,
-    see_additive,
     single,
 )
 from gradtrace.recording.dispatch import DispatchRecorder, close
@@ -71,26 +71,26 @@ class FormulaRecorder:
         block.label = labels_of(node)
         with self.recorder:
             outs = self._formula(node, arrived, block)
-            handed = self._handed(node, edges, outs, block)
+            results = self._results(node, edges, outs, block)
         block.opened = self.recorder.opened or block.operator in SEVERAL
         if not block.opened:
             shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
             resolve(block, self.recorder.new, shapes, next(iter(arrived.values()))[0].device)
             fold(block)
-        return [(position, out, block.gives[position]) for position, out in handed]
+        return [(position, out, block.gives[position]) for position, out in results]
 
-    def _handed(
+    def _results(
         self, node: Node, edges: Edges, outs: Sequence[Tensor | None], block: Block
     ) -> list[tuple[int, Tensor]]:
         """What is handed on: each a value of its own, even if nothing is done to it."""
         taken = set(block.takes.values())
         taken.update(term.value for step in block.steps for term in step.terms)
         given = []
-        asked = (FACTS.get(type(node)) or learn(type(node))).asked
+        conform_at = (FACTS.get(type(node)) or learn(type(node))).conform_at
         for position, ((child, slot), out) in enumerate(zip(edges, outs)):
             if child is None or out is None:
                 continue
-            if asked is None or position in asked:
+            if conform_at is None or position in conform_at:
                 out = nodes.conform(out, self.outputs.wanted(child, slot))
             value = self.recorder.values.get(id(out))
             if value is None:
@@ -107,23 +107,23 @@ class FormulaRecorder:
 
     def hooked(self, leaf: Tensor, tensor: Tensor, block: Block) -> Tensor:
         """The gradient of a leaf after the hooks on it, which become the steps of a block."""
-        self._certain()
+        self._finish_checks()
         self.recorder.begin(block.steps)
         self.recorder.track(tensor, block.takes[0])
         with self.recorder:
             (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
         if id(changed) not in self.recorder.values:
             raise NotLinear("the gradient was replaced by one that has nothing to do with it")
-        self._see_linear(block.steps, [tensor], [changed])
+        self._check_linear(block.steps, [tensor], [changed])
         block.gives[0] = self.recorder.values[id(changed)]
         return tensor if changed is None else changed
 
-    def _certain(self) -> None:
+    def _finish_checks(self) -> None:
         """Code of the user's is about to run, and is not to be run again: be sure that all went
         well so far, and hope no more.
         """
-        hopes, self.recorder.hopes = self.recorder.hopes, None
-        if hopes is not None and not hopes.fulfilled():
+        checks, self.recorder.checks = self.recorder.checks, None
+        if checks is not None and not checks.fulfilled():
             raise NotLinear("a formula is not what it was taken for")
 
     def _formula(
@@ -131,7 +131,7 @@ class FormulaRecorder:
     ) -> Sequence[Tensor | None]:
         """Run the node's formula, and the hooks around it, under the recorder."""
         facts = FACTS.get(type(node)) or learn(type(node))
-        grads: list[Tensor | None] = [None] * (nodes.outputs_of(node) if facts.many else 1)
+        grads: list[Tensor | None] = [None] * (nodes.outputs_of(node) if facts.multi_output else 1)
         recorder = self.recorder
         recorder.begin(block.steps)
         for slot, (tensor, value) in arrived.items():
@@ -141,25 +141,25 @@ class FormulaRecorder:
             recorder.track(tensor, value)
         hooked = node._sequence_nr() < self.clear_since
         if hooked or (facts.python and block.label is None):
-            self._certain()
+            self._finish_checks()
         ready: Grads = grads
         if hooked:
             ready = hooks.before(node, grads)
         elif facts.python and any(grad is None for grad in grads):
             ready = nodes.handed(node, grads)
         if ready is not grads:
-            self._see_linear(block.steps, grads, ready)
+            self._check_linear(block.steps, grads, ready)
         formula = len(block.steps)
         outs = self._call(node, ready, block)
         if facts.python:
-            self._see_linear(block.steps[formula:], ready, outs)
+            self._check_linear(block.steps[formula:], ready, outs)
         if hooked:
             formula, before = len(block.steps), outs
             outs = hooks.after(node, outs, ready)
-            self._see_linear(block.steps[formula:], before, outs)
+            self._check_linear(block.steps[formula:], before, outs)
         return outs
 
-    def _see_linear(self, steps: list[Step], given: Grads, wanted: Grads) -> None:
+    def _check_linear(self, steps: list[Step], given: Grads, wanted: Grads) -> None:
         """Steps that somebody else's code was written down as must give what that code gave."""
         values = self.recorder.values
         if all(any(x is y for y in given) for x in wanted):
@@ -196,18 +196,18 @@ class FormulaRecorder:
         except (NotLinear, TooLarge) as error:
             refusal = partial(type(error), str(error))
         del block.steps[before:]
-        return self._written_out(node, grads, block, refusal)
+        return self._record_dense(node, grads, block, refusal)
 
     def _zero(self, out: Tensor) -> bool:
         """Whether a result that the cotangent has no part in is zero, which is hoped on a GPU."""
-        hopes = self.recorder.hopes
-        if hopes is None or not sync.would_sync(out):
+        checks = self.recorder.checks
+        if checks is None or not sync.would_sync(out):
             return not _nonzero(out)
         with _disable_current_modes():
-            hopes.add(out == 0)
+            checks.add(out == 0)
         return True
 
-    def _written_out(
+    def _record_dense(
         self, node: Node, grads: Sequence[Tensor | None], block: Block, refusal: Refusal
     ) -> Sequence[Tensor | None]:
         """A formula that cannot be followed, as matrices, if it is small enough."""
@@ -220,7 +220,7 @@ class FormulaRecorder:
         with _disable_current_modes():
             outs = list(call(grads))
             if self.opaque and entries(grads, outs) > recorder.limit:
-                return self._closed(call, grads, outs, block, str(refusal()))
+                return self._record_opaque(call, grads, outs, block, str(refusal()))
             found = matrices(call, grads, outs, recorder.limit, refusal)
         for out, terms in zip(outs, found):
             if out is None:
@@ -237,7 +237,7 @@ class FormulaRecorder:
                 recorder.values[id(out)] = value
         return outs
 
-    def _closed(
+    def _record_opaque(
         self,
         f: Formula,
         grads: Sequence[Tensor | None],
@@ -247,7 +247,7 @@ class FormulaRecorder:
     ) -> Sequence[Tensor | None]:
         """A formula that is too large to be written out, as a function of each cotangent."""
         recorder = self.recorder
-        see_additive(f, grads, outs, reason)
+        check_additive(f, grads, outs, reason)
         for k, out in enumerate(outs):
             if out is None:
                 continue

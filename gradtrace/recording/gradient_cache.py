@@ -19,41 +19,41 @@ class GradientCache:
         self.budget = budget
         self.left = budget
         self.values: dict[int, Tensor] = {}
-        self.places: set[int] = set()
+        self.storages: set[int] = set()
 
-    def add(self, value: int, tensor: Tensor, dear: Block | bool) -> None:
+    def add(self, value: int, tensor: Tensor, expensive: Block | bool) -> None:
         """Keep a gradient, if there is room: that of a block, or one that is dear or not."""
         if self.left <= 0:
             return
         storage = tensor.untyped_storage()
         place = storage._cdata
-        if place not in self.places:
+        if place not in self.storages:
             left = self.left - storage.nbytes()
             if left < self.budget // 2:
-                if isinstance(dear, Block):
-                    dear = _costly(dear)
-                if left < 0 or not dear:
+                if isinstance(expensive, Block):
+                    expensive = _is_expensive(expensive)
+                if left < 0 or not expensive:
                     return
             self.left = left
-            self.places.add(place)
+            self.storages.add(place)
         self.values[value] = as_real(tensor) if tensor.is_complex() else tensor
 
     def spend(self, nbytes: int) -> bool:
         """Take memory for something else, if there is plenty: if half of it is left then."""
-        plenty = self.left - nbytes >= self.budget // 2 > 0
-        if plenty:
+        enough = self.left - nbytes >= self.budget // 2 > 0
+        if enough:
             self.left -= nbytes
-        return plenty
+        return enough
 
     def hold(self, value: int, tensor: Tensor) -> None:
         """Count a gradient that is held anyway."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.places:
-            self.places.add(storage._cdata)
+        if storage._cdata not in self.storages:
+            self.storages.add(storage._cdata)
             self.left -= storage.nbytes()
         self.values[value] = as_real(tensor)
 
 
-def _costly(block: Block) -> bool:
+def _is_expensive(block: Block) -> bool:
     """Whether a block holds a product or a convolution."""
     return any(isinstance(term.map, Contract | Convolve) for s in block.steps for term in s.terms)

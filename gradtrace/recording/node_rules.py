@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 Chain: TypeAlias = Sequence[Map]
 
-Found: TypeAlias = "list[tuple[Tensor, Chain] | None] | None"
+RuleResult: TypeAlias = "list[tuple[Tensor, Chain] | None] | None"
 """For each argument, its cotangent and the maps that lead to it (none: it is the same). None
 instead of it all: look inside."""
 
@@ -55,7 +55,7 @@ class Product(Protocol):
     """
 
     bare: bool
-    together: BatchedWeights
+    batched_weights: BatchedWeights
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -71,7 +71,7 @@ class Product(Protocol):
         """A single 1 of this dtype, on this device."""
 
 
-NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], Found]
+NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], RuleResult]
 
 # Maps without a tensor are the same for all nodes that are alike, as those of a model's layers are,
 # so they are made once. Shapes may come as torch.Size: both find the same map.
@@ -136,19 +136,19 @@ def slot(dim: int, start: int, cut: Shape, shape: Shape, wanted: Shape) -> Slot:
 # Movements ---------------------------------------------------------------------------------------
 
 
-def turned(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def transpose_2d(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``t``."""
     out = node(grad)
     return [(out, flipped(grad.shape, out.shape))]
 
 
-def transposed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def transpose(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """Two dimensions change places."""
     out = node(grad)
     return [(out, swapped(node._saved_dim0, node._saved_dim1, grad.shape, out.shape))]
 
 
-def reordered(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def permute(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """A permutation, undone."""
     out, dims = node(grad), grad.dim()
     order = [_signed(d) % dims for d in node._saved_dims]
@@ -156,34 +156,34 @@ def reordered(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found
     return [(out, permuted(back, grad.shape, out.shape))]
 
 
-def placed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def slice_or_select(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """A part, put back among zeros: the node itself is the movement."""
     out = node(grad)
     return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), True, injective=True)])]
 
 
-def reshaped(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def reshape(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """The same elements in the same order."""
     out = node(grad)
     return [(out, same(grad.shape, out.shape))]
 
 
-def untouched(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def identity(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """The same elements in memory of their own, or under another name."""
     return [(grad, ())]
 
 
-def converted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def to_copy(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """The same numbers in another dtype, or on another device."""
     out = node(grad)
     return None if out.is_complex() else [(out, [])]
 
 
-def parted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def cat(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``cat``: each argument is a stretch; an empty one may have any number of dimensions."""
     dim, start, shape = _signed(node._saved_dim) % grad.dim(), 0, grad.shape
     found: list[tuple[Tensor, Chain] | None] = []
-    for out in _several(node(grad)):
+    for out in _as_tuple(node(grad)):
         part = out.shape
         if part == (0,):
             found.append(None)
@@ -193,12 +193,12 @@ def parted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return found
 
 
-def stacked(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def stack(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``stack``: each argument is a slice."""
     dim, shape = _signed(node._saved_dim) % grad.dim(), tuple(grad.shape)
     return [
         (out, [Index(_slice(dim, k), shape, tuple(out.shape), injective=True)])
-        for k, out in enumerate(_several(node(grad)))
+        for k, out in enumerate(_as_tuple(node(grad)))
     ]
 
 
@@ -206,7 +206,7 @@ def _slice(dim: int, k: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x.select(dim, k)
 
 
-def _several(outs: Any) -> Iterable[Tensor]:
+def _as_tuple(outs: Any) -> Iterable[Tensor]:
     return outs if type(outs) is tuple else (outs,)
 
 
@@ -218,7 +218,7 @@ def _signed(value: Any) -> Any:
 # Sums --------------------------------------------------------------------------------------------
 
 
-def widened(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def expand(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``expand``: what was repeated is added up."""
     shape = grad.shape
     if shape == node._saved_self_sym_sizes:
@@ -227,7 +227,7 @@ def widened(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(out, summed(shape, out.shape))]
 
 
-def repeated(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def sum_or_mean(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``sum`` and ``mean``: every element that was added up gets the cotangent of the sum."""
     out = node(grad)
     shape, wide = tuple(grad.shape), tuple(out.shape)
@@ -245,13 +245,13 @@ def repeated(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 # Elementwise -------------------------------------------------------------------------------------
 
 
-def scaled(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def elementwise(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """Elementwise: what the node makes of ones. It is called once, as checkpoints demand."""
     weight = node(torch.ones_like(grad))
     return [(weight * grad, [Scale(weight, tuple(grad.shape))])]
 
 
-def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """As ``scaled``, but a single 1 does for ones where the result lies in memory as the cotangent
     does, and so what is made of both.
     """
@@ -261,7 +261,7 @@ def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
 
 
-def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``g · (1 - y²)``. Narrow types round ``1 - y²`` if it stands alone; in others the product is
     the same with it and without, so that the weight can wait.
     """
@@ -274,7 +274,7 @@ def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     def fill(weight: Tensor) -> None:
         scale.weight = weight
 
-    product.together.request(_slopes, (y,), fill)
+    product.batched_weights.request(_slopes, (y,), fill)
     return [(aten.tanh_backward.default(grad, y), (scale,))]
 
 
@@ -284,7 +284,7 @@ def _slopes(y: Tensor) -> tuple[Tensor]:
     return (aten.tanh_backward.default(one, y),)
 
 
-def raised(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def pow_scalar(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x ** number``, by PyTorch's own formula."""
     x, power = node._saved_self, node._saved_exponent
     weight = power * x.pow(power - 1) if power else torch.zeros_like(x)
@@ -293,12 +293,12 @@ def raised(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
 
 
-def added(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def add(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x + y``."""
     return [(grad, ()), (grad, ())] if node._saved_alpha == 1 else None
 
 
-def subtracted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def sub(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x - y``."""
     if node._saved_alpha != 1:
         return None
@@ -306,19 +306,19 @@ def subtracted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Foun
     return [(grad, ()), None if edges[1][0] is None else (-grad, minus)]
 
 
-def multiplied(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def mul(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x · y``, where a node saves a factor only if the other needs a gradient."""
-    x = None if edges[0][0] is None else _weighed(grad, node._saved_other)
-    y = None if edges[1][0] is None else _weighed(grad, node._saved_self)
+    x = None if edges[0][0] is None else _product_with(grad, node._saved_other)
+    y = None if edges[1][0] is None else _product_with(grad, node._saved_self)
     return [x, y]
 
 
-def multiple(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def mul_scalar(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x · number``."""
     return [(node(grad), (Scale(node._saved_other, tuple(grad.shape)),))]
 
 
-def _weighed(grad: Tensor, factor: Tensor) -> tuple[Tensor, Chain]:
+def _product_with(grad: Tensor, factor: Tensor) -> tuple[Tensor, Chain]:
     return grad * factor, (Scale(_number(factor), tuple(grad.shape)),)
 
 
@@ -330,7 +330,7 @@ def _number(x: Tensor) -> Tensor | float:
     return number  # type: ignore[no-any-return]
 
 
-def divided(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def div(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x / constant``."""
     if edges[1][0] is not None:
         return None
@@ -343,14 +343,14 @@ def divided(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 # Products ----------------------------------------------------------------------------------------
 
 
-def matrix(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def matmul(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x @ w``, where a node saves an operand only if the other needs a gradient."""
     x, w = node._saved_self, node._saved_mat2
     steps = node._saved_mat2_sym_strides if type(node).__name__ == "MmBackward0" else ()
     return [_left(grad, w, edges[0], product), _right(grad, x, edges[1], product, steps)]
 
 
-def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def addmm(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``bias + x @ w``."""
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
@@ -360,7 +360,7 @@ def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [bias, _left(grad, w, edges[1], product), _right(grad, x, edges[2], product, steps)]
 
 
-def sparse_affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def sparse_addmm(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``bias + A @ x`` with a sparse A, whose own gradient is not asked for."""
     if node._saved_alpha != 1 or edges[1][0] is not None:
         return None
@@ -370,7 +370,7 @@ def sparse_affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> F
     return [bias, None, _right(grad, node._saved_mat1, edges[2], product)]
 
 
-def vector(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def mv(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``A @ x``, of a constant matrix and a vector."""
     if edges[0][0] is not None:
         return None
@@ -382,7 +382,7 @@ def vector(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [None, (out, (Contract("m,mk->k", matrix, shape, wanted),))]
 
 
-def sparse_reduced(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def sparse_mm_reduce(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``torch.sparse.mm(A, x, reduce)`` with a constant A in compressed rows."""
     if edges[0][0] is not None:
         return None
@@ -441,7 +441,7 @@ def _right(
     return out, (Contract(spec, x, tuple(grad.shape), tuple(out.shape)),)
 
 
-def euclidean(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def euclidean_dist(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """Distances by a product of matrices, to either points: one weight for a coordinate of a pair,
     where PyTorch's formula has two terms.
     """
@@ -460,7 +460,7 @@ def euclidean(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found
     ]
 
 
-def log_sums(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def logcumsumexp(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``logcumsumexp``: ``∂yᵢ/∂xⱼ = exp(xⱼ - yᵢ)`` for j ≤ i, as a product of two factors around a
     sum, or, where these would leave the range of floats, as a matrix for each line.
     """
@@ -487,11 +487,11 @@ def log_sums(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 # One operation of what was saved ------------------------------------------------------------------
 
 
-def called(operation: str, arguments: str) -> NodeRule:
+def aten_call(operation: str, arguments: str) -> NodeRule:
     """A formula that is one ATen operation: of the cotangent ``g``, of which arguments have
     ``needed`` a gradient, of the ``dtype`` of the first, and of what the node saved, by name.
     """
-    func, told = getattr(aten, operation).default, RULES[operation]
+    func, aten_rule = getattr(aten, operation).default, RULES[operation]
     special: dict[str, Callable[[Tensor, Edges], Any]] = {
         "g": lambda grad, edges: grad,
         "needed": lambda grad, edges: [child is not None for child, _ in edges],
@@ -500,11 +500,11 @@ def called(operation: str, arguments: str) -> NodeRule:
     }
     names = [(special.get(name), f"_saved_{name}") for name in arguments.split()]
 
-    def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
         args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
         bare = product.bare and operation == "convolution_backward"
         out = placeholders.convolution_backward(*args) if bare else func(*args)
-        chains = told(Call(func, args, {}, [grad], out, 0, product.together))
+        chains = aten_rule(Call(func, args, {}, [grad], out, 0, product.batched_weights))
         if isinstance(out, Tensor):
             return [(out, chains[0][0])]
         return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
@@ -512,56 +512,56 @@ def called(operation: str, arguments: str) -> NodeRule:
     return rule
 
 
-_looked_up = called(
+_embedding = aten_call(
     "embedding_dense_backward",
     "g indices weight_sym_argsize_0 padding_idx scale_grad_by_freq",
 )
 
 
-def looked_up(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def embedding(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """Rows of a table."""
     if node._saved_sparse:
         return None
     rows = node._saved_weight_sym_argsize_0
-    later = None
+    lazy = None
     if not node._saved_scale_grad_by_freq:
-        later = product.defer(edges[0], (rows, grad.shape[-1]), grad)
-    if later is None:
-        return _looked_up(node, grad, edges, product)
+        lazy = product.defer(edges[0], (rows, grad.shape[-1]), grad)
+    if lazy is None:
+        return _embedding(node, grad, edges, product)
     padding = _signed(node._saved_padding_idx)
-    return [(later, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
+    return [(lazy, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
 
 
 _ROWS: tuple[tuple[NodeRule, str], ...] = (
-    (turned, "T0"),
-    (transposed, "Transpose0"),
-    (reordered, "Permute0"),
-    (placed, "Slice0 Select0"),
-    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2"),
-    (untouched, "Clone0 Alias0"),
-    (converted, "ToCopy0"),
-    (parted, "Cat0"),
-    (stacked, "Stack0"),
-    (widened, "Expand0"),
-    (repeated, "Sum0 Sum1 Mean0 Mean1"),
-    (scaled, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
+    (transpose_2d, "T0"),
+    (transpose, "Transpose0"),
+    (permute, "Permute0"),
+    (slice_or_select, "Slice0 Select0"),
+    (reshape, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2"),
+    (identity, "Clone0 Alias0"),
+    (to_copy, "ToCopy0"),
+    (cat, "Cat0"),
+    (stack, "Stack0"),
+    (expand, "Expand0"),
+    (sum_or_mean, "Sum0 Sum1 Mean0 Mean1"),
+    (elementwise, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
     (tanh, "Tanh0"),
     (sigmoid, "Sigmoid0"),
-    (raised, "Pow0"),
-    (scaled, "NativeDropout0"),
-    (added, "Add0"),
-    (subtracted, "Sub0"),
-    (multiplied, "Mul0"),
-    (multiple, "Mul1"),
-    (divided, "Div0"),
-    (matrix, "Mm0 Bmm0"),
-    (affine, "Addmm0"),
-    (sparse_affine, "SparseAddmm0"),
-    (sparse_reduced, "SparseMmReduceImpl0"),
-    (vector, "Mv0"),
-    (log_sums, "Logcumsumexp0"),
-    (looked_up, "Embedding0"),
-    (euclidean, "EuclideanDist0"),
+    (pow_scalar, "Pow0"),
+    (elementwise, "NativeDropout0"),
+    (add, "Add0"),
+    (sub, "Sub0"),
+    (mul, "Mul0"),
+    (mul_scalar, "Mul1"),
+    (div, "Div0"),
+    (matmul, "Mm0 Bmm0"),
+    (addmm, "Addmm0"),
+    (sparse_addmm, "SparseAddmm0"),
+    (sparse_mm_reduce, "SparseMmReduceImpl0"),
+    (mv, "Mv0"),
+    (logcumsumexp, "Logcumsumexp0"),
+    (embedding, "Embedding0"),
+    (euclidean_dist, "EuclideanDist0"),
 )
 
 # As they stand in PyTorch's derivatives.yaml, with nothing before the call and nothing after.
@@ -606,17 +606,17 @@ def _named(rows: Iterable[tuple[NodeRule, str]]) -> dict[str, NodeRule]:
 
 NODES: dict[str, NodeRule] = {
     **_named(_ROWS),
-    **_named((called(operation, arguments), names) for names, operation, arguments in _CALLS),
+    **_named((aten_call(operation, arguments), names) for names, operation, arguments in _CALLS),
 }
 """By type of node."""
 
 # Several cotangents ------------------------------------------------------------------------------
 
-Joined: TypeAlias = "tuple[Tensor, dict[int, Slot]]"
+JoinedCotangent: TypeAlias = "tuple[Tensor, dict[int, Slot]]"
 """The cotangent of the one argument, and where in it that of each output lies."""
 
 
-def split(node: Node, grads: Mapping[int, Tensor]) -> Joined:
+def split(node: Node, grads: Mapping[int, Tensor]) -> JoinedCotangent:
     """``split``: every output is a stretch of the argument."""
     out, dim = _handed(node, grads)
     if type(node).__name__.startswith("SplitWithSizes"):
@@ -627,7 +627,7 @@ def split(node: Node, grads: Mapping[int, Tensor]) -> Joined:
     return out, {k: slot(dim, starts[k], g.shape, g.shape, wide) for k, g in grads.items()}
 
 
-def unbound(node: Node, grads: Mapping[int, Tensor]) -> Joined:
+def unbound(node: Node, grads: Mapping[int, Tensor]) -> JoinedCotangent:
     """``unbind``: every output is a slice of the argument."""
     out, dim = _handed(node, grads)
     cuts = {k: (*g.shape[:dim], 1, *g.shape[dim:]) for k, g in grads.items()}
@@ -640,7 +640,7 @@ def _handed(node: Node, grads: Mapping[int, Tensor]) -> tuple[Tensor, int]:
     return out, _signed(node._saved_dim) % out.dim()
 
 
-JOINTS: dict[str, Callable[[Node, Mapping[int, Tensor]], Joined]] = {
+MULTI_OUTPUT_RULES: dict[str, Callable[[Node, Mapping[int, Tensor]], JoinedCotangent]] = {
     "SplitBackward0": split,
     "SplitWithSizesBackward0": split,
     "UnsafeSplitBackward0": split,

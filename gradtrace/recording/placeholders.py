@@ -19,9 +19,9 @@ def like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     ...]``, in the memory of one line.
     """
     length = max(1, sum(shape) - len(shape) + 1)
-    turn = 0.5 * (1 + 5**0.5)  # multiples of it are spread evenly over the unit interval
-    line = torch.arange(length, dtype=torch.float64, device=device).mul_(turn).frac_().add_(0.5)
-    return line.to(dtype).as_strided(tuple(shape), (1,) * len(shape))
+    golden = 0.5 * (1 + 5**0.5)  # multiples of it are spread evenly over the unit interval
+    base = torch.arange(length, dtype=torch.float64, device=device).mul_(golden).frac_().add_(0.5)
+    return base.to(dtype).as_strided(tuple(shape), (1,) * len(shape))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

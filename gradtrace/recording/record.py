@@ -20,7 +20,7 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NO_MODULE, ModuleCall, NameTable, placed
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, VIEWS, Edges, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
-from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
@@ -33,12 +33,20 @@ from gradtrace.recording.aten_rules import BatchedWeights, real_dtype, shape_of
 from gradtrace.recording.dispatch import DispatchRecorder
 from gradtrace.recording.formula import FormulaRecorder
 from gradtrace.recording.gradient_cache import GradientCache
-from gradtrace.recording.node_rules import JOINTS, NODES, Chain, Edge, NodeRule, same, summed
+from gradtrace.recording.node_rules import (
+    MULTI_OUTPUT_RULES,
+    NODES,
+    Chain,
+    Edge,
+    NodeRule,
+    same,
+    summed,
+)
 
-DENSE_LIMIT = 1 << 24
+DENSE_MAX_ENTRIES = 1 << 24
 """The most entries that an operator without a structured rule may have as a matrix."""
 
-LARGE = 1 << 16
+DEFER_MIN_ELEMENTS = 1 << 16
 """A leaf with fewer elements is not worth the trouble of computing its gradient later."""
 
 
@@ -50,14 +58,14 @@ class GradientProducts:
     nothing is put off as long as the store has memory for it.
     """
 
-    def __init__(self, clear_since: int, bare: bool, store: GradientCache) -> None:
+    def __init__(self, clear_since: int, bare: bool, cache: GradientCache) -> None:
         self.clear_since = clear_since
-        self.store = store
+        self.cache = cache
         self.bare = bare
         self.deferred_outputs: dict[int, Tensor] = {}  # by id: what stands in for results
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
         self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.together = BatchedWeights()
+        self.batched_weights = BatchedWeights()
 
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
@@ -76,9 +84,9 @@ class GradientProducts:
     def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
         """What stands in for the gradient of a leaf, if it is put off."""
         size = prod(shape)
-        if self.bare or size < LARGE or (leaf := self._leaf(edge[0])) is None:
+        if self.bare or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
             return None
-        if sync.would_sync(grad) and self.store.spend(size * grad.itemsize):
+        if sync.would_sync(grad) and self.cache.spend(size * grad.itemsize):
             return None
         held = self.held.get(id(leaf), 0) + grad.numel()
         if held > size:
@@ -116,7 +124,7 @@ class NodeKind(NamedTuple):
     name: str
     rule: NodeRule | None
     joint: bool
-    asked: tuple[int, ...] | None  # argument positions to conform; None: all
+    conform_at: tuple[int, ...] | None  # argument positions to conform; None: all
     ending: bool  # stands for a leaf, or may stand right before one
 
 
@@ -127,24 +135,24 @@ class ProgramRecorder:
         self,
         loss: Tensor,
         seed: Tensor,
-        atlas: NameTable,
+        name_table: NameTable,
         watch: HookWatch,
         limit: int,
         opaque: bool = False,
         keep: int = 0,
         bare: bool = False,
-        hopes: DeferredChecks | None = None,
+        checks: DeferredChecks | None = None,
     ) -> None:
-        self.atlas = atlas
-        self.elsewhere: dict[Node, ModuleCall] = {}  # nodes whose number does not tell their place
-        self.store = GradientCache(keep)
+        self.name_table = name_table
+        self.off_thread: dict[Node, ModuleCall] = {}  # nodes whose number does not tell their place
+        self.cache = GradientCache(keep)
         self.sums: set[int] = set()
         self.clear_since = watch.clear_since()
-        self.recorder = DispatchRecorder(limit, bare, hopes)
+        self.recorder = DispatchRecorder(limit, bare, checks)
         self.outputs = Outputs()
         self.formulas = FormulaRecorder(self.recorder, self.clear_since, opaque, self.outputs)
         self.bare = bare
-        self.products = GradientProducts(self.clear_since, bare, self.store)
+        self.products = GradientProducts(self.clear_since, bare, self.cache)
         self.deferred: dict[int, LazyGradient] = {}
         self.seed = seed
         self.first = self.recorder.new()
@@ -169,37 +177,41 @@ class ProgramRecorder:
         known = self.kinds.get(kind) or self._kind(kind)
         number = node._sequence_nr()
         if not self.start <= number < self.end:
-            self._enter(number)
-        place = self.elsewhere.get(node, self.place) if self.elsewhere else self.place
+            self._find_module_call(number)
+        place = self.off_thread.get(node, self.place) if self.off_thread else self.place
         block = Block(known.name, place, {}, [], {})
         takes = block.takes
         for slot in arrived:
             takes[slot] = arrived[slot][1]
         try:
-            if number < self.clear_since or not self._known(known, node, edges, arrived, block):
+            if number < self.clear_since or not self._record_by_rule(
+                known, node, edges, arrived, block
+            ):
                 block.operator = nodes.name_of(node)
                 for position, out, value in self.formulas.follow(node, edges, arrived, block):
-                    self._hand(block, position, edges[position], out, value)
+                    self._pass_on(block, position, edges[position], out, value)
         except Exception as error:
-            raise self.atlas.place(error, node, self.elsewhere.get(node)) from error
+            raise self.name_table.place(error, node, self.off_thread.get(node)) from error
         self.blocks.append(block)
 
     def _kind(self, kind: type) -> NodeKind:
         """Find out once what is known of a type of node."""
         name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
         ending = kind is ACCUMULATE or name in VIEWS
-        found = NodeKind(name, NODES.get(name), name in JOINTS, facts.asked, ending)
+        found = NodeKind(
+            name, NODES.get(name), name in MULTI_OUTPUT_RULES, facts.conform_at, ending
+        )
         self.kinds[kind] = found
         return found
 
-    def _enter(self, number: int) -> None:
+    def _find_module_call(self, number: int) -> None:
         """Find the module call of a node, and which nodes beside it were made there."""
-        starts, at = self.atlas.starts, bisect_right(self.atlas.starts, number)
-        self.place = self.atlas.places[at - 1] if at else NO_MODULE
+        starts, at = self.name_table.starts, bisect_right(self.name_table.starts, number)
+        self.place = self.name_table.places[at - 1] if at else NO_MODULE
         self.start = starts[at - 1] if at else 0
         self.end = starts[at] if at < len(starts) else number + 1
 
-    def _known(
+    def _record_by_rule(
         self,
         kind: NodeKind,
         node: Node,
@@ -208,9 +220,9 @@ class ProgramRecorder:
         block: Block,
     ) -> bool:
         """A node whose maps are known: no need to look inside. False if they are not."""
-        _, rule, joint, asked, _ = kind
+        _, rule, joint, conform_at, _ = kind
         if rule is None or len(arrived) > 1 or 0 not in arrived:
-            return joint and self._joined(node, edges, arrived, block)
+            return joint and self._record_multi_output(node, edges, arrived, block)
         grad, value = arrived[0]
         found = None if grad.is_complex() else rule(node, grad, edges, self.products)
         if found is None:
@@ -219,16 +231,16 @@ class ProgramRecorder:
             if result is None or (edge := edges[position])[0] is None:
                 continue
             out, chain = result
-            if asked is None or position in asked:
+            if conform_at is None or position in conform_at:
                 out, number = self._conformed(out, chain, value, edge, block)
             else:
                 number = self._chain(chain, value, out, block)
             if self.deferred or self.products.deferred_outputs:
                 self._defer(value, grad, chain, number, out)
-            self._hand(block, position, edge, out, number)
+            self._pass_on(block, position, edge, out, number)
         return True
 
-    def _hand(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
+    def _pass_on(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
         """A result of a block, to the node that it is the cotangent of."""
         child, slot = edge
         out = plain(out)
@@ -239,10 +251,10 @@ class ProgramRecorder:
                 "(torch.autograd.Function) that hands on gradients of a wider type"
             )
         block.gives[position] = value
-        if self.store.left > 0:
+        if self.cache.left > 0:
             kind = self.kinds.get(type(child)) or self._kind(type(child))
             if not kind.ending or not nodes.ends(child):
-                self.store.add(value, out, block)
+                self.cache.add(value, out, block)
         slots = self.adjoints.get(child)
         if slots is None:
             self.adjoints[child] = {slot: (out, value)}
@@ -282,33 +294,33 @@ class ProgramRecorder:
             self.deferred[number] = self.deferred[value].mapped(chain)
         elif self.products.deferred_outputs.pop(id(out), None) is not None:
             self.deferred[number] = LazyGradient([LazyPart(tuple(chain), grad)])
-            self.store.hold(value, grad)
+            self.cache.hold(value, grad)
 
-    def _joined(
+    def _record_multi_output(
         self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
     ) -> bool:
         """A node whose cotangents lie side by side in that of its argument."""
         grads = {slot: arrived[slot][0] for slot in sorted(arrived)}
         if any(grad.is_complex() for grad in grads.values()):
             return False
-        out, slots = JOINTS[block.operator](node, grads)
+        out, slots = MULTI_OUTPUT_RULES[block.operator](node, grads)
         terms = tuple([Term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
         result = self.new()
         block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
-        self._hand(block, 0, edges[0], out, result)
+        self._pass_on(block, 0, edges[0], out, result)
         return True
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
         if leaf.device != self.seed.device and leaf.dim():
-            name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            name = next(iter(self.name_table.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
             raise Unsupported(
                 f"leaf {name} is on {leaf.device} and the loss on {self.seed.device}; gradient is "
                 "followed on one device: bring the model, what it is given, and the loss to one "
                 "(gradtrace.backward(loss) takes graphs over several)"
             )
-        if leaf._backward_hooks and hooks.stand_on(leaf):
+        if leaf._backward_hooks and hooks.has_active_hooks(leaf):
             block = Block(HOOKS, NO_MODULE, {0: value})
-            name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            name = next(iter(self.name_table.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
             try:
                 tensor = self.formulas.hooked(leaf, tensor, block)
             except GradtraceError as error:
@@ -323,16 +335,16 @@ class ProgramRecorder:
     ) -> tuple[Tensor, int]:
         """A value that is used twice: its cotangent is the sum of both."""
         shape, result = shape_of(out), self.recorder.new()
-        later = [self.deferred.get(number) for number in (there[1], value)]
-        total = there[0] if self.bare or later[0] else out if later[1] else there[0] + out
-        if later[0] or later[1]:
+        lazy = [self.deferred.get(number) for number in (there[1], value)]
+        total = there[0] if self.bare or lazy[0] else out if lazy[1] else there[0] + out
+        if lazy[0] or lazy[1]:
             both = (
-                part or LazyGradient([LazyPart((), x)]) for part, x in zip(later, (there[0], out))
+                part or LazyGradient([LazyPart((), x)]) for part, x in zip(lazy, (there[0], out))
             )
             self.deferred[result] = next(both).added(next(both))
         elif there[1] not in self.sums:  # each is compared with the others
             for tensor, number in (there, (out, value)):
-                self.store.add(number, tensor, True)
+                self.cache.add(number, tensor, True)
         (move,) = same(shape, shape)
         step = double(result, move, (there[1], value), real_dtype(out))
         if isinstance(block.merges, list):
@@ -341,11 +353,11 @@ class ProgramRecorder:
             block.merges = [step]
         self.sums.add(result)
         if result not in self.deferred:
-            self.store.add(result, total, False)
+            self.cache.add(result, total, False)
         return total, result
 
 
-def _unseen(loss: Tensor, clear_since: int) -> bool:
+def _no_user_code(loss: Tensor, clear_since: int) -> bool:
     """Whether no code but PyTorch's own will see the gradients of a loss: no functions and no hooks
     of a user.
     """
@@ -365,10 +377,10 @@ def _unseen(loss: Tensor, clear_since: int) -> bool:
 def record(
     loss: Tensor,
     seed: Tensor,
-    atlas: NameTable,
+    name_table: NameTable,
     watch: HookWatch,
     order: str = "kahn",
-    limit: int = DENSE_LIMIT,
+    limit: int = DENSE_MAX_ENTRIES,
     opaque: bool = False,
     keep: int = 0,
     bare: bool = False,
@@ -380,31 +392,31 @@ def record(
     ``bare`` program comes without gradients, where these can be spared; its leaves have none.
     """
 
-    def recorded(bare: bool, hopes: DeferredChecks | None) -> Program | None:
+    def recorded(bare: bool, checks: DeferredChecks | None) -> Program | None:
         """None if what was hoped did not come true."""
-        pen = ProgramRecorder(loss, seed, atlas, watch, limit, opaque, keep, bare, hopes)
-        pen.elsewhere = others
+        recorder = ProgramRecorder(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
+        recorder.off_thread = others
         try:
             with one_pass():
-                walk(loss, pen.visit, order)
-                pen.products.together.flush()
+                walk(loss, recorder.visit, order)
+                recorder.products.batched_weights.flush()
         except Exception:
-            if hopes is None or hopes.fulfilled():
+            if checks is None or checks.fulfilled():
                 raise
-        if hopes is not None and not hopes.fulfilled():
+        if checks is not None and not checks.fulfilled():
             return None
-        kept = {} if bare else pen.store.values
-        return Program(seed, pen.first, pen.blocks, pen.leaves, kept)
+        kept = {} if bare else recorder.cache.values
+        return Program(seed, recorder.first, recorder.blocks, recorder.leaves, kept)
 
-    others = elsewhere(loss, atlas)
+    others = off_thread_calls(loss, name_table)
 
-    def hopes() -> DeferredChecks | None:
+    def new_checks() -> DeferredChecks | None:
         return DeferredChecks() if sync.would_sync(seed) else None
 
     found = None
-    if bare and _unseen(loss, watch.clear_since()):
+    if bare and _no_user_code(loss, watch.clear_since()):
         with suppress(GradtraceError, RuntimeError):  # true gradients may go, or fail truly
-            found = recorded(True, hopes())
-    found = found or recorded(False, hopes()) or recorded(False, None)
+            found = recorded(True, new_checks())
+    found = found or recorded(False, new_checks()) or recorded(False, None)
     assert found is not None
     return found

@@ -29,7 +29,7 @@ class Call:
     written-out matrix. What maps refer to can be asked for ``together``, if that is there.
     """
 
-    __slots__ = ("args", "deps", "func", "kwargs", "limit", "out", "together")
+    __slots__ = ("args", "batched_weights", "deps", "func", "kwargs", "limit", "out")
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Call:
         deps: list[Tensor],
         out: Any,
         limit: int,
-        together: BatchedWeights | None = None,
+        batched_weights: BatchedWeights | None = None,
     ) -> None:
         self.func = func
         self.args = args
@@ -47,7 +47,7 @@ class Call:
         self.deps = deps
         self.out = out
         self.limit = limit
-        self.together = together
+        self.batched_weights = batched_weights
 
     @property
     def dep(self) -> Tensor:
@@ -95,23 +95,31 @@ class Call:
         if args[0] is dep and len(args) == 1:
             return lambda x: func(x, **kwargs)
 
-        marked = self._marked(list(args), dep, moving)
-        named = {key: self._marked(value, dep, moving) for key, value in kwargs.items()}
-        return lambda x: func(*_filled(marked, x), **{k: _filled(v, x) for k, v in named.items()})
+        template = self._with_placeholders(list(args), dep, moving)
+        kwargs_template = {
+            key: self._with_placeholders(value, dep, moving) for key, value in kwargs.items()
+        }
+        return lambda x: func(
+            *_filled(template, x), **{k: _filled(v, x) for k, v in kwargs_template.items()}
+        )
 
-    def _marked(self, a: Any, dep: Tensor, moving: bool) -> Any:
+    def _with_placeholders(self, a: Any, dep: Tensor, moving: bool) -> Any:
         """Arguments without the tensors that are to be replaced."""
         if a is dep:
-            return _HERE
+            return _ARGUMENT
         if isinstance(a, Tensor):
             other = self.depends(a) or (moving and a.is_floating_point())
             return _Zeros(tuple(a.shape), a.dtype, a.device, moving) if other else a
-        return [self._marked(b, dep, moving) for b in a] if isinstance(a, (list, tuple)) else a
+        return (
+            [self._with_placeholders(b, dep, moving) for b in a]
+            if isinstance(a, (list, tuple))
+            else a
+        )
 
 
 def _filled(a: Any, x: Tensor) -> Any:
     """The same arguments, of ``x`` and zeros."""
-    if a is _HERE:
+    if a is _ARGUMENT:
         return x
     if type(a) is _Zeros:
         return torch.zeros(a.shape, dtype=x.dtype if a.moving else a.dtype, device=a.device)
@@ -125,7 +133,7 @@ class _Zeros(NamedTuple):
     moving: bool
 
 
-_HERE = object()
+_ARGUMENT = object()
 
 Chain: TypeAlias = "tuple[list[Map], Tensor]"
 """Maps to apply one after the other, and the dependent argument to start from."""

@@ -71,7 +71,7 @@ def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normalis
     there may be some.
     """
     _, x, _, mean, rstd, gain, *_ = call.args
-    if call.together is None or gain is None:
+    if call.batched_weights is None or gain is None:
         unit = (x.to(rstd.dtype) - mean) * rstd
         return _norm(gain, rstd, unit, inner, n), Scale(unit, shape)
     into, scale = Normaliser(gain, [(gain, gain), (gain, gain)], inner, shape), Scale(gain, shape)
@@ -81,7 +81,7 @@ def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normalis
         into.diagonal = _wide(diagonal, shape)
         into.left, into.right = (down, along), (gain, gained)
 
-    call.together.request(_layers, (x, mean, rstd, gain), fill, n)
+    call.batched_weights.request(_layers, (x, mean, rstd, gain), fill, n)
     return into, scale
 
 
