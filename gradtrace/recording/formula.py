@@ -1,8 +1,8 @@
-"""The formula of any node, written down while it runs.
+"""Records the formula of any node while it runs.
 
-It runs under a ``DispatchRecorder``, with the hooks around it. One that cannot be followed is
-written out as a matrix, if it is small. Code of the user's (hooks, ``torch.autograd.Function``)
-must turn out to be linear.
+The formula and the hooks around it run under a ``DispatchRecorder``. A formula that cannot be
+recorded is stored as a dense matrix, if that is small enough. User code (hooks,
+``torch.autograd.Function``) is checked to be linear in the cotangent.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from gradtrace.recording.dense_fallback import (
 from gradtrace.recording.dispatch import DispatchRecorder, close
 
 COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
-"""Nodes that stand for several operators (a whole recurrent layer), and that PyTorch computes by
-elementary operations when these may have to be derived again."""
+"""Fused nodes (a whole recurrent layer) that PyTorch computes by elementary operations when grad
+mode is on, since a double backward might follow."""
 
 
 SEVERAL = COMPOSED | {"DifferentiableGraphBackward"}
-"""Nodes that stand for several operators; the other is a graph that TorchScript has optimised."""
+"""Nodes that contain several operators; the last is a graph that TorchScript has optimised."""
 
 Given: TypeAlias = tuple[int, Tensor, int]
-"""What a node hands on: to the argument at which position, the cotangent, and as which value."""
+"""A result of a node: the argument's position, its cotangent, and the value number of that."""
 
 
 class FormulaRecorder:
-    """Follows one node after the other.
+    """Records one node at a time.
 
-    Nodes made before ``clear_since`` may have hooks. With ``opaque`` a formula that is too large to
-    be written out is kept as a function.
+    Nodes with sequence numbers below ``clear_since`` may have hooks. With ``opaque``, a formula
+    that is too large for a dense matrix is kept as a function.
     """
 
     def __init__(
@@ -67,7 +67,11 @@ class FormulaRecorder:
     def follow(
         self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
     ) -> list[Given]:
-        """Run the formula of a node and write down what it does; the results, by position."""
+        """Run the formula of a node and record its steps in ``block``.
+
+        Returns the results by position. ``arrived`` holds, by output slot, each cotangent with its
+        value number.
+        """
         block.label = labels_of(node)
         with self.recorder:
             outs = self._formula(node, arrived, block)
@@ -82,7 +86,9 @@ class FormulaRecorder:
     def _results(
         self, node: Node, edges: Edges, outs: Sequence[Tensor | None], block: Block
     ) -> list[tuple[int, Tensor]]:
-        """What is handed on: each a value of its own, even if nothing is done to it."""
+        """The results by position; each gets a value number of its own, if need be by an identity
+        step.
+        """
         taken = set(block.takes.values())
         taken.update(term.value for step in block.steps for term in step.terms)
         given = []
@@ -94,7 +100,7 @@ class FormulaRecorder:
                 out = nodes.conform(out, self.outputs.wanted(child, slot))
             value = self.recorder.values.get(id(out))
             if value is None:
-                continue  # a constant: nothing comes this way
+                continue  # a constant, which does not depend on the cotangent
             if value in taken:
                 shape, same = shape_of(out), self.recorder.new()
                 terms = (Term(Identity(shape), value),)
@@ -106,7 +112,7 @@ class FormulaRecorder:
         return given
 
     def hooked(self, leaf: Tensor, tensor: Tensor, block: Block) -> Tensor:
-        """The gradient of a leaf after the hooks on it, which become the steps of a block."""
+        """Run the hooks on a leaf and record them as the steps of ``block``; the new gradient."""
         self._finish_checks()
         self.recorder.begin(block.steps)
         self.recorder.track(tensor, block.takes[0])
@@ -119,8 +125,10 @@ class FormulaRecorder:
         return tensor if changed is None else changed
 
     def _finish_checks(self) -> None:
-        """Code of the user's is about to run, and is not to be run again: be sure that all went
-        well so far, and hope no more.
+        """Evaluate all deferred checks now, and defer none from here on.
+
+        Called before user code runs: that must run once only, so recording cannot be repeated
+        after it.
         """
         checks, self.recorder.checks = self.recorder.checks, None
         if checks is not None and not checks.fulfilled():
@@ -135,7 +143,7 @@ class FormulaRecorder:
         recorder = self.recorder
         recorder.begin(block.steps)
         for slot, (tensor, value) in arrived.items():
-            if any(tensor is other for other in grads):  # a + b hands one tensor to both
+            if any(tensor is other for other in grads):  # a + b passes one tensor to both
                 tensor = tensor.clone()
             grads[slot] = tensor
             recorder.track(tensor, value)
@@ -160,7 +168,10 @@ class FormulaRecorder:
         return outs
 
     def _check_linear(self, steps: list[Step], given: Grads, wanted: Grads) -> None:
-        """Steps that somebody else's code was written down as must give what that code gave."""
+        """Check that the steps recorded for user code give the results ``wanted`` of that code.
+
+        ``given`` are its inputs. Raises ``NotLinear`` if they differ.
+        """
         values = self.recorder.values
         if all(any(x is y for y in given) for x in wanted):
             return
@@ -179,7 +190,7 @@ class FormulaRecorder:
     def _call(
         self, node: Node, grads: Sequence[Tensor | None], block: Block
     ) -> Sequence[Tensor | None]:
-        """The formula alone; as matrices, if what it does cannot be followed."""
+        """Run the formula without hooks; if it cannot be recorded, store it as matrices."""
         values, before = self.recorder.values, len(block.steps)
         try:
             if type(node).__name__ in COMPOSED:
@@ -199,7 +210,7 @@ class FormulaRecorder:
         return self._record_dense(node, grads, block, refusal)
 
     def _zero(self, out: Tensor) -> bool:
-        """Whether a result that the cotangent has no part in is zero, which is hoped on a GPU."""
+        """Whether a result that does not depend on the cotangent is zero; deferred on a GPU."""
         checks = self.recorder.checks
         if checks is None or not sync.would_sync(out):
             return not _nonzero(out)
@@ -210,11 +221,11 @@ class FormulaRecorder:
     def _record_dense(
         self, node: Node, grads: Sequence[Tensor | None], block: Block, refusal: Refusal
     ) -> Sequence[Tensor | None]:
-        """A formula that cannot be followed, as matrices, if it is small enough."""
+        """Store a formula that cannot be recorded as dense matrices, if these are small enough."""
         recorder = self.recorder
 
         def call(given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-            with recomputed_once():  # a checkpoint gives each value once
+            with recomputed_once():  # a checkpoint returns each saved value once per recomputation
                 return nodes.call_ready(node, given)
 
         with _disable_current_modes():
@@ -245,7 +256,7 @@ class FormulaRecorder:
         block: Block,
         reason: str,
     ) -> Sequence[Tensor | None]:
-        """A formula that is too large to be written out, as a function of each cotangent."""
+        """Store a formula that is too large for matrices as a function of each cotangent."""
         recorder = self.recorder
         check_additive(f, grads, outs, reason)
         for k, out in enumerate(outs):

@@ -1,4 +1,4 @@
-"""Gradients that recording has computed anyway, kept as far as there is room."""
+"""A cache, of limited size, of gradients that recording computes anyway."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from gradtrace.recording.aten_rules import as_real
 
 
 class GradientCache:
-    """Gradients that are worth keeping, in a number of bytes; those of one memory count once.
+    """Gradients by value number, in at most ``budget`` bytes; a shared storage counts once.
 
-    What products and convolutions made is dear, so half of the memory is for these alone.
+    Results of matrix products and convolutions are expensive to recompute, so half of the budget
+    is reserved for them.
     """
 
     def __init__(self, budget: int) -> None:
@@ -22,7 +23,9 @@ class GradientCache:
         self.storages: set[int] = set()
 
     def add(self, value: int, tensor: Tensor, expensive: Block | bool) -> None:
-        """Keep a gradient, if there is room: that of a block, or one that is dear or not."""
+        """Keep a gradient, if the budget allows. ``expensive``: whether it is expensive to
+        recompute, or the block that made it.
+        """
         if self.left <= 0:
             return
         storage = tensor.untyped_storage()
@@ -39,14 +42,14 @@ class GradientCache:
         self.values[value] = as_real(tensor) if tensor.is_complex() else tensor
 
     def spend(self, nbytes: int) -> bool:
-        """Take memory for something else, if there is plenty: if half of it is left then."""
+        """Reserve memory for another use; False if less than half of the budget would be left."""
         enough = self.left - nbytes >= self.budget // 2 > 0
         if enough:
             self.left -= nbytes
         return enough
 
     def hold(self, value: int, tensor: Tensor) -> None:
-        """Count a gradient that is held anyway."""
+        """Add a gradient that is kept alive elsewhere, whatever the budget."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.storages:
             self.storages.add(storage._cdata)
@@ -55,5 +58,5 @@ class GradientCache:
 
 
 def _is_expensive(block: Block) -> bool:
-    """Whether a block holds a product or a convolution."""
+    """Whether a block contains a matrix product or a convolution."""
     return any(isinstance(term.map, Contract | Convolve) for s in block.steps for term in s.terms)

@@ -1,7 +1,8 @@
-"""From a loss to its backward program: every node is called, and what it computes is written down.
+"""``record``: the backward program of a loss.
 
-Of nodes in the table of ``node_rules`` the linear maps are known. The formulas of others are run
-under a dispatch mode that records their ATen operations (``formula``).
+Every autograd node is called in reverse order, and the linear maps from its cotangents to those of
+its arguments are recorded. For node types in the table of ``node_rules`` these maps are known. The
+formulas of other nodes run under a dispatch mode that records their ATen operations (``formula``).
 """
 
 from __future__ import annotations
@@ -44,25 +45,28 @@ from gradtrace.recording.node_rules import (
 )
 
 DENSE_MAX_ENTRIES = 1 << 24
-"""The most entries that an operator without a structured rule may have as a matrix."""
+"""Operators without a structured rule are stored as dense matrices of at most this many entries."""
 
 DEFER_MIN_ELEMENTS = 1 << 16
-"""A leaf with fewer elements is not worth the trouble of computing its gradient later."""
+"""Only gradients of leaves with at least this many elements are computed lazily."""
 
 
 class GradientProducts:
-    """Products of matrices: computed; or put off, where they are the gradient of a large leaf and
-    what is held for it is not larger; or, for a ``bare`` program, never computed.
+    """Computes the matrix products of the backward pass, or avoids them.
 
-    On a GPU, which waits for Python while a pass is recorded and which Python waits for later,
-    nothing is put off as long as the store has memory for it.
+    A product that is the gradient of a large leaf is deferred, if the tensors held for it have no
+    more elements than the leaf. In a ``bare`` program products are never computed: placeholders of
+    the same shape are returned.
+
+    On a GPU products are computed at once while the gradient cache has memory for them: the GPU is
+    idle during recording, and deferring would move the work to where Python waits for it.
     """
 
     def __init__(self, clear_since: int, bare: bool, cache: GradientCache) -> None:
         self.clear_since = clear_since
         self.cache = cache
         self.bare = bare
-        self.deferred_outputs: dict[int, Tensor] = {}  # by id: what stands in for results
+        self.deferred_outputs: dict[int, Tensor] = {}  # placeholders of deferred results, by id
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
         self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self.batched_weights = BatchedWeights()
@@ -70,7 +74,7 @@ class GradientProducts:
     def __call__(
         self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
     ) -> Tensor:
-        """``a @ b``, which is handed to an edge."""
+        """``a @ b``, the cotangent that is passed along ``edge``; see ``Product``."""
         if self.bare:
             return placeholders.product(a, b)
         if (
@@ -78,11 +82,11 @@ class GradientProducts:
             and (out := self.defer(edge, (*a.shape[:-1], b.shape[-1]), grad)) is not None
         ):
             return out
-        multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul would ask what they are
+        multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul has more overhead
         return multiply(b.mT, a.mT).mT if turned else multiply(a, b)
 
     def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
-        """What stands in for the gradient of a leaf, if it is put off."""
+        """A placeholder for the gradient of a leaf if that is deferred, else None."""
         size = prod(shape)
         if self.bare or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
             return None
@@ -97,7 +101,7 @@ class GradientProducts:
         return out
 
     def one(self, like: Tensor) -> Tensor:
-        """A single 1 of this dtype, on this device."""
+        """A 0-d tensor 1 of the dtype and on the device of ``like``; cached."""
         kind = like.dtype, like.device
         found = self.ones.get(kind)
         if found is None:
@@ -105,8 +109,9 @@ class GradientProducts:
         return found
 
     def _leaf(self, node: Node | None) -> Tensor | None:
-        """The leaf whose gradient this node is handed, if no code but PyTorch's own sees it
-        before.
+        """The leaf whose gradient is the cotangent of this node, directly or through one view.
+
+        None if there is no such leaf, or if hooks might read the gradient.
         """
         if node is not None and type(node) is not ACCUMULATE:
             if not nodes.ends(node) or node._sequence_nr() < self.clear_since:
@@ -119,17 +124,22 @@ class GradientProducts:
 
 
 class NodeKind(NamedTuple):
-    """What is known of the nodes of a type."""
+    """What is known about a type of node."""
 
     name: str
     rule: NodeRule | None
     joint: bool
     conform_at: tuple[int, ...] | None  # argument positions to conform; None: all
-    ending: bool  # stands for a leaf, or may stand right before one
+    ending: bool  # is a leaf, or a view that may be next to one
 
 
 class ProgramRecorder:
-    """One pass over the nodes that leaves a program behind; ``Walk`` with a pen."""
+    """Walks the graph like ``GradientWalk`` and records the linear maps of each node.
+
+    ``adjoints`` holds, by node and output slot, each pending cotangent with its value number in the
+    program. ``limit`` bounds the entries of a dense matrix, ``keep`` the bytes of gradients to
+    cache. With ``checks``, tests of numbers on a GPU are deferred; None: they are done at once.
+    """
 
     def __init__(
         self,
@@ -144,7 +154,7 @@ class ProgramRecorder:
         checks: DeferredChecks | None = None,
     ) -> None:
         self.name_table = name_table
-        self.off_thread: dict[Node, ModuleCall] = {}  # nodes whose number does not tell their place
+        self.off_thread: dict[Node, ModuleCall] = {}  # nodes made on other threads
         self.cache = GradientCache(keep)
         self.sums: set[int] = set()
         self.clear_since = watch.clear_since()
@@ -163,10 +173,11 @@ class ProgramRecorder:
         self.leaves: list[Leaf] = []
         self.kinds: dict[type, NodeKind] = {}
         self.new = self.recorder.new
-        self.place, self.start, self.end = NO_MODULE, 0, 0  # nodes from start on lie in this place
+        # nodes with sequence numbers in [start, end) were made by the module call ``place``
+        self.place, self.start, self.end = NO_MODULE, 0, 0
 
     def visit(self, node: Node, edges: Edges) -> None:
-        """Record the formula of a node and hand its results to its arguments."""
+        """Record the maps of a node and pass its results on to the nodes of its arguments."""
         arrived = self.adjoints.pop(node, None)
         if arrived is None:
             return
@@ -195,7 +206,7 @@ class ProgramRecorder:
         self.blocks.append(block)
 
     def _kind(self, kind: type) -> NodeKind:
-        """Find out once what is known of a type of node."""
+        """Look up, once per type of node, what is known about it."""
         name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
         ending = kind is ACCUMULATE or name in VIEWS
         found = NodeKind(
@@ -205,7 +216,7 @@ class ProgramRecorder:
         return found
 
     def _find_module_call(self, number: int) -> None:
-        """Find the module call of a node, and which nodes beside it were made there."""
+        """Set the module call of a node, and the range of sequence numbers that belongs to it."""
         starts, at = self.name_table.starts, bisect_right(self.name_table.starts, number)
         self.place = self.name_table.places[at - 1] if at else NO_MODULE
         self.start = starts[at - 1] if at else 0
@@ -219,7 +230,7 @@ class ProgramRecorder:
         arrived: dict[int, tuple[Tensor, int]],
         block: Block,
     ) -> bool:
-        """A node whose maps are known: no need to look inside. False if they are not."""
+        """Record a node by its rule in ``node_rules``. False if no rule applies."""
         _, rule, joint, conform_at, _ = kind
         if rule is None or len(arrived) > 1 or 0 not in arrived:
             return joint and self._record_multi_output(node, edges, arrived, block)
@@ -241,7 +252,7 @@ class ProgramRecorder:
         return True
 
     def _pass_on(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
-        """A result of a block, to the node that it is the cotangent of."""
+        """Add a result of a block to the cotangents of the node at the other end of ``edge``."""
         child, slot = edge
         out = plain(out)
         if out.dtype.itemsize == 1:
@@ -263,7 +274,10 @@ class ProgramRecorder:
         slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
 
     def _chain(self, chain: Chain, value: int, out: Tensor, block: Block) -> int:
-        """The steps of a chain of maps; of none, one that hands the value on."""
+        """Append the maps of a chain as steps; an empty chain becomes an identity step.
+
+        Returns the number of the last value.
+        """
         dtype = out.dtype
         for step in chain or same(out.shape, out.shape):
             result = self.new()
@@ -274,8 +288,8 @@ class ProgramRecorder:
     def _conformed(
         self, out: Tensor, chain: Chain, value: int, edge: Edge, block: Block
     ) -> tuple[Tensor, int]:
-        """``_chain``, and what PyTorch's engine does after it: broadcasting is undone, and the
-        result is of the dtype that is wanted.
+        """``_chain``, followed by what PyTorch's engine does after each node: sum over broadcast
+        dimensions and convert to the dtype of the argument.
         """
         meta = self.outputs.wanted(*edge)
         shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
@@ -289,7 +303,7 @@ class ProgramRecorder:
         return out, value if out.dtype is dtype else self._chain((), value, out, block)
 
     def _defer(self, value: int, grad: Tensor, chain: Chain, number: int, out: Tensor) -> None:
-        """Note how a gradient that was put off comes about."""
+        """Keep, for a deferred gradient, the cotangent and the maps that it is computed from."""
         if value in self.deferred:
             self.deferred[number] = self.deferred[value].mapped(chain)
         elif self.products.deferred_outputs.pop(id(out), None) is not None:
@@ -299,7 +313,7 @@ class ProgramRecorder:
     def _record_multi_output(
         self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
     ) -> bool:
-        """A node whose cotangents lie side by side in that of its argument."""
+        """Record a node with several outputs, whose cotangents are slices of its argument's."""
         grads = {slot: arrived[slot][0] for slot in sorted(arrived)}
         if any(grad.is_complex() for grad in grads.values()):
             return False
@@ -311,6 +325,7 @@ class ProgramRecorder:
         return True
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
+        """Add a leaf with its gradient to the program, after the hooks on it."""
         if leaf.device != self.seed.device and leaf.dim():
             name = next(iter(self.name_table.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
             raise Unsupported(
@@ -326,14 +341,17 @@ class ProgramRecorder:
             except GradtraceError as error:
                 raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
             value = block.gives[0]
-            if value != block.takes[0]:  # else the hook only looked
+            if value != block.takes[0]:  # else the hook did not change the gradient
                 self.blocks.append(block)
         self.leaves.append(Leaf(leaf, value, self.deferred.get(value, plain(tensor))))
 
     def _merge(
         self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int
     ) -> tuple[Tensor, int]:
-        """A value that is used twice: its cotangent is the sum of both."""
+        """Add a cotangent to one that is pending for the same output: ``there + out``.
+
+        The sum becomes a step of ``block.merges``. If a summand is lazy, so is the sum.
+        """
         shape, result = shape_of(out), self.recorder.new()
         lazy = [self.deferred.get(number) for number in (there[1], value)]
         total = there[0] if self.bare or lazy[0] else out if lazy[1] else there[0] + out
@@ -342,7 +360,7 @@ class ProgramRecorder:
                 part or LazyGradient([LazyPart((), x)]) for part, x in zip(lazy, (there[0], out))
             )
             self.deferred[result] = next(both).added(next(both))
-        elif there[1] not in self.sums:  # each is compared with the others
+        elif there[1] not in self.sums:  # semirings compare the summands, so cache them
             for tensor, number in (there, (out, value)):
                 self.cache.add(number, tensor, True)
         (move,) = same(shape, shape)
@@ -358,8 +376,9 @@ class ProgramRecorder:
 
 
 def _no_user_code(loss: Tensor, clear_since: int) -> bool:
-    """Whether no code but PyTorch's own will see the gradients of a loss: no functions and no hooks
-    of a user.
+    """Whether the graph has no Python functions and no hooks, so that no user code reads gradients.
+
+    Nodes with sequence numbers below ``clear_since`` may have hooks.
     """
     unseen = True
 
@@ -387,13 +406,17 @@ def record(
 ) -> Program:
     """The backward program of a loss.
 
-    An operator of more than ``limit`` entries and no known structure is refused, or with ``opaque``
-    kept as a function. ``keep`` is how many bytes of gradients to keep beside it. A
-    ``bare`` program comes without gradients, where these can be spared; its leaves have none.
+    An operator without a structured rule is stored as a matrix of at most ``limit`` entries; a
+    larger one is refused, or with ``opaque`` kept as a function. ``keep`` is the number of bytes of
+    gradients to cache with the program. A ``bare`` program has placeholders instead of gradients,
+    if no user code reads them.
+
+    On a GPU, checks are deferred to avoid synchronising. If one fails, recording is repeated
+    without deferred checks.
     """
 
     def recorded(bare: bool, checks: DeferredChecks | None) -> Program | None:
-        """None if what was hoped did not come true."""
+        """One attempt; None if a deferred check failed."""
         recorder = ProgramRecorder(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
         recorder.off_thread = others
         try:
@@ -415,7 +438,8 @@ def record(
 
     found = None
     if bare and _no_user_code(loss, watch.clear_since()):
-        with suppress(GradtraceError, RuntimeError):  # true gradients may go, or fail truly
+        # placeholders can cause errors that true gradients do not: then record with these
+        with suppress(GradtraceError, RuntimeError):
             found = recorded(True, new_checks())
     found = found or recorded(False, new_checks()) or recorded(False, None)
     assert found is not None

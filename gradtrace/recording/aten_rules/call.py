@@ -1,7 +1,7 @@
-"""A call of an ATen operation, and what a rule says of it.
+"""A call of an ATen operation, as rules see it, and the types that rules return.
 
-The value that stands for a complex tensor is its real and imaginary parts, side by side in a last
-dimension of size 2; ``shape_of`` gives its shape.
+A complex tensor is represented by its real and imaginary parts in a last dimension of size 2;
+``shape_of`` gives the shape of this real representation.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gradtrace.types import Shape
 
 
 class Undecided(Exception):
-    """A rule does not cover this call; go on to the next way."""
+    """A rule does not cover this call; a dense matrix is used instead."""
 
 
 class Call:
-    """An operation as it was called, and what came out.
+    """An operation with its arguments and its result.
 
-    ``deps`` are the arguments that depend on the cotangent. ``limit`` bounds the entries of a
-    written-out matrix. What maps refer to can be asked for ``together``, if that is there.
+    ``deps`` are the arguments that depend on the cotangent. ``limit`` bounds the entries of a dense
+    matrix. Weights can be requested from ``batched_weights``, if it is not None.
     """
 
     __slots__ = ("args", "batched_weights", "deps", "func", "kwargs", "limit", "out")
@@ -62,7 +62,7 @@ class Call:
         return str(self.func).removeprefix("aten.")
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or name."""
+        """An argument by position or by name."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
@@ -86,10 +86,10 @@ class Call:
         return dep
 
     def function(self, dep: Tensor, moving: bool = False) -> Callable[[Tensor], Any]:
-        """The operation as a function of one argument, the other dependent ones zero.
+        """The operation as a function of one argument, with the other dependent ones zero.
 
-        With ``moving`` the constant float arguments are zero too, in the dtype of what is moved.
-        The function does not keep the arguments it replaces alive.
+        With ``moving`` the constant float arguments are zero too, in the dtype of the function's
+        argument. The function does not keep the tensors it replaces alive.
         """
         func, kwargs, args = self.func, self.kwargs, self.args
         if args[0] is dep and len(args) == 1:
@@ -104,7 +104,7 @@ class Call:
         )
 
     def _with_placeholders(self, a: Any, dep: Tensor, moving: bool) -> Any:
-        """Arguments without the tensors that are to be replaced."""
+        """An argument, with tensors that are to be replaced exchanged for placeholders."""
         if a is dep:
             return _ARGUMENT
         if isinstance(a, Tensor):
@@ -118,7 +118,7 @@ class Call:
 
 
 def _filled(a: Any, x: Tensor) -> Any:
-    """The same arguments, of ``x`` and zeros."""
+    """An argument with its placeholders replaced by ``x`` and by zeros."""
     if a is _ARGUMENT:
         return x
     if type(a) is _Zeros:
@@ -127,6 +127,8 @@ def _filled(a: Any, x: Tensor) -> Any:
 
 
 class _Zeros(NamedTuple):
+    """A placeholder for zeros; ``moving``: of the dtype of the function's argument."""
+
     shape: Shape
     dtype: torch.dtype
     device: torch.device
@@ -140,16 +142,16 @@ Chain: TypeAlias = "tuple[list[Map], Tensor]"
 
 Chains: TypeAlias = "list[Chain]"
 Rule: TypeAlias = "Callable[[Call], Any]"
-"""Gives the chains that add up to the result; for several results, a list of such lists."""
+"""Returns the chains whose sum is the result; for several results, one list of chains for each."""
 
 
 def real(shape: Sequence[int], like: Tensor) -> Shape:
-    """The shape of a tensor's real representation."""
+    """The real representation of a shape, for a tensor that is complex if ``like`` is."""
     return (*shape, 2) if like.is_complex() else tuple(shape)
 
 
 def shape_of(x: Tensor) -> Shape:
-    """The shape of the value that stands for this tensor."""
+    """The shape of a tensor's real representation."""
     return (*x.shape, 2) if x.is_complex() else tuple(x.shape)
 
 
@@ -164,12 +166,12 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def pairwise(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A movement of complex elements, as one of their parts."""
+    """An index function on complex elements, applied to real and imaginary parts."""
     return lambda x: torch.stack([move(x[..., 0]), move(x[..., 1])], -1)
 
 
 def spread(dep: Tensor, shape: Shape) -> list[Map]:
-    """The broadcasting of an argument to another shape; nothing if it has that shape."""
+    """The maps that broadcast an argument to a shape; none if it has that shape."""
     if dep.shape == shape:
         return []
     move = pairwise(lambda x: x.expand(shape)) if dep.is_complex() else lambda x: x.expand(shape)
@@ -177,10 +179,10 @@ def spread(dep: Tensor, shape: Shape) -> list[Map]:
 
 
 def from_shape(chain: list[Map], shape: Shape) -> list[Map]:
-    """A chain that works on another shape of as many elements, in the same order."""
+    """The chain with its input reshaped from ``shape``, which has as many elements."""
     return chain if chain[0].in_shape == shape else [Identity(shape, chain[0].in_shape), *chain]
 
 
 def as_shape(chain: list[Map], shape: Shape) -> list[Map]:
-    """A chain that ends in another shape of as many elements, in the same order."""
+    """The chain with its output reshaped to ``shape``, which has as many elements."""
     return chain if chain[-1].out_shape == shape else [*chain, Identity(chain[-1].out_shape, shape)]

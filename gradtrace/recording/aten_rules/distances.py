@@ -1,4 +1,4 @@
-"""Distances between points: one weight for each coordinate of each pair."""
+"""Gradients of pairwise distances: one weight for each pair of points and coordinate."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gradtrace.types import Shape
 
 
 def between(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
-    """From one number for each pair of points (..., n, m) to the coordinates of x (..., n, k):
-    ``∂‖x − y‖ₚ/∂x = φ(x − y) / ‖x − y‖ₚ^(p − 1)``, which is 0 where the points are the same.
+    """Maps from the cotangent of the distances (..., n, m) to that of x (..., n, k):
+    ``∂‖x − y‖ₚ/∂x = φ(x − y) / ‖x − y‖ₚ^(p − 1)``, which is 0 where the points coincide.
     """
     batch = tuple(distance.shape[:-2])
     n, m, k = x.shape[-2], y.shape[-2], x.shape[-1]
@@ -36,11 +36,11 @@ def between(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
 
 
 def cdist(call: Call) -> Chains:
-    """``(g, x1, x2, p, cdist)``: to the first of the points."""
+    """``_cdist_backward(g, x1, x2, p, cdist)``: the gradient by x1."""
     g, x, y, power, distance = call.args
     call.only(g)
     if not power or not g.numel() or not call.out.numel():
-        return []  # the number of coordinates that differ does not change
+        return []  # p = 0 counts coordinates that differ: the gradient is zero
     shape = tuple(distance.shape)
     chain = [*spread(g, shape), *between(x, y, power, distance)]
     if chain[-1].out_shape != call.out.shape:
@@ -49,7 +49,9 @@ def cdist(call: Call) -> Chains:
 
 
 def pdist(call: Call) -> Chains:
-    """``(g, x, p, pdist)``: every pair of points once, the first of them the lower."""
+    """``_pdist_backward(g, x, p, pdist)``: distances of each pair once, in the order of the upper
+    triangle.
+    """
     g, x, power, distance = call.args
     call.only(g)
     if not power or not g.numel() or not call.out.numel():

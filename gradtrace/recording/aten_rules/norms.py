@@ -1,4 +1,4 @@
-"""Softmax and the norms: diagonal plus low rank."""
+"""Softmax and normalisation layers: maps that are diagonal plus low rank (``Normaliser``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def log_softmax(call: Call) -> Chains:
 
 
 def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: int) -> Normaliser:
-    """``s·(γg − mean(γg) − x̂·mean(γg·x̂))`` over ``dims``, of n elements each."""
+    """``s·(γg − mean(γg) − x̂·mean(γg·x̂))``, with means over ``dims``, of n elements.
+
+    γ is ``gain`` (None: 1), s is ``scale``, x̂ is ``unit``, the normalised input.
+    """
     gain = torch.ones((), dtype=unit.dtype, device=unit.device) if gain is None else gain
     shape = tuple(unit.shape)
     gained, down, along, diagonal = _factors(gain, scale, unit, n)
@@ -41,17 +44,17 @@ def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: 
 
 
 def _factors(gain: Tensor, scale: Tensor, unit: Tensor, n: int) -> tuple[Tensor, ...]:
-    """What the weights of a norm are made of."""
+    """``γ·x̂``, ``−s/n``, ``−s·x̂/n`` and ``s·γ``: the weights of ``_norm``."""
     return gain * unit, scale / -n, scale * unit / -n, scale * gain
 
 
 def _wide(x: Tensor, shape: Shape) -> Tensor:
-    """``x.expand(shape)``; to ask whether it has that shape already is quicker."""
+    """``x.expand(shape)``, skipped where ``x`` has that shape, which is faster."""
     return x if x.shape == shape else x.expand(shape)
 
 
 def layer_norm(call: Call) -> Any:
-    """Back through layer norm: to its input, its gain, its bias."""
+    """The gradient of layer norm by its input, gain and bias."""
     g, x, sizes, *_, mask = call.args
     call.only(g)
     inner = list(range(x.dim() - len(sizes), x.dim()))
@@ -67,8 +70,10 @@ def layer_norm(call: Call) -> Any:
 
 
 def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normaliser, Scale]:
-    """The norm of a layer, and the scale by what it has normalised; with those of other layers, if
-    there may be some.
+    """The map to the input of a layer norm, and the scale by its normalised input.
+
+    With ``call.batched_weights``, both are created with provisional weights, which are replaced
+    when the weights of all layers are computed in one batch.
     """
     _, x, _, mean, rstd, gain, *_ = call.args
     if call.batched_weights is None or gain is None:
@@ -86,16 +91,14 @@ def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normalis
 
 
 def _layers(x: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor, n: int) -> tuple[Tensor, ...]:
-    """What the weights of layer norms are made of: in all tensors, the first dimension is that of
-    the layers.
-    """
+    """The weights of several layer norms; the first dimension of all tensors is the layer."""
     unit = (x.to(rstd.dtype) - mean) * rstd
     gain = gain.reshape(len(gain), *[1] * (x.dim() - gain.dim()), *gain.shape[1:])
     return unit, *_factors(gain, rstd, unit, n)
 
 
 def rms_norm(call: Call) -> Any:
-    """Back through RMS norm: ``s·γg − s³·x/n·Σ γg·x``."""
+    """The gradient of RMS norm: ``s·γg − s³·x/n·Σ γg·x``."""
     g, x, sizes, rstd, gain, mask = call.args
     call.only(g)
     inner = list(range(x.dim() - len(sizes), x.dim()))
@@ -112,7 +115,7 @@ def rms_norm(call: Call) -> Any:
 
 
 def group_norm(call: Call) -> Any:
-    """Back through group norm: every group of channels of a sample is one line."""
+    """The gradient of group norm, as a matrix with one row for each sample and group."""
     g, x, mean, rstd, gain, n, c, _, groups, mask = call.args
     call.only(g)
     shape = tuple(g.shape)
@@ -133,7 +136,7 @@ def group_norm(call: Call) -> Any:
 
 
 def batch_norm(call: Call) -> Any:
-    """Back through batch norm, in training (over the whole batch) or not (a scale)."""
+    """The gradient of batch norm: in training a ``Normaliser`` over the batch, else a scale."""
     g, x, gain, running_mean, running_var, mean, rstd, train, eps, mask = call.args
     call.only(g)
     shape, c = tuple(g.shape), x.shape[1]
@@ -156,7 +159,7 @@ def batch_norm(call: Call) -> Any:
 
 
 def weight_norm(call: Call) -> Any:
-    """Back through ``w = g₀·v/‖v‖``: to v and to g₀."""
+    """The gradient of ``w = g₀·v/‖v‖`` by v and g₀."""
     g, v, gain, norms, dim = call.args
     call.only(g)
     shape = tuple(g.shape)

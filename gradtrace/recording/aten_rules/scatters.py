@@ -1,4 +1,4 @@
-"""Operations that send elements somewhere and add them up there."""
+"""Operations that scatter elements and add up those with the same target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def index_put(call: Call) -> Any:
 
 
 def _send(values: Tensor, target: Tensor, shape: Sequence[int]) -> list[Map]:
-    """Each value, broadcast to the targets, added up where it is sent."""
+    """Scatter-add of ``values``, broadcast to ``target``: flat indices into ``shape``."""
     chain = spread(values, tuple(target.shape))
     if values.is_complex():
         target = torch.stack([2 * target, 2 * target + 1], -1)
@@ -77,7 +77,7 @@ def put(call: Call) -> Any:
 
 
 def embedding(call: Call) -> Chains:
-    """Rows of cotangent added to the rows of a table."""
+    """The gradient of an embedding: rows of the cotangent added to the rows of the table."""
     g, indices, rows, padding, by_frequency = call.args
     call.only(g)
     chain: list[Map] = []
@@ -89,7 +89,11 @@ def embedding(call: Call) -> Chains:
 
 
 def pooled(spatial: int, at: int) -> Rule:
-    """Maximum pooling: each element to the place it was taken from, by number within its plane."""
+    """The gradient of maximum pooling: scatters to the elements that were chosen.
+
+    ``at`` is the position of ``indices``, which count the elements of a plane of ``spatial``
+    dimensions.
+    """
 
     def rule(call: Call) -> Chains:
         g, x, indices = call.args[0], call.args[1], call.get(at, "indices")
@@ -105,7 +109,7 @@ def pooled(spatial: int, at: int) -> Rule:
 
 
 def padded(forward: Any) -> Rule:
-    """Back through a padding that repeats elements: to the element that was repeated."""
+    """The gradient of reflection and replication padding: adds up the copies of each element."""
 
     def rule(call: Call) -> Chains:
         g, x, padding = call.args
@@ -117,14 +121,14 @@ def padded(forward: Any) -> Rule:
 
 
 def unfolded(call: Call) -> Chains:
-    """Back through ``unfold``."""
+    """The gradient of ``unfold``."""
     g, sizes, dim, size, step = call.args
     places = ids(sizes, g.device)
     return [(_send(call.only(g), places.unfold(dim, size, step), sizes), g)]
 
 
 def folded(call: Call) -> Chains:
-    """``col2im``: sums the columns that windows were taken to."""
+    """``col2im``: adds overlapping windows."""
     g, _size, *window = call.args
     out = call.out
     target = aten.im2col(ids64(out.shape, g.device) + 1, *window).long() - 1  # padding: -1
@@ -132,7 +136,7 @@ def folded(call: Call) -> Chains:
 
 
 def nll(call: Call) -> Chains:
-    """Back through the negative log-likelihood: each loss to the class that was the target."""
+    """The gradient of the negative log-likelihood: scatters to the target class of each sample."""
     g, x, target, weight, reduction, ignored, total = call.args
     call.only(g)
     classes = 0 if x.dim() == 1 else 1
@@ -152,7 +156,7 @@ def nll(call: Call) -> Chains:
 
 
 def segments(call: Call) -> Chains:
-    """Back through ``segment_reduce``: an element gets something from its own segment alone."""
+    """The gradient of ``segment_reduce``: each element depends on its own segment only."""
     g, data, axis = call.args[0], call.args[2], call.get(6, "axis", 0)
     call.only(g)
     lengths, ends = call.get(4, "lengths"), call.get(5, "offsets")

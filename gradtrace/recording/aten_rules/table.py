@@ -1,4 +1,4 @@
-"""The table: one row for each ATen operation, by name, or by name and overload."""
+"""The table of rules: one row for each ATen operation, by name, or by name and overload."""
 
 from __future__ import annotations
 
@@ -129,4 +129,4 @@ ROWS: tuple[tuple[Rule, str], ...] = (
 )
 
 RULES: dict[str, Rule] = {name: rule for rule, names in ROWS for name in names.split()}
-"""By name of the ATen operation, or name and overload."""
+"""Rules by name of the ATen operation, or name and overload."""
