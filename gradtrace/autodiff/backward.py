@@ -1,4 +1,4 @@
-"""The gradient alone: PyTorch's own formulas, called in our order, nothing recorded."""
+"""The gradient alone: calls PyTorch's backward formulas node by node and records nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import NotScalar, Unsupported
 
 RECENT = HookWatch()
-"""The moment at which a pass of ours ended last: graphs made since are free of earlier hooks."""
+"""Refreshed after each pass: nodes made since its reset have no hooks, if none was registered."""
 
 
 def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
-    """The cotangent that the walk starts with: 1, or what the caller gives for several losses."""
+    """The cotangent of the loss: 1, or the caller's ``cotangent`` if the loss is not a scalar."""
     if loss.is_complex():
         raise Unsupported(
             "the loss is complex, so it has no gradient to follow; take its real part or magnitude"
@@ -45,9 +45,10 @@ def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
 
 
 class GradientWalk:
-    """One pass over the nodes of a graph: adjoints by node and slot, each dropped when used.
+    """One backward pass over a graph.
 
-    ``leaves`` holds the cotangent of each leaf when the pass is done.
+    ``adjoints`` holds the pending cotangents by node and output slot; each is dropped when used.
+    ``leaves`` holds each leaf with its gradient when the pass is done.
     """
 
     def __init__(self, loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> None:
@@ -59,10 +60,10 @@ class GradientWalk:
         self.outputs = Outputs()
 
     def visit(self, node: Node, edges: Edges) -> None:
-        """Call the node on what has reached it, and hand the results to its arguments."""
+        """Call a node with its cotangents and add the results to those of its arguments."""
         grads = self.adjoints.pop(node, None)
         if grads is None:
-            return  # no cotangent came this way
+            return  # no cotangent reaches this node
         kind = type(node)
         if kind is ACCUMULATE:
             variable = node.variable
@@ -70,7 +71,7 @@ class GradientWalk:
                 grads = hooks.run_leaf_hooks(variable, grads)
             grad = grads[0]
             assert grad is not None
-            if grad._is_zerotensor():  # without memory; the user gets zeros
+            if grad._is_zerotensor():  # has no storage; users get real zeros
                 grad = torch.zeros_like(grad)
             self.leaves.append((variable, grad))
             return
@@ -109,7 +110,7 @@ class GradientWalk:
         )
 
     def _call_with_hooks(self, node: Node, grads: Grads) -> Grads:
-        """Call a Python function, or a node that hooks may stand on."""
+        """Call a Python function, or a node that may have hooks, with these."""
         if node._sequence_nr() >= self.clear_since:
             return nodes.call(node, grads)
         ready = hooks.before(node, grads)
@@ -127,7 +128,7 @@ def gradient(
 
 
 def first_nonfinite(loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> str:
-    """The first operator, from the loss, that hands a gradient on which is not finite."""
+    """The first operator, counted from the loss, that gives a gradient which is not finite."""
     state = GradientWalk(loss, seed, name_table, watch)
     found: list[str] = []
 

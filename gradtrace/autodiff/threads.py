@@ -1,10 +1,10 @@
-"""Which operators of a graph were made on another thread than the watch's, and in which module.
+"""Finds operators that were made on threads other than the watch's, and their module calls.
 
-A node's sequence number is its thread's own count, and the node does not say which thread that was.
-Calls of modules on other threads leave marks on the nodes that they were given and have made, so
-all in between is known. Nodes that no module call on another thread has made are recognised by
-contradiction: on one thread each number is used once, and a node has a greater one than those it
-was made from. They belong to no module.
+Each thread counts its own sequence numbers, and a node does not say on which thread it was made.
+Module calls on other threads annotate the nodes that made their inputs and outputs, so the nodes
+between these are known. Other nodes of other threads are recognised by contradiction: on one
+thread each number is used once, and a node has a greater number than its arguments. They belong to
+no module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradtrace.autodiff.nodes import (
 
 
 def off_thread_calls(loss: Tensor, name_table: NameTable) -> dict[Node, ModuleCall]:
-    """The places of the nodes behind a loss that ``atlas.place_at`` would give a wrong one."""
+    """The module calls of those nodes of a loss for which ``NameTable.place_at`` would be wrong."""
     if not name_table.starts:
         return {}
     numbers, edges = _survey(root_of(loss))
@@ -36,7 +36,7 @@ def off_thread_calls(loss: Tensor, name_table: NameTable) -> dict[Node, ModuleCa
 
 
 def _survey(root: Node) -> tuple[dict[Node, int], dict[Node, Edges]]:
-    """The number and the edges of every node but leaves."""
+    """The sequence number and the edges of every node except leaves."""
     numbers: dict[Node, int] = {}
     edges: dict[Node, Edges] = {}
     stack = [root]
@@ -52,7 +52,7 @@ def _survey(root: Node) -> tuple[dict[Node, int], dict[Node, Edges]]:
 
 
 def _annotated(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, ModuleCall]:
-    """What lies between the marks of calls on other threads."""
+    """The nodes between the annotated inputs and outputs of calls on other threads."""
     found: dict[Node, ModuleCall] = {}
     given: dict[ThreadCall, set[Node]] = {}
     made: list[tuple[ThreadCall, Node]] = []
@@ -73,7 +73,7 @@ def _annotated(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node,
                 continue
             other = taken.setdefault((call, number), node)
             if other is not node:
-                found[node] = found[other] = NO_MODULE  # one of them came in unseen
+                found[node] = found[other] = NO_MODULE  # one of them is an input without annotation
                 continue
             found[node] = call.place_at(number)
             stack += [c for c, _ in edges[node] if c in numbers and numbers[c] < number]
@@ -83,9 +83,11 @@ def _annotated(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node,
 def _foreign(
     numbers: dict[Node, int], edges: dict[Node, Edges], name_table: NameTable
 ) -> dict[Node, None]:
-    """Nodes that clash with nodes of the watch's thread, so that they are of another one. Of two
-    that clash, those with a parameter of the module that was running at that number are the
-    watch's own; else those that clash with fewer. Where that does not tell, it may be either.
+    """Nodes that clash with nodes of the watch's thread, so that they are from another thread.
+
+    Of two nodes that clash, one with a parameter of the module that was running at its number is
+    the watch's own; otherwise the one with fewer clashes. If these are equal, both are taken as
+    foreign.
     """
     clashes = _clashes(numbers, edges)
     own = {
@@ -103,13 +105,13 @@ def _foreign(
 def _remaining_clashes(
     clashes: dict[Node, set[Node]], foreign: dict[Node, None]
 ) -> dict[Node, set[Node]]:
-    """The clashes between nodes that are not strange."""
+    """The clashes between nodes that are not yet known to be foreign."""
     left = {n: others - foreign.keys() for n, others in clashes.items() if n not in foreign}
     return {node: others for node, others in left.items() if others}
 
 
 def _clashes(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, set[Node]]:
-    """For each node those that cannot be of the same thread."""
+    """For each node, those that cannot be from the same thread."""
     found: dict[Node, set[Node]] = {}
     first: dict[int, Node] = {}
     for node, number in numbers.items():
