@@ -138,7 +138,7 @@ def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.Mo
 def test_memory_is_spent_as_long_as_there_is_plenty() -> None:
     store = GradientCache(100)
     assert [store.spend(n) for n in (30, 30, 20, 1)] == [True, False, True, False]
-    assert store.left == 50
+    assert store.bytes_left == 50
     assert not GradientCache(0).spend(0)
 
 

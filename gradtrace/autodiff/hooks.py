@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace.autodiff.nodes import Grads, Node, explain, handed, is_python, name_of
+from gradtrace.autodiff.nodes import Grads, Node, engine_cotangents, explain, is_python, name_of
 from gradtrace.errors import GradtraceError, Unsupported
 
 _OWN_HANDLES = [0]
@@ -143,7 +143,7 @@ def before(node: Node, grads: Grads) -> Grads:
         silence.hooked = True
         return _unhooked(node, grads)
     if is_python(node):
-        return handed(node, grads)
+        return engine_cotangents(node, grads)
     found = tuple(_run_tensor_hooks(node, grads))
     for hook in _hooks(node.register_prehook):
         changed = hook(found)

@@ -21,7 +21,7 @@ from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 
-FOLLOWED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+LOSS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Dtypes that a loss may have; ``seed_of`` refuses complex ones with its own message."""
 
 
@@ -85,7 +85,7 @@ def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
             "no gradient to follow; materialise the model (model.to_empty(device='cpu') and load "
             "its weights), and run the forward pass again"
         )
-    if loss.dtype not in FOLLOWED and not loss.is_complex():
+    if loss.dtype not in LOSS_DTYPES and not loss.is_complex():
         raise Unsupported(
             f"the loss is of {loss.dtype}, which PyTorch cannot compute gradients in; convert it "
             "(loss.float()) where it is made"

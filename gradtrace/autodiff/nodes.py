@@ -97,7 +97,7 @@ VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "View
 """Views that are often applied to a parameter before its use."""
 
 
-def ends(node: Node | None) -> bool:
+def reaches_leaf(node: Node | None) -> bool:
     """Whether the cotangent of this node is the gradient of a leaf (or a summand of it), directly
     or through one view.
     """
@@ -284,12 +284,12 @@ def is_python(node: Node) -> bool:
 def call(node: Node, grads: Grads) -> Grads:
     """``h_u(g_u)``: the formula's result, one gradient for each edge of ``edges_of(node)``."""
     if is_python(node) and any(grad is None for grad in grads):
-        grads = handed(node, grads)
+        grads = engine_cotangents(node, grads)
     return call_ready(node, grads)
 
 
 def call_ready(node: Node, grads: Grads) -> Grads:
-    """``call`` with cotangents that are prepared as the engine does (see ``handed``)."""
+    """``call`` with cotangents as the engine passes them (see ``engine_cotangents``)."""
     if is_python(node):
         return _apply(node, grads)
     outs = node(*grads)
@@ -305,7 +305,7 @@ def _apply(node: Node, grads: Grads) -> Grads:
     if name_of(node) in REFUSED:
         raise _Refused(REFUSED[name_of(node)])
     with users_code():
-        outs = type(node).apply(node, *grads)  # not node.apply, which handed replaces temporarily
+        outs = type(node).apply(node, *grads)  # not node.apply: see engine_cotangents
     outs = outs if isinstance(outs, tuple) else (outs,)
     needs = node.needs_input_grad
     if len(outs) < len(needs) or any(out is not None for out in outs[len(needs) :]):
@@ -325,7 +325,7 @@ class _Stop(Exception):
 _APPLY_LOCK = threading.RLock()
 
 
-def handed(node: Node, grads: Grads) -> Grads:
+def engine_cotangents(node: Node, grads: Grads) -> Grads:
     """The cotangents that PyTorch's engine passes to a ``torch.autograd.Function``.
 
     They are after the hooks, and missing ones are zeros, unless the function asked for None
@@ -334,10 +334,10 @@ def handed(node: Node, grads: Grads) -> Grads:
     """
     given = [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
     below = next(GradientEdge(child, slot) for child, slot in edges_of(node) if child is not None)
-    handed: list[Tensor | None] = []
+    received: list[Tensor | None] = []
 
     def stop(*args: Tensor | None) -> None:
-        handed.extend(args)
+        received.extend(args)
         raise _Stop
 
     with _APPLY_LOCK:
@@ -350,7 +350,7 @@ def handed(node: Node, grads: Grads) -> Grads:
             pass
         finally:
             del node.apply
-    return handed
+    return received
 
 
 def explain(error: Exception, node: Node, where: str) -> GradtraceError:

@@ -99,7 +99,7 @@ def lstm(
     x = x.transpose(0, 1) if batch_first else x
     each = 4 if biased else 2
     found = [weights[n : n + each] for n in range(0, len(weights), each)]
-    directions = [_direction, _backwards][: 1 + bidirectional]
+    directions = [_forwards, _backwards][: 1 + bidirectional]
     states = list(zip(state[0].unbind(0), state[1].unbind(0)))
     ends: list[State] = []
     for layer in range(layers):
@@ -117,7 +117,7 @@ def lstm(
     return x.transpose(0, 1) if batch_first else x, hidden, cell
 
 
-def _direction(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+def _forwards(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
     """One layer, forward in time: its outputs (time, batch, size), and its final state."""
     outs, end = _steps(F.linear(x, weights[0], weights[2]).unbind(0), state, weights)
     return torch.stack(outs, 0), end

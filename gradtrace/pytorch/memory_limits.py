@@ -25,7 +25,7 @@ ROOT = Path("/")
 def available(root: Path | None = None) -> int | None:
     """The number of bytes that can still be allocated; None if no limit is known."""
     root = ROOT if root is None else root
-    found = [*_machine(root), *_groups(root), *_own(root)]
+    found = [*_machine(root), *_cgroups(root), *_ulimits(root)]
     return max(0, min(found)) if found else None
 
 
@@ -62,7 +62,8 @@ def _table(path: Path | str) -> dict[str, int]:
 def _machine(root: Path) -> Iterator[int]:
     """The available memory of the machine and, without overcommit, what it may still commit."""
     found = {
-        word: int(number) << 10 for word, number in MEMORY.findall(_text(root / "proc/meminfo"))
+        word: int(number) << 10
+        for word, number in MEMINFO_LINE.findall(_text(root / "proc/meminfo"))
     }
     if "MemAvailable" in found:
         yield found["MemAvailable"]
@@ -76,7 +77,7 @@ def _strict(root: Path) -> bool:
     return _number(root / "proc/sys/vm/overcommit_memory") == 2
 
 
-MEMORY = re.compile(r"^(MemAvailable|CommitLimit|Committed_AS): +(\d+) kB", re.MULTILINE)
+MEMINFO_LINE = re.compile(r"^(MemAvailable|CommitLimit|Committed_AS): +(\d+) kB", re.MULTILINE)
 
 
 class LimitKind(NamedTuple):
@@ -87,23 +88,23 @@ class LimitKind(NamedTuple):
     cached: str
 
 
-KINDS = {
+CGROUP_FILES = {
     "cgroup2": LimitKind(("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "cgroup": LimitKind(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
-def _groups(root: Path) -> Iterator[int]:
+def _cgroups(root: Path) -> Iterator[int]:
     """The memory left in the process's cgroup and in each of its ancestors."""
     for kind, mount, inside in _mounts(root):
         folder = str(mount)
-        yield from _left(folder, KINDS[kind])
+        yield from _cgroup_left(folder, CGROUP_FILES[kind])
         for name in inside:
             folder = f"{folder}/{name}"
-            yield from _left(folder, KINDS[kind])
+            yield from _cgroup_left(folder, CGROUP_FILES[kind])
 
 
-def _left(folder: str, kind: LimitKind) -> Iterator[int]:
+def _cgroup_left(folder: str, kind: LimitKind) -> Iterator[int]:
     """The memory left in one cgroup, with its file cache counted as free; nothing if unlimited."""
     limits = [n for name in kind.limits if (n := _number(f"{folder}/{name}")) is not None]
     if not limits or min(limits) >= 1 << 60:  # version 1 writes "no limit" as a huge number
@@ -142,14 +143,14 @@ def _mounted(root: Path) -> list[tuple[str, str, Path]]:
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         words, kinds = before.split(), after.split()
-        if len(words) < 5 or not kinds or kinds[0] not in KINDS:
+        if len(words) < 5 or not kinds or kinds[0] not in CGROUP_FILES:
             continue
         if kinds[0] == "cgroup2" or "memory" in kinds[-1].split(","):
             found.append((kinds[0], words[3].rstrip("/"), root / words[4].lstrip("/")))
     return found
 
 
-def _own(root: Path) -> Iterator[int]:
+def _ulimits(root: Path) -> Iterator[int]:
     """The address space and data size left under ``ulimit -v`` and ``ulimit -d``."""
     try:
         import resource
@@ -169,7 +170,7 @@ def resident(root: Path | None = None) -> int | None:
     return int(words[1]) * PAGE if len(words) > 1 and words[1].isdigit() else None
 
 
-ASKED = re.compile(r"(?:tried|trying) to allocate ([\d,]+)")
+REQUESTED_BYTES = re.compile(r"(?:tried|trying) to allocate ([\d,]+)")
 
 
 def ran_out(error: BaseException) -> bool:
@@ -189,8 +190,10 @@ def ran_out(error: BaseException) -> bool:
 
 def shortfall(error: BaseException) -> str:
     """For error messages: how much memory was requested and is free, as far as known."""
-    asked = ASKED.search(str(error))
-    parts = [f"{spelt(int(asked[1].replace(',', '')))} more were asked for"] if asked else []
+    requested = REQUESTED_BYTES.search(str(error))
+    parts = (
+        [f"{spelt(int(requested[1].replace(',', '')))} more were asked for"] if requested else []
+    )
     if not isinstance(error, torch.OutOfMemoryError) and (free := available()) is not None:
         parts.append(f"{spelt(free)} are free")
     return f" ({', and '.join(parts)})" if parts else ""

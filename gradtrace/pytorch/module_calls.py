@@ -207,7 +207,7 @@ def _run(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: Any) ->
         call = calls[-1]
         before, call.stage = call.stage, stage
         try:
-            return _changed(stage, module, run, listeners)(*args, **kwargs)
+            return _wrapped_by_listeners(stage, module, run, listeners)(*args, **kwargs)
         finally:
             call.stage = before
     call = _Call(module, stage)
@@ -217,7 +217,7 @@ def _run(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: Any) ->
     try:
         for listener in listeners:
             notified.append((listener, listener.enter(module, args, kwargs)))
-        result = _changed(stage, module, run, listeners)(*args, **kwargs)
+        result = _wrapped_by_listeners(stage, module, run, listeners)(*args, **kwargs)
         return result
     finally:
         calls.pop()
@@ -225,7 +225,7 @@ def _run(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: Any) ->
             listener.leave(entered, result)
 
 
-def _changed(
+def _wrapped_by_listeners(
     stage: int, module: nn.Module, run: Forward, listeners: tuple[Listener, ...]
 ) -> Forward:
     """``run``, replaced at stage ``FORWARD`` by what the listeners' ``around`` return."""

@@ -50,11 +50,11 @@ def lowering_of(func: Any) -> Lowering:
     """How this operation is handled: by its rule, or by the first general method that fits."""
     found = _LOWERINGS.get(func)
     if found is None:
-        found = _LOWERINGS[func] = _find(func)
+        found = _LOWERINGS[func] = _find_lowering(func)
     return found
 
 
-def _find(func: Any) -> Lowering:
+def _find_lowering(func: Any) -> Lowering:
     name = func._schema.name.replace("::", ".").removeprefix("aten.")
     overload = func._overloadname
     if func._schema.is_mutable:
@@ -190,7 +190,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found.mutates and call.func._schema.name == "aten::copy_":
             source = call.args[1]
             return (
-                [(aten_rules.spread(source, tuple(call.out.shape)), source)]
+                [(aten_rules.broadcast_maps(source, tuple(call.out.shape)), source)]
                 if call.depends(source)
                 else []
             )
@@ -281,7 +281,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = torch.stack([2 * source, 2 * source + 1], -1).clamp(min=-1)
             spared = spared.unsqueeze(-1)
         if old is not None and bool(spared.any()):
-            terms.append(Term(aten_rules.kept(spared, shape), old))
+            terms.append(Term(aten_rules.mask_map(spared, shape), old))
         if value is not None:
             terms.append(Term(gather(source, shape_of(target)), value))
         if not terms:

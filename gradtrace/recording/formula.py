@@ -154,7 +154,7 @@ class FormulaRecorder:
         if hooked:
             ready = hooks.before(node, grads)
         elif facts.python and any(grad is None for grad in grads):
-            ready = nodes.handed(node, grads)
+            ready = nodes.engine_cotangents(node, grads)
         if ready is not grads:
             self._check_linear(block.steps, grads, ready)
         formula = len(block.steps)

@@ -18,7 +18,7 @@ class GradientCache:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.left = budget
+        self.bytes_left = budget
         self.values: dict[int, Tensor] = {}
         self.storages: set[int] = set()
 
@@ -26,26 +26,26 @@ class GradientCache:
         """Keep a gradient, if the budget allows. ``expensive``: whether it is expensive to
         recompute, or the block that made it.
         """
-        if self.left <= 0:
+        if self.bytes_left <= 0:
             return
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place not in self.storages:
-            left = self.left - storage.nbytes()
+            left = self.bytes_left - storage.nbytes()
             if left < self.budget // 2:
                 if isinstance(expensive, Block):
                     expensive = _is_expensive(expensive)
                 if left < 0 or not expensive:
                     return
-            self.left = left
+            self.bytes_left = left
             self.storages.add(place)
         self.values[value] = as_real(tensor) if tensor.is_complex() else tensor
 
     def spend(self, nbytes: int) -> bool:
         """Reserve memory for another use; False if less than half of the budget would be left."""
-        enough = self.left - nbytes >= self.budget // 2 > 0
+        enough = self.bytes_left - nbytes >= self.budget // 2 > 0
         if enough:
-            self.left -= nbytes
+            self.bytes_left -= nbytes
         return enough
 
     def hold(self, value: int, tensor: Tensor) -> None:
@@ -53,7 +53,7 @@ class GradientCache:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.storages:
             self.storages.add(storage._cdata)
-            self.left -= storage.nbytes()
+            self.bytes_left -= storage.nbytes()
         self.values[value] = as_real(tensor)
 
 

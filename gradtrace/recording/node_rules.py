@@ -33,7 +33,14 @@ from gradtrace.linops import (
     Sparse,
 )
 from gradtrace.recording import placeholders
-from gradtrace.recording.aten_rules import RULES, BatchedWeights, Call, between, timed, times
+from gradtrace.recording.aten_rules import (
+    RULES,
+    BatchedWeights,
+    Call,
+    distance_maps,
+    matrix_times,
+    times_matrix,
+)
 from gradtrace.types import Shape
 
 aten = torch.ops.aten
@@ -58,10 +65,15 @@ class Product(Protocol):
     batched_weights: BatchedWeights
 
     def __call__(
-        self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        edge: Edge,
+        via_transpose: bool = False,
+        grad: Tensor | None = None,
     ) -> Tensor:
-        """``a @ b``; ``turned``: as ``(bᵀ @ aᵀ)ᵀ``, which has transposed strides. With ``grad``,
-        the operand that is the cotangent, the product may be deferred.
+        """``a @ b``; with ``via_transpose`` as ``(bᵀ @ aᵀ)ᵀ``, which has transposed strides. With
+        ``grad``, the operand that is the cotangent, the product may be deferred.
         """
 
     def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
@@ -384,7 +396,7 @@ def mv(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     out = matrix.t() @ grad
     shape, wanted = tuple(grad.shape), tuple(out.shape)
     if matrix.layout is not torch.strided:
-        return [None, (out, times(matrix.t(), shape, wanted))]
+        return [None, (out, matrix_times(matrix.t(), shape, wanted))]
     return [None, (out, (Contract("m,mk->k", matrix, shape, wanted),))]
 
 
@@ -421,7 +433,7 @@ def _left(
         return None
     if w.layout is not torch.strided:
         out = grad @ w.t()
-        return out, timed(w.t(), tuple(grad.shape), tuple(out.shape))
+        return out, times_matrix(w.t(), tuple(grad.shape), tuple(out.shape))
     out = product(grad, w.mT, edge)
     spec = "mn,kn->mk" if grad.dim() == 2 else "bmn,bkn->bmk"
     return out, (Contract(spec, w, tuple(grad.shape), tuple(out.shape)),)
@@ -443,9 +455,9 @@ def _right(
     if x.layout is not torch.strided:
         across = x.transpose(-2, -1)
         out = (torch.mm if x.dim() == 2 else torch.bmm)(across, grad)
-        return out, times(across, tuple(grad.shape), tuple(out.shape))
-    turned = len(steps) == 2 and steps[0] == 1 != steps[1]  # PyTorch's condition
-    out = product(x.mT, grad, edge, turned, None if x.is_leaf and x.requires_grad else grad)
+        return out, matrix_times(across, tuple(grad.shape), tuple(out.shape))
+    via_transpose = len(steps) == 2 and steps[0] == 1 != steps[1]  # PyTorch's condition
+    out = product(x.mT, grad, edge, via_transpose, None if x.is_leaf and x.requires_grad else grad)
     spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
     return out, (Contract(spec, x, tuple(grad.shape), tuple(out.shape)),)
 
@@ -466,8 +478,8 @@ def euclidean_dist(node: Node, grad: Tensor, edges: Edges, product: Product) -> 
     second = y * ratio.sum(-2).unsqueeze(-1) - ratio.mT @ x
     turn = Index(lambda g: g.mT, tuple(grad.shape), tuple(grad.mT.shape), injective=True)
     return [
-        None if edges[0][0] is None else (first, between(x, y, 2.0, distance)),
-        None if edges[1][0] is None else (second, [turn, *between(y, x, 2.0, distance.mT)]),
+        None if edges[0][0] is None else (first, distance_maps(x, y, 2.0, distance)),
+        None if edges[1][0] is None else (second, [turn, *distance_maps(y, x, 2.0, distance.mT)]),
     ]
 
 
@@ -634,7 +646,7 @@ JoinedCotangent: TypeAlias = "tuple[Tensor, dict[int, Slot]]"
 
 def split(node: Node, grads: Mapping[int, Tensor]) -> JoinedCotangent:
     """``split``: each output is a slice of the argument along ``dim``."""
-    out, dim = _handed(node, grads)
+    out, dim = _joined_cotangent(node, grads)
     if type(node).__name__.startswith("SplitWithSizes"):
         starts = [0, *accumulate(node._saved_split_sizes)]
     else:
@@ -645,12 +657,12 @@ def split(node: Node, grads: Mapping[int, Tensor]) -> JoinedCotangent:
 
 def unbound(node: Node, grads: Mapping[int, Tensor]) -> JoinedCotangent:
     """``unbind``: each output is one index along ``dim``."""
-    out, dim = _handed(node, grads)
+    out, dim = _joined_cotangent(node, grads)
     cuts = {k: (*g.shape[:dim], 1, *g.shape[dim:]) for k, g in grads.items()}
     return out, {k: slot(dim, k, cuts[k], g.shape, out.shape) for k, g in grads.items()}
 
 
-def _handed(node: Node, grads: Mapping[int, Tensor]) -> tuple[Tensor, int]:
+def _joined_cotangent(node: Node, grads: Mapping[int, Tensor]) -> tuple[Tensor, int]:
     """The node's result for its cotangents, and the dimension that was split."""
     out = node(*[grads.get(k) for k in range(nodes.outputs_of(node))])
     return out, _signed(node._saved_dim) % out.dim()

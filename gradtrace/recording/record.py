@@ -72,7 +72,12 @@ class GradientProducts:
         self.batched_weights = BatchedWeights()
 
     def __call__(
-        self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        edge: Edge,
+        via_transpose: bool = False,
+        grad: Tensor | None = None,
     ) -> Tensor:
         """``a @ b``, the cotangent that is passed along ``edge``; see ``Product``."""
         if self.bare:
@@ -83,7 +88,7 @@ class GradientProducts:
         ):
             return out
         multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul has more overhead
-        return multiply(b.mT, a.mT).mT if turned else multiply(a, b)
+        return multiply(b.mT, a.mT).mT if via_transpose else multiply(a, b)
 
     def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
         """A placeholder for the gradient of a leaf if that is deferred, else None."""
@@ -114,7 +119,7 @@ class GradientProducts:
         None if there is no such leaf, or if hooks might read the gradient.
         """
         if node is not None and type(node) is not ACCUMULATE:
-            if not nodes.ends(node) or node._sequence_nr() < self.clear_since:
+            if not nodes.reaches_leaf(node) or node._sequence_nr() < self.clear_since:
                 return None
             node = nodes.edges_of(node)[0][0]
         if node is None or node.variable._backward_hooks:
@@ -262,9 +267,9 @@ class ProgramRecorder:
                 "(torch.autograd.Function) that hands on gradients of a wider type"
             )
         block.gives[position] = value
-        if self.cache.left > 0:
+        if self.cache.bytes_left > 0:
             kind = self.kinds.get(type(child)) or self._kind(type(child))
-            if not kind.ending or not nodes.ends(child):
+            if not kind.ending or not nodes.reaches_leaf(child):
                 self.cache.add(value, out, block)
         slots = self.adjoints.get(child)
         if slots is None:

@@ -12,15 +12,15 @@ from gradtrace.recording.aten_rules.call import (
     Chains,
     Undecided,
     as_real,
+    broadcast_maps,
     real_dtype,
     shape_of,
-    spread,
 )
 from gradtrace.recording.aten_rules.decompositions import OPENED
-from gradtrace.recording.aten_rules.distances import between
-from gradtrace.recording.aten_rules.elementwise import kept, probe
+from gradtrace.recording.aten_rules.distances import distance_maps
+from gradtrace.recording.aten_rules.elementwise import mask_map, probe
 from gradtrace.recording.aten_rules.movement import view
-from gradtrace.recording.aten_rules.sparse import timed, times
+from gradtrace.recording.aten_rules.sparse import matrix_times, times_matrix
 from gradtrace.recording.aten_rules.table import RULES
 from gradtrace.recording.aten_rules.unit_columns import dense
 
@@ -32,14 +32,14 @@ __all__ = [
     "Chains",
     "Undecided",
     "as_real",
-    "between",
+    "broadcast_maps",
     "dense",
-    "kept",
+    "distance_maps",
+    "mask_map",
+    "matrix_times",
     "probe",
     "real_dtype",
     "shape_of",
-    "spread",
-    "timed",
-    "times",
+    "times_matrix",
     "view",
 ]

@@ -170,7 +170,7 @@ def pairwise(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.stack([move(x[..., 0]), move(x[..., 1])], -1)
 
 
-def spread(dep: Tensor, shape: Shape) -> list[Map]:
+def broadcast_maps(dep: Tensor, shape: Shape) -> list[Map]:
     """The maps that broadcast an argument to a shape; none if it has that shape."""
     if dep.shape == shape:
         return []

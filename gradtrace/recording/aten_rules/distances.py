@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gradtrace.linops import Distances, Map, Scale, gather
-from gradtrace.recording.aten_rules.call import Call, Chains, Undecided, spread
+from gradtrace.recording.aten_rules.call import Call, Chains, Undecided, broadcast_maps
 from gradtrace.types import Shape
 
 
-def between(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
+def distance_maps(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
     """Maps from the cotangent of the distances (..., n, m) to that of x (..., n, k):
     ``∂‖x − y‖ₚ/∂x = φ(x − y) / ‖x − y‖ₚ^(p − 1)``, which is 0 where the points coincide.
     """
@@ -42,7 +42,7 @@ def cdist(call: Call) -> Chains:
     if not power or not g.numel() or not call.out.numel():
         return []  # p = 0 counts coordinates that differ: the gradient is zero
     shape = tuple(distance.shape)
-    chain = [*spread(g, shape), *between(x, y, power, distance)]
+    chain = [*broadcast_maps(g, shape), *distance_maps(x, y, power, distance)]
     if chain[-1].out_shape != call.out.shape:
         raise Undecided
     return [(chain, g)]
@@ -62,4 +62,4 @@ def pdist(call: Call) -> Chains:
     pair[first, second] = pair[second, first] = torch.arange(len(first), device=g.device)
     square: Shape = (n, n)
     whole = gather(pair, tuple(g.shape))
-    return [([whole, *between(x, x, power, whole.apply(distance).reshape(square))], g)]
+    return [([whole, *distance_maps(x, x, power, whole.apply(distance).reshape(square))], g)]

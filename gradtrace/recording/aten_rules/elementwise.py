@@ -18,9 +18,9 @@ from gradtrace.recording.aten_rules.call import (
     Rule,
     Undecided,
     as_shape,
+    broadcast_maps,
     real,
     shape_of,
-    spread,
 )
 from gradtrace.types import Shape
 
@@ -58,7 +58,7 @@ def _into(dep: Tensor, k: int) -> Map:
 
 def weigh(dep: Tensor, out: Tensor, weight: Any) -> Chain:
     """``out = weight · dep``, broadcasting, for a real or complex weight."""
-    chain = spread(dep, tuple(out.shape))
+    chain = broadcast_maps(dep, tuple(out.shape))
     complex_weight = isinstance(weight, complex) or (
         isinstance(weight, Tensor) and weight.is_complex()
     )
@@ -104,7 +104,7 @@ def add(call: Call) -> Chains:
     for x, factor in ((call.args[0], 1), (call.args[1], sign * alpha)):
         if call.depends(x):
             if factor == 1 and x.is_complex() == out.is_complex():
-                chains.append((spread(x, tuple(out.shape)), x))
+                chains.append((broadcast_maps(x, tuple(out.shape)), x))
             else:
                 chains.append(weigh(x, out, factor))
     return chains
@@ -135,7 +135,7 @@ def negative(call: Call) -> Chains:
     return [weigh(call.dep, call.out, -1)]
 
 
-def kept(mask: Tensor, shape: Shape) -> Index:
+def mask_map(mask: Tensor, shape: Shape) -> Index:
     """The input where the mask is true; elsewhere no entry, which differs from a weight of 0."""
 
     def move(x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def kept(mask: Tensor, shape: Shape) -> Index:
 def _masked(dep: Tensor, out: Tensor, mask: Tensor) -> Chain:
     """``dep``, broadcast to the result, where the mask is true."""
     mask = mask.unsqueeze(-1) if out.is_complex() and mask.dim() else mask
-    return [*spread(dep, tuple(out.shape)), kept(mask, real(out.shape, dep))], dep
+    return [*broadcast_maps(dep, tuple(out.shape)), mask_map(mask, real(out.shape, dep))], dep
 
 
 def where(call: Call) -> Chains:
@@ -191,7 +191,7 @@ def probe(call: Call) -> Chains:
             torch.view_as_real(c.resolve_conj()) if out.is_complex() else c.unsqueeze(-1)
             for c in found
         ]
-        chains.append(_matrix(spread(dep, tuple(out.shape)), dep, out, columns))
+        chains.append(_matrix(broadcast_maps(dep, tuple(out.shape)), dep, out, columns))
     return chains
 
 
@@ -218,7 +218,7 @@ def complex_parts(call: Call) -> Chains:
     chains = []
     for k, x in enumerate(call.args[:2]):
         if call.depends(x):
-            step = spread(x, tuple(call.out.shape))
+            step = broadcast_maps(x, tuple(call.out.shape))
             chains.append(([*step, _into(call.out, k)], x))
     return chains
 

@@ -37,7 +37,7 @@ def strided(call: Call) -> Chains:
     return [([gather(source, shape_of(dep))], dep)]
 
 
-def turn(call: Call) -> Any:
+def injective_view(call: Call) -> Any:
     """Views that contain every element at most once: permutations and slices."""
     return _move(call, fills=False, injective=True)
 
@@ -57,7 +57,7 @@ def put(call: Call) -> Any:
     return _move(call, fills=True, injective=True)
 
 
-def joined(call: Call) -> Any:
+def concatenate(call: Call) -> Any:
     """``cat`` and ``stack``: each argument fills a slot of the result along ``dim``."""
     parts, out = list(call.args[0]), call.out
     dim = call.get(1, "dim", 0) % out.dim()

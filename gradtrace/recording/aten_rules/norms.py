@@ -40,7 +40,7 @@ def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: 
     gain = torch.ones((), dtype=unit.dtype, device=unit.device) if gain is None else gain
     shape = tuple(unit.shape)
     gained, down, along, diagonal = _factors(gain, scale, unit, n)
-    return Normaliser(_wide(diagonal, shape), [(down, gain), (along, gained)], dims, shape)
+    return Normaliser(_expanded(diagonal, shape), [(down, gain), (along, gained)], dims, shape)
 
 
 def _factors(gain: Tensor, scale: Tensor, unit: Tensor, n: int) -> tuple[Tensor, ...]:
@@ -48,7 +48,7 @@ def _factors(gain: Tensor, scale: Tensor, unit: Tensor, n: int) -> tuple[Tensor,
     return gain * unit, scale / -n, scale * unit / -n, scale * gain
 
 
-def _wide(x: Tensor, shape: Shape) -> Tensor:
+def _expanded(x: Tensor, shape: Shape) -> Tensor:
     """``x.expand(shape)``, skipped where ``x`` has that shape, which is faster."""
     return x if x.shape == shape else x.expand(shape)
 
@@ -61,7 +61,7 @@ def layer_norm(call: Call) -> Any:
     outer = list(range(x.dim() - len(sizes)))
     shape = tuple(g.shape)
     kept = tuple(sizes)
-    into, unit = _layer(call, inner, prod(kept), shape)
+    into, unit = _layer_maps(call, inner, prod(kept), shape)
     return [
         [([into], g)] if mask[0] else [],
         [([unit, Reduce(outer, shape, kept)], g)] if mask[1] else [],
@@ -69,7 +69,7 @@ def layer_norm(call: Call) -> Any:
     ]
 
 
-def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normaliser, Scale]:
+def _layer_maps(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normaliser, Scale]:
     """The map to the input of a layer norm, and the scale by its normalised input.
 
     With ``call.batched_weights``, both are created with provisional weights, which are replaced
@@ -83,14 +83,16 @@ def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normalis
 
     def fill(unit: Tensor, gained: Tensor, down: Tensor, along: Tensor, diagonal: Tensor) -> None:
         scale.weight = unit
-        into.diagonal = _wide(diagonal, shape)
+        into.diagonal = _expanded(diagonal, shape)
         into.left, into.right = (down, along), (gain, gained)
 
-    call.batched_weights.request(_layers, (x, mean, rstd, gain), fill, n)
+    call.batched_weights.request(_layer_weights, (x, mean, rstd, gain), fill, n)
     return into, scale
 
 
-def _layers(x: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor, n: int) -> tuple[Tensor, ...]:
+def _layer_weights(
+    x: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor, n: int
+) -> tuple[Tensor, ...]:
     """The weights of several layer norms; the first dimension of all tensors is the layer."""
     unit = (x.to(rstd.dtype) - mean) * rstd
     gain = gain.reshape(len(gain), *[1] * (x.dim() - gain.dim()), *gain.shape[1:])
@@ -107,7 +109,7 @@ def rms_norm(call: Call) -> Any:
     shape, kept = tuple(g.shape), tuple(sizes)
     gained = torch.ones((), dtype=unit.dtype, device=x.device) if gain is None else gain
     pairs = [(rstd * unit / -prod(kept), gained * unit)]
-    into = Normaliser(_wide(rstd * gained, shape), pairs, inner, shape)
+    into = Normaliser(_expanded(rstd * gained, shape), pairs, inner, shape)
     return [
         [([into], g)] if mask[0] else [],
         [([Scale(unit, shape), Reduce(outer, shape, kept)], g)] if mask[1] else [],

@@ -18,9 +18,9 @@ from gradtrace.recording.aten_rules.call import (
     Rule,
     Undecided,
     as_shape,
+    broadcast_maps,
     from_shape,
     shape_of,
-    spread,
 )
 from gradtrace.recording.aten_rules.elementwise import weigh
 from gradtrace.recording.aten_rules.unit_columns import dense
@@ -124,7 +124,7 @@ def solve(position: int, flag: str = "") -> Rule:
         spec = f"{b}kn,{b}mk->{b}mn" if left else f"{b}mk,{b}kn->{b}mn"
         wide = (*batch, *dep.shape[-2:])
         maps, _ = _product(dep.expand(wide), out, found[0] if several else found, spec)
-        chains = [([*spread(dep, wide), *maps], dep)]
+        chains = [([*broadcast_maps(dep, wide), *maps], dep)]
         return [chains, *([] for _ in call.out[1:])] if several else chains
 
     return rule

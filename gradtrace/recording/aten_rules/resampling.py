@@ -88,7 +88,7 @@ Along: TypeAlias = "Callable[[Call, int, int, int], ResamplingRows]"
 has ``size`` elements in the original and ``points`` in the result."""
 
 
-def interpolated(forward: Any, taps: int, blurred: bool = False) -> Along:
+def interpolation(forward: Any, taps: int, blurred: bool = False) -> Along:
     """Interpolation by ``forward(x, output_size, align_corners, *scales)``.
 
     Each point depends on ``taps`` neighbours; with ``blurred`` (antialiasing), on more of them
@@ -113,12 +113,12 @@ def interpolated(forward: Any, taps: int, blurred: bool = False) -> Along:
             )
             return found.transpose(2, 2 + d).reshape(len(x), points, -1)[..., 0]
 
-        return _sampled(sample, size, min(size, period), call.args[0].device)
+        return _matrix_of_rows(sample, size, min(size, period), call.args[0].device)
 
     return along
 
 
-def _sampled(
+def _matrix_of_rows(
     sample: Callable[[Tensor], Tensor], size: int, period: int, device: torch.device
 ) -> ResamplingRows:
     """The matrix of ``sample``, which maps float64 rows (n, size) to rows (n, points).
@@ -136,7 +136,7 @@ def _sampled(
     return ResamplingRows.of(size, (numbers[cls, point] / weight).round().long() - 1, point, weight)
 
 
-def averaged(call: Call, d: int, size: int, points: int) -> ResamplingRows:
+def average_pool(call: Call, d: int, size: int, points: int) -> ResamplingRows:
     """Average pooling along one dimension: see ``Along``."""
     _, _, kernels, strides, paddings, _, padded, divisor = call.args
     kernel, stride, padding = (
@@ -154,7 +154,7 @@ def averaged(call: Call, d: int, size: int, points: int) -> ResamplingRows:
     return _windows(start, end, over, size)
 
 
-def adapted(call: Call, d: int, size: int, points: int) -> ResamplingRows:
+def adaptive_average_pool(call: Call, d: int, size: int, points: int) -> ResamplingRows:
     """Adaptive average pooling along one dimension: windows that cover all elements."""
     point = torch.arange(points, device=call.args[0].device)
     start = point * size // points
@@ -171,7 +171,7 @@ def _windows(start: Tensor, end: Tensor, over: Tensor, size: int) -> ResamplingR
     return ResamplingRows.of(size, element, point, 1 / over[point].double())
 
 
-def plane(spatial: int, along: Along) -> Rule:
+def separable(spatial: int, along: Along) -> Rule:
     """The gradient of separable resampling over the last ``spatial`` dimensions.
 
     Leading and trailing dimensions with an identity matrix are left out of the Kronecker product.
@@ -202,13 +202,13 @@ def plane(spatial: int, along: Along) -> Rule:
 # Grids -------------------------------------------------------------------------------------------
 
 
-def _taps(
+def _taps_of_planes(
     sample: Callable[[Tensor], Tensor], size: Shape, period: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The source element and the weight of each tap of each sampled point: (taps, n, points) each.
 
     ``sample`` maps float64 planes ``(classes, *size)`` to ``(classes, n, points)``; the method is
-    that of ``_sampled``, with classes by the residues of all coordinates.
+    that of ``_matrix_of_rows``, with classes by the residues of all coordinates.
     """
     numbers = ids64(size, device) + 1
     chosen = torch.ones(1, *size, dtype=torch.bool, device=device)
@@ -223,7 +223,7 @@ def _taps(
     return number.round().long() - 1, ones
 
 
-def sampled(call: Call) -> Any:
+def grid_sampler(call: Call) -> Any:
     """The gradient of ``grid_sampler`` by the image and by the grid."""
     g, x, grid, mode, padding, align, mask = call.args
     call.only(g)
@@ -240,7 +240,7 @@ def sampled(call: Call) -> Any:
 
     result: list[Chains] = [[], []]
     if mask[0]:
-        source, weight = _taps(sample, size, (2, 1, 4)[mode], g.device)
+        source, weight = _taps_of_planes(sample, size, (2, 1, 4)[mode], g.device)
         tap, sample_, point = (weight != 0).nonzero(as_tuple=True)
         here = (tap, sample_, point)
         row, column = sample_ * prod(size) + source[here], sample_ * points + point

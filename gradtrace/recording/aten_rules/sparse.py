@@ -21,7 +21,7 @@ def entries(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return matrix.indices(), matrix.values()
 
 
-def times(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
+def matrix_times(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
     """``matrix @ in``, of matrices, batches of matrices, or a matrix and a vector."""
     places, weight = entries(matrix)
     rows, columns = places[-2], places[-1]
@@ -33,7 +33,7 @@ def times(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
     return [Sparse.of((rows, columns, weight), in_shape, out_shape, around)]
 
 
-def timed(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
+def times_matrix(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
     """``in @ matrix``, of matrices."""
     (rows, columns), weight = entries(matrix)
     around = Around(1, in_shape[0], 1)
@@ -47,11 +47,13 @@ def product(call: Call) -> Chains:
     dep, other = (a, b) if call.dep is a else (b, a)
     if dep.is_complex() or other.is_complex() or (dep is a and other.dim() != 2):
         raise Undecided
-    chain = (timed if dep is a else times)(other, tuple(dep.shape), tuple(call.out.shape))
+    chain = (times_matrix if dep is a else matrix_times)(
+        other, tuple(dep.shape), tuple(call.out.shape)
+    )
     return [(chain, dep)]
 
 
-def bags(call: Call) -> Chains:
+def embedding_bag(call: Call) -> Chains:
     """The gradient of ``embedding_bag`` by its table."""
     names = [argument.name for argument in call.func._schema.arguments]
     given = {name: call.get(n, name) for n, name in enumerate(names)}
