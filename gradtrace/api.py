@@ -25,7 +25,7 @@ from gradtrace.ir.program import Leaf, Program
 from gradtrace.kernels import sync
 from gradtrace.kernels.sync import fetch_scalars
 from gradtrace.pytorch.plain_tensors import numbers_of
-from gradtrace.recording.record import DENSE_LIMIT, record
+from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
 from gradtrace.tracing.paths import Paths
@@ -91,7 +91,7 @@ def program(
     names: Mapping[str, Tensor] | None = None,
     cotangent: Tensor | None = None,
     schedule: str = "kahn",
-    dense_limit: int = DENSE_LIMIT,
+    dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Program:
     """The backward pass of a loss as data: steps of structured linear maps.
 
@@ -117,7 +117,7 @@ def trace(
     granularity: str = "scalar",
     names: Mapping[str, Tensor] | None = None,
     nonfinite: str = "raise",
-    dense_limit: int = DENSE_LIMIT,
+    dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Trace:
     """Trace the gradient of a loss back to its parameters: which way did most of it come?
 
@@ -219,7 +219,7 @@ def trace_of(
     rule: str = "greedy",
     granularity: str = "scalar",
     nonfinite: str = "raise",
-    dense_limit: int = DENSE_LIMIT,
+    dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Trace:
     """``trace`` with an atlas, and the classes of a model's modules."""
     _check(SUM, None, nonfinite)
@@ -276,7 +276,7 @@ def program_of(
     *,
     cotangent: Tensor | None = None,
     schedule: str = "kahn",
-    dense_limit: int = DENSE_LIMIT,
+    dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Program:
     """``program`` with an atlas."""
     _check(SUM, cotangent, "raise")

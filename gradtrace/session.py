@@ -23,7 +23,7 @@ from gradtrace.autodiff.names import (
     NameTable,
     ThreadCall,
 )
-from gradtrace.autodiff.nodes import mark
+from gradtrace.autodiff.nodes import annotate
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.graphs.graph import Graph
@@ -226,7 +226,7 @@ class watch(Listener):
         elif here.away is None:
             here.away, self.atlas.away = ThreadCall(), True
             for tensor in tensors_in((args, kwargs)):
-                mark(tensor, here.away, GIVEN)
+                annotate(tensor, here.away, GIVEN)
         notes = self.atlas if here.away is None else here.away
         noted = Noted(here, self._next_call(self._name(module)))
         here.stack.append(noted)
@@ -262,7 +262,7 @@ class watch(Listener):
         notes.enter(_now(), here.stack[-1].place if here.stack else NO_MODULE)
         if here.away is not None and not here.stack:
             for tensor in tensors_in(result):
-                mark(tensor, here.away, MADE)
+                annotate(tensor, here.away, MADE)
             here.away = None
 
     def _noting(self) -> bool:

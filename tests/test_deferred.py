@@ -24,7 +24,7 @@ from gradtrace.tracing.traced_value import TracedValue
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(record, "LARGE", 1)
+    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", 1)
     torch.manual_seed(0)
     yield
 
@@ -138,7 +138,7 @@ def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.Mo
 def test_memory_is_spent_as_long_as_there_is_plenty() -> None:
     store = GradientCache(100)
     assert [store.spend(n) for n in (30, 30, 20, 1)] == [True, False, True, False]
-    assert store.left == 50
+    assert store.bytes_left == 50
     assert not GradientCache(0).spend(0)
 
 
@@ -148,7 +148,7 @@ def test_nothing_depends_on_it(case: str, rule: str, monkeypatch: pytest.MonkeyP
     model, loss_of = CASES[case]()
     later = traced(model, loss_of, rule)
     few = later.paths(sample=20)
-    monkeypatch.setattr(record, "LARGE", 1 << 40)
+    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", 1 << 40)
     at_once = traced(model, loss_of, rule)
     assert not put_off(at_once)
     for ours, theirs in zip(later.influence().rows, at_once.influence().rows, strict=True):

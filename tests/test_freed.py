@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace.autodiff.pass_scope import KEEPER, SPAN
+from gradtrace.autodiff.pass_scope import FREE_SPAN_NODES, KEEPER
 from gradtrace.errors import GradtraceError
 
 
@@ -127,7 +127,7 @@ def test_deep_graphs_are_freed_at_once_on_small_stacks() -> None:
 
 def test_shallow_graphs_are_left_alone() -> None:
     x = y = torch.ones(3, requires_grad=True)
-    for _ in range(2 * SPAN - 2):
+    for _ in range(2 * FREE_SPAN_NODES - 2):
         y = y.cos()
     gt.backward(y.sum())
     node: Any = y.grad_fn

@@ -134,7 +134,7 @@ def test_a_graph_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch
     right = record.ProgramRecorder._leaf
 
     def moved(pen: record.ProgramRecorder, leaf: Tensor, grad: Tensor, value: int) -> None:
-        pen.atlas = NameTable.of({"far": far})
+        pen.name_table = NameTable.of({"far": far})
         right(pen, far, grad, value)
 
     monkeypatch.setattr(record.ProgramRecorder, "_leaf", moved)

@@ -26,7 +26,7 @@ from gradtrace.ir import interpreter
 from gradtrace.ir.cost import block_edges
 from gradtrace.recording import record
 from gradtrace.recording.formula import FormulaRecorder
-from gradtrace.recording.node_rules import _CALLS, JOINTS, NODES, summed
+from gradtrace.recording.node_rules import _CALLS, MULTI_OUTPUT_RULES, NODES, summed
 from gradtrace.semirings import COUNT, MAX
 
 a = torch.linspace(0.2, 1.7, 12, dtype=torch.float64).reshape(3, 4)
@@ -263,14 +263,16 @@ def followed(loss: Tensor, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_every_row_has_a_case() -> None:
-    kinds = {kind.rstrip("0123456789").removesuffix("Backward") for kind in (*NODES, *JOINTS)}
+    kinds = {
+        kind.rstrip("0123456789").removesuffix("Backward") for kind in (*NODES, *MULTI_OUTPUT_RULES)
+    }
     assert kinds == set(CASES)
 
 
 @pytest.fixture(params=[1, 1 << 40], ids=["later", "at once"], autouse=True)
 def _large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the gradients of all leaves put off, and of none."""
-    monkeypatch.setattr(record, "LARGE", request.param)
+    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -292,7 +294,7 @@ def test_a_row_gives_what_its_formula_gives(
     short = gradtrace.program(loss)
     assert followed(loss, monkeypatch) <= GIVEN_UP.get((name, n), set())
     monkeypatch.setattr(record, "NODES", {})
-    monkeypatch.setattr(record, "JOINTS", {})
+    monkeypatch.setattr(record, "MULTI_OUTPUT_RULES", {})
     watched = gradtrace.program(loss)
     assert_agree(interpreter.run(short, gradtrace.SUM), leaves, wanted)
     assert_agree({leaf.tensor: leaf.compute() for leaf in short.leaves}, leaves, wanted)
@@ -355,7 +357,7 @@ def test_cotangents_may_lie_in_memory_as_they_like(
         }
     ]
     monkeypatch.setattr(record, "NODES", {})
-    monkeypatch.setattr(record, "JOINTS", {})
+    monkeypatch.setattr(record, "MULTI_OUTPUT_RULES", {})
     program = record.record(out, cotangent, NameTable(), watch)
     found.append({leaf.tensor: leaf.compute() for leaf in program.leaves})
     assert_agree(found[0], leaves, wanted)

@@ -77,7 +77,7 @@ def test_tables_are_the_same(
     tied: bool, deferred: bool, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if deferred:  # then gradients lie as products give them, and not as weights do
-        monkeypatch.setattr(record, "LARGE", 1)
+        monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", 1)
     trace = traced(tied, dtype)
     assert any(isinstance(leaf.given, LazyGradient) for leaf in trace.program.leaves) is deferred
     whole = trace.influence()

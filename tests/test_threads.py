@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.autodiff.names import ModuleCall, NameTable
-from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.threads import off_thread_calls
 
 
 @pytest.fixture(autouse=True)
@@ -201,10 +201,10 @@ def test_numbers_that_contradict_each_other() -> None:
     late = after + other
     atlas.enter(begin, ModuleCall("part", 0))
     atlas.enter(begin + 4, ModuleCall("", 0))
-    assert elsewhere(late.sum(), atlas) == {other.grad_fn: ModuleCall("", 0)}
+    assert off_thread_calls(late.sum(), atlas) == {other.grad_fn: ModuleCall("", 0)}
     twin = own.cos()
     twin.grad_fn._set_sequence_nr(after.grad_fn._sequence_nr())
-    found = elsewhere((after + twin).sum(), atlas)
+    found = off_thread_calls((after + twin).sum(), atlas)
     assert found == {
         after.grad_fn: ModuleCall("", 0),
         twin.grad_fn: ModuleCall("", 0),

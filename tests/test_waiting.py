@@ -128,7 +128,7 @@ def test_recording_waits_once_or_twice(
     name: str, large: int, unwaiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For whether gradients are finite, at the very end."""
-    monkeypatch.setattr(record, "LARGE", large)
+    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", large)
     monkeypatch.setattr(api, "room", lambda *_: 0)  # else nothing is put off on a GPU
     model, loss_of = MODELS[name]()
     with gt.watch(model) as watch:
@@ -166,7 +166,7 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """A formula that hides what it does: ``softplus``, whose result is taken for a constant."""
     func = torch.ops.aten.softplus_backward.default
     monkeypatch.setitem(
-        dispatch._WAYS, func, dispatch.Lowering("exact", aten_rules.RULES["zeros_like"])
+        dispatch._LOWERINGS, func, dispatch.Lowering("exact", aten_rules.RULES["zeros_like"])
     )
 
 
@@ -226,7 +226,7 @@ def test_code_of_the_users_runs_once(unwaiting: None, monkeypatch: pytest.Monkey
 def test_a_probe_that_is_hoped_to_be_linear() -> None:
     for f, linear_ in ((lambda x: torch.lerp(x, x * 0, 0.25), True), (torch.special.erf, False)):
         x, hopes = torch.tensor([0.5, -2.0]), DeferredChecks()
-        pen = dispatch.DispatchRecorder(1 << 20, hopes=hopes)
+        pen = dispatch.DispatchRecorder(1 << 20, checks=hopes)
         pen.begin([])
         pen.track(x, pen.new())
         waiting_, sync.would_sync = sync.would_sync, lambda x: True
@@ -242,7 +242,7 @@ def test_a_probe_that_is_hoped_to_be_linear() -> None:
 def test_near_is_close(value: list[float]) -> None:
     b = torch.tensor(value)
     for a in (b, b + 1e-5, b + 1, torch.tensor([float("inf"), 2.0])[: len(value)]):
-        assert bool(dispatch.near(a, b).all()) == dispatch.close(a, b)
+        assert bool(dispatch.elementwise_close(a, b).all()) == dispatch.close(a, b)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e38])
@@ -260,7 +260,7 @@ def test_one_look_at_all_gradients(bad: float, unwaiting: None) -> None:
 def test_gradients_that_are_not_finite_are_refused(
     large: int, unwaiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "LARGE", large)
+    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", large)
     monkeypatch.setattr(api, "room", lambda *_: 0)  # else nothing is put off on a GPU
     model = nn.Linear(3, 3)
     with gt.watch(model) as watch:

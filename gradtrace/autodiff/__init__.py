@@ -1,1 +1,1 @@
-"""PyTorch's graph: nodes, hooks, orders of traversal, the gradient, the user's names."""
+"""Reads PyTorch's autograd graph: nodes, hooks, traversal, backward pass, names and labels."""

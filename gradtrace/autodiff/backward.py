@@ -1,4 +1,4 @@
-"""The gradient alone: PyTorch's own formulas, called in our order, nothing recorded."""
+"""The gradient alone: calls PyTorch's backward formulas node by node and records nothing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import ModuleCall, NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, Edges, Grads, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
-from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import NotScalar, Unsupported
 
 RECENT = HookWatch()
-"""The moment at which a pass of ours ended last: graphs made since are free of earlier hooks."""
+"""Refreshed after each pass: nodes made since its reset have no hooks, if none was registered."""
 
 
 def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
-    """The cotangent that the walk starts with: 1, or what the caller gives for several losses."""
+    """The cotangent of the loss: 1, or the caller's ``cotangent`` if the loss is not a scalar."""
     if loss.is_complex():
         raise Unsupported(
             "the loss is complex, so it has no gradient to follow; take its real part or magnitude"
@@ -45,13 +45,14 @@ def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
 
 
 class GradientWalk:
-    """One pass over the nodes of a graph: adjoints by node and slot, each dropped when used.
+    """One backward pass over a graph.
 
-    ``leaves`` holds the cotangent of each leaf when the pass is done.
+    ``adjoints`` holds the pending cotangents by node and output slot; each is dropped when used.
+    ``leaves`` holds each leaf with its gradient when the pass is done.
     """
 
-    def __init__(self, loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch) -> None:
-        self.atlas, self.loss = atlas, loss
+    def __init__(self, loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> None:
+        self.name_table, self.loss = name_table, loss
         self.clear_since = watch.clear_since()
         start = [None] * nodes.slot_of(loss) + [seed]
         self.adjoints: dict[Node, list[Tensor | None]] = {nodes.root_of(loss): start}
@@ -59,28 +60,28 @@ class GradientWalk:
         self.outputs = Outputs()
 
     def visit(self, node: Node, edges: Edges) -> None:
-        """Call the node on what has reached it, and hand the results to its arguments."""
+        """Call a node with its cotangents and add the results to those of its arguments."""
         grads = self.adjoints.pop(node, None)
         if grads is None:
-            return  # no cotangent came this way
+            return  # no cotangent reaches this node
         kind = type(node)
         if kind is ACCUMULATE:
             variable = node.variable
-            if variable._backward_hooks and hooks.stand_on(variable):
+            if variable._backward_hooks and hooks.has_active_hooks(variable):
                 grads = hooks.run_leaf_hooks(variable, grads)
             grad = grads[0]
             assert grad is not None
-            if grad._is_zerotensor():  # without memory; the user gets zeros
+            if grad._is_zerotensor():  # has no storage; users get real zeros
                 grad = torch.zeros_like(grad)
             self.leaves.append((variable, grad))
             return
         facts = FACTS.get(kind) or learn(kind)
-        if facts.many:
+        if facts.multi_output:
             grads += [None] * (len(node._input_metadata) - len(grads))
-        asked, adjoints, position = facts.asked, self.adjoints, -1
+        conform_at, adjoints, position = facts.conform_at, self.adjoints, -1
         try:
             if facts.python or node._sequence_nr() < self.clear_since:
-                outs = self._careful(node, grads)
+                outs = self._call_with_hooks(node, grads)
             else:
                 outs = node(*grads)
                 if type(outs) is not tuple:
@@ -89,7 +90,7 @@ class GradientWalk:
                 position += 1
                 if child is None or out is None:
                     continue
-                if asked is None or position in asked:
+                if conform_at is None or position in conform_at:
                     out = nodes.conform(out, self.outputs.wanted(child, slot))
                 waiting = adjoints.get(child)
                 if waiting is None:
@@ -100,14 +101,16 @@ class GradientWalk:
                 there = waiting[slot]
                 waiting[slot] = out if there is None else there + out
         except Exception as error:
-            raise self.atlas.place(error, node, self.place_of(node)) from error
+            raise self.name_table.place(error, node, self.place_of(node)) from error
 
     def place_of(self, node: Node) -> ModuleCall:
         """The module call that made a node."""
-        return elsewhere(self.loss, self.atlas).get(node) or self.atlas.place_of(node)
+        return off_thread_calls(self.loss, self.name_table).get(node) or self.name_table.place_of(
+            node
+        )
 
-    def _careful(self, node: Node, grads: Grads) -> Grads:
-        """Call a Python function, or a node that hooks may stand on."""
+    def _call_with_hooks(self, node: Node, grads: Grads) -> Grads:
+        """Call a Python function, or a node that may have hooks, with these."""
         if node._sequence_nr() >= self.clear_since:
             return nodes.call(node, grads)
         ready = hooks.before(node, grads)
@@ -115,18 +118,18 @@ class GradientWalk:
 
 
 def gradient(
-    loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch, order: str = "kahn"
+    loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch, order: str = "kahn"
 ) -> list[tuple[Tensor, Tensor]]:
     """Every leaf with its gradient, as ``torch.autograd.grad`` gives it."""
-    state = GradientWalk(loss, seed, atlas, watch)
+    state = GradientWalk(loss, seed, name_table, watch)
     with one_pass():
         walk(loss, state.visit, order)
     return state.leaves
 
 
-def first_nonfinite(loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch) -> str:
-    """The first operator, from the loss, that hands a gradient on which is not finite."""
-    state = GradientWalk(loss, seed, atlas, watch)
+def first_nonfinite(loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> str:
+    """The first operator, counted from the loss, that gives a gradient which is not finite."""
+    state = GradientWalk(loss, seed, name_table, watch)
     found: list[str] = []
 
     def visit(node: Node, edges: Edges) -> None:
@@ -138,7 +141,7 @@ def first_nonfinite(loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWat
                 for grad in state.adjoints.get(child, ())
                 if grad is not None
             ):
-                found.append(atlas.describe(node, state.place_of(node)))
+                found.append(name_table.describe(node, state.place_of(node)))
 
     with one_pass():
         walk(loss, visit)

@@ -1,4 +1,4 @@
-"""Whether weights hold what they held, also where no version counter tells (``p.data.mul_(2)``)."""
+"""Detects changes of weights, also those that version counters miss (``p.data.mul_(2)``)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-WHOLE = 1 << 16
-"""Tensors of at most so many elements are compared element by element."""
+COMPARE_ALL_MAX_ELEMENTS = 1 << 16
+"""Tensors of at most this many elements are compared in full."""
 
-SAMPLE = 1 << 12
-"""Of larger ones so many elements, evenly spread."""
+SAMPLE_ELEMENTS = 1 << 12
+"""Of larger tensors, at most this many evenly spaced elements are compared."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightFingerprints:
-    """What tensors on the CPU held when this was made. Those on a GPU are left out: to look at them
-    is to wait for it.
+    """Copies of tensors, or of samples of them, to compare with later.
+
+    Only tensors on the CPU are compared: reading those on a GPU would synchronise.
 
     >>> w, v = torch.zeros(3), torch.zeros(100_000)
     >>> prints = WeightFingerprints([w, v])
@@ -30,31 +31,34 @@ class WeightFingerprints:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._lines: dict[torch.dtype, list[Tensor]] = {}  # views of the memory itself
+        self._views: dict[torch.dtype, list[Tensor]] = {}  # views, not copies
         for tensor in tensors:
             if tensor.is_cpu and tensor.layout is torch.strided and tensor.numel():
-                line = _line(tensor.detach())
-                self._lines.setdefault(line.dtype, []).append(line)
-        self._held = self._look()
+                flat = _flat_view(tensor.detach())
+                self._views.setdefault(flat.dtype, []).append(flat)
+        self._held = self._read_bits()
 
-    def _look(self) -> list[Tensor]:
-        # as whole numbers, so that NaN equals itself and -0 is not 0
-        return [torch.cat(lines).view(BITS[dtype.itemsize]) for dtype, lines in self._lines.items()]
+    def _read_bits(self) -> list[Tensor]:
+        # as integers, so that NaN equals itself and -0 differs from 0
+        return [torch.cat(views).view(BITS[dtype.itemsize]) for dtype, views in self._views.items()]
 
     def hold(self) -> bool:
-        """Whether the tensors hold what they held."""
-        return all(map(torch.equal, self._look(), self._held))
+        """Whether the tensors have the same bits as when this object was made."""
+        return all(map(torch.equal, self._read_bits(), self._held))
 
 
-def _line(tensor: Tensor) -> Tensor:
-    """A view of the elements, or of some of a large tensor, in one dimension: of the memory between
-    the first and the last, if they lie apart.
+def _flat_view(tensor: Tensor) -> Tensor:
+    """A 1-d view of the elements; of large tensors, of evenly spaced ones.
+
+    A tensor that is not contiguous is viewed as the whole range of storage it spans.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_contiguous():
-        line = tensor.view(-1)
+        flat = tensor.view(-1)
     else:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-        line = tensor.as_strided((span,), (1,))
-    return line if len(line) <= WHOLE else line[:: -(-len(line) // SAMPLE)]
+        flat = tensor.as_strided((span,), (1,))
+    return (
+        flat if len(flat) <= COMPARE_ALL_MAX_ELEMENTS else flat[:: -(-len(flat) // SAMPLE_ELEMENTS)]
+    )

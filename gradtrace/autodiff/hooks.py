@@ -1,4 +1,4 @@
-"""Gradient hooks: found without a list of them, and run as PyTorch's engine runs them."""
+"""Gradient hooks: detects which nodes may have some, and runs them as PyTorch's engine does."""
 
 from __future__ import annotations
 
@@ -12,55 +12,56 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace.autodiff.nodes import Grads, Node, explain, handed, is_python, name_of
+from gradtrace.autodiff.nodes import Grads, Node, engine_cotangents, explain, is_python, name_of
 from gradtrace.errors import GradtraceError, Unsupported
 
-_OURS = [0]
+_OWN_HANDLES = [0]
 
 
-def ours(count: int) -> None:
-    """So many handles were made by us, and are no hooks on gradients."""
-    _OURS[0] += count
+def exclude_handles(count: int) -> None:
+    """Count ``count`` handles as gradtrace's own, which are not gradient hooks of the user."""
+    _OWN_HANDLES[0] += count
 
 
 def _registered() -> int:
-    """How many hooks there have been so far that are not ours."""
-    return int(RemovableHandle.next_id) - _OURS[0]
+    """The number of hooks registered so far in this process, without gradtrace's own."""
+    return int(RemovableHandle.next_id) - _OWN_HANDLES[0]
 
 
 class HookWatch:
-    """Knows which graphs are free of gradient hooks, without asking their nodes.
+    """Tells which nodes cannot have gradient hooks, without asking each node.
 
-    PyTorch cannot list the hooks of a node, but every hook takes a number from one counter. While
-    that counter stands still, no hook stands on a node made since ``reset``. The other nodes are
-    asked one by one, which is slow but right (``before``, ``after``).
+    PyTorch cannot list the hooks of a node, but every hook takes a number from one global counter.
+    While that counter is unchanged, nodes made since ``reset`` have no hooks. Other nodes are
+    asked one by one (``before``, ``after``), which is correct but slow.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Nodes made from now on are free of hooks until the counter moves."""
+        """Nodes made from now on have no hooks, until the counter changes."""
         self._sequence = int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._handles = _registered()
         self._thread = threading.get_ident()
 
     def clear_since(self) -> int:
-        """The sequence number from which on nodes are free of hooks."""
+        """Nodes with at least this sequence number have no hooks; ``NEVER`` if that is unknown."""
         still = _registered() == self._handles
         return self._sequence if still and threading.get_ident() == self._thread else NEVER
 
     def refresh(self) -> None:
-        """``reset``, if hooks may have been registered; if not, older graphs are free too."""
+        """``reset`` if hooks may have been registered; otherwise older nodes stay known too."""
         if self.clear_since() == NEVER:
             self.reset()
 
 
 NEVER = (1 << 64) - 1
+"""Greater than all sequence numbers."""
 
 
 class SilencedHooks:
-    """A pass that runs no hooks, and whether there may have been any."""
+    """The state of ``silenced``: ``hooked`` is True once a hook may have been skipped."""
 
     hooked = False
 
@@ -70,35 +71,36 @@ _SILENT = threading.local()
 
 @contextmanager
 def silenced() -> Iterator[SilencedHooks]:
-    """Within, hooks do not run: the gradient is that before them.
+    """Within, hooks do not run, and gradients are those before the hooks.
 
-    For passes in addition to one of the user's own, in which hooks run too: what they do besides
-    (count, average, log) must not be done twice, and nobody can know whether they do.
+    For passes in addition to the user's own backward pass, which runs the hooks: side effects of
+    hooks (counting, averaging, logging) must not happen twice, and cannot be detected.
     """
-    outer = _silence()
-    _SILENT.here = found = SilencedHooks()
+    outer = _current_silence()
+    _SILENT.current = found = SilencedHooks()
     try:
         yield found
     finally:
-        _SILENT.here = outer
+        _SILENT.current = outer
 
 
-def _silence() -> SilencedHooks | None:
-    return getattr(_SILENT, "here", None)
+def _current_silence() -> SilencedHooks | None:
+    """The innermost ``silenced`` of this thread."""
+    return getattr(_SILENT, "current", None)
 
 
-def stand_on(leaf: Tensor) -> bool:
-    """Whether there are hooks on a leaf that are to be run."""
+def has_active_hooks(leaf: Tensor) -> bool:
+    """Whether a leaf has hooks and these are not silenced."""
     if not leaf._backward_hooks:
         return False
-    silence = _silence()
+    silence = _current_silence()
     if silence is not None:
         silence.hooked = True
     return silence is None
 
 
 def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
-    """The gradient of a leaf after the hooks that stand on it."""
+    """The gradient of a leaf after the hooks on it."""
     node = get_gradient_edge(leaf).node
     try:
         return _run_tensor_hooks(node, grads)
@@ -109,10 +111,10 @@ def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
 
 
 def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
-    """The cotangents of a node after the hooks that stand on its output tensors.
+    """The cotangents of a node after the hooks on its output tensors.
 
-    The engine runs these, and only these, when it is asked for the gradient of a node's output by
-    itself.
+    PyTorch's engine runs these, and only these, when it computes the gradient of a node's output
+    by itself.
     """
     given = [i for i, grad in enumerate(grads) if grad is not None]
     edges = [GradientEdge(node, i) for i in given]
@@ -124,9 +126,9 @@ def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
 
 
 def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any]]:
-    """The hooks already there, read from the table that a hook of ours is put in and out of."""
+    """The registered hooks, found by registering one more, reading its table, and removing it."""
     handle = register(lambda *_: None)
-    ours(1)
+    exclude_handles(1)
     try:
         table = handle.hooks_dict_ref()
         return [] if table is None else [h for k, h in table.items() if k != handle.id]
@@ -135,13 +137,13 @@ def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any
 
 
 def before(node: Node, grads: Grads) -> Grads:
-    """The cotangents of a node after the hooks that stand on its outputs and before the node."""
-    silence = _silence()
+    """The cotangents of a node after its tensor hooks and its pre-hooks."""
+    silence = _current_silence()
     if silence is not None:
         silence.hooked = True
         return _unhooked(node, grads)
     if is_python(node):
-        return handed(node, grads)
+        return engine_cotangents(node, grads)
     found = tuple(_run_tensor_hooks(node, grads))
     for hook in _hooks(node.register_prehook):
         changed = hook(found)
@@ -151,8 +153,8 @@ def before(node: Node, grads: Grads) -> Grads:
 
 
 def after(node: Node, outs: Grads, grads: Grads) -> Grads:
-    """What a node gives after the hooks that stand behind it."""
-    if _silence() is not None:
+    """The results of a node after its post-hooks (``Node.register_hook``)."""
+    if _current_silence() is not None:
         return outs
     found = tuple(outs)
     for hook in _hooks(node.register_hook):
@@ -163,11 +165,11 @@ def after(node: Node, outs: Grads, grads: Grads) -> Grads:
 
 
 IDENTITIES = frozenset({"BackwardHookFunctionBackward"})
-"""Functions that hand on what they are given, whether a gradient is missing or zero."""
+"""Functions that return their cotangents unchanged, so a missing one may stay None."""
 
 
 def _unhooked(node: Node, grads: Grads) -> Grads:
-    """The cotangents of a node on which hooks may stand, without these."""
+    """The cotangents of a node that may have hooks, without running these."""
     missing = any(grad is None for grad in grads)
     if missing and is_python(node) and name_of(node) not in IDENTITIES:
         raise Unsupported(

@@ -16,24 +16,24 @@ Names: TypeAlias = tuple[str | None, ...]
 Cut: TypeAlias = Callable[[Tensor, int, Names], Tensor]
 
 CUTS: list[Cut] = []
-"""What ``ablate`` does to labelled tensors now, in the whole process; the last opened is last."""
+"""Functions that ``ablate`` applies to labelled tensors, process-wide, in order of registration."""
 
 
 class Label(torch.autograd.Function):
-    """``out = in``, and ``grad_in = grad_out``; the node knows ``dim`` and ``names``.
+    """``out = in`` and ``grad_in = grad_out``; the node stores ``dim`` and ``names``.
 
-    The value is copied. PyTorch forbids writing to a view that a Function returns, and to what it
-    is a view of, so a model that goes on in place (``q += bias``) would fail.
+    The value is copied: PyTorch forbids in-place writes to a view that a Function returns, and to
+    its base, so a model that continues in place (``q += bias``) would fail.
     """
 
     @staticmethod
     def forward(tensor: Tensor, dim: int, names: Names) -> Tensor:
-        """The same values, in memory of their own."""
+        """A copy of the tensor."""
         return tensor.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int, Names], output: Tensor) -> None:
-        """Keep what the slices are called."""
+        """Store the dimension and the names of its slices."""
         _, ctx.dim, ctx.names = inputs
 
     @staticmethod
@@ -50,28 +50,29 @@ class Label(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int, None, None], tensor: Tensor, dim: int, names: Names
     ) -> tuple[Tensor, int]:
-        """The label of the whole batch, whose own dimension lies before ``dim`` or behind it."""
+        """Labels the batched tensor; ``dim`` shifts by one if the batch dimension precedes it."""
         at = in_dims[0]
-        return _marked(tensor, dim + (at <= dim), names), at
+        return _apply_label(tensor, dim + (at <= dim), names), at
 
 
-def _marked(tensor: Tensor, dim: int, names: Names) -> Tensor:
+def _apply_label(tensor: Tensor, dim: int, names: Names) -> Tensor:
+    """``Label.apply``, typed."""
     return Label.apply(tensor, dim, names)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def label(tensor: Tensor, dim: int, names: str | Iterable[str | None]) -> Tensor:
     """Name the slices of a tensor along ``dim``: ``out = tensor``, and the gradient likewise.
 
-    ``names`` holds one name for each slice, or is one word for all, to be numbered. Slices of one
-    name are a group, and ``None`` leaves a slice without a name. As after any operator, the result
-    has memory of its own, with or without gradients.
+    ``names`` holds one name for each slice, or is one word, to which numbers are appended. Slices
+    with the same name are a group, and ``None`` leaves a slice without a name. The result is a
+    copy, with or without gradients.
 
     >>> import torch
     >>> q = torch.ones(2, 3, requires_grad=True)
-    >>> marked = label(q, -1, "head")
-    >>> labels_of(marked.grad_fn)
+    >>> labelled = label(q, -1, "head")
+    >>> labels_of(labelled.grad_fn)
     (1, ('head 0', 'head 1', 'head 2'))
-    >>> bool((marked == q).all())
+    >>> bool((labelled == q).all())
     True
     >>> labels_of(label(q, 0, ["first", None]).grad_fn)
     (0, ('first', None))
@@ -83,19 +84,19 @@ def label(tensor: Tensor, dim: int, names: str | Iterable[str | None]) -> Tensor
     for cut in tuple(CUTS):
         tensor = cut(tensor, dim, found)
     if torch.compiler.is_compiling():
-        return tensor.clone()  # compiled code has one node for all, which no label can stand in
-    return _marked(tensor, dim, found)
+        return tensor.clone()  # compiled code is one node, which cannot contain a label
+    return _apply_label(tensor, dim, found)
 
 
 def labels_of(node: Node) -> tuple[int, Names] | None:
-    """The dimension and the names of the slices, if ``label`` made this node; else ``None``."""
+    """The dimension and the slice names, if ``label`` made this node; else ``None``."""
     if getattr(type(node), "_forward_cls", None) is not Label:
         return None
     return node.dim, node.names
 
 
 def _checked_dim(tensor: Tensor, dim: int) -> int:
-    """``dim``, counted from the front."""
+    """``dim`` as a nonnegative number; raises ``GradtraceError`` if it is invalid."""
     if not isinstance(tensor, Tensor):
         raise GradtraceError(
             f"label takes a tensor, got {type(tensor).__name__}; label the tensor whose slices "

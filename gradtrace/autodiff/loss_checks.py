@@ -1,9 +1,8 @@
-"""The border to the caller: which losses can be followed, and the state of PyTorch they are
-followed in.
+"""Checks that a loss can be traced, and isolates a pass from the caller's PyTorch modes.
 
-A pass runs PyTorch's own formulas and many small operations of ours. What the caller has switched
-on around the call (inference mode, autocast, forward-mode AD, dispatch modes) would change what
-these compute, so it is switched off for as long as a pass lasts.
+A pass runs PyTorch's backward formulas and many small operations of gradtrace. Modes of the caller
+(inference mode, autocast, forward-mode AD, dispatch modes) would change their results, so they are
+off during a pass.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 
-FOLLOWED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-"""Dtypes of losses; complex ones are refused with a reason of their own."""
+LOSS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes that a loss may have; ``seed_of`` refuses complex ones with its own message."""
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Within, PyTorch computes as it does in a fresh process, without gradient; also a decorator.
+    """Within, no modes of the caller are active and no graph is built; also usable as a decorator.
+
+    Out-of-memory errors are raised as ``TooLarge``, with advice.
 
     >>> with torch.inference_mode(), isolated():
     ...     torch.ones(1).is_inference()
@@ -51,18 +52,20 @@ def isolated() -> Iterator[None]:
             if not memory_limits.ran_out(error):
                 raise
             raise TooLarge(
-                f"memory ran out{memory_limits.told(error)}; trace fewer samples at a time, "
+                f"memory ran out{memory_limits.shortfall(error)}; trace fewer samples at a time, "
                 "sampled elements: influence(sample=10_000), or whole tensors: "
                 "granularity='operator'"
             ) from error
 
 
-def admit(loss: object, atlas: NameTable, elements: bool = True) -> None:
-    """Refuse, before anything is touched, what no pass can follow; or, if gradients alone are
-    wanted and no ``elements`` are looked at, what even has none.
+def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
+    """Raise if a loss cannot be traced, before anything is computed.
+
+    Without ``elements`` only gradients are needed, and losses and leaves of wrapper subclasses are
+    accepted.
     """
     if isinstance(loss, Tensor):
-        _see_level(loss)
+        _check_not_in_transform(loss)
     nodes.root_of(loss)
     assert isinstance(loss, Tensor)
     if loss.is_nested:
@@ -82,20 +85,20 @@ def admit(loss: object, atlas: NameTable, elements: bool = True) -> None:
             "no gradient to follow; materialise the model (model.to_empty(device='cpu') and load "
             "its weights), and run the forward pass again"
         )
-    if loss.dtype not in FOLLOWED and not loss.is_complex():
+    if loss.dtype not in LOSS_DTYPES and not loss.is_complex():
         raise Unsupported(
             f"the loss is of {loss.dtype}, which PyTorch cannot compute gradients in; convert it "
             "(loss.float()) where it is made"
         )
-    wrapped = {key: names[0] for key, (leaf, names) in atlas.leaves.items() if is_wrapper(leaf)}
+    wrapped = {
+        key: names[0] for key, (leaf, names) in name_table.leaves.items() if is_wrapper(leaf)
+    }
     if wrapped and elements:
-        _see_leaves(loss, wrapped)
+        _check_leaves(loss, wrapped)
 
 
-def _see_level(loss: Tensor) -> None:
-    """Transforms of ``torch.func`` hand their function stand-ins, which have no graph of their
-    own.
-    """
+def _check_not_in_transform(loss: Tensor) -> None:
+    """Refuse losses inside a transform of ``torch.func``, whose tensors have no autograd graph."""
     functorch = torch._C._functorch
     if functorch.is_functorch_wrapped_tensor(loss) or functorch.maybe_current_level() is not None:
         raise NoGraph(
@@ -105,8 +108,8 @@ def _see_level(loss: Tensor) -> None:
         )
 
 
-def _see_leaves(loss: Tensor, wrapped: dict[int, str]) -> None:
-    """Refuse a loss that a wrapped parameter takes part in."""
+def _check_leaves(loss: Tensor, wrapped: dict[int, str]) -> None:
+    """Refuse a loss that depends on a leaf in ``wrapped`` (names by id of the leaf)."""
     stack, seen = [nodes.root_of(loss)], set()
     while stack:
         node = stack.pop()

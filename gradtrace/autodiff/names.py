@@ -1,4 +1,4 @@
-"""Where the user's names lie in a graph: leaves by tensor, modules by the time a node was made."""
+"""The user's names in a graph: leaves by tensor, modules by the sequence numbers of nodes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ class ModuleCall(NamedTuple):
 
 
 NO_MODULE = ModuleCall("", 0)
+"""For nodes that were made outside any module call."""
 
 
 @dataclass(eq=False)
 class CallRanges:
-    """For every stretch of a thread's sequence numbers, the innermost module call.
+    """The innermost module call for each range of a thread's sequence numbers.
 
-    ``starts`` ascends; nodes made from ``starts[i]`` on, until the next start, lie in
-    ``places[i]``.
+    ``starts`` ascends; nodes with sequence numbers in ``[starts[i], starts[i + 1])`` were made by
+    the call ``places[i]``.
     """
 
     starts: list[int] = field(default_factory=list)
     places: list[ModuleCall] = field(default_factory=list)
 
     def enter(self, sequence: int, place: ModuleCall) -> None:
-        """From this sequence number on, nodes belong to ``place``."""
+        """Nodes from this sequence number on belong to ``place``."""
         self.starts.append(sequence)
         self.places.append(place)
 
@@ -51,21 +52,22 @@ class CallRanges:
 
 @dataclass(eq=False)
 class ThreadCall(CallRanges):
-    """One call of a module on another thread than that of the watch, and the calls inside it.
+    """One call of a module on a thread other than the watch's, and the calls inside it.
 
-    The nodes that made the tensors which it was given and which it returned are marked with it.
+    The nodes that made its input and output tensors are annotated with it (``nodes.annotate``).
     """
 
 
 GIVEN, MADE = "given", "made"
+"""Annotations of the nodes that made the inputs and the outputs of a ``ThreadCall``."""
 
 
 @dataclass
 class NameTable(CallRanges):
     """Names of leaves, and the module calls on the thread of the watch.
 
-    Sequence numbers are a thread's own, so where several threads have made a graph the numbers of
-    its nodes do not say all; ``threads`` does.
+    Each thread has its own sequence numbers, so these do not identify the module calls of nodes
+    made on other threads; ``autodiff.threads`` does.
     """
 
     leaves: dict[int, tuple[Tensor, list[str]]] = field(default_factory=dict)  # by id
@@ -73,8 +75,8 @@ class NameTable(CallRanges):
 
     @classmethod
     def of(cls, names: Mapping[str, Tensor] | None) -> NameTable:
-        """An atlas of named leaves and no modules."""
-        atlas = cls()
+        """A table of named leaves and no module calls."""
+        name_table = cls()
         for name, tensor in (names or {}).items():
             if not isinstance(tensor, Tensor):
                 raise UnknownName(f"names[{name!r}] is a {type(tensor).__name__}, not a tensor")
@@ -85,8 +87,8 @@ class NameTable(CallRanges):
                     f"names[{name!r}] {why}, so no gradient ends there; name parameters, or inputs "
                     "made with requires_grad_()"
                 )
-            atlas.name(tensor, name)
-        return atlas
+            name_table.name(tensor, name)
+        return name_table
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a leaf one more name."""
@@ -100,8 +102,8 @@ class NameTable(CallRanges):
         return tuple(found[1]) if found else ()
 
     def label(self, leaves: Iterable[Tensor]) -> dict[Tensor, str]:
-        """One name for each leaf: named ones in the order of the atlas, then leaf0, leaf1, ... in
-        the order given. Tensors that take turns as one parameter become w, w@1, ...
+        """One name for each leaf: named ones in the order of this table, then leaf0, leaf1, ... in
+        the order given. Several tensors with the same name become w, w@1, ...
         """
         given = {id(leaf): leaf for leaf in leaves}
         found: dict[str, Tensor] = {}
@@ -115,19 +117,22 @@ class NameTable(CallRanges):
         return {leaf: name for name, leaf in found.items()}
 
     def place_of(self, node: Node) -> ModuleCall:
-        """The innermost module call in whose forward the node was made."""
+        """The innermost module call that made a node of the watch's thread."""
         number = sequence_of(node)
         return NO_MODULE if number is None else self.place_at(number)
 
     def where(self, node: Node, place: ModuleCall | None = None) -> str:
-        """`` (in encoder.mix)``, or nothing, for error messages; ``place`` if it is known."""
+        """`` (in encoder.mix)``, or an empty string, for error messages.
+
+        ``place`` is the module call, if the caller knows it.
+        """
         module = (place or self.place_of(node)).module
         return f" (in {module})" if module else ""
 
     def place(
         self, error: Exception, node: Node, place: ModuleCall | None = None
     ) -> GradtraceError:
-        """The error, saying at which operator of which module it happened."""
+        """The error with the operator and the module where it occurred in its message."""
         if not isinstance(error, GradtraceError):
             return explain(error, node, self.where(node, place))
         return placed(error, self.describe(node, place))
@@ -145,7 +150,7 @@ def unused(name: str, taken: Container[str]) -> str:
 
 
 def placed(error: GradtraceError, where: str) -> GradtraceError:
-    """The same error, beginning with where it happened."""
+    """The same error, with where it occurred at the start of its message."""
     text = str(error)
     return error if where in text else type(error)(f"{where}: {text}")
 
@@ -153,7 +158,7 @@ def placed(error: GradtraceError, where: str) -> GradtraceError:
 class Gradients(dict[str, Tensor]):
     """``{name: tensor}``, each leaf once, in the order of the model.
 
-    A tied leaf is found by all its names. Asking for one that is not there says which are close.
+    A tied leaf is found by any of its names. The error for an unknown name suggests similar ones.
     ``notes`` say which operators' values are not exact, and why.
     """
 
@@ -174,7 +179,7 @@ class Gradients(dict[str, Tensor]):
 
 
 class LazyGradients(Mapping[str, Tensor]):
-    """``Gradients`` that are computed when they are asked for, and then kept."""
+    """``Gradients`` that are computed on first access and then cached."""
 
     def __init__(
         self, makers: Mapping[str, Callable[[], Tensor]], aliases: Mapping[str, str]
@@ -205,7 +210,7 @@ class LazyGradients(Mapping[str, Tensor]):
 
 
 def unknown(kind: str, name: str, known: Mapping[str, object]) -> str:
-    """A message for a name that is not among ``known``."""
+    """The error message for a name that is not among ``known``."""
     close = get_close_matches(name, list(known), n=3)
     if close:
         return f"no {kind} {name!r} takes part in this loss; did you mean {' or '.join(close)}?"

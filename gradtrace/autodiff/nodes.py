@@ -1,8 +1,8 @@
-"""The only reader of PyTorch's autograd internals.
+"""Reads PyTorch's autograd nodes: lists, describes and calls them.
 
 An autograd node ``u`` is a function ``h_u(g_u) -> (g_v1, ..., g_vn)``, linear in the cotangent.
-Here nodes are listed, described and called; everything above this module, ``hooks`` and ``passes``
-speaks of nodes only through these.
+Only this module, ``hooks`` and ``pass_scope`` use autograd internals; all other code goes through
+them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Grads: TypeAlias = Sequence[Tensor | None]
 Edges: TypeAlias = tuple[tuple[Node | None, int], ...]
 
 
-internals.check()  # before anything is read of them
+internals.check()  # before any of them is used
 
 
-def _accumulate_type() -> Any:  # a type; were it said, mypy would take nodes for objects
-    with torch.inference_mode(False), torch.enable_grad():  # wherever this is imported
+def _accumulate_type() -> Any:  # a type, but then mypy would narrow nodes to object
+    with torch.inference_mode(False), torch.enable_grad():  # the importer may have disabled grad
         leaf = torch.ones(1, requires_grad=True, dtype=torch.float32, device="cpu")
         node: Node = leaf.expand(1).grad_fn
     return type(node.next_functions[0][0])
 
 
 ACCUMULATE = _accumulate_type()
-"""The type of the nodes that stand for leaves."""
+"""``AccumulateGrad``, the type of the nodes of leaves."""
 
 
 def root_of(loss: object) -> Node:
@@ -68,23 +68,24 @@ def name_of(node: Node) -> str:
 
 
 def sequence_of(node: Node) -> int | None:
-    """When the node was made, on its thread; leaves have no such number."""
+    """The sequence number of a node: creation order on its thread. None for leaves."""
     return None if type(node) is ACCUMULATE else int(node._sequence_nr())
 
 
-def mark(tensor: Tensor, key: object, value: str) -> None:
-    """Write on the node that made a tensor, if there is one; it goes when the node goes."""
+def annotate(tensor: Tensor, key: object, value: str) -> None:
+    """Add (key, value) to the metadata of the node that made a tensor, if there is one."""
     node: Node | None = tensor.grad_fn
     if node is not None:
-        node.metadata.setdefault(MARKS, []).append((key, value))
+        node.metadata.setdefault(METADATA_KEY, []).append((key, value))
 
 
-def marks_on(node: Node) -> Sequence[tuple[object, str]]:
-    """What was written on a node."""
-    return node.metadata.get(MARKS, ())  # type: ignore[no-any-return]
+def annotations_of(node: Node) -> Sequence[tuple[object, str]]:
+    """The pairs (key, value) that ``annotate`` added to a node."""
+    return node.metadata.get(METADATA_KEY, ())  # type: ignore[no-any-return]
 
 
-MARKS = "gradtrace"
+METADATA_KEY = "gradtrace"
+"""The key of the annotations in a node's metadata."""
 
 
 def edges_of(node: Node) -> Edges:
@@ -93,11 +94,13 @@ def edges_of(node: Node) -> Edges:
 
 
 VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"})
-"""Nodes that often stand between a parameter and its use."""
+"""Views that are often applied to a parameter before its use."""
 
 
-def ends(node: Node | None) -> bool:
-    """Whether what is handed to this node becomes the gradient of a leaf, or a part of it."""
+def reaches_leaf(node: Node | None) -> bool:
+    """Whether the cotangent of this node is the gradient of a leaf (or a summand of it), directly
+    or through one view.
+    """
     if node is None or type(node) is ACCUMULATE:
         return True
     if type(node).__name__ not in VIEWS:
@@ -111,7 +114,7 @@ def shapes_of(node: Node) -> tuple[Shape, ...]:
 
 
 def bytes_of(node: Node) -> int:
-    """How many bytes the outputs of the operator have; 0 of nested tensors, which do not tell."""
+    """The size of the operator's outputs in bytes; 0 for nested tensors, whose size is unknown."""
     try:
         return sum(prod(meta.shape) * meta.dtype.itemsize for meta in node._input_metadata)
     except RuntimeError:
@@ -119,25 +122,27 @@ def bytes_of(node: Node) -> int:
 
 
 def outputs_of(node: Node) -> int:
-    """How many outputs the operator has."""
+    """The number of outputs of the operator."""
     return len(node._input_metadata)
 
 
 def wanted(node: Node, slot: int) -> Any:
-    """What the gradient of an output of a node is to be like: it has shape, dtype and device."""
+    """An object with the shape, dtype and device that the cotangent of an output must have."""
     return node.variable if type(node) is ACCUMULATE else node._input_metadata[slot]
 
 
 class Outputs:
-    """``wanted`` for all edges of a pass. To ask a node for one of its outputs lists all of them,
-    so a node that has many (``unbind`` of a long sequence) is asked once, not for every edge.
+    """``wanted`` with a cache, for one pass.
+
+    Reading ``_input_metadata`` builds a list of all outputs, so for a node with many outputs
+    (``unbind`` of a long sequence) it is read once, not for every edge.
     """
 
     def __init__(self) -> None:
         self.known: dict[Node, Any] = {}
 
     def wanted(self, node: Node, slot: int) -> Any:
-        """What the gradient of an output of a node is to be like."""
+        """An object with the shape, dtype and device that the cotangent of an output must have."""
         if type(node) is ACCUMULATE:
             return node.variable
         known = self.known.get(node)
@@ -155,8 +160,10 @@ _NARROW = {
 
 
 def is_number(x: Tensor) -> bool:
-    """Whether PyTorch made a tensor of a number, as of the 2 in ``y * 2``. It lies in the CPU's
-    memory, whatever y does, and does not widen the dtype of a result, by which it is told.
+    """Whether PyTorch made this tensor from a Python number, such as the 2 in ``y * 2``.
+
+    Such a tensor is on the CPU, wherever y is, and does not take part in type promotion, by which
+    it is recognised.
     """
     narrow = _NARROW.get(x.dtype) if x.is_cpu and not x.dim() else None
     return narrow is not None and torch.result_type(narrow, x) is narrow.dtype
@@ -172,11 +179,11 @@ LAYOUTS = {
     torch.sparse_bsr: _SPARSE,
     torch.sparse_bsc: _SPARSE,
 }
-"""What to do about gradients that are not dense."""
+"""Advice for error messages, by layout of a gradient that is not dense."""
 
 
 def refuse_layout(grad: Tensor) -> NoReturn:
-    """Say that a gradient which is not dense is not followed."""
+    """Raise ``Unsupported`` for a gradient that is not dense."""
     raise Unsupported(
         f"a gradient of layout {grad.layout} cannot be followed element by element; "
         f"{LAYOUTS.get(grad.layout, 'make it dense')}"
@@ -184,16 +191,16 @@ def refuse_layout(grad: Tensor) -> NoReturn:
 
 
 def _sums_to(wide: Shape, shape: Shape) -> bool:
-    """Whether a value of the second shape, broadcast, has the first."""
+    """Whether ``shape`` broadcasts to ``wide``."""
     extra = len(wide) - len(shape)
     return extra >= 0 and all(n in (1, m) for n, m in zip(shape, wide[extra:]))
 
 
 def conform(grad: Tensor, meta: Any) -> Tensor:
-    """Bring a formula's result to the shape, dtype and device of the value it is the gradient of.
+    """Convert a formula's result to the shape, dtype and device in ``meta``.
 
-    The engine of PyTorch does this after each node: it sums over broadcast dimensions, takes the
-    real part for a real value, and converts.
+    PyTorch's engine does this after each node: it sums over broadcast dimensions, takes the real
+    part for a real value, and converts dtype and device.
     """
     if grad.layout is not torch.strided:
         refuse_layout(grad)
@@ -204,7 +211,7 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
         if same and grad.is_contiguous():
             grad = grad.view(shape)
         elif shape and extra > 0 and grad.shape[extra:] == shape:
-            grad = grad.sum(tuple(range(extra)))  # what sum_to_size does, with less ado
+            grad = grad.sum(tuple(range(extra)))  # as sum_to_size, with less overhead
         elif _sums_to(tuple(grad.shape), shape):
             grad = grad.sum_to_size(shape)
         else:
@@ -222,8 +229,8 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
     return grad
 
 
-MANY = frozenset({"NativeLayerNormBackward0", "NativeGroupNormBackward0", "SplitBackward0"})
-"""Operators with several outputs, among those below."""
+MULTI_OUTPUT = frozenset({"NativeLayerNormBackward0", "NativeGroupNormBackward0", "SplitBackward0"})
+"""Operators in ``EXACT`` that have several outputs."""
 
 _EXACT = (
     "Alias Bmm Clone Convolution Cos Exp Expand Gelu Log LogSoftmax Mm NativeGroupNorm "
@@ -236,28 +243,28 @@ EXACT: dict[str, tuple[int, ...]] = {
     "AddmmBackward0": (0,),
     "MulBackward1": (),
 }
-"""Nodes whose formula gives results of the very shape and dtype that is wanted, but at these
-argument positions, where broadcasting may have to be undone. To ask a node which shapes it wants
-costs as much as a small formula does; of nodes not listed here every argument is asked."""
+"""Nodes whose results already have the shape and dtype of their arguments, except at these
+argument positions, where they may have to be summed over broadcast dimensions. Reading the metadata
+of a node costs as much as a small formula. For nodes not listed, every result is conformed."""
 
 
 class Facts(NamedTuple):
-    """What the walk knows of a type of node."""
+    """What traversal needs to know about a type of node."""
 
     python: bool  # a torch.autograd.Function
-    many: bool  # may have several outputs, so it must be asked how many cotangents it takes
-    asked: tuple[int, ...] | None  # argument positions to conform; None: all
+    multi_output: bool  # may have several outputs: read from its metadata how many
+    conform_at: tuple[int, ...] | None  # argument positions to conform; None: all
 
 
 FACTS: dict[type, Facts] = {}
 
 
 def learn(kind: type) -> Facts:
-    """Find out once what a type of node is like."""
+    """Compute ``Facts`` of a type of node, and store them in ``FACTS``."""
     python = issubclass(kind, torch.autograd.function.BackwardCFunction)
     name = kind.__name__
-    asked = None if python else EXACT.get(name)
-    FACTS[kind] = facts = Facts(python, asked is None or name in MANY, asked)
+    conform_at = None if python else EXACT.get(name)
+    FACTS[kind] = facts = Facts(python, conform_at is None or name in MULTI_OUTPUT, conform_at)
     return facts
 
 
@@ -275,14 +282,14 @@ def is_python(node: Node) -> bool:
 
 
 def call(node: Node, grads: Grads) -> Grads:
-    """``h_u(g_u)``: one gradient for each edge of ``edges_of(node)``, as the formula gives it."""
+    """``h_u(g_u)``: the formula's result, one gradient for each edge of ``edges_of(node)``."""
     if is_python(node) and any(grad is None for grad in grads):
-        grads = handed(node, grads)
+        grads = engine_cotangents(node, grads)
     return call_ready(node, grads)
 
 
 def call_ready(node: Node, grads: Grads) -> Grads:
-    """``call`` with cotangents as the engine would hand them over."""
+    """``call`` with cotangents as the engine passes them (see ``engine_cotangents``)."""
     if is_python(node):
         return _apply(node, grads)
     outs = node(*grads)
@@ -292,13 +299,13 @@ def call_ready(node: Node, grads: Grads) -> Grads:
 def _apply(node: Node, grads: Grads) -> Grads:
     """Call the ``backward`` of a ``torch.autograd.Function``.
 
-    It gives a gradient for every argument of ``forward``, tensors or not, where the edges list
-    tensors only; those that need a gradient are the same, in order.
+    It returns one gradient for each argument of ``forward``, tensor or not, while the edges list
+    tensors only. The arguments that need a gradient are the same in both, in the same order.
     """
     if name_of(node) in REFUSED:
         raise _Refused(REFUSED[name_of(node)])
     with users_code():
-        outs = type(node).apply(node, *grads)  # not node.apply, which handed replaces for a moment
+        outs = type(node).apply(node, *grads)  # not node.apply: see engine_cotangents
     outs = outs if isinstance(outs, tuple) else (outs,)
     needs = node.needs_input_grad
     if len(outs) < len(needs) or any(out is not None for out in outs[len(needs) :]):
@@ -308,31 +315,32 @@ def _apply(node: Node, grads: Grads) -> Grads:
 
 
 class _Refused(Exception):
-    """A node that is not to be called; ``explain`` says where it stands."""
+    """A node that cannot be called; ``explain`` adds where it is."""
 
 
 class _Stop(Exception):
-    """Ends a pass of PyTorch's engine."""
+    """Raised to end a pass of PyTorch's engine."""
 
 
-_HANDING = threading.RLock()
+_APPLY_LOCK = threading.RLock()
 
 
-def handed(node: Node, grads: Grads) -> Grads:
-    """The cotangents as PyTorch's engine hands them to a Python function.
+def engine_cotangents(node: Node, grads: Grads) -> Grads:
+    """The cotangents that PyTorch's engine passes to a ``torch.autograd.Function``.
 
-    That is after the hooks on them, and with zeros for missing ones, unless the function wants
-    None, which only the engine knows.
+    They are after the hooks, and missing ones are zeros, unless the function asked for None
+    (``set_materialize_grads(False)``), which only the engine knows. So the engine is run with the
+    node's ``apply`` replaced by a function that stores its arguments and stops the pass.
     """
     given = [(GradientEdge(node, i), grad) for i, grad in enumerate(grads) if grad is not None]
     below = next(GradientEdge(child, slot) for child, slot in edges_of(node) if child is not None)
-    handed: list[Tensor | None] = []
+    received: list[Tensor | None] = []
 
     def stop(*args: Tensor | None) -> None:
-        handed.extend(args)
+        received.extend(args)
         raise _Stop
 
-    with _HANDING:
+    with _APPLY_LOCK:
         node.apply = stop
         try:
             torch.autograd.grad(
@@ -342,17 +350,17 @@ def handed(node: Node, grads: Grads) -> Grads:
             pass
         finally:
             del node.apply
-    return handed
+    return received
 
 
 def explain(error: Exception, node: Node, where: str) -> GradtraceError:
-    """Turn an exception raised by a node into one that names the operator and what to do."""
+    """Convert an exception raised by a node to one that names the operator and gives advice."""
     at = f"{name_of(node)}{where}"
     text = str(error)
     if memory_limits.ran_out(error):
         return TooLarge(
-            f"{at} ran out of memory{memory_limits.told(error)}; trace fewer samples at a time, "
-            "or whole tensors: granularity='operator'"
+            f"{at} ran out of memory{memory_limits.shortfall(error)}; trace fewer samples at a "
+            "time, or whole tensors: granularity='operator'"
         )
     if isinstance(error, _Refused):
         return Unsupported(f"{at} cannot be followed: {text}")

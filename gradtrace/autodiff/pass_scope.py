@@ -1,5 +1,5 @@
-"""What surrounds a walk over a graph: one backward pass, what it leaves of checkpoints to the pass
-that comes after, and how what it has seen is freed.
+"""The context of a backward pass of gradtrace: how PyTorch's hooks and checkpoints see it, and how
+the nodes it has visited can be freed.
 """
 
 from __future__ import annotations
@@ -23,44 +23,46 @@ _RUNNING = threading.local()
 
 
 def backward_runs() -> bool:
-    """Whether a backward pass, ours or PyTorch's, runs on this thread.
+    """Whether a backward pass, of gradtrace or of PyTorch, runs on this thread.
 
-    A module that is called now recomputes what a checkpoint dropped.
+    If so, a call of a module is the recomputation of a checkpoint.
     """
     return _running() or _TASK() != -1
 
 
-SPAN = 32
-"""So many nodes in a row may free one another before a container stands between two of them."""
+FREE_SPAN_NODES = 32
+"""About this many nodes may free one another by recursion before a tuple interrupts the chain."""
 
 KEEPER = "gradtrace: frees a deep graph step by step"
-"""The key under which a node's metadata holds some of the nodes that it leads to."""
+"""The metadata key under which a node holds references to some of its children."""
 
 
 def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
-    """See to it that a graph can be freed at any depth, on any thread, as soon as it is let go.
+    """Make a graph of any depth safe to free, on any thread, without stack overflow.
 
-    ``nodes`` are all that a walk has met, each after the nodes that lead to it. PyTorch frees a
-    graph in a loop, but since 2.13 not nodes that Python has seen: these free one another by
-    recursion, some 210 bytes of C stack each, so that a chain of 2,500 overflows a stack of 512 kB.
-    Python's own containers avoid that: past 50 of them, one inside the other, the rest waits in a
-    list (the "trashcan"). So where a chain of nodes is long, every ``SPAN``-th of them also holds
-    its successors by a tuple in its metadata, which is let go after its edges are. The successors
-    live no longer than before, since the node leads to them anyway.
+    ``nodes`` are all nodes of a walk, each after the nodes that lead to it. PyTorch frees a graph
+    in a loop, but since 2.13 not nodes that Python has seen: these free one another by recursion,
+    with about 210 bytes of C stack each, so that a chain of 2,500 overflows a stack of 512 kB.
+    Python's containers avoid this: beyond 50 nested deallocations the rest is queued (the
+    "trashcan"). So in a long chain every ``FREE_SPAN_NODES``-th node also holds its children in a
+    tuple in its metadata, which is released after its edges. This does not extend the lifetime of
+    the children, since the node's edges refer to them anyway.
     """
-    if len(nodes) <= 2 * SPAN:
+    if len(nodes) <= 2 * FREE_SPAN_NODES:
         return
-    heights: dict[Node | None, int] = {None: -1}  # the longest way down to a leaf
+    heights: dict[Node | None, int] = {None: -1}  # length of the longest path to a leaf
     for node in reversed(nodes):
         height = -1
         for child, _ in edges.get(node, ()):
-            below = heights.get(child, 0)  # a leaf may come first, as in order of creation
+            below = heights.get(child, 0)  # 0: a leaf that is not listed yet
             if below > height:
                 height = below
         heights[node] = height = height + 1
-        start = height - height % SPAN
-        if start > SPAN:
-            far = tuple([n for n, _ in edges.get(node, ()) if SPAN <= heights.get(n, 0) < start])
+        start = height - height % FREE_SPAN_NODES
+        if start > FREE_SPAN_NODES:
+            far = tuple(
+                [n for n, _ in edges.get(node, ()) if FREE_SPAN_NODES <= heights.get(n, 0) < start]
+            )
             if far:
                 node.metadata[KEEPER] = far
 
@@ -69,15 +71,15 @@ def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
 def one_pass() -> Iterator[None]:
     """One backward pass: no graph is built, and checkpointed parts are recomputed once.
 
-    The garbage collector pauses: a pass makes many small objects that are all in use, and to look
-    through them again and again costs a fifth of the time.
+    The garbage collector is off meanwhile: a pass makes many small objects that are all in use, and
+    scanning them repeatedly takes a fifth of the time.
     """
     collecting = gc.isenabled()
     gc.disable()
     outer = getattr(_RUNNING, "passes", 0), getattr(_RUNNING, "number", -1)
     _RUNNING.passes, _RUNNING.number = outer[0] + 1, next(_NUMBERS)
     try:
-        with torch.no_grad(), recomputed_once(), _told():
+        with torch.no_grad(), recomputed_once(), _patched_torch():
             yield
     finally:
         _RUNNING.passes, _RUNNING.number = outer
@@ -85,14 +87,14 @@ def one_pass() -> Iterator[None]:
             gc.enable()
 
 
-def walks(reached: Callable[[], Collection[Node]]) -> None:
-    """The pass on this thread goes over these nodes; they are looked up when a hook asks."""
+def set_reached_nodes(reached: Callable[[], Collection[Node]]) -> None:
+    """Set which nodes the pass on this thread visits; ``reached`` is called when a hook asks."""
     _RUNNING.reached = reached
 
 
-# What PyTorch is told while a pass of ours runs ---------------------------------------------------
+# Functions of PyTorch that are replaced during a pass ---------------------------------------------
 
-_NUMBERS = count(1 << 40)  # of passes; the engine's own are small
+_NUMBERS = count(1 << 40)  # pass numbers, which cannot collide with those of the engine
 _TASK = torch._C._current_graph_task_id
 _EXECUTES = torch._C._will_engine_execute_node
 _CACHED: Any = vars(checkpoint)["_CachedTorchDispatchMode"]
@@ -105,18 +107,21 @@ def _running() -> bool:
 
 
 def _task() -> int:
-    """The number of the backward pass that runs. A hook on several tensors counts its calls by it;
-    it is called by passes of PyTorch's engine over one node each, which are one pass of ours.
+    """The number of the running backward pass.
+
+    A multi-grad hook counts its calls by this number. In a pass of gradtrace the hook is called by
+    several passes of PyTorch's engine, over one node each, which must have the same number.
     """
     return _RUNNING.number if _running() else _TASK()
 
 
 def _executes(node: Node) -> bool:
+    """Whether the running pass visits a node."""
     return node in _RUNNING.reached() if _running() else _EXECUTES(node)
 
 
 class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
-    """Around the forward pass of a checkpointed part that runs again."""
+    """Wraps the recomputation of a checkpoint in ``users_code``, so that its writes are undone."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -129,8 +134,8 @@ class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
 
 
 def _enter(mode: Any) -> Any:
-    """Selective checkpointing gives out each value that it has saved once. In a pass of ours all of
-    them are put back, so that the user's own pass finds them.
+    """Selective checkpointing returns each saved value once. In a pass of gradtrace the values are
+    restored afterwards (``_exit``), so that the user's own pass finds them.
     """
     if _running():
         mode._gradtrace_saved = {key: copy.copy(some) for key, some in mode.storage.items()}
@@ -145,39 +150,42 @@ def _exit(mode: Any, *error: object) -> Any:
     return _EXIT(mode, *error)
 
 
-_TOLD: tuple[tuple[Any, str, Any], ...] = (
+_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch._C, "_current_graph_task_id", _task),
     (torch._C, "_will_engine_execute_node", _executes),
     (checkpoint, "_recomputation_hook", _Recomputation),
     (_CACHED, "__enter__", _enter),
     (_CACHED, "__exit__", _exit),
 )
-_ORIGINALS = tuple(getattr(where, name) for where, name, _ in _TOLD)
-_TELLING = threading.Lock()
-_LISTENERS = [0]
+_ORIGINALS = tuple(getattr(where, name) for where, name, _ in _PATCHES)
+_PATCH_LOCK = threading.Lock()
+_ACTIVE = [0]
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Within, on this thread, PyTorch's hooks and checkpoints know of our pass."""
-    with _TELLING:
-        _LISTENERS[0] += 1
-        if _LISTENERS[0] == 1:
-            for where, name, ours in _TOLD:
+def _patched_torch() -> Iterator[None]:
+    """Within, PyTorch's hooks and checkpoints treat a pass of gradtrace as a backward pass.
+
+    The patches are process-wide and counted; on other threads they behave as the originals.
+    """
+    with _PATCH_LOCK:
+        _ACTIVE[0] += 1
+        if _ACTIVE[0] == 1:
+            for where, name, ours in _PATCHES:
                 setattr(where, name, ours)
     try:
         yield
     finally:
-        with _TELLING:
-            _LISTENERS[0] -= 1
-            if not _LISTENERS[0]:
-                for (where, name, _), theirs in zip(_TOLD, _ORIGINALS):
+        with _PATCH_LOCK:
+            _ACTIVE[0] -= 1
+            if not _ACTIVE[0]:
+                for (where, name, _), theirs in zip(_PATCHES, _ORIGINALS):
                     setattr(where, name, theirs)
 
 
 @contextlib.contextmanager
 def recomputed_once() -> Iterator[None]:
-    """Within, a checkpointed part is recomputed at most once, and each of its values used once."""
+    """Within, a checkpointed part is recomputed at most once; each saved value may be read once."""
     if not hasattr(checkpoint, "GraphExecGroup"):
         with _recomputed_once_before_2_10():
             yield
@@ -192,11 +200,11 @@ def recomputed_once() -> Iterator[None]:
 
 
 class _Uuid:
-    """In place of the module ``uuid`` in ``torch.utils.checkpoint`` of torch 2.6 to 2.9.
+    """Replaces the module ``uuid`` in ``torch.utils.checkpoint`` of torch 2.6 to 2.9.
 
-    There a part is recomputed once for each number that ``uuid4`` gives, which is asked for at
-    every saved value that is read outside PyTorch's own backward pass. Within a pass of ours, and
-    on its thread, it gives one number.
+    There a part is recomputed once for each result of ``uuid4``, which is called whenever a saved
+    value is read outside PyTorch's own backward pass. Within a pass of gradtrace, on its thread,
+    the result is always the same.
     """
 
     def uuid4(self) -> uuid.UUID:

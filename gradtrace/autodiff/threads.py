@@ -1,10 +1,10 @@
-"""Which operators of a graph were made on another thread than the watch's, and in which module.
+"""Finds operators that were made on threads other than the watch's, and their module calls.
 
-A node's sequence number is its thread's own count, and the node does not say which thread that was.
-Calls of modules on other threads leave marks on the nodes that they were given and have made, so
-all in between is known. Nodes that no module call on another thread has made are recognised by
-contradiction: on one thread each number is used once, and a node has a greater one than those it
-was made from. They belong to no module.
+Each thread counts its own sequence numbers, and a node does not say on which thread it was made.
+Module calls on other threads annotate the nodes that made their inputs and outputs, so the nodes
+between these are known. Other nodes of other threads are recognised by contradiction: on one
+thread each number is used once, and a node has a greater number than its arguments. They belong to
+no module.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from gradtrace.autodiff.nodes import (
     VIEWS,
     Edges,
     Node,
+    annotations_of,
     edges_of,
-    marks_on,
     root_of,
     sequence_of,
 )
 
 
-def elsewhere(loss: Tensor, atlas: NameTable) -> dict[Node, ModuleCall]:
-    """The places of the nodes behind a loss that ``atlas.place_at`` would give a wrong one."""
-    if not atlas.starts:
+def off_thread_calls(loss: Tensor, name_table: NameTable) -> dict[Node, ModuleCall]:
+    """The module calls of those nodes of a loss for which ``NameTable.place_at`` would be wrong."""
+    if not name_table.starts:
         return {}
     numbers, edges = _survey(root_of(loss))
-    found = _marked(numbers, edges) if atlas.away else {}
+    found = _annotated(numbers, edges) if name_table.away else {}
     left = {node: number for node, number in numbers.items() if node not in found}
-    found.update(dict.fromkeys(_strangers(left, edges, atlas), NO_MODULE))
+    found.update(dict.fromkeys(_foreign(left, edges, name_table), NO_MODULE))
     return found
 
 
 def _survey(root: Node) -> tuple[dict[Node, int], dict[Node, Edges]]:
-    """The number and the edges of every node but leaves."""
+    """The sequence number and the edges of every node except leaves."""
     numbers: dict[Node, int] = {}
     edges: dict[Node, Edges] = {}
     stack = [root]
@@ -51,16 +51,16 @@ def _survey(root: Node) -> tuple[dict[Node, int], dict[Node, Edges]]:
     return numbers, edges
 
 
-def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, ModuleCall]:
-    """What lies between the marks of calls on other threads."""
+def _annotated(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, ModuleCall]:
+    """The nodes between the annotated inputs and outputs of calls on other threads."""
     found: dict[Node, ModuleCall] = {}
     given: dict[ThreadCall, set[Node]] = {}
     made: list[tuple[ThreadCall, Node]] = []
     for node in numbers:
-        for call, mark in marks_on(node):
-            if isinstance(call, ThreadCall) and mark == GIVEN:
+        for call, kind in annotations_of(node):
+            if isinstance(call, ThreadCall) and kind == GIVEN:
                 given.setdefault(call, set()).add(node)
-            elif isinstance(call, ThreadCall) and mark == MADE:
+            elif isinstance(call, ThreadCall) and kind == MADE:
                 made.append((call, node))
     taken: dict[tuple[ThreadCall, int], Node] = {}
     for call, node in made:
@@ -73,37 +73,45 @@ def _marked(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, Mo
                 continue
             other = taken.setdefault((call, number), node)
             if other is not node:
-                found[node] = found[other] = NO_MODULE  # one of them came in unseen
+                found[node] = found[other] = NO_MODULE  # one of them is an input without annotation
                 continue
             found[node] = call.place_at(number)
             stack += [c for c, _ in edges[node] if c in numbers and numbers[c] < number]
     return found
 
 
-def _strangers(
-    numbers: dict[Node, int], edges: dict[Node, Edges], atlas: NameTable
+def _foreign(
+    numbers: dict[Node, int], edges: dict[Node, Edges], name_table: NameTable
 ) -> dict[Node, None]:
-    """Nodes that clash with nodes of the watch's thread, so that they are of another one. Of two
-    that clash, those with a parameter of the module that was running at that number are the
-    watch's own; else those that clash with fewer. Where that does not tell, it may be either.
+    """Nodes that clash with nodes of the watch's thread, so that they are from another thread.
+
+    Of two nodes that clash, one with a parameter of the module that was running at its number is
+    the watch's own; otherwise the one with fewer clashes. If these are equal, both are taken as
+    foreign.
     """
     clashes = _clashes(numbers, edges)
-    own = {node for node in clashes if _fits(numbers[node], edges[node], atlas)}
-    strange = {node: None for node in clashes if clashes[node] & own}
-    while clashes := _rest(clashes, strange):
+    own = {
+        node
+        for node in clashes
+        if _uses_parameter_of_running_module(numbers[node], edges[node], name_table)
+    }
+    foreign = {node: None for node in clashes if clashes[node] & own}
+    while clashes := _remaining_clashes(clashes, foreign):
         worst = max(map(len, clashes.values()))
-        strange.update({node: None for node in clashes if len(clashes[node]) == worst})
-    return strange
+        foreign.update({node: None for node in clashes if len(clashes[node]) == worst})
+    return foreign
 
 
-def _rest(clashes: dict[Node, set[Node]], strange: dict[Node, None]) -> dict[Node, set[Node]]:
-    """The clashes between nodes that are not strange."""
-    left = {n: others - strange.keys() for n, others in clashes.items() if n not in strange}
+def _remaining_clashes(
+    clashes: dict[Node, set[Node]], foreign: dict[Node, None]
+) -> dict[Node, set[Node]]:
+    """The clashes between nodes that are not yet known to be foreign."""
+    left = {n: others - foreign.keys() for n, others in clashes.items() if n not in foreign}
     return {node: others for node, others in left.items() if others}
 
 
 def _clashes(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, set[Node]]:
-    """For each node those that cannot be of the same thread."""
+    """For each node, those that cannot be from the same thread."""
     found: dict[Node, set[Node]] = {}
     first: dict[int, Node] = {}
     for node, number in numbers.items():
@@ -116,14 +124,14 @@ def _clashes(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, s
     return found
 
 
-def _fits(number: int, edges: Edges, atlas: NameTable) -> bool:
+def _uses_parameter_of_running_module(number: int, edges: Edges, name_table: NameTable) -> bool:
     """Whether a node takes a parameter of the module that was running at its number."""
-    module = atlas.place_at(number).module
+    module = name_table.place_at(number).module
     for child, _ in edges:
         if child is not None and type(child).__name__ in VIEWS:
             child = edges_of(child)[0][0]
         if child is not None and type(child) is ACCUMULATE:
-            names = atlas.names_of(child.variable)
+            names = name_table.names_of(child.variable)
             if any(name.rpartition(".")[0] == module for name in names):
                 return True
     return False

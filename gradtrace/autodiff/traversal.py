@@ -1,5 +1,5 @@
-"""Orders in which a graph is walked from its root: each calls ``visit(node, edges)`` once a
-node, after all the nodes that use it, and returns the nodes in that order.
+"""Orders of traversal. Each calls ``visit(node, edges)`` once for each node reachable from the
+root, after all nodes that use it, and returns the nodes in that order.
 
 >>> graph = {"loss": ["mul"], "mul": ["x", "x"], "x": []}
 >>> kahn("loss", lambda node, edges: None, lambda n: [(c, 0) for c in graph[n]])
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from gradtrace.autodiff.nodes import Node, edges_of, root_of, sequence_of
-from gradtrace.autodiff.pass_scope import limit_recursion, walks
+from gradtrace.autodiff.pass_scope import limit_recursion, set_reached_nodes
 from gradtrace.errors import TooDeep, UnknownName, Unsupported
 
 Visit: TypeAlias = Callable[[Any, Any], object]
@@ -25,8 +25,8 @@ Edges: TypeAlias = Callable[[Any], Iterable[tuple[Any, int]]]
 
 
 def pending(root: Node, edges: Edges = edges_of) -> tuple[dict[Node, int], dict[Node, Any]]:
-    """For every node reachable from the root, how many edges lead into it (``x * x`` has two),
-    and its own edges.
+    """For every node reachable from the root, the number of edges into it (the x of ``x * x`` has
+    two), and its own edges.
     """
     uses = {root: 0}
     known = {}
@@ -46,7 +46,7 @@ def pending(root: Node, edges: Edges = edges_of) -> tuple[dict[Node, int], dict[
 
 
 def kahn(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
-    """Kahn's algorithm: count the edges into each node, visit a node when its count is spent."""
+    """Kahn's algorithm: count the edges into each node, visit a node when its count is zero."""
     uses, known = pending(root, edges)
     ready = [root]
     order = []
@@ -65,11 +65,11 @@ def kahn(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
 
 
 def creation(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
-    """The reverse of the order in which the nodes were made; no count of edges is needed.
+    """The reverse of the order in which the nodes were made; needs no edge counts.
 
-    A node is made after its arguments, so the newest of those known can have no unvisited user.
-    Leaves carry no number and come last. Where a graph breaks the rule (nodes made on several
-    threads), an error says so.
+    A node is made after its arguments, so the newest known node has no unvisited user. Leaves have
+    no sequence number and come last. Raises ``Unsupported`` for graphs that break this rule (nodes
+    made on several threads).
     """
     newest: list[tuple[int, int, Node]] = [(0, 0, root)]
     known = {root}
@@ -102,14 +102,14 @@ def creation(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
 
 
 def recursive(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
-    """Recursive count-down: a node knows how many uses are pending, and when the last of them
-    has been visited its own arguments follow, one call inside another.
+    """Recursive traversal: visits a node when its count of pending uses is zero, then recurses into
+    its arguments.
 
-    It recurses by nature, so it raises ``TooDeep`` past the interpreter's limit.
+    Raises ``TooDeep`` beyond the interpreter's recursion limit.
     """
     uses, known = pending(root, edges)
     order: list[Node] = []
-    deepest = sys.getrecursionlimit() - _depth() - 50  # room for the formulas themselves
+    deepest = sys.getrecursionlimit() - _depth() - 50  # leaves frames for the formulas
 
     _descend(root, 0, deepest, uses, known, visit, order)
     return order
@@ -140,6 +140,7 @@ def _descend(
 
 
 def _depth() -> int:
+    """The number of frames on the Python stack."""
     frame, depth = sys._getframe(), 0
     while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
@@ -161,7 +162,10 @@ def schedule(name: str) -> Callable[..., list[Node]]:
 
 
 def walk(loss: Tensor, visit: Visit, order: str = "kahn") -> None:
-    """Visit the nodes behind a loss, and see to it that they can be freed, come what may."""
+    """Visit the nodes of a loss in the order of a schedule.
+
+    Afterwards, also after an error, ``limit_recursion`` makes the graph safe to free.
+    """
     root, known = root_of(loss), {}
 
     def edges(node: Node) -> Any:
@@ -169,12 +173,12 @@ def walk(loss: Tensor, visit: Visit, order: str = "kahn") -> None:
         return out
 
     nodes: list[Node] = []
-    walks(lambda: pending(root)[0])
+    set_reached_nodes(lambda: pending(root)[0])
     try:
         nodes = schedule(order)(root, visit, edges)
     except BaseException:
         nodes = kahn(root, lambda node, edges: None, edges)
         raise
     finally:
-        walks(tuple)
+        set_reached_nodes(tuple)
         limit_recursion(nodes, known)

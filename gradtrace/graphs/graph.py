@@ -14,7 +14,7 @@ from gradtrace.autodiff import nodes
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable, unknown
 from gradtrace.autodiff.nodes import ACCUMULATE, Node
-from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import UnknownName
 from gradtrace.graphs.operators import Edge, Operator
@@ -156,7 +156,7 @@ def build(loss: Tensor, atlas: NameTable, watch: HookWatch) -> Graph:
     leaves = {n.variable: n for n in order if type(n) is ACCUMULATE}
     named = {leaves[leaf]: label for leaf, label in atlas.label(leaves).items()}
     operators = []
-    others = elsewhere(loss, atlas)
+    others = off_thread_calls(loss, atlas)
     for node, index in order.items():
         place, label = others.get(node) or atlas.place_of(node), named.get(node)
         names = () if label is None else atlas.names_of(node.variable) or (label,)

@@ -1,3 +1,3 @@
-"""What gradtrace needs of PyTorch beside tensors: internals that it checks, process-wide switches,
-calls of modules, side effects that are undone, memory limits.
+"""Access to PyTorch outside the autograd graph: checks of internals, process-wide switches, module
+calls, undoing of side effects, memory limits.
 """

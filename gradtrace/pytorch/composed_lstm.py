@@ -1,9 +1,9 @@
-"""LSTMs as the operators that they are made of.
+"""``nn.LSTM`` computed operator by operator, so that its time steps can be traced.
 
-On a CPU PyTorch computes an LSTM with oneDNN: one node for all time steps, which hides them. What
-would choose its own operators instead is a switch of the whole process, and other threads need it
-as it is. So for calls inside ``composed`` the layers are run here, operator by operator, as
-PyTorch's own implementation does (``aten/src/ATen/native/RNN.cpp``): same graph, same bits.
+On a CPU PyTorch computes an LSTM with oneDNN, as one node for all time steps. The setting that
+disables this is process-wide and would affect other threads. So for calls inside ``composed`` the
+layers are computed here, operator by operator, as in PyTorch's own implementation
+(``aten/src/ATen/native/RNN.cpp``), with the same graph and the same bits.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor
 State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell state, (batch, size) each
 Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
-_VF: Any = torch._VF  # what nn.LSTM calls
+_VF: Any = torch._VF  # nn.LSTM calls _VF.lstm
 _LOCK = threading.RLock()
-_INSIDE = 0  # threads that are inside
+_ACTIVE = 0  # calls of begin without end, of all threads
 
 
-class _Here(threading.local):
-    depth = 0
+class _ThreadState(threading.local):
+    depth = 0  # calls of begin without end, of this thread
 
 
-_HERE = _Here()
+_THREAD = _ThreadState()
 
 
 @contextlib.contextmanager
 def composed() -> Iterator[None]:
-    """On this thread, ``nn.LSTM`` is computed operator by operator."""
+    """Within, on this thread, ``nn.LSTM`` is computed operator by operator."""
     begin()
     try:
         yield
@@ -43,38 +43,37 @@ def composed() -> Iterator[None]:
 
 
 def begin() -> None:
-    """From now on, on this thread, ``nn.LSTM`` is computed operator by operator; until ``end``."""
-    global _INSIDE
-    _HERE.depth += 1
+    """Compute ``nn.LSTM`` on this thread operator by operator, until ``end``."""
+    global _ACTIVE
+    _THREAD.depth += 1
     with _LOCK:
-        _INSIDE += 1
+        _ACTIVE += 1
         vars(_VF)["lstm"] = _lstm
 
 
 def end() -> None:
     """Undo one ``begin`` of this thread."""
-    global _INSIDE
-    _HERE.depth -= 1
+    global _ACTIVE
+    _THREAD.depth -= 1
     with _LOCK:
-        _INSIDE -= 1
-        if not _INSIDE:
+        _ACTIVE -= 1
+        if not _ACTIVE:
             vars(_VF).pop("lstm", None)
 
 
 def _lstm(*args: Any, **kwargs: Any) -> Any:
-    """``torch._VF.lstm``."""
-    if _HERE.depth and not kwargs and len(args) == 9 and _fused(*args[:3]):
+    """Replaces ``torch._VF.lstm``."""
+    if _THREAD.depth and not kwargs and len(args) == 9 and _fused(*args[:3]):
         return lstm(*args)
     return _VF.vf.lstm(*args, **kwargs)
 
 
 FUSED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes for which PyTorch may use oneDNN."""
 
 
 def _fused(x: Any, state: Any, weights: Sequence[Tensor]) -> bool:
-    """Whether PyTorch might hand this to oneDNN; it does so with no packed sequences and no
-    projections.
-    """
+    """Whether PyTorch may use oneDNN for this call; never for packed sequences or projections."""
     if isinstance(state, Tensor) or not torch._C._has_mkldnn:
         return False
     hidden, cell = state
@@ -93,11 +92,14 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The outputs of the last layer, (time, batch, size), and the last states of all layers."""
+    """The outputs of the last layer, (time, batch, size), and the final states of all layers.
+
+    With ``batch_first``, input and outputs are (batch, time, size).
+    """
     x = x.transpose(0, 1) if batch_first else x
     each = 4 if biased else 2
     found = [weights[n : n + each] for n in range(0, len(weights), each)]
-    directions = [_direction, _backwards][: 1 + bidirectional]
+    directions = [_forwards, _backwards][: 1 + bidirectional]
     states = list(zip(state[0].unbind(0), state[1].unbind(0)))
     ends: list[State] = []
     for layer in range(layers):
@@ -115,18 +117,21 @@ def lstm(
     return x.transpose(0, 1) if batch_first else x, hidden, cell
 
 
-def _direction(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+def _forwards(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+    """One layer, forward in time: its outputs (time, batch, size), and its final state."""
     outs, end = _steps(F.linear(x, weights[0], weights[2]).unbind(0), state, weights)
     return torch.stack(outs, 0), end
 
 
 def _backwards(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+    """``_direction``, backward in time."""
     inputs = F.linear(x, weights[0], weights[2]).unbind(0)
     outs, end = _steps(inputs[::-1], state, weights)
     return torch.stack(outs[::-1], 0), end
 
 
 def _steps(inputs: Sequence[Tensor], state: State, weights: Weights) -> tuple[list[Tensor], State]:
+    """The LSTM cell for each time step; ``inputs`` are already multiplied by the input weights."""
     h, c = state
     outs = []
     linear: Callable[..., Tensor] = F.linear

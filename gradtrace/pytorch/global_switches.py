@@ -1,8 +1,8 @@
-"""Switches of the whole process, shared by all who need them thrown at the same time.
+"""Process-wide settings of PyTorch, changed by reference-counted context managers.
 
-Whoever saves such a switch, throws it and puts it back leaves it thrown for good, or puts it back
-under another's feet, as soon as two threads, or two blocks that are not nested, do so at once. So
-each switch is one object here: the first who needs it throws it, the last puts it back.
+If two threads, or two blocks that are not nested, each save, change and restore such a setting, one
+restores it while the other still needs it, or it stays changed for good. So each setting is one
+object here: the first context that is entered changes it, the last that is left restores it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import torch
 
 
 class Switch:
-    """A switch of the whole process, which the first context throws and the last puts back."""
+    """A process-wide setting: the first context changes it, the last restores it.
+
+    ``throw`` makes the context manager that changes the setting.
+    """
 
     def __init__(self, throw: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._throw = throw
-        self._lock = threading.RLock()  # the collector may close a context in here
+        self._lock = threading.RLock()  # reentrant: garbage collection inside may close a context
         self._held = 0
         self._thrown = contextlib.ExitStack()
 
@@ -79,15 +82,17 @@ EAGER = Switch(_eager)
 """Compiled modules run eagerly."""
 
 COMPOSED = Switch(_composed)
-"""Attention, and on GPUs recurrent layers, are made of operators that can be opened."""
+"""Attention, and on GPUs recurrent layers, are computed by elementary operators, not fused."""
 
 UNFUSED = Switch(_unfused)
-"""PyTorch's transformer layers call all that is inside them."""
+"""PyTorch's transformer layers call their submodules, instead of the fused fast path."""
 
 DOUBLE = Switch(_double)
-"""New tensors are of float64."""
+"""The default dtype is float64."""
 
 
 def eager() -> contextlib.AbstractContextManager[None]:
-    """``EAGER``, if anything can be compiled: to import what compiles takes seconds."""
+    """``EAGER`` if ``torch._dynamo`` is imported; importing it takes seconds, and without it
+    nothing is compiled.
+    """
     return EAGER if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -1,8 +1,8 @@
-"""What gradtrace relies on in PyTorch that PyTorch does not promise, checked when it is imported.
+"""Checks, at import, of the private parts of PyTorch that gradtrace relies on.
 
-The autograd graph has no public interface for most of what is read here. ``NAMES`` lists what must
-exist, ``MEANINGS`` what it must mean; ``check`` looks at both in under a millisecond, without a
-backward pass of PyTorch's (which would start threads that a forked process cannot use). A torch in
+Most of the autograd graph has no public interface. ``NAMES`` lists attributes that must exist,
+``MEANINGS`` tests how they must behave; ``check`` tests both in under a millisecond, without a
+backward pass of PyTorch (which would start threads that a forked process cannot use). A torch in
 which something has changed is refused with an error that says what, before any number is computed.
 ``gradtrace doctor`` goes further: it compares gradients, kernels and hooks with PyTorch's own.
 """
@@ -20,15 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace.errors import IncompatibleTorch
 
 TESTED = "2.6 to 2.15"
-"""The versions of torch on which tests have passed: docs/versions.md has which, on each."""
+"""The versions of torch on which tests have passed; docs/versions.md lists which tests on each."""
 
 
 class InternalName(NamedTuple):
-    """An attribute that must be there, and what it is for."""
+    """An attribute that must exist, and what gradtrace needs it for."""
 
     path: str
     purpose: str
-    instead: str = ""  # one that does as well, of other versions
+    instead: str = ""  # the equivalent in other versions
 
 
 NAMES = (
@@ -68,7 +68,7 @@ NAMES = (
     InternalName("utils._python_dispatch.TorchDispatchMode", "recording formulas"),
     InternalName("utils._python_dispatch._disable_current_modes", "recording formulas"),
 )
-"""All under ``torch``."""
+"""Paths are relative to ``torch``."""
 
 
 def _leaf(*shape: int) -> torch.Tensor:
@@ -169,7 +169,7 @@ def functions_are_known() -> None:
 
 
 class _Negative(torch.autograd.Function):
-    """A function, to see what node it makes."""
+    """A function, to test which type of node it makes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ def versions_can_be_set() -> None:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Let a tensor count as written on so many times, as before writes that were undone."""
+    """Set the version counter of a tensor, as it was before writes that were undone."""
     setter: Any = torch._C._autograd._unsafe_set_version_counter
     try:
         setter((tensor,), (version,))
@@ -208,6 +208,7 @@ def no_pass_runs() -> None:
     _equal(torch._C._current_graph_task_id(), -1, "the running backward pass, where none runs,")
 
 
+# The first lines of these docstrings are part of the error message of ``check``.
 MEANINGS: tuple[Callable[[], None], ...] = (
     edges_follow_arguments,
     nodes_can_be_called,
@@ -221,7 +222,7 @@ MEANINGS: tuple[Callable[[], None], ...] = (
 
 
 def missing() -> list[str]:
-    """The names that are not there, with what they are for."""
+    """One message for each attribute in ``NAMES`` that does not exist."""
     return [
         f"torch.{name.path} is gone, which {name.purpose} needs"
         for name in NAMES
@@ -239,10 +240,10 @@ def _exists(path: str) -> bool:
 
 
 def changed() -> list[str]:
-    """The meanings that no longer hold, with what was found.
+    """One message for each test in ``MEANINGS`` that fails.
 
-    They are asked on a thread of its own: whoever imports gradtrace may do so under ``no_grad``,
-    ``inference_mode``, a default device or a mode of theirs, all of which belong to a thread.
+    They run on a separate thread: gradtrace may be imported under ``no_grad``, ``inference_mode``,
+    a default device or a dispatch mode, all of which are thread-local.
     """
     found: list[str] = []
 
@@ -261,7 +262,7 @@ def changed() -> list[str]:
 
 
 def check() -> None:
-    """Raise ``IncompatibleTorch`` if this torch is not what gradtrace takes it for."""
+    """Raise ``IncompatibleTorch`` if this torch does not have the internals gradtrace needs."""
     wrong = missing() or changed()
     if wrong:
         raise IncompatibleTorch(

@@ -1,9 +1,9 @@
-"""How much of the CPU's memory this process may still take, by every limit that holds for it.
+"""The CPU memory that this process may still allocate, under all limits that apply to it.
 
-What the machine has free is one of them. A cgroup (a container, a SLURM job, ``systemd-run``)
-limits the process too, by its own group and by every group around it; and so do ``ulimit -v`` and
-``ulimit -d``. Past a cgroup's limit the process is killed, so what a pass takes is compared with
-``available`` before it begins.
+These are the free memory of the machine; the limits of the process's cgroup (a container, a SLURM
+job, ``systemd-run``) and of all its ancestors; and ``ulimit -v`` and ``ulimit -d``. Beyond a
+cgroup's limit the process is killed, so the estimate for a pass is compared with ``available``
+before it begins.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import NamedTuple
 import torch
 
 ROOT = Path("/")
-"""Where ``proc`` and ``sys`` are found."""
+"""The folder that contains ``proc`` and ``sys``."""
 
 
 def available(root: Path | None = None) -> int | None:
-    """The bytes that can still be had; None if nobody tells."""
+    """The number of bytes that can still be allocated; None if no limit is known."""
     root = ROOT if root is None else root
-    told = [*_machine(root), *_groups(root), *_own(root)]
-    return max(0, min(told)) if told else None
+    found = [*_machine(root), *_cgroups(root), *_ulimits(root)]
+    return max(0, min(found)) if found else None
 
 
 def _text(path: Path | str) -> str:
-    """What a file says; nothing where there is none."""
+    """The text of a file; empty if it cannot be read."""
     try:
         file = os.open(path, os.O_RDONLY)  # several times as fast as open(), for a small file
     except OSError:
@@ -44,13 +44,13 @@ def _text(path: Path | str) -> str:
 
 
 def _number(path: Path | str) -> int | None:
-    """The number in a file; None where there is no file, or it says ``max``."""
+    """The number in a file; None if there is no file or it contains ``max``."""
     text = _text(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _table(path: Path | str) -> dict[str, int]:
-    """Lines such as ``MemFree: 12 kB`` or ``inactive_file 12``."""
+    """Numbers by name, from lines such as ``MemFree: 12 kB`` (in bytes) or ``inactive_file 12``."""
     found = {}
     for line in _text(path).splitlines():
         words = line.replace(":", " ").split()
@@ -60,52 +60,54 @@ def _table(path: Path | str) -> dict[str, int]:
 
 
 def _machine(root: Path) -> Iterator[int]:
-    """What the system has left; where it promises no more than it has, what it may promise."""
-    told = {
-        word: int(number) << 10 for word, number in MEMORY.findall(_text(root / "proc/meminfo"))
+    """The available memory of the machine and, without overcommit, what it may still commit."""
+    found = {
+        word: int(number) << 10
+        for word, number in MEMINFO_LINE.findall(_text(root / "proc/meminfo"))
     }
-    if "MemAvailable" in told:
-        yield told["MemAvailable"]
-    if _strict(root) and "CommitLimit" in told:
-        yield told["CommitLimit"] - told.get("Committed_AS", 0)
+    if "MemAvailable" in found:
+        yield found["MemAvailable"]
+    if _strict(root) and "CommitLimit" in found:
+        yield found["CommitLimit"] - found.get("Committed_AS", 0)
 
 
 @cache
 def _strict(root: Path) -> bool:
-    """Whether the system promises no more than it has, which is set once and for all."""
+    """Whether overcommit is disabled (``vm.overcommit_memory = 2``); read once."""
     return _number(root / "proc/sys/vm/overcommit_memory") == 2
 
 
-MEMORY = re.compile(r"^(MemAvailable|CommitLimit|Committed_AS): +(\d+) kB", re.MULTILINE)
+MEMINFO_LINE = re.compile(r"^(MemAvailable|CommitLimit|Committed_AS): +(\d+) kB", re.MULTILINE)
 
 
 class LimitKind(NamedTuple):
-    """The files of a version of cgroups: limits, what is used, what of it only caches files."""
+    """The files of a cgroup version: limits, memory in use, and the key of the file cache in it."""
 
     limits: tuple[str, ...]
     used: str
     cached: str
 
 
-KINDS = {
+CGROUP_FILES = {
     "cgroup2": LimitKind(("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "cgroup": LimitKind(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
-def _groups(root: Path) -> Iterator[int]:
-    """What the process's cgroup leaves, and every group that this one lies in."""
+def _cgroups(root: Path) -> Iterator[int]:
+    """The memory left in the process's cgroup and in each of its ancestors."""
     for kind, mount, inside in _mounts(root):
         folder = str(mount)
-        yield from _left(folder, KINDS[kind])
+        yield from _cgroup_left(folder, CGROUP_FILES[kind])
         for name in inside:
             folder = f"{folder}/{name}"
-            yield from _left(folder, KINDS[kind])
+            yield from _cgroup_left(folder, CGROUP_FILES[kind])
 
 
-def _left(folder: str, kind: LimitKind) -> Iterator[int]:
+def _cgroup_left(folder: str, kind: LimitKind) -> Iterator[int]:
+    """The memory left in one cgroup, with its file cache counted as free; nothing if unlimited."""
     limits = [n for name in kind.limits if (n := _number(f"{folder}/{name}")) is not None]
-    if not limits or min(limits) >= 1 << 60:  # which says that there is none
+    if not limits or min(limits) >= 1 << 60:  # version 1 writes "no limit" as a huge number
         return
     used = _number(f"{folder}/{kind.used}")
     if used is not None:
@@ -114,9 +116,9 @@ def _left(folder: str, kind: LimitKind) -> Iterator[int]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
-    """Where cgroups that limit memory are mounted, and the folders below that lead to ours.
+    """For each mount of memory cgroups: its version, its path, and the folders down to our group.
 
-    A container often sees its own group as the mount's root, whatever its path is outside.
+    A container often sees its own group as the root of the mount, whatever its path outside.
     """
     ours: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -134,20 +136,22 @@ def _mounts(root: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
 
 @cache
 def _mounted(root: Path) -> list[tuple[str, str, Path]]:
-    """Which cgroup, what of it, and where; read once, since the list may be long."""
+    """Mounts of memory cgroups (version, root within the hierarchy, path); read once, since the
+    list of mounts may be long.
+    """
     found = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         words, kinds = before.split(), after.split()
-        if len(words) < 5 or not kinds or kinds[0] not in KINDS:
+        if len(words) < 5 or not kinds or kinds[0] not in CGROUP_FILES:
             continue
         if kinds[0] == "cgroup2" or "memory" in kinds[-1].split(","):
             found.append((kinds[0], words[3].rstrip("/"), root / words[4].lstrip("/")))
     return found
 
 
-def _own(root: Path) -> Iterator[int]:
-    """What ``ulimit`` leaves of address space and of data."""
+def _ulimits(root: Path) -> Iterator[int]:
+    """The address space and data size left under ``ulimit -v`` and ``ulimit -d``."""
     try:
         import resource
     except ImportError:  # Windows has none
@@ -155,22 +159,22 @@ def _own(root: Path) -> Iterator[int]:
     for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
-            told = _table(root / "proc/self/status")
-            if used in told:
-                yield most - told[used]
+            found = _table(root / "proc/self/status")
+            if used in found:
+                yield most - found[used]
 
 
 def resident(root: Path | None = None) -> int | None:
-    """The bytes that this process has in memory; None if nobody tells."""
+    """The resident set size of this process in bytes; None if it is unknown."""
     words = _text((ROOT if root is None else root) / "proc/self/statm").split()
     return int(words[1]) * PAGE if len(words) > 1 and words[1].isdigit() else None
 
 
-ASKED = re.compile(r"(?:tried|trying) to allocate ([\d,]+)")
+REQUESTED_BYTES = re.compile(r"(?:tried|trying) to allocate ([\d,]+)")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error says that memory was not to be had.
+    """Whether an error is an out-of-memory error.
 
     >>> ran_out(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")), ran_out(
     ...     RuntimeError("shapes differ"))
@@ -184,17 +188,19 @@ def ran_out(error: BaseException) -> bool:
     )
 
 
-def told(error: BaseException) -> str:
-    """How much was asked for and how much there is, as far as that is known."""
-    asked = ASKED.search(str(error))
-    parts = [f"{spelt(int(asked[1].replace(',', '')))} more were asked for"] if asked else []
+def shortfall(error: BaseException) -> str:
+    """For error messages: how much memory was requested and is free, as far as known."""
+    requested = REQUESTED_BYTES.search(str(error))
+    parts = (
+        [f"{spelt(int(requested[1].replace(',', '')))} more were asked for"] if requested else []
+    )
     if not isinstance(error, torch.OutOfMemoryError) and (free := available()) is not None:
         parts.append(f"{spelt(free)} are free")
     return f" ({', and '.join(parts)})" if parts else ""
 
 
 def spelt(size: int) -> str:
-    """A number of bytes as people say it.
+    """A number of bytes in a readable unit.
 
     >>> spelt(3 << 29), spelt(1000)
     ('1.5 GiB', '1000 bytes')

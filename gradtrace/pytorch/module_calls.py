@@ -1,13 +1,13 @@
-"""Calls of modules, seen and changed from outside, whichever way and on whichever thread they come.
+"""Observes and changes calls of modules, however and on whichever thread they are made.
 
-A module may be called as ``module(x)``, as ``module.forward(x)`` or through a ``__call__`` of its
-own, and none of its attributes may change meanwhile: models are copied, pickled and scripted while
-they are watched. So nothing is put on the module. Its class gets a ``__call__``, ``_call_impl`` and
-``forward`` that look up who listens to this very module, and do nothing else for the others. The
-class is as before when nobody listens to any of its instances.
+A module may be called as ``module(x)``, as ``module.forward(x)`` or through its own ``__call__``,
+and its attributes must not change meanwhile: models are copied, pickled and scripted while they are
+watched. So the class is patched, not the module: it gets a ``__call__``, ``_call_impl`` and
+``forward`` that look up the listeners of the instance, and otherwise do nothing. The patch is
+removed when no instance of the class has a listener.
 
-The exception is an attribute that holds the ``forward`` of a module, bound earlier (``self.run =
-self.encoder.forward``): it is exchanged meanwhile, and copies get the user's own.
+The exception is an attribute that holds the bound ``forward`` of a module (``self.run =
+self.encoder.forward``): it is replaced meanwhile, but copies get the original.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 class Listener:
-    """Is told of the calls of modules that it listens to."""
+    """Callbacks for the calls of modules; see ``listen``."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call begins, on this thread; before the module's own hooks."""
+        """Called on the calling thread when a call begins, before the module's own hooks."""
 
     def leave(self, entered: Any, result: Any) -> None:
-        """The same call ends: what ``enter`` returned, and what the module returned, or None if it
-        raised an exception.
+        """Called when the call ends. ``entered`` is what ``enter`` returned, ``result`` what the
+        module returned, or None if it raised an exception.
         """
 
     def around(self, module: nn.Module, forward: Forward) -> Forward:
-        """What to run in place of the module's ``forward``."""
+        """The function to run instead of the module's ``forward``."""
         return forward
 
 
 _LOCK = threading.RLock()
 _LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, or of its table of hooks
-_ALL: tuple[_Listeners, ...] = ()  # of those that listen to every module
+_ALL: tuple[_Registration, ...] = ()  # those for every module
 _PATCHES: dict[type, Patch] = {}
 _MISSING = object()
 
 
 def listen(listener: Listener, modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Tell ``listener`` of every call of these modules, until the function returned is called."""
-    return _Listeners(listener, modules).close
+    """Notify ``listener`` of every call of these modules, until the returned function is called."""
+    return _Registration(listener, modules).close
 
 
 def listen_to_all(listener: Listener) -> Callable[[], None]:
-    """Tell ``listener`` of every call of any module."""
-    return _Listeners(listener, None).close
+    """Notify ``listener`` of every call of any module, until the returned function is called."""
+    return _Registration(listener, None).close
 
 
-class _Listeners:
-    """One listener, and the modules that it listens to, which are kept alive."""
+class _Registration:
+    """A listener with its modules (None: all modules), which are kept alive."""
 
     def __init__(self, listener: Listener, modules: Iterable[nn.Module] | None) -> None:
         global _ALL
@@ -87,13 +87,13 @@ class _Listeners:
             ]
 
     def _is_forward(self, value: Any, holder: nn.Module) -> bool:
-        """Whether this is the ``forward`` of another one of the modules, bound to it."""
+        """Whether this is the bound ``forward`` of another one of the modules."""
         if type(value) is MethodType and value.__name__ == "forward":
             return value.__self__ is not holder and id(value.__self__) in self.modules
         return type(value) is CallEvent and value.module is not holder
 
     def patch(self, kinds: Iterable[type]) -> None:
-        """See calls of instances of these classes."""
+        """Patch these classes, once each."""
         with _LOCK:
             for kind in kinds:
                 if kind not in self.classes:
@@ -101,20 +101,22 @@ class _Listeners:
                     self.classes[kind] = None
 
     def _kinds(self) -> Iterator[type]:
+        """The classes of the modules, and those that lazy modules will have."""
         for module in self.modules.values():
             kind = type(module)
             yield kind
-            later = getattr(kind, "cls_to_become", None)  # of a lazy module, at its first call
+            later = getattr(kind, "cls_to_become", None)  # a lazy module's class after a call
             if isinstance(later, type):
                 yield later
 
     def _keys(self) -> Iterator[int]:
+        """The keys of the modules in ``_LISTENERS``."""
         for module in self.modules.values():
             yield id(module)
             yield same_in_replicas(module)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Unregister the listener."""
         global _ALL
         with _LOCK:
             for key in self._keys():
@@ -123,9 +125,9 @@ class _Listeners:
                     _LISTENERS[key] = left
                 else:
                     _LISTENERS.pop(key, None)
-            _ALL = tuple(ears for ears in _ALL if ears is not self)
-            for attributes, name, told in self.bound:
-                _put_back(attributes, name, told)
+            _ALL = tuple(registration for registration in _ALL if registration is not self)
+            for attributes, name, event in self.bound:
+                _put_back(attributes, name, event)
             self.bound = []
             self.modules = {}
             self._unpatch()
@@ -136,18 +138,20 @@ class _Listeners:
 
 
 def _without(listeners: tuple[Listener, ...], one: Listener) -> tuple[Listener, ...]:
-    """The same, without the last that is ``one``."""
+    """The listeners without the last occurrence of ``one``."""
     at = max((n for n, each in enumerate(listeners) if each is one), default=None)
     return listeners if at is None else (*listeners[:at], *listeners[at + 1 :])
 
 
 def same_in_replicas(module: nn.Module) -> int:
-    """What a module has in common with its replicas in ``nn.DataParallel``: its table of hooks."""
+    """A key that a module shares with its replicas in ``nn.DataParallel``: the id of its table of
+    forward hooks.
+    """
     return id(vars(module).get("_forward_hooks", module))
 
 
 def _subclasses() -> list[type]:
-    """All classes of modules that there are."""
+    """``nn.Module`` and all its subclasses."""
     found: dict[type, None] = {nn.Module: None}
     stack: list[type] = [nn.Module]
     while stack:
@@ -160,21 +164,23 @@ def _subclasses() -> list[type]:
 
 
 def listeners_of(module: nn.Module) -> tuple[Listener, ...]:
-    """Who listens to this module."""
+    """The listeners of this module."""
     found = _LISTENERS.get(id(module))
     if found is None and _LISTENERS and "_is_replica" in vars(module):
         found = _LISTENERS.get(same_in_replicas(module))
-    return (*(found or ()), *(ears.listener for ears in _ALL)) if _ALL else found or ()
+    return (
+        (*(found or ()), *(registration.listener for registration in _ALL)) if _ALL else found or ()
+    )
 
 
-# A call ------------------------------------------------------------------------------------------
+# Running calls -----------------------------------------------------------------------------------
 
 CALL, IMPLEMENTATION, FORWARD = range(3)
 """The stages of one call, in order: ``__call__`` runs ``_call_impl``, which runs ``forward``."""
 
 
 class _Call:
-    """A call that is under way on this thread."""
+    """A call that is running on this thread, and the stage it has reached."""
 
     def __init__(self, module: nn.Module, stage: int) -> None:
         self.module = module
@@ -190,7 +196,9 @@ _STACK = _Stack()
 
 
 def _run(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: Any) -> Any:
-    """One stage of a call: the first that is met begins it, later ones are parts of it."""
+    """Run one stage of a call. The first stage that is reached begins the call and notifies the
+    listeners; later ones are part of it.
+    """
     listeners = listeners_of(module)
     if not listeners:
         return run(*args, **kwargs)
@@ -199,27 +207,28 @@ def _run(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: Any) ->
         call = calls[-1]
         before, call.stage = call.stage, stage
         try:
-            return _changed(stage, module, run, listeners)(*args, **kwargs)
+            return _wrapped_by_listeners(stage, module, run, listeners)(*args, **kwargs)
         finally:
             call.stage = before
     call = _Call(module, stage)
-    told: list[tuple[Listener, Any]] = []
+    notified: list[tuple[Listener, Any]] = []
     result = None
     calls.append(call)
     try:
         for listener in listeners:
-            told.append((listener, listener.enter(module, args, kwargs)))
-        result = _changed(stage, module, run, listeners)(*args, **kwargs)
+            notified.append((listener, listener.enter(module, args, kwargs)))
+        result = _wrapped_by_listeners(stage, module, run, listeners)(*args, **kwargs)
         return result
     finally:
         calls.pop()
-        for listener, entered in reversed(told):
+        for listener, entered in reversed(notified):
             listener.leave(entered, result)
 
 
-def _changed(
+def _wrapped_by_listeners(
     stage: int, module: nn.Module, run: Forward, listeners: tuple[Listener, ...]
 ) -> Forward:
+    """``run``, replaced at stage ``FORWARD`` by what the listeners' ``around`` return."""
     if stage == FORWARD:
         for listener in listeners:
             run = listener.around(module, run)
@@ -230,24 +239,24 @@ def _changed(
 
 
 def _static(kind: type, name: str) -> Any:
-    """An attribute of a class as it is written there, or above it."""
+    """An attribute of a class or its bases, without calling descriptors."""
     return next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
 
 
-def _seen_when_made(init: Forward) -> Forward:
-    """While somebody listens to all modules, classes that are new are seen when first used."""
+def _patch_when_instantiated(init: Forward) -> Forward:
+    """While listeners for all modules exist, patches new classes when first instantiated."""
 
     @functools.wraps(init)
-    def seen(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        for ears in _ALL:
-            ears.patch([type(self)])
+    def observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for registration in _ALL:
+            registration.patch([type(self)])
         init(self, *args, **kwargs)
 
-    return seen
+    return observed_call
 
 
 class Patch:
-    """What a class gets while somebody listens to instances of it."""
+    """The changes to a class while an instance of it has a listener."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -255,21 +264,22 @@ class Patch:
         self.put: dict[str, tuple[Any, Any]] = {}  # by name: what was there, what is there now
 
     def apply(self) -> None:
-        """Put it there."""
+        """Set the observing methods on the class."""
         self._set("__call__", self._stage("__call__", CALL))
         self._set("_call_impl", self._stage("_call_impl", IMPLEMENTATION))
         if self.kind is nn.Module:
-            self._set("__init__", _seen_when_made(vars(self.kind)["__init__"]))
+            self._set("__init__", _patch_when_instantiated(vars(self.kind)["__init__"]))
         elif _static(self.kind, "forward") is not vars(nn.Module)["forward"]:
             self._set("forward", _ObservedCall(self.kind))
 
     def _stage(self, name: str, stage: int) -> Forward:
+        """The observing method that replaces ``__call__`` or ``_call_impl``."""
         own, kind = vars(self.kind).get(name, _MISSING), self.kind
         forward = _plain_forward(kind) if stage == IMPLEMENTATION else None
 
         @functools.wraps(_static(kind, name))
-        def seen(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            """The same as before; listeners are told, unless a subclass has told them."""
+        def observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """The original; listeners are notified, unless the instance is of a subclass."""
             run = getattr(super(kind, self), name) if own is _MISSING else MethodType(own, self)
             if torch.compiler.is_compiling() and forward is not None and _only_forward(self):
                 return forward(self, *args, **kwargs)
@@ -277,19 +287,19 @@ class Patch:
                 return run(*args, **kwargs)
             return _run(stage, self, run, args, kwargs)
 
-        return seen
+        return observed_call
 
     def _set(self, name: str, value: Any) -> None:
         self.put[name] = vars(self.kind).get(name, _MISSING), value
         type.__setattr__(self.kind, name, value)
 
     def remove(self) -> None:
-        """Put back what was there, unless something else has been put there since."""
+        """Restore the original attributes, unless they have been replaced since."""
         for name, (before, value) in self.put.items():
             if vars(self.kind).get(name) is not value:
                 continue
             if isinstance(value, _ObservedCall):
-                value.function = None  # it refers back to the descriptor
+                value.function = None  # breaks a reference cycle with the descriptor
             if before is _MISSING:
                 type.__delattr__(self.kind, name)
             else:
@@ -297,13 +307,13 @@ class Patch:
 
 
 def _as_written(kind: type, name: str) -> Any:
-    """What the class itself has by this name, without us."""
+    """The attribute of the class itself without the patch, or ``_MISSING``."""
     put = _PATCHES[kind].put if kind in _PATCHES else {}
     return put[name][0] if name in put else vars(kind).get(name, _MISSING)
 
 
 def _plain_forward(kind: type) -> FunctionType | None:
-    """The ``forward`` of a class, if it is a function and PyTorch's own way to it is followed."""
+    """The ``forward`` of a class, if it is a function and ``_call_impl`` is not overridden."""
     above = kind.__mro__[: kind.__mro__.index(nn.Module)]
     if any(_as_written(each, "_call_impl") is not _MISSING for each in above):
         return None
@@ -313,8 +323,8 @@ def _plain_forward(kind: type) -> FunctionType | None:
 
 
 def _only_forward(module: nn.Module) -> bool:
-    """Whether a call does no more than ``forward`` of the class; asked in compiled code, which in
-    torch 2.8 and older cannot follow ``_ObservedCall``.
+    """Whether a call only runs ``forward`` of the class, without hooks. Used in compiled code,
+    which in torch 2.8 and older cannot trace ``_ObservedCall``.
     """
     return not (
         "forward" in module.__dict__
@@ -345,9 +355,10 @@ def _unpatch(kind: type) -> None:
 
 
 class _ObservedCall:
-    """The ``forward`` of a class: instances that somebody listens to get one that tells them.
+    """A descriptor for ``forward`` of a class, which notifies the listeners of an instance.
 
-    It comes before an attribute ``forward`` of the instance, which is seen as well.
+    As a data descriptor it precedes an attribute ``forward`` of the instance, which is observed as
+    well.
     """
 
     def __init__(self, kind: type) -> None:
@@ -355,40 +366,44 @@ class _ObservedCall:
         self.own = vars(kind).get("forward", _MISSING)
         self.data = hasattr(type(self.own), "__set__")  # such as a property
         original = _static(kind, "forward")
-        self.function = _disguised(self._told, original) if callable(original) else None
+        self.function = (
+            _with_signature_of(self._notify_and_run, original) if callable(original) else None
+        )
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self._bare(None, owner) if self.function is None else self.function
         found = self._bare(module, owner)
-        if not self._heard(module):
+        if not self._is_observed(module):
             return found
         bound = isinstance(found, MethodType) and found.__self__ is module
         if self.function is None or not bound or self._set_on(module):
             return CallEvent(module, found)
         return MethodType(self.function, module)
 
-    def _heard(self, module: nn.Module) -> bool:
-        """Whether somebody listens, and this is not what ``super().forward`` finds."""
+    def _is_observed(self, module: nn.Module) -> bool:
+        """Whether the module has listeners, and this was not reached by ``super().forward``."""
         if type(module) is not self.kind or torch.compiler.is_compiling():
             return False
         return bool(listeners_of(module))
 
     def _set_on(self, module: nn.Module) -> bool:
+        """Whether the instance has its own attribute ``forward``."""
         return not self.data and "forward" in vars(module)
 
     def _bare(self, module: nn.Module | None, owner: type) -> Any:
-        """The attribute as it is without us."""
+        """The attribute as it is without the patch."""
         if module is not None and self._set_on(module):
             return vars(module)["forward"]
         return self._of_class(module, owner)
 
     def _of_class(self, module: nn.Module | None, owner: type) -> Any:
+        """The ``forward`` of the class without the patch, bound to the module."""
         if self.own is _MISSING:
             above: Any = super(self.kind, owner if module is None else module)
             return above.forward
         if torch.compiler.is_compiling() and type(self.own) is FunctionType and module is not None:
-            return functools.partial(self.own, module)  # it cannot follow ``__get__``
+            return functools.partial(self.own, module)  # the compiler cannot trace ``__get__``
         get = getattr(type(self.own), "__get__", None)
         try:
             return self.own if get is None else get(self.own, module, owner)
@@ -411,23 +426,23 @@ class _ObservedCall:
         else:
             raise AttributeError("forward")
 
-    def _told(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _notify_and_run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """``Kind.forward(module, x)``, and ``module.forward(x)``."""
         if not isinstance(module, self.kind):
             return self.own(module, *args, **kwargs)
         found = self._of_class(module, type(module))
-        if not self._heard(module):
+        if not self._is_observed(module):
             return found(*args, **kwargs)
         return _run(FORWARD, module, found, args, kwargs)
 
 
-def _disguised(told: Forward, original: Any) -> FunctionType:
-    """A function that calls ``told`` and looks like the original to those who read its source, its
-    signature and its globals, as ``torch.jit.script`` does.
+def _with_signature_of(function: Forward, original: Any) -> FunctionType:
+    """A function that calls ``function`` and has the source, signature and globals of the original,
+    which ``torch.jit.script`` reads.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return told(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
 
     assert isinstance(forward, FunctionType)
     place = getattr(original, "__globals__", forward.__globals__)
@@ -437,7 +452,7 @@ def _disguised(told: Forward, original: Any) -> FunctionType:
 
 
 class CallEvent:
-    """A ``forward`` that is no method of the class, such as one set on the instance."""
+    """Wraps a ``forward`` that is not a method of the class, such as one set on the instance."""
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
         self.module = module
@@ -446,7 +461,7 @@ class CallEvent:
         functools.update_wrapper(self, forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The same, and listeners are told."""
+        """Call the wrapped ``forward`` and notify the listeners."""
         return _run(FORWARD, self.module, self.forward, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -472,15 +487,16 @@ def _same(value: Any) -> Any:
 
 
 def _exchange(attributes: dict[str, Any], name: str) -> tuple[dict[str, Any], str, CallEvent]:
-    """Put a ``CallEvent`` in the place of a bound ``forward``."""
+    """Replace a bound ``forward`` by a ``CallEvent``."""
     value = attributes[name]
-    told = value if isinstance(value, CallEvent) else CallEvent(value.__self__, value)
-    told.users += 1
-    attributes[name] = told
-    return attributes, name, told
+    event = value if isinstance(value, CallEvent) else CallEvent(value.__self__, value)
+    event.users += 1
+    attributes[name] = event
+    return attributes, name, event
 
 
-def _put_back(attributes: dict[str, Any], name: str, told: CallEvent) -> None:
-    told.users -= 1
-    if not told.users and attributes.get(name) is told:
-        attributes[name] = told.forward
+def _put_back(attributes: dict[str, Any], name: str, event: CallEvent) -> None:
+    """Undo one ``_exchange``; the last one restores the bound ``forward``."""
+    event.users -= 1
+    if not event.users and attributes.get(name) is event:
+        attributes[name] = event.forward

@@ -1,4 +1,4 @@
-"""Nests of tuples, lists, dicts and dataclasses, as modules take and return them."""
+"""Nested tuples, lists, dicts and dataclasses, as modules take and return them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``change`` everything in a nest of tuples, lists, dicts and dataclasses, and leave the nest.
+    """A copy of nested tuples, lists, dicts and dataclasses, with ``change`` applied to each leaf.
 
     >>> mapped({"a": [1, 2], "b": (3, None)}, lambda v: v and -v)
     {'a': [-1, -2], 'b': (-3, None)}
@@ -36,7 +36,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a nest, in order; the nest is only read.
+    """The tensors in a nested structure, in order.
 
     >>> import torch
     >>> tensors_in([torch.tensor(1), {"a": (torch.tensor(2), "b")}])

@@ -1,9 +1,9 @@
-"""Tensors whose elements lie in memory, one number each: what maps and kernels can read.
+"""Converts tensors to plain strided ones with storage, which maps and kernels can read.
 
-Saved tensors and cotangents come from PyTorch as they are. A *zero tensor* (forward-mode AD makes
-them: ``torch.func.hessian``, ``jvp``) has no memory and is written out; negation that was put off
-is carried out. A tensor of a subclass with code of its own behind every operation (quantised
-weights, ``DTensor``, ``MaskedTensor``, fake tensors) has no elements that could be followed.
+Saved tensors and cotangents from PyTorch may be special. A *zero tensor* (made by forward-mode AD:
+``torch.func.hessian``, ``jvp``) has no storage and is materialised; a lazy negation (the negative
+bit) is resolved. Wrapper subclasses, whose operations run code of the class (quantised weights,
+``DTensor``, ``MaskedTensor``, fake tensors), have no elements that could be traced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OWN = torch._C._disabled_torch_dispatch_impl
 
 
 def is_wrapper(x: Tensor) -> bool:
-    """Whether the operations of a tensor are code of its class, as those of wrappers are.
+    """Whether a tensor is of a wrapper subclass, which defines ``__torch_dispatch__``.
 
     >>> class Named(Tensor): pass
     >>> is_wrapper(torch.ones(2).as_subclass(Named))
@@ -31,7 +31,7 @@ def is_wrapper(x: Tensor) -> bool:
 
 
 def plain(x: Tensor) -> Tensor:
-    """The same numbers, in memory, without a class of the user's; an error where they cannot be."""
+    """The same values as a plain strided ``Tensor``; raises ``Unsupported`` if impossible."""
     if type(x) in PLAIN and x.layout is torch.strided and not (x._is_zerotensor() or x.is_neg()):
         return x
     return _written_out(x)
@@ -40,7 +40,7 @@ def plain(x: Tensor) -> Tensor:
 def _written_out(x: Tensor) -> Tensor:
     if is_wrapper(x):
         refuse_wrapper(x)
-    with torch._C.DisableTorchFunctionSubclass():  # a class of the user's has no say here
+    with torch._C.DisableTorchFunctionSubclass():  # skip __torch_function__ of user classes
         if x.layout is not torch.strided:
             raise Unsupported(
                 f"a tensor of layout {x.layout} cannot be followed element by element; make it "
@@ -52,7 +52,7 @@ def _written_out(x: Tensor) -> Tensor:
 
 
 def numbers_of(x: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper says it is made of, or none if it does not; of others, itself."""
+    """The tensors inside a wrapper (``__tensor_flatten__``, none if it lacks that); else ``x``."""
     if not is_wrapper(x):
         return [x]
     flatten: Any = getattr(x, "__tensor_flatten__", None)
@@ -60,7 +60,7 @@ def numbers_of(x: Tensor) -> list[Tensor]:
 
 
 def refuse_wrapper(x: Tensor, what: str = "a tensor") -> NoReturn:
-    """Say that a tensor of a wrapper subclass is not followed."""
+    """Raise ``Unsupported`` for a tensor of a wrapper subclass; ``what`` names it."""
     raise Unsupported(
         f"{what} is a {type(x).__name__} ({type(x).__module__}): its elements are behind code of "
         "its class, not in memory, and cannot be followed; trace the model with plain tensors "

@@ -1,9 +1,10 @@
-"""Code of the user's that runs once more than it would: what it wrote is written back.
+"""Undoes the side effects of user code that runs once more than it would without gradtrace.
 
 A checkpointed part of a model runs again when it is traced, and a model that is measured runs in
-addition to its training. Batch norms then count a batch once more, codebooks and moving averages
-move. Here every write on memory that was there before is seen, as an ATen operation, and what was
-there is copied first; Python's side (counters, attributes, lists) is noted module by module.
+addition to its training. Batch norms would then count a batch twice, and codebooks and moving
+averages would be updated twice. ``Undo`` intercepts every ATen operation that writes to existing
+memory and copies the old values first; ``WriteLog`` saves Python state (counters, attributes,
+lists) module by module.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ from gradtrace.pytorch import internals
 
 
 class Writes(NamedTuple):
-    """What an operation does to memory that it is given."""
+    """What an operation does to the memory of its arguments."""
 
-    to: tuple[tuple[int, str], ...]  # the arguments that it writes on, by position and name
-    fresh: bool  # whether its results are new, unless they share memory with an argument
+    to: tuple[tuple[int, str], ...]  # the arguments that it writes to, by position and name
+    fresh: bool  # whether its results are new memory, unless they share that of an argument
 
 
 _WRITES: dict[Any, Writes] = {}
 
-UNSAID = frozenset({"running_mean", "running_var"})
-"""Arguments that batch norms write on though their schemas do not say so."""
+UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
+"""Arguments that batch norms write to, although their schemas do not say so."""
 
 
 def _learn(func: Any) -> Writes:
+    """``Writes`` of an operation from its schema, stored in ``_WRITES``."""
     schema = func._schema
     written = tuple(
         (position, argument.name)
         for position, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in UNSAID
+        or argument.name in UNDECLARED_WRITES
     )
     fresh = all(result.alias_info is None for result in schema.returns)
     _WRITES[func] = found = Writes(written, fresh)
@@ -51,9 +53,10 @@ def _learn(func: Any) -> Writes:
 
 
 class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While this mode is on, what is about to be overwritten is kept; ``restore`` writes it back.
+    """While this mode is active, values are saved before they are overwritten; ``restore`` writes
+    them back.
 
-    Memory that was made under the mode is not kept: nothing else knows it.
+    Memory that was allocated under the mode is not saved: nothing outside refers to it.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fresh: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Keep what the operation will overwrite, and run it."""
+        """Save what the operation will overwrite, and run it."""
         kwargs = kwargs or {}
         writes = _WRITES.get(func) or _learn(func)
         for position, name in writes.to:
@@ -77,6 +80,7 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _keep(self, tensor: Tensor) -> None:
+        """Save a copy of a tensor, once for each range of memory, with its version."""
         memory = _memory(tensor)
         strided = tensor.layout is torch.strided
         place = (tensor.storage_offset(), tensor.size(), tensor.stride()) if strided else ()
@@ -90,7 +94,7 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append((there, there.clone(), version))
 
     def restore(self) -> None:
-        """Write back what was there. Graphs that hold the memory do not notice."""
+        """Write the old values back, and reset versions so that graphs accept saved tensors."""
         with _disable_current_modes(), torch.no_grad():
             for there, before, version in reversed(self._kept):
                 there.copy_(before)
@@ -105,7 +109,7 @@ _HERE = threading.local()
 
 @contextmanager
 def undoing(undo: Undo) -> Iterator[None]:
-    """Within, what code of the user's writes while a graph is walked is kept by ``undo``."""
+    """Within, on this thread, ``users_code`` activates ``undo``."""
     outer = getattr(_HERE, "undo", None)
     _HERE.undo = undo
     try:
@@ -115,12 +119,12 @@ def undoing(undo: Undo) -> Iterator[None]:
 
 
 def users_code() -> AbstractContextManager[Any]:
-    """Around code of the user's that runs while a graph is walked."""
+    """The context for user code that runs during a pass: the active ``Undo``, if any."""
     return getattr(_HERE, "undo", None) or nullcontext()
 
 
 def _memory(tensor: Tensor) -> int:
-    """What tells the memory of tensors apart; wrappers, which have none, by themselves."""
+    """An identifier of a tensor's storage; for wrappers, which have none, of the tensor."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -135,15 +139,15 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-# Python's side ------------------------------------------------------------------------------------
+# Python state -------------------------------------------------------------------------------------
 
 CONTAINERS = (list, dict, set, deque)
-OURS = frozenset({"_modules"})
+SKIPPED_ATTRIBUTES = frozenset({"_modules"})
 
 
 class WriteLog:
-    """The attributes of a model's modules, also of those in plain lists, and what is in their
-    lists, dictionaries and sets; hooks and submodules aside.
+    """A snapshot of the attributes of a model's modules (also of modules in plain lists) and of the
+    contents of their lists, dictionaries and sets, except hooks and the tables of submodules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -159,10 +163,11 @@ class WriteLog:
             self._modules[module] = (type(module), dict(module.__dict__))
             for name, value in module.__dict__.items():
                 waiting += _modules_in(value)
-                if name not in OURS and not name.endswith("_hooks"):
+                if name not in SKIPPED_ATTRIBUTES and not name.endswith("_hooks"):
                     self._note(value)
 
     def _note(self, value: Any) -> None:
+        """Save the contents of a container, the state of a generator, the storage of a tensor."""
         if isinstance(value, CONTAINERS):
             self._inside.append((value, copy.copy(value)))
         elif isinstance(value, torch.Generator):
@@ -173,10 +178,10 @@ class WriteLog:
                 self._memory.append((tensor, tensor.detach()))
 
     def restore(self) -> None:
-        """Everything as it was noted."""
+        """Restore the snapshot."""
         for module, (kind, before) in self._modules.items():
             if type(module) is not kind:
-                continue  # a lazy module, which has become what it is for
+                continue  # a lazy module that has been initialised
             now = module.__dict__
             for name in [name for name in now if name not in before]:
                 del now[name]
@@ -185,7 +190,7 @@ class WriteLog:
                     now[name] = value
         for held, before in self._inside:
             _refill(held, before)
-        for tensor, memory in self._memory:  # x.data = y gives a tensor other memory
+        for tensor, memory in self._memory:  # x.data = y exchanges the storage of a tensor
             if tensor.layout is torch.strided and _memory(tensor) != _memory(memory):
                 tensor.data = memory
         for generator, state in self._random:
@@ -202,6 +207,7 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 
 def _refill(held: Any, before: Any) -> None:
+    """Restore the contents of a container in place, if they have changed."""
     if len(held) == len(before):
         if isinstance(held, dict):
             same = all(k in held and held[k] is v for k, v in before.items())
@@ -217,8 +223,9 @@ def _refill(held: Any, before: Any) -> None:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[Undo]:
-    """After it, the model is as it was before: what runs under the mode that this gives may have
-    written on its tensors, and on the attributes of its modules.
+    """Restores the model's tensors and its modules' attributes on exit.
+
+    Writes to tensors are undone if they happen under the dispatch mode that this yields.
     """
     notes, undo = WriteLog(model), Undo()
     try:
@@ -230,7 +237,7 @@ def restored(model: nn.Module) -> Iterator[Undo]:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """After it, the generators of Python and NumPy are as before."""
+    """Restores the random generators of Python and NumPy on exit."""
     numpy = sys.modules.get("numpy")
     ours, theirs = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

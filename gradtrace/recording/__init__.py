@@ -1,1 +1,1 @@
-"""From a loss to its backward program."""
+"""Records the backward program of a loss: which linear maps lead from the loss to its leaves."""

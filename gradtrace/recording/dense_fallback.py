@@ -1,4 +1,4 @@
-"""Formulas that cannot be followed: as matrices, if they are small, or as functions."""
+"""Formulas that cannot be recorded: stored as dense matrices if small, else as functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradtrace.recording.aten_rules import as_real, shape_of
 from gradtrace.recording.dispatch import close
 
 Formula: TypeAlias = "Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]"
-"""From cotangents to results."""
+"""From cotangents (None where missing) to results."""
 
 Refusal: TypeAlias = "Callable[[], GradtraceError]"
-"""Makes the error that says why a formula could not be followed. An error itself, once raised,
-holds the frames it came through, and whoever keeps it in one of them makes a cycle of them."""
+"""Makes the error that says why a formula could not be recorded. A factory, not an exception: a
+raised exception refers to its frames, so keeping it in one of them makes a reference cycle."""
 
 
 def matrices(
@@ -27,7 +27,11 @@ def matrices(
     limit: int,
     refusal: Refusal,
 ) -> list[list[tuple[int, Tensor]]]:
-    """For each result, the matrices that lead to it from each cotangent, by unit cotangents."""
+    """For each result, pairs (slot, matrix): the Jacobian with respect to each cotangent.
+
+    Columns are computed one by one from unit cotangents. Raises ``refusal()`` if the matrices have
+    more than ``limit`` entries, or do not reproduce ``outs``, so that ``f`` is not linear.
+    """
     found: list[list[tuple[int, Tensor]]] = [[] for _ in outs]
     if entries(grads, outs) > limit:
         raise refusal()
@@ -57,7 +61,7 @@ def matrices(
 
 
 def entries(grads: Sequence[Tensor | None], outs: Sequence[Tensor | None]) -> int:
-    """How many entries the matrix from all cotangents to all results has."""
+    """The number of entries of the matrix from all cotangents to all results."""
     rows = sum(shape_size(o) for o in outs if o is not None)
     return rows * sum(shape_size(g) for g in grads if g is not None)
 
@@ -68,7 +72,7 @@ def single(
     slot: int,
     k: int,
 ) -> Callable[[Tensor], Tensor]:
-    """The k-th result as a function of one cotangent, the others zero."""
+    """The k-th result as a function of the cotangent ``slot``, with the others zero."""
     like = [None if g is None else (g.shape, g.dtype, g.device) for g in grads]
 
     def function(x: Tensor) -> Tensor:
@@ -85,25 +89,25 @@ def single(
     return function
 
 
-def see_additive(
+def check_additive(
     f: Formula,
     grads: Sequence[Tensor | None],
     outs: Sequence[Tensor | None],
     reason: str,
 ) -> None:
-    """``f(g + r) = f(g) + f(r)`` for a random r, or the formula is not linear."""
+    """Check ``f(g + r) = f(g) + f(r)`` for a random r; raise ``NotLinear(reason)`` otherwise."""
     noise = [None if g is None else torch.randn_like(g) for g in grads]
     both = [None if g is None or r is None else g + r for g, r in zip(grads, noise)]
-    for out, alone, together in zip(outs, f(noise), f(both)):
-        if out is None or alone is None or together is None:
+    for out, noise_out, combined in zip(outs, f(noise), f(both)):
+        if out is None or noise_out is None or combined is None:
             continue
-        size = float(alone.abs().amax()) if alone.numel() else 0.0
-        if not close(as_real(out + alone), as_real(together), 1e-3 * size):
+        size = float(noise_out.abs().amax()) if noise_out.numel() else 0.0
+        if not close(as_real(out + noise_out), as_real(combined), 1e-3 * size):
             raise NotLinear(reason)
 
 
 def shape_size(x: Tensor) -> int:
-    """How many real numbers a tensor holds."""
+    """The number of real numbers in a tensor; a complex element counts as two."""
     return x.numel() * (2 if x.is_complex() else 1)
 
 

@@ -1,9 +1,8 @@
-"""Writes down what a formula does with its cotangent, while PyTorch runs it.
+"""Records the ATen operations of a backward formula while PyTorch runs it.
 
-The formula runs inside a dispatch mode, which sees the ATen operations it is made of. Those that
-depend on the cotangent become steps (``aten_rules`` says which linear maps they are); the rest are
-constants. Values are followed through views and in-place operations by the memory they share, not
-by the names of objects.
+The formula runs under a dispatch mode. Operations that depend on the cotangent become steps
+(``aten_rules`` gives their linear maps); the results of others are constants. Values are followed
+through views and in-place operations by the storage they share, not by object identity.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from gradtrace.recording.aten_rules import Call, Chains, shape_of
 aten = torch.ops.aten
 CONVOLUTION = aten.convolution_backward.default
 ZEROS = aten._efficientzerotensor.default
-"""Makes a tensor without memory: maps and kernels want one with it."""
+"""Makes a zero tensor without storage; replaced by ``torch.zeros``, since kernels need storage."""
 
 FUSED = frozenset(rule for name, rule in aten_rules.OPENED.items() if "attention" in name)
-"""Decompositions of what is several operators for the user."""
+"""Decompositions of operators that users know as several operators (attention)."""
 
 
 class Lowering(NamedTuple):
@@ -44,24 +43,24 @@ class Lowering(NamedTuple):
     trusted: bool = True
 
 
-_WAYS: dict[Any, Lowering] = {}
+_LOWERINGS: dict[Any, Lowering] = {}
 
 
-def way(func: Any) -> Lowering:
-    """How this operation is handled: by its rule, or the first general way that fits it."""
-    found = _WAYS.get(func)
+def lowering_of(func: Any) -> Lowering:
+    """How this operation is handled: by its rule, or by the first general method that fits."""
+    found = _LOWERINGS.get(func)
     if found is None:
-        found = _WAYS[func] = _find(func)
+        found = _LOWERINGS[func] = _find_lowering(func)
     return found
 
 
-def _find(func: Any) -> Lowering:
+def _find_lowering(func: Any) -> Lowering:
     name = func._schema.name.replace("::", ".").removeprefix("aten.")
     overload = func._overloadname
     if func._schema.is_mutable:
         plain = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
         if name.endswith("_") and plain is not None and not plain._schema.is_mutable:
-            return way(plain)._replace(mutates=True)
+            return lowering_of(plain)._replace(mutates=True)
         return Lowering("dense", _refuse, mutates=True)
     rule = aten_rules.RULES.get(f"{name}.{overload}") or aten_rules.RULES.get(name)
     if rule is not None:
@@ -85,32 +84,38 @@ def _refuse(call: Call) -> Chains:
 
 
 class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down, for one node after the other, the operations that depend on the cotangent."""
+    """Records, one node at a time, the operations that depend on the cotangent.
+
+    ``begin`` starts a node and ``track`` declares its cotangents. ``values`` maps the id of each
+    dependent tensor to its value number in the program.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here, and the guard costs as much as the operation
+        return False  # nothing is compiled under this mode, and the guard costs as much as an op
 
-    def __init__(self, limit: int, bare: bool = False, hopes: DeferredChecks | None = None) -> None:
+    def __init__(
+        self, limit: int, bare: bool = False, checks: DeferredChecks | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
-        self.bare = bare  # gradients are not wanted
-        self.hopes = hopes  # where what should hold is noted, if to look at it would wait
-        self.new: Callable[[], int] = count().__next__  # makes a value not used before
-        self.values: dict[int, int] = {}  # by identity of a tensor, which ``alive`` keeps
-        self.alive: list[Any] = []
+        self.bare = bare  # gradients are not needed: placeholders for convolutions
+        self.checks = checks  # collects checks that would synchronise; None: check at once
+        self.new: Callable[[], int] = count().__next__  # the next unused value number
+        self.values: dict[int, int] = {}  # value number by id of a tensor
+        self.alive: list[Any] = []  # keeps the tensors alive, so that their ids stay unique
         self.steps: list[Step] = []
         self.opened = False
 
     def begin(self, steps: list[Step]) -> None:
-        """Start on a new formula."""
+        """Start a new formula, whose steps are appended to ``steps``."""
         self.steps = steps
         self.opened = False
         self.values.clear()
         self.alive.clear()
 
     def track(self, tensor: Tensor, value: int) -> None:
-        """From now on this tensor is that value."""
+        """Declare that this tensor holds this value."""
         self.values[id(tensor)] = value
         self.alive.append(tensor)
 
@@ -127,13 +132,13 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             deps += [a for a in kwargs.values() if id(a) in values]
         if not deps:
             if func._schema.is_mutable:
-                self._disown(args[0])
+                self._clone_weights_sharing(args[0])
             out = torch.zeros(*args, **kwargs) if func is ZEROS else func(*args, **kwargs)
             self.alive.append(out)
             return out
         if len(deps) > 1:
             deps = list({id(a): a for a in deps}.values())
-        found = _WAYS.get(func) or way(func)
+        found = _LOWERINGS.get(func) or lowering_of(func)
         if found.kind == "opened":
             self.opened |= found.rule in FUSED
             with self:
@@ -153,7 +158,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(out, Tensor):
             if out.layout is not torch.strided:
                 nodes.refuse_layout(out)
-            if out.is_meta:  # only its shape is wanted, as where a factor is a zero tensor
+            if out.is_meta:  # only its shape is used, as where a factor is a zero tensor
                 return out
             if is_wrapper(out):
                 refuse_wrapper(out)
@@ -185,7 +190,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found.mutates and call.func._schema.name == "aten::copy_":
             source = call.args[1]
             return (
-                [(aten_rules.spread(source, tuple(call.out.shape)), source)]
+                [(aten_rules.broadcast_maps(source, tuple(call.out.shape)), source)]
                 if call.depends(source)
                 else []
             )
@@ -195,7 +200,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return aten_rules.dense(call)
 
     def _sum(self, out: Tensor, chains: Chains) -> int | None:
-        """The value that the chains add up to; none if there are none."""
+        """Append steps for the sum of the chains; the value of the sum, or None without chains."""
         if not chains:
             return None
         values, dtype, steps = self.values, out.dtype, self.steps
@@ -210,16 +215,19 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 terms.append(Term(Identity(shape_of(dep), shape_of(out)), value))
                 continue
             for step in maps[:-1]:
-                between = self.new()
-                steps.append(Step(between, (Term(step, value),), step.out_shape, dtype))
-                value = between
+                intermediate = self.new()
+                steps.append(Step(intermediate, (Term(step, value),), step.out_shape, dtype))
+                value = intermediate
             terms.append(Term(maps[-1], value))
         result = self.new()
         steps.append(Step(result, tuple(terms), shape_of(out), dtype))
         return result
 
     def _verify(self, call: Call, chains: Chains) -> None:
-        """A probe tells the derivative only if the operation is linear; see that it is."""
+        """Check that the recorded maps give the operation's own result.
+
+        A probe gives the derivative only of linear operations. On a GPU the check is deferred.
+        """
         out = call.out
         total = torch.zeros(shape_of(out), dtype=out.dtype.to_real(), device=out.device)
         for maps, dep in chains:
@@ -228,12 +236,12 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 x = step.apply(x)
             total = total + x
         out = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
-        if self.hopes is not None and sync.would_sync(out):
-            self.hopes.add(near(total, out))
+        if self.checks is not None and sync.would_sync(out):
+            self.checks.add(elementwise_close(total, out))
         elif not close(total, out):
             raise NotLinear(f"{call.name} is not linear in the gradient it is given")
 
-    # In place: who shares the memory that was written? ---------------------------------------
+    # In-place operations: which tensors share the storage that was written? ------------------
 
     def _write(self, target: Tensor, value: int | None) -> None:
         """``target`` now holds ``value`` (None: a constant), and so do its aliases where they
@@ -255,6 +263,10 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values[id(target)] = value
 
     def _overwrite(self, alias: Tensor, numbers: Tensor, target: Tensor, value: int | None) -> None:
+        """Update an alias of ``target``: written elements come from ``value``, others stay.
+
+        ``numbers`` holds, for each element of the storage, its index in ``target``, or -1.
+        """
         if alias.dtype is not target.dtype or alias.is_conj() != target.is_conj():
             raise NotLinear("a value was written in place through a view of another dtype")
         source = numbers.as_strided(alias.size(), alias.stride(), alias.storage_offset())
@@ -269,7 +281,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = torch.stack([2 * source, 2 * source + 1], -1).clamp(min=-1)
             spared = spared.unsqueeze(-1)
         if old is not None and bool(spared.any()):
-            terms.append(Term(aten_rules.kept(spared, shape), old))
+            terms.append(Term(aten_rules.mask_map(spared, shape), old))
         if value is not None:
             terms.append(Term(gather(source, shape_of(target)), value))
         if not terms:
@@ -279,8 +291,8 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps.append(Step(now, tuple(terms), shape, alias.dtype.to_real()))
         self.values[id(alias)] = now
 
-    def _disown(self, target: Any) -> None:
-        """A constant is about to be overwritten: maps that refer to it get a copy."""
+    def _clone_weights_sharing(self, target: Any) -> None:
+        """Before a constant is overwritten, clone the weights of recorded maps that share it."""
         if not isinstance(target, Tensor):
             return
         storage = target.untyped_storage()
@@ -304,14 +316,17 @@ def _shares(x: Tensor, storage: torch.UntypedStorage) -> bool:
 
 
 def close(a: Tensor, b: Tensor, slack: float = 0.0) -> bool:
-    """Equal up to rounding, and where one is not finite the other is not either."""
+    """Whether two tensors are equal up to rounding; NaN and infinities must match.
+
+    ``slack`` is added to the absolute tolerance. Synchronises with a GPU.
+    """
     scale = float(b.abs().nan_to_num(0, 0, 0).amax()) if b.numel() else 0.0
     slack = slack if slack < float("inf") else 0.0
     return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * scale + slack, equal_nan=True)
 
 
-def near(a: Tensor, b: Tensor) -> Tensor:
-    """``close``, of each element, without a look at any."""
+def elementwise_close(a: Tensor, b: Tensor) -> Tensor:
+    """``close`` for each element, as a boolean tensor; does not synchronise."""
     a, b = a.double(), b.double()
     scale = b.abs().nan_to_num(0, 0, 0).amax() if b.numel() else 0.0
     off = (a - b).abs()

@@ -1,8 +1,8 @@
-"""The formula of any node, written down while it runs.
+"""Records the formula of any node while it runs.
 
-It runs under a ``DispatchRecorder``, with the hooks around it. One that cannot be followed is
-written out as a matrix, if it is small. Code of the user's (hooks, ``torch.autograd.Function``)
-must turn out to be linear.
+The formula and the hooks around it run under a ``DispatchRecorder``. A formula that cannot be
+recorded is stored as a dense matrix, if that is small enough. User code (hooks,
+``torch.autograd.Function``) is checked to be linear in the cotangent.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
 from gradtrace.recording.dense_fallback import (
     Formula,
     Refusal,
+    check_additive,
     entries,
     matrices,
-    see_additive,
     single,
 )
 from gradtrace.recording.dispatch import DispatchRecorder, close
 
 COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
-"""Nodes that stand for several operators (a whole recurrent layer), and that PyTorch computes by
-elementary operations when these may have to be derived again."""
+"""Fused nodes (a whole recurrent layer) that PyTorch computes by elementary operations when grad
+mode is on, since a double backward might follow."""
 
 
 SEVERAL = COMPOSED | {"DifferentiableGraphBackward"}
-"""Nodes that stand for several operators; the other is a graph that TorchScript has optimised."""
+"""Nodes that contain several operators; the last is a graph that TorchScript has optimised."""
 
 Given: TypeAlias = tuple[int, Tensor, int]
-"""What a node hands on: to the argument at which position, the cotangent, and as which value."""
+"""A result of a node: the argument's position, its cotangent, and the value number of that."""
 
 
 class FormulaRecorder:
-    """Follows one node after the other.
+    """Records one node at a time.
 
-    Nodes made before ``clear_since`` may have hooks. With ``opaque`` a formula that is too large to
-    be written out is kept as a function.
+    Nodes with sequence numbers below ``clear_since`` may have hooks. With ``opaque``, a formula
+    that is too large for a dense matrix is kept as a function.
     """
 
     def __init__(
@@ -67,34 +67,40 @@ class FormulaRecorder:
     def follow(
         self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
     ) -> list[Given]:
-        """Run the formula of a node and write down what it does; the results, by position."""
+        """Run the formula of a node and record its steps in ``block``.
+
+        Returns the results by position. ``arrived`` holds, by output slot, each cotangent with its
+        value number.
+        """
         block.label = labels_of(node)
         with self.recorder:
             outs = self._formula(node, arrived, block)
-            handed = self._handed(node, edges, outs, block)
+            results = self._results(node, edges, outs, block)
         block.opened = self.recorder.opened or block.operator in SEVERAL
         if not block.opened:
             shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
             resolve(block, self.recorder.new, shapes, next(iter(arrived.values()))[0].device)
             fold(block)
-        return [(position, out, block.gives[position]) for position, out in handed]
+        return [(position, out, block.gives[position]) for position, out in results]
 
-    def _handed(
+    def _results(
         self, node: Node, edges: Edges, outs: Sequence[Tensor | None], block: Block
     ) -> list[tuple[int, Tensor]]:
-        """What is handed on: each a value of its own, even if nothing is done to it."""
+        """The results by position; each gets a value number of its own, if need be by an identity
+        step.
+        """
         taken = set(block.takes.values())
         taken.update(term.value for step in block.steps for term in step.terms)
         given = []
-        asked = (FACTS.get(type(node)) or learn(type(node))).asked
+        conform_at = (FACTS.get(type(node)) or learn(type(node))).conform_at
         for position, ((child, slot), out) in enumerate(zip(edges, outs)):
             if child is None or out is None:
                 continue
-            if asked is None or position in asked:
+            if conform_at is None or position in conform_at:
                 out = nodes.conform(out, self.outputs.wanted(child, slot))
             value = self.recorder.values.get(id(out))
             if value is None:
-                continue  # a constant: nothing comes this way
+                continue  # a constant, which does not depend on the cotangent
             if value in taken:
                 shape, same = shape_of(out), self.recorder.new()
                 terms = (Term(Identity(shape), value),)
@@ -106,24 +112,26 @@ class FormulaRecorder:
         return given
 
     def hooked(self, leaf: Tensor, tensor: Tensor, block: Block) -> Tensor:
-        """The gradient of a leaf after the hooks on it, which become the steps of a block."""
-        self._certain()
+        """Run the hooks on a leaf and record them as the steps of ``block``; the new gradient."""
+        self._finish_checks()
         self.recorder.begin(block.steps)
         self.recorder.track(tensor, block.takes[0])
         with self.recorder:
             (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
         if id(changed) not in self.recorder.values:
             raise NotLinear("the gradient was replaced by one that has nothing to do with it")
-        self._see_linear(block.steps, [tensor], [changed])
+        self._check_linear(block.steps, [tensor], [changed])
         block.gives[0] = self.recorder.values[id(changed)]
         return tensor if changed is None else changed
 
-    def _certain(self) -> None:
-        """Code of the user's is about to run, and is not to be run again: be sure that all went
-        well so far, and hope no more.
+    def _finish_checks(self) -> None:
+        """Evaluate all deferred checks now, and defer none from here on.
+
+        Called before user code runs: that must run once only, so recording cannot be repeated
+        after it.
         """
-        hopes, self.recorder.hopes = self.recorder.hopes, None
-        if hopes is not None and not hopes.fulfilled():
+        checks, self.recorder.checks = self.recorder.checks, None
+        if checks is not None and not checks.fulfilled():
             raise NotLinear("a formula is not what it was taken for")
 
     def _formula(
@@ -131,36 +139,39 @@ class FormulaRecorder:
     ) -> Sequence[Tensor | None]:
         """Run the node's formula, and the hooks around it, under the recorder."""
         facts = FACTS.get(type(node)) or learn(type(node))
-        grads: list[Tensor | None] = [None] * (nodes.outputs_of(node) if facts.many else 1)
+        grads: list[Tensor | None] = [None] * (nodes.outputs_of(node) if facts.multi_output else 1)
         recorder = self.recorder
         recorder.begin(block.steps)
         for slot, (tensor, value) in arrived.items():
-            if any(tensor is other for other in grads):  # a + b hands one tensor to both
+            if any(tensor is other for other in grads):  # a + b passes one tensor to both
                 tensor = tensor.clone()
             grads[slot] = tensor
             recorder.track(tensor, value)
         hooked = node._sequence_nr() < self.clear_since
         if hooked or (facts.python and block.label is None):
-            self._certain()
+            self._finish_checks()
         ready: Grads = grads
         if hooked:
             ready = hooks.before(node, grads)
         elif facts.python and any(grad is None for grad in grads):
-            ready = nodes.handed(node, grads)
+            ready = nodes.engine_cotangents(node, grads)
         if ready is not grads:
-            self._see_linear(block.steps, grads, ready)
+            self._check_linear(block.steps, grads, ready)
         formula = len(block.steps)
         outs = self._call(node, ready, block)
         if facts.python:
-            self._see_linear(block.steps[formula:], ready, outs)
+            self._check_linear(block.steps[formula:], ready, outs)
         if hooked:
             formula, before = len(block.steps), outs
             outs = hooks.after(node, outs, ready)
-            self._see_linear(block.steps[formula:], before, outs)
+            self._check_linear(block.steps[formula:], before, outs)
         return outs
 
-    def _see_linear(self, steps: list[Step], given: Grads, wanted: Grads) -> None:
-        """Steps that somebody else's code was written down as must give what that code gave."""
+    def _check_linear(self, steps: list[Step], given: Grads, wanted: Grads) -> None:
+        """Check that the steps recorded for user code give the results ``wanted`` of that code.
+
+        ``given`` are its inputs. Raises ``NotLinear`` if they differ.
+        """
         values = self.recorder.values
         if all(any(x is y for y in given) for x in wanted):
             return
@@ -179,7 +190,7 @@ class FormulaRecorder:
     def _call(
         self, node: Node, grads: Sequence[Tensor | None], block: Block
     ) -> Sequence[Tensor | None]:
-        """The formula alone; as matrices, if what it does cannot be followed."""
+        """Run the formula without hooks; if it cannot be recorded, store it as matrices."""
         values, before = self.recorder.values, len(block.steps)
         try:
             if type(node).__name__ in COMPOSED:
@@ -196,31 +207,31 @@ class FormulaRecorder:
         except (NotLinear, TooLarge) as error:
             refusal = partial(type(error), str(error))
         del block.steps[before:]
-        return self._written_out(node, grads, block, refusal)
+        return self._record_dense(node, grads, block, refusal)
 
     def _zero(self, out: Tensor) -> bool:
-        """Whether a result that the cotangent has no part in is zero, which is hoped on a GPU."""
-        hopes = self.recorder.hopes
-        if hopes is None or not sync.would_sync(out):
+        """Whether a result that does not depend on the cotangent is zero; deferred on a GPU."""
+        checks = self.recorder.checks
+        if checks is None or not sync.would_sync(out):
             return not _nonzero(out)
         with _disable_current_modes():
-            hopes.add(out == 0)
+            checks.add(out == 0)
         return True
 
-    def _written_out(
+    def _record_dense(
         self, node: Node, grads: Sequence[Tensor | None], block: Block, refusal: Refusal
     ) -> Sequence[Tensor | None]:
-        """A formula that cannot be followed, as matrices, if it is small enough."""
+        """Store a formula that cannot be recorded as dense matrices, if these are small enough."""
         recorder = self.recorder
 
         def call(given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-            with recomputed_once():  # a checkpoint gives each value once
+            with recomputed_once():  # a checkpoint returns each saved value once per recomputation
                 return nodes.call_ready(node, given)
 
         with _disable_current_modes():
             outs = list(call(grads))
             if self.opaque and entries(grads, outs) > recorder.limit:
-                return self._closed(call, grads, outs, block, str(refusal()))
+                return self._record_opaque(call, grads, outs, block, str(refusal()))
             found = matrices(call, grads, outs, recorder.limit, refusal)
         for out, terms in zip(outs, found):
             if out is None:
@@ -237,7 +248,7 @@ class FormulaRecorder:
                 recorder.values[id(out)] = value
         return outs
 
-    def _closed(
+    def _record_opaque(
         self,
         f: Formula,
         grads: Sequence[Tensor | None],
@@ -245,9 +256,9 @@ class FormulaRecorder:
         block: Block,
         reason: str,
     ) -> Sequence[Tensor | None]:
-        """A formula that is too large to be written out, as a function of each cotangent."""
+        """Store a formula that is too large for matrices as a function of each cotangent."""
         recorder = self.recorder
-        see_additive(f, grads, outs, reason)
+        check_additive(f, grads, outs, reason)
         for k, out in enumerate(outs):
             if out is None:
                 continue

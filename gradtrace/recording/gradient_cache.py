@@ -1,4 +1,4 @@
-"""Gradients that recording has computed anyway, kept as far as there is room."""
+"""A cache, of limited size, of gradients that recording computes anyway."""
 
 from __future__ import annotations
 
@@ -10,50 +10,53 @@ from gradtrace.recording.aten_rules import as_real
 
 
 class GradientCache:
-    """Gradients that are worth keeping, in a number of bytes; those of one memory count once.
+    """Gradients by value number, in at most ``budget`` bytes; a shared storage counts once.
 
-    What products and convolutions made is dear, so half of the memory is for these alone.
+    Results of matrix products and convolutions are expensive to recompute, so half of the budget
+    is reserved for them.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.left = budget
+        self.bytes_left = budget
         self.values: dict[int, Tensor] = {}
-        self.places: set[int] = set()
+        self.storages: set[int] = set()
 
-    def add(self, value: int, tensor: Tensor, dear: Block | bool) -> None:
-        """Keep a gradient, if there is room: that of a block, or one that is dear or not."""
-        if self.left <= 0:
+    def add(self, value: int, tensor: Tensor, expensive: Block | bool) -> None:
+        """Keep a gradient, if the budget allows. ``expensive``: whether it is expensive to
+        recompute, or the block that made it.
+        """
+        if self.bytes_left <= 0:
             return
         storage = tensor.untyped_storage()
         place = storage._cdata
-        if place not in self.places:
-            left = self.left - storage.nbytes()
+        if place not in self.storages:
+            left = self.bytes_left - storage.nbytes()
             if left < self.budget // 2:
-                if isinstance(dear, Block):
-                    dear = _costly(dear)
-                if left < 0 or not dear:
+                if isinstance(expensive, Block):
+                    expensive = _is_expensive(expensive)
+                if left < 0 or not expensive:
                     return
-            self.left = left
-            self.places.add(place)
+            self.bytes_left = left
+            self.storages.add(place)
         self.values[value] = as_real(tensor) if tensor.is_complex() else tensor
 
     def spend(self, nbytes: int) -> bool:
-        """Take memory for something else, if there is plenty: if half of it is left then."""
-        plenty = self.left - nbytes >= self.budget // 2 > 0
-        if plenty:
-            self.left -= nbytes
-        return plenty
+        """Reserve memory for another use; False if less than half of the budget would be left."""
+        enough = self.bytes_left - nbytes >= self.budget // 2 > 0
+        if enough:
+            self.bytes_left -= nbytes
+        return enough
 
     def hold(self, value: int, tensor: Tensor) -> None:
-        """Count a gradient that is held anyway."""
+        """Add a gradient that is kept alive elsewhere, whatever the budget."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.places:
-            self.places.add(storage._cdata)
-            self.left -= storage.nbytes()
+        if storage._cdata not in self.storages:
+            self.storages.add(storage._cdata)
+            self.bytes_left -= storage.nbytes()
         self.values[value] = as_real(tensor)
 
 
-def _costly(block: Block) -> bool:
-    """Whether a block holds a product or a convolution."""
+def _is_expensive(block: Block) -> bool:
+    """Whether a block contains a matrix product or a convolution."""
     return any(isinstance(term.map, Contract | Convolve) for s in block.steps for term in s.terms)

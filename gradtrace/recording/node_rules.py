@@ -1,10 +1,10 @@
-"""Nodes whose maps are known, so that nobody need look inside.
+"""Rules for common types of nodes, whose maps are known without recording their formula.
 
-To watch a formula costs several times what a small formula costs. Most nodes of most models are
-products with a saved operand, elementwise functions, views, sums, or one ATen operation of what was
-saved: for these the node's own formula, or what it saved, tells the maps. Every row must agree with
-what watching the formula gives. A row asks for each saved value once, as checkpoints demand, and
-has asked for none when it gives up.
+Recording a formula takes several times as long as running it, if it is small. Most nodes of most
+models are products with a saved operand, elementwise functions, views, sums, or one ATen operation
+on saved tensors: for these the maps follow from the node's result or its saved tensors. Each rule
+must give the same maps as recording the formula (``formula``). A rule reads each saved tensor at
+most once, because checkpoints return it once only, and none before it returns None.
 """
 
 from __future__ import annotations
@@ -33,48 +33,60 @@ from gradtrace.linops import (
     Sparse,
 )
 from gradtrace.recording import placeholders
-from gradtrace.recording.aten_rules import RULES, BatchedWeights, Call, between, timed, times
+from gradtrace.recording.aten_rules import (
+    RULES,
+    BatchedWeights,
+    Call,
+    distance_maps,
+    matrix_times,
+    times_matrix,
+)
 from gradtrace.types import Shape
 
 aten = torch.ops.aten
 
 Chain: TypeAlias = Sequence[Map]
 
-Found: TypeAlias = "list[tuple[Tensor, Chain] | None] | None"
-"""For each argument, its cotangent and the maps that lead to it (none: it is the same). None
-instead of it all: look inside."""
+RuleResult: TypeAlias = "list[tuple[Tensor, Chain] | None] | None"
+"""For each argument, its cotangent and the maps that lead to it (an empty chain is the identity),
+or None for no gradient. None instead of the list: the rule does not apply, record the formula."""
 
 Edge: TypeAlias = "tuple[Node | None, int]"
 
 
 class Product(Protocol):
-    """Computes the products of matrices that are handed to an edge, or what stands in for them.
+    """Computes the matrix products that are passed along an edge, or placeholders for them.
 
-    For a ``bare`` program nobody wants them, nor convolutions. Weights of maps that gradients do
-    not wait for are asked for ``together``.
+    A ``bare`` program needs neither products nor convolutions. Weights of maps that the gradient
+    itself does not depend on are requested from ``batched_weights``.
     """
 
     bare: bool
-    together: BatchedWeights
+    batched_weights: BatchedWeights
 
     def __call__(
-        self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        edge: Edge,
+        via_transpose: bool = False,
+        grad: Tensor | None = None,
     ) -> Tensor:
-        """``a @ b``; ``turned``: as ``(bᵀ @ aᵀ)ᵀ``, which lies otherwise in memory. With ``grad``,
-        the cotangent among them, the product can be put off.
+        """``a @ b``; with ``via_transpose`` as ``(bᵀ @ aᵀ)ᵀ``, which has transposed strides. With
+        ``grad``, the operand that is the cotangent, the product may be deferred.
         """
 
     def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
-        """A stand-in of this shape for what is made of a cotangent, if that can be put off."""
+        """A placeholder of this shape if the gradient computed from ``grad`` can be deferred."""
 
     def one(self, like: Tensor) -> Tensor:
-        """A single 1 of this dtype, on this device."""
+        """A 0-d tensor 1 of the dtype and on the device of ``like``."""
 
 
-NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], Found]
+NodeRule: TypeAlias = Callable[[Node, Tensor, Edges, Product], RuleResult]
 
-# Maps without a tensor are the same for all nodes that are alike, as those of a model's layers are,
-# so they are made once. Shapes may come as torch.Size: both find the same map.
+# Maps without tensors are equal for similar nodes, as in the layers of a model, so they are cached.
+# Shapes may be torch.Size or tuples: they hash alike.
 
 shared = lru_cache(1 << 12)
 
@@ -87,7 +99,7 @@ def same(shape: Shape, wanted: Shape) -> Chain:
 
 @shared
 def summed(shape: Shape, wanted: Shape) -> Chain:
-    """The undoing of broadcasting."""
+    """Sums over broadcast dimensions, from ``shape`` to ``wanted``."""
     extra = len(shape) - len(wanted)
     over = [d for d, n in enumerate(shape) if d < extra or (n != 1 and wanted[d - extra] == 1)]
     return (Reduce(over, tuple(shape), tuple(wanted)),)
@@ -95,13 +107,13 @@ def summed(shape: Shape, wanted: Shape) -> Chain:
 
 @shared
 def permuted(order: tuple[int, ...], shape: Shape, wanted: Shape) -> Chain:
-    """The dimensions in another order."""
+    """A permutation of the dimensions."""
     return (Index(lambda x: x.permute(order), tuple(shape), tuple(wanted), injective=True),)
 
 
 @shared
 def swapped(first: int, second: int, shape: Shape, wanted: Shape) -> Chain:
-    """Two dimensions in each other's place."""
+    """Exchanges two dimensions."""
     first, second = _signed(first), _signed(second)
 
     def swap(x: Tensor) -> Tensor:
@@ -112,13 +124,13 @@ def swapped(first: int, second: int, shape: Shape, wanted: Shape) -> Chain:
 
 @shared
 def flipped(shape: Shape, wanted: Shape) -> Chain:
-    """Both dimensions of a matrix in each other's place; a line stays as it is."""
+    """``torch.t``: transposes a matrix; a vector is unchanged."""
     return (Index(torch.t, tuple(shape), tuple(wanted), injective=True),)
 
 
 @shared
 def cut(dim: int, start: int, shape: Shape, wanted: Shape) -> Chain:
-    """A stretch along a dimension."""
+    """``x.narrow(dim, start, wanted[dim])``."""
     length = wanted[dim]
 
     def narrow(x: Tensor) -> Tensor:
@@ -129,61 +141,61 @@ def cut(dim: int, start: int, shape: Shape, wanted: Shape) -> Chain:
 
 @shared
 def slot(dim: int, start: int, cut: Shape, shape: Shape, wanted: Shape) -> Slot:
-    """A stretch along a dimension, put among zeros."""
+    """The adjoint of ``cut``: a slice along a dimension, padded with zeros."""
     return Slot(dim, start, tuple(cut), tuple(shape), tuple(wanted))
 
 
 # Movements ---------------------------------------------------------------------------------------
 
 
-def turned(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def transpose_2d(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``t``."""
     out = node(grad)
     return [(out, flipped(grad.shape, out.shape))]
 
 
-def transposed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """Two dimensions change places."""
+def transpose(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``transpose``: exchanges two dimensions."""
     out = node(grad)
     return [(out, swapped(node._saved_dim0, node._saved_dim1, grad.shape, out.shape))]
 
 
-def reordered(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """A permutation, undone."""
+def permute(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``permute``: the inverse permutation."""
     out, dims = node(grad), grad.dim()
     order = [_signed(d) % dims for d in node._saved_dims]
     back = tuple(sorted(range(dims), key=order.__getitem__))
     return [(out, permuted(back, grad.shape, out.shape))]
 
 
-def placed(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """A part, put back among zeros: the node itself is the movement."""
+def slice_or_select(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``slice`` and ``select``: pads with zeros; the node itself is the index function."""
     out = node(grad)
     return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), True, injective=True)])]
 
 
-def reshaped(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def reshape(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """The same elements in the same order."""
     out = node(grad)
     return [(out, same(grad.shape, out.shape))]
 
 
-def untouched(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """The same elements in memory of their own, or under another name."""
+def identity(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``clone`` and ``alias``."""
     return [(grad, ())]
 
 
-def converted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """The same numbers in another dtype, or on another device."""
+def to_copy(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """Another dtype or device; the values are the same up to rounding."""
     out = node(grad)
     return None if out.is_complex() else [(out, [])]
 
 
-def parted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``cat``: each argument is a stretch; an empty one may have any number of dimensions."""
+def cat(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``cat``: each argument is a slice along ``dim``; arguments of shape ``(0,)`` are skipped."""
     dim, start, shape = _signed(node._saved_dim) % grad.dim(), 0, grad.shape
     found: list[tuple[Tensor, Chain] | None] = []
-    for out in _several(node(grad)):
+    for out in _as_tuple(node(grad)):
         part = out.shape
         if part == (0,):
             found.append(None)
@@ -193,12 +205,12 @@ def parted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return found
 
 
-def stacked(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``stack``: each argument is a slice."""
+def stack(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``stack``: each argument is one index along the new dimension."""
     dim, shape = _signed(node._saved_dim) % grad.dim(), tuple(grad.shape)
     return [
         (out, [Index(_slice(dim, k), shape, tuple(out.shape), injective=True)])
-        for k, out in enumerate(_several(node(grad)))
+        for k, out in enumerate(_as_tuple(node(grad)))
     ]
 
 
@@ -206,20 +218,20 @@ def _slice(dim: int, k: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x.select(dim, k)
 
 
-def _several(outs: Any) -> Iterable[Tensor]:
+def _as_tuple(outs: Any) -> Iterable[Tensor]:
     return outs if type(outs) is tuple else (outs,)
 
 
 def _signed(value: Any) -> Any:
-    """A saved number; PyTorch shows negative ones as if they had no sign."""
+    """A saved integer; PyTorch returns negative ones as unsigned 64-bit numbers."""
     return value - (1 << 64) if type(value) is int and value >> 63 else value
 
 
 # Sums --------------------------------------------------------------------------------------------
 
 
-def widened(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``expand``: what was repeated is added up."""
+def expand(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``expand``: sums over the expanded dimensions."""
     shape = grad.shape
     if shape == node._saved_self_sym_sizes:
         return [(grad, ())]
@@ -227,8 +239,8 @@ def widened(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(out, summed(shape, out.shape))]
 
 
-def repeated(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``sum`` and ``mean``: every element that was added up gets the cotangent of the sum."""
+def sum_or_mean(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``sum`` and ``mean``: broadcasts the cotangent to all summands; for a mean, divides it."""
     out = node(grad)
     shape, wide = tuple(grad.shape), tuple(out.shape)
     thin = shape
@@ -245,15 +257,18 @@ def repeated(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 # Elementwise -------------------------------------------------------------------------------------
 
 
-def scaled(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """Elementwise: what the node makes of ones. It is called once, as checkpoints demand."""
+def elementwise(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """Elementwise functions: the weight is the node's result for ones.
+
+    The node is called once, since checkpoints return saved tensors once only.
+    """
     weight = node(torch.ones_like(grad))
     return [(weight * grad, [Scale(weight, tuple(grad.shape))])]
 
 
-def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """As ``scaled``, but a single 1 does for ones where the result lies in memory as the cotangent
-    does, and so what is made of both.
+def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``g · y · (1 - y)``, as ``elementwise`` computes it. If the saved result and the cotangent
+    have equal strides, a 0-d 1 replaces the tensor of ones: the weight's strides are the same.
     """
     y = node._saved_result
     ones = product.one(grad) if y.stride() == grad.stride() else torch.ones_like(grad)
@@ -261,9 +276,11 @@ def sigmoid(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
 
 
-def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``g · (1 - y²)``. Narrow types round ``1 - y²`` if it stands alone; in others the product is
-    the same with it and without, so that the weight can wait.
+def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``g · (1 - y²)``.
+
+    In float32 and float64 the gradient has the same bits whether or not ``1 - y²`` is computed
+    separately, so the weight is batched with those of other nodes. Narrower dtypes would round it.
     """
     y = node._saved_result
     if y.stride() != grad.stride() or y.dtype not in (torch.float32, torch.float64):
@@ -274,7 +291,7 @@ def tanh(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     def fill(weight: Tensor) -> None:
         scale.weight = weight
 
-    product.together.request(_slopes, (y,), fill)
+    product.batched_weights.request(_slopes, (y,), fill)
     return [(aten.tanh_backward.default(grad, y), (scale,))]
 
 
@@ -284,21 +301,21 @@ def _slopes(y: Tensor) -> tuple[Tensor]:
     return (aten.tanh_backward.default(one, y),)
 
 
-def raised(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``x ** number``, by PyTorch's own formula."""
+def pow_scalar(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``x ** number``: ``n · x^(n - 1)``, computed as in PyTorch's formula."""
     x, power = node._saved_self, node._saved_exponent
     weight = power * x.pow(power - 1) if power else torch.zeros_like(x)
     if x.stride() != grad.stride():
-        weight = torch.ones_like(grad) * weight  # lies in memory as the cotangent does
+        weight = torch.ones_like(grad) * weight  # with the strides of the cotangent
     return [(weight * grad, (Scale(weight, tuple(grad.shape)),))]
 
 
-def added(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def add(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x + y``."""
     return [(grad, ()), (grad, ())] if node._saved_alpha == 1 else None
 
 
-def subtracted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def sub(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x - y``."""
     if node._saved_alpha != 1:
         return None
@@ -306,31 +323,32 @@ def subtracted(node: Node, grad: Tensor, edges: Edges, product: Product) -> Foun
     return [(grad, ()), None if edges[1][0] is None else (-grad, minus)]
 
 
-def multiplied(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``x · y``, where a node saves a factor only if the other needs a gradient."""
-    x = None if edges[0][0] is None else _weighed(grad, node._saved_other)
-    y = None if edges[1][0] is None else _weighed(grad, node._saved_self)
+def mul(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``x · y``; the node saves a factor only if the other one needs a gradient."""
+    x = None if edges[0][0] is None else _product_with(grad, node._saved_other)
+    y = None if edges[1][0] is None else _product_with(grad, node._saved_self)
     return [x, y]
 
 
-def multiple(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def mul_scalar(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x · number``."""
     return [(node(grad), (Scale(node._saved_other, tuple(grad.shape)),))]
 
 
-def _weighed(grad: Tensor, factor: Tensor) -> tuple[Tensor, Chain]:
+def _product_with(grad: Tensor, factor: Tensor) -> tuple[Tensor, Chain]:
+    """``grad · factor``, and its map."""
     return grad * factor, (Scale(_number(factor), tuple(grad.shape)),)
 
 
 def _number(x: Tensor) -> Tensor | float:
-    """A saved factor, which is a number if it was one to the user."""
+    """A saved factor, as a Python number if the user's code has a number there."""
     if not nodes.is_number(x):
         return x
-    number: Any = x.tolist()  # not item(), which dispatch modes would hand the number itself
+    number: Any = x.tolist()  # not item(), which dispatch modes intercept
     return number  # type: ignore[no-any-return]
 
 
-def divided(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def div(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``x / constant``."""
     if edges[1][0] is not None:
         return None
@@ -343,14 +361,14 @@ def divided(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
 # Products ----------------------------------------------------------------------------------------
 
 
-def matrix(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``x @ w``, where a node saves an operand only if the other needs a gradient."""
+def matmul(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``x @ w``; the node saves an operand only if the other one needs a gradient."""
     x, w = node._saved_self, node._saved_mat2
     steps = node._saved_mat2_sym_strides if type(node).__name__ == "MmBackward0" else ()
     return [_left(grad, w, edges[0], product), _right(grad, x, edges[1], product, steps)]
 
 
-def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+def addmm(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``bias + x @ w``."""
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
@@ -360,30 +378,30 @@ def affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [bias, _left(grad, w, edges[1], product), _right(grad, x, edges[2], product, steps)]
 
 
-def sparse_affine(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``bias + A @ x`` with a sparse A, whose own gradient is not asked for."""
+def sparse_addmm(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``bias + A @ x`` with a sparse A that needs no gradient."""
     if node._saved_alpha != 1 or edges[1][0] is not None:
         return None
-    if node._saved_beta != 1 and edges[0][0] is not None:  # sparse.mm has 0, and no bias
+    if node._saved_beta != 1 and edges[0][0] is not None:  # sparse.mm: beta is 0, without bias
         return None
     bias: tuple[Tensor, Chain] | None = None if edges[0][0] is None else (grad, ())
     return [bias, None, _right(grad, node._saved_mat1, edges[2], product)]
 
 
-def vector(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``A @ x``, of a constant matrix and a vector."""
+def mv(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``A @ x`` of a constant matrix and a vector."""
     if edges[0][0] is not None:
         return None
     matrix = node._saved_self
     out = matrix.t() @ grad
     shape, wanted = tuple(grad.shape), tuple(out.shape)
     if matrix.layout is not torch.strided:
-        return [None, (out, times(matrix.t(), shape, wanted))]
+        return [None, (out, matrix_times(matrix.t(), shape, wanted))]
     return [None, (out, (Contract("m,mk->k", matrix, shape, wanted),))]
 
 
-def sparse_reduced(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``torch.sparse.mm(A, x, reduce)`` with a constant A in compressed rows."""
+def sparse_mm_reduce(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``torch.sparse.mm(A, x, reduce)`` with a constant A in CSR layout."""
     if edges[0][0] is not None:
         return None
     matrix, how, winner = node._saved_self, node._saved_reduce, node._saved_result1
@@ -395,7 +413,7 @@ def sparse_reduced(node: Node, grad: Tensor, edges: Edges, product: Product) -> 
         weight = values / count[rows] if how == "mean" else values
         entries, around = (columns, rows, weight), Around(inner=shape[1])
         chain: list[Map] = [Sparse.of(entries, shape, wanted, around)]
-    else:  # of each element, the entry that was largest or least
+    else:  # amax, amin: the cotangent of each element goes to the entry that was chosen
         there = (count > 0).unsqueeze(1) & (winner < len(values))
         entry = torch.where(there, winner, 0)
         column = torch.arange(shape[1], device=grad.device)
@@ -410,12 +428,12 @@ def sparse_reduced(node: Node, grad: Tensor, edges: Edges, product: Product) -> 
 def _left(
     grad: Tensor, w: Tensor | None, edge: Edge, product: Product
 ) -> tuple[Tensor, Chain] | None:
-    """Back through ``x @ w`` to x: ``g @ wᵀ``, of matrices or batches of them."""
+    """The gradient of ``x @ w`` by x: ``g @ wᵀ``, of matrices or batches of matrices."""
     if edge[0] is None or w is None:
         return None
     if w.layout is not torch.strided:
         out = grad @ w.t()
-        return out, timed(w.t(), tuple(grad.shape), tuple(out.shape))
+        return out, times_matrix(w.t(), tuple(grad.shape), tuple(out.shape))
     out = product(grad, w.mT, edge)
     spec = "mn,kn->mk" if grad.dim() == 2 else "bmn,bkn->bmk"
     return out, (Contract(spec, w, tuple(grad.shape), tuple(out.shape)),)
@@ -428,22 +446,27 @@ def _right(
     product: Product,
     steps: Sequence[int] = (),
 ) -> tuple[Tensor, Chain] | None:
-    """Back through ``x @ w`` to w: ``xᵀ @ g``. It lies in memory as w does, by its strides."""
+    """The gradient of ``x @ w`` by w: ``xᵀ @ g``.
+
+    ``steps`` are the strides of w, if known. The result gets the same memory order, as in PyTorch.
+    """
     if edge[0] is None or x is None:
         return None
     if x.layout is not torch.strided:
         across = x.transpose(-2, -1)
         out = (torch.mm if x.dim() == 2 else torch.bmm)(across, grad)
-        return out, times(across, tuple(grad.shape), tuple(out.shape))
-    turned = len(steps) == 2 and steps[0] == 1 != steps[1]  # as PyTorch's own formula has it
-    out = product(x.mT, grad, edge, turned, None if x.is_leaf and x.requires_grad else grad)
+        return out, matrix_times(across, tuple(grad.shape), tuple(out.shape))
+    via_transpose = len(steps) == 2 and steps[0] == 1 != steps[1]  # PyTorch's condition
+    out = product(x.mT, grad, edge, via_transpose, None if x.is_leaf and x.requires_grad else grad)
     spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
     return out, (Contract(spec, x, tuple(grad.shape), tuple(out.shape)),)
 
 
-def euclidean(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """Distances by a product of matrices, to either points: one weight for a coordinate of a pair,
-    where PyTorch's formula has two terms.
+def euclidean_dist(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """Euclidean distances that the forward pass computed by a matrix product.
+
+    The gradient by each set of points is recorded with one weight for each pair and coordinate;
+    PyTorch's own formula has two terms that would have to be merged.
     """
     if grad.dtype not in (torch.float32, torch.float64):
         return None
@@ -455,14 +478,16 @@ def euclidean(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found
     second = y * ratio.sum(-2).unsqueeze(-1) - ratio.mT @ x
     turn = Index(lambda g: g.mT, tuple(grad.shape), tuple(grad.mT.shape), injective=True)
     return [
-        None if edges[0][0] is None else (first, between(x, y, 2.0, distance)),
-        None if edges[1][0] is None else (second, [turn, *between(y, x, 2.0, distance.mT)]),
+        None if edges[0][0] is None else (first, distance_maps(x, y, 2.0, distance)),
+        None if edges[1][0] is None else (second, [turn, *distance_maps(y, x, 2.0, distance.mT)]),
     ]
 
 
-def log_sums(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """``logcumsumexp``: ``∂yᵢ/∂xⱼ = exp(xⱼ - yᵢ)`` for j ≤ i, as a product of two factors around a
-    sum, or, where these would leave the range of floats, as a matrix for each line.
+def logcumsumexp(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``logcumsumexp``: ``∂yᵢ/∂xⱼ = exp(xⱼ - yᵢ)`` for j ≤ i.
+
+    Recorded as a reverse cumulative sum between two scalings, ``exp(m - yᵢ)`` and ``exp(xⱼ - m)``
+    with ``m = max y``. Where these would overflow, as one matrix for each slice along ``dim``.
     """
     if not grad.dim() or not grad.numel() or grad.is_complex():
         return None
@@ -470,7 +495,7 @@ def log_sums(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     shape = tuple(grad.shape)
     most = y.amax(dim, keepdim=True)
     span = float((most - y.amin(dim, keepdim=True)).amax())
-    if span < (600 if y.dtype is torch.float64 else 60):  # NaN is not
+    if span < (600 if y.dtype is torch.float64 else 60):  # False for NaN
         before, after = (most - y).exp(), (x - most).exp()
         scan = Scan(dim, shape, reverse=True)
         out = scan.apply(grad * before) * after
@@ -484,14 +509,17 @@ def log_sums(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
     return [(product_of.apply(grad), [product_of])]
 
 
-# One operation of what was saved ------------------------------------------------------------------
+# Formulas that are one ATen operation -------------------------------------------------------------
 
 
-def called(operation: str, arguments: str) -> NodeRule:
-    """A formula that is one ATen operation: of the cotangent ``g``, of which arguments have
-    ``needed`` a gradient, of the ``dtype`` of the first, and of what the node saved, by name.
+def aten_call(operation: str, arguments: str) -> NodeRule:
+    """A rule for a node whose formula is one ATen operation.
+
+    ``arguments`` lists, separated by spaces: ``g`` (the cotangent), ``needed`` (for each argument
+    of the node, whether it needs a gradient), ``dtype`` (of the first argument), ``0``, or the
+    name of a saved value.
     """
-    func, told = getattr(aten, operation).default, RULES[operation]
+    func, aten_rule = getattr(aten, operation).default, RULES[operation]
     special: dict[str, Callable[[Tensor, Edges], Any]] = {
         "g": lambda grad, edges: grad,
         "needed": lambda grad, edges: [child is not None for child, _ in edges],
@@ -500,11 +528,11 @@ def called(operation: str, arguments: str) -> NodeRule:
     }
     names = [(special.get(name), f"_saved_{name}") for name in arguments.split()]
 
-    def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
+    def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
         args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
         bare = product.bare and operation == "convolution_backward"
         out = placeholders.convolution_backward(*args) if bare else func(*args)
-        chains = told(Call(func, args, {}, [grad], out, 0, product.together))
+        chains = aten_rule(Call(func, args, {}, [grad], out, 0, product.batched_weights))
         if isinstance(out, Tensor):
             return [(out, chains[0][0])]
         return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
@@ -512,59 +540,59 @@ def called(operation: str, arguments: str) -> NodeRule:
     return rule
 
 
-_looked_up = called(
+_embedding = aten_call(
     "embedding_dense_backward",
     "g indices weight_sym_argsize_0 padding_idx scale_grad_by_freq",
 )
 
 
-def looked_up(node: Node, grad: Tensor, edges: Edges, product: Product) -> Found:
-    """Rows of a table."""
+def embedding(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``nn.functional.embedding``: scatters the cotangent into the rows of the table."""
     if node._saved_sparse:
         return None
     rows = node._saved_weight_sym_argsize_0
-    later = None
+    lazy = None
     if not node._saved_scale_grad_by_freq:
-        later = product.defer(edges[0], (rows, grad.shape[-1]), grad)
-    if later is None:
-        return _looked_up(node, grad, edges, product)
+        lazy = product.defer(edges[0], (rows, grad.shape[-1]), grad)
+    if lazy is None:
+        return _embedding(node, grad, edges, product)
     padding = _signed(node._saved_padding_idx)
-    return [(later, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
+    return [(lazy, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
 
 
 _ROWS: tuple[tuple[NodeRule, str], ...] = (
-    (turned, "T0"),
-    (transposed, "Transpose0"),
-    (reordered, "Permute0"),
-    (placed, "Slice0 Select0"),
-    (reshaped, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2"),
-    (untouched, "Clone0 Alias0"),
-    (converted, "ToCopy0"),
-    (parted, "Cat0"),
-    (stacked, "Stack0"),
-    (widened, "Expand0"),
-    (repeated, "Sum0 Sum1 Mean0 Mean1"),
-    (scaled, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
+    (transpose_2d, "T0"),
+    (transpose, "Transpose0"),
+    (permute, "Permute0"),
+    (slice_or_select, "Slice0 Select0"),
+    (reshape, "View0 UnsafeView0 ReshapeAlias0 Unsqueeze0 Squeeze0 Squeeze1 Squeeze2"),
+    (identity, "Clone0 Alias0"),
+    (to_copy, "ToCopy0"),
+    (cat, "Cat0"),
+    (stack, "Stack0"),
+    (expand, "Expand0"),
+    (sum_or_mean, "Sum0 Sum1 Mean0 Mean1"),
+    (elementwise, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
     (tanh, "Tanh0"),
     (sigmoid, "Sigmoid0"),
-    (raised, "Pow0"),
-    (scaled, "NativeDropout0"),
-    (added, "Add0"),
-    (subtracted, "Sub0"),
-    (multiplied, "Mul0"),
-    (multiple, "Mul1"),
-    (divided, "Div0"),
-    (matrix, "Mm0 Bmm0"),
-    (affine, "Addmm0"),
-    (sparse_affine, "SparseAddmm0"),
-    (sparse_reduced, "SparseMmReduceImpl0"),
-    (vector, "Mv0"),
-    (log_sums, "Logcumsumexp0"),
-    (looked_up, "Embedding0"),
-    (euclidean, "EuclideanDist0"),
+    (pow_scalar, "Pow0"),
+    (elementwise, "NativeDropout0"),
+    (add, "Add0"),
+    (sub, "Sub0"),
+    (mul, "Mul0"),
+    (mul_scalar, "Mul1"),
+    (div, "Div0"),
+    (matmul, "Mm0 Bmm0"),
+    (addmm, "Addmm0"),
+    (sparse_addmm, "SparseAddmm0"),
+    (sparse_mm_reduce, "SparseMmReduceImpl0"),
+    (mv, "Mv0"),
+    (logcumsumexp, "Logcumsumexp0"),
+    (embedding, "Embedding0"),
+    (euclidean_dist, "EuclideanDist0"),
 )
 
-# As they stand in PyTorch's derivatives.yaml, with nothing before the call and nothing after.
+# Copied from PyTorch's derivatives.yaml: node types, operation, arguments.
 _CALLS = (
     ("Relu0", "threshold_backward", "g result 0"),
     ("Softmax0 SafeSoftmax0", "_softmax_backward_data", "g result dim dtype"),
@@ -606,19 +634,19 @@ def _named(rows: Iterable[tuple[NodeRule, str]]) -> dict[str, NodeRule]:
 
 NODES: dict[str, NodeRule] = {
     **_named(_ROWS),
-    **_named((called(operation, arguments), names) for names, operation, arguments in _CALLS),
+    **_named((aten_call(operation, arguments), names) for names, operation, arguments in _CALLS),
 }
-"""By type of node."""
+"""Rules by type of node."""
 
 # Several cotangents ------------------------------------------------------------------------------
 
-Joined: TypeAlias = "tuple[Tensor, dict[int, Slot]]"
-"""The cotangent of the one argument, and where in it that of each output lies."""
+JoinedCotangent: TypeAlias = "tuple[Tensor, dict[int, Slot]]"
+"""The cotangent of the single argument, and the map to it from that of each output."""
 
 
-def split(node: Node, grads: Mapping[int, Tensor]) -> Joined:
-    """``split``: every output is a stretch of the argument."""
-    out, dim = _handed(node, grads)
+def split(node: Node, grads: Mapping[int, Tensor]) -> JoinedCotangent:
+    """``split``: each output is a slice of the argument along ``dim``."""
+    out, dim = _joined_cotangent(node, grads)
     if type(node).__name__.startswith("SplitWithSizes"):
         starts = [0, *accumulate(node._saved_split_sizes)]
     else:
@@ -627,23 +655,23 @@ def split(node: Node, grads: Mapping[int, Tensor]) -> Joined:
     return out, {k: slot(dim, starts[k], g.shape, g.shape, wide) for k, g in grads.items()}
 
 
-def unbound(node: Node, grads: Mapping[int, Tensor]) -> Joined:
-    """``unbind``: every output is a slice of the argument."""
-    out, dim = _handed(node, grads)
+def unbound(node: Node, grads: Mapping[int, Tensor]) -> JoinedCotangent:
+    """``unbind``: each output is one index along ``dim``."""
+    out, dim = _joined_cotangent(node, grads)
     cuts = {k: (*g.shape[:dim], 1, *g.shape[dim:]) for k, g in grads.items()}
     return out, {k: slot(dim, k, cuts[k], g.shape, out.shape) for k, g in grads.items()}
 
 
-def _handed(node: Node, grads: Mapping[int, Tensor]) -> tuple[Tensor, int]:
-    """What the node makes of its cotangents, and the dimension they lie along."""
+def _joined_cotangent(node: Node, grads: Mapping[int, Tensor]) -> tuple[Tensor, int]:
+    """The node's result for its cotangents, and the dimension that was split."""
     out = node(*[grads.get(k) for k in range(nodes.outputs_of(node))])
     return out, _signed(node._saved_dim) % out.dim()
 
 
-JOINTS: dict[str, Callable[[Node, Mapping[int, Tensor]], Joined]] = {
+MULTI_OUTPUT_RULES: dict[str, Callable[[Node, Mapping[int, Tensor]], JoinedCotangent]] = {
     "SplitBackward0": split,
     "SplitWithSizesBackward0": split,
     "UnsafeSplitBackward0": split,
     "UnbindBackward0": unbound,
 }
-"""By type of node: those that take several cotangents, side by side."""
+"""Rules by type of node, for operators with several outputs that are slices of the argument."""

@@ -1,8 +1,8 @@
-"""Tensors that stand in for gradients that nobody will read.
+"""Placeholder tensors for gradients that are never read.
 
-What a backward program is does not depend on the gradient. Where only a semiring's values are
-wanted, products and convolutions, which are nearly all of the work, need not be computed: a tensor
-of the right shape serves as well.
+The maps of a backward program do not depend on the gradient. Where only the values of a semiring
+are needed, matrix products and convolutions, which are nearly all of the work, need not be
+computed: a tensor of the same shape, dtype and device replaces them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from torch import Tensor
 
 
 def like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers between 1/2 and 3/2 with no pattern to speak of, ``out[i, j, ...] = line[i + j +
-    ...]``, in the memory of one line.
+    """Irregular numbers in [1/2, 3/2): ``out[i, j, ...] = base[i + j + ...]``.
+
+    All strides are 1, so the storage holds only ``1 + sum(n - 1 for n in shape)`` elements.
     """
     length = max(1, sum(shape) - len(shape) + 1)
-    turn = 0.5 * (1 + 5**0.5)  # multiples of it are spread evenly over the unit interval
-    line = torch.arange(length, dtype=torch.float64, device=device).mul_(turn).frac_().add_(0.5)
-    return line.to(dtype).as_strided(tuple(shape), (1,) * len(shape))
+    golden = 0.5 * (1 + 5**0.5)  # its multiples modulo 1 are spread evenly over [0, 1)
+    base = torch.arange(length, dtype=torch.float64, device=device).mul_(golden).frac_().add_(0.5)
+    return base.to(dtype).as_strided(tuple(shape), (1,) * len(shape))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """In place of ``a @ b``, of matrices or batches of them."""
+    """A placeholder for ``a @ b``, of matrices or batches of matrices."""
     return like((*a.shape[:-1], b.shape[-1]), a.dtype, a.device)
 
 
 def convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> list[Any]:
-    """In place of the operation of this name."""
+    """Placeholders for the results of ``aten::convolution_backward``."""
     bias, mask = (weight.shape[1 if args[4] else 0],), args[-1]
     shapes: list[Sequence[int]] = [x.shape, weight.shape, bias]
     return [like(s, grad.dtype, grad.device) if m else None for s, m in zip(shapes, mask)]

@@ -1,7 +1,8 @@
-"""From a loss to its backward program: every node is called, and what it computes is written down.
+"""``record``: the backward program of a loss.
 
-Of nodes in the table of ``node_rules`` the linear maps are known. The formulas of others are run
-under a dispatch mode that records their ATen operations (``formula``).
+Every autograd node is called in reverse order, and the linear maps from its cotangents to those of
+its arguments are recorded. For node types in the table of ``node_rules`` these maps are known. The
+formulas of other nodes run under a dispatch mode that records their ATen operations (``formula``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NO_MODULE, ModuleCall, NameTable, placed
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, VIEWS, Edges, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
-from gradtrace.autodiff.threads import elsewhere
+from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
@@ -33,36 +34,52 @@ from gradtrace.recording.aten_rules import BatchedWeights, real_dtype, shape_of
 from gradtrace.recording.dispatch import DispatchRecorder
 from gradtrace.recording.formula import FormulaRecorder
 from gradtrace.recording.gradient_cache import GradientCache
-from gradtrace.recording.node_rules import JOINTS, NODES, Chain, Edge, NodeRule, same, summed
+from gradtrace.recording.node_rules import (
+    MULTI_OUTPUT_RULES,
+    NODES,
+    Chain,
+    Edge,
+    NodeRule,
+    same,
+    summed,
+)
 
-DENSE_LIMIT = 1 << 24
-"""The most entries that an operator without a structured rule may have as a matrix."""
+DENSE_MAX_ENTRIES = 1 << 24
+"""Operators without a structured rule are stored as dense matrices of at most this many entries."""
 
-LARGE = 1 << 16
-"""A leaf with fewer elements is not worth the trouble of computing its gradient later."""
+DEFER_MIN_ELEMENTS = 1 << 16
+"""Only gradients of leaves with at least this many elements are computed lazily."""
 
 
 class GradientProducts:
-    """Products of matrices: computed; or put off, where they are the gradient of a large leaf and
-    what is held for it is not larger; or, for a ``bare`` program, never computed.
+    """Computes the matrix products of the backward pass, or avoids them.
 
-    On a GPU, which waits for Python while a pass is recorded and which Python waits for later,
-    nothing is put off as long as the store has memory for it.
+    A product that is the gradient of a large leaf is deferred, if the tensors held for it have no
+    more elements than the leaf. In a ``bare`` program products are never computed: placeholders of
+    the same shape are returned.
+
+    On a GPU products are computed at once while the gradient cache has memory for them: the GPU is
+    idle during recording, and deferring would move the work to where Python waits for it.
     """
 
-    def __init__(self, clear_since: int, bare: bool, store: GradientCache) -> None:
+    def __init__(self, clear_since: int, bare: bool, cache: GradientCache) -> None:
         self.clear_since = clear_since
-        self.store = store
+        self.cache = cache
         self.bare = bare
-        self.deferred_outputs: dict[int, Tensor] = {}  # by id: what stands in for results
+        self.deferred_outputs: dict[int, Tensor] = {}  # placeholders of deferred results, by id
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
         self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.together = BatchedWeights()
+        self.batched_weights = BatchedWeights()
 
     def __call__(
-        self, a: Tensor, b: Tensor, edge: Edge, turned: bool = False, grad: Tensor | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        edge: Edge,
+        via_transpose: bool = False,
+        grad: Tensor | None = None,
     ) -> Tensor:
-        """``a @ b``, which is handed to an edge."""
+        """``a @ b``, the cotangent that is passed along ``edge``; see ``Product``."""
         if self.bare:
             return placeholders.product(a, b)
         if (
@@ -70,15 +87,15 @@ class GradientProducts:
             and (out := self.defer(edge, (*a.shape[:-1], b.shape[-1]), grad)) is not None
         ):
             return out
-        multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul would ask what they are
-        return multiply(b.mT, a.mT).mT if turned else multiply(a, b)
+        multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul has more overhead
+        return multiply(b.mT, a.mT).mT if via_transpose else multiply(a, b)
 
     def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
-        """What stands in for the gradient of a leaf, if it is put off."""
+        """A placeholder for the gradient of a leaf if that is deferred, else None."""
         size = prod(shape)
-        if self.bare or size < LARGE or (leaf := self._leaf(edge[0])) is None:
+        if self.bare or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
             return None
-        if sync.would_sync(grad) and self.store.spend(size * grad.itemsize):
+        if sync.would_sync(grad) and self.cache.spend(size * grad.itemsize):
             return None
         held = self.held.get(id(leaf), 0) + grad.numel()
         if held > size:
@@ -89,7 +106,7 @@ class GradientProducts:
         return out
 
     def one(self, like: Tensor) -> Tensor:
-        """A single 1 of this dtype, on this device."""
+        """A 0-d tensor 1 of the dtype and on the device of ``like``; cached."""
         kind = like.dtype, like.device
         found = self.ones.get(kind)
         if found is None:
@@ -97,11 +114,12 @@ class GradientProducts:
         return found
 
     def _leaf(self, node: Node | None) -> Tensor | None:
-        """The leaf whose gradient this node is handed, if no code but PyTorch's own sees it
-        before.
+        """The leaf whose gradient is the cotangent of this node, directly or through one view.
+
+        None if there is no such leaf, or if hooks might read the gradient.
         """
         if node is not None and type(node) is not ACCUMULATE:
-            if not nodes.ends(node) or node._sequence_nr() < self.clear_since:
+            if not nodes.reaches_leaf(node) or node._sequence_nr() < self.clear_since:
                 return None
             node = nodes.edges_of(node)[0][0]
         if node is None or node.variable._backward_hooks:
@@ -111,40 +129,45 @@ class GradientProducts:
 
 
 class NodeKind(NamedTuple):
-    """What is known of the nodes of a type."""
+    """What is known about a type of node."""
 
     name: str
     rule: NodeRule | None
     joint: bool
-    asked: tuple[int, ...] | None  # argument positions to conform; None: all
-    ending: bool  # stands for a leaf, or may stand right before one
+    conform_at: tuple[int, ...] | None  # argument positions to conform; None: all
+    ending: bool  # is a leaf, or a view that may be next to one
 
 
 class ProgramRecorder:
-    """One pass over the nodes that leaves a program behind; ``Walk`` with a pen."""
+    """Walks the graph like ``GradientWalk`` and records the linear maps of each node.
+
+    ``adjoints`` holds, by node and output slot, each pending cotangent with its value number in the
+    program. ``limit`` bounds the entries of a dense matrix, ``keep`` the bytes of gradients to
+    cache. With ``checks``, tests of numbers on a GPU are deferred; None: they are done at once.
+    """
 
     def __init__(
         self,
         loss: Tensor,
         seed: Tensor,
-        atlas: NameTable,
+        name_table: NameTable,
         watch: HookWatch,
         limit: int,
         opaque: bool = False,
         keep: int = 0,
         bare: bool = False,
-        hopes: DeferredChecks | None = None,
+        checks: DeferredChecks | None = None,
     ) -> None:
-        self.atlas = atlas
-        self.elsewhere: dict[Node, ModuleCall] = {}  # nodes whose number does not tell their place
-        self.store = GradientCache(keep)
+        self.name_table = name_table
+        self.off_thread: dict[Node, ModuleCall] = {}  # nodes made on other threads
+        self.cache = GradientCache(keep)
         self.sums: set[int] = set()
         self.clear_since = watch.clear_since()
-        self.recorder = DispatchRecorder(limit, bare, hopes)
+        self.recorder = DispatchRecorder(limit, bare, checks)
         self.outputs = Outputs()
         self.formulas = FormulaRecorder(self.recorder, self.clear_since, opaque, self.outputs)
         self.bare = bare
-        self.products = GradientProducts(self.clear_since, bare, self.store)
+        self.products = GradientProducts(self.clear_since, bare, self.cache)
         self.deferred: dict[int, LazyGradient] = {}
         self.seed = seed
         self.first = self.recorder.new()
@@ -155,10 +178,11 @@ class ProgramRecorder:
         self.leaves: list[Leaf] = []
         self.kinds: dict[type, NodeKind] = {}
         self.new = self.recorder.new
-        self.place, self.start, self.end = NO_MODULE, 0, 0  # nodes from start on lie in this place
+        # nodes with sequence numbers in [start, end) were made by the module call ``place``
+        self.place, self.start, self.end = NO_MODULE, 0, 0
 
     def visit(self, node: Node, edges: Edges) -> None:
-        """Record the formula of a node and hand its results to its arguments."""
+        """Record the maps of a node and pass its results on to the nodes of its arguments."""
         arrived = self.adjoints.pop(node, None)
         if arrived is None:
             return
@@ -169,37 +193,41 @@ class ProgramRecorder:
         known = self.kinds.get(kind) or self._kind(kind)
         number = node._sequence_nr()
         if not self.start <= number < self.end:
-            self._enter(number)
-        place = self.elsewhere.get(node, self.place) if self.elsewhere else self.place
+            self._find_module_call(number)
+        place = self.off_thread.get(node, self.place) if self.off_thread else self.place
         block = Block(known.name, place, {}, [], {})
         takes = block.takes
         for slot in arrived:
             takes[slot] = arrived[slot][1]
         try:
-            if number < self.clear_since or not self._known(known, node, edges, arrived, block):
+            if number < self.clear_since or not self._record_by_rule(
+                known, node, edges, arrived, block
+            ):
                 block.operator = nodes.name_of(node)
                 for position, out, value in self.formulas.follow(node, edges, arrived, block):
-                    self._hand(block, position, edges[position], out, value)
+                    self._pass_on(block, position, edges[position], out, value)
         except Exception as error:
-            raise self.atlas.place(error, node, self.elsewhere.get(node)) from error
+            raise self.name_table.place(error, node, self.off_thread.get(node)) from error
         self.blocks.append(block)
 
     def _kind(self, kind: type) -> NodeKind:
-        """Find out once what is known of a type of node."""
+        """Look up, once per type of node, what is known about it."""
         name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
         ending = kind is ACCUMULATE or name in VIEWS
-        found = NodeKind(name, NODES.get(name), name in JOINTS, facts.asked, ending)
+        found = NodeKind(
+            name, NODES.get(name), name in MULTI_OUTPUT_RULES, facts.conform_at, ending
+        )
         self.kinds[kind] = found
         return found
 
-    def _enter(self, number: int) -> None:
-        """Find the module call of a node, and which nodes beside it were made there."""
-        starts, at = self.atlas.starts, bisect_right(self.atlas.starts, number)
-        self.place = self.atlas.places[at - 1] if at else NO_MODULE
+    def _find_module_call(self, number: int) -> None:
+        """Set the module call of a node, and the range of sequence numbers that belongs to it."""
+        starts, at = self.name_table.starts, bisect_right(self.name_table.starts, number)
+        self.place = self.name_table.places[at - 1] if at else NO_MODULE
         self.start = starts[at - 1] if at else 0
         self.end = starts[at] if at < len(starts) else number + 1
 
-    def _known(
+    def _record_by_rule(
         self,
         kind: NodeKind,
         node: Node,
@@ -207,10 +235,10 @@ class ProgramRecorder:
         arrived: dict[int, tuple[Tensor, int]],
         block: Block,
     ) -> bool:
-        """A node whose maps are known: no need to look inside. False if they are not."""
-        _, rule, joint, asked, _ = kind
+        """Record a node by its rule in ``node_rules``. False if no rule applies."""
+        _, rule, joint, conform_at, _ = kind
         if rule is None or len(arrived) > 1 or 0 not in arrived:
-            return joint and self._joined(node, edges, arrived, block)
+            return joint and self._record_multi_output(node, edges, arrived, block)
         grad, value = arrived[0]
         found = None if grad.is_complex() else rule(node, grad, edges, self.products)
         if found is None:
@@ -219,17 +247,17 @@ class ProgramRecorder:
             if result is None or (edge := edges[position])[0] is None:
                 continue
             out, chain = result
-            if asked is None or position in asked:
+            if conform_at is None or position in conform_at:
                 out, number = self._conformed(out, chain, value, edge, block)
             else:
                 number = self._chain(chain, value, out, block)
             if self.deferred or self.products.deferred_outputs:
                 self._defer(value, grad, chain, number, out)
-            self._hand(block, position, edge, out, number)
+            self._pass_on(block, position, edge, out, number)
         return True
 
-    def _hand(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
-        """A result of a block, to the node that it is the cotangent of."""
+    def _pass_on(self, block: Block, position: int, edge: Edge, out: Tensor, value: int) -> None:
+        """Add a result of a block to the cotangents of the node at the other end of ``edge``."""
         child, slot = edge
         out = plain(out)
         if out.dtype.itemsize == 1:
@@ -239,10 +267,10 @@ class ProgramRecorder:
                 "(torch.autograd.Function) that hands on gradients of a wider type"
             )
         block.gives[position] = value
-        if self.store.left > 0:
+        if self.cache.bytes_left > 0:
             kind = self.kinds.get(type(child)) or self._kind(type(child))
-            if not kind.ending or not nodes.ends(child):
-                self.store.add(value, out, block)
+            if not kind.ending or not nodes.reaches_leaf(child):
+                self.cache.add(value, out, block)
         slots = self.adjoints.get(child)
         if slots is None:
             self.adjoints[child] = {slot: (out, value)}
@@ -251,7 +279,10 @@ class ProgramRecorder:
         slots[slot] = (out, value) if there is None else self._merge(block, there, out, value)
 
     def _chain(self, chain: Chain, value: int, out: Tensor, block: Block) -> int:
-        """The steps of a chain of maps; of none, one that hands the value on."""
+        """Append the maps of a chain as steps; an empty chain becomes an identity step.
+
+        Returns the number of the last value.
+        """
         dtype = out.dtype
         for step in chain or same(out.shape, out.shape):
             result = self.new()
@@ -262,8 +293,8 @@ class ProgramRecorder:
     def _conformed(
         self, out: Tensor, chain: Chain, value: int, edge: Edge, block: Block
     ) -> tuple[Tensor, int]:
-        """``_chain``, and what PyTorch's engine does after it: broadcasting is undone, and the
-        result is of the dtype that is wanted.
+        """``_chain``, followed by what PyTorch's engine does after each node: sum over broadcast
+        dimensions and convert to the dtype of the argument.
         """
         meta = self.outputs.wanted(*edge)
         shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
@@ -277,62 +308,66 @@ class ProgramRecorder:
         return out, value if out.dtype is dtype else self._chain((), value, out, block)
 
     def _defer(self, value: int, grad: Tensor, chain: Chain, number: int, out: Tensor) -> None:
-        """Note how a gradient that was put off comes about."""
+        """Keep, for a deferred gradient, the cotangent and the maps that it is computed from."""
         if value in self.deferred:
             self.deferred[number] = self.deferred[value].mapped(chain)
         elif self.products.deferred_outputs.pop(id(out), None) is not None:
             self.deferred[number] = LazyGradient([LazyPart(tuple(chain), grad)])
-            self.store.hold(value, grad)
+            self.cache.hold(value, grad)
 
-    def _joined(
+    def _record_multi_output(
         self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
     ) -> bool:
-        """A node whose cotangents lie side by side in that of its argument."""
+        """Record a node with several outputs, whose cotangents are slices of its argument's."""
         grads = {slot: arrived[slot][0] for slot in sorted(arrived)}
         if any(grad.is_complex() for grad in grads.values()):
             return False
-        out, slots = JOINTS[block.operator](node, grads)
+        out, slots = MULTI_OUTPUT_RULES[block.operator](node, grads)
         terms = tuple([Term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
         result = self.new()
         block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
-        self._hand(block, 0, edges[0], out, result)
+        self._pass_on(block, 0, edges[0], out, result)
         return True
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
+        """Add a leaf with its gradient to the program, after the hooks on it."""
         if leaf.device != self.seed.device and leaf.dim():
-            name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            name = next(iter(self.name_table.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
             raise Unsupported(
                 f"leaf {name} is on {leaf.device} and the loss on {self.seed.device}; gradient is "
                 "followed on one device: bring the model, what it is given, and the loss to one "
                 "(gradtrace.backward(loss) takes graphs over several)"
             )
-        if leaf._backward_hooks and hooks.stand_on(leaf):
+        if leaf._backward_hooks and hooks.has_active_hooks(leaf):
             block = Block(HOOKS, NO_MODULE, {0: value})
-            name = next(iter(self.atlas.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            name = next(iter(self.name_table.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
             try:
                 tensor = self.formulas.hooked(leaf, tensor, block)
             except GradtraceError as error:
                 raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
             value = block.gives[0]
-            if value != block.takes[0]:  # else the hook only looked
+            if value != block.takes[0]:  # else the hook did not change the gradient
                 self.blocks.append(block)
         self.leaves.append(Leaf(leaf, value, self.deferred.get(value, plain(tensor))))
 
     def _merge(
         self, block: Block, there: tuple[Tensor, int], out: Tensor, value: int
     ) -> tuple[Tensor, int]:
-        """A value that is used twice: its cotangent is the sum of both."""
+        """Add a cotangent to one that is pending for the same output: ``there + out``.
+
+        The sum becomes a step of ``block.merges``. If a summand is lazy, so is the sum.
+        """
         shape, result = shape_of(out), self.recorder.new()
-        later = [self.deferred.get(number) for number in (there[1], value)]
-        total = there[0] if self.bare or later[0] else out if later[1] else there[0] + out
-        if later[0] or later[1]:
+        lazy = [self.deferred.get(number) for number in (there[1], value)]
+        total = there[0] if self.bare or lazy[0] else out if lazy[1] else there[0] + out
+        if lazy[0] or lazy[1]:
             both = (
-                part or LazyGradient([LazyPart((), x)]) for part, x in zip(later, (there[0], out))
+                part or LazyGradient([LazyPart((), x)]) for part, x in zip(lazy, (there[0], out))
             )
             self.deferred[result] = next(both).added(next(both))
-        elif there[1] not in self.sums:  # each is compared with the others
+        elif there[1] not in self.sums:  # semirings compare the summands, so cache them
             for tensor, number in (there, (out, value)):
-                self.store.add(number, tensor, True)
+                self.cache.add(number, tensor, True)
         (move,) = same(shape, shape)
         step = double(result, move, (there[1], value), real_dtype(out))
         if isinstance(block.merges, list):
@@ -341,13 +376,14 @@ class ProgramRecorder:
             block.merges = [step]
         self.sums.add(result)
         if result not in self.deferred:
-            self.store.add(result, total, False)
+            self.cache.add(result, total, False)
         return total, result
 
 
-def _unseen(loss: Tensor, clear_since: int) -> bool:
-    """Whether no code but PyTorch's own will see the gradients of a loss: no functions and no hooks
-    of a user.
+def _no_user_code(loss: Tensor, clear_since: int) -> bool:
+    """Whether the graph has no Python functions and no hooks, so that no user code reads gradients.
+
+    Nodes with sequence numbers below ``clear_since`` may have hooks.
     """
     unseen = True
 
@@ -365,46 +401,51 @@ def _unseen(loss: Tensor, clear_since: int) -> bool:
 def record(
     loss: Tensor,
     seed: Tensor,
-    atlas: NameTable,
+    name_table: NameTable,
     watch: HookWatch,
     order: str = "kahn",
-    limit: int = DENSE_LIMIT,
+    limit: int = DENSE_MAX_ENTRIES,
     opaque: bool = False,
     keep: int = 0,
     bare: bool = False,
 ) -> Program:
     """The backward program of a loss.
 
-    An operator of more than ``limit`` entries and no known structure is refused, or with ``opaque``
-    kept as a function. ``keep`` is how many bytes of gradients to keep beside it. A
-    ``bare`` program comes without gradients, where these can be spared; its leaves have none.
+    An operator without a structured rule is stored as a matrix of at most ``limit`` entries; a
+    larger one is refused, or with ``opaque`` kept as a function. ``keep`` is the number of bytes of
+    gradients to cache with the program. A ``bare`` program has placeholders instead of gradients,
+    if no user code reads them.
+
+    On a GPU, checks are deferred to avoid synchronising. If one fails, recording is repeated
+    without deferred checks.
     """
 
-    def recorded(bare: bool, hopes: DeferredChecks | None) -> Program | None:
-        """None if what was hoped did not come true."""
-        pen = ProgramRecorder(loss, seed, atlas, watch, limit, opaque, keep, bare, hopes)
-        pen.elsewhere = others
+    def recorded(bare: bool, checks: DeferredChecks | None) -> Program | None:
+        """One attempt; None if a deferred check failed."""
+        recorder = ProgramRecorder(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
+        recorder.off_thread = others
         try:
             with one_pass():
-                walk(loss, pen.visit, order)
-                pen.products.together.flush()
+                walk(loss, recorder.visit, order)
+                recorder.products.batched_weights.flush()
         except Exception:
-            if hopes is None or hopes.fulfilled():
+            if checks is None or checks.fulfilled():
                 raise
-        if hopes is not None and not hopes.fulfilled():
+        if checks is not None and not checks.fulfilled():
             return None
-        kept = {} if bare else pen.store.values
-        return Program(seed, pen.first, pen.blocks, pen.leaves, kept)
+        kept = {} if bare else recorder.cache.values
+        return Program(seed, recorder.first, recorder.blocks, recorder.leaves, kept)
 
-    others = elsewhere(loss, atlas)
+    others = off_thread_calls(loss, name_table)
 
-    def hopes() -> DeferredChecks | None:
+    def new_checks() -> DeferredChecks | None:
         return DeferredChecks() if sync.would_sync(seed) else None
 
     found = None
-    if bare and _unseen(loss, watch.clear_since()):
-        with suppress(GradtraceError, RuntimeError):  # true gradients may go, or fail truly
-            found = recorded(True, hopes())
-    found = found or recorded(False, hopes()) or recorded(False, None)
+    if bare and _no_user_code(loss, watch.clear_since()):
+        # placeholders can cause errors that true gradients do not: then record with these
+        with suppress(GradtraceError, RuntimeError):
+            found = recorded(True, new_checks())
+    found = found or recorded(False, new_checks()) or recorded(False, None)
     assert found is not None
     return found

@@ -11,7 +11,7 @@ import torch
 
 from gradtrace.errors import GradtraceError, close
 from gradtrace.recording.aten_rules import OPENED, RULES
-from gradtrace.recording.dispatch import way
+from gradtrace.recording.dispatch import lowering_of
 
 
 class Op(NamedTuple):
@@ -32,7 +32,9 @@ HOW = {
 
 def kinds() -> Counter[str]:
     """How many functional operations are handled in each way."""
-    return Counter(way(func).kind for _, func in _overloads() if not func._schema.is_mutable)
+    return Counter(
+        lowering_of(func).kind for _, func in _overloads() if not func._schema.is_mutable
+    )
 
 
 def listed() -> list[Op]:
@@ -54,7 +56,7 @@ def named(name: str) -> list[Op]:
 
 
 def _op(name: str, func: Any) -> Op:
-    found = way(func)
+    found = lowering_of(func)
     ours = found.kind == "exact" or name.partition(".")[0] in OPENED
     how = _summary(found.rule) if ours else HOW.get(found.kind, "")
     return Op(name, found.kind, f"in place: {how}" if found.mutates else how)

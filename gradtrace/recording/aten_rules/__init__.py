@@ -1,9 +1,9 @@
-"""What each ATen operation is as a map of the cotangent: one row of a table for each.
+"""The linear maps of each ATen operation with respect to the cotangent: one row of a table each.
 
-A rule looks at a call of which some arguments depend on the cotangent and says, for the result,
-which chains of maps lead to it from those arguments. It knows nothing of semirings, nor of what
-the call is part of. ``RULES`` is the table; what it lacks is opened with a decomposition, probed
-(elementwise operations), moved (views), or written out as a matrix.
+A rule takes a call of which some arguments depend on the cotangent and returns the chains of maps
+that lead from those arguments to the result. It does not know semirings, nor which formula the call
+is part of. ``RULES`` is the table. Operations without a row are decomposed, probed with ones
+(elementwise operations), recorded as gathers (views), or stored as a dense matrix.
 """
 
 from gradtrace.recording.aten_rules.batched_weights import BatchedWeights
@@ -12,15 +12,15 @@ from gradtrace.recording.aten_rules.call import (
     Chains,
     Undecided,
     as_real,
+    broadcast_maps,
     real_dtype,
     shape_of,
-    spread,
 )
 from gradtrace.recording.aten_rules.decompositions import OPENED
-from gradtrace.recording.aten_rules.distances import between
-from gradtrace.recording.aten_rules.elementwise import kept, probe
+from gradtrace.recording.aten_rules.distances import distance_maps
+from gradtrace.recording.aten_rules.elementwise import mask_map, probe
 from gradtrace.recording.aten_rules.movement import view
-from gradtrace.recording.aten_rules.sparse import timed, times
+from gradtrace.recording.aten_rules.sparse import matrix_times, times_matrix
 from gradtrace.recording.aten_rules.table import RULES
 from gradtrace.recording.aten_rules.unit_columns import dense
 
@@ -32,14 +32,14 @@ __all__ = [
     "Chains",
     "Undecided",
     "as_real",
-    "between",
+    "broadcast_maps",
     "dense",
-    "kept",
+    "distance_maps",
+    "mask_map",
+    "matrix_times",
     "probe",
     "real_dtype",
     "shape_of",
-    "spread",
-    "timed",
-    "times",
+    "times_matrix",
     "view",
 ]

@@ -1,7 +1,8 @@
-"""Weights of maps that no gradient waits for, worked out when all nodes have been seen.
+"""Computes weights of maps in batches, after all nodes have been recorded.
 
-The layers of a model are alike, so the same few operations would run for each of them, and to call
-an operation costs more than a small one does. Here they run once, on all of them side by side.
+The gradient does not depend on these weights, so they can wait. The layers of a model are alike,
+and for small tensors the overhead of calling an operation dominates. So the same formula runs once
+on the stacked tensors of many nodes.
 """
 
 from __future__ import annotations
@@ -15,59 +16,64 @@ from torch import Tensor
 from gradtrace.kernels import sync
 
 Formula: TypeAlias = Callable[..., Sequence[Tensor]]
-"""From tensors whose first dimension is that of the nodes, and numbers, to such tensors."""
+"""From tensors (nodes, ...) and numbers to tensors (nodes, ...)."""
 
 Fill: TypeAlias = Callable[..., object]
-"""Takes the results for one node."""
+"""Called with the results of one node."""
 
-Asked: TypeAlias = tuple[Sequence[Tensor], Fill]
-"""What one node gives, and where the results go."""
+Request: TypeAlias = tuple[Sequence[Tensor], Fill]
+"""The tensors of one node, and the function that receives its results."""
 
-SMALL = 1 << 16
-"""Bytes of a tensor up to which a call costs more than what it does, on a CPU."""
+BATCH_MAX_BYTES = 1 << 16
+"""On a CPU, tensors of at most this many bytes are batched: their call overhead dominates."""
 
-MOST = 1 << 28
-"""Bytes of tensors that are laid side by side at a time."""
+STACK_MAX_BYTES = 1 << 28
+"""At most this many bytes of tensors are stacked at a time."""
 
-ALIGNED = 64
-"""Bytes that a tensor begins at a multiple of, as if it had memory of its own."""
+ALIGNMENT_BYTES = 64
+"""Slices of a stack must be aligned to this many bytes, as separately allocated tensors are."""
 
 
 class BatchedWeights:
-    """What was asked for, by what is alike."""
+    """Pending requests, grouped by formula, numbers, shapes, dtypes and devices."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[Formula, tuple[Any, ...], object], list[Asked]] = {}
+        self._requests: dict[tuple[Formula, tuple[Any, ...], object], list[Request]] = {}
 
     def request(self, formula: Formula, given: Sequence[Tensor], fill: Fill, *numbers: Any) -> None:
-        """Call ``fill`` with what a formula makes of tensors and numbers, at the latest when
-        ``flush`` is called. The formula works element by element.
+        """Call ``fill(*formula(*given, *numbers))``, now or when ``flush`` is called.
+
+        The formula must be elementwise, so that results do not depend on batching.
         """
-        if not all(map(_fits, given)):
+        if not all(map(_can_batch, given)):
             fill(*(x[0] for x in formula(*(x.unsqueeze(0) for x in given), *numbers)))
             return
         kinds = tuple([(x.shape, x.dtype, x.device) for x in given])
-        self._asked.setdefault((formula, numbers, kinds), []).append((given, fill))
+        self._requests.setdefault((formula, numbers, kinds), []).append((given, fill))
 
     def flush(self) -> None:
-        """Work out all that was asked for."""
-        asked, self._asked = self._asked, {}
-        for (formula, numbers, _), nodes in asked.items():
-            for some in _portions(nodes):
-                sides = [torch.stack(side) for side in zip(*(given for given, _ in some))]
-                results = zip(*(x.unbind() for x in formula(*sides, *numbers)))
-                for (_, fill), result in zip(some, results):
+        """Compute all pending requests."""
+        requests, self._requests = self._requests, {}
+        for (formula, numbers, _), nodes in requests.items():
+            for chunk in _chunks(nodes):
+                stacked = [torch.stack(tensors) for tensors in zip(*(given for given, _ in chunk))]
+                results = zip(*(x.unbind() for x in formula(*stacked, *numbers)))
+                for (_, fill), result in zip(chunk, results):
                     fill(*result)
 
 
-def _fits(x: Tensor) -> bool:
-    """Whether a tensor lies in memory beside others as it does alone, and a call for it is dear."""
+def _can_batch(x: Tensor) -> bool:
+    """Whether batching a tensor saves time, and it has the same layout in a stack as alone."""
     size = x.nbytes
-    return (size <= SMALL or sync.would_sync(x)) and not size % ALIGNED and x.is_contiguous()
+    return (
+        (size <= BATCH_MAX_BYTES or sync.would_sync(x))
+        and not size % ALIGNMENT_BYTES
+        and x.is_contiguous()
+    )
 
 
-def _portions(nodes: list[Asked]) -> Iterator[list[Asked]]:
-    """As many at a time as may lie side by side."""
-    each = max(1, MOST // max(1, sum(x.nbytes for x in nodes[0][0])))
+def _chunks(nodes: list[Request]) -> Iterator[list[Request]]:
+    """Splits requests so that each stack has at most ``STACK_MAX_BYTES``."""
+    each = max(1, STACK_MAX_BYTES // max(1, sum(x.nbytes for x in nodes[0][0])))
     for first in range(0, len(nodes), each):
         yield nodes[first : first + each]

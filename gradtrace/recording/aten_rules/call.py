@@ -1,7 +1,7 @@
-"""A call of an ATen operation, and what a rule says of it.
+"""A call of an ATen operation, as rules see it, and the types that rules return.
 
-The value that stands for a complex tensor is its real and imaginary parts, side by side in a last
-dimension of size 2; ``shape_of`` gives its shape.
+A complex tensor is represented by its real and imaginary parts in a last dimension of size 2;
+``shape_of`` gives the shape of this real representation.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from gradtrace.types import Shape
 
 
 class Undecided(Exception):
-    """A rule does not cover this call; go on to the next way."""
+    """A rule does not cover this call; a dense matrix is used instead."""
 
 
 class Call:
-    """An operation as it was called, and what came out.
+    """An operation with its arguments and its result.
 
-    ``deps`` are the arguments that depend on the cotangent. ``limit`` bounds the entries of a
-    written-out matrix. What maps refer to can be asked for ``together``, if that is there.
+    ``deps`` are the arguments that depend on the cotangent. ``limit`` bounds the entries of a dense
+    matrix. Weights can be requested from ``batched_weights``, if it is not None.
     """
 
-    __slots__ = ("args", "deps", "func", "kwargs", "limit", "out", "together")
+    __slots__ = ("args", "batched_weights", "deps", "func", "kwargs", "limit", "out")
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Call:
         deps: list[Tensor],
         out: Any,
         limit: int,
-        together: BatchedWeights | None = None,
+        batched_weights: BatchedWeights | None = None,
     ) -> None:
         self.func = func
         self.args = args
@@ -47,7 +47,7 @@ class Call:
         self.deps = deps
         self.out = out
         self.limit = limit
-        self.together = together
+        self.batched_weights = batched_weights
 
     @property
     def dep(self) -> Tensor:
@@ -62,7 +62,7 @@ class Call:
         return str(self.func).removeprefix("aten.")
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or name."""
+        """An argument by position or by name."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
@@ -86,32 +86,40 @@ class Call:
         return dep
 
     def function(self, dep: Tensor, moving: bool = False) -> Callable[[Tensor], Any]:
-        """The operation as a function of one argument, the other dependent ones zero.
+        """The operation as a function of one argument, with the other dependent ones zero.
 
-        With ``moving`` the constant float arguments are zero too, in the dtype of what is moved.
-        The function does not keep the arguments it replaces alive.
+        With ``moving`` the constant float arguments are zero too, in the dtype of the function's
+        argument. The function does not keep the tensors it replaces alive.
         """
         func, kwargs, args = self.func, self.kwargs, self.args
         if args[0] is dep and len(args) == 1:
             return lambda x: func(x, **kwargs)
 
-        marked = self._marked(list(args), dep, moving)
-        named = {key: self._marked(value, dep, moving) for key, value in kwargs.items()}
-        return lambda x: func(*_filled(marked, x), **{k: _filled(v, x) for k, v in named.items()})
+        template = self._with_placeholders(list(args), dep, moving)
+        kwargs_template = {
+            key: self._with_placeholders(value, dep, moving) for key, value in kwargs.items()
+        }
+        return lambda x: func(
+            *_filled(template, x), **{k: _filled(v, x) for k, v in kwargs_template.items()}
+        )
 
-    def _marked(self, a: Any, dep: Tensor, moving: bool) -> Any:
-        """Arguments without the tensors that are to be replaced."""
+    def _with_placeholders(self, a: Any, dep: Tensor, moving: bool) -> Any:
+        """An argument, with tensors that are to be replaced exchanged for placeholders."""
         if a is dep:
-            return _HERE
+            return _ARGUMENT
         if isinstance(a, Tensor):
             other = self.depends(a) or (moving and a.is_floating_point())
             return _Zeros(tuple(a.shape), a.dtype, a.device, moving) if other else a
-        return [self._marked(b, dep, moving) for b in a] if isinstance(a, (list, tuple)) else a
+        return (
+            [self._with_placeholders(b, dep, moving) for b in a]
+            if isinstance(a, (list, tuple))
+            else a
+        )
 
 
 def _filled(a: Any, x: Tensor) -> Any:
-    """The same arguments, of ``x`` and zeros."""
-    if a is _HERE:
+    """An argument with its placeholders replaced by ``x`` and by zeros."""
+    if a is _ARGUMENT:
         return x
     if type(a) is _Zeros:
         return torch.zeros(a.shape, dtype=x.dtype if a.moving else a.dtype, device=a.device)
@@ -119,29 +127,31 @@ def _filled(a: Any, x: Tensor) -> Any:
 
 
 class _Zeros(NamedTuple):
+    """A placeholder for zeros; ``moving``: of the dtype of the function's argument."""
+
     shape: Shape
     dtype: torch.dtype
     device: torch.device
     moving: bool
 
 
-_HERE = object()
+_ARGUMENT = object()
 
 Chain: TypeAlias = "tuple[list[Map], Tensor]"
 """Maps to apply one after the other, and the dependent argument to start from."""
 
 Chains: TypeAlias = "list[Chain]"
 Rule: TypeAlias = "Callable[[Call], Any]"
-"""Gives the chains that add up to the result; for several results, a list of such lists."""
+"""Returns the chains whose sum is the result; for several results, one list of chains for each."""
 
 
 def real(shape: Sequence[int], like: Tensor) -> Shape:
-    """The shape of a tensor's real representation."""
+    """The real representation of a shape, for a tensor that is complex if ``like`` is."""
     return (*shape, 2) if like.is_complex() else tuple(shape)
 
 
 def shape_of(x: Tensor) -> Shape:
-    """The shape of the value that stands for this tensor."""
+    """The shape of a tensor's real representation."""
     return (*x.shape, 2) if x.is_complex() else tuple(x.shape)
 
 
@@ -156,12 +166,12 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def pairwise(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A movement of complex elements, as one of their parts."""
+    """An index function on complex elements, applied to real and imaginary parts."""
     return lambda x: torch.stack([move(x[..., 0]), move(x[..., 1])], -1)
 
 
-def spread(dep: Tensor, shape: Shape) -> list[Map]:
-    """The broadcasting of an argument to another shape; nothing if it has that shape."""
+def broadcast_maps(dep: Tensor, shape: Shape) -> list[Map]:
+    """The maps that broadcast an argument to a shape; none if it has that shape."""
     if dep.shape == shape:
         return []
     move = pairwise(lambda x: x.expand(shape)) if dep.is_complex() else lambda x: x.expand(shape)
@@ -169,10 +179,10 @@ def spread(dep: Tensor, shape: Shape) -> list[Map]:
 
 
 def from_shape(chain: list[Map], shape: Shape) -> list[Map]:
-    """A chain that works on another shape of as many elements, in the same order."""
+    """The chain with its input reshaped from ``shape``, which has as many elements."""
     return chain if chain[0].in_shape == shape else [Identity(shape, chain[0].in_shape), *chain]
 
 
 def as_shape(chain: list[Map], shape: Shape) -> list[Map]:
-    """A chain that ends in another shape of as many elements, in the same order."""
+    """The chain with its output reshaped to ``shape``, which has as many elements."""
     return chain if chain[-1].out_shape == shape else [*chain, Identity(chain[-1].out_shape, shape)]

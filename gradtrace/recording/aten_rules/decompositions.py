@@ -1,4 +1,4 @@
-"""What PyTorch fuses and does not open, composed."""
+"""Decompositions of fused operations for which PyTorch has none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Back through fused attention on the CPU, composed: the weights are computed again."""
+    """The gradient of fused attention on the CPU; the attention weights are recomputed."""
     how = logsumexp, dropout_p, is_causal, attn_mask, scale
     return _through_attention(g, q, k, v, *how)[:3]
 
@@ -36,7 +36,7 @@ def attention(
 def flash_attention(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Back through the flash attention of GPUs, composed."""
+    """The gradient of flash attention on GPUs."""
     _, _, _, _, _, _, dropout_p, is_causal, *_ = more
     return _through_attention(g, q, k, v, None, dropout_p, is_causal, None, scale)[:3]
 
@@ -44,7 +44,7 @@ def flash_attention(
 def cudnn_attention(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Back through cuDNN's attention, composed."""
+    """The gradient of cuDNN's attention."""
     _, _, _, _, mask, _, _, _, _, dropout_p, is_causal = more
     return _through_attention(g, q, k, v, None, dropout_p, is_causal, mask, scale)[:3]
 
@@ -65,7 +65,7 @@ def efficient_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Back through the memory-efficient attention of GPUs, composed."""
+    """The gradient of memory-efficient attention on GPUs."""
     found = _through_attention(g, q, k, v, None, dropout_p, is_causal, mask, scale)
     to_mask = found[3] if mask is None else found[3].sum_to_size(mask.shape)
     return tuple(x if asked else None for x, asked in zip((*found[:3], to_mask), wanted))
@@ -82,12 +82,15 @@ def _through_attention(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """To queries, keys, values and scores. ``logsumexp`` is that of the scores, if it was kept."""
+    """The gradients by queries, keys, values and scores.
+
+    ``logsumexp`` is that of the scores, if the forward pass saved it.
+    """
     if dropout_p:
         raise NotLinear("fused attention with dropout does not say what it dropped")
     dtypes = q.dtype, k.dtype, v.dtype, q.dtype if mask is None else mask.dtype
     g, q, k, v = (_halves_as_floats(x) for x in (g, q, k, v))
-    shared = q.shape[1] // k.shape[1] if q.dim() == 4 else 1  # queries to a key, in groups
+    shared = q.shape[1] // k.shape[1] if q.dim() == 4 else 1  # query heads for each key head
     if shared > 1:
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     factor = 1 / sqrt(q.shape[-1]) if scale is None else scale
@@ -99,9 +102,9 @@ def _through_attention(
         scores = scores + mask
     if logsumexp is None:
         logsumexp = scores.logsumexp(-1)
-    # As the fused kernel does, from the logarithm it saved: where a mask has swallowed the scores
-    # of a whole row, that rounds to weights which do not add up to one, and so does autograd's
-    # gradient.
+    # The fused kernel computes the weights from the saved logsumexp. Where a mask of large numbers
+    # absorbs the scores of a whole row, rounding gives weights that do not add up to one, and
+    # autograd's gradient uses these; so the same is done here.
     raw = (scores - logsumexp.unsqueeze(-1)).exp().nan_to_num(0)
     total = raw.sum(-1, keepdim=True)
     weights = raw / torch.where(total == 0, 1, total)
@@ -123,7 +126,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A grouped matrix product (mixtures of experts), group by group."""
+    """A grouped matrix product (mixture of experts), one group at a time."""
     if offs is None:
         return torch.bmm(a, b)
     ends = offs.tolist()
@@ -147,8 +150,10 @@ def lstm_cell(
     workspace: Tensor,
     biased: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Back through the LSTM cell that GPUs fuse: to its gates (before they are squashed), to the
-    cell state ``before`` it, to the bias. The workspace holds its four gates (i, f, g, o).
+    """The gradient of the LSTM cell that is fused on GPUs: by its gates (before the activations),
+    by the previous cell state ``before``, and by the bias.
+
+    The workspace holds the four gates (i, f, g, o), after the activations.
     """
     i, f, g, o = _halves_as_floats(workspace).chunk(4, 1)
     squashed = _halves_as_floats(after).tanh()
@@ -169,9 +174,11 @@ def lstm_cell(
 def gru_cell(
     to_h: Tensor, workspace: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Back through the GRU cell that GPUs fuse: to the gates from its input and from its state, to
-    that state, to both biases. The workspace holds the gates (reset, update, new), the state
-    before, and what the reset gate was multiplied with.
+    """The gradient of the GRU cell that is fused on GPUs: by the gates from its input and from its
+    state, by that state, and by both biases.
+
+    The workspace holds the gates (reset, update, new), the previous state, and the factor of the
+    reset gate.
     """
     r, z, n, h, hidden = _halves_as_floats(workspace).chunk(5, 1)
     g = _halves_as_floats(to_h)
@@ -186,12 +193,12 @@ def gru_cell(
 
 
 def _total(terms: list[Tensor]) -> Tensor:
-    """Their sum: PyTorch asks for one, or for two."""
+    """The sum of one or two terms."""
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
 def _halves_as_floats(x: Tensor) -> Tensor:
-    """As fused kernels compute: half precisions in float32."""
+    """Half precisions converted to float32, in which the fused kernels compute."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -205,4 +212,4 @@ OPENED: dict[str, Callable[..., Any]] = {
     "_grouped_mm": grouped_mm,
     "_embedding_bag_per_sample_weights_backward": bag_weights,
 }
-"""Decompositions of our own, for what PyTorch fuses and does not open."""
+"""Decompositions by name of the ATen operation."""

@@ -1,4 +1,4 @@
-"""Distances between points: one weight for each coordinate of each pair."""
+"""Gradients of pairwise distances: one weight for each pair of points and coordinate."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from gradtrace.linops import Distances, Map, Scale, gather
-from gradtrace.recording.aten_rules.call import Call, Chains, Undecided, spread
+from gradtrace.recording.aten_rules.call import Call, Chains, Undecided, broadcast_maps
 from gradtrace.types import Shape
 
 
-def between(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
-    """From one number for each pair of points (..., n, m) to the coordinates of x (..., n, k):
-    ``∂‖x − y‖ₚ/∂x = φ(x − y) / ‖x − y‖ₚ^(p − 1)``, which is 0 where the points are the same.
+def distance_maps(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
+    """Maps from the cotangent of the distances (..., n, m) to that of x (..., n, k):
+    ``∂‖x − y‖ₚ/∂x = φ(x − y) / ‖x − y‖ₚ^(p − 1)``, which is 0 where the points coincide.
     """
     batch = tuple(distance.shape[:-2])
     n, m, k = x.shape[-2], y.shape[-2], x.shape[-1]
@@ -36,20 +36,22 @@ def between(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
 
 
 def cdist(call: Call) -> Chains:
-    """``(g, x1, x2, p, cdist)``: to the first of the points."""
+    """``_cdist_backward(g, x1, x2, p, cdist)``: the gradient by x1."""
     g, x, y, power, distance = call.args
     call.only(g)
     if not power or not g.numel() or not call.out.numel():
-        return []  # the number of coordinates that differ does not change
+        return []  # p = 0 counts coordinates that differ: the gradient is zero
     shape = tuple(distance.shape)
-    chain = [*spread(g, shape), *between(x, y, power, distance)]
+    chain = [*broadcast_maps(g, shape), *distance_maps(x, y, power, distance)]
     if chain[-1].out_shape != call.out.shape:
         raise Undecided
     return [(chain, g)]
 
 
 def pdist(call: Call) -> Chains:
-    """``(g, x, p, pdist)``: every pair of points once, the first of them the lower."""
+    """``_pdist_backward(g, x, p, pdist)``: distances of each pair once, in the order of the upper
+    triangle.
+    """
     g, x, power, distance = call.args
     call.only(g)
     if not power or not g.numel() or not call.out.numel():
@@ -60,4 +62,4 @@ def pdist(call: Call) -> Chains:
     pair[first, second] = pair[second, first] = torch.arange(len(first), device=g.device)
     square: Shape = (n, n)
     whole = gather(pair, tuple(g.shape))
-    return [([whole, *between(x, x, power, whole.apply(distance).reshape(square))], g)]
+    return [([whole, *distance_maps(x, x, power, whole.apply(distance).reshape(square))], g)]

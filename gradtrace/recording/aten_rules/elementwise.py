@@ -18,15 +18,15 @@ from gradtrace.recording.aten_rules.call import (
     Rule,
     Undecided,
     as_shape,
+    broadcast_maps,
     real,
     shape_of,
-    spread,
 )
 from gradtrace.types import Shape
 
 
 def same(call: Call) -> Chains:
-    """The argument itself, perhaps in another dtype."""
+    """The argument itself, possibly in another dtype."""
     dep, out = call.dep, call.out
     if dep.is_complex() and not out.is_complex():
         return [([_part(dep, 0)], dep)]
@@ -36,17 +36,17 @@ def same(call: Call) -> Chains:
 
 
 def constant(call: Call) -> Chains:
-    """Nothing but the shape of the argument matters."""
+    """The result depends only on the shape of the argument."""
     return []
 
 
 def _part(dep: Tensor, k: int) -> Map:
-    """The real (0) or imaginary (1) part."""
+    """The real (k = 0) or imaginary (k = 1) part."""
     return Index(lambda x: x.select(-1, k), shape_of(dep), tuple(dep.shape), injective=True)
 
 
 def _into(dep: Tensor, k: int) -> Map:
-    """A real value as the real (0) or imaginary (1) part of a complex one."""
+    """A real value as the real (k = 0) or imaginary (k = 1) part of a complex one."""
 
     def move(x: Tensor) -> Tensor:
         parts = [torch.zeros_like(x), torch.zeros_like(x)]
@@ -58,7 +58,7 @@ def _into(dep: Tensor, k: int) -> Map:
 
 def weigh(dep: Tensor, out: Tensor, weight: Any) -> Chain:
     """``out = weight · dep``, broadcasting, for a real or complex weight."""
-    chain = spread(dep, tuple(out.shape))
+    chain = broadcast_maps(dep, tuple(out.shape))
     complex_weight = isinstance(weight, complex) or (
         isinstance(weight, Tensor) and weight.is_complex()
     )
@@ -76,14 +76,17 @@ def weigh(dep: Tensor, out: Tensor, weight: Any) -> Chain:
 
 
 def _mixed(chain: list[Map], dep: Tensor, out: Tensor, re: Tensor, im: Tensor) -> Chain:
-    """A complex product as two-by-two matrices; ``re`` and ``im`` are what 1 becomes."""
+    """A product with the complex factor ``re + i·im``, as a 2×2 matrix for each element."""
     one = torch.stack([re, im], -1)
     columns = [one, torch.stack([-im, re], -1)] if dep.is_complex() else [one]
     return _matrix(chain, dep, out, columns)
 
 
 def _matrix(chain: list[Map], dep: Tensor, out: Tensor, columns: list[Tensor]) -> Chain:
-    """``columns[b][..., a]``: part a of the result for a unit in part b of the argument."""
+    """A small matrix for each element, between real and imaginary parts.
+
+    ``columns[b][..., a]`` is part a of the result for a unit in part b of the argument.
+    """
     n, parts = out.numel(), len(columns)
     rows = 2 if out.is_complex() else 1
     weight = torch.stack([c.expand(*out.shape, rows) for c in columns], -1).reshape(n, rows, parts)
@@ -94,14 +97,14 @@ def _matrix(chain: list[Map], dep: Tensor, out: Tensor, columns: list[Tensor]) -
 
 
 def add(call: Call) -> Chains:
-    """``a + alpha·b`` (or minus)."""
+    """``a + alpha·b`` or ``a - alpha·b``."""
     out, alpha = call.out, call.get(2, "alpha", 1)
     sign = -1 if call.func._schema.name.startswith("aten::sub") else 1
     chains: Chains = []
     for x, factor in ((call.args[0], 1), (call.args[1], sign * alpha)):
         if call.depends(x):
             if factor == 1 and x.is_complex() == out.is_complex():
-                chains.append((spread(x, tuple(out.shape)), x))
+                chains.append((broadcast_maps(x, tuple(out.shape)), x))
             else:
                 chains.append(weigh(x, out, factor))
     return chains
@@ -122,7 +125,7 @@ def div(call: Call) -> Chains:
         raise NotLinear("a division that rounds is not linear")
     by = call.args[1]
     if isinstance(by, Tensor) and not (by.is_floating_point() or by.is_complex()):
-        by = by.to(call.out.dtype.to_real())  # a count of equal maxima, of whole numbers
+        by = by.to(call.out.dtype.to_real())  # an integer, such as a count of equal maxima
     weight = by.reciprocal() if isinstance(by, Tensor) else (1 / by if by else float("nan"))
     return [weigh(dep, call.out, weight)]
 
@@ -132,8 +135,8 @@ def negative(call: Call) -> Chains:
     return [weigh(call.dep, call.out, -1)]
 
 
-def kept(mask: Tensor, shape: Shape) -> Index:
-    """What is there where the mask is true, and nothing (not 0 times it) elsewhere."""
+def mask_map(mask: Tensor, shape: Shape) -> Index:
+    """The input where the mask is true; elsewhere no entry, which differs from a weight of 0."""
 
     def move(x: Tensor) -> Tensor:
         return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -142,9 +145,9 @@ def kept(mask: Tensor, shape: Shape) -> Index:
 
 
 def _masked(dep: Tensor, out: Tensor, mask: Tensor) -> Chain:
-    """``dep``, broadcast, where the mask is true."""
+    """``dep``, broadcast to the result, where the mask is true."""
     mask = mask.unsqueeze(-1) if out.is_complex() and mask.dim() else mask
-    return [*spread(dep, tuple(out.shape)), kept(mask, real(out.shape, dep))], dep
+    return [*broadcast_maps(dep, tuple(out.shape)), mask_map(mask, real(out.shape, dep))], dep
 
 
 def where(call: Call) -> Chains:
@@ -161,20 +164,20 @@ def masked_fill(call: Call) -> Chains:
 
 
 def triangle(call: Call) -> Chains:
-    """``tril`` and ``triu``: a part, and nothing elsewhere."""
+    """``tril`` and ``triu``."""
     dep = call.dep
     mask = call.func(torch.ones(dep.shape, dtype=torch.bool, device=dep.device), *call.args[1:])
     return [_masked(dep, call.out, mask)]
 
 
 def threshold(call: Call) -> Chains:
-    """``dep`` where the value was above the threshold: back through a ReLU."""
+    """The gradient of ReLU: ``dep`` where the input was above the threshold."""
     dep = call.only(call.args[0])
     return [_masked(dep, call.out, call.args[1] > call.args[2])]
 
 
 def probe(call: Call) -> Chains:
-    """Any elementwise operation: what does it make of ones? (Of one and i, for complex.)"""
+    """Any elementwise operation: its weight is its result for ones (for 1 and i, if complex)."""
     chains = []
     for dep in call.deps:
         f = call.function(dep)
@@ -188,13 +191,13 @@ def probe(call: Call) -> Chains:
             torch.view_as_real(c.resolve_conj()) if out.is_complex() else c.unsqueeze(-1)
             for c in found
         ]
-        chains.append(_matrix(spread(dep, tuple(out.shape)), dep, out, columns))
+        chains.append(_matrix(broadcast_maps(dep, tuple(out.shape)), dep, out, columns))
     return chains
 
 
 def per_sample(dim: int) -> Rule:
-    """One cotangent for all, or one for each sample, which lie along this dimension of the result:
-    what does the operation make of ones?
+    """Losses with one cotangent in all, or one for each sample; samples are indexed by ``dim`` of
+    the result. The weight is the operation's result for ones.
     """
 
     def rule(call: Call) -> Chains:
@@ -215,18 +218,18 @@ def complex_parts(call: Call) -> Chains:
     chains = []
     for k, x in enumerate(call.args[:2]):
         if call.depends(x):
-            step = spread(x, tuple(call.out.shape))
+            step = broadcast_maps(x, tuple(call.out.shape))
             chains.append(([*step, _into(call.out, k)], x))
     return chains
 
 
 def as_parts(call: Call) -> Chains:
-    """``view_as_real`` and back: the same numbers."""
+    """``view_as_real`` and ``view_as_complex``: equal in the real representation."""
     return [([], call.dep)]
 
 
 def conjugate(call: Call) -> Chains:
-    """The sign of the imaginary part."""
+    """The complex conjugate: negates the imaginary part."""
     dep = call.dep
     if not dep.is_complex():
         return [([], dep)]

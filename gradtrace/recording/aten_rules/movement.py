@@ -1,4 +1,4 @@
-"""Operations that move elements, and compute nothing."""
+"""Operations that only move elements: views, permutations, padding with zeros."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def reshape(call: Call) -> Chains:
 
 
 def strided(call: Call) -> Chains:
-    """``as_strided`` reads memory: which element lies where?"""
+    """``as_strided``: a gather, whose indices are found by writing element numbers into a storage
+    of the same size and reading them with the strides of the result.
+    """
     dep, out = call.dep, call.out
     size = dep.untyped_storage().nbytes() // dep.element_size()
     memory = torch.full((size,), -1, device=dep.device)
@@ -35,8 +37,8 @@ def strided(call: Call) -> Chains:
     return [([gather(source, shape_of(dep))], dep)]
 
 
-def turn(call: Call) -> Any:
-    """Views that show every element at most once: permutations and parts."""
+def injective_view(call: Call) -> Any:
+    """Views that contain every element at most once: permutations and slices."""
     return _move(call, fills=False, injective=True)
 
 
@@ -46,17 +48,17 @@ def view(call: Call) -> Any:
 
 
 def move(call: Call) -> Any:
-    """Operations that take elements from arguments, or put zeros."""
+    """Operations whose elements come from the arguments or are zero."""
     return _move(call, fills=True)
 
 
 def put(call: Call) -> Any:
-    """Operations that put the elements of an argument, each once, among zeros."""
+    """Operations that place each element of the argument once, among zeros."""
     return _move(call, fills=True, injective=True)
 
 
-def joined(call: Call) -> Any:
-    """``cat`` and ``stack``: one tensor after the other."""
+def concatenate(call: Call) -> Any:
+    """``cat`` and ``stack``: each argument fills a slot of the result along ``dim``."""
     parts, out = list(call.args[0]), call.out
     dim = call.get(1, "dim", 0) % out.dim()
     new = call.func._schema.name == "aten::stack"
@@ -75,6 +77,10 @@ def joined(call: Call) -> Any:
 
 
 def _move(call: Call, fills: bool, injective: bool | None = None) -> Any:
+    """An ``Index`` map for each dependent argument, with the operation as its index function.
+
+    ``fills``: the result may have zeros; ``injective``: no element is used twice (None: unknown).
+    """
     many = isinstance(call.out, (list, tuple))
     if not many and not fills and len(call.args) == 1 and not call.dep.is_complex():
         shapes = tuple(call.dep.shape), tuple(call.out.shape)
@@ -101,7 +107,7 @@ def _nth(f: Callable[[Tensor], Any], k: int) -> Callable[[Tensor], Tensor]:
 
 
 def _numbers(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Some movements exist for floats only; float64 holds element numbers as well."""
+    """``f`` for integer inputs too: where it takes floats only, by way of float64."""
 
     def moved(x: Tensor) -> Any:
         if x.is_floating_point():

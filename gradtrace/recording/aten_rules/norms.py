@@ -1,4 +1,4 @@
-"""Softmax and the norms: diagonal plus low rank."""
+"""Softmax and normalisation layers: maps that are diagonal plus low rank (``Normaliser``)."""
 
 from __future__ import annotations
 
@@ -33,32 +33,35 @@ def log_softmax(call: Call) -> Chains:
 
 
 def _norm(gain: Tensor | None, scale: Tensor, unit: Tensor, dims: list[int], n: int) -> Normaliser:
-    """``s·(γg − mean(γg) − x̂·mean(γg·x̂))`` over ``dims``, of n elements each."""
+    """``s·(γg − mean(γg) − x̂·mean(γg·x̂))``, with means over ``dims``, of n elements.
+
+    γ is ``gain`` (None: 1), s is ``scale``, x̂ is ``unit``, the normalised input.
+    """
     gain = torch.ones((), dtype=unit.dtype, device=unit.device) if gain is None else gain
     shape = tuple(unit.shape)
     gained, down, along, diagonal = _factors(gain, scale, unit, n)
-    return Normaliser(_wide(diagonal, shape), [(down, gain), (along, gained)], dims, shape)
+    return Normaliser(_expanded(diagonal, shape), [(down, gain), (along, gained)], dims, shape)
 
 
 def _factors(gain: Tensor, scale: Tensor, unit: Tensor, n: int) -> tuple[Tensor, ...]:
-    """What the weights of a norm are made of."""
+    """``γ·x̂``, ``−s/n``, ``−s·x̂/n`` and ``s·γ``: the weights of ``_norm``."""
     return gain * unit, scale / -n, scale * unit / -n, scale * gain
 
 
-def _wide(x: Tensor, shape: Shape) -> Tensor:
-    """``x.expand(shape)``; to ask whether it has that shape already is quicker."""
+def _expanded(x: Tensor, shape: Shape) -> Tensor:
+    """``x.expand(shape)``, skipped where ``x`` has that shape, which is faster."""
     return x if x.shape == shape else x.expand(shape)
 
 
 def layer_norm(call: Call) -> Any:
-    """Back through layer norm: to its input, its gain, its bias."""
+    """The gradient of layer norm by its input, gain and bias."""
     g, x, sizes, *_, mask = call.args
     call.only(g)
     inner = list(range(x.dim() - len(sizes), x.dim()))
     outer = list(range(x.dim() - len(sizes)))
     shape = tuple(g.shape)
     kept = tuple(sizes)
-    into, unit = _layer(call, inner, prod(kept), shape)
+    into, unit = _layer_maps(call, inner, prod(kept), shape)
     return [
         [([into], g)] if mask[0] else [],
         [([unit, Reduce(outer, shape, kept)], g)] if mask[1] else [],
@@ -66,36 +69,38 @@ def layer_norm(call: Call) -> Any:
     ]
 
 
-def _layer(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normaliser, Scale]:
-    """The norm of a layer, and the scale by what it has normalised; with those of other layers, if
-    there may be some.
+def _layer_maps(call: Call, inner: list[int], n: int, shape: Shape) -> tuple[Normaliser, Scale]:
+    """The map to the input of a layer norm, and the scale by its normalised input.
+
+    With ``call.batched_weights``, both are created with provisional weights, which are replaced
+    when the weights of all layers are computed in one batch.
     """
     _, x, _, mean, rstd, gain, *_ = call.args
-    if call.together is None or gain is None:
+    if call.batched_weights is None or gain is None:
         unit = (x.to(rstd.dtype) - mean) * rstd
         return _norm(gain, rstd, unit, inner, n), Scale(unit, shape)
     into, scale = Normaliser(gain, [(gain, gain), (gain, gain)], inner, shape), Scale(gain, shape)
 
     def fill(unit: Tensor, gained: Tensor, down: Tensor, along: Tensor, diagonal: Tensor) -> None:
         scale.weight = unit
-        into.diagonal = _wide(diagonal, shape)
+        into.diagonal = _expanded(diagonal, shape)
         into.left, into.right = (down, along), (gain, gained)
 
-    call.together.request(_layers, (x, mean, rstd, gain), fill, n)
+    call.batched_weights.request(_layer_weights, (x, mean, rstd, gain), fill, n)
     return into, scale
 
 
-def _layers(x: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor, n: int) -> tuple[Tensor, ...]:
-    """What the weights of layer norms are made of: in all tensors, the first dimension is that of
-    the layers.
-    """
+def _layer_weights(
+    x: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor, n: int
+) -> tuple[Tensor, ...]:
+    """The weights of several layer norms; the first dimension of all tensors is the layer."""
     unit = (x.to(rstd.dtype) - mean) * rstd
     gain = gain.reshape(len(gain), *[1] * (x.dim() - gain.dim()), *gain.shape[1:])
     return unit, *_factors(gain, rstd, unit, n)
 
 
 def rms_norm(call: Call) -> Any:
-    """Back through RMS norm: ``s·γg − s³·x/n·Σ γg·x``."""
+    """The gradient of RMS norm: ``s·γg − s³·x/n·Σ γg·x``."""
     g, x, sizes, rstd, gain, mask = call.args
     call.only(g)
     inner = list(range(x.dim() - len(sizes), x.dim()))
@@ -104,7 +109,7 @@ def rms_norm(call: Call) -> Any:
     shape, kept = tuple(g.shape), tuple(sizes)
     gained = torch.ones((), dtype=unit.dtype, device=x.device) if gain is None else gain
     pairs = [(rstd * unit / -prod(kept), gained * unit)]
-    into = Normaliser(_wide(rstd * gained, shape), pairs, inner, shape)
+    into = Normaliser(_expanded(rstd * gained, shape), pairs, inner, shape)
     return [
         [([into], g)] if mask[0] else [],
         [([Scale(unit, shape), Reduce(outer, shape, kept)], g)] if mask[1] else [],
@@ -112,7 +117,7 @@ def rms_norm(call: Call) -> Any:
 
 
 def group_norm(call: Call) -> Any:
-    """Back through group norm: every group of channels of a sample is one line."""
+    """The gradient of group norm, as a matrix with one row for each sample and group."""
     g, x, mean, rstd, gain, n, c, _, groups, mask = call.args
     call.only(g)
     shape = tuple(g.shape)
@@ -133,7 +138,7 @@ def group_norm(call: Call) -> Any:
 
 
 def batch_norm(call: Call) -> Any:
-    """Back through batch norm, in training (over the whole batch) or not (a scale)."""
+    """The gradient of batch norm: in training a ``Normaliser`` over the batch, else a scale."""
     g, x, gain, running_mean, running_var, mean, rstd, train, eps, mask = call.args
     call.only(g)
     shape, c = tuple(g.shape), x.shape[1]
@@ -156,7 +161,7 @@ def batch_norm(call: Call) -> Any:
 
 
 def weight_norm(call: Call) -> Any:
-    """Back through ``w = g₀·v/‖v‖``: to v and to g₀."""
+    """The gradient of ``w = g₀·v/‖v‖`` by v and g₀."""
     g, v, gain, norms, dim = call.args
     call.only(g)
     shape = tuple(g.shape)

@@ -1,4 +1,4 @@
-"""Products with constants: of matrices, of convolutions, of Fourier transforms."""
+"""Matrix products with constants, linear solves, convolutions and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gradtrace.recording.aten_rules.call import (
     Rule,
     Undecided,
     as_shape,
+    broadcast_maps,
     from_shape,
     shape_of,
-    spread,
 )
 from gradtrace.recording.aten_rules.elementwise import weigh
 from gradtrace.recording.aten_rules.unit_columns import dense
@@ -29,18 +29,21 @@ aten = torch.ops.aten
 
 
 def _product(dep: Tensor, out: Tensor, weight: Tensor, spec: str) -> Chain:
+    """``out = einsum(spec, dep, weight)``."""
     if dep.is_complex() or weight.is_complex():
         return _complex_product(dep, out, weight, spec)
     return [Contract(spec, weight, tuple(dep.shape), tuple(out.shape))], dep
 
 
 def _complex_product(dep: Tensor, out: Tensor, weight: Tensor, spec: str) -> Chain:
-    """A product of complex numbers, over the parts y of the argument and z of the result."""
+    """``_product`` of complex tensors, with indices y and z for the real and imaginary parts of
+    the argument and of the result.
+    """
     x, rest = spec.split(",")
     w, o = rest.split("->")
     parts = torch.view_as_real(weight.to(dep.dtype.to_complex()).resolve_conj())
     re, im = parts[..., 0], parts[..., 1]
-    one = torch.stack([re, im], -1)  # (..., z): what a unit real part becomes
+    one = torch.stack([re, im], -1)  # (..., z): the result for a unit real part
     columns = [one, torch.stack([-im, re], -1)] if dep.is_complex() else [one]
     matrix = torch.stack(columns, -2)  # (..., y, z)
     y = len(columns)
@@ -49,7 +52,9 @@ def _complex_product(dep: Tensor, out: Tensor, weight: Tensor, spec: str) -> Cha
 
 
 def product(left: str, right: str) -> Rule:
-    """A product of two arguments; the letters are those of an einsum."""
+    """A rule for products of two arguments: ``left`` is ``"a->out"``, ``right`` is ``"b"``, in the
+    letters of ``einsum("a,b->out")``.
+    """
     a, o = left.split("->")
     b = right
 
@@ -67,8 +72,8 @@ def product(left: str, right: str) -> Rule:
 
 
 def trilinear(call: Call) -> Chains:
-    """A product of three tensors, summed: what ``nn.Bilinear`` is made of. Each has some of the
-    dimensions, the others (``expanded``) are repeated.
+    """``_trilinear``, used by ``nn.Bilinear``: the product of three tensors, summed over some
+    dimensions. Each tensor lacks the dimensions in its ``expanded``, along which it is broadcast.
     """
     factors, expanded, summed = call.args[:3], call.args[3:6], call.args[6]
     call.one_of(*factors)
@@ -83,7 +88,7 @@ def trilinear(call: Call) -> Chains:
     sizes = dict(zip(first + second + own, (*a.shape, *b.shape, *dep.shape)))
     kept = "".join(c for c in letters if c in first + second and (c in own or c in out))
     weight = torch.einsum(f"{first},{second}->{kept}", a, b)
-    alone = "".join(c for c in own if c not in kept and c not in out)  # a plain sum
+    alone = "".join(c for c in own if c not in kept and c not in out)  # summed without a weight
     weight = weight.expand(*(sizes[c] for c in alone), *weight.shape)
     chain, _ = _product(dep, call.out, weight, f"{own},{alone}{kept}->{out}")
     return [(chain, dep)]
@@ -100,7 +105,10 @@ def vdot(call: Call) -> Chains:
 
 
 def solve(position: int, flag: str = "") -> Rule:
-    """Operations ``out = M·dep``, or ``dep·M``, by constants: what do they make of the identity?"""
+    """A rule for ``out = M·dep`` (or ``dep·M``) with a constant M, which is the operation's result
+    for the identity matrix. ``position`` is that of ``dep``; ``flag`` names the keyword argument
+    that is False for ``dep·M``.
+    """
 
     def rule(call: Call) -> Any:
         several = isinstance(call.out, (tuple, list))
@@ -116,14 +124,14 @@ def solve(position: int, flag: str = "") -> Rule:
         spec = f"{b}kn,{b}mk->{b}mn" if left else f"{b}mk,{b}kn->{b}mn"
         wide = (*batch, *dep.shape[-2:])
         maps, _ = _product(dep.expand(wide), out, found[0] if several else found, spec)
-        chains = [([*spread(dep, wide), *maps], dep)]
+        chains = [([*broadcast_maps(dep, wide), *maps], dep)]
         return [chains, *([] for _ in call.out[1:])] if several else chains
 
     return rule
 
 
 def convolution(call: Call) -> Any:
-    """Back through a convolution: to its input, to its kernel, to its bias."""
+    """The gradient of a convolution by its input, kernel and bias."""
     g, x, w, _bias, stride, padding, dilation, transposed, output_padding, groups, mask = call.args
     call.only(g)
     spatial = w.dim() - 2
@@ -148,11 +156,12 @@ def convolution(call: Call) -> Any:
 
 
 def _each(value: Sequence[int], n: int) -> tuple[int, ...]:
+    """One number for each of n dimensions; a single one is repeated."""
     return tuple(value) if len(value) == n else tuple(value) * n
 
 
 def fourier(call: Call) -> Chains:
-    """Fourier transforms, one dimension at a time: a product with a matrix of real numbers."""
+    """Fourier transforms, one dimension at a time, each as a contraction with a real matrix."""
     dep, dims = call.dep, list(call.args[1])
     kind = call.func._schema.name
     scale = call.args[2]

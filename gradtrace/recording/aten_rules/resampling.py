@@ -1,9 +1,10 @@
-"""Pooling, interpolation and grid sampling: the same few taps for every plane.
+"""Average pooling, interpolation and grid sampling, as sparse matrices.
 
-Each element of the resampled plane is a weighted sum of a few elements of the original. Pooling by
-averages and interpolation treat one dimension after the other, so their matrix is a Kronecker
-product of small ones, one a dimension. These are found with the operation itself: it resamples
-lines of which only every p-th element is set, p such that no two taps of an element agree.
+Each element of the resampled plane is a weighted sum of a few elements ("taps") of the original,
+and all channels use the same weights. Average pooling and interpolation are separable, so their
+matrix is a Kronecker product of one small matrix for each dimension. Its entries are found with
+the operation itself: it resamples rows in which only every p-th element is nonzero, with p large
+enough that each result has at most one nonzero tap.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 
 
 def nearest(forward: Any) -> Rule:
-    """Back through an enlargement by repetition."""
+    """The gradient of nearest-neighbour upsampling; ``forward`` is the forward operation."""
 
     def rule(call: Call) -> Chains:
         g, size, input_size, *scales = call.args
@@ -34,12 +35,14 @@ def nearest(forward: Any) -> Rule:
     return rule
 
 
-# One dimension after the other -------------------------------------------------------------------
+# Separable resampling ----------------------------------------------------------------------------
 
 
 class ResamplingRows(NamedTuple):
-    """Resampling along one dimension, as a matrix in compressed rows: row i holds the weights with
-    which element i of the original goes into elements ``source``, rising, of the result.
+    """Resampling along one dimension, as a sparse matrix in CSR layout.
+
+    Row i holds the weights of element i of the original in the elements ``source`` (ascending) of
+    the result.
     """
 
     starts: Tensor
@@ -48,7 +51,7 @@ class ResamplingRows(NamedTuple):
 
     @classmethod
     def of(cls, size: int, element: Tensor, point: Tensor, weight: Tensor) -> ResamplingRows:
-        """From entries in any order."""
+        """From entries (element, point, weight) in any order; ``size`` is the number of rows."""
         order = point.argsort(stable=True)
         order = order[element[order].argsort(stable=True)]
         count = torch.bincount(element, minlength=size)
@@ -56,7 +59,7 @@ class ResamplingRows(NamedTuple):
         return cls(starts, point[order], weight[order])
 
     def identity(self, points: int) -> bool:
-        """Whether the result is the original."""
+        """Whether this is the identity matrix of size ``points``."""
         own = torch.arange(points + 1, device=self.source.device)
         return (
             torch.equal(self.starts, own)
@@ -65,7 +68,7 @@ class ResamplingRows(NamedTuple):
         )
 
     def times(self, other: ResamplingRows, points: int) -> ResamplingRows:
-        """The Kronecker product with a matrix from so many points."""
+        """The Kronecker product with ``other``, which has ``points`` columns."""
         mine, others = self.starts.diff(), other.starts.diff()
         count = (mine.unsqueeze(1) * others).reshape(-1)
         starts = torch.cat([count.new_zeros(1), count.cumsum(0)])
@@ -81,12 +84,15 @@ class ResamplingRows(NamedTuple):
 
 
 Along: TypeAlias = "Callable[[Call, int, int, int], ResamplingRows]"
-"""The matrix of a call along its d-th spatial dimension, of so many elements, to so many points."""
+"""``along(call, d, size, points)``: the matrix of a call along its d-th spatial dimension, which
+has ``size`` elements in the original and ``points`` in the result."""
 
 
-def interpolated(forward: Any, taps: int, blurred: bool = False) -> Along:
-    """``forward(x, output_size, align_corners, *scales)`` takes each point from ``taps``
-    neighbours; ``blurred`` (antialiasing), from more of them where it shrinks.
+def interpolation(forward: Any, taps: int, blurred: bool = False) -> Along:
+    """Interpolation by ``forward(x, output_size, align_corners, *scales)``.
+
+    Each point depends on ``taps`` neighbours; with ``blurred`` (antialiasing), on more of them
+    when downsampling.
     """
 
     def along(call: Call, d: int, size: int, points: int) -> ResamplingRows:
@@ -107,17 +113,19 @@ def interpolated(forward: Any, taps: int, blurred: bool = False) -> Along:
             )
             return found.transpose(2, 2 + d).reshape(len(x), points, -1)[..., 0]
 
-        return _sampled(sample, size, min(size, period), call.args[0].device)
+        return _matrix_of_rows(sample, size, min(size, period), call.args[0].device)
 
     return along
 
 
-def _sampled(
+def _matrix_of_rows(
     sample: Callable[[Tensor], Tensor], size: int, period: int, device: torch.device
 ) -> ResamplingRows:
-    """``sample`` takes lines of float64 to lines of points. The weights of one class of elements
-    are what the line with ones there becomes; their numbers are what the line of element numbers
-    becomes, over that.
+    """The matrix of ``sample``, which maps float64 rows (n, size) to rows (n, points).
+
+    Elements are divided into ``period`` classes by ``index % period``. For each class, sampling its
+    indicator gives the weights; sampling the indicator times the element numbers, divided by the
+    weights, gives the element that each weight belongs to.
     """
     number = torch.arange(size, device=device)
     chosen = number % period == torch.arange(period, device=device).unsqueeze(1)
@@ -128,8 +136,8 @@ def _sampled(
     return ResamplingRows.of(size, (numbers[cls, point] / weight).round().long() - 1, point, weight)
 
 
-def averaged(call: Call, d: int, size: int, points: int) -> ResamplingRows:
-    """Average pooling: windows of the kernel's size, a stride apart."""
+def average_pool(call: Call, d: int, size: int, points: int) -> ResamplingRows:
+    """Average pooling along one dimension: see ``Along``."""
     _, _, kernels, strides, paddings, _, padded, divisor = call.args
     kernel, stride, padding = (
         numbers[d] if len(numbers) > 1 else numbers[0]
@@ -139,15 +147,15 @@ def averaged(call: Call, d: int, size: int, points: int) -> ResamplingRows:
     end = (start + kernel).clamp(max=size + padding)
     whole = end - start
     start, end = start.clamp(min=0), end.clamp(max=size)
-    if divisor is not None:  # of all dimensions together
+    if divisor is not None:  # for all dimensions: divide once, in the first
         over = torch.full_like(whole, divisor if d == 0 else 1)
     else:
         over = whole if padded else end - start
     return _windows(start, end, over, size)
 
 
-def adapted(call: Call, d: int, size: int, points: int) -> ResamplingRows:
-    """Adaptive average pooling: windows that cover the elements."""
+def adaptive_average_pool(call: Call, d: int, size: int, points: int) -> ResamplingRows:
+    """Adaptive average pooling along one dimension: windows that cover all elements."""
     point = torch.arange(points, device=call.args[0].device)
     start = point * size // points
     end = -(-(point + 1) * size // points)
@@ -155,7 +163,7 @@ def adapted(call: Call, d: int, size: int, points: int) -> ResamplingRows:
 
 
 def _windows(start: Tensor, end: Tensor, over: Tensor, size: int) -> ResamplingRows:
-    """The mean of elements from ``start`` to ``end``, or their sum over another number."""
+    """Points that are the sum of elements ``start`` to ``end`` (exclusive), divided by ``over``."""
     length = (end - start).clamp(min=0)
     point = torch.arange(len(start), device=start.device).repeat_interleave(length)
     first = length.cumsum(0) - length
@@ -163,8 +171,11 @@ def _windows(start: Tensor, end: Tensor, over: Tensor, size: int) -> ResamplingR
     return ResamplingRows.of(size, element, point, 1 / over[point].double())
 
 
-def plane(spatial: int, along: Along) -> Rule:
-    """Back through linear maps that treat every plane alike, one dimension after the other."""
+def separable(spatial: int, along: Along) -> Rule:
+    """The gradient of separable resampling over the last ``spatial`` dimensions.
+
+    Leading and trailing dimensions with an identity matrix are left out of the Kronecker product.
+    """
 
     def rule(call: Call) -> Chains:
         g, out = call.only(call.args[0]), call.out
@@ -191,13 +202,13 @@ def plane(spatial: int, along: Along) -> Rule:
 # Grids -------------------------------------------------------------------------------------------
 
 
-def _taps(
+def _taps_of_planes(
     sample: Callable[[Tensor], Tensor], size: Shape, period: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where each sampled point takes its value from, and with what weight: (taps, n, points).
+    """The source element and the weight of each tap of each sampled point: (taps, n, points) each.
 
-    ``sample`` takes planes ``(classes, *size)`` of float64 to ``(classes, n, points)``, as
-    ``_sampled`` does lines.
+    ``sample`` maps float64 planes ``(classes, *size)`` to ``(classes, n, points)``; the method is
+    that of ``_matrix_of_rows``, with classes by the residues of all coordinates.
     """
     numbers = ids64(size, device) + 1
     chosen = torch.ones(1, *size, dtype=torch.bool, device=device)
@@ -212,8 +223,8 @@ def _taps(
     return number.round().long() - 1, ones
 
 
-def sampled(call: Call) -> Any:
-    """Back through ``grid_sampler``: to the image, and to the grid."""
+def grid_sampler(call: Call) -> Any:
+    """The gradient of ``grid_sampler`` by the image and by the grid."""
     g, x, grid, mode, padding, align, mask = call.args
     call.only(g)
     spatial = x.dim() - 2
@@ -229,7 +240,7 @@ def sampled(call: Call) -> Any:
 
     result: list[Chains] = [[], []]
     if mask[0]:
-        source, weight = _taps(sample, size, (2, 1, 4)[mode], g.device)
+        source, weight = _taps_of_planes(sample, size, (2, 1, 4)[mode], g.device)
         tap, sample_, point = (weight != 0).nonzero(as_tuple=True)
         here = (tap, sample_, point)
         row, column = sample_ * prod(size) + source[here], sample_ * points + point

@@ -1,4 +1,4 @@
-"""Operations that send elements somewhere and add them up there."""
+"""Operations that scatter elements and add up those with the same target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from gradtrace.linops import Index, Map, Scale, Scatter
-from gradtrace.recording.aten_rules.call import Call, Chains, Rule, pairwise, real, shape_of, spread
+from gradtrace.recording.aten_rules.call import (
+    Call,
+    Chains,
+    Rule,
+    broadcast_maps,
+    pairwise,
+    real,
+    shape_of,
+)
 from gradtrace.recording.aten_rules.movement import ids, ids64, move
 
 aten = torch.ops.aten
@@ -24,13 +32,13 @@ def index_put(call: Call) -> Any:
     chains: Chains = [([], base)] if call.depends(base) else []
     if call.depends(values):
         target = aten.index(ids(base.shape, values.device), indices)
-        chains.append((_send(values, target, base.shape), values))
+        chains.append((_scatter_add(values, target, base.shape), values))
     return chains
 
 
-def _send(values: Tensor, target: Tensor, shape: Sequence[int]) -> list[Map]:
-    """Each value, broadcast to the targets, added up where it is sent."""
-    chain = spread(values, tuple(target.shape))
+def _scatter_add(values: Tensor, target: Tensor, shape: Sequence[int]) -> list[Map]:
+    """Scatter-add of ``values``, broadcast to ``target``: flat indices into ``shape``."""
+    chain = broadcast_maps(values, tuple(target.shape))
     if values.is_complex():
         target = torch.stack([2 * target, 2 * target + 1], -1)
     return [*chain, Scatter(target, real(shape, values))]
@@ -43,7 +51,7 @@ def index_add(call: Call) -> Chains:
     if call.depends(source):
         places = ids(base.shape, source.device)
         target = places.index_select(dim, index) if base.dim() else places.expand(source.shape)
-        chain = _send(source, target.reshape(source.shape), base.shape)
+        chain = _scatter_add(source, target.reshape(source.shape), base.shape)
         alpha = call.kwargs.get("alpha", 1)
         chains.append(
             ([*chain, Scale(alpha, chain[-1].out_shape)] if alpha != 1 else chain, source)
@@ -60,7 +68,7 @@ def scatter_add(call: Call) -> Chains:
         box = tuple(slice(0, n) for n in index.shape)
         crop = pairwise(lambda x: x[box]) if source.is_complex() else lambda x: x[box]
         cut = Index(crop, shape_of(source), real(index.shape, source))
-        chains.append(([cut, *_send(source[box], target, base.shape)], source))
+        chains.append(([cut, *_scatter_add(source[box], target, base.shape)], source))
     return chains
 
 
@@ -72,12 +80,12 @@ def put(call: Call) -> Any:
     chains: Chains = [([], base)] if call.depends(base) else []
     if call.depends(source):
         target = torch.where(index < 0, index + base.numel(), index)
-        chains.append((_send(source, target.reshape(source.shape), base.shape), source))
+        chains.append((_scatter_add(source, target.reshape(source.shape), base.shape), source))
     return chains
 
 
 def embedding(call: Call) -> Chains:
-    """Rows of cotangent added to the rows of a table."""
+    """The gradient of an embedding: rows of the cotangent added to the rows of the table."""
     g, indices, rows, padding, by_frequency = call.args
     call.only(g)
     chain: list[Map] = []
@@ -88,8 +96,12 @@ def embedding(call: Call) -> Chains:
     return [([*chain, Scatter.table(indices, tuple(g.shape), rows, padding)], g)]
 
 
-def pooled(spatial: int, at: int) -> Rule:
-    """Maximum pooling: each element to the place it was taken from, by number within its plane."""
+def max_pool(spatial: int, at: int) -> Rule:
+    """The gradient of maximum pooling: scatters to the elements that were chosen.
+
+    ``at`` is the position of ``indices``, which count the elements of a plane of ``spatial``
+    dimensions.
+    """
 
     def rule(call: Call) -> Chains:
         g, x, indices = call.args[0], call.args[1], call.get(at, "indices")
@@ -104,35 +116,35 @@ def pooled(spatial: int, at: int) -> Rule:
     return rule
 
 
-def padded(forward: Any) -> Rule:
-    """Back through a padding that repeats elements: to the element that was repeated."""
+def padding_of(forward: Any) -> Rule:
+    """The gradient of reflection and replication padding: adds up the copies of each element."""
 
     def rule(call: Call) -> Chains:
         g, x, padding = call.args
         call.only(g)
         target = forward(ids64(x.shape, g.device), padding).long()
-        return [(_send(g, target, x.shape), g)]
+        return [(_scatter_add(g, target, x.shape), g)]
 
     return rule
 
 
-def unfolded(call: Call) -> Chains:
-    """Back through ``unfold``."""
+def unfold(call: Call) -> Chains:
+    """The gradient of ``unfold``."""
     g, sizes, dim, size, step = call.args
     places = ids(sizes, g.device)
-    return [(_send(call.only(g), places.unfold(dim, size, step), sizes), g)]
+    return [(_scatter_add(call.only(g), places.unfold(dim, size, step), sizes), g)]
 
 
-def folded(call: Call) -> Chains:
-    """``col2im``: sums the columns that windows were taken to."""
+def col2im(call: Call) -> Chains:
+    """``col2im``: adds overlapping windows."""
     g, _size, *window = call.args
     out = call.out
     target = aten.im2col(ids64(out.shape, g.device) + 1, *window).long() - 1  # padding: -1
-    return [(_send(call.only(g), target, out.shape), g)]
+    return [(_scatter_add(call.only(g), target, out.shape), g)]
 
 
 def nll(call: Call) -> Chains:
-    """Back through the negative log-likelihood: each loss to the class that was the target."""
+    """The gradient of the negative log-likelihood: scatters to the target class of each sample."""
     g, x, target, weight, reduction, ignored, total = call.args
     call.only(g)
     classes = 0 if x.dim() == 1 else 1
@@ -148,11 +160,13 @@ def nll(call: Call) -> Chains:
         values = torch.where(kept, y, zero).unsqueeze(classes)
         return zero.expand(size).scatter(classes, wanted.unsqueeze(classes), values)
 
-    return [([*spread(g, shape), Scale(factor, shape), Index(move, shape, size, fills=True)], g)]
+    return [
+        ([*broadcast_maps(g, shape), Scale(factor, shape), Index(move, shape, size, fills=True)], g)
+    ]
 
 
-def segments(call: Call) -> Chains:
-    """Back through ``segment_reduce``: an element gets something from its own segment alone."""
+def segment_reduce(call: Call) -> Chains:
+    """The gradient of ``segment_reduce``: each element depends on its own segment only."""
     g, data, axis = call.args[0], call.args[2], call.get(6, "axis", 0)
     call.only(g)
     lengths, ends = call.get(4, "lengths"), call.get(5, "offsets")

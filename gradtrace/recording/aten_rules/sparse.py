@@ -1,4 +1,4 @@
-"""Products with a sparse constant: they cost what its entries cost, never the whole matrix."""
+"""Products with a sparse constant, in time and memory proportional to its nonzero entries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradtrace.types import Shape
 
 
 def entries(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the entries of a sparse matrix, or of a batch of them, are, and which they are."""
+    """Indices (dims, n) and values (n,) of a sparse matrix or a batch of them, coalesced."""
     if matrix.layout is not torch.sparse_coo:
         matrix = matrix.to_sparse()
     if matrix.dense_dim():
@@ -21,8 +21,8 @@ def entries(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return matrix.indices(), matrix.values()
 
 
-def times(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
-    """``matrix @ in``, of matrices, batches of them, or a matrix and a vector."""
+def matrix_times(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
+    """``matrix @ in``, of matrices, batches of matrices, or a matrix and a vector."""
     places, weight = entries(matrix)
     rows, columns = places[-2], places[-1]
     blocks, inner = 1, in_shape[-1] if len(in_shape) == matrix.dim() else 1
@@ -33,7 +33,7 @@ def times(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
     return [Sparse.of((rows, columns, weight), in_shape, out_shape, around)]
 
 
-def timed(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
+def times_matrix(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
     """``in @ matrix``, of matrices."""
     (rows, columns), weight = entries(matrix)
     around = Around(1, in_shape[0], 1)
@@ -41,25 +41,27 @@ def timed(matrix: Tensor, in_shape: Shape, out_shape: Shape) -> list[Map]:
 
 
 def product(call: Call) -> Chains:
-    """``mm``, ``bmm`` or ``mv`` of which the constant operand is sparse."""
+    """``mm``, ``bmm`` or ``mv`` with a sparse constant operand."""
     a, b = call.args[:2]
     call.one_of(a, b)
     dep, other = (a, b) if call.dep is a else (b, a)
     if dep.is_complex() or other.is_complex() or (dep is a and other.dim() != 2):
         raise Undecided
-    chain = (timed if dep is a else times)(other, tuple(dep.shape), tuple(call.out.shape))
+    chain = (times_matrix if dep is a else matrix_times)(
+        other, tuple(dep.shape), tuple(call.out.shape)
+    )
     return [(chain, dep)]
 
 
-def bags(call: Call) -> Chains:
-    """Back through ``embedding_bag`` to its table."""
+def embedding_bag(call: Call) -> Chains:
+    """The gradient of ``embedding_bag`` by its table."""
     names = [argument.name for argument in call.func._schema.arguments]
     given = {name: call.get(n, name) for n, name in enumerate(names)}
     g = call.only(given["grad"])
     indices, mode = given["indices"], given["mode"]
     padding = -1 if given.get("padding_idx") is None else given["padding_idx"]
     shape, out = tuple(g.shape), tuple(call.out.shape)
-    if mode == 2:  # of each bag and each column, the row that was largest
+    if mode == 2:  # max: for each bag and column, the row that was largest
         there = (given["bag_size"] > 0).unsqueeze(1)
         column = torch.arange(shape[1], device=g.device)
         target = torch.where(there, given["maximum_indices"] * shape[1] + column, -1)
@@ -78,8 +80,10 @@ def bags(call: Call) -> Chains:
 
 
 def _frequency(call: Call, g: Tensor, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """What each row is divided by, asked of the operation itself: on the CPU PyTorch looks up the
-    frequency of other rows than it means to, and a gradient is what it computes.
+    """The factor of each index with ``scale_grad_by_freq``, found with the operation itself.
+
+    Not computed from counts: on the CPU PyTorch uses the frequency of other rows than intended, and
+    the gradient is by definition what PyTorch computes.
     """
     found: Tensor = call.function(g)(torch.ones_like(g))[:, 0]
     kept = torch.where(indices == padding, 0, weight)
@@ -88,7 +92,7 @@ def _frequency(call: Call, g: Tensor, indices: Tensor, weight: Tensor, padding: 
 
 
 def bag_of(indices: Tensor, offsets: Tensor | None, offset2bag: Tensor) -> Tensor:
-    """The bag that each index is in; forward passes do not always note it."""
+    """The bag of each index; computed from the offsets where the forward pass did not save it."""
     if len(offset2bag) == len(indices) or offsets is None:
         return offset2bag
     number = torch.arange(len(indices), device=indices.device)
@@ -104,6 +108,6 @@ def bag_weights(
     mode: int,
     padding_idx: int = -1,
 ) -> Tensor:
-    """Back through ``embedding_bag`` to the weights of its samples."""
+    """The gradient of ``embedding_bag`` by ``per_sample_weights``."""
     rows = weight.index_select(0, indices) * (indices != padding_idx).unsqueeze(1)
     return (g.index_select(0, bag_of(indices, offsets, offset2bag)) * rows).sum(1)

@@ -1,4 +1,4 @@
-"""Anything linear that is small, as a matrix."""
+"""The dense matrix of any small linear operation, column by column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from gradtrace.recording.aten_rules.call import Call, Chains, shape_of
 
 
 def dense(call: Call) -> Any:
-    """Anything linear that is small: what does it make of every unit cotangent?"""
+    """The matrices of any linear operation, from its results for all unit vectors.
+
+    Raises ``TooLarge`` if one has more than ``call.limit`` entries.
+    """
     many = isinstance(call.out, (list, tuple))
     outs = [o for o in call.out if isinstance(o, Tensor)] if many else [call.out]
     result: list[Chains] = [[] for _ in (call.out if many else [0])]
@@ -42,11 +45,12 @@ def dense(call: Call) -> Any:
 
 
 def _parts(x: Tensor) -> Tensor:
+    """The real representation, flattened."""
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
 def too_large(call: Call, rows: int, columns: int) -> str:
-    """The message for a matrix that would not fit."""
+    """The error message for a matrix that exceeds the limit."""
     return (
         f"{call.name} has no structured rule, and as a matrix it has {rows:,} x {columns:,} "
         "entries; raise dense_limit, or trace with granularity='operator'"
