@@ -123,7 +123,7 @@ def test_a_name_that_is_gone_is_refused(
 
 def test_every_private_name_of_torch_is_listed() -> None:
     """What the sources read of ``torch._C`` and ``torch.autograd._...`` is checked at import."""
-    root = Path(internals.__file__).parent
+    root = Path(internals.__file__).parents[1]
     text = "\n".join(path.read_text() for path in root.rglob("*.py") if path.name != "internals.py")
     used = set(re.findall(r"torch\.(_C\.\w+|autograd\._\w+|_foreach_\w+)", text))
     on_a_gpu = {"_C._cuda_getCurrentRawStream"}
@@ -144,7 +144,7 @@ WITH_A_WAY_ROUND = {
 
 def test_every_name_of_torch_that_is_read_exists() -> None:
     """Of all sources, also those that run on a GPU or in a group: nothing that this torch lacks."""
-    root = Path(internals.__file__).parent
+    root = Path(internals.__file__).parents[1]
     paths = set().union(*(named(ast.parse(file.read_text())) for file in root.rglob("*.py")))
     assert len(paths) > 300
     lacking = {path for path in paths if not exists(path)}

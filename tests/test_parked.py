@@ -303,6 +303,6 @@ def test_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
         is_cuda, device = True, torch.device("cuda", 0)
 
-    monkeypatch.setattr(memory.launch, "processors", lambda device: 132)
+    monkeypatch.setattr(memory.cuda_launch, "processors", lambda device: 132)
     monkeypatch.setattr(program, "seed", OnGpu())
     assert memory.streaming(program) == before + 1000
