@@ -341,7 +341,7 @@ class Trace:
         free = memory.available(self._device)
         room = free if self.budget is None else self.budget
         if self.budget is None and memory.ample(self.program, self._device, room):
-            return False, memory.ROOM
+            return False, memory.LEAF_BATCH_MAX_BYTES
         needed = memory.streaming(self.program, self._uses_kept)
         narrow = memory.short(needed, self._device, room)
         if narrow:
@@ -349,7 +349,7 @@ class Trace:
         if narrow or self.budget is not None:  # else there is more than enough
             memory.see(needed, self._device, what, remedy, free)
         # where memory is not short, there is as much again
-        return narrow, 0 if narrow else min(memory.ROOM, needed)
+        return narrow, 0 if narrow else min(memory.LEAF_BATCH_MAX_BYTES, needed)
 
     def _count_some(self, tally: Tally, marks: ComponentBits, sample: int, seed: int) -> None:
         """Follow the paths of sampled elements, for each pair."""

@@ -503,7 +503,7 @@ def every_pair(how: LowRankLines) -> tuple[Tensor, Tensor]:
     if len(how.left) == 2:
         return all_pairs(how)
     m = Normaliser(how.diagonal, list(zip(how.left, how.right)), [1], tuple(how.x.shape))
-    value, place = m._chosen(how.x)
+    value, place = m._best_places(how.x)
     return value, torch.where(value == 0, -1, place)
 
 

@@ -120,7 +120,7 @@ def test_operands_that_lie_as_matrices_are_not_laid_out(emulator: Emulator) -> N
         x, w = (torch.ones(shape) for shape in shapes)
         out = tuple(torch.einsum(spec.strip(), x, w).shape)
         map_ = Contract(spec.strip(), w, tuple(x.shape), out)
-        found = map_._in_place(x, torch.ones(x.shape, dtype=torch.int32), False)
+        found = map_._select_strided(x, torch.ones(x.shape, dtype=torch.int32), False)
         assert (found is None) == (spec in copied), spec
 
 
@@ -340,7 +340,7 @@ def test_influence_is_that_of_the_cpu(
         held.append(self.bytes)
         return real(self)
 
-    monkeypatch.setattr(memory, "ROOM", room)
+    monkeypatch.setattr(memory, "LEAF_BATCH_MAX_BYTES", room)
     monkeypatch.setattr(BatchedTally, "counted", counted)
     monkeypatch.setattr(cuda_batched_tally, "SPACE", 8)
     emulator.launches.clear()
@@ -365,7 +365,7 @@ def test_plain_leaves_are_looked_at_once(
         return real(numbers)
 
     monkeypatch.setattr(sync, "fetch_scalars", look)
-    monkeypatch.setattr(memory, "ROOM", room)
+    monkeypatch.setattr(memory, "LEAF_BATCH_MAX_BYTES", room)
     assert devices.cancelling("cpu") == wanted
     assert [n for n in looks if n] == ([1, 1, 1] if room == 1 else [3])
 

@@ -162,9 +162,9 @@ def test_influence_does_not_depend_on_what_is_counted_together(
     room: int, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        monkeypatch.setattr(memory, "ROOM", 0)
+        monkeypatch.setattr(memory, "LEAF_BATCH_MAX_BYTES", 0)
         wanted = devices.influences("cuda", dtype, pairs), devices.cancelling("cuda")
-        monkeypatch.setattr(memory, "ROOM", room)
+        monkeypatch.setattr(memory, "LEAF_BATCH_MAX_BYTES", room)
         assert (devices.influences("cuda", dtype, pairs), devices.cancelling("cuda")) == wanted
 
 

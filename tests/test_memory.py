@@ -9,7 +9,7 @@ from torch import nn
 import gradtrace as gt
 from gradtrace.errors import TooLarge
 from gradtrace.ir import memory
-from gradtrace.ir.memory import MARK
+from gradtrace.ir.memory import ID_BYTES
 from gradtrace.trace import Trace
 from gradtrace.tracing import tally
 
@@ -28,13 +28,15 @@ def chain(layers: int, keep: bool) -> Trace:
 def test_a_chain_holds_two_values_at_a_time() -> None:
     """A value and the one it becomes, each of float32 with a mark."""
     short, long = (memory.streaming(chain(n, keep=False).program) for n in (5, 50))
-    assert short == long == 2 * 1000 * (4 + MARK)
+    assert short == long == 2 * 1000 * (4 + ID_BYTES)
 
 
 def test_kept_values_cost_their_marks_only() -> None:
     program = chain(5, keep=True).program
-    assert memory.streaming(program) == 2 * 1000 * MARK
-    assert memory.streaming(program, kept=False) == 2 * 1000 * (4 + MARK)  # of no use to viterbi
+    assert memory.streaming(program) == 2 * 1000 * ID_BYTES
+    assert memory.streaming(program, kept=False) == 2 * 1000 * (
+        4 + ID_BYTES
+    )  # of no use to viterbi
 
 
 def test_whole_counts_every_value_that_was_not_kept() -> None:

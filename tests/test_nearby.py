@@ -85,7 +85,9 @@ def test_a_complex_number(weight: Tensor | complex) -> None:
 
 def test_weights_that_are_merged() -> None:
     with torch.device("meta"):
-        target, weight = merge_routes._sent([Scale(TWO, (3,)), Scale(3.0, (3,))], torch.float32)
+        target, weight = merge_routes._targets_and_weights(
+            [Scale(TWO, (3,)), Scale(3.0, (3,))], torch.float32
+        )
     assert target.is_meta and weight.is_meta
 
 

@@ -409,7 +409,7 @@ def test_products_from_both_sides_are_left_as_they_are() -> None:
 
 
 def test_what_is_too_large_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_routes, "SMALL", 8)
+    monkeypatch.setattr(merge_routes, "DENSE_MAX_ENTRIES", 8)
     w = tensor(3)
     block, program = block_of(lambda g: g * w - w * (g * w).sum(), tensor(3))
     assert block.note == NOTE
@@ -421,7 +421,7 @@ def test_what_is_too_large_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_operator_too_large_to_add_up_still_has_its_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(merge_routes, "SMALL", 4)
+    monkeypatch.setattr(merge_routes, "DENSE_MAX_ENTRIES", 4)
     program, (x,) = record(lambda x: x.std(), tensor(6))
     assert len(program.notes()) <= 1
     out = x.std()
@@ -434,7 +434,7 @@ RULED = ["softmax", "log_softmax", "layer_norm", "group_norm", "batch_norm"]
 
 @pytest.mark.parametrize("name", RULED)
 def test_operators_with_a_rule_need_no_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_routes, "SMALL", 0)
+    monkeypatch.setattr(merge_routes, "DENSE_MAX_ENTRIES", 0)
     f, inputs = OPERATORS[name]
     program, _ = record(f, *inputs)
     assert program.notes() == []
@@ -445,7 +445,7 @@ def test_operators_with_a_rule_need_no_matrix(name: str, monkeypatch: pytest.Mon
 def test_disjoint_and_elementwise_parts_are_not_flagged(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_routes, "SMALL", 0)
+    monkeypatch.setattr(merge_routes, "DENSE_MAX_ENTRIES", 0)
     f, inputs = OPERATORS[name]
     program, _ = record(f, *inputs)
     assert program.notes() == []

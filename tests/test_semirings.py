@@ -438,7 +438,7 @@ def test_contract_in_chunks(
     x = some_value(semiring, 2, 3, 4)
     w = derivatives_of(semiring, 2, 4, 5)
     wanted = Semiring.contract(semiring, "bmk,bkn->bmn", x, w)
-    monkeypatch.setattr("gradtrace.semirings.base.LIMIT", limit)
+    monkeypatch.setattr("gradtrace.semirings.base.CHUNK_PRODUCTS", limit)
     assert_same(semiring, Semiring.contract(semiring, "bmk,bkn->bmn", x, w), wanted)
 
 

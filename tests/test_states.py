@@ -18,7 +18,7 @@ from gradtrace.api import program
 from gradtrace.ir.program import Program, Step, Term, single
 from gradtrace.kernels import sync
 from gradtrace.linops import Contract, Identity, Index, Map, tiling
-from gradtrace.linops.diag_low_rank import Normaliser, _lies
+from gradtrace.linops.diag_low_rank import Normaliser, _line_layout
 from gradtrace.linops.gather import Slot
 from gradtrace.tracing import rules, tracer
 from gradtrace.tracing.provenance import MANY, ProvenanceTable
@@ -264,7 +264,7 @@ def test_lines_are_found_where_a_view_has_them() -> None:
         lying = whole.permute(turned).contiguous().permute(back)
         for x in (lying, whole, whole[:, :1], whole[0], whole[:1, :, :, :1], torch.ones(5)):
             wide = x.expand(shape)
-            lies = _lies(shape, dims, (x.shape, x.stride()))
+            lies = _line_layout(shape, dims, (x.shape, x.stride()))
             view = m._lines(x)
             shares = view.data_ptr() == wide.data_ptr()
             count[lies is not None] += 1

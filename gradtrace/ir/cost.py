@@ -1,4 +1,4 @@
-"""How many scalar edges a backward program stands for: counted, never built."""
+"""Count the scalar edges of a backward program without building them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from gradtrace.types import Shape
 
 
 def count_edges(program: Program) -> int:
-    """|E'|: the pairs of scalars that the operators connect, over all operators."""
+    """|E'|: the number of pairs of scalars that an operator connects, summed over operators."""
     return sum(block_edges(block) for block in program.blocks)
 
 
 def block_edges(block: Block) -> int:
-    """How many pairs of scalars one operator connects; of one that was taken apart, its parts."""
+    """How many pairs of scalars one operator connects. For a decomposed operator, the sum over its
+    steps.
+    """
     if block.operator == HOOKS:
         return 0
     if block.opened:
         steps = [term.map for step in block.steps for term in step.terms]
-        return sum(_total(step.routes(1), step.out_shape) for step in steps if not _plain(step))
+        return sum(
+            _total(step.routes(1), step.out_shape) for step in steps if not _is_relayout(step)
+        )
     counts: dict[int, Count] = dict.fromkeys(block.takes.values(), 1)
     shapes = {}
     for step in block.steps:
@@ -33,8 +37,8 @@ def block_edges(block: Block) -> int:
     return sum(_total(counts[value], shapes[value]) for value in block.gives.values())
 
 
-def _plain(step: Map) -> bool:
-    """Whether a map only shows what is there in another way."""
+def _is_relayout(step: Map) -> bool:
+    """Whether a map only moves or reshapes elements, so that it adds no edges of its own."""
     return isinstance(step, (Identity, Index))
 
 

@@ -1,9 +1,9 @@
-"""Chains of movements within an operator, folded into one before anything runs.
+"""Pass that folds chains of gathers and reshapes within an operator into one map.
 
-Only what changes no bit is folded: movements, of which ``b(a(x))`` is one. Two scales are not one:
-``v · (w · x)`` and ``(v · w) · x`` are rounded differently, and so may choose differently. Nor is
-anything folded across operators: what lies between them is a vertex, at which paths stop and which
-components own. It would not show either: all movements of a whole model are views of its values.
+Only gathers are folded, because that keeps results bit-equal: ``b(a(x))`` is again a gather. Two
+scales are not folded: ``v · (w · x)`` and ``(v · w) · x`` round differently, and so may select a
+different element. Nothing is folded across operators: the value between two operators is a vertex
+of paths and belongs to a component. Nor would that save time: the gathers of a model are views.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Move: TypeAlias = Identity | Index
 
 
 def fold(block: Block) -> None:
-    """Fold the chains of a block; values that others use, or that it hands on, stay."""
+    """Fold the chains of a block in place. Values with other uses, and those that the block gives
+    to its arguments, are kept.
+    """
     uses = Counter(term.value for step in block.steps for term in step.terms)
     uses.update(block.gives.values())
     made: dict[int, Step] = {}
@@ -34,7 +36,7 @@ def fold(block: Block) -> None:
 
 
 def _folded(before: Step, step: Step) -> Step | None:
-    """One step in place of two, if both only move elements, and neither rounds them."""
+    """One step in place of two, if both only move elements and have the same dtype; else None."""
     if len(before.terms) > 1 or len(step.terms) > 1 or before.dtype != step.dtype:
         return None
     (first, value), (second, _) = before.terms[0], step.terms[0]
@@ -44,7 +46,7 @@ def _folded(before: Step, step: Step) -> Step | None:
 
 
 def composed(first: Move, second: Move) -> Move:
-    """One movement after the other, as one.
+    """``second ∘ first`` as one map.
 
     >>> import torch
     >>> flip = Index(lambda x: x.flip(0), (3,), (3,))
@@ -54,12 +56,12 @@ def composed(first: Move, second: Move) -> Move:
     if isinstance(first, Identity) and isinstance(second, Identity):
         return Identity(first.in_shape, second.out_shape)
     fills = any(map_.fills for map_ in (first, second) if isinstance(map_, Index))
-    apart = all(map_.injective for map_ in (first, second) if isinstance(map_, Index))
-    between = first.out_shape
+    injective = all(map_.injective for map_ in (first, second) if isinstance(map_, Index))
+    middle_shape = first.out_shape
 
     def move(x: Tensor) -> Tensor:
-        return second.apply(first.apply(x).reshape(between))
+        return second.apply(first.apply(x).reshape(middle_shape))
 
-    # Unless both are known to take no element twice: of what one repeats, the other may drop all
-    # but one, so find out when asked.
-    return Index(move, first.in_shape, second.out_shape, fills, True if apart else None)
+    # The composition may be injective even if ``first`` is not: ``second`` may drop all but one of
+    # the copies. Unless both are known to be injective, this is determined on demand.
+    return Index(move, first.in_shape, second.out_shape, fills, True if injective else None)

@@ -12,13 +12,13 @@ from gradtrace.ir.program import Program, Step
 from gradtrace.linops import tiled, tiling
 from gradtrace.semirings import Semiring, Value
 
-FAR = 24
-"""A value whose largest entry is beyond 2 to this power, either way, is scaled back to 1."""
+RESCALE_EXPONENT = 24
+"""Values are rescaled to a largest entry near 1 when it is above 2**this or below 2**-this."""
 
 
 class ScaledValue(NamedTuple):
-    """A value, and the power of two that it is to be multiplied with: deep graphs leave the range
-    of floats, and powers of two are exact.
+    """``value · 2**exponent``. Deep graphs leave the range of floats; scaling by powers of two is
+    exact.
     """
 
     value: Value
@@ -28,12 +28,12 @@ class ScaledValue(NamedTuple):
 def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     """The value of every leaf: ``⊕`` over all paths of ``⊗`` of the lifted derivatives along each.
 
-    A tensor, or a tuple for semirings whose values have several parts. Values are dropped after
-    their last use, so memory is as for a backward pass.
+    Returns a tensor for each leaf, or a tuple of tensors for semirings whose values have several
+    parts. Values are freed after their last use, so memory is as for a backward pass.
     """
     last = program.last_uses
     keep = {leaf.value for leaf in program.leaves}
-    ends = keep - last.keys()  # nothing is multiplied with them any more
+    ends = keep - last.keys()  # no step reads them, so they need no rescaling
     with torch.no_grad():
         values = {program.root: ScaledValue(semiring.weigh(program.seed), 0)}
         for n, step in enumerate(program.steps()):
@@ -67,7 +67,7 @@ def value_of(step: Step, values: dict[int, ScaledValue], semiring: Semiring) -> 
 def _tiled(
     step: Step, held: list[ScaledValue], order: list[int], semiring: Semiring
 ) -> ScaledValue:
-    """Terms that lie side by side."""
+    """``value_of`` for terms that are the parts of a concatenation, in ``order``."""
     exponent = max(each.exponent for each in held)
     parts = [
         each.value
@@ -81,16 +81,18 @@ def _tiled(
 
 
 def balanced(held: ScaledValue, semiring: Semiring) -> ScaledValue:
-    """The same value with its largest entry near 1, if it was far from it."""
+    """The same value rescaled to a largest entry near 1, if it was outside the range of
+    ``RESCALE_EXPONENT``. Zero and non-finite values are returned as they are.
+    """
     size = semiring.size(held.value)
     power = frexp(size)[1]
-    if abs(power) <= FAR or not size or not isfinite(size):
+    if abs(power) <= RESCALE_EXPONENT or not size or not isfinite(size):
         return held
     return ScaledValue(semiring.scale(held.value, -power), held.exponent + power)
 
 
 def gradient_of(step: Step, values: dict[int, Tensor]) -> Tensor:
-    """One step of the gradient itself."""
+    """One step in SUM, without scaling: the ordinary gradient."""
     if len(step.terms) > 1 and (order := tiling([term.map for term in step.terms])):
         parts = [values[term.value] for term in step.terms]
         return tiled([term.map for term in step.terms], parts, order).to(step.dtype)

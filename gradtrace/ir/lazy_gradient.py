@@ -1,8 +1,8 @@
-"""Gradients of leaves that are worked out when somebody asks.
+"""Gradients of leaves that are computed on demand.
 
 The gradient of a weight, ``xᵀ g``, is half of the work of a backward pass, and no other gradient
-needs it. To follow paths it is not needed either, and where all of it is counted, one weight after
-the other, it need not wait in memory for its turn.
+depends on it. Following paths does not need it either. Where all leaves are counted one after the
+other, computing each when its turn comes means that only one is in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from gradtrace.errors import GradtraceError
 from gradtrace.kernels.sync import fetch_scalars
 from gradtrace.linops import Contract, Map, Scatter
 
-SOURCE = "mn,mk->kn"
-"""The gradient of w in ``x @ w``: summed over the rows, so that several are one product."""
+WEIGHT_GRADIENT_SPEC = "mn,mk->kn"
+"""Einsum for the gradient of w in ``x @ w``. It sums over rows m, so several such products become
+one when their operands are concatenated along m.
+"""
 
 
 @dataclass(frozen=True)
 class LazyPart:
-    """``maps[-1](... maps[0](x))``."""
+    """One contribution to a gradient: ``maps[-1](... maps[0](x))``."""
 
     maps: tuple[Map, ...]
     x: Tensor
 
     def value(self) -> Tensor:
-        """The contribution."""
-        return _through(self.maps, self.x)
+        """The contribution, computed now."""
+        return _applied(self.maps, self.x)
 
     def factors(self) -> list[Tensor]:
-        """What is multiplied: the cotangent, and the operands of products."""
+        """The tensors that are multiplied: the cotangent, and the weights of contractions."""
         return [self.x, *(map_.weight for map_ in self.maps if isinstance(map_, Contract))]
 
     def bound(self, sizes: Mapping[int, float]) -> float:
-        """No partial sum of an element is larger than this; NaN or infinite if nobody knows.
-        ``sizes`` are the largest magnitudes of the factors, by id.
+        """An upper bound on the magnitude of every partial sum; NaN or infinite if unknown.
+        ``sizes`` are the largest magnitudes of the factors, by ``id()``.
         """
         most = sizes[id(self.x)]
         for map_ in self.maps:
@@ -54,7 +56,11 @@ class LazyPart:
 
 @dataclass
 class LazyGradient:
-    """A sum of contributions that has not been worked out."""
+    """A sum of contributions that has not been computed yet.
+
+    ``versions`` are the version counters of the tensors it reads, so that ``total`` can refuse if
+    one of them was changed in place since.
+    """
 
     parts: list[LazyPart]
     versions: list[tuple[Tensor, int]] = field(init=False)
@@ -64,12 +70,12 @@ class LazyGradient:
         self.versions = [(tensor, tensor._version) for tensor in held]
 
     def mapped(self, maps: Sequence[Map]) -> LazyGradient:
-        """The same, moved on."""
+        """The gradient after further maps."""
         return LazyGradient([LazyPart((*part.maps, *maps), part.x) for part in self.parts])
 
     def added(self, other: LazyGradient) -> LazyGradient:
-        """Take over what another sum is made of. What was computed already is added up, so that
-        there is one such part at most, the first.
+        """Add the parts of another sum to this one, in place. Parts without maps are tensors that
+        were computed already: these are added up at once, so there is at most one, the first.
         """
         for part in other.parts:
             if part.maps:
@@ -82,19 +88,19 @@ class LazyGradient:
         return self
 
     def surely_finite(self, sizes: Mapping[int, float]) -> bool:
-        """Whether no element can be NaN or infinite, as far as the ``sizes`` of factors tell."""
+        """Whether the ``sizes`` of the factors guarantee that no element is NaN or infinite."""
         most = sum(part.bound(sizes) for part in self.parts)
         return isfinite(most) and most < torch.finfo(self.parts[0].x.dtype).max
 
     def total(self) -> Tensor:
-        """The gradient."""
+        """The gradient, computed now. Raises if an operand was changed in place."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise GradtraceError(
                 "activations were changed in place since the trace was made, so a gradient that "
                 "nobody asked for until now can no longer be computed; ask for it before"
             )
         with torch.no_grad():
-            first, *rest = sorted(_joined(self.parts), key=_sparse)
+            first, *rest = sorted(_batched(self.parts), key=_sparse)
             total, own = first.value(), any(not map_.is_gather for map_ in first.maps)
             for part in rest:
                 total = _added(total, part, own)
@@ -103,46 +109,53 @@ class LazyGradient:
 
 
 def _sparse(part: LazyPart) -> bool:
-    """Whether a contribution is there for few elements only; such are added to the others."""
+    """Whether a contribution ends in a scatter. Such parts come last and are added in place."""
     return bool(part.maps) and isinstance(part.maps[-1], Scatter)
 
 
 def _added(total: Tensor, part: LazyPart, own: bool) -> Tensor:
-    """``total + part``, in place of the total if that is nobody else's."""
+    """``total + part``; in place if ``own``, that is if no one else refers to ``total``."""
     if own and _sparse(part) and total.is_contiguous():
         last = part.maps[-1]
         assert isinstance(last, Scatter)
-        return last.add_to(total, _through(part.maps[:-1], part.x))
+        return last.add_to(total, _applied(part.maps[:-1], part.x))
     return total.add_(part.value()) if own else total + part.value()
 
 
-def _joined(parts: list[LazyPart]) -> list[LazyPart]:
-    """Products that are alike become one: that of all their rows."""
-    alike: dict[object, list[LazyPart]] = {}
+def _batched(parts: list[LazyPart]) -> list[LazyPart]:
+    """Weight-gradient products with the same final layout, merged into one product over all their
+    rows.
+    """
+    groups: dict[object, list[LazyPart]] = {}
     for n, part in enumerate(parts):
         first, *rest = part.maps or (None,)
-        alone = not isinstance(first, Contract) or first.spec != SOURCE or len(rest) > 1
-        alike.setdefault(n if alone else tuple(map(_way, rest)), []).append(part)
-    return [_one(some) for some in alike.values()]
+        unbatched = (
+            not isinstance(first, Contract) or first.spec != WEIGHT_GRADIENT_SPEC or len(rest) > 1
+        )
+        groups.setdefault(n if unbatched else tuple(map(_layout_key, rest)), []).append(part)
+    return [_concatenated(some) for some in groups.values()]
 
 
-def _way(move: Map) -> tuple[object, ...]:
-    """What tells the two ways to lay out a matrix apart: where its second element comes from."""
+def _layout_key(move: Map) -> tuple[object, ...]:
+    """Key that tells the two layouts of a matrix apart (row-major, transposed): the source of its
+    second element.
+    """
     second = torch.tensor([min(1, move.outputs - 1)], device="cpu")
     return type(move), int(move.rows(second).source[0, 0]) if move.is_gather else id(move)
 
 
-def _one(parts: list[LazyPart]) -> LazyPart:
+def _concatenated(parts: list[LazyPart]) -> LazyPart:
+    """One product over the concatenated rows of these parts."""
     if len(parts) == 1:
         return parts[0]
     firsts = [part.maps[0] for part in parts]
     x = torch.cat([part.x for part in parts])
     operand = torch.cat([first.weight for first in firsts if isinstance(first, Contract)])
-    first = Contract(SOURCE, operand, tuple(x.shape), firsts[0].out_shape)
+    first = Contract(WEIGHT_GRADIENT_SPEC, operand, tuple(x.shape), firsts[0].out_shape)
     return LazyPart((first, *parts[0].maps[1:]), x)
 
 
-def _through(maps: Sequence[Map], x: Tensor) -> Tensor:
+def _applied(maps: Sequence[Map], x: Tensor) -> Tensor:
     for map_ in maps:
         x = map_.apply(x)
     return x
@@ -153,15 +166,15 @@ def _operands(maps: Sequence[Map]) -> list[Tensor]:
 
 
 def sizes_of(sums: Iterable[LazyGradient]) -> dict[int, float]:
-    """The largest magnitude of each factor of these sums, by id; NaN if it holds NaN. Those of all
-    are looked at together, and so waited for once.
+    """The largest magnitude of each factor of these sums, by ``id()``; NaN if it holds NaN. All are
+    fetched from the device in one synchronisation.
     """
     factors = {id(x): x for each in sums for part in each.parts for x in part.factors()}
-    ends = [end for x in factors.values() for end in _ends(x)]
+    ends = [end for x in factors.values() for end in _min_max(x)]
     found = iter(fetch_scalars(ends))
     return {key: max(abs(low), abs(high)) for key, low, high in zip(factors, found, found)}
 
 
-def _ends(x: Tensor) -> Sequence[Tensor]:
-    """The least and the largest element."""
+def _min_max(x: Tensor) -> Sequence[Tensor]:
+    """The smallest and the largest element; zeros for an empty tensor."""
     return torch.aminmax(x.detach()) if x.numel() else (x.new_zeros(()), x.new_zeros(()))

@@ -1,4 +1,4 @@
-"""How much memory a pass takes, and how much there is: told before the work begins."""
+"""Estimate the memory that a pass takes, and compare it with what is free, before it runs."""
 
 from __future__ import annotations
 
@@ -20,48 +20,51 @@ from gradtrace.pytorch.memory_limits import spelt
 from gradtrace.semirings.einsum_plan import plan
 from gradtrace.types import Shape
 
-MARK = 4
-"""Bytes of an element's mark."""
+ID_BYTES = 4
+"""Bytes of an element's provenance id."""
 
-PARKED = 2
-"""The same while it waits and is narrow; or 1 where marks are few, which nobody knows yet."""
+COMPACT_ID_BYTES = 2
+"""Bytes of a provenance id in compact storage (int16). Small tables use int8, but their size is not
+known when this estimate is made.
+"""
 
-ROOM = 1 << 28
-"""The most bytes that leaves hold while they wait to be counted together."""
+LEAF_BATCH_MAX_BYTES = 1 << 28
+"""The most bytes that leaves hold while they are collected to be counted in one batch."""
 
-COMFORT = 2
-"""Memory is not short where there is so many times what is needed."""
+MIN_FREE_RATIO = 2
+"""Memory counts as short if less than this many times the need is free."""
 
 
 def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
     """The most bytes that a streaming pass holds at a time, beyond the program itself.
 
-    Every value that is waiting to be used counts with its marks, and with its elements unless
-    these were kept and are of use, as gradients are to the greedy rule. A leaf is counted and
-    dropped. ``narrow`` marks grow when they are used. On a GPU a contraction lays its operands
-    out, in as much room as there is: the least that it asks for counts.
+    Every live value counts with its provenance ids, and with its elements unless these are in
+    ``program.kept`` and the rule uses them (``kept``), as the greedy rule uses gradients. A leaf is
+    tallied and freed. With ``narrow``, ids of live values are in compact storage and are widened
+    when read. On a GPU a contraction copies its operands into a workspace whose size depends on
+    the free memory; its minimum counts here.
     """
     seed = program.seed
     processors = cuda_launch.processors(seed.device) if seed.is_cuda else 0
     last = program.last_uses
     known = {*program.kept, *(leaf.value for leaf in program.leaves if leaf.known is not None)}
     known = known if kept else set()
-    spared = MARK - PARKED if narrow else 0
+    compact_saving = ID_BYTES - COMPACT_ID_BYTES if narrow else 0
     held: dict[int, int] = {}
-    sizes: dict[int, int] = {}  # elements of what waits
+    sizes: dict[int, int] = {}  # elements of live values
     now = most = 0
     for n, step in enumerate(program.steps()):
         out, count = step.out, prod(step.shape)
-        size = here = count * (MARK if out in known else MARK + step.dtype.itemsize)
-        if spared:
-            here += spared * sum(sizes.get(term.value, 0) for term in step.terms)
+        size = here = count * (ID_BYTES if out in known else ID_BYTES + step.dtype.itemsize)
+        if compact_saving:
+            here += compact_saving * sum(sizes.get(term.value, 0) for term in step.terms)
         if processors:
             here += max((workspace(t.map, processors) for t in step.terms), default=0)
         if now + here > most:
             most = now + here
         if out in last:
             sizes[out] = count
-            held[out] = size - spared * count
+            held[out] = size - compact_saving * count
             now += held[out]
         for term in step.terms:
             if last[term.value] == n:
@@ -71,8 +74,8 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
 
 
 def workspace(map_: Map, processors: int) -> int:
-    """The bytes that a contraction asks for beside its result, on a GPU of so many processors (0:
-    on none): all that it would lay out if that is little, else a tile at a time will do.
+    """The workspace bytes that a contraction needs besides its result, on a GPU with this many
+    processors (0: no GPU): its whole operands if they are small, else one tile at a time.
     """
     if not processors or not isinstance(map_, Contract):
         return 0
@@ -87,17 +90,15 @@ def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
 
 
 def ample(program: Program, device: torch.device, budget: int | None = None) -> bool:
-    """Whether a streaming pass fits even if it never drops anything, which is told sooner."""
+    """Whether a streaming pass fits even if no value is ever freed. Cheaper than ``streaming``."""
     steps = program.steps()
-    most = sum([prod(shape) * (MARK + dtype.itemsize) for _, _, shape, dtype in steps])
+    most = sum([prod(shape) * (ID_BYTES + dtype.itemsize) for _, _, shape, dtype in steps])
     spare = cuda_contraction.WORKSPACE if device.type == "cuda" else 0
     return not short(most + spare, device, budget)
 
 
 def whole(program: Program, kept: bool = True) -> int:
-    """The bytes of the values of all steps, without those that were kept unless these are of no
-    use.
-    """
+    """The bytes of the values of all steps; with ``kept``, without those in ``program.kept``."""
     steps = (s for s in program.steps() if not kept or s.out not in program.kept)
     return sum(prod(step.shape) * step.dtype.itemsize for step in steps)
 
@@ -114,18 +115,19 @@ WITHOUT_WEIGHTS = frozenset(
         *("UnbindBackward0", "ConvolutionBackward0", "EmbeddingBackward0", "IndexBackward0"),
     }
 )
-"""Nodes whose maps refer to what autograd has saved, or to nothing."""
+"""Nodes whose maps hold no tensors of their own, only what autograd has saved."""
 
-NORM = 6
-"""Numbers that are held for each output of a norm: its maps are of rank two."""
+NORM_WEIGHTS_PER_OUTPUT = 6
+"""Weights held for each output element of a norm: its maps are diagonal plus rank two."""
 
-PLENTY = 4
-"""With so many times what the process holds free, nobody need estimate what recording takes."""
+AMPLE_FREE_RATIO = 4
+"""With this many times the memory in use free, the estimate for recording is skipped."""
 
 
 def recording(loss: Tensor, keep: int) -> int:
-    """About the most bytes that recording holds beside the graph: a weight for each output of an
-    operator that has weights of its own, the gradients that are kept, and those that are worked on.
+    """About the most bytes that recording holds besides the graph: a weight for each output of an
+    operator whose maps hold weights, the kept gradients (at most ``keep`` bytes), and the gradients
+    in flight.
     """
     weights = gradients = largest = 0
     stack = [nodes.root_of(loss)]
@@ -138,7 +140,7 @@ def recording(loss: Tensor, keep: int) -> int:
             largest = max(largest, size)
             name = type(node).__name__
             if name not in WITHOUT_WEIGHTS:
-                weights += size * (NORM if "Norm" in name else 1)
+                weights += size * (NORM_WEIGHTS_PER_OUTPUT if "Norm" in name else 1)
         for child, _ in nodes.edges_of(node):
             if child is not None and child not in seen:
                 seen.add(child)
@@ -147,22 +149,22 @@ def recording(loss: Tensor, keep: int) -> int:
 
 
 def see_recording(loss: Tensor, keep: int = 0) -> None:
-    """Refuse a loss whose program does not fit in memory."""
+    """Raise TooLarge for a loss whose program does not fit in memory."""
     device = loss.device
     free = available(device)
     held = memory_limits.resident() if device.type == "cpu" else cuda_launch.held(device)[0]
-    if free is None or (held is not None and free >= PLENTY * held):
-        return  # a backward pass holds about what the forward pass left
+    if free is None or (held is not None and free >= AMPLE_FREE_RATIO * held):
+        return  # a backward pass holds about as much as the forward pass saved
     remedy = "trace fewer samples at a time; the model itself may be as large as it is"
     see(recording(loss, keep), device, "recording the backward pass", remedy, free)
 
 
 def available(device: torch.device) -> int | None:
-    """How many bytes can still be had on a device; None if nobody tells."""
+    """How many bytes can still be allocated on a device; None if unknown."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         used, reserved = cuda_launch.held(device)
-        cached = reserved - used  # PyTorch's own, in nobody's use
+        cached = reserved - used  # held by PyTorch's caching allocator, but unused
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
         return max(0, min(free + cached, allowed - used))
     if device.type != "cpu":
@@ -171,23 +173,23 @@ def available(device: torch.device) -> int | None:
 
 
 def short(needed: int, device: torch.device, budget: int | None = None) -> bool:
-    """Whether that is more than a part of what is free, or of a budget."""
+    """Whether less than ``MIN_FREE_RATIO`` times ``needed`` is free, or in the budget if given."""
     free = available(device) if budget is None else budget
-    return free is not None and COMFORT * needed > free
+    return free is not None and MIN_FREE_RATIO * needed > free
 
 
 def see(needed: int, device: torch.device, what: str, remedy: str, free: int | None = None) -> None:
-    """Refuse work that does not fit in what is free, if the caller has not asked yet."""
+    """Raise TooLarge if ``needed`` bytes are not free; ``free`` is queried if not given."""
     free = available(device) if free is None else free
     if free is not None and needed > free:
-        where = "" if device.type == "cpu" else f" on {spoken(device)}"
+        where = "" if device.type == "cpu" else f" on {device_label(device)}"
         raise TooLarge(
             f"{what} takes about {spelt(needed)}{where}, and {spelt(free)} are free; {remedy}"
         )
 
 
-def spoken(device: torch.device) -> str:
-    """A device as people say it."""
+def device_label(device: torch.device) -> str:
+    """A device's name for error messages."""
     if device.type == "cuda":
         return f"the GPU ({device}, {torch.cuda.get_device_name(device)})"
     return str(device)
@@ -195,7 +197,9 @@ def spoken(device: torch.device) -> str:
 
 @contextmanager
 def within(device: torch.device, what: str, remedy: str) -> Iterator[None]:
-    """Say what to do where memory ends all the same; estimates know nothing of other programs."""
+    """Turn an out-of-memory error into TooLarge with a remedy. Needed despite the estimates, since
+    other processes use memory too.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -203,4 +207,6 @@ def within(device: torch.device, what: str, remedy: str) -> Iterator[None]:
             raise
         free = available(device)
         left = "" if free is None else f" ({spelt(free)} are free now)"
-        raise TooLarge(f"{what} ran out of memory on {spoken(device)}{left}; {remedy}") from error
+        raise TooLarge(
+            f"{what} ran out of memory on {device_label(device)}{left}; {remedy}"
+        ) from error

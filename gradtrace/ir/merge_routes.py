@@ -1,9 +1,10 @@
-"""One weight for a pair: formulas in which an element reaches another along several routes.
+"""Pass that gives every pair of elements of an operator one weight.
 
-``lift`` is not additive, so where two routes of one operator join the same two elements, running
-them apart would be wrong in any semiring but SUM. Such places are found, not listed: first by the
-shape of the program (cheap, never misses one), then element by element. Routes that only move and
-scale are merged by adding their weights; small formulas become a matrix; what is left is noted.
+In some formulas an element reaches another along several routes. ``lift`` is not additive, so
+running such routes separately would be wrong in any semiring but SUM. They are detected from the
+program, not from a list of operators: first by the structure of the block (cheap, no false
+negatives), then element by element. Routes that only move and scale elements are merged by adding
+their weights, small formulas become a matrix, and for the rest the block gets a note.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from gradtrace.linops import (
 from gradtrace.linops.indexing import nearby
 from gradtrace.types import Shape
 
-SMALL = 1 << 20
-"""The most entries of a matrix that takes the place of a reconverging formula."""
+DENSE_MAX_ENTRIES = 1 << 20
+"""The most entries of a matrix that replaces a formula with several routes for a pair."""
 
-STEPS = 16
-"""How many times as many elements may be computed on the way to it."""
+MAX_WORK_PER_ENTRY = 16
+"""Elements that may be computed for each entry of such a matrix."""
 
-LISTED = 1 << 24
-"""The most elements that are looked through one by one."""
+ENUMERATED_MAX_ELEMENTS = 1 << 24
+"""The most elements whose sources and targets are enumerated."""
 
-HASH = -7046029254386353131
-"""An odd number whose multiples are spread evenly over 64 bits (2**64 over the golden ratio)."""
+HASH_MULTIPLIER = -7046029254386353131
+"""Multiplier of Fibonacci hashing: odd, 2**64 divided by the golden ratio, as a signed int64."""
 
-ROUTES = 64
-"""The most routes that are merged one by one."""
+MAX_ROUTES = 64
+"""The most routes to a value that are enumerated."""
 
-MOVES = (Identity, Scale, Index)
-"""Maps that take every element from one place at most."""
+SINGLE_SOURCE_MAPS = (Identity, Scale, Index)
+"""Maps that only move and scale: every output element has at most one source."""
 
 NOTE = (
     "an element reaches another along several routes, and the operator is too large to add them "
@@ -62,7 +63,9 @@ NOTE = (
 
 @dataclass(slots=True)
 class _Origin:
-    """How a value comes from the cotangents of its block."""
+    """How a value is computed from the cotangents of its block: which ones, by which chain of maps,
+    and whether a pair of elements may be connected by several routes (``suspect``).
+    """
 
     takes: frozenset[int]
     chain: list[Map] | None = field(default_factory=list)  # None: more than one route
@@ -72,13 +75,14 @@ class _Origin:
 def resolve(
     block: Block, new: Callable[[], int], shapes: dict[int, Shape], device: torch.device
 ) -> None:
-    """Rewrite a block so that every pair of elements has one weight, or note that it has not.
+    """Rewrite a block so that every pair of elements has one weight, or set ``block.note``.
 
-    ``new`` makes values, ``shapes`` are those of the values that the block takes, on ``device``.
+    ``new`` returns a fresh value number. ``shapes`` are those of the values that the block takes,
+    which are on ``device``.
     """
     if len(block.steps) == len(block.gives) and all(len(s.terms) == 1 for s in block.steps):
         return  # one map for each argument
-    # What is made here without a device lies with the values, whatever the caller's default is.
+    # Tensors made here without a device are to be on that of the values, not the caller's default.
     same = torch.get_default_device().type == device.type == "cpu"
     with nullcontext() if same else device, _disable_current_modes():
         origins = _origins(block)
@@ -86,7 +90,7 @@ def resolve(
         if suspects:
             _rewrite(block, suspects, new, shapes)
         _join_sums(block, new)
-        _turn_scans(block)
+        _unflip_scans(block)
 
 
 def _rewrite(
@@ -102,12 +106,12 @@ def _origins(block: Block) -> dict[int, _Origin]:
     found = {value: _Origin(frozenset([value])) for value in block.takes.values()}
     for step in block.steps:
         if len(step.terms) == 1:
-            found[step.out] = _next(found[step.terms[0].value], step.terms[0].map)
+            found[step.out] = _extended(found[step.terms[0].value], step.terms[0].map)
             continue
         parts = [found[term.value] for term in step.terms]
         takes = frozenset().union(*(part.takes for part in parts))
         joined = len(takes) < sum(len(part.takes) for part in parts) and not _disjoint(step)
-        nexts = [_next(part, term.map) for part, term in zip(parts, step.terms)]
+        nexts = [_extended(part, term.map) for part, term in zip(parts, step.terms)]
         found[step.out] = _Origin(takes, None, joined or any(n.suspect for n in nexts))
     return found
 
@@ -125,36 +129,43 @@ def _disjoint(step: Step) -> bool:
     return True
 
 
-def _next(origin: _Origin, step: Map) -> _Origin:
+def _extended(origin: _Origin, step: Map) -> _Origin:
     suspect = origin.suspect
     if not suspect and not step.single_source:
-        suspect = origin.chain is None or not _apart(origin.chain, step)
+        suspect = origin.chain is None or not _routes_start_apart(origin.chain, step)
     chain = None if origin.chain is None else [*origin.chain, step]
     return _Origin(origin.takes, chain, suspect)
 
 
-def _apart(before: list[Map], last: Map) -> bool:
-    """Whether the many routes into ``last`` start at different elements."""
+def _routes_start_apart(before: list[Map], last: Map) -> bool:
+    """Whether the routes that ``last`` sums, behind the chain ``before``, start at different
+    elements; False if that is not known.
+    """
     spreading = [n for n, step in enumerate(before) if not step.single_target]
     if not spreading:
         return True
     if isinstance(last, (Reduce, Scatter)):
-        return _pairs_differ(before, last)
+        return _reduced_pairs_differ(before, last)
     if not isinstance(last, (Contract, Distances)):
         return False
-    if all(isinstance(step, MOVES) for step in before):
-        return _lines_differ(before, last)
-    first, between = before[spreading[0]], before[spreading[0] + 1 :]
+    if all(isinstance(step, SINGLE_SOURCE_MAPS) for step in before):
+        return _contracted_sources_differ(before, last)
+    first, following = before[spreading[0]], before[spreading[0] + 1 :]
     if not isinstance(first, Contract):
         return False
-    if all(isinstance(s, (Identity, Scale)) and s.out_shape == first.out_shape for s in between):
+    if all(isinstance(s, (Identity, Scale)) and s.out_shape == first.out_shape for s in following):
         return not first.produced() & last.contracted()
-    return all(isinstance(step, MOVES) for step in between) and _lines_differ(between, last, first)
+    return all(
+        isinstance(step, SINGLE_SOURCE_MAPS) for step in following
+    ) and _contracted_sources_differ(following, last, first)
 
 
-def _pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
-    """Whether elements that are moved, scaled and added up join no two elements twice."""
-    if not all(isinstance(step, MOVES) for step in before) or last.inputs > LISTED:
+def _reduced_pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
+    """Whether a sum of moved and scaled elements connects no (source, target) pair twice."""
+    if (
+        not all(isinstance(step, SINGLE_SOURCE_MAPS) for step in before)
+        or last.inputs > ENUMERATED_MAX_ELEMENTS
+    ):
         return False
     source = _source(before, before[0].in_shape).reshape(-1)
     target = last.targets().reshape(-1).to(source.device)
@@ -162,11 +173,11 @@ def _pairs_differ(before: list[Map], last: Reduce | Scatter) -> bool:
 
 
 def distinct(numbers: Tensor) -> bool:
-    """Whether no whole number occurs twice, without sorting them all.
+    """Whether no integer occurs twice, without sorting them all.
 
-    If they do not ascend, each is put in a place of a table by its hash, the last one stays. One
-    that finds its equal in its place is there twice; those that find another are looked at again,
-    some sixteenth of them.
+    Unless they ascend, each is written to a hash table, where the last write to a slot wins. A
+    number that finds an equal one in its slot is a duplicate. Those that find another, about
+    a sixteenth, collided and go through another round.
 
     >>> distinct(torch.arange(10_000)), distinct(torch.arange(10_000) % 9_999)
     (True, False)
@@ -175,7 +186,7 @@ def distinct(numbers: Tensor) -> bool:
         return True
     while len(numbers) > 1 << 10:
         bits = (8 * len(numbers)).bit_length()
-        place = (numbers * HASH >> 64 - bits) & (1 << bits) - 1
+        place = (numbers * HASH_MULTIPLIER >> 64 - bits) & (1 << bits) - 1
         table = torch.zeros(1 << bits, dtype=numbers.dtype, device=numbers.device)
         own = torch.arange(len(numbers), device=numbers.device)
         table[place] = own
@@ -188,34 +199,35 @@ def distinct(numbers: Tensor) -> bool:
     return different.numel() == numbers.numel()
 
 
-def _lines_differ(
+def _contracted_sources_differ(
     before: list[Map], last: Contract | Distances, first: Contract | None = None
 ) -> bool:
-    """Whether no element that was moved and scaled stands twice among those that are added up; nor
-    two that come from one element by the contraction that is ``first``.
+    """Whether no element, moved and scaled by ``before``, occurs twice in one sum of ``last``. With
+    ``first``, a contraction before those, neither may two elements that it computes from the same
+    inputs.
     """
-    if last.inputs > LISTED:
+    if last.inputs > ENUMERATED_MAX_ELEMENTS:
         return False
     source = _source(before, before[0].in_shape).reshape(last.in_shape)
-    line = _lines(last.in_shape, last.contracted())
+    number = _slice_numbers(last.in_shape, last.contracted())
     there = source >= 0
-    if first is not None:  # elements that come from the same ones count as one
+    if first is not None:  # elements computed from the same inputs count as one
         source = (
-            _lines(first.out_shape, first.produced())
+            _slice_numbers(first.out_shape, first.produced())
             .expand(first.out_shape)
             .reshape(-1)[source.clamp(min=0)]
         )
-    return distinct((line * prod(before[0].in_shape) + source)[there])
+    return distinct((number * prod(before[0].in_shape) + source)[there])
 
 
-def _lines(shape: Shape, over: set[int]) -> Tensor:
-    """The number of each line along some dimensions; of size 1 in these."""
-    line = torch.arange(prod(n for d, n in enumerate(shape) if d not in over))
-    return line.reshape([1 if d in over else n for d, n in enumerate(shape)])
+def _slice_numbers(shape: Shape, over: set[int]) -> Tensor:
+    """Consecutive numbers for the slices along the dimensions ``over``; of size 1 in these."""
+    number = torch.arange(prod(n for d, n in enumerate(shape) if d not in over))
+    return number.reshape([1 if d in over else n for d, n in enumerate(shape)])
 
 
 def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, Shape]) -> int:
-    """A value with the same meaning in SUM and one weight a pair; or the same value and a note."""
+    """A value equal in SUM with one weight for each pair; or the same value, and a note."""
     step = next(step for step in block.steps if step.out == value)
     terms: list[Term] = []
     for take in dict.fromkeys(block.takes.values()):
@@ -223,9 +235,9 @@ def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, S
         if not routes:
             continue
         merged = (
-            _moved(routes, shapes[take], step.dtype)
-            or _listed(routes, shapes[take], step)
-            or _matrix(block, value, take, shapes[take], step)
+            _merged_gathers(routes, shapes[take], step.dtype)
+            or _merged_sparse(routes, shapes[take], step)
+            or _merged_matrix(block, value, take, shapes[take], step)
         )
         if merged is None:
             block.note = NOTE
@@ -233,9 +245,9 @@ def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, S
         for chain in merged:
             at = take
             for link in chain[:-1]:
-                between = new()
-                block.steps.append(Step(between, (Term(link, at),), link.out_shape, step.dtype))
-                at = between
+                middle = new()
+                block.steps.append(Step(middle, (Term(link, at),), link.out_shape, step.dtype))
+                at = middle
             terms.append(Term(chain[-1], at))
     result = new()
     block.steps.append(Step(result, tuple(terms), step.shape, step.dtype))
@@ -243,11 +255,11 @@ def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, S
 
 
 def _routes(block: Block, value: int, take: int) -> list[list[Map]]:
-    """The chains of maps from a cotangent to a value, until there are too many to list."""
+    """The chains of maps from a cotangent to a value; stops after ``MAX_ROUTES + 1``."""
     steps = {step.out: step for step in block.steps}
     found: list[list[Map]] = []
     stack: list[tuple[int, list[Map]]] = [(value, [])]
-    while stack and len(found) <= ROUTES:
+    while stack and len(found) <= MAX_ROUTES:
         at, chain = stack.pop()
         if at == take:
             found.append(chain)
@@ -256,9 +268,15 @@ def _routes(block: Block, value: int, take: int) -> list[list[Map]]:
     return found
 
 
-def _moved(routes: list[list[Map]], shape: Shape, dtype: torch.dtype) -> list[list[Map]] | None:
-    """Routes that only move and scale: where two agree on the source, their weights are added."""
-    if len(routes) > ROUTES or not all(isinstance(s, MOVES) for chain in routes for s in chain):
+def _merged_gathers(
+    routes: list[list[Map]], shape: Shape, dtype: torch.dtype
+) -> list[list[Map]] | None:
+    """Merge routes that only move and scale: where two have the same source, add their weights.
+    None if others are among them, or there are too many.
+    """
+    if len(routes) > MAX_ROUTES or not all(
+        isinstance(s, SINGLE_SOURCE_MAPS) for chain in routes for s in chain
+    ):
         return None
     sources = [_source(chain, shape) for chain in routes]
     weights = [_weight(chain, shape, dtype) for chain in routes]
@@ -274,23 +292,27 @@ def _moved(routes: list[list[Map]], shape: Shape, dtype: torch.dtype) -> list[li
     ]
 
 
-def _listed(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]] | None:
-    """Routes that move and scale elements and then add some up, as one sparse matrix: the weights
-    of all entries for a pair are added.
+def _merged_sparse(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]] | None:
+    """Merge routes that move and scale elements and then sum some, into one sparse matrix; weights
+    of entries for the same pair are added. None if others are among them, or it is too large.
     """
-    if len(routes) > ROUTES or not prod(shape) * prod(step.shape):
+    if len(routes) > MAX_ROUTES or not prod(shape) * prod(step.shape):
         return None
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for chain in routes:
-        wide = next((n for n, m in enumerate(chain) if not isinstance(m, MOVES)), len(chain))
+        wide = next(
+            (n for n, m in enumerate(chain) if not isinstance(m, SINGLE_SOURCE_MAPS)), len(chain)
+        )
         head, tail = chain[:wide], chain[wide:]
-        if not all(isinstance(m, (*MOVES, Reduce, Scatter)) and m.single_target for m in tail):
+        if not all(
+            isinstance(m, (*SINGLE_SOURCE_MAPS, Reduce, Scatter)) and m.single_target for m in tail
+        ):
             return None
-        if prod(tail[0].in_shape if tail else step.shape) * len(routes) > LISTED:
+        if prod(tail[0].in_shape if tail else step.shape) * len(routes) > ENUMERATED_MAX_ELEMENTS:
             return None
         source, weight = _source(head, shape).reshape(-1), _weight(head, shape, torch.float64)
         if tail:
-            target, further = _sent(tail, torch.float64)
+            target, further = _targets_and_weights(tail, torch.float64)
             target, weight = target.reshape(-1), weight.reshape(-1) * further.reshape(-1)
         else:
             target, weight = torch.arange(len(source)), weight.reshape(-1)
@@ -301,6 +323,7 @@ def _listed(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]
 
 
 def _source(chain: list[Map], shape: Shape) -> Tensor:
+    """For each output element of a chain, the number of its source; -1 for none."""
     numbers = torch.arange(1, prod(shape) + 1).reshape(shape)
     for step in chain:
         if isinstance(step, Index):
@@ -311,17 +334,18 @@ def _source(chain: list[Map], shape: Shape) -> Tensor:
 
 
 def _weight(chain: list[Map], shape: Shape, dtype: torch.dtype) -> Tensor:
+    """For each output element of a chain, the weight of its source."""
     ones = torch.ones(shape, dtype=dtype)
     for step in chain:
         ones = step.apply(ones)
     return ones
 
 
-def _matrix(
+def _merged_matrix(
     block: Block, value: int, take: int, shape: Shape, step: Step
 ) -> list[list[Map]] | None:
-    """The formula as matrices, by unit cotangents, if they are small: one for each index along the
-    dimensions that come first and that it does not mix (those of a batch), or one for all.
+    """The formula as matrices, computed from unit cotangents; None if they are too large. One for
+    each index along the leading dimensions that it does not mix (batch dimensions), or one for all.
     """
     inputs, outputs = prod(shape), prod(step.shape)
     if not inputs * outputs:
@@ -329,13 +353,13 @@ def _matrix(
     shared = [
         n for n, (a, b) in enumerate(zip(shape, step.shape), 1) if shape[:n] == step.shape[:n]
     ]
-    work = sum(prod(each.shape) for each in block.steps) // STEPS
+    work = sum(prod(each.shape) for each in block.steps) // MAX_WORK_PER_ENTRY
     for kept in (*reversed(shared), 0):
         batch = prod(shape[:kept])
-        if inputs // batch * max(outputs, work) > SMALL or (kept and batch == 1):
+        if inputs // batch * max(outputs, work) > DENSE_MAX_ENTRIES or (kept and batch == 1):
             continue
         matrices = _columns(block, value, take, shape, step, kept)  # (column, batch, row)
-        if kept and not _blocks(block, value, take, matrices, shape, step):
+        if kept and not _is_block_diagonal(block, value, take, matrices, shape, step):
             continue
         if batch == 1:
             return [[Dense(matrices.squeeze(1).t().to(step.dtype), shape, step.shape)]]
@@ -353,7 +377,9 @@ def _matrix(
 
 
 def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept: int) -> Tensor:
-    """What unit cotangents become, the same one for each index along the first dimensions."""
+    """The results for unit cotangents, of shape (column, batch, row). Each unit is repeated along
+    the first ``kept`` dimensions, the batch.
+    """
     batch, each_in = prod(shape[:kept]), prod(shape[kept:])
     units = torch.eye(each_in, dtype=torch.float64)
 
@@ -367,11 +393,11 @@ def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept
         return torch.stack([column(unit) for unit in units])
 
 
-def _blocks(
+def _is_block_diagonal(
     block: Block, value: int, take: int, matrices: Tensor, shape: Shape, step: Step
 ) -> bool:
-    """Whether the matrices of a batch are the whole formula: they are if they are for a cotangent
-    that has nothing to do with it.
+    """Whether the formula is block-diagonal over the batch, so that these matrices are all of it:
+    checked on a random cotangent, which an operator that mixes samples maps differently.
     """
     generator = torch.Generator().manual_seed(0)
     given = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
@@ -385,7 +411,7 @@ def _blocks(
 
 
 def _run(block: Block, values: dict[int, Tensor], wanted: int) -> Tensor:
-    """A block's value in SUM, in float64, for these cotangents; absent ones count as zero."""
+    """A block's value in SUM, in float64, for these cotangents; missing ones count as zero."""
     for step in block.steps:
         parts = [t.map.apply(values[t.value]) for t in step.terms if t.value in values]
         if parts:
@@ -394,9 +420,10 @@ def _run(block: Block, values: dict[int, Tensor], wanted: int) -> Tensor:
 
 
 def _join_sums(block: Block, new: Callable[[], int]) -> None:
-    """Sums of sums become one: an operator chooses among all that it adds up, not group by group.
+    """Merge sums of sums into one scatter: an operator selects among all elements that it sums, not
+    first within groups.
 
-    (``repeat`` backwards sums over the repetitions of one dimension after the other.)
+    (The backward of ``repeat`` sums over the repetitions of one dimension after the other.)
     """
     sums = [term.map for step in block.steps for term in step.terms]
     if sum(isinstance(map_, (Reduce, Scatter)) and not map_.single_source for map_ in sums) < 2:
@@ -405,24 +432,27 @@ def _join_sums(block: Block, new: Callable[[], int]) -> None:
     uses = Counter(term.value for step in block.steps for term in step.terms)
     uses.update(block.gives.values())
     for n, step in reversed(list(enumerate(block.steps))):
-        chain, at = _summing(step, made, uses)
-        if sum(not link.single_source for link in chain) < 2 or chain[0].inputs > LISTED:
+        chain, at = _sum_chain(step, made, uses)
+        if (
+            sum(not link.single_source for link in chain) < 2
+            or chain[0].inputs > ENUMERATED_MAX_ELEMENTS
+        ):
             continue
-        target, weight = _sent(chain, step.dtype)
-        between = new()
+        target, weight = _targets_and_weights(chain, step.dtype)
+        middle = new()
         scale = Step(
-            between, (Term(Scale(weight, chain[0].in_shape), at),), chain[0].in_shape, step.dtype
+            middle, (Term(Scale(weight, chain[0].in_shape), at),), chain[0].in_shape, step.dtype
         )
-        total = Term(Scatter(target, step.shape), between)
+        total = Term(Scatter(target, step.shape), middle)
         block.steps[n : n + 1] = [scale, Step(step.out, (total,), step.shape, step.dtype)]
         _drop_unused(block)
         return _join_sums(block, new)
 
 
-def _turn_scans(block: Block) -> None:
-    """Elements turned round, summed up and turned round again are a sum from the other end.
+def _unflip_scans(block: Block) -> None:
+    """Replace flip, cumulative sum, flip by one reversed cumulative sum.
 
-    (``cumsum`` backwards. The first of equals is to be the lowest element, not the last.)
+    (The backward of ``cumsum``. With it, ties go to the lowest element, not to the last.)
     """
     made = {step.out: step for step in block.steps}
     for n, step in enumerate(block.steps):
@@ -440,28 +470,28 @@ def _turn_scans(block: Block) -> None:
 
 
 def _flips(step: Map, scan: Scan) -> bool:
-    """Whether a map turns the elements round along the dimension of a scan."""
+    """Whether a map flips the dimension of a scan."""
     if not isinstance(step, Index) or not (step.in_shape == step.out_shape == scan.in_shape):
         return False
     own = torch.arange(step.inputs).reshape(step.in_shape)
     return torch.equal(step.source(own.device), own.flip(scan.dim))
 
 
-def _summing(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[list[Map], int]:
-    """The maps up to a step through which every element goes to one place, and where they begin."""
+def _sum_chain(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[list[Map], int]:
+    """The longest chain of single-target maps that ends at a step, and the value it starts from."""
     chain: list[Map] = []
     at = step.out
     while at in made and len(made[at].terms) == 1 and (not chain or uses[at] == 1):
         map_, before = made[at].terms[0]
-        if not map_.single_target or not isinstance(map_, (*MOVES, Reduce, Scatter)):
+        if not map_.single_target or not isinstance(map_, (*SINGLE_SOURCE_MAPS, Reduce, Scatter)):
             break
         chain.insert(0, map_)
         at = before
     return chain, at
 
 
-def _sent(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Where each element of the first map's input goes, and what it is multiplied with."""
+def _targets_and_weights(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For each input element of a chain, the number of its target (-1: none) and its weight."""
     shape = chain[0].in_shape
     target = torch.arange(prod(shape))
     weight = torch.ones(prod(shape), dtype=dtype)
@@ -488,6 +518,7 @@ def _sent(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _drop_unused(block: Block) -> None:
+    """Remove steps that no result of the block depends on."""
     used = set(block.gives.values())
     kept: list[Step] = []
     for step in reversed(block.steps):

@@ -1,11 +1,11 @@
-"""Operators inside which greedy would have to choose more than once.
+"""Find operators whose formula is a sum of sums, where greedy would select more than once.
 
-An element of an argument points to one element of an output: the one with the largest |derivative ·
-gradient|, whichever output that belongs to. Where an operator's formula is a single sum, that is
-its largest term. Where sums are made of sums (each output summed up, and then both added), the
-largest partial sum may be made of small contributions. There the size of the largest single
-contribution is found beside the gradient: that is MAX, begun at |gradient| of the outputs, since
-two elements of one operator are joined by one weight.
+The greedy rule connects an element of an argument to one element of an output: the one with the
+largest |derivative · gradient|, over all outputs. Where an operator's formula is a single sum, that
+is its largest term. Where it is a sum of sums (each output summed, then both added), the largest
+partial sum may consist of small contributions. There the largest single contribution is computed
+besides the gradient: this is MAX started at |gradient| of the outputs, which is exact because two
+elements of one operator are connected by one weight.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from gradtrace.linops import tiling
 
 
 class NestedSum(NamedTuple):
-    """The part of a block that sums up sums: its steps, in order; the values of the block that they
-    take; what they hand on; and the values that nothing else in the block is made of.
+    """The part of a block that computes sums of sums: its steps, in order; the values that they
+    read from outside; the results that are sums of sums; and the values that no other result of the
+    block depends on.
     """
 
     steps: tuple[Step, ...]
@@ -29,13 +30,13 @@ class NestedSum(NamedTuple):
 
 
 def nested(block: Block) -> NestedSum | None:
-    """The part of a block in which contributions are summed up more than once on their way; None if
-    there is none. The parts of a block that was taken apart are operators, and choose each.
+    """The part of a block in which contributions pass through more than one sum; None if there is
+    none. In a decomposed block each step is an operator that selects by itself, so it has none.
     """
     steps = block.steps
     if block.opened or not steps or (len(steps) == 1 and len(steps[0].terms) == 1):
         return None
-    sums: dict[int, int] = {}  # how many sums lie on the way to each value, at most
+    sums: dict[int, int] = {}  # the most sums on any route to each value
     for out, terms, _, _ in steps:
         most = 0
         for map_, value in terms:
@@ -58,7 +59,7 @@ def nested(block: Block) -> NestedSum | None:
 
 
 def _cone(steps: list[Step], values: Iterable[int]) -> set[int]:
-    """These values and all that they are made of."""
+    """These values and all values that they depend on."""
     found = set(values)
     for step in reversed(steps):
         if step.out in found:

@@ -24,8 +24,8 @@ class Term(NamedTuple):
 
 
 class Step(NamedTuple):
-    """``out = ⊕ over terms (map, value)``; a complex value is its real and imaginary parts, in a
-    last dimension of size 2.
+    """``out = ⊕ map(value)`` over the terms. A complex value is stored as its real and imaginary
+    parts, in a last dimension of size 2.
     """
 
     out: int
@@ -35,15 +35,15 @@ class Step(NamedTuple):
 
 
 def single(out: int, map_: Map, value: int, dtype: torch.dtype) -> Step:
-    """A step of one term. There is one for nearly every node, so the tuples are made as tuples are;
-    the constructors of named ones, which are Python code, take three times as long.
+    """A step with one term. Nearly every node has one, so this calls ``tuple.__new__`` directly:
+    NamedTuple constructors are Python code and take three times as long.
     """
     term = _tuple(Term, (map_, value))
     return _tuple(Step, (out, (term,), map_.out_shape, dtype))
 
 
 def double(out: int, map_: Map, values: tuple[int, int], dtype: torch.dtype) -> Step:
-    """A sum of two values, each through the same map."""
+    """A step with two terms: the sum of two values, both through the same map."""
     terms = tuple([_tuple(Term, (map_, value)) for value in values])
     return _tuple(Step, (out, terms, map_.out_shape, dtype))
 
@@ -51,17 +51,18 @@ def double(out: int, map_: Map, values: tuple[int, int], dtype: torch.dtype) -> 
 _tuple = tuple.__new__
 
 HOOKS = "hooks"
-"""What stands for an operator where a hook on a leaf changes its gradient."""
+"""Operator name of a block that stands for a hook on a leaf which changes its gradient."""
 
 
 @dataclass(slots=True)
 class Block:
-    """The formula of one operator.
+    """The backward formula of one operator.
 
-    ``takes`` are the values of its cotangents by output slot, ``gives`` the values it hands to
-    its arguments by position, ``merges`` the sums with what other users of an argument handed to it
-    before. ``opened`` says that a fused operator was taken apart, so that its steps are operators
-    of their own. ``note`` says what is not exact for semirings other than SUM.
+    ``takes`` maps output slots to the values of their cotangents, ``gives`` maps argument positions
+    to the values of their cotangents. ``merges`` are the steps that add these to the contributions
+    of earlier users of the same argument. ``opened`` is set if a fused operator was decomposed, so
+    that each step counts as an operator. ``note`` says what is not exact for semirings other than
+    SUM.
     """
 
     operator: str
@@ -77,8 +78,8 @@ class Block:
 
 @dataclass
 class Leaf:
-    """A leaf, the value that is its gradient, and the gradient as autograd's formulas gave it, or
-    what it can be made of.
+    """A leaf, the number of the value that is its gradient, and the gradient as autograd's formulas
+    computed it, or a lazy gradient that can be computed later.
     """
 
     tensor: Tensor
@@ -86,12 +87,12 @@ class Leaf:
     given: Tensor | LazyGradient
 
     def compute(self) -> Tensor:
-        """The gradient."""
+        """The gradient, computed now if it is lazy."""
         return self.given.total() if isinstance(self.given, LazyGradient) else self.given
 
     @property
     def known(self) -> Tensor | None:
-        """The gradient if it was computed already."""
+        """The gradient if it has been computed, else None."""
         return None if isinstance(self.given, LazyGradient) else self.given
 
 
@@ -100,7 +101,8 @@ class Program:
     """A backward pass as data. Run it with ``gradtrace.ir.interpreter.run``.
 
     It refers to the weights and activations of the forward pass, so it is valid until these are
-    changed in place. ``kept`` are gradients of values that recording has computed anyway.
+    changed in place. ``seed`` is the cotangent of the loss, ``root`` the number of its value.
+    ``kept`` are gradients of values that recording computed anyway, by value number.
     """
 
     seed: Tensor
@@ -110,7 +112,7 @@ class Program:
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     def steps(self) -> list[Step]:
-        """All steps, in an order that can be run."""
+        """All steps, in execution order."""
         found: list[Step] = []
         for block in self.blocks:
             found += block.steps
@@ -120,12 +122,12 @@ class Program:
 
     @cached_property
     def last_uses(self) -> dict[int, int]:
-        """For each value the number of the last step that takes it. Not to be written to."""
+        """For each value the number of the last step that reads it. Cached: do not modify."""
         return {value: n for n, step in enumerate(self.steps()) for _, value in step.terms}
 
     def wholes(self) -> dict[int, int]:
-        """The sum that a value ends up in, for those that are added to what others hand to the same
-        argument.
+        """For each value that is added to other contributions to the same argument, the value that
+        is the complete sum.
         """
         found: dict[int, int] = {}
         for block in reversed(self.blocks):
@@ -135,7 +137,7 @@ class Program:
         return found
 
     def notes(self) -> list[str]:
-        """What is not exact for semirings other than SUM, one line an operator."""
+        """What is not exact for semirings other than SUM, one line for each operator concerned."""
         return [f"{block.operator}: {block.note}" for block in self.blocks if block.note]
 
     def __repr__(self) -> str:

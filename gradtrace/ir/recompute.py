@@ -1,8 +1,8 @@
-"""The values of a program's steps, all of them kept, or recomputed stretch by stretch.
+"""The values of a program's steps, recomputed segment by segment (checkpointing).
 
 Paths are followed from the leaves to the root, against the order in which values are computed.
-Where not all values fit in memory, those that are alive between two stretches of the program are
-kept from a first pass, and what lies within a stretch is computed again when somebody asks.
+Where not all values fit in memory, a first pass keeps the values that are live at the boundary of
+two segments of the program; those within a segment are recomputed when one of them is read.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ V_co = TypeVar("V_co", covariant=True)
 
 
 class Values(Protocol[V_co]):
-    """What is known of a program's values; ``in`` says whether it is at hand."""
+    """A program's values by number."""
 
     def __getitem__(self, value: int) -> V_co:
-        """What is known of a value."""
+        """A value, recomputed if necessary."""
 
     def __contains__(self, value: object, /) -> bool:
-        """Whether it takes no work to know it."""
+        """Whether a value is in memory, so that reading it recomputes nothing."""
 
 
 class RecomputedValues(Generic[V]):
     """Values of a program by ``compute(step, values so far)``, in about ``budget`` bytes.
 
-    A stretch is as many steps as have values of half the budget; what is alive between stretches
-    is as in any backward pass.
+    A segment is as many steps as have values of half the budget. The values kept at its boundaries
+    are those that are live there in any backward pass. ``here`` are the values of the segment that
+    was read last.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RecomputedValues(Generic[V]):
         self.compute = compute
         self.steps = [*program.steps()]
         self.last = program.last_uses
-        self.where, self.starts = _cut(self.steps, budget // 2)
+        self.segment_of, self.starts = _segments(self.steps, budget // 2)
         self.kept: dict[int, V] = {program.root: root}
         self.here: dict[int, V] = {}
         self._first_pass()
@@ -59,18 +60,18 @@ class RecomputedValues(Generic[V]):
             return self.kept[value]
         if value not in self.here:
             self.here = {}
-            self.here = self._stretch(self.where[value])
+            self.here = self._segment(self.segment_of[value])
         return self.here[value]
 
     def _first_pass(self) -> None:
         for number, end in enumerate(self.starts[1:]):
-            found = self._stretch(number)
+            found = self._segment(number)
             self.kept.update((v, x) for v, x in found.items() if self.last.get(v, -1) >= end)
 
-    def _stretch(self, number: int) -> dict[int, V]:
-        """All values of a stretch."""
+    def _segment(self, number: int) -> dict[int, V]:
+        """Compute all values of a segment."""
         start, end = self.starts[number : number + 2]
-        known, found = _Both(self.kept), {}
+        known, found = _Overlay(self.kept), {}
         with torch.no_grad():
             for step in self.steps[start:end]:
                 if step.out not in self.kept:
@@ -78,8 +79,8 @@ class RecomputedValues(Generic[V]):
         return found
 
 
-class _Both(dict[int, V]):
-    """Values of a stretch, and behind them those that were kept."""
+class _Overlay(dict[int, V]):
+    """Values of a segment; others are looked up among those that were kept."""
 
     def __init__(self, kept: Mapping[int, V]) -> None:
         super().__init__()
@@ -89,8 +90,10 @@ class _Both(dict[int, V]):
         return self.kept[value]
 
 
-def _cut(steps: list[Step], size: int) -> tuple[dict[int, int], list[int]]:
-    """The stretch that each value is in, and where the stretches begin (and the last one ends)."""
+def _segments(steps: list[Step], size: int) -> tuple[dict[int, int], list[int]]:
+    """Cut steps into segments of at most ``size`` bytes: the segment of each value, and the first
+    step of each segment, followed by the number of steps.
+    """
     where, starts, taken = {}, [0], 0
     for n, step in enumerate(steps):
         taken += prod(step.shape) * step.dtype.itemsize

@@ -1,6 +1,6 @@
-"""The closed algebra of structured linear maps, one word a file.
+"""Structured linear maps, one kind for each file: the Jacobians of all operators.
 
-A map knows nothing of the operator it came from, and nothing of the semiring it is pulled in.
+A map does not depend on the operator it was recorded from, nor on the semiring it is applied in.
 """
 
 from gradtrace.linops.base import Map

@@ -1,4 +1,4 @@
-"""``out = ⊕ₖ w[..k..] · in[..k..]``: matrix products in all their forms."""
+"""``out = ⊕ₖ w[..k..] · in[..k..]``: matrix products, batched or not, in any layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradtrace.kernels import contraction, cuda_contraction, max_contraction, wi
 from gradtrace.kernels.cuda_contraction import MatrixLayout
 from gradtrace.kernels.cuda_tiling import Steps
 from gradtrace.kernels.rows import TensorLines, flat, products
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, resized
+from gradtrace.linops.base import Best, Count, Map, Rows, chosen, multi_index, offsets, resized
 from gradtrace.linops.indexing import each_at, located
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import Semiring, Value
@@ -40,13 +40,13 @@ class Contract(Map):
         self.out_shape = out_shape
 
     def sizes(self) -> dict[str, int]:
-        """The extent of each letter."""
+        """The size of each index letter."""
         x, rest = self.spec.split(",")
         w, _ = rest.split("->")
         return dict(zip(x, self.in_shape)) | dict(zip(w, self.weight.shape))
 
     def letters(self) -> tuple[str, str, str]:
-        """The letters of the input, of the weight and of the output."""
+        """The index letters of the input, of the weight and of the output."""
         x, rest = self.spec.split(",")
         w, out = rest.split("->")
         return x, w, out
@@ -73,16 +73,18 @@ class Contract(Map):
         how = self.plan()
         value, place = winner(how.left(x), how.right(self.weight))
         value, place = how.back(value), how.back(place)
-        base, over, _ = self._places(torch.arange(self.outputs, device=x.device))
+        base, over, _ = self._source_offsets(torch.arange(self.outputs, device=x.device))
         source = base.reshape(self.out_shape)
         return chosen(value, source + over[place] if len(over) else place, at)
 
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
-        """``best`` along the lines of single elements."""
+        """``best`` of some output elements: one dot product for each."""
         how, number = self.plan(), at.reshape(-1)
         left, right = wide(how.left(x)), wide(how.right(self.weight))
-        ways = _ways(self.spec, self.in_shape, tuple(self.weight.shape))
-        batch, row, column, base = (located(number, self.out_shape, way) for way in ways.out)
+        strides = _element_strides(self.spec, self.in_shape, tuple(self.weight.shape))
+        batch, row, column, base = (
+            located(number, self.out_shape, stride) for stride in strides.out
+        )
         value, place = products(
             TensorLines(flat(left), batch * left.stride(0) + row * left.stride(1), left.stride(2)),
             TensorLines(
@@ -90,19 +92,19 @@ class Contract(Map):
             ),
             left.shape[2],
         )
-        source = base + located(place, *ways.along)
+        source = base + located(place, *strides.along)
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        there = self._in_place(x, marks, value)
+        there = self._select_strided(x, marks, value)
         if there is not None:
             return there
         how = self.plan()
-        left, right, words = how.left(x), how.right(self.weight), how.left(marks)
-        if how.turned:  # the other way round, so that the result lies as it is wanted
-            found = contraction(right.mT, left.mT, value=value, marks=words.mT, of_b=True)
+        left, right, ids = how.left(x), how.right(self.weight), how.left(marks)
+        if how.turned:  # compute the transposed product, so that the result is contiguous
+            found = contraction(right.mT, left.mT, value=value, marks=ids.mT, of_b=True)
         else:
-            found = contraction(left, right, value=value, marks=words)
+            found = contraction(left, right, value=value, marks=ids)
         assert found.marks is not None
         shape = self.out_shape
         if how.turned:
@@ -111,72 +113,79 @@ class Contract(Map):
         largest = None if found.value is None else how.back(found.value)
         return largest, how.back(found.marks)
 
-    def _in_place(
+    def _select_strided(
         self, x: Tensor, marks: Tensor, value: bool
     ) -> tuple[Tensor | None, Tensor] | None:
-        """``select`` from operands as they lie; None where that cannot be."""
+        """``select`` by a kernel that reads the operands with their strides, without copies; None
+        if no kernel supports them.
+        """
         weight = self.weight
         for kernel in (cuda_contraction, max_contraction):
             if kernel.serving(x, weight, marks):
                 break
         else:
             return None
-        lay = _lay(
+        layout = _operand_order(
             self.spec, self.in_shape, weight.shape, x.stride(), weight.stride(), marks.stride()
         )
-        if lay is None:
+        if layout is None:
             return None
-        a, b = (weight, x) if lay.how.of_b else (x, weight)
-        found = kernel.carried(a, b, marks, lay.how, lay.shape, value)
+        a, b = (weight, x) if layout.how.of_b else (x, weight)
+        found = kernel.carried(a, b, marks, layout.how, layout.shape, value)
         if found is None:
             return None
         largest, _, chosen = found
         assert chosen is not None
-        if lay.order is None:
+        if layout.order is None:
             return largest, chosen
-        return None if largest is None else largest.permute(lay.order), chosen.permute(lay.order)
+        return None if largest is None else largest.permute(layout.order), chosen.permute(
+            layout.order
+        )
 
     def carry_some(
         self, x: Tensor, marks: Tensor, order: Sequence[int], first: int, last: int
     ) -> Tensor:
-        """The marks of ``select(x, marks)[1].permute(order)``, flattened, from element ``first`` to
-        ``last``. Only the slices that these lie in are computed.
+        """Elements ``first`` to ``last`` of ``select(x, marks)[1].permute(order)``, flattened: part
+        of the selected provenance ids. Only the slices along the first of these dimensions that
+        hold them are computed.
         """
         dim = order[0]
         row = self.outputs // self.out_shape[dim]
         rows = slice(first // row, -(-last // row))
         letter = self.letters()[2][dim]
-        x, marks = (self._part(t, 0, letter, rows) for t in (x, marks))
-        weight = self._part(self.weight, 1, letter, rows)
+        x, marks = (self._sliced(t, 0, letter, rows) for t in (x, marks))
+        weight = self._sliced(self.weight, 1, letter, rows)
         shape = resized(self.out_shape, dim, rows.stop - rows.start)
         here = Contract(self.spec, weight, tuple(x.shape), shape)
         found = here.select(x, marks)[1].permute(*order).reshape(-1)
         return found[first - rows.start * row : last - rows.start * row]
 
-    def _part(self, x: Tensor, which: int, letter: str, rows: slice) -> Tensor:
-        """An operand at some places along a letter, if it has that."""
+    def _sliced(self, x: Tensor, which: int, letter: str, rows: slice) -> Tensor:
+        """A slice of operand number ``which`` along an index letter, if it has that letter."""
         at = self.letters()[which].find(letter)
         return x if at < 0 else x.narrow(at, rows.start, rows.stop - rows.start)
 
     def rows(self, at: Tensor) -> Rows:
         how = self.plan()
-        base, over, numbers = self._places(at)
+        base, over, numbers = self._source_offsets(at)
         right = how.right(self.weight)  # (b, k, n)
-        batch, column = (_number(at, numbers, how, c) for c in (how.batch, how.columns))
+        batch, column = (_ravelled(at, numbers, how, c) for c in (how.batch, how.columns))
         return Rows(base.unsqueeze(1) + over, right[batch, :, column])
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         right = self.plan().right(self.weight)  # (b, k, n)
-        ways = _ways(self.spec, self.in_shape, tuple(self.weight.shape))
-        batch, _, column, _ = (located(at, self.out_shape, way) for way in ways.out)
-        inner = located(source, self.in_shape, ways.inner)
+        strides = _element_strides(self.spec, self.in_shape, tuple(self.weight.shape))
+        batch, _, column, _ = (located(at, self.out_shape, stride) for stride in strides.out)
+        inner = located(source, self.in_shape, strides.inner)
         b, k, n = right.stride()
         return flat(right).index_select(0, batch * b + inner * k + column * n).double()
 
-    def _places(self, at: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Where the line of each output element begins in the input, and the steps along it."""
+    def _source_offsets(self, at: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The input elements that output elements are sums of, as ``base[i] + over[k]``; and the
+        multi-index of each output element by letter.
+        """
         how = self.plan()
-        numbers = dict(zip(how.out, numbers_in(at, self.out_shape)))
+        numbers = dict(zip(how.out, multi_index(at, self.out_shape)))
         steps = how.strides(how.x)
         base = torch.zeros_like(at)
         for letter in how.batch + how.rows:
@@ -209,8 +218,8 @@ class Contract(Map):
 
     def copies(self, count: int) -> Map | None:
         x, w, out = self.letters()
-        free = self._free()
-        spec = f"{free}{x},{w}->{free}{out}"
+        batch_letter = self._unused_letter()
+        spec = f"{batch_letter}{x},{w}->{batch_letter}{out}"
         return Contract(spec, self.weight, (count, *self.in_shape), (count, *self.out_shape))
 
     def narrow_each(self, dim: int, index: Tensor) -> Map | None:
@@ -219,14 +228,14 @@ class Contract(Map):
             return None
         count, places = index.shape
         narrow = resized(self.in_shape, dim, places)
-        free, at, weight = self._free(), w.find(x[dim]), self.weight
+        batch_letter, at, weight = self._unused_letter(), w.find(x[dim]), self.weight
         if at >= 0:
-            weight, w = each_at(weight, at, index), free + w
-        spec = f"{free}{x},{w}->{free}{out}"
+            weight, w = each_at(weight, at, index), batch_letter + w
+        spec = f"{batch_letter}{x},{w}->{batch_letter}{out}"
         return Contract(spec, weight, (count, *narrow), (count, *self.out_shape))
 
-    def _free(self) -> str:
-        """A letter that is not used."""
+    def _unused_letter(self) -> str:
+        """An index letter that the spec does not use."""
         return next(letter for letter in ascii_letters if letter not in self.spec)
 
     def max_source(self, x: Tensor) -> Tensor:
@@ -237,11 +246,11 @@ class Contract(Map):
 
     def dense(self) -> Tensor:
         x, w, out = self.letters()
-        free = self._free()
+        batch_letter = self._unused_letter()
         unit = torch.eye(self.inputs, dtype=self.weight.dtype, device="cpu").reshape(
             self.inputs, *self.in_shape
         )
-        columns = torch.einsum(f"{free}{x},{w}->{out}{free}", unit, self.weight)
+        columns = torch.einsum(f"{batch_letter}{x},{w}->{out}{batch_letter}", unit, self.weight)
         return columns.reshape(self.outputs, self.inputs)
 
     def routes(self, count: Count) -> Count:
@@ -257,8 +266,8 @@ class Contract(Map):
 
 
 class _OperandOrder(NamedTuple):
-    """How operands lie as matrices, the shape of the result as it is written, and the order that
-    its dimensions are wanted in, if another.
+    """The operands' strides as batched matrices, the shape in which the result is written, and the
+    permutation to the wanted order of dimensions (None: already in that order).
     """
 
     how: MatrixLayout
@@ -267,12 +276,14 @@ class _OperandOrder(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _lay(
+def _operand_order(
     spec: str, x: Shape, w: Shape, of_x: Shape, of_w: Shape, of_marks: Shape
 ) -> _OperandOrder | None:
-    """Of operands with these shapes and strides; None if one is not there as matrices."""
+    """The layout of operands with these shapes and strides; None if one of them cannot be viewed as
+    batched matrices without a copy.
+    """
     how = plan(spec, x, w)
-    laid: list[Steps] = []
+    found: list[Steps] = []
     for layout, shape, strides in (
         (how.left, x, of_x),
         (how.right, w, of_w),
@@ -283,8 +294,8 @@ def _lay(
         if matrices is not given and matrices._base is not given:
             return None
         batch, row, column = matrices.stride()
-        laid.append((batch, row, column))
-    left, right, marks = laid
+        found.append((batch, row, column))
+    left, right, marks = found
     i, k = how.size(how.batch), how.size(how.inner)
     m, n = how.size(how.rows), how.size(how.columns)
     if how.turned:
@@ -295,14 +306,17 @@ def _lay(
         )
     batch, inner, column = right
     written, order = how.written
-    lying = MatrixLayout((i, m, n), k, left, (batch, column, inner), marks, False)
-    return _OperandOrder(lying, tuple(written), order)
+    matrix_layout = MatrixLayout((i, m, n), k, left, (batch, column, inner), marks, False)
+    return _OperandOrder(matrix_layout, tuple(written), order)
 
 
-class _Layouts(NamedTuple):
-    """Steps: what each dimension of the output adds to the batch, the row, the column and the place
-    in the input where an element's line begins; what each of the input adds to the place on that
-    line; sizes of, and steps along, the line in the input.
+class _ElementStrides(NamedTuple):
+    """Strides that take element numbers to positions in the batched product.
+
+    ``out``: for each dimension of the output, the stride of the batch, row and column number, and
+    of the first input element that the output element is a sum of. ``inner``: for each dimension of
+    the input, the stride of the contraction index. ``along``: sizes and input strides of the
+    contracted dimensions.
     """
 
     out: tuple[Shape, Shape, Shape, Shape]
@@ -311,7 +325,7 @@ class _Layouts(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _ways(spec: str, x: Shape, w: Shape) -> _Layouts:
+def _element_strides(spec: str, x: Shape, w: Shape) -> _ElementStrides:
     how = plan(spec, x, w)
     steps = how.strides(how.x)
     base = {c: steps[c] for c in how.batch + how.rows}
@@ -323,15 +337,15 @@ def _ways(spec: str, x: Shape, w: Shape) -> _Layouts:
         along(how.out, how.strides(c)) for c in (how.batch, how.rows, how.columns)
     )
     sizes = tuple(how.sizes[c] for c in how.inner)
-    return _Layouts(
+    return _ElementStrides(
         (batch, row, column, along(how.out, base)),
         along(how.x, how.strides(how.inner)),
         (sizes, along(how.inner, steps)),
     )
 
 
-def _number(at: Tensor, numbers: dict[str, Tensor], how: EinsumPlan, letters: str) -> Tensor:
-    """The number of each element's combination of letters."""
+def _ravelled(at: Tensor, numbers: dict[str, Tensor], how: EinsumPlan, letters: str) -> Tensor:
+    """The row-major number of each element's multi-index restricted to these letters."""
     total = torch.zeros_like(at)
     for letter in letters:
         total = total * how.sizes[letter] + numbers[letter]

@@ -1,6 +1,6 @@
-"""A convolution's maps as batched products of windows that are not written out.
+"""A convolution's maps as batched matrix products over windows, which are not materialised.
 
-Where a window reaches over the border it reads the zeros that a padded copy has there.
+Windows that extend beyond the border read zeros from a padded copy.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from gradtrace.linops.base import strides_of
 from gradtrace.types import Shape
 
 Axis = tuple[Sequence[int], ...]
-"""What an index adds to an element's number: one choice of each sequence, the last fastest."""
+"""The memory offsets along one matrix axis: all sums of one number from each sequence, with the
+last sequence varying fastest.
+"""
 
 Margins = list[tuple[int, int]]
-"""How many zeros lie before and behind each of the last dimensions."""
+"""The number of zeros before and after each of the last dimensions."""
 
 
-# Where elements are ------------------------------------------------------------------------------
+# Memory layout -----------------------------------------------------------------------------------
 
 
 class WindowLayout(NamedTuple):
-    """Where the elements of a batch of matrices are: ``first + batch[i] + rows[r] + inner[k]``."""
+    """The layout of a batch of matrices: element (i, r, k) is at offset
+    ``first + batch[i] + rows[r] + inner[k]``.
+    """
 
     first: int
     batch: Axis
@@ -38,27 +42,27 @@ class WindowLayout(NamedTuple):
     inner: Axis
 
     def left(self, data: Tensor) -> Matrices:
-        """The matrices (batch, rows, inner), as a view if each axis has one step."""
+        """The matrices (batch, rows, inner); a strided view if each axis has a constant stride."""
         flat = data.reshape(-1)
-        lines = [line for axis in self[1:] if (line := _line(axis)) is not None]
+        lines = [line for axis in self[1:] if (line := _constant_stride(axis)) is not None]
         if len(lines) == 3 and all(step >= 0 for _, step, _ in lines):
             sizes, steps, firsts = zip(*lines)
             return flat.as_strided(sizes, steps, flat.storage_offset() + self.first + sum(firsts))
         return Operand(flat, *self.offsets(data.device))
 
     def right(self, data: Tensor) -> Matrices:
-        """The same as the right operand of a product, whose rows are its columns."""
+        """The same as the right operand of a product: transposed to (batch, inner, rows)."""
         found = self.left(data)
         return found.transpose(1, 2) if isinstance(found, Tensor) else found
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """``first + batch``, ``rows`` and ``inner``, written out."""
+        """``first + batch``, ``rows`` and ``inner`` as tensors of offsets."""
         batch, rows, inner = (_sums(axis, device) for axis in self[1:])
         return batch + self.first, rows, inner
 
 
-def _line(axis: Axis) -> tuple[int, int, int] | None:
-    """(size, step, first) of an axis whose elements are equally far apart."""
+def _constant_stride(axis: Axis) -> tuple[int, int, int] | None:
+    """(size, stride, first offset) of an axis with a constant stride; None for others."""
     size, step = 1, 0
     for part in reversed(axis):
         if len(part) == 1:
@@ -78,20 +82,20 @@ def _sums(axis: Axis, device: torch.device) -> Tensor:
 
 
 def _times(numbers: Sequence[int], step: int) -> Sequence[int]:
-    """Each number times a positive step."""
+    """Each number times a positive step; a range stays a range."""
     if isinstance(numbers, range):
         return range(numbers.start * step, numbers.stop * step, numbers.step * step)
     return tuple(number * step for number in numbers)
 
 
 def with_margins(x: Tensor, margins: Margins) -> Tensor:
-    """A tensor with zeros around its last dimensions; itself if there are none."""
+    """A contiguous tensor padded with zeros along its last dimensions."""
     if not any(map(any, margins)):
         return x.contiguous()
     return F.pad(x, [size for pair in reversed(margins) for size in pair])
 
 
-def _broadened(shape: Shape, margins: Margins) -> Shape:
+def _padded_shape(shape: Shape, margins: Margins) -> Shape:
     """The shape of ``with_margins``."""
     return (*shape[:2], *(low + n + high for n, (low, high) in zip(shape[2:], margins)))
 
@@ -101,10 +105,10 @@ def _broadened(shape: Shape, margins: Margins) -> Shape:
 
 @dataclass(frozen=True)
 class WindowLine:
-    """Places of the result along a dimension that read alike.
+    """Positions of the result along one dimension that read with the same shifts.
 
-    Place ``firsts[c] + j·stride`` takes, for each n, the element at ``j·step + shifts[n]``, with
-    the weight of tap ``taps[c] + n·tap``; shifts rise with n.
+    Position ``firsts[c] + j·stride`` (class c, ``j < count``) reads, for each n, the element at
+    ``j·step + shifts[n]``, with the weight of tap ``taps[c] + n·tap``. Shifts ascend with n.
     """
 
     firsts: Sequence[int]
@@ -117,21 +121,21 @@ class WindowLine:
 
     @property
     def last(self) -> int:
-        """The highest place that is read, perhaps behind the last element."""
+        """The highest position that is read, perhaps beyond the last element."""
         return (self.count - 1) * self.step + self.shifts[-1]
 
     @property
     def gapless(self) -> bool:
-        """Whether its classes are all there are, in order."""
+        """Whether it has all classes modulo the stride, in order."""
         return list(self.firsts) == list(range(self.stride))
 
     def places(self, c: int) -> slice:
-        """Those of one class."""
+        """The positions of one class."""
         first = self.firsts[c]
         return slice(first, first + (self.count - 1) * self.stride + 1, self.stride)
 
     def along(self) -> range:
-        """Steps from the lowest tap of a class."""
+        """The offsets of the taps of a class from its lowest tap, in the order of shifts."""
         steps = range(0, len(self.shifts) * abs(self.tap), abs(self.tap))
         return steps if self.tap > 0 else steps[::-1]
 
@@ -151,7 +155,9 @@ class Dimension:
     taps: int
 
     def over_p(self, places: int, size: int) -> list[WindowLine]:
-        """The lines of a result over q that is made of elements over p."""
+        """How a result over q reads elements over p; ``places`` is the result's size, ``size`` that
+        of the input.
+        """
         shifts = range(-self.padding, self.taps * self.dilation - self.padding, self.dilation)
         used = _used(shifts, (places - 1) * self.stride, size)
         if not used:
@@ -160,22 +166,22 @@ class Dimension:
         return [WindowLine((0,), 1, places, self.stride, shifts, (used[0],), 1)]
 
     def over_q(self, places: int, size: int) -> list[WindowLine]:
-        """The lines of a result over p that is made of elements over q.
+        """How a result over p reads elements over q.
 
-        Places with one remainder modulo the stride read through the same taps; remainders whose
-        taps lie alike are taken together.
+        Positions with the same remainder modulo the stride read the same taps; remainders with
+        equal counts and shifts become classes of one ``WindowLine``.
         """
-        alike: dict[tuple[int, range], list[tuple[int, int]]] = {}
-        apart = self.stride // gcd(self.stride, self.dilation)
+        groups: dict[tuple[int, range], list[tuple[int, int]]] = {}
+        tap_step = self.stride // gcd(self.stride, self.dilation)
         for first in range(min(self.stride, places)):
             count = -(-(places - first) // self.stride)
-            taps = self._meeting(first, apart)
-            shifts = [self._met(first, tap) for tap in taps]
+            taps = self._taps_to(first, tap_step)
+            shifts = [self._q_of(first, tap) for tap in taps]
             used = _used(shifts, count - 1, size)
             if used:
-                step = apart * self.dilation // self.stride
+                step = tap_step * self.dilation // self.stride
                 there = range(shifts[used[0]], shifts[used[-1]] + 1, step)
-                alike.setdefault((count, there), []).append((first, taps[used[0]]))
+                groups.setdefault((count, there), []).append((first, taps[used[0]]))
         return [
             WindowLine(
                 [p for p, _ in members],
@@ -184,34 +190,35 @@ class Dimension:
                 1,
                 shifts,
                 [t for _, t in members],
-                -apart,
+                -tap_step,
             )
-            for (count, shifts), members in alike.items()
+            for (count, shifts), members in groups.items()
         ]
 
-    def _meeting(self, p: int, apart: int) -> Sequence[int]:
-        """The taps through which some q meets p, falling, so that q rises."""
-        for tap in range(min(apart, self.taps)):
+    def _taps_to(self, p: int, tap_step: int) -> Sequence[int]:
+        """The taps through which some q contributes to p, descending, so that q ascends."""
+        for tap in range(min(tap_step, self.taps)):
             if (p + self.padding - tap * self.dilation) % self.stride == 0:
-                return range(tap, self.taps, apart)[::-1]
+                return range(tap, self.taps, tap_step)[::-1]
         return []
 
-    def _met(self, p: int, tap: int) -> int:
+    def _q_of(self, p: int, tap: int) -> int:
+        """The q that contributes to p through a tap."""
         return (p + self.padding - tap * self.dilation) // self.stride
 
     def margin(self, places: int, size: int) -> tuple[int, int]:
-        """How far windows at q below ``places`` reach beyond both ends of p."""
+        """How far the windows of all ``q < places`` extend beyond both ends of p."""
         last = (places - 1) * self.stride + (self.taps - 1) * self.dilation - self.padding
         return self.padding, max(0, last - size + 1)
 
 
 def _used(shifts: Sequence[int], span: int, size: int) -> list[int]:
-    """Which shifts lead to an element from any place."""
+    """The shifts that lead to an element within ``size`` from at least one position."""
     return [n for n, shift in enumerate(shifts) if shift + span >= 0 and shift < size]
 
 
 def _margin(lines: list[WindowLine], size: int) -> tuple[int, int]:
-    """How far lines reach beyond both ends of a dimension."""
+    """How far window lines extend beyond both ends of a dimension."""
     low = max((-line.shifts[0] for line in lines), default=0)
     return max(low, 0), max(max((line.last for line in lines), default=0) - size + 1, 0)
 
@@ -220,9 +227,9 @@ def _margin(lines: list[WindowLine], size: int) -> tuple[int, int]:
 
 
 class Piece(NamedTuple):
-    """One batched product of what the map is applied to with ``right``: where its matrices lie in
-    the padded copy (``left``), where in the tensor itself (``source``), and, to the input, for
-    which places it is.
+    """One batched product of the map's input with ``right``: the layout of the input's matrices in
+    the padded copy (``left``) and in the unpadded tensor (``source``), and, for the map to the
+    input, the positions of the result that it computes (``lines``).
     """
 
     left: WindowLayout
@@ -233,9 +240,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowProducts:
-    """A convolution's map as products. ``margins`` are those of what it is applied to, ``beyond``
-    says whether either side has any; the result is (batch, groups, channels of a group, *places),
-    or, to the kernel, in an order of its own.
+    """A convolution's map as batched products. ``margins`` are those of the map's input, ``beyond``
+    says whether either operand has any. The result has ``shape`` (batch, groups, channels of a
+    group, *places); for the map to the kernel, the shape is permuted by ``order``.
     """
 
     pieces: list[Piece]
@@ -244,15 +251,15 @@ class WindowProducts:
     shape: Shape
     order: tuple[int, ...] = ()
 
-    def whole(self, found: list[Tensor], nothing: int) -> Tensor:
-        """The result from that of each piece; ``nothing`` where no piece leads to."""
+    def whole(self, found: list[Tensor], fill: int) -> Tensor:
+        """The result assembled from those of the pieces; ``fill`` where no piece writes."""
         if self.order:
             return found[0].reshape(self.shape).permute(self.order)
-        parts = [self._turned(*pair) for pair in zip(self.pieces, found)]
+        parts = [self._unpacked(*pair) for pair in zip(self.pieces, found)]
         gapless = all(line.gapless for line in self.pieces[0].lines)
         if len(parts) == 1 and gapless and parts[0].numel() == prod(self.shape):
             return parts[0].reshape(self.shape)
-        out = found[0].new_full(self.shape, nothing)
+        out = found[0].new_full(self.shape, fill)
         for piece, part in zip(self.pieces, parts):
             for numbers in product(*(range(len(line.firsts)) for line in piece.lines)):
                 there = tuple(line.places(n) for line, n in zip(piece.lines, numbers))
@@ -262,7 +269,7 @@ class WindowProducts:
                 out[(...,) + there] = taken
         return out
 
-    def _turned(self, piece: Piece, found: Tensor) -> Tensor:
+    def _unpacked(self, piece: Piece, found: Tensor) -> Tensor:
         """(groups, rows, columns) as (batch, groups, channels, place, class, place, class, ...)."""
         batch, groups, channels = self.shape[:3]
         d = len(piece.lines)
@@ -276,27 +283,29 @@ class WindowProducts:
 def to_input(
     lines: Sequence[list[WindowLine]], shape: Shape, result: Shape, kernel: Tensor, transposed: bool
 ) -> WindowProducts:
-    """From a cotangent of this shape to ``result`` (batch, groups, channels of a group, *places):
-    ``windows · kernel`` for each choice of lines.
+    """The map from a cotangent of this shape to ``result`` (batch, groups, channels of a group,
+    *places): a product ``windows · kernel`` for each combination of window lines.
     """
     batch, groups, ins = result[:3]
     sizes = (batch, groups, shape[1] // groups, ins)
     margins = [_margin(some, size) for some, size in zip(lines, shape[2:])]
-    outside = strides_of(_broadened(shape, margins))
+    outside = strides_of(_padded_shape(shape, margins))
     kernel = kernel.contiguous()
     pieces = []
     for some in product(*lines):
-        left = _windows(some, sizes, outside, [low for low, _ in margins])
-        source = _windows(some, sizes, strides_of(shape), [0] * len(margins))
-        right = _taps(some, sizes, strides_of(tuple(kernel.shape)), transposed).right(kernel)
+        left = _input_windows(some, sizes, outside, [low for low, _ in margins])
+        source = _input_windows(some, sizes, strides_of(shape), [0] * len(margins))
+        right = _kernel_layout(some, sizes, strides_of(tuple(kernel.shape)), transposed).right(
+            kernel
+        )
         pieces.append(Piece(left, source, right, some))
     return WindowProducts(pieces, margins, any(map(any, margins)), result)
 
 
-def _windows(
+def _input_windows(
     lines: tuple[WindowLine, ...], sizes: Shape, strides: Shape, lows: list[int]
 ) -> WindowLayout:
-    """Rows are (sample, *place), inner is (channel, *tap)."""
+    """The layout of windows: rows are (sample, *place), inner is (channel, *tap)."""
     batch, groups, outs, _ = sizes
     sample, channel, *steps = strides
     along = list(zip(lines, steps))
@@ -314,10 +323,12 @@ def _windows(
     )
 
 
-def _taps(
+def _kernel_layout(
     lines: tuple[WindowLine, ...], sizes: Shape, strides: Shape, transposed: bool
 ) -> WindowLayout:
-    """Rows are (channel of the result, *class), inner is (channel, *tap)."""
+    """The layout of the kernel: rows are (channel of the result, *class), inner is
+    (channel, *tap).
+    """
     _, groups, outs, ins = sizes
     first, second, *steps = strides
     made, taken, group = (first, second, ins) if transposed else (second, first, outs)
@@ -338,30 +349,30 @@ def _taps(
 def to_kernel(
     how: Sequence[Dimension], shape: Shape, other: Tensor, groups: int, transposed: bool
 ) -> WindowProducts:
-    """From a cotangent of this shape to the kernel: the sum runs over samples and places q, and of
-    the two tensors the one over p is read in windows.
+    """The map from a cotangent of this shape to the kernel. The sum runs over samples and positions
+    q; of the two tensors the one over p is read in windows.
     """
     narrow, broad = (tuple(other.shape), shape) if transposed else (shape, tuple(other.shape))
     margins = [d.margin(q, p) for d, q, p in zip(how, narrow[2:], broad[2:])]
-    padded = strides_of(_broadened(broad, margins))
-    plain = _plain(narrow, groups)
-    windows = _swept(how, narrow, broad[1] // groups, (groups, padded), margins)
+    padded = strides_of(_padded_shape(broad, margins))
+    channels = _channel_layout(narrow, groups)
+    windows = _window_layout(how, narrow, broad[1] // groups, (groups, padded), margins)
     taps = tuple(d.taps for d in how)
     each = (narrow[1] // groups, broad[1] // groups)
     none, beyond = [(0, 0)] * len(how), any(map(any, margins))
     if transposed:
-        source = _swept(how, narrow, each[1], (groups, strides_of(broad)), none)
-        piece = Piece(windows, source, plain.right(other.contiguous()))
+        source = _window_layout(how, narrow, each[1], (groups, strides_of(broad)), none)
+        piece = Piece(windows, source, channels.right(other.contiguous()))
         last = 2 + len(how)
         order = (0, last, *range(1, last))
         return WindowProducts([piece], margins, beyond, (groups, each[1], *taps, each[0]), order)
-    piece = Piece(plain, plain, windows.right(with_margins(other, margins)))
+    piece = Piece(channels, channels, windows.right(with_margins(other, margins)))
     order = tuple(range(3 + len(how)))
     return WindowProducts([piece], none, beyond, (groups, *each, *taps), order)
 
 
-def _plain(shape: Shape, groups: int) -> WindowLayout:
-    """Rows are channels, inner is (sample, *place)."""
+def _channel_layout(shape: Shape, groups: int) -> WindowLayout:
+    """The layout of the tensor over q: rows are channels, inner is (sample, *place)."""
     sample, channel, *steps = strides_of(shape)
     per = shape[1] // groups
     return WindowLayout(
@@ -372,14 +383,16 @@ def _plain(shape: Shape, groups: int) -> WindowLayout:
     )
 
 
-def _swept(
+def _window_layout(
     how: Sequence[Dimension],
     narrow: Shape,
     per: int,
     broad: tuple[int, Shape],
     margins: Margins,
 ) -> WindowLayout:
-    """Rows are (channel, *tap), inner is (sample, *place q), in a tensor over p."""
+    """The layout of the windows of the tensor over p: rows are (channel, *tap), inner is
+    (sample, *place q).
+    """
     groups, (sample, channel, *steps) = broad
     along = list(zip(how, steps))
     first = sum((low - d.padding) * step for (low, _), (d, step) in zip(margins, along))

@@ -1,4 +1,4 @@
-"""The contraction over windows: both ways back through a convolution."""
+"""Convolutions: the backward maps to the input and to the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradtrace.kernels import Contraction, contraction
 from gradtrace.kernels.precision import exact
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, numbers_in, resized
+from gradtrace.linops.base import Best, Count, Map, Rows, chosen, multi_index, resized
 from gradtrace.linops.conv_windows import (
     Dimension,
     WindowProducts,
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Windows:
-    """How a convolution reads its input."""
+    """The geometry of a convolution, with PyTorch's parameters."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -64,10 +64,10 @@ class Convolve(Map):
         self.out_shape = out_shape
 
     def apply(self, x: Tensor) -> Tensor:
-        return self._weighed(x, self.other.to(x.dtype))
+        return self._apply_with(x, self.other.to(x.dtype))
 
-    def _weighed(self, g: Tensor, other: Tensor) -> Tensor:
-        """The map with other weights, in SUM."""
+    def _apply_with(self, g: Tensor, other: Tensor) -> Tensor:
+        """The map with the weights ``other``, in SUM."""
         w = self.windows
         shape = g.new_zeros(()).expand(self.out_shape)
         x, kernel = (other, shape) if self.to_kernel else (shape, other)
@@ -78,14 +78,14 @@ class Convolve(Map):
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
         if semiring == MAX and (how := self._products(x[0])) is not None:
-            return (self._whole(how, [part.value for part in self._each(how, x[0])]),)
+            return (self._assembled(how, [part.value for part in self._contractions(how, x[0])]),)
         pieces = semiring.linear(self.other)
         if pieces is None or not all(part.is_floating_point() for part in x):
             return self.generic(x, semiring)
         out: dict[int, Tensor] = {}
         for i, o, weight in pieces:
             with nullcontext() if semiring == SUM else exact(x[i]):
-                part = self._weighed(x[i], weight.to(x[i].dtype))
+                part = self._apply_with(x[i], weight.to(x[i].dtype))
             out[o] = out[o] + part if o in out else part
         return tuple(out[o] for o in sorted(out))
 
@@ -93,28 +93,28 @@ class Convolve(Map):
         how = self._products(x) if at is None else None
         if how is None:
             return self.largest(x, at)
-        found = self._each(how, x, index=True)
+        found = self._contractions(how, x, index=True)
         sources = []
         for piece, part in zip(how.pieces, found):
             batch, rows, inner = piece.source.offsets(x.device)
             assert part.index is not None
             sources.append(batch[:, None, None] + rows[:, None] + inner[part.index])
-        value = self._whole(how, [part.value for part in found])
-        return chosen(value, self._whole(how, sources, -1), None)
+        value = self._assembled(how, [part.value for part in found])
+        return chosen(value, self._assembled(how, sources, -1), None)
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         how = self._products(x)
         if how is None:
             return super().select(x, marks, value)
-        found = self._each(how, x, value=value, marks=marks)
-        largest = self._whole(how, [part.value for part in found]) if value else None
-        return largest, self._whole(how, [part.marks for part in found])
+        found = self._contractions(how, x, value=value, marks=marks)
+        largest = self._assembled(how, [part.value for part in found]) if value else None
+        return largest, self._assembled(how, [part.marks for part in found])
 
-    # As products ---------------------------------------------------------------------------------
+    # As batched matrix products ------------------------------------------------------------------
 
     def _products(self, x: Tensor) -> WindowProducts | None:
-        """The batched products that the map is; None where there is nothing to multiply, or
-        something infinite with the zeros of a margin.
+        """The map as batched products over windows; None if a tensor is empty, or if a non-finite
+        element would be multiplied with the zeros of a margin.
         """
         if not x.numel() or not self.outputs or not self.other.numel():
             return None
@@ -125,7 +125,7 @@ class Convolve(Map):
         else:
             how = self._to_input(dims)
         inside = x if self.to_kernel and not w.transposed else self.other
-        return how if how.pieces and not (how.beyond and _infinite(inside)) else None
+        return how if how.pieces and not (how.beyond and _has_nonfinite(inside)) else None
 
     def _to_input(self, dims: list[Dimension]) -> WindowProducts:
         w = self.windows
@@ -138,7 +138,7 @@ class Convolve(Map):
         result = (batch, w.groups, channels // w.groups, *places)
         return to_input(lines, self.in_shape, result, self.other, w.transposed)
 
-    def _each(
+    def _contractions(
         self,
         how: WindowProducts,
         x: Tensor,
@@ -147,48 +147,48 @@ class Convolve(Map):
         index: bool = False,
         marks: Tensor | None = None,
     ) -> list[Contraction]:
-        """The result of each product."""
+        """The result of each batched product."""
         padded = with_margins(x, how.margins)
-        beside = None if marks is None else with_margins(marks, how.margins)
+        padded_ids = None if marks is None else with_margins(marks, how.margins)
         return [
             contraction(
                 piece.left.left(padded),
                 piece.right,
                 value=value,
                 index=index,
-                marks=None if beside is None else piece.left.left(beside),
+                marks=None if padded_ids is None else piece.left.left(padded_ids),
             )
             for piece in how.pieces
         ]
 
-    def _whole(
-        self, how: WindowProducts, parts: Sequence[Tensor | None], nothing: int = 0
+    def _assembled(
+        self, how: WindowProducts, parts: Sequence[Tensor | None], fill: int = 0
     ) -> Tensor:
         there = [part for part in parts if part is not None]
-        return how.whole(there, nothing).reshape(self.out_shape)
+        return how.whole(there, fill).reshape(self.out_shape)
 
     def rows(self, at: Tensor) -> Rows:
-        first, second, *place = (n.unsqueeze(1) for n in numbers_in(at, self.out_shape))
+        first, second, *place = (n.unsqueeze(1) for n in multi_index(at, self.out_shape))
         if self.to_kernel:
-            return self._rows_of_kernel(first, second, place)
-        return self._rows_of_input(first, second, place)
+            return self._rows_to_kernel(first, second, place)
+        return self._rows_to_input(first, second, place)
 
-    def _rows_of_input(self, n: Tensor, channel: Tensor, place: list[Tensor]) -> Rows:
-        """From (n, channel, place) of the input to all outputs whose window holds it."""
+    def _rows_to_input(self, n: Tensor, channel: Tensor, place: list[Tensor]) -> Rows:
+        """Rows for elements (n, channel, place) of the input: all outputs whose window holds it."""
         kernel, how = self.other.shape, self.windows
         groups = how.groups
         outs = kernel[1] if how.transposed else kernel[0] // groups
         ins = kernel[0] // groups if how.transposed else kernel[1]
         taps = tuple(kernel[2:])
         number = torch.arange(outs * prod(taps), device=n.device)
-        out, *tap = numbers_in(number, (outs, *taps))
+        out, *tap = multi_index(number, (outs, *taps))
         group = channel // ins
         target, there = [], torch.ones((), dtype=torch.bool, device=n.device)
         for d, size in enumerate(self.in_shape[2:]):
             if how.transposed:
                 here = place[d] * how.stride[d] + tap[d] * how.dilation[d] - how.padding[d]
             else:
-                tap[d] = taps[d] - 1 - tap[d]  # so that outputs come in rising order
+                tap[d] = taps[d] - 1 - tap[d]  # so that outputs are in ascending order
                 reach = place[d] + how.padding[d] - tap[d] * how.dilation[d]
                 here = reach.div(how.stride[d], rounding_mode="floor")
                 there = there & (here * how.stride[d] == reach)
@@ -202,19 +202,19 @@ class Convolve(Map):
             weight = self.other[(made, channel % ins, *tap)]
         return Rows(torch.where(there, source, -1), weight)
 
-    def _rows_of_kernel(self, first: Tensor, second: Tensor, tap: list[Tensor]) -> Rows:
-        """From (first, second, tap) of the kernel to all outputs it takes part in."""
+    def _rows_to_kernel(self, first: Tensor, second: Tensor, tap: list[Tensor]) -> Rows:
+        """Rows for elements (first, second, tap) of the kernel: all outputs that use it."""
         how, x, y = self.windows, self.other.shape, self.in_shape
         narrow, broad = (x, y) if how.transposed else (y, x)
         number = torch.arange(x[0] * prod(narrow[2:]), device=first.device)
-        n, *q = numbers_in(number, (x[0], *narrow[2:]))
+        n, *q = multi_index(number, (x[0], *narrow[2:]))
         there, p = torch.ones((), dtype=torch.bool, device=first.device), []
         for d, size in enumerate(broad[2:]):
             here = q[d] * how.stride[d] + tap[d] * how.dilation[d] - how.padding[d]
             there = there & (here >= 0) & (here < size)
             p.append(here.clamp(0, size - 1))
         per = self.out_shape[0] // how.groups
-        partner = first // per * self.out_shape[1] + second  # on the other side, within its group
+        partner = first // per * self.out_shape[1] + second  # channel of the tensor over p
         if how.transposed:
             source, weight = _flat([n, partner, *p], y), self.other[(n, first, *q)]
         else:
@@ -223,8 +223,8 @@ class Convolve(Map):
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         how = self.windows
-        first, second, *here = numbers_in(at, self.out_shape)
-        batch, made, *there = numbers_in(source, self.in_shape)
+        first, second, *here = multi_index(at, self.out_shape)
+        batch, made, *there = multi_index(source, self.in_shape)
         steps = list(zip(here, there, how.stride, how.padding, how.dilation))
         if self.to_kernel and how.transposed:
             place = [(q + p - k * d) // s for k, q, s, p, d in steps]
@@ -285,7 +285,7 @@ class Convolve(Map):
         return self.out_shape, self.in_shape, tuple(self.other.shape)
 
     def _kernel_entries(self) -> list[tuple[Shape, Shape, Shape]]:
-        """Every (input element, output element, kernel element) that meet in a product."""
+        """Every (input element, output element, kernel element) of the forward pass's products."""
         x, y, w = self._geometry()
         per_group_in, per_group_out = w[1], w[0] // self.windows.groups
         found = []
@@ -293,9 +293,9 @@ class Convolve(Map):
             for o in range(w[0]):
                 for i in range(w[1]):
                     channel = (o // per_group_out) * per_group_in + i
-                    for q in _each(y[2:]):
-                        for k in _each(w[2:]):
-                            p = self._reach(q, k)
+                    for q in _multi_indices(y[2:]):
+                        for k in _multi_indices(w[2:]):
+                            p = self._position(q, k)
                             if all(0 <= a < size for a, size in zip(p, x[2:])):
                                 found.append(((n, channel, *p), (n, o, *q), (o, i, *k)))
         return found
@@ -309,14 +309,15 @@ class Convolve(Map):
             for i in range(w[0]):
                 for o in range(w[1]):
                     channel = (i // per_group_in) * per_group_out + o
-                    for p in _each(x[2:]):
-                        for k in _each(w[2:]):
-                            q = self._reach(p, k)
+                    for p in _multi_indices(x[2:]):
+                        for k in _multi_indices(w[2:]):
+                            q = self._position(p, k)
                             if all(0 <= a < size for a, size in zip(q, y[2:])):
                                 found.append(((n, i, *p), (n, channel, *q), (i, o, *k)))
         return found
 
-    def _reach(self, q: Shape, k: Shape) -> Shape:
+    def _position(self, q: Shape, k: Shape) -> Shape:
+        """``q·stride + k·dilation − padding``."""
         w = self.windows
         return tuple(
             a * s + b * d - pad for a, s, b, d, pad in zip(q, w.stride, k, w.dilation, w.padding)
@@ -332,8 +333,8 @@ class Convolve(Map):
     def routes(self, count: Count) -> Count:
         ones = torch.ones(self.other.shape, dtype=torch.float64, device="cpu")
         if isinstance(count, Tensor):
-            return self._weighed(count, ones)
-        return self._weighed(
+            return self._apply_with(count, ones)
+        return self._apply_with(
             torch.full(self.in_shape, count, dtype=torch.float64, device="cpu"), ones
         )
 
@@ -341,7 +342,7 @@ class Convolve(Map):
         return ("other",)
 
 
-def _infinite(x: Tensor) -> bool:
+def _has_nonfinite(x: Tensor) -> bool:
     """Whether an element is infinite or NaN."""
     return not bool(x.sum().isfinite()) and not bool(x.isfinite().all())
 
@@ -354,7 +355,7 @@ def _flat(index: list[Tensor], shape: Shape) -> Tensor:
     return total
 
 
-def _each(sizes: Shape) -> list[Shape]:
+def _multi_indices(sizes: Shape) -> list[Shape]:
     """All multi-indices below ``sizes``."""
     if not prod(sizes):
         return []

@@ -1,4 +1,4 @@
-"""``out[i] = ⊕ in[j]`` over the j up to i, or from i on: cumulative sums."""
+"""``out[i] = ⊕ in[j]`` over ``j <= i``, or over ``j >= i``: cumulative sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradtrace.types import Shape
 
 
 class Scan(Map):
-    """Prefix ⊕ along ``dim``; with ``reverse`` over what follows in place of what precedes."""
+    """Prefix ⊕ along ``dim``; with ``reverse``, suffix ⊕."""
 
     __slots__ = ("dim", "reverse")
 
@@ -23,17 +23,17 @@ class Scan(Map):
         self.reverse = reverse
         self.in_shape = self.out_shape = shape
 
-    def _turn(self, x: Tensor) -> Tensor:
+    def _flip(self, x: Tensor) -> Tensor:
         return x.flip(self.dim) if self.reverse else x
 
     def apply(self, x: Tensor) -> Tensor:
-        return self._turn(self._turn(x).cumsum(self.dim))
+        return self._flip(self._flip(x).cumsum(self.dim))
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
-        return each(semiring.scan(each(x, self._turn), self.dim), self._turn)
+        return each(semiring.scan(each(x, self._flip), self.dim), self._flip)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        size = self._turn(wide(x).abs())
+        size = self._flip(wide(x).abs())
         if not size.numel():
             return self.largest(x, at)
         value = size.cummax(self.dim).values
@@ -41,15 +41,15 @@ class Scan(Map):
         shape = [n if d == self.dim else 1 for d in range(size.dim())]
         number = torch.arange(n, device=x.device).reshape(shape)
         before = value.roll(1, self.dim)
-        # The lowest of equals: the first met from the left, the last met from the right.
+        # Ties go to the lowest element: the first one seen from the left, the last from the right.
         larger = size >= before if self.reverse else size > before
-        # NaN is largest of all, and stays.
+        # NaN counts as larger than any number.
         larger |= size.isnan() if self.reverse else size.isnan() & ~before.isnan()
         larger &= ~(before.isnan() & ~size.isnan())
         met = torch.where(larger | (number == 0), number, 0).cummax(self.dim).values
-        place = self._turn(n - 1 - met if self.reverse else met)
+        place = self._flip(n - 1 - met if self.reverse else met)
         own = torch.arange(self.inputs, device=x.device).reshape(self.in_shape)
-        return chosen(self._turn(value), own - (number - place) * step, at)
+        return chosen(self._flip(value), own - (number - place) * step, at)
 
     def rows(self, at: Tensor) -> Rows:
         n, step = self.in_shape[self.dim], strides_of(self.in_shape)[self.dim]
@@ -67,7 +67,7 @@ class Scan(Map):
         return self.in_shape[self.dim]
 
     def max_source(self, x: Tensor) -> Tensor:
-        return self._turn(self._turn(x).cummax(self.dim).values) if x.numel() else x
+        return self._flip(self._flip(x).cummax(self.dim).values) if x.numel() else x
 
     def dense(self) -> Tensor:
         before, n, after = (

@@ -1,4 +1,4 @@
-"""An explicit matrix: whatever is linear and small, and has no better name."""
+"""An explicit matrix: for small linear maps without a known structure."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Dense(Map):
         return each(flat, lambda part: part.reshape(self.out_shape))
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if at is not None or not self._plain(x):
+        if at is not None or not self._all_finite(x):
             return self.largest(x, at)
         value, source = winner(x.reshape(1, 1, -1), self.matrix.t().unsqueeze(0))
         return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        if not self._plain(x):
+        if not self._all_finite(x):
             return super().select(x, marks, value)
         matrix = self.matrix.t().unsqueeze(0)
         found = contraction(x.reshape(1, 1, -1), matrix, value=value, marks=marks.reshape(1, 1, -1))
@@ -47,8 +47,10 @@ class Dense(Map):
         largest = None if found.value is None else found.value.reshape(self.out_shape)
         return largest, found.marks.reshape(self.out_shape)
 
-    def _plain(self, x: Tensor) -> bool:
-        """Whether a product with an entry of 0 is 0: no entry, so no contribution."""
+    def _all_finite(self, x: Tensor) -> bool:
+        """Whether x is finite, so that entries of 0 contribute 0 and the dense kernels can be used:
+        a zero of the matrix is no entry, but 0 · ∞ would be NaN.
+        """
         return bool(x.isfinite().all())
 
     def rows(self, at: Tensor) -> Rows:

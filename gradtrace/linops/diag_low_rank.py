@@ -13,7 +13,7 @@ from gradtrace.kernels import argmax, steps
 from gradtrace.kernels.cuda_steps import LineLayout
 from gradtrace.kernels.rows import others
 from gradtrace.kernels.steps import LowRankLines
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, numbers_in, offsets, strides_of
+from gradtrace.linops.base import Best, Count, Map, Rows, chosen, multi_index, offsets, strides_of
 from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.linops.indexing import located, picked
 from gradtrace.pytorch.plain_tensors import plain
@@ -27,6 +27,8 @@ class Normaliser(Map):
 
     One weight for a pair: ``J[i, j] = δᵢⱼ·d[i] + Σᵣ left[r][i]·right[r][j]`` where i and j agree
     outside ``dims``. ``diagonal``, ``left`` and ``right`` broadcast to the shape.
+
+    A line is the set of elements that differ only along ``dims``; a place is a position on it.
     """
 
     __slots__ = ("diagonal", "dims", "left", "right")
@@ -54,19 +56,20 @@ class Normaliser(Map):
     # Along lines ---------------------------------------------------------------------------------
 
     def _lines(self, x: Tensor) -> Tensor:
-        """A tensor that broadcasts to the shape, as (lines, elements of a line)."""
-        order, _, width = _ordered(self.in_shape, self.dims)
+        """A tensor that broadcasts to the shape, reshaped to (lines, elements of a line)."""
+        order, _, width = _line_order(self.in_shape, self.dims)
         if x.shape != self.in_shape:
             x = x.expand(*self.in_shape)
         return torch.reshape(x if order is None else torch.permute(x, order), (-1, width))
 
     def _back(self, lines: Tensor) -> Tensor:
-        order, back, _ = _ordered(self.in_shape, self.dims)
+        """The inverse of ``_lines``."""
+        order, back, _ = _line_order(self.in_shape, self.dims)
         if order is None or back is None:
             return lines if lines.shape == self.in_shape else torch.reshape(lines, self.in_shape)
         return lines.reshape([self.in_shape[d] for d in order]).permute(back)
 
-    def _own(self) -> Tensor:
+    def _own_weights(self) -> Tensor:
         """``J[i, i]``."""
         total = wide(self.diagonal)
         for u, v in zip(self.left, self.right):
@@ -78,13 +81,13 @@ class Normaliser(Map):
             if semiring == MAX:
                 return (self.best(x[0]).value,)
             return self.generic(x, semiring)
-        # All but the own element: what lies before it ⊕ what lies after it.
+        # ⊕ over all elements but the own one: prefix ⊕ suffix, both exclusive.
         u, v = semiring.weigh(self.left[0]), semiring.weigh(self.right[0])
-        own = semiring.times(semiring.weigh(self._own()), x)
+        own = semiring.times(semiring.weigh(self._own_weights()), x)
         seen = each(semiring.times(v, x), self._lines)
-        before = _shifted(semiring.scan(seen, 1), semiring)
-        turned = semiring.scan(each(seen, lambda part: part.flip(1)), 1)
-        after = each(_shifted(turned, semiring), lambda part: part.flip(1))
+        before = _exclusive(semiring.scan(seen, 1), semiring)
+        reversed_ = semiring.scan(each(seen, lambda part: part.flip(1)), 1)
+        after = each(_exclusive(reversed_, semiring), lambda part: part.flip(1))
         others = each(semiring.plus(before, after), self._back)
         return semiring.plus(own, semiring.times(u, others))
 
@@ -98,57 +101,59 @@ class Normaliser(Map):
         if at is not None and 2 * at.numel() < self.inputs and self.width > 1:
             return self._best_at(x, at)
         x = wide(x)
-        found = steps.normalise(self._along(x))
-        value, place = self._chosen(x) if found is None else (found.value, found.place)
-        base, over = self._places(torch.arange(self.inputs, device=x.device))
+        found = steps.normalise(self._as_lines(x))
+        value, place = self._best_places(x) if found is None else (found.value, found.place)
+        base, over = self._source_offsets(torch.arange(self.inputs, device=x.device))
         assert value is not None and place is not None
         source = base.reshape(self.in_shape) + over[self._back(place)]
         return chosen(self._back(value), source, at)
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         if self.inputs:
-            found = self._carried(wide(x), marks, value)
+            found = self._selected(wide(x), marks, value)
             if found is not None and found.marks is not None:
                 size = self._back(found.value) if value and found.value is not None else None
                 return size, self._back(found.marks)
         return super().select(x, marks, value)
 
-    def _carried(self, x: Tensor, marks: Tensor, value: bool) -> steps.LargestEntry | None:
-        """By the kernel, on tensors as they lie, unless one has to be copied to be lines."""
+    def _selected(self, x: Tensor, marks: Tensor, value: bool) -> steps.LargestEntry | None:
+        """``select`` by a kernel: reads the tensors with their strides if these allow it, else
+        copies them to lines. None if no kernel supports it.
+        """
         left, right = [wide(u) for u in self.left], [wide(v) for v in self.right]
         diagonal = wide(self.diagonal)
         tensors = [(part.shape, part.stride()) for part in (diagonal, x, *left, *right, marks)]
-        lies = _lies(self.in_shape, self.dims, *tensors)
-        if lies is None:
-            return steps.normalise(self._along(x), self._lines(marks), value)
-        return steps.normalise(LowRankLines(diagonal, left, right, x), marks, value, lies)
+        layout = _line_layout(self.in_shape, self.dims, *tensors)
+        if layout is None:
+            return steps.normalise(self._as_lines(x), self._lines(marks), value)
+        return steps.normalise(LowRankLines(diagonal, left, right, x), marks, value, layout)
 
-    def _along(self, x: Tensor) -> LowRankLines:
-        """The map line by line."""
+    def _as_lines(self, x: Tensor) -> LowRankLines:
+        """The map's tensors as (lines, elements of a line)."""
         diagonal, *parts = (self._lines(wide(p)) for p in (self.diagonal, *self.left, *self.right))
         rank = len(self.left)
         return LowRankLines(diagonal, parts[:rank], parts[rank:], self._lines(x))
 
-    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _best_places(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The largest contribution to each element of each line, and its place."""
-        own = self._lines((self._own() * x).abs())
+        own = self._lines((self._own_weights() * x).abs())
         number = torch.arange(self.width, device=x.device)
         return _larger(own, number, *self._others(x))
 
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
-        """``best`` of few elements: only lines that they lie on are looked at."""
+        """``best`` of some elements: only their lines are read."""
         number = at.reshape(-1)
-        base, over = self._places(number)
+        base, over = self._source_offsets(number)
         place = torch.searchsorted(over, number - base)
-        line, few = self._line(number)
+        line, used_lines = self._line_of(number)
         left = torch.stack([_at(u, number, self.in_shape) for u in self.left])
         if len(left) == 1:
-            size = _some(self._lines((wide(self.right[0]) * wide(x)).abs()), few)
+            size = _rows_at(self._lines((wide(self.right[0]) * wide(x)).abs()), used_lines)
             value, other = _two_largest(size, line, place)
             value = left[0].abs() * value
         else:
-            right = [_some(self._lines(wide(v)), few) for v in self.right]
-            here = _some(self._lines(wide(x)), few)
+            right = [_rows_at(self._lines(wide(v)), used_lines) for v in self.right]
+            here = _rows_at(self._lines(wide(x)), used_lines)
             value, other = others(left, torch.stack(right), here, line, place)
         own = _at(self.diagonal, number, self.in_shape)
         for u, v in zip(left, self.right):
@@ -157,26 +162,32 @@ class Normaliser(Map):
         value, winner = _larger(own, place, value, other)
         return chosen(value.reshape(at.shape), (base + over[winner]).reshape(at.shape), None)
 
-    def _line(self, at: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The line that each element lies on, among these few (None: among all)."""
+    def _line_of(self, at: Tensor) -> tuple[Tensor, Tensor | None]:
+        """For each element the index of its line in a list of distinct lines, and that list (None:
+        all lines).
+        """
         kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
         along = dict(zip(kept, strides_of(tuple(self.in_shape[d] for d in kept))))
         line = located(at, self.in_shape, [along.get(d, 0) for d in range(len(self.in_shape))])
         if len(at) * self.width >= self.inputs:
             return line, None
-        few, line = line.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        return line, few
+        used_lines, line = line.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        return line, used_lines
 
     def _others(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For each element of each line the largest contribution of another, and its place."""
+        """For each element of each line the largest contribution of another element, and its place
+        on the line.
+        """
         if len(self.left) == 1:
-            return self._others_of_one(x)
+            return self._others_rank_one(x)
         lines = [self._lines(wide(part)) for part in (*self.left, *self.right)]
         rank = len(self.left)
         return PointCloud(lines[:rank], lines[rank:], self._lines(x)).others()
 
-    def _others_of_one(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rank one: the largest of a line, or the second largest where that is the own one."""
+    def _others_rank_one(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``_others`` for rank one: the largest of the line, or the second largest for the element
+        that is itself the largest.
+        """
         u = self._lines(wide(self.left[0])).abs()
         size = self._lines((wide(self.right[0]) * x).abs())
         most, first = argmax(size, 1)
@@ -192,7 +203,7 @@ class Normaliser(Map):
     # Rows ----------------------------------------------------------------------------------------
 
     def rows(self, at: Tensor) -> Rows:
-        base, over = self._places(at)
+        base, over = self._source_offsets(at)
         source = base.unsqueeze(1) + over
         weight = torch.zeros((), device=at.device)
         for u, v in zip(self.left, self.right):
@@ -208,11 +219,11 @@ class Normaliser(Map):
         own = weight + _at(self.diagonal, at, self.in_shape)
         return torch.where(source == at, own, weight).double()
 
-    def _places(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the line of each element begins, and the steps along it."""
+    def _source_offsets(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The elements on the lines of these elements, as ``base[i] + over[place]``."""
         steps = strides_of(self.in_shape)
         base = torch.zeros_like(at)
-        for d, number in enumerate(numbers_in(at, self.in_shape)):
+        for d, number in enumerate(multi_index(at, self.in_shape)):
             if d not in self.dims:
                 base = base + number * steps[d]
         sizes = tuple(self.in_shape[d] for d in self.dims)
@@ -253,9 +264,9 @@ class Normaliser(Map):
 
 
 @lru_cache(maxsize=4096)
-def _ordered(shape: Shape, dims: Shape) -> tuple[Shape | None, Shape | None, int]:
-    """The order of dimensions in which lines come last, and back (None: they do), and how long a
-    line is.
+def _line_order(shape: Shape, dims: Shape) -> tuple[Shape | None, Shape | None, int]:
+    """The permutation that moves ``dims`` last and its inverse (None: they are last already), and
+    the length of a line.
     """
     order = (*(d for d in range(len(shape)) if d not in dims), *dims)
     width = prod(shape[d] for d in dims)
@@ -265,16 +276,16 @@ def _ordered(shape: Shape, dims: Shape) -> tuple[Shape | None, Shape | None, int
 
 
 @lru_cache(maxsize=4096)
-def _lies(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> LineLayout | None:
-    """How tensors of these shapes and strides, broadcast to a shape, lie as lines; None if one of
-    them has to be copied for that.
+def _line_layout(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> LineLayout | None:
+    """The strides across and along lines of tensors with these shapes and strides, broadcast to
+    ``shape``; None if one of them would have to be copied.
     """
     kept = tuple(d for d in range(len(shape)) if d not in dims)
     found: list[tuple[int, int]] = []
     for sizes, strides in tensors:
         missing = len(shape) - len(sizes)
         steps = [0] * missing + [s if size > 1 else 0 for size, s in zip(sizes, strides)]
-        line, along = _step(shape, steps, kept), _step(shape, steps, dims)
+        line, along = _merged_stride(shape, steps, kept), _merged_stride(shape, steps, dims)
         if line is None or along is None:
             return None
         found.append((line, along))
@@ -282,9 +293,9 @@ def _lies(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> LineLayou
     return LineLayout(lines, n, shape, tuple(found))
 
 
-def _step(shape: Shape, steps: Sequence[int], dims: Shape) -> int | None:
-    """What one more adds to the place of an element where dimensions are counted through as one,
-    the last first; None if it is not always the same.
+def _merged_stride(shape: Shape, steps: Sequence[int], dims: Shape) -> int | None:
+    """The stride of these dimensions merged into one, the last varying fastest; None if they cannot
+    be merged.
     """
     found, length = 0, 1
     for d in reversed(dims):
@@ -299,24 +310,26 @@ def _step(shape: Shape, steps: Sequence[int], dims: Shape) -> int | None:
 
 
 def _at(x: Tensor, number: Tensor, shape: Shape) -> Tensor:
-    """Elements by number of a tensor that broadcasts to a shape."""
+    """The elements with these numbers of a tensor that broadcasts to ``shape``."""
     return wide(picked(x, shape, number))
 
 
-def _some(lines: Tensor, few: Tensor | None) -> Tensor:
-    return lines if few is None else lines.index_select(0, few)
+def _rows_at(lines: Tensor, used_lines: Tensor | None) -> Tensor:
+    return lines if used_lines is None else lines.index_select(0, used_lines)
 
 
 def _larger(own: Tensor, number: Tensor, others: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     """The larger of an element's own contribution and that of another, and its place."""
-    # The own element wins ties against later ones only; NaN wins against numbers.
+    # The lower place wins ties; NaN wins against numbers.
     first = (own > others) | ((own == others) & (number < place)) | (place < 0)
     first |= own.isnan() & ~(others.isnan() & (place < number))
     return torch.where(first, own, others), torch.where(first, number, place)
 
 
 def _two_largest(size: Tensor, line: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-    """For elements of lines the largest of the others, and its place; size is overwritten."""
+    """For elements (line, place ``skip``) the largest of the others on its line, and its place.
+    Overwrites ``size``.
+    """
     most, first = argmax(size, 1)
     second_most, second = argmax(size.scatter_(1, first.unsqueeze(1), -1.0), 1)
     is_first = skip == first[line]
@@ -324,8 +337,8 @@ def _two_largest(size: Tensor, line: Tensor, skip: Tensor) -> tuple[Tensor, Tens
     return value, torch.where(is_first, second[line], first[line])
 
 
-def _shifted(lines: Value, semiring: Semiring) -> Value:
-    """A prefix ⊕ without the element itself."""
+def _exclusive(lines: Value, semiring: Semiring) -> Value:
+    """An inclusive prefix ⊕ made exclusive: shifted by one along the line."""
     return tuple(
         torch.cat([part.new_full((len(part), 1), zero), part[:, :-1]], 1)
         for part, zero in zip(lines, semiring.zero)

@@ -1,4 +1,4 @@
-"""``out[i, k] = ⊕ⱼ φ(x[i, k] − y[j, k]) · in[i, j]``: back through distances between points."""
+"""``out[i, k] = ⊕ⱼ φ(x[i, k] − y[j, k]) · in[i, j]``: the backward of pairwise distances."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradtrace.linops.base import Best, Count, Map, Rows, numbers_in
+from gradtrace.linops.base import Best, Count, Map, Rows, multi_index
 from gradtrace.linops.contraction import Contract
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import cast, wide
 from gradtrace.types import Shape
 
-WEIGHTS = 1 << 18
-"""The most weights that are written out at a time; so many fit into a processor's own memory."""
+CHUNK_WEIGHTS = 1 << 18
+"""The most weights that are materialised at a time; this many fit into a CPU's cache."""
 
 Result = TypeVar("Result")
 
 
 class Distances(Map):
     """From (batch, n, m), one number for each pair of points, to (batch, n, k), the coordinates of
-    the first of them. The weight is ``φ(gap) = sign(gap)·|gap|^(power − 1)`` of the gap between the
-    coordinates; for an infinite power its sign, if the gap is as large as the ``distance``, and
-    else 0. There are n·m·k weights, and they are never all there at once.
+    the first point. The weight is ``φ(gap) = sign(gap)·|gap|^(power − 1)`` of the gap between the
+    coordinates; for an infinite power it is sign(gap) if |gap| equals the ``distance``, else 0.
+    There are n·m·k weights for each sample of the batch; they are materialised in chunks.
     """
 
     __slots__ = ("distance", "power", "x", "y")
@@ -59,9 +59,9 @@ class Distances(Map):
         return slope if self.power > 1 else torch.where(gap == 0, 0, slope)
 
     def _parts(self) -> Iterator[tuple[Contract, slice]]:
-        """The map of some points of a batch at a time, and which rows of (batch·n) they are."""
+        """The map as contractions of a chunk of points each, with their rows of (batch·n)."""
         batch, n, m, k = self._sizes
-        step = max(1, WEIGHTS // max(1, m * k))
+        step = max(1, CHUNK_WEIGHTS // max(1, m * k))
         for b in range(batch if self.outputs else 0):
             for first in range(0, n, step):
                 last = min(n, first + step)
@@ -74,7 +74,7 @@ class Distances(Map):
         return [call(part, rows) for part, rows in self._parts()]
 
     def _lines(self, x: Tensor) -> Tensor:
-        """(batch·n, m)."""
+        """The input reshaped to (batch·n, m)."""
         batch, n, m, _ = self._sizes
         return x.reshape(batch * n, m)
 
@@ -104,19 +104,19 @@ class Distances(Map):
         return Best(value.reshape(self.out_shape), source.reshape(self.out_shape))
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        lines, beside = self._lines(x), self._lines(marks)
-        found = self._each(lambda part, rows: part.select(lines[rows], beside[rows], value))
+        lines, ids = self._lines(x), self._lines(marks)
+        found = self._each(lambda part, rows: part.select(lines[rows], ids[rows], value))
         if not found:
             return super().select(x, marks, value)
-        handed = torch.cat([numbers for _, numbers in found]).reshape(self.out_shape)
+        selected = torch.cat([numbers for _, numbers in found]).reshape(self.out_shape)
         if not value:
-            return None, handed
+            return None, selected
         largest = torch.cat([most for most, _ in found if most is not None])
-        return largest.reshape(self.out_shape), handed
+        return largest.reshape(self.out_shape), selected
 
     def rows(self, at: Tensor) -> Rows:
         _, n, m, k = self._sizes
-        line, along = numbers_in(at, (self.outputs // max(k, 1), k))
+        line, along = multi_index(at, (self.outputs // max(k, 1), k))
         batch, point = line // max(n, 1), line % max(n, 1)
         source = line.unsqueeze(1) * m + torch.arange(m, device=at.device)
         gap = self.x[batch, point, along].unsqueeze(1) - self.y[batch, :, along]

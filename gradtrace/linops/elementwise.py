@@ -16,7 +16,7 @@ from gradtrace.types import Shape
 
 
 class Identity(Map):
-    """``out[i] = in[i]``, in a shape of as many elements in the same order."""
+    """``out[i] = in[i]``: a reshape that keeps the order of elements."""
 
     __slots__ = ()
     single_source = single_target = is_gather = True
@@ -45,8 +45,8 @@ class Identity(Map):
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         size = wide(x).abs().reshape(self.out_shape)
-        handed = torch.where(size != 0, marks.reshape(self.out_shape), 0)
-        return size if value else None, handed
+        selected = torch.where(size != 0, marks.reshape(self.out_shape), 0)
+        return size if value else None, selected
 
     def rows(self, at: Tensor) -> Rows:
         return Rows(at.unsqueeze(1), torch.ones((), device=at.device))
@@ -64,7 +64,8 @@ class Identity(Map):
         return count.reshape(self.out_shape) if isinstance(count, Tensor) else count
 
 
-EXACT = frozenset({torch.float32, torch.float64})
+FULL_PRECISION = frozenset({torch.float32, torch.float64})
+"""Dtypes in which PyTorch rounds a Python number to the dtype before multiplying."""
 
 
 class Scale(Map):
@@ -81,10 +82,10 @@ class Scale(Map):
         if isinstance(self.weight, Tensor):
             return nearby(self.weight, like.device)
         dtype = like.dtype if like.is_floating_point() else torch.float64
-        return torch.full((), self.weight, dtype=dtype, device=like.device)  # nobody waits for it
+        return torch.full((), self.weight, dtype=dtype, device=like.device)  # fill: no host sync
 
     def apply(self, x: Tensor) -> Tensor:
-        if x.dtype in EXACT:  # a number becomes one of these before it is multiplied
+        if x.dtype in FULL_PRECISION:
             return x * self.weight
         return self._weight(x) * x
 

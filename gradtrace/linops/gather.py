@@ -1,4 +1,4 @@
-"""``out[i] = in[src[i]]``, or nothing: whatever only moves elements."""
+"""``out[i] = in[src[i]]``, or zero: maps that only move elements."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradtrace.types import Shape
 class Index(Map):
     """``out[i] = in[src[i]]``, or ⊕'s zero where ``src[i]`` is -1.
 
-    ``move`` is the operation itself (a view, a gather, a padding), which must work on a tensor of
-    any dtype and put 0 where nothing comes from; run on element numbers it tells ``src``.
-    ``fills`` says whether it may put zeros at all, ``injective`` whether it takes no element twice
-    (None: find out).
+    ``move`` is the operation itself (a view, a gather, a padding). It must work on tensors of any
+    dtype and write 0 where there is no source; applied to element numbers it gives ``src``.
+    ``fills`` says whether it may write zeros at all, ``injective`` whether it reads no element
+    twice (None: determined on demand).
     """
 
     __slots__ = ("fills", "injective", "move")
@@ -42,12 +42,12 @@ class Index(Map):
         self.injective = injective
 
     def source(self, device: torch.device | None = None) -> Tensor:
-        """For each output element, the number of the input element it is; -1 for none."""
+        """``src``: for each output element the number of its input element, -1 for none."""
         numbers = torch.arange(1, self.inputs + 1, device=device).reshape(self.in_shape)
         return self.move(numbers).reshape(self.out_shape) - 1
 
     def sources(self, at: Tensor) -> Tensor:
-        """``src`` at these output elements only. A view's follows from its strides."""
+        """``src`` at these output elements only. For a view it is computed from the strides."""
         if not self.fills and self.inputs:
             numbers = torch.empty(self.in_shape, dtype=torch.uint8, device=at.device)
             moved = self.move(numbers)
@@ -59,17 +59,17 @@ class Index(Map):
 
     @property
     def single_target(self) -> bool:  # type: ignore[override]
-        """Whether no element is taken twice."""
+        """Whether no element is read twice; determined on first access if not given."""
         if self.injective is None:
-            self.injective = self._finds_injective()
+            self.injective = self._is_injective()
         return self.injective
 
-    def _finds_injective(self) -> bool:
+    def _is_injective(self) -> bool:
         if not self.fills and self.outputs > self.inputs:
             return False
         source = self.source().reshape(-1)
         taken = torch.zeros(self.inputs + 1, dtype=torch.bool, device=source.device)
-        taken[source + 1] = True  # the first place is that of what comes from nowhere
+        taken[source + 1] = True  # slot 0 collects the elements without a source
         return int(taken[1:].sum()) == int((source >= 0).sum())
 
     def apply(self, x: Tensor) -> Tensor:
@@ -135,14 +135,14 @@ class Index(Map):
 
 
 class Slot(Index):
-    """A stretch of the output along a dimension is the input, in the shape ``cut``; the rest is
-    nothing. Concatenations are sums of such.
+    """Writes the input, in the shape ``cut``, to the output from ``start`` on along ``dim``; the
+    rest is zero. A concatenation is a sum of slots.
     """
 
     __slots__ = ("cut", "dim", "start")
 
     def __init__(self, dim: int, start: int, cut: Shape, in_shape: Shape, out_shape: Shape) -> None:
-        def put(x: Tensor) -> Tensor:  # a method of this map would hold it by itself, for ever
+        def put(x: Tensor) -> Tensor:  # a bound method would make a reference cycle with the map
             out = x.new_zeros(out_shape)
             out.narrow(dim, start, cut[dim]).copy_(x.reshape(cut))
             return out
@@ -158,15 +158,15 @@ class Slot(Index):
 
     def sources(self, at: Tensor) -> Tensor:
         size, inner = self.cut[self.dim], prod(self.cut[self.dim + 1 :])
-        line = at // inner
-        along = line % self.out_shape[self.dim] - self.start
-        source = (line // self.out_shape[self.dim] * size + along) * inner + at % inner
+        outer = at // inner
+        along = outer % self.out_shape[self.dim] - self.start
+        source = (outer // self.out_shape[self.dim] * size + along) * inner + at % inner
         return torch.where((along >= 0) & (along < size), source, -1)
 
 
 def tiling(maps: Sequence[Map]) -> list[int] | None:
-    """The order in which the inputs of these maps, one after the other, are the whole output; None
-    if they are not.
+    """The order in which the inputs of these maps, concatenated, are the whole output; None if the
+    maps are not slots that tile it without gaps or overlaps.
     """
     slots = [map_ for map_ in maps if isinstance(map_, Slot)]
     if len(slots) < len(maps) or len({(slot.dim, slot.out_shape) for slot in slots}) != 1:
@@ -180,7 +180,7 @@ def tiling(maps: Sequence[Map]) -> list[int] | None:
 
 
 def tiled(maps: Sequence[Map], parts: Sequence[Tensor], order: list[int]) -> Tensor:
-    """The inputs of slots, one after the other."""
+    """The inputs of slots, concatenated in ``order``."""
     slots = [map_ for map_ in maps if isinstance(map_, Slot)]
     cuts = [(parts[n], slots[n].cut) for n in order]
     pieces = [part if part.shape == cut else part.reshape(cut) for part, cut in cuts]
@@ -188,7 +188,7 @@ def tiled(maps: Sequence[Map], parts: Sequence[Tensor], order: list[int]) -> Ten
 
 
 def gather(source: Tensor, in_shape: Shape) -> Index:
-    """The ``Index`` of written-out source numbers (-1: nothing)."""
+    """The ``Index`` with explicit source numbers (-1: no source)."""
     out_shape = tuple(source.shape)
 
     def move(x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def gather(source: Tensor, in_shape: Shape) -> Index:
         if not flat.numel():
             return x.new_zeros(out_shape)
         there = source >= 0
-        nothing = torch.zeros((), dtype=x.dtype, device=x.device)
-        return torch.where(there, flat[source.clamp(min=0)], nothing)
+        zero = torch.zeros((), dtype=x.dtype, device=x.device)
+        return torch.where(there, flat[source.clamp(min=0)], zero)
 
     return Index(move, in_shape, out_shape, fills=bool((source < 0).any()))

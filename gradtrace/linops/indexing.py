@@ -1,4 +1,4 @@
-"""Elements by number: where single ones lie in memory, so that no tensor is written out."""
+"""Access to elements by number: computes their memory offsets, so that no tensor is copied."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from gradtrace.types import Shape
 
 
 @lru_cache(maxsize=4096)
-def _legs(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ...]:
-    """``(step, size, stride)``, last first: element n lies at ``Σ (n // step % size)·stride``.
+def _merged_dims(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ...]:
+    """``(step, size, stride)``, last dimension first: element n is at offset
+    ``Σ (n // step % size)·stride``.
 
-    Dimensions that follow one another in memory are one.
+    Dimensions that are contiguous with respect to each other are merged.
     """
     found: list[tuple[int, int, int]] = []
     step = 1
@@ -33,29 +34,30 @@ def _legs(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ...]:
 
 
 def located(at: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """``Σ index·stride`` of each element, by number in row-major order of ``sizes``."""
-    legs = _legs(tuple(sizes), tuple(strides))
-    if at.is_cpu and at.shape == (1,):  # as whole numbers, which takes a third of the time
+    """The memory offset ``Σ index·stride`` of each element, numbered row-major in ``sizes``."""
+    dims = _merged_dims(tuple(sizes), tuple(strides))
+    if at.is_cpu and at.shape == (1,):  # in Python integers, which takes a third of the time
         n = int(at)
         return torch.tensor(
-            [sum(n // step % size * stride for step, size, stride in legs)], device="cpu"
+            [sum(n // step % size * stride for step, size, stride in dims)], device="cpu"
         )
     total: Tensor | None = None
-    for n, (step, size, stride) in enumerate(legs):
+    for n, (step, size, stride) in enumerate(dims):
         if not stride:
             continue
         number = at // step if step > 1 else at
-        number = number % size if n + 1 < len(legs) else number
+        number = number % size if n + 1 < len(dims) else number
         number = number * stride if stride != 1 else number
         total = number if total is None else total + number
     return torch.zeros_like(at) if total is None else total
 
 
 def nearby(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor without dimensions on a device; any other, as it is.
+    """A 0-dimensional tensor, moved to a device; any other tensor is returned as it is.
 
-    PyTorch lets such a tensor of the CPU meet those of a GPU (``x * torch.tensor(2.0)``), but only
-    as long as nothing is expanded or indexed. Its number is filled in: a copy could wait.
+    PyTorch allows a 0-dimensional CPU tensor in operations on a GPU (``x * torch.tensor(2.0)``),
+    but not once it is expanded or indexed. The new tensor is made by a fill, because a copy could
+    synchronise.
     """
     if x.dim() or x.device == device:
         return x
@@ -66,7 +68,7 @@ def nearby(x: Tensor, device: torch.device) -> Tensor:
 
 
 def picked(x: Tensor, shape: Shape, at: Tensor) -> Tensor:
-    """Elements by number of a tensor that broadcasts to a shape."""
+    """The elements with these numbers of a tensor that broadcasts to ``shape``."""
     x = nearby(x, at.device)
     if not at.numel():
         return x.new_empty(at.shape)
@@ -84,15 +86,17 @@ def picked(x: Tensor, shape: Shape, at: Tensor) -> Tensor:
 
 
 def laid(x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor's memory as a line, and where in it elements by number lie. Writing to it writes to
-    the tensor, whose elements must fill the memory between its first and its last.
+    """A 1-d view of a tensor's memory, and the offsets in it of the elements with these numbers.
+    Writing to the view writes to the tensor, which must be dense in memory (``filled``).
     """
-    assert filled(x), "elements lie apart, or on top of each other"
+    assert filled(x), "the elements have gaps in memory, or overlap"
     return x.as_strided((x.numel(),), (1,)), located(at, tuple(x.shape), x.stride())
 
 
 def filled(x: Tensor) -> bool:
-    """Whether a tensor's elements fill the memory between its first and its last."""
+    """Whether the memory from a tensor's first to its last element has as many elements as the
+    tensor: no gaps.
+    """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
     return extent == x.numel()
 

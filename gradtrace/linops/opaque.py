@@ -1,4 +1,4 @@
-"""A linear function too large to be written out, and of no known structure."""
+"""A linear function of unknown structure that is too large to be materialised as a matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from gradtrace.types import Shape
 
 
 class Opaque(Map):
-    """``out = f(in)``, linear, entries unknown: enough to follow whole tensors."""
+    """``out = f(in)``, linear, with unknown entries. Enough for tracing at operator granularity;
+    everything that needs entries raises TooLarge with ``reason``.
+    """
 
     __slots__ = ("function", "reason")
 

@@ -1,4 +1,4 @@
-"""``out = ⊕ in`` over dimensions: sums, means, the undoing of broadcasting."""
+"""``out = ⊕ in`` over dimensions: sums, means, the backward of broadcasting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradtrace.linops.base import (
     Map,
     Rows,
     chosen,
-    numbers_in,
+    multi_index,
     offsets,
     ones_at,
     resized,
@@ -39,7 +39,7 @@ class Reduce(Map):
 
     @property
     def single_source(self) -> bool:  # type: ignore[override]
-        """Whether the dimensions summed over are of size 1 anyway."""
+        """Whether all dimensions summed over are of size 1 or 0."""
         return all(self.in_shape[d] <= 1 for d in self.dims)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -52,32 +52,32 @@ class Reduce(Map):
         if at is not None:
             return self.largest(x, at)
         kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
-        lines = wide(x).abs().permute([*kept, *sorted(self.dims)])
-        base, over = self._places(torch.arange(self.outputs, device=x.device))
-        value, place = argmax(lines.reshape(self.outputs, self.width), 1)
+        slices = wide(x).abs().permute([*kept, *sorted(self.dims)])
+        base, over = self._source_offsets(torch.arange(self.outputs, device=x.device))
+        value, place = argmax(slices.reshape(self.outputs, self.width), 1)
         source = base + over[place.clamp(min=0)] if self.width else place
         return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        largest, handed = steps.reduce(x, marks, self.dims)
+        largest, selected = steps.reduce(x, marks, self.dims)
         shape = self.out_shape
-        if handed.shape == shape:
-            return largest if value else None, handed
-        return torch.reshape(largest, shape) if value else None, torch.reshape(handed, shape)
+        if selected.shape == shape:
+            return largest if value else None, selected
+        return torch.reshape(largest, shape) if value else None, torch.reshape(selected, shape)
 
     def rows(self, at: Tensor) -> Rows:
-        base, over = self._places(at)
+        base, over = self._source_offsets(at)
         return Rows(base.unsqueeze(1) + over, torch.ones((), device=at.device))
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         return ones_at(at)
 
-    def _places(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the line of each output element begins, and the steps along it."""
+    def _source_offsets(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The input elements that output elements are sums of, as ``base[i] + over[k]``."""
         steps = strides_of(self.in_shape)
         kept = [d for d in range(len(self.in_shape)) if d not in self.dims]
         base = torch.zeros_like(at)
-        for d, number in zip(kept, numbers_in(at, tuple(self.in_shape[d] for d in kept))):
+        for d, number in zip(kept, multi_index(at, tuple(self.in_shape[d] for d in kept))):
             base = base + number * steps[d]
         over = sorted(self.dims)
         sizes = tuple(self.in_shape[d] for d in over)
@@ -105,12 +105,16 @@ class Reduce(Map):
         narrow = self.narrow(dim, index[0])
         return None if narrow is None else narrow.copies(len(index))
 
-    def _kept(self) -> Shape:
+    def _kept_shape(self) -> Shape:
         return tuple(1 if d in self.dims else n for d, n in enumerate(self.in_shape))
 
     def targets(self) -> Tensor:
-        """For each input element, the number of the output element it goes to."""
-        return torch.arange(self.outputs, device="cpu").reshape(self._kept()).expand(self.in_shape)
+        """For each input element the number of its output element."""
+        return (
+            torch.arange(self.outputs, device="cpu")
+            .reshape(self._kept_shape())
+            .expand(self.in_shape)
+        )
 
     def dense(self) -> Tensor:
         target = self.targets().reshape(1, -1)

@@ -1,4 +1,4 @@
-"""``out[i] = ⊕ in[j]`` over the j sent to i: index_add, embeddings, pooling."""
+"""``out[i] = ⊕ in[j]`` over the j whose target is i: index_add, embeddings, pooling."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.types import Shape
 
-SPARSE = 8
-"""With so many times fewer inputs than outputs, outputs that get nothing are not looked at."""
+SPARSE_RATIO = 8
+"""A scatter counts as sparse if it has this many times fewer inputs than outputs; then only outputs
+that are the target of an input are computed.
+"""
 
 
 class SparseElements(NamedTuple):
-    """Some elements by number: their values and marks."""
+    """Some elements: their numbers, values and provenance ids."""
 
     at: Tensor
     value: Tensor
@@ -27,7 +29,7 @@ class SparseElements(NamedTuple):
 
 
 class Scatter(Map):
-    """``out[i] = ⊕ in[j]`` over ``target[j] = i``; what has target -1 goes nowhere."""
+    """``out[i] = ⊕ in[j]`` over ``target[j] = i``; elements with target -1 are dropped."""
 
     __slots__ = ("target",)
     single_target = True
@@ -39,7 +41,9 @@ class Scatter(Map):
 
     @classmethod
     def table(cls, indices: Tensor, shape: Shape, rows: int, padding: int = -1) -> Scatter:
-        """Each row of the input to the row of a table that has its index; ``padding`` nowhere."""
+        """The backward of an embedding: row n of the input is added to row ``indices[n]`` of a
+        table with ``rows`` rows; input rows with index ``padding`` are dropped.
+        """
         width, places = shape[-1], indices.reshape(-1, 1)
         target = places * width + torch.arange(width, device=indices.device)
         if padding >= 0:
@@ -47,16 +51,16 @@ class Scatter(Map):
         return cls(target.reshape(shape), (rows, width))
 
     def targets(self) -> Tensor:
-        """For each input element, the number of the output element it goes to; -1 for none."""
+        """For each input element the number of its output element; -1 for none."""
         return self.target
 
     def apply(self, x: Tensor) -> Tensor:
-        out = x.new_zeros(self.outputs + 1)  # the last place takes what goes nowhere
+        out = x.new_zeros(self.outputs + 1)  # the last slot collects elements without a target
         place = self.target.reshape(-1).remainder(self.outputs + 1)
         return out.index_add_(0, place, x.reshape(-1))[:-1].reshape(self.out_shape)
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
-        """``total + apply(x)``, written into ``total``: only where there is something to add."""
+        """``total += apply(x)`` in place; only elements that are a target are written."""
         target = self.target.reshape(-1)
         there = (target >= 0).nonzero().reshape(-1)
         total.view(-1).index_add_(0, target[there], x.reshape(-1)[there])
@@ -83,37 +87,37 @@ class Scatter(Map):
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         target = self.target.reshape(-1)
         if not value and self.sparse:
-            few = self.few(x, marks)
+            elements = self.few(x, marks)
             out = marks.new_zeros(self.outputs)
-            out[few.at] = few.marks
+            out[elements.at] = elements.marks
             return None, out.reshape(self.out_shape)
-        largest, handed = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
-        return largest.reshape(self.out_shape) if value else None, handed.reshape(self.out_shape)
+        largest, selected = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
+        return largest.reshape(self.out_shape) if value else None, selected.reshape(self.out_shape)
 
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
-        """``best`` of few elements: what is sent to others is left out."""
-        few, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        """``best`` of some elements: inputs with other targets are skipped."""
+        wanted, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         target = self.target.reshape(-1).contiguous()
-        place = torch.searchsorted(few, target).clamp(max=max(0, len(few) - 1))
-        mine = (few[place] == target).nonzero().reshape(-1) if len(few) else target[:0]
-        small = Scatter(place[mine], (len(few),)).best(x.reshape(-1)[mine])
+        place = torch.searchsorted(wanted, target).clamp(max=max(0, len(wanted) - 1))
+        mine = (wanted[place] == target).nonzero().reshape(-1) if len(wanted) else target[:0]
+        small = Scatter(place[mine], (len(wanted),)).best(x.reshape(-1)[mine])
         source = taken_at(mine, small.source, -1)
         return Best(small.value[back], source[back])
 
     @property
     def sparse(self) -> bool:
-        """Whether most outputs get nothing."""
-        return SPARSE * self.inputs < self.outputs
+        """Whether most outputs are the target of no input."""
+        return SPARSE_RATIO * self.inputs < self.outputs
 
     def few(self, x: Tensor, marks: Tensor) -> SparseElements:
-        """``apply`` and ``select``, to those outputs alone that something is sent to."""
+        """``apply`` and ``select`` for only the outputs that are the target of some input."""
         target = self.target.reshape(-1)
         at, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         flat = x.reshape(-1)
-        handed = steps.scatter(flat, marks.reshape(-1), place, len(at)).marks
+        selected = steps.scatter(flat, marks.reshape(-1), place, len(at)).marks
         value = flat.new_zeros(len(at)).index_add_(0, place, flat)
-        there = at >= 0  # what goes nowhere has a place of its own here
-        return SparseElements(at[there], value[there], handed[there])
+        there = at >= 0  # -1, no target, is one of the distinct targets here
+        return SparseElements(at[there], value[there], selected[there])
 
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)
@@ -142,13 +146,13 @@ class Scatter(Map):
         return Scatter(self.target.index_select(dim, index), self.out_shape)
 
     def copies(self, count: int) -> Map | None:
-        return self._apart(self.target.expand(count, *self.in_shape))
+        return self._batched(self.target.expand(count, *self.in_shape))
 
     def narrow_each(self, dim: int, index: Tensor) -> Map | None:
-        return self._apart(each_at(self.target, dim, index))
+        return self._batched(each_at(self.target, dim, index))
 
-    def _apart(self, targets: Tensor) -> Scatter:
-        """Each target in an output of its own."""
+    def _batched(self, targets: Tensor) -> Scatter:
+        """One scatter for a batch of targets, (count, *in_shape), each into its own output."""
         count = len(targets)
         shift = torch.arange(count, device=targets.device) * self.outputs
         shift = shift.reshape(count, *[1] * (targets.dim() - 1))

@@ -1,4 +1,4 @@
-"""Maps side by side: many inputs at once along a new first dimension, each with its own map."""
+"""Block-diagonal maps: independent inputs along a new first dimension, each with its own map."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gradtrace.semirings import Semiring, Value
 
 
 def copied(map_: Map, count: int) -> Map:
-    """The map of ``count`` inputs at once: ``out[n] = map(in[n])``."""
+    """The map of ``count`` independent inputs: ``out[n] = map(in[n])``."""
     found = map_.copies(count)
     return SideBySide([map_] * count) if found is None else found
 
 
 def narrowed(map_: Map, dim: int, index: Tensor) -> Map:
-    """``out[n] = map.narrow(dim, index[n])(in[n])``, for the rows of an index; it can be narrowed
-    there.
+    """``out[n] = map.narrow(dim, index[n])(in[n])``, for the rows of an index. ``map.narrow`` must
+    be defined for this dimension.
     """
     found = map_.narrow_each(dim, index)
     if found is not None:
@@ -29,7 +29,7 @@ def narrowed(map_: Map, dim: int, index: Tensor) -> Map:
 
 
 class SideBySide(Map):
-    """``out[n] = maps[n](in[n])``, for maps of one shape: a block of the Jacobian for each."""
+    """``out[n] = maps[n](in[n])``, for maps of equal shapes: a block-diagonal Jacobian."""
 
     __slots__ = ("maps",)
 
@@ -41,22 +41,22 @@ class SideBySide(Map):
 
     @property
     def single_source(self) -> bool:  # type: ignore[override]
-        """As all of them."""
+        """Whether all blocks are."""
         return all(m.single_source for m in self.maps)
 
     @property
     def single_target(self) -> bool:  # type: ignore[override]
-        """As all of them."""
+        """Whether all blocks are."""
         return all(m.single_target for m in self.maps)
 
     @property
     def is_gather(self) -> bool:  # type: ignore[override]
-        """As all of them."""
+        """Whether all blocks are."""
         return all(m.is_gather for m in self.maps)
 
     @property
     def is_diagonal(self) -> bool:  # type: ignore[override]
-        """As all of them."""
+        """Whether all blocks are."""
         return all(m.is_diagonal for m in self.maps)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class SideBySide(Map):
         if at is not None:
             return self._best_at(x, at)
         found = [m.best(part) for m, part in zip(self.maps, x)]
-        source = torch.stack([self._outside(n, best.source) for n, best in enumerate(found)])
+        source = torch.stack([self._to_whole(n, best.source) for n, best in enumerate(found)])
         return Best(torch.stack([best.value for best in found]), source)
 
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
@@ -82,7 +82,7 @@ class SideBySide(Map):
             best = self.maps[n].best(x[n], inside)
             if value is None:
                 value = best.value.new_zeros(len(number))
-            value[here], source[here] = best.value, self._outside(n, best.source)
+            value[here], source[here] = best.value, self._to_whole(n, best.source)
         if value is None:
             return self.largest(x, at)
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
@@ -99,7 +99,7 @@ class SideBySide(Map):
         weight = torch.zeros(len(at), width, dtype=torch.float64, device=at.device)
         for n, here, rows in blocks:
             used = slice(rows.source.shape[1])
-            source[here, used] = self._outside(n, rows.source)
+            source[here, used] = self._to_whole(n, rows.source)
             weight[here, used] = rows.weight.expand(rows.source.shape).double()
         return Rows(source, weight)
 
@@ -139,13 +139,13 @@ class SideBySide(Map):
         return max(m.width for m in self.maps)
 
     def _blocks(self, at: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For each map with elements among these outputs: where they are, and their numbers."""
+        """Output elements by block: (block, positions in ``at``, numbers within the block)."""
         size = max(1, self.maps[0].outputs)
         block = at // size
         for n in block.unique().tolist():  # type: ignore[no-untyped-call]
             here = (block == n).nonzero().reshape(-1)
             yield n, here, at[here] - n * size
 
-    def _outside(self, n: int, source: Tensor) -> Tensor:
-        """Numbers of elements of one input, as numbers of elements of all of them."""
+    def _to_whole(self, n: int, source: Tensor) -> Tensor:
+        """Input numbers within block n, as numbers in the whole input; -1 stays -1."""
         return torch.where(source >= 0, source + n * self.maps[n].inputs, -1)

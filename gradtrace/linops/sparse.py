@@ -1,4 +1,4 @@
-"""``out[i] = ⊕ₑ weight[e] · in[source[e]]`` over the entries of row i: a matrix of few entries."""
+"""``out[i] = ⊕ₑ weight[e] · in[source[e]]`` over the entries e of row i: a sparse matrix."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from gradtrace.kernels import steps
 from gradtrace.kernels.steps import Compressed
-from gradtrace.linops.base import Best, Count, Map, Rows, numbers_in, per_element
+from gradtrace.linops.base import Best, Count, Map, Rows, multi_index, per_element
 from gradtrace.semirings import MAX, SUM, Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.types import Shape
 
-PRODUCTS = 1 << 22
-"""The most products that are written out at a time."""
+CHUNK_PRODUCTS = 1 << 22
+"""The most products that are materialised at a time."""
 
 
 class Around(NamedTuple):
-    """How often a sparse matrix is there: each of ``blocks`` matrices is applied to ``planes``
+    """The batch dimensions of a sparse map: each of ``blocks`` matrices is applied to ``planes``
     planes of ``inner`` columns. The input is (blocks, planes, columns of the matrix, inner), the
     output (blocks, planes, rows of the matrix, inner).
     """
@@ -32,11 +32,11 @@ class Around(NamedTuple):
 
 
 class Sparse(Map):
-    """Block-diagonal sparse matrices in compressed rows, applied to many planes alike.
+    """Block-diagonal sparse matrices in CSR format, each applied to ``around.planes`` planes.
 
-    Row r of block b holds the entries from ``starts[b·rows + r]`` on; ``source`` says which column
-    of the block an entry belongs to, rising along a row, so there is one weight for a pair.
-    Everything costs in proportion to the entries.
+    Row r of block b holds the entries from ``starts[b·rows + r]`` on. ``source`` is the column of
+    each entry within its block, strictly ascending along a row, so there is one weight for a pair.
+    Every operation takes time proportional to the number of entries.
     """
 
     __slots__ = ("around", "source", "starts", "weight")
@@ -68,9 +68,9 @@ class Sparse(Map):
         out_shape: Shape,
         around: Around | None = None,
     ) -> Sparse:
-        """From entries (row, column, weight) in any order; weights of one pair are added up.
+        """From entries (row, column, weight) in any order; weights for the same pair are added.
 
-        Rows and columns are numbered through all blocks.
+        Rows and columns are numbered consecutively across blocks.
 
         >>> row, column = torch.tensor([1, 0, 1]), torch.tensor([2, 0, 2])
         >>> m = Sparse.of((row, column, torch.tensor([1.0, 5.0, 2.0])), (3,), (2,))
@@ -106,7 +106,7 @@ class Sparse(Map):
         return Compressed(self.starts, self.source, weight, (*self.around, columns, rows))
 
     def _row(self) -> Tensor:
-        """The row of each entry, through all blocks."""
+        """The row of each entry, numbered consecutively across blocks."""
         numbers = torch.arange(len(self.starts) - 1, device=self.starts.device)
         return numbers.repeat_interleave(self.starts.diff(), output_size=len(self.source))
 
@@ -125,10 +125,10 @@ class Sparse(Map):
         weight = each(semiring.weigh(self.weight), lambda part: part.reshape(1, -1, 1))
         row = self._row()
         column = self.source + row // max(rows, 1) * columns
-        turned = each(x, lambda part: self._turned(part, columns))
+        by_plane = each(x, lambda part: self._by_plane(part, columns))
         found = []
         for some in self._planes():
-            taken = tuple(part[some].index_select(1, column) for part in turned)
+            taken = tuple(part[some].index_select(1, column) for part in by_plane)
             product = each(semiring.times(weight, taken), lambda part: part.reshape(-1))
             size = len(taken[0]) * blocks * rows * inner
             target = torch.arange(size, device=row.device).reshape(-1, blocks * rows, inner)
@@ -140,15 +140,15 @@ class Sparse(Map):
         back = (planes, blocks, rows, inner)
         return each(whole, lambda part: part.reshape(back).transpose(0, 1).reshape(self.out_shape))
 
-    def _turned(self, x: Tensor, size: int) -> Tensor:
-        """(planes, all blocks one after the other, inner)."""
+    def _by_plane(self, x: Tensor, size: int) -> Tensor:
+        """(blocks, planes, size, inner) reshaped to (planes, blocks · size, inner)."""
         blocks, planes, inner = self.around
         whole = x.reshape(blocks, planes, size, inner).transpose(0, 1)
         return whole.reshape(planes, blocks * size, inner)
 
     def _planes(self) -> Iterator[slice]:
-        """As many planes at a time as their products fit."""
-        step = max(1, PRODUCTS // max(1, len(self.source) * self.around.inner))
+        """The planes in chunks of at most ``CHUNK_PRODUCTS`` products."""
+        step = max(1, CHUNK_PRODUCTS // max(1, len(self.source) * self.around.inner))
         planes = self.around.planes if self.outputs else 0
         return (slice(n, min(n + step, planes)) for n in range(0, planes, step))
 
@@ -170,14 +170,14 @@ class Sparse(Map):
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         x, weight = wide(x), wide(self.weight)
         kind = torch.promote_types(x.dtype, weight.dtype)
-        largest, handed = steps.sparse(self._compressed(weight.to(kind)), x.to(kind), marks)
+        largest, selected = steps.sparse(self._compressed(weight.to(kind)), x.to(kind), marks)
         largest = largest.reshape(self.out_shape)
-        return largest if value else None, handed.reshape(self.out_shape)
+        return largest if value else None, selected.reshape(self.out_shape)
 
     def rows(self, at: Tensor) -> Rows:
         columns, rows = self._sizes
         blocks, planes, inner = self.around
-        block, plane, row, along = numbers_in(at, (blocks, planes, rows, inner))
+        block, plane, row, along = multi_index(at, (blocks, planes, rows, inner))
         first = self.starts[block * rows + row]
         count = self.starts[block * rows + row + 1] - first
         number = torch.arange(int(count.max()) if len(at) else 0, device=at.device)
@@ -203,7 +203,7 @@ class Sparse(Map):
         blocks, planes, inner = self.around
         row = self._row()
         column = self.source + row // max(rows, 1) * columns
-        taken = self._turned(x, columns).index_select(1, column)
+        taken = self._by_plane(x, columns).index_select(1, column)
         target = row.reshape(1, -1, 1).expand(taken.shape)
         out = taken.new_zeros(planes, blocks * rows, inner).scatter_reduce(1, target, taken, "amax")
         return out.reshape(planes, blocks, rows, inner).transpose(0, 1).reshape(self.out_shape)

@@ -1,7 +1,7 @@
-"""Semirings: what takes the place of (+, ×) in back-propagation.
+"""Semirings: generalisations of (+, ×) in back-propagation.
 
-Back-propagation sums over all paths the product of the local derivatives along each. A semiring
-says what the sum and the product are, and ``lift`` what a derivative counts as:
+Back-propagation sums, over all paths, the product of the local derivatives along each. A semiring
+replaces the sum by ⊕ and the product by ⊗, and ``lift`` turns a derivative into its value:
 ``out[i] = ⊕ⱼ lift(J[i, j]) ⊗ in[j]``.
 
 | semiring | value of a leaf element |

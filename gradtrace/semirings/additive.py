@@ -1,4 +1,4 @@
-"""Semirings whose ⊕ is a plain sum of each part: gradient, path mass, path count, entropy."""
+"""Semirings whose ⊕ adds part by part: gradient, path mass, path count, entropy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from gradtrace.errors import OutOfRange
 from gradtrace.kernels.precision import exact
 from gradtrace.semirings.base import Piece, Semiring, Value, each, shifted, wide
-from gradtrace.semirings.einsum_plan import together
+from gradtrace.semirings.einsum_plan import sum_weight_only_letters
 
 
 class Additive(Semiring):
-    """⊕ adds part by part, so that sums, scans and matrix products are PyTorch's own."""
+    """⊕ adds part by part, so sums, scans and matrix products use PyTorch's own kernels."""
 
     def plus(self, a: Value, b: Value) -> Value:
         return tuple(x + y for x, y in zip(a, b))
@@ -27,14 +27,14 @@ class Additive(Semiring):
         return each(x, lambda part: part.sum(tuple(dims), keepdim=True)) if dims else x
 
     def scatter(self, x: Value, target: Tensor, size: int) -> Value:
-        place = target.remainder(size + 1)  # the last place takes what goes nowhere
+        place = target.remainder(size + 1)  # the last slot collects elements without a target
         return each(x, lambda p: p.new_zeros(size + 1).index_add(0, place, p)[:size])
 
     def scan(self, x: Value, dim: int) -> Value:
         return each(x, lambda part: part.cumsum(dim))
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
-        spec, weight = together(spec, weight)
+        spec, weight = sum_weight_only_letters(spec, weight)
         pieces = self.linear(weight)
         assert pieces is not None
         out: dict[int, Tensor] = {}
@@ -44,7 +44,7 @@ class Additive(Semiring):
         return tuple(out[o] for o in sorted(out))
 
     def product(self, spec: str, x: Tensor, weight: Tensor) -> Tensor:
-        """An einsum, exact to float32."""
+        """An einsum in full float32 precision, without TF32."""
         with exact(x):
             return torch.einsum(spec, x, weight)
 
@@ -60,7 +60,7 @@ class Additive(Semiring):
 
 @dataclass(frozen=True)
 class Sum(Additive):
-    """(+, ×): the gradient itself, in its own precision.
+    """(+, ×): the gradient itself, in the gradient's own dtype.
 
     >>> SUM.times((torch.tensor(2.0),), SUM.lift(torch.tensor(-3.0)))
     (tensor(-6.),)
@@ -80,20 +80,20 @@ class Sum(Additive):
         return (weight,)
 
     def product(self, spec: str, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum(spec, x, weight)  # as PyTorch computes it, TF32 and all
+        return torch.einsum(spec, x, weight)  # as PyTorch's backward computes it, including TF32
 
     def settle(self, x: Value, dtype: torch.dtype) -> Value:
         return (x[0].to(dtype),)
 
     def size(self, x: Value) -> float:
-        return 1.0  # as PyTorch computes it, underflow and all
+        return 1.0  # never rescaled: as PyTorch's backward computes it, including underflow
 
 
 @dataclass(frozen=True)
 class Abs(Additive):
     """(+, ×) on absolute values: ``Σ |weight|`` over the paths, their total mass.
 
-    Where it is much larger than the gradient, paths cancel out. With ``log`` its base-2 logarithm.
+    Where it is much larger than the gradient, paths cancel. With ``log``, its base-2 logarithm.
 
     >>> ABS.lift(torch.tensor(-3.0))
     (tensor(3.),)
@@ -118,8 +118,8 @@ class Abs(Additive):
 class Count(Additive):
     """(+, ×) on numbers of paths: how many have a weight that is not 0, in float64.
 
-    With ``exact`` as whole numbers (an error where one is beyond 2⁶³), with ``log`` as base-2
-    logarithms, which no graph is too deep for.
+    With ``exact`` as integers (an error if one is 2⁶³ or more), with ``log`` as base-2 logarithms,
+    which do not overflow however deep the graph is.
 
     >>> COUNT.lift(torch.tensor([-3.0, 0.0]))
     (tensor([1., 0.], dtype=torch.float64),)
@@ -132,7 +132,7 @@ class Count(Additive):
     one: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        if self.exact:  # whole numbers modulo 2⁶⁴, and their size, which tells when that is too few
+        if self.exact:  # (count modulo 2⁶⁴, count in float64 to detect an overflow of the first)
             object.__setattr__(self, "zero", (0.0, 0.0))
             object.__setattr__(self, "one", (1.0, 1.0))
 
@@ -169,7 +169,7 @@ class Entropy(Additive):
     """``(Σ |w|, −Σ |w|·log |w|)`` over the paths; 0·log 0 = 0.
 
     ``ENTROPY.entropy(value)`` is the entropy, in nats, of the distribution that gives each path a
-    probability proportional to |weight|: 0 if one path carries all, log n if n carry as much.
+    probability proportional to |weight|: 0 if one path has all of it, log n for n equal paths.
 
     >>> value = ENTROPY.plus(ENTROPY.lift(torch.tensor(0.5)), ENTROPY.lift(torch.tensor(-0.5)))
     >>> ENTROPY.entropy(value)
@@ -207,7 +207,7 @@ class Entropy(Additive):
 
 
 def logarithm(x: Value, exponent: int) -> Value:
-    """Base-2 logarithms, in float64; -inf where there is no path."""
+    """``log2(x) + exponent``, in float64; -inf where there is no path."""
     return each(x, lambda part: wide(part).double().log2() + exponent)
 
 

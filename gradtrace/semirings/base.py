@@ -1,4 +1,4 @@
-"""What every semiring is, and how its five operations make all the others."""
+"""Base class of semirings, with default implementations of all operations derived from ⊕ and ⊗."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from gradtrace.errors import OutOfRange
 from gradtrace.semirings.einsum_plan import plan
 
 Value: TypeAlias = tuple[Tensor, ...]
-"""A value of a semiring for every element of a cotangent: tensors of its shape, one a part."""
+"""A semiring value for every element of a cotangent: a tensor of its shape for each part."""
 
 Piece: TypeAlias = tuple[int, int, Tensor]
-"""``(i, o, w)``: part o of the result takes part i of the input, weighed with w, in a plain sum."""
+"""``(i, o, w)``: part o of the result is a sum with weights w over part i of the input."""
 
-LIMIT = 1 << 20
-"""The most products that are written out at a time."""
+CHUNK_PRODUCTS = 1 << 20
+"""The most products that are materialised at a time."""
 
 
 NARROW = frozenset({torch.float16, torch.bfloat16, torch.bool})
+"""Dtypes that are computed in float32."""
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype; PyTorch takes its time to find that nothing is to be done."""
+    """``x.to(dtype)``, skipped if not needed: even a no-op ``to`` has a measurable overhead."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
 def wide(x: Tensor) -> Tensor:
-    """The tensor in float32, if it is of half precision (or a mask)."""
+    """The tensor in float32 if it is half precision or bool, else as it is."""
     return x.float() if x.dtype in NARROW else x
 
 
 class Semiring(ABC):
-    """(⊕, ⊗) with their neutral elements, and ``lift``: what a derivative counts as.
+    """(⊕, ⊗) with their neutral elements, and ``lift``, which turns a derivative into a value.
 
-    A semiring of your own is a frozen dataclass with ``name``, ``zero``, ``one`` (a number for each
-    part of a value), ``lift``, ``plus`` and ``times``; ``gradtrace.testing.check_semiring`` tells
-    whether the laws hold. Everything else follows from these and may be overridden to be faster.
+    To define your own, write a frozen dataclass with ``name``, ``zero``, ``one`` (a number for each
+    part of a value), ``lift``, ``plus`` and ``times``; ``gradtrace.testing.check_semiring`` checks
+    the laws. Everything else has a default and may be overridden to be faster.
 
     >>> from dataclasses import dataclass
     >>> import torch, gradtrace as gt
@@ -63,14 +64,14 @@ class Semiring(ABC):
     zero: tuple[float, ...]
     one: tuple[float, ...]
 
-    # What a semiring must say ------------------------------------------------------------------
+    # Required ------------------------------------------------------------------------------------
 
     @abstractmethod
     def lift(self, weight: Tensor) -> Value:
         """The value of a derivative.
 
-        Products stay products, ``lift(a·b) = lift(a) ⊗ lift(b)``; ``lift(1)`` is one, ``lift(0)``
-        zero.
+        It must be multiplicative, ``lift(a·b) = lift(a) ⊗ lift(b)``, with ``lift(1) = one`` and
+        ``lift(0) = zero``.
         """
 
     @abstractmethod
@@ -79,35 +80,37 @@ class Semiring(ABC):
 
     @abstractmethod
     def times(self, a: Value, b: Value) -> Value:
-        """``a ⊗ b``, elementwise, broadcasting."""
+        """``a ⊗ b``, elementwise, with broadcasting."""
 
-    # What it may say: ranges and precision -----------------------------------------------------
+    # Optional: range and precision ---------------------------------------------------------------
 
     def size(self, x: Value) -> float:
-        """The largest magnitude in a value, where ``scale`` can move it; 1 where it cannot."""
+        """The largest magnitude in a value; 1 if the value cannot be rescaled by ``scale``."""
         return 1.0
 
     def scale(self, x: Value, shift: int) -> Value:
-        """The value times 2 to this power."""
+        """The value times ``2**shift``."""
         raise NotImplementedError(f"{self.name} cannot be scaled")
 
     def weigh(self, weight: Tensor) -> Value:
-        """``lift`` in the precision that is computed in: half precision counts as float32."""
+        """``lift`` in the precision used for computing: half precision is lifted as float32."""
         return self.lift(wide(weight))
 
     def settle(self, x: Value, dtype: torch.dtype) -> Value:
-        """The value of a step whose gradient is of this dtype."""
+        """The result of a step, rounded as the semiring wants for a gradient of this dtype."""
         return x
 
     def finish(self, x: Value, exponent: int) -> Value:
-        """The value times 2 to this power, as the caller gets it."""
+        """The value times ``2**exponent``, as it is returned to the caller. Falls back to float64;
+        raises OutOfRange if that does not suffice.
+        """
         if not exponent:
             return x
         result = self.scale(x, exponent)
-        if _lost(self.sized(x), self.sized(result)):
+        if _left_range(self.sized(x), self.sized(result)):
             x = tuple(part.double() for part in x)
             result = self.scale(x, exponent)
-        if _lost(self.sized(x), self.sized(result)):
+        if _left_range(self.sized(x), self.sized(result)):
             raise OutOfRange(
                 f"a value of {self.name} is about 2 to the power {exponent}, outside the range of "
                 f"float64; ask for logarithms: gradtrace.semirings.{self.logs()}"
@@ -115,25 +118,29 @@ class Semiring(ABC):
         return result
 
     def sized(self, x: Value) -> Value:
-        """The parts of a value that grow with the weights of paths, and so may leave the range."""
+        """The parts of a value that scale with the weights of paths, and so may leave the range of
+        floats.
+        """
         return x
 
     def logs(self) -> str:
-        """The semiring to ask for where values leave the range of floats."""
+        """The semiring that error messages recommend if values leave the range of floats."""
         return "Abs(log=True)"
 
     def linear(self, weight: Tensor) -> list[Piece] | None:
-        """What ``x ⊗ lift(weight)`` is in plain sums and products, if ⊕ is a sum of each part."""
+        """``x ⊗ lift(weight)`` as ordinary weighted sums of parts, if ⊕ adds part by part; else
+        None.
+        """
         return None
 
-    # What follows ------------------------------------------------------------------------------
+    # Derived operations --------------------------------------------------------------------------
 
     def zeros(self, shape: Sequence[int], like: Value) -> Value:
-        """``zero`` everywhere."""
+        """A value that is ``zero`` everywhere, with the dtypes and device of ``like``."""
         return tuple(part.new_full(tuple(shape), z) for part, z in zip(like, self.zero))
 
     def fold(self, x: Value, dim: int) -> Value:
-        """``⊕`` over a dimension, which is gone then; by halves, log n rounds."""
+        """``⊕`` over a dimension, which is removed. Combines halves, in log n rounds."""
         n = x[0].shape[dim]
         if not n:
             shape = list(x[0].shape)
@@ -157,7 +164,9 @@ class Semiring(ABC):
         return x
 
     def scatter(self, x: Value, target: Tensor, size: int) -> Value:
-        """``out[i] = ⊕ x[j]`` over the j with ``target[j] = i``; -1 goes nowhere. Flat."""
+        """``out[i] = ⊕ x[j]`` over the j with ``target[j] = i``; elements with target -1 are
+        dropped. ``x`` and ``target`` are 1-d, the result has ``size`` elements.
+        """
         order = target.argsort(stable=True)
         order = order[target[order] >= 0]
         target = target[order]
@@ -177,7 +186,7 @@ class Semiring(ABC):
         return tuple(o.index_copy(0, at, part[first]) for o, part in zip(out, x))
 
     def scan(self, x: Value, dim: int) -> Value:
-        """Prefix ``⊕`` along a dimension; log n rounds."""
+        """Inclusive prefix ``⊕`` along a dimension, in log n rounds."""
         n, step = x[0].shape[dim], 1
         while step < n:
             before = tuple(part.narrow(dim, 0, n - step) for part in x)
@@ -190,18 +199,20 @@ class Semiring(ABC):
         return x
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
-        """``⊕`` over the letters that the result of an einsum lacks of ``x ⊗ lift(weight)``."""
+        """An einsum of x and ``lift(weight)`` with ⊗ as product, and ⊕ over the letters that the
+        result lacks.
+        """
         how = plan(spec, tuple(x[0].shape), tuple(weight.shape))
         left = each(x, how.left)
         right = self.weigh(how.right(weight))
         b, m, k = left[0].shape
         n = right[0].shape[-1]
-        columns = max(1, LIMIT // max(1, b * k))
-        lines = max(1, columns // max(1, n))
+        columns = max(1, CHUNK_PRODUCTS // max(1, b * k))
+        rows = max(1, columns // max(1, n))
         out = []
-        for i in range(0, m, lines):
+        for i in range(0, m, rows):
             row = []
-            some = tuple(part[:, i : i + lines, :, None] for part in left)
+            some = tuple(part[:, i : i + rows, :, None] for part in left)
             for j in range(0, n, columns):
                 w = tuple(part[:, None, :, j : j + columns] for part in right)
                 row.append(self.fold(self.times(some, w), 2))
@@ -214,28 +225,28 @@ class Semiring(ABC):
 
 
 def each(x: Value, f: Callable[[Tensor], Tensor]) -> Value:
-    """A function of every part."""
+    """``f`` applied to every part of a value."""
     return tuple(f(part) for part in x)
 
 
 def shifted(x: Tensor, shift: int) -> Tensor:
-    """``x`` times 2 to this power, exactly, in steps that are within the range of its dtype."""
+    """``x · 2**shift``, exactly, by factors that are within the range of its dtype."""
     while shift:
         step = max(-96, min(96, shift))
         x = x * 2.0**step
         shift -= step
-        if abs(shift) > 4096:  # beyond any float: zero or infinity by now
+        if abs(shift) > 4096:  # beyond the range of any float: the result is 0 or infinite
             shift = 4096 if shift > 0 else -4096
     return x
 
 
-def _lost(before: Value, after: Value) -> bool:
-    """Whether a number became infinite, zero, or (in float32) so small that it has few digits."""
+def _left_range(before: Value, after: Value) -> bool:
+    """Whether a nonzero finite number became infinite or zero or, below float64, subnormal."""
     return any(
-        bool(((b != 0) & b.isfinite() & (~a.isfinite() | _faint(a))).any())
+        bool(((b != 0) & b.isfinite() & (~a.isfinite() | _underflowed(a))).any())
         for b, a in zip(before, after)
     )
 
 
-def _faint(x: Tensor) -> Tensor:
+def _underflowed(x: Tensor) -> Tensor:
     return x == 0 if x.dtype is torch.float64 else x.abs() < torch.finfo(x.dtype).tiny

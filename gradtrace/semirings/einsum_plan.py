@@ -1,4 +1,4 @@
-"""An einsum of a cotangent with a weight, brought into the form of a batched matrix product."""
+"""Lowers an einsum of a cotangent with a weight to a batched matrix product."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from gradtrace.types import Shape
 class EinsumPlan:
     """``out[b, m, n] = ⊕ₖ x[b, m, k] ⊗ w[b, k, n]`` for a spec such as ``"mk,kn->mn"``.
 
-    Letters: b are in all three, m the input's and the result's, n the weight's and the result's, k
-    those of the input that the result lacks, in the order of the input, so that a larger k is a
-    later element. Letters of the weight alone are summed.
+    b stands for the letters in all three, m for those of the input and the result, n for those of
+    the weight and the result, k for those of the input that the result lacks, in the order of the
+    input, so that a larger k is a later element. Letters of the weight alone are summed.
 
-    A plan is made once and used for every product of its shapes, so what follows from the letters
-    is worked out once.
+    A plan is cached by spec and shapes, so its layouts are computed once.
     """
 
     x: str
@@ -33,26 +32,26 @@ class EinsumPlan:
 
     @cached_property
     def batch(self) -> str:
-        """In all three."""
+        """Letters in all three."""
         return "".join(c for c in self.out if c in self.x and c in self.w)
 
     @cached_property
     def rows(self) -> str:
-        """Of the input and the result."""
+        """Letters of the input and the result."""
         return "".join(c for c in self.out if c in self.x and c not in self.w)
 
     @cached_property
     def columns(self) -> str:
-        """Of the weight and the result."""
+        """Letters of the weight and the result."""
         return "".join(c for c in self.out if c not in self.x)
 
     @cached_property
     def inner(self) -> str:
-        """Of the input, not of the result: what the sum runs over."""
+        """Letters of the input that the result lacks: those that are contracted."""
         return "".join(c for c in self.x if c not in self.out)
 
     def size(self, letters: str) -> int:
-        """How many combinations these letters have."""
+        """The product of the sizes of these letters."""
         return prod(self.sizes[c] for c in letters)
 
     def left(self, x: Tensor) -> Tensor:
@@ -66,15 +65,17 @@ class EinsumPlan:
     def right(self, w: Tensor) -> Tensor:
         """The weight as (b, k, n)."""
         alone, missing, layout = self._right
-        if alone:  # two elements have one weight
+        if alone:  # a pair of elements must have one weight
             w = w.sum(alone)
-        for size in missing:  # the same weight for all of them
+        for size in missing:  # the weight does not depend on these letters
             w = w.unsqueeze(-1).expand(*w.shape, size)
         return layout(w)
 
     @cached_property
     def _right(self) -> tuple[list[int], list[int], EinsumLayout]:
-        """Dimensions of the weight alone, sizes of those it lacks, and how the rest is laid out."""
+        """Dimensions with letters of the weight alone, the sizes of contracted letters that it
+        lacks, and the layout of the rest.
+        """
         alone = [d for d, c in enumerate(self.w) if c not in self.x and c not in self.out]
         missing = [c for c in self.inner if c not in self.w]
         kept = "".join([c for d, c in enumerate(self.w) if d not in alone] + missing)
@@ -82,35 +83,35 @@ class EinsumPlan:
         return alone, [self.sizes[c] for c in missing], layout
 
     def back(self, out: Tensor) -> Tensor:
-        """(b, m, n) in the shape of the result."""
+        """(b, m, n) reshaped to the einsum's result."""
         shape, order = self.written
-        out = torch.reshape(out, shape)  # as a method it would take half as long again
+        out = torch.reshape(out, shape)  # the method out.reshape() takes half as long again
         return out if order is None else torch.permute(out, order)
 
     @cached_property
     def written(self) -> tuple[list[int], list[int] | None]:
-        """The shape of (b, m, n) with a dimension for each letter, and the order of these that the
-        result has, if another.
+        """The shape of (b, m, n) with one dimension for each letter, and the permutation of these
+        to the result's order (None: already in that order).
         """
         letters = self.batch + self.rows + self.columns
         order = [letters.index(c) for c in self.out]
         return [self.sizes[c] for c in letters], None if letters == self.out else order
 
     def _layout(self, letters: str, groups: Sequence[str]) -> EinsumLayout:
-        """From dimensions of these letters to one for each group of them."""
+        """The permutation and reshape from one dimension for each letter to one for each group."""
         wanted = "".join(groups)
         order = None if wanted == letters else [letters.index(c) for c in wanted]
         return EinsumLayout(order, [self.size(group) for group in groups])
 
     @cached_property
     def turned(self) -> bool:
-        """Whether the result has its columns before its rows."""
+        """Whether the result is transposed: its columns come before its rows."""
         return bool(self.rows and self.columns) and self.out == (
             self.batch + self.columns + self.rows
         )
 
     def strides(self, letters: str) -> dict[str, int]:
-        """What a step along each letter adds to an element's number."""
+        """The stride of each letter in a contiguous tensor with these dimensions."""
         found, step = {}, 1
         for c in reversed(letters):
             found[c] = step
@@ -119,13 +120,13 @@ class EinsumPlan:
 
 
 class EinsumLayout(NamedTuple):
-    """Dimensions in another order (None: as they are), then in another shape."""
+    """A permutation of dimensions (None: identity), followed by a reshape."""
 
     order: list[int] | None
     shape: list[int]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The tensor laid out so."""
+        """Apply both; a view if the strides allow it."""
         return torch.reshape(x if self.order is None else torch.permute(x, self.order), self.shape)
 
 
@@ -137,12 +138,14 @@ def _plan(spec: str, x: Shape, w: Shape) -> EinsumPlan:
 
 
 def plan(spec: str, x: Shape, w: Shape) -> EinsumPlan:
-    """How an einsum of these shapes is a batched matrix product."""
+    """The plan for an einsum of these shapes, cached."""
     return _plan(spec, tuple(x), tuple(w))
 
 
-def together(spec: str, weight: Tensor) -> tuple[str, Tensor]:
-    """The same einsum, letters of the weight alone summed: two elements have one weight."""
+def sum_weight_only_letters(spec: str, weight: Tensor) -> tuple[str, Tensor]:
+    """The same einsum with letters of the weight alone summed out, since ``lift`` applies to the
+    one weight of a pair of elements.
+    """
     x, rest = spec.split(",")
     w, out = rest.split("->")
     alone = [d for d, c in enumerate(w) if c not in x and c not in out]

@@ -1,4 +1,4 @@
-"""Semirings whose ⊕ chooses: the largest path, the extremes, the k largest, any at all."""
+"""Semirings whose ⊕ selects: the largest path, the extremes, the k largest, any path."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import cuda_top_k, largest
 from gradtrace.semirings.base import Semiring, Value, each, shifted
-from gradtrace.semirings.einsum_plan import plan, together
+from gradtrace.semirings.einsum_plan import plan, sum_weight_only_letters
 
 
 class Scaled(Semiring):
-    """Values that are proportional to the weights of paths; or their base-2 logarithms, element by
-    element in float64, which no graph is too deep for.
+    """Semirings whose values are proportional to the weights of paths; or, with ``log``, the base-2
+    logarithms of these in float64, which do not overflow however deep the graph is.
     """
 
     log: bool = False
@@ -63,7 +63,7 @@ class Max(Scaled):
     def size(self, x: Value) -> float:
         if self.log or not x[0].numel():
             return 1.0
-        return float(x[0].amax())  # none is negative
+        return float(x[0].amax())  # values are absolute, so no abs() is needed
 
     def lift(self, weight: Tensor) -> Value:
         return (self.mass(weight),)
@@ -83,7 +83,7 @@ class Max(Scaled):
         return (x[0].amax(tuple(dims), keepdim=True),)
 
     def scatter(self, x: Value, target: Tensor, size: int) -> Value:
-        place = target.remainder(size + 1)  # the last place takes what goes nowhere
+        place = target.remainder(size + 1)  # the last slot collects elements without a target
         out = x[0].new_full((size + 1,), self.zero[0])
         return (out.scatter_reduce(0, place, x[0], "amax")[:size],)
 
@@ -104,7 +104,8 @@ class Max(Scaled):
 class Extremes(Scaled):
     """The most positive and the most negative path, 0 where there is none of that sign.
 
-    The largest signed path alone is no semiring: a negative derivative turns smallest into largest.
+    The largest signed weight alone is not a semiring: a negative derivative makes the smallest the
+    largest.
 
     >>> EXTREMES.times(EXTREMES.lift(torch.tensor(-3.0)), EXTREMES.lift(torch.tensor(2.0)))
     (tensor(0.), tensor(-6.))
@@ -131,8 +132,8 @@ class Extremes(Scaled):
 
 @dataclass(frozen=True)
 class TopK(Scaled):
-    """``|weight|`` of the k largest paths, in falling order, 0 where there are fewer; a path for
-    each part of a value. Paths of equal weight count one by one. With ``log``, base-2 logarithms.
+    """``|weight|`` of the k largest paths, descending, one for each part of a value; 0 where there
+    are fewer paths. Paths of equal weight are counted separately. With ``log``, base-2 logarithms.
 
     >>> top = TopK(2)
     >>> top.plus(top.lift(torch.tensor(-3.0)), top.lift(torch.tensor(2.0)))
@@ -161,7 +162,8 @@ class TopK(Scaled):
         return self._top([*a, *b])
 
     def times(self, a: Value, b: Value) -> Value:
-        # The i-th of one with the j-th of the other has (i + 1)(j + 1) - 1 at least as large.
+        # a[i]·b[j] has (i + 1)(j + 1) - 1 products that are at least as large, so only pairs with
+        # (i + 1)(j + 1) <= k can be among the k largest.
         pairs = [(i, j) for i in range(self.k) for j in range(self.k // (i + 1))]
         product = self.product if self.log else present
         return self._top([product(a[i], b[j]) for i, j in pairs])
@@ -170,9 +172,9 @@ class TopK(Scaled):
         if not x[0].shape[dim]:
             return super().fold(x, dim)
         dim %= x[0].dim()
-        together = torch.cat(x, dim)
-        found = together.topk(min(self.k, together.shape[dim]), dim).values
-        return found.unbind(dim)  # there are k at least: each element has k parts
+        stacked = torch.cat(x, dim)
+        found = stacked.topk(min(self.k, stacked.shape[dim]), dim).values
+        return found.unbind(dim)  # at least k, since each element has k parts
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
         if self.log or not cuda_top_k.serves(x, weight):
@@ -185,8 +187,8 @@ class TopK(Scaled):
         return f"TopK({self.k}, log=True)"
 
     def _top(self, many: Sequence[Tensor]) -> Value:
-        together = torch.stack(torch.broadcast_tensors(*many))  # type: ignore[no-untyped-call]
-        return together.topk(self.k, 0).values.unbind(0)
+        stacked = torch.stack(torch.broadcast_tensors(*many))  # type: ignore[no-untyped-call]
+        return stacked.topk(self.k, 0).values.unbind(0)
 
 
 @dataclass(frozen=True)
@@ -221,12 +223,12 @@ class Bool(Semiring):
         return (out.index_add(0, target.remainder(size + 1), x[0].int())[:size] > 0,)
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
-        spec, weight = together(spec, weight)
+        spec, weight = sum_weight_only_letters(spec, weight)
         return (torch.einsum(spec, x[0].float(), (weight != 0).float()) > 0,)
 
 
 def present(a: Tensor, b: Tensor) -> Tensor:
-    """The product, 0 where a path is absent, though the other be infinite; no negative zeros."""
+    """``a · b``, but 0 where either is 0 (no path), even if the other is infinite; never -0."""
     return torch.where((a == 0) | (b == 0), 0.0, a * b).to(torch.promote_types(a.dtype, b.dtype))
 
 
