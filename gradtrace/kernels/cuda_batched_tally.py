@@ -1,6 +1,6 @@
-"""Many leaves counted together on a GPU: one launch for all of them, not several for each.
+"""Tallies many leaves on a GPU in one launch, instead of several launches per leaf.
 
-Most leaves are small, and to launch a kernel takes Python longer than the kernel takes the GPU.
+Most leaves are small, and launching a kernel from Python takes longer than the kernel itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradtrace.kernels.cuda_steps import Cut, Reduced, Tallied
 from gradtrace.kernels.pointers import on_device
 
 SPACE = 1 << 16
-"""Words of 8 bytes that are asked for at a time, for the marks of reduced leaves."""
+"""Words of 8 bytes per allocation, for the provenance ids of reduced leaves."""
 
 
 @lru_cache(4096)
@@ -27,17 +27,17 @@ def _cut(
     dims: tuple[int, ...],
     processors: int,
 ) -> Cut | None:
-    """How values and marks that lie so are reduced; None where they would have to be copied."""
+    """The plan of a reduction of values and ids with these strides; None if they need a copy."""
     how = steps.reduction(shape, steps_, along, dims)
     return cuda_steps.cut(how.levels, processors) if how.short and how.levels else None
 
 
 class BatchedTally:
-    """Leaves of one GPU that wait to be counted.
+    """Leaves on one GPU, collected to be tallied in one launch.
 
-    Each method takes one in, with its gradient, and tells at which place of the results its counts
-    will begin; or None if it has to be counted by itself. The tensors are held until then, and must
-    not change.
+    ``tally``, ``measure`` and ``reduce`` each add a leaf with its gradient, and return the index in
+    the results at which its counts will begin; or None if the leaf must be tallied by itself. The
+    tensors are referenced until the launch, and must not change before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,15 +45,15 @@ class BatchedTally:
         self._clear()
 
     def _clear(self) -> None:
-        self.bytes = self.entries = 0  # of what is held; of the results
+        self.bytes = self.entries = 0  # referenced bytes; length of the results
         self._words = self._lines = self._leaves = self._used = 0
         self._held: list[Tensor] = []
         self._space: Tensor | None = None
         self._tallied: dict[str, list[Tallied]] = {}
-        self._reduced: tuple[list[Reduced], list[Reduced]] = ([], [])  # of floats, of doubles
+        self._reduced: tuple[list[Reduced], list[Reduced]] = ([], [])  # float, double
 
     def full(self, room: int) -> bool:
-        """Whether they are to be counted now, where so many bytes may be held."""
+        """Whether the leaves must be tallied now, if at most ``room`` bytes may be referenced."""
         return (
             self._leaves >= cuda_steps.TALLIES
             or self._lines >= cuda_steps.REDUCTIONS
@@ -62,7 +62,7 @@ class BatchedTally:
         )
 
     def tally(self, marks: Tensor, gradient: Tensor, count: int) -> int | None:
-        """``steps.tally``."""
+        """Add a leaf for ``steps.tally``."""
         if not steps.joint(gradient, marks) or marks.dtype is not torch.int32:
             return None
         if not (marks.is_contiguous() and gradient.is_contiguous()):
@@ -73,7 +73,7 @@ class BatchedTally:
         return at
 
     def measure(self, gradient: Tensor) -> int | None:
-        """``steps.measured``."""
+        """Add a leaf for ``steps.measured``."""
         if not steps.joint(gradient):
             return None
         if not gradient.is_contiguous():
@@ -84,7 +84,7 @@ class BatchedTally:
     def reduce(
         self, x: Tensor, marks: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
     ) -> int | None:
-        """``steps.tally`` of the marks that ``steps.reduce`` gives."""
+        """Add a leaf for ``steps.tally``, with the provenance ids that ``steps.reduce`` returns."""
         if not steps.joint(gradient, x, marks) or marks.dtype is not torch.int32:
             return None
         kind, processors = cuda_steps.KINDS.get(x.dtype), cuda_launch.processors(self.device)
@@ -103,7 +103,7 @@ class BatchedTally:
         return at
 
     def _asked(self, parts: int, results: int) -> tuple[int, int]:
-        """Memory for so many words of 8 bytes, and then so many of 4: where it is."""
+        """Addresses of memory for ``parts`` words of 8 bytes and ``results`` words of 4 bytes."""
         words = parts + (results + 1) // 2
         if self._space is None or self._used + words > len(self._space):
             size = max(SPACE, words)
@@ -118,7 +118,7 @@ class BatchedTally:
         kind, n, at = cuda_steps.KINDS[gradient.dtype], gradient.numel(), self.entries
         wide = kind == 1
         plan = cuda_steps.counting(n, count, wide, self.device)
-        if plan.marks < count:  # some at a time
+        if plan.marks < count:  # needs several launches
             return None
         job = Tallied(marks, on_device(gradient), kind, n, count, 0, plan, at, self._words)
         self._tallied.setdefault(names[wide], []).append(job)
@@ -133,7 +133,7 @@ class BatchedTally:
             self.bytes += x.nbytes
 
     def counted(self) -> tuple[Tensor, Tensor]:
-        """Counts and sums of all that were taken in, which are let go."""
+        """Tally all added leaves, and release them: counts and sums."""
         found = cuda_steps.results(self.entries, self.device)
         with cuda_launch.at(self.device):
             for wide, lines in enumerate(self._reduced):

@@ -1,9 +1,9 @@
-"""The contraction in (max, ×) on a GPU: CUDA compiled when first used, and Triton where that cannot
-serve. Both give the bits of ``reference``.
+"""The (max, ×) contraction on a GPU: CUDA kernels compiled on first use, with Triton as fallback.
+Both return the same bits as ``reference``.
 
-The CUDA kernels take float32 (half precisions are copied as such), and read it where it lies. What
-follows from shapes, and from how operands lie, is worked out once (``ready``): a launch costs
-Python little more than telling where they are.
+The CUDA kernels read float32 in place, by strides; half precisions are first copied to float32.
+Whatever depends only on shapes and strides is computed once and cached (``ready``), so that a
+launch only has to fill in addresses.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ FILE, BESIDE = "contract.cu", "rescan.cu"
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 DTYPES = (*KINDS, torch.float64)
 WORKSPACE = 1 << 31
-"""The most bytes that are laid out at a time."""
+"""The most bytes of workspace per launch; larger contractions are split."""
 
 KEEP = 1 << 25
-"""A workspace up to this is kept for what comes next."""
+"""Workspaces up to this many bytes are cached for the next launch."""
 
 FAR, LONG = 1 << 24, 1 << 31
-"""Steps between rows, and between k, from which on an operand is copied; also columns, and steps of
-all tiles, of which there are no more in a launch: kernels count in 32 bits.
+"""Strides of rows and of k from which an operand is copied. The first also bounds the columns of a
+launch, half of the second the steps of all tiles in a launch: kernels count in 32 bits.
 """
 
 MANY = 65_535
-"""The most matrices of a launch."""
+"""The most matrices per launch."""
 
 WORTH = 1 << 22
-"""Products from which on laying out pays."""
+"""The fewest products for which the CUDA kernels, and copying operands for them, pay."""
 
 
 def served(*operands: Matrices) -> bool:
-    """Whether these are numbers on a GPU that can be worked on here."""
+    """Whether these operands are on a GPU and have a supported dtype."""
     datas = [x.data if isinstance(x, Operand) else x for x in operands]
     for x in datas:
         if x.dtype not in DTYPES:
@@ -69,7 +69,7 @@ def _data(x: Matrices) -> Tensor:
 
 @cache
 def triton() -> bool:
-    """Whether there is Triton."""
+    """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -111,7 +111,7 @@ def contraction(
 
 
 ROLES = {False: (1, 2), True: (2, 1)}
-"""In which dimensions marks of a, or those of b, have their rows and their k."""
+"""By ``of_b``: the dimensions of the provenance ids that hold their rows and their k."""
 
 
 def _worth(shape: tuple[int, int, int], k: int) -> bool:
@@ -127,8 +127,9 @@ def _words(marks: Matrices) -> Matrices:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MatrixLayout:
-    """Tensors as matrices, without a view of them: (i, m, n) and k, the steps of a, of b and of
-    marks, which are those ``of_b`` or of a. Made once for all tensors that lie so.
+    """Strides that read tensors as matrices, without making views: the sizes (i, m, n) and k, and
+    the strides of a, b and the provenance ids, which belong to b (``of_b``) or to a. Made once for
+    all tensors with these strides, and compared by identity.
     """
 
     shape: tuple[int, int, int]
@@ -140,7 +141,7 @@ class MatrixLayout:
 
 
 def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
-    """Whether ``carried`` may have these."""
+    """Whether ``carried`` accepts these tensors."""
     kinds = a.dtype in KINDS and b.dtype in KINDS and marks.dtype is torch.int32
     return kinds and cuda_launch.serves(FILE, a, b, marks)
 
@@ -148,8 +149,10 @@ def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
 def carried(
     a: Tensor, b: Tensor, marks: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
 ) -> Contraction | None:
-    """``contraction`` of tensors that lie so, with its marks, each result in a shape of as many
-    elements; None where one launch cannot do it all.
+    """``contraction`` with provenance ids, of tensors read by the strides in ``how``.
+
+    Results have the given shape, with as many elements as (i, m, n). None if a size is 0, if the
+    contraction does not fit one launch, or if it is too small to pay.
     """
     device = a.device
     found = _ready(device, how, KINDS[a.dtype], KINDS[b.dtype], value)
@@ -183,7 +186,7 @@ def _ready(
 # CUDA --------------------------------------------------------------------------------------------
 
 Place: TypeAlias = tuple[int, int, int, int]
-"""Where an operand is, and where its tables are; 0 for none."""
+"""Addresses of an operand and of its batch, row and k tables (0: none)."""
 
 PACKING, CONTRACTING = (32, 8, 1), (THREADS, 1, 1)
 UNPACKED = (0,) * 12
@@ -191,8 +194,8 @@ NO_STEPS = (0, 0, 0)
 
 
 class OperandLayout(NamedTuple):
-    """How an operand lies: what its numbers are, how many bytes one has, and steps; None for an
-    operand that has tables instead.
+    """Layout of an operand: dtype code, bytes per element, and strides; None for an operand that
+    has tables instead.
     """
 
     kind: int
@@ -201,13 +204,13 @@ class OperandLayout(NamedTuple):
 
     @property
     def near(self) -> Steps | None:
-        """The steps, if numbers can be read where they are."""
+        """The strides, if the kernels can read the operand in place; None if it must be copied."""
         if self.kind or self.steps is None or self.steps[1] >= FAR or self.steps[2] >= LONG:
             return None
         return self.steps
 
     def at(self, place: Place, batch: int, row: int) -> Place:
-        """The place of the matrices and the rows from these on."""
+        """The addresses for the part that starts at this matrix and row."""
         start, batches, rows, inners = place
         if self.steps is None:
             return start, batches + 8 * batch, rows + 8 * row, inners
@@ -215,40 +218,42 @@ class OperandLayout(NamedTuple):
 
 
 class OperandRead(NamedTuple):
-    """Whether a kernel reads a copy of an operand, and the steps of what it reads."""
+    """Whether a kernel reads a copy of an operand, and the strides of what it reads."""
 
     copy: bool
     steps: Steps
 
 
 class PreparedLaunch(NamedTuple):
-    """A contraction, ready for any operands that lie so: all but where things are."""
+    """A contraction prepared for any operands of one layout: everything but the addresses."""
 
     device: torch.device
     way: ContractionPlan
     pack: cuda_launch.Kernel
     contract: cuda_launch.Kernel
     rescan: cuda_launch.Kernel
-    packing: tuple[tuple[int, ...], tuple[int, ...]]  # words of copying: all between two places
-    lines: int  # of the first operand's copying
+    packing: tuple[tuple[int, ...], tuple[int, ...]]  # argument words of pack, without addresses
+    lines: int  # rows of blocks that copy the first operand
     contracting: tuple[OperandRead, OperandRead]
     searching: tuple[OperandRead, OperandRead]
-    plane: tuple[int, int]  # steps of values
-    whole: tuple[int, int]  # and of what else is found
+    plane: tuple[int, int]  # strides of values
+    whole: tuple[int, int]  # strides of indices and ids
     searched: bool
     marks: tuple[int, ...]
     of_b: bool
-    countable: bool  # in 32 bits
+    countable: bool  # fits the 32-bit counters of the kernels
 
     @property
     def small(self) -> bool:
-        """Whether nothing has to be divided."""
+        """Whether one launch suffices, without asking how much memory is free."""
         return self.countable and self.way.space.size <= SMALL
 
     def __call__(
         self, a: Place, b: Place, marks: Place, value: int, index: int, found: int
     ) -> None:
-        """Launch it. Where the value, the winner and its mark go is 0 if nobody wants them."""
+        """Launch it. ``value``, ``index`` and ``found`` are the addresses of the results: values,
+        indices and provenance ids; 0 for those not requested.
+        """
         how = self.way
         memory = _KEPT.memory(self.device, how.space.size)
         start = on_device(memory)
@@ -295,7 +300,9 @@ def ready(
     of_b: bool,
     asked: tuple[bool, bool, bool],
 ) -> PreparedLaunch:
-    """The part of this shape of a whole; ``asked``: whether value, winner and mark are wanted."""
+    """Prepare the contraction of a part, with sizes ``shape``, of a result with sizes ``whole``.
+    ``asked``: whether values, indices and provenance ids are requested.
+    """
     (a, b, marks), (batches, m, n) = lies, shape
     value, searched = asked[0], asked[1] or asked[2]
     how = way(shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device))
@@ -335,15 +342,15 @@ def _reading(copy: bool, copied: Steps, steps: Steps) -> OperandRead:
 
 
 class _LaunchCache(threading.local):
-    """Workspaces that a thread uses again, one for each stream: what is launched on a stream comes
-    after what was launched there before. A new tensor each time would cost more than a launch.
+    """Per-thread cache of one workspace per stream. Reuse is safe because launches on a stream run
+    in order; allocating a tensor each time would cost more than a launch.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int | None, int], tuple[int, Tensor]] = {}
 
     def memory(self, device: torch.device, size: int) -> Tensor:
-        """At least so many bytes, for what is launched on the current stream now."""
+        """A workspace of at least ``size`` bytes for launches on the current stream."""
         key = device.index, cuda_launch.stream(device)
         there, found = self.tensors.get(key, (-1, None))
         if found is None or there < size:
@@ -364,7 +371,9 @@ def _run(
     of_b: bool,
     out: Contraction,
 ) -> None:
-    """Fill in what ``out`` has: all at once, or as much at a time as there is room for."""
+    """Fill in the tensors of ``out`` that are not None: in one launch, or in parts that fit the
+    available memory.
+    """
     (a, b, marks), asked = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
     lies = a.lie, b.lie, marks.lie
     value, index, found = (0 if each is None else on_device(each) for each in out)
@@ -394,7 +403,7 @@ def _run(
 def _fitting(
     shape: tuple[int, int, int], part: Callable[[tuple[int, int, int]], PreparedLaunch], room: int
 ) -> tuple[int, int, int]:
-    """How many matrices, then rows and columns, can be worked on at a time."""
+    """The numbers of matrices, rows and columns per launch that fit the workspace limit."""
     i, m, n = min(shape[0], MANY), *shape[1:]
     most = min(WORKSPACE, room)
     while True:
@@ -413,7 +422,7 @@ def _fitting(
 
 
 class _Side(NamedTuple):
-    """Where the numbers of an operand are, and how they lie. Tensors that it names are held."""
+    """Layout and addresses of an operand, with references to the tensors at these addresses."""
 
     lie: OperandLayout
     place: Place

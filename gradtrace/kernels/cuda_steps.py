@@ -1,6 +1,6 @@
-"""The steps of ``steps`` on a GPU, by ``cuda/steps.cu``. Nothing here waits for the device.
+"""The functions of ``steps`` on a GPU, by the kernels of ``cuda/steps.cu``, without a sync.
 
-Tensors are read as they lie, half precisions too.
+Tensors are read by their strides and in their own dtype, half precisions included.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ FILE = "steps.cu"
 KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 WIDE = {torch.float32: "float", torch.float64: "double"}
 DIMS = 6
-"""The most dimensions that ``merge`` takes, after those that lie together are made one."""
+"""The most dimensions that ``merge`` supports, after collapsing (see ``_together``)."""
 
 BINS = {False: (40, 8), True: (264, 12)}
-"""Bins of float and double in ``steps.cu``, and how many of them are in shared memory."""
+"""By whether values are double: bins per id in ``steps.cu``, and how many are in shared memory."""
 
 TALLIES, REDUCTIONS = 32, 16
-"""How many leaves a launch counts at most, and how many it reduces: as ``steps.cu`` has it."""
+"""The most leaves per launch of the tally and of the reduction; the same as in ``steps.cu``."""
 
 NOBODY = (0,) * 512
-"""In place of the words of jobs that there are not."""
+"""Argument words of unused job slots."""
 
 HEAD, LEAST = 16, 4096
-"""Words before the bins, and how many elements are worth another block."""
+"""Words before the bins in the workspace, and elements from which another block pays."""
 
 SHARED, WORK, KEPT = 47 << 10, 1 << 27, 1 << 19
-"""Bytes of shared memory for bins, the most bytes of memory, and the words that are kept."""
+"""Bytes of shared memory for bins, the most bytes of bins in a workspace, and the words of the
+workspace that is cached for each stream.
+"""
 
 EACH, TILE = 4, 256
-"""Elements that a thread compares with all others, and the most threads of a block."""
+"""Elements that a thread compares with all others of their line, and the most threads per block."""
 
 PLAIN = 64
-"""Lines of at most this many elements are compared one with another."""
+"""Up to this many elements per line, all pairs are compared without pruning first."""
 
 LOST = (0, 0, 0)
-"""Lines that are not there."""
+"""Null operand."""
 
 
 class LineLayout(NamedTuple):
-    """How tensors of other shapes lie as lines: how many these are, how long, the shape of the
-    results, and what a step to the next line and to the next element adds to the place in each of
-    diagonal, x, left, right, marks.
+    """Tensors of other shapes read as lines: the number of lines, their length, the shape of the
+    results, and for each of diagonal, x, left, right and provenance ids the stride from line to
+    line and from element to element.
     """
 
     lines: int
@@ -59,16 +61,16 @@ class LineLayout(NamedTuple):
 
 
 Levels = tuple[tuple[int, int, int], ...]
-"""Of each of four levels a size, and what a step adds to the place of a value and of a mark."""
+"""Four levels: the size of each, its stride in the values and in the provenance ids."""
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether these can be worked on: on one GPU, for which the kernels can be compiled."""
+    """Whether these tensors are on one GPU, for which the kernels compile."""
     return cuda_launch.serves(FILE, *tensors)
 
 
 def _blocks(n: int) -> tuple[int, int, int]:
-    """A thread for each of n, or for every so many."""
+    """Grid with one thread per element up to 2²⁰ blocks, then a grid-stride loop."""
     return min(-(-n // 256), 1 << 20), 1, 1
 
 
@@ -76,7 +78,7 @@ THREADS, COUNTERS = (256, 1, 1), (512, 1, 1)
 
 
 def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int) -> bool:
-    """``steps.merge``; False where it cannot be done."""
+    """``steps.merge``; False if the kernel does not support the tensors."""
     n = size.numel()
     if not n or (isinstance(other, int) and not other):
         return True
@@ -113,10 +115,12 @@ def larger(
     others: Tensor | int,
     shift: int,
 ) -> Tensor | None:
-    """``others + shift`` where others is not 0 and |second| is larger than |first|, else ``marks``;
-    of ``loose`` marks only those count whose element is not 0. NaN is largest of all, and the first
-    of equals stays. None where there is no kernel for it: ``steps.merge`` says the same in more
-    steps.
+    """``others + shift`` where ``others`` is not 0 and |second| > |first|, else ``marks``.
+
+    ``marks`` and ``others`` are provenance ids, one per element or one for all. If ``loose``
+    (unmasked), an id in ``marks`` counts only where its element is not 0. NaN counts as the largest
+    value, and of equals the first stays. None if the kernel does not support the tensors; then
+    ``steps.merge`` computes the same in several passes.
     """
     beside = [x for x in (marks, others) if isinstance(x, Tensor)]
     n, kind, other = first.numel(), KINDS.get(first.dtype), KINDS.get(second.dtype)
@@ -151,14 +155,17 @@ def larger(
 
 
 def _beside(marks: Tensor | int, out: Tensor) -> tuple[Tensor, int, int]:
-    """Marks, where they lie, and what each is; of a number for all, something that lies so."""
+    """A tensor with the strides of the ids, their address, and the constant id. A tensor of ids
+    has no constant (0); a constant has no address (0), and ``out`` supplies the strides.
+    """
     return (marks, on_device(marks), 0) if isinstance(marks, Tensor) else (out, 0, marks)
 
 
 @lru_cache(4096)
 def _together(shape: Sequence[int], *steps: Sequence[int]) -> tuple[int, ...] | None:
-    """How many dimensions there are, innermost first, once those that lie together in all tensors
-    are one, their sizes, and the steps of each tensor; None if they are too many.
+    """Collapse dimensions that are adjacent in memory in all tensors. The argument words of the
+    kernels: the number of dimensions left, then their sizes, innermost first, then the strides of
+    each tensor; None if more than ``DIMS`` are left.
     """
     sizes: list[int] = []
     found: list[tuple[int, ...]] = []
@@ -181,9 +188,9 @@ def _together(shape: Sequence[int], *steps: Sequence[int]) -> tuple[int, ...] | 
 
 
 class Tallied(NamedTuple):
-    """A leaf to be counted: where its marks are (0: what is not 0 counts, as one mark) and its
-    gradient, of which kind, how many elements; how many marks, from which on, in which way; where
-    its results and its work begin.
+    """A leaf to tally: addresses of its provenance ids (0: all nonzero elements count as one id)
+    and of its gradient, dtype code, number of elements; the number of ids, the lowest of them, the
+    plan; the offsets of its results and of its workspace, in words.
     """
 
     marks: int
@@ -204,10 +211,10 @@ def counted(
     found: tuple[Tensor, Tensor],
     work: int,
 ) -> None:
-    """Count leaves in one launch, at most ``TALLIES`` of them: into counts and sums, with work of
-    so many words in all.
+    """Tally at most ``TALLIES`` leaves in one launch, into the counts and sums of ``found``;
+    ``work`` is the total size of their workspaces in words.
     """
-    memory = _work(device, work)  # held until the launch: a large one is kept by nobody else
+    memory = _work(device, work)  # a reference until the launch: a large workspace is not cached
     counts, sums, place = on_device(found[0]), on_device(found[1]), on_device(memory)
     words, first, shared = [len(jobs)], 0, 0
     for marks, gradient, kind, n, many, low, plan, at, mine in jobs:
@@ -222,13 +229,13 @@ def counted(
 
 
 def results(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where counts and sums of so many marks go."""
+    """Uninitialised counts and sums for ``count`` provenance ids."""
     counts = torch.empty(count, dtype=torch.int64, device=device)
     return counts, torch.empty(count, dtype=torch.float64, device=device)
 
 
 def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``steps.tally`` of flat tensors, at most ``steps.PIECE`` elements and one mark at least."""
+    """``steps.tally`` of contiguous tensors of at most ``steps.PIECE`` elements; ``count`` ≥ 1."""
     device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
     found, plan = results(count, device), counting(n, count, kind == 1, device)
     where = on_device(marks), on_device(gradient), kind, n
@@ -240,7 +247,7 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """``steps.measured`` of a tensor without gaps, of at most ``steps.PIECE`` elements."""
+    """``steps.measured`` of a contiguous tensor of at most ``steps.PIECE`` elements."""
     device, kind, n = gradient.device, KINDS[gradient.dtype], gradient.numel()
     found, plan = results(1, device), counting(n, 1, kind == 1, device)
     job = Tallied(0, on_device(gradient), kind, n, 1, 0, plan)
@@ -253,9 +260,8 @@ TALLY, MEASURE = ("tally_float", "tally_double"), ("measure_float", "measure_dou
 
 
 class Counting(NamedTuple):
-    """How a leaf is counted: by how many blocks, each of how many elements, with how many marks in
-    shared memory, of so many bytes; of how many marks at a time, so that the work has so many
-    words.
+    """How a leaf is tallied: thread blocks, elements per block, provenance ids in shared memory,
+    bytes of shared memory; ids per launch, and words of workspace for these.
     """
 
     blocks: int
@@ -267,7 +273,7 @@ class Counting(NamedTuple):
 
 
 def counting(n: int, count: int, wide: bool, device: torch.device) -> Counting:
-    """How to count so many elements of so many marks."""
+    """The plan for tallying n elements by ``count`` provenance ids."""
     return _counting(n, count, wide, cuda_launch.processors(device))
 
 
@@ -275,7 +281,7 @@ def counting(n: int, count: int, wide: bool, device: torch.device) -> Counting:
 def _counting(n: int, count: int, wide: bool, processors: int) -> Counting:
     bins, window = BINS[wide]
     blocks = max(1, min(-(-n // LEAST), 2 * processors))
-    length = -(-n // blocks // 32) * 32 or 32  # whole lines of memory
+    length = -(-n // blocks // 32) * 32 or 32  # a multiple of 32: whole cache lines
     marks = min(count, WORK // (8 * (bins + 2)))
     slots = min(marks, SHARED // (4 * (2 * window + 2)))
     shared = 4 * slots * (2 * window + (2 if slots < marks else 1))
@@ -288,7 +294,9 @@ _WORK: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _work(device: torch.device, words: int) -> Tensor:
-    """So many words that are 0, as kernels leave them: one tensor for each stream."""
+    """A workspace of at least this many zero words. Kernels leave it zeroed, so that one tensor per
+    stream is reused.
+    """
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     found = _WORK.get((device, stream))
     if found is None or len(found) < words:
@@ -299,7 +307,7 @@ def _work(device: torch.device, words: int) -> Tensor:
 
 
 def reduce(x: Tensor, marks: Tensor, levels: Levels, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """``steps.reduce`` of tensors whose dimensions are four levels."""
+    """``steps.reduce`` of tensors whose dimensions collapse to four levels."""
     device = x.device
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     value = torch.empty(shape, dtype=dtype, device=device)
@@ -316,8 +324,9 @@ def reduce(x: Tensor, marks: Tensor, levels: Levels, shape: Sequence[int]) -> tu
 
 
 class Reduced(NamedTuple):
-    """Lines to be reduced: where values and marks are, of which kind, how they are cut; where their
-    parts go, if there are several, and the results: values, unless that is 0, and marks.
+    """A reduction: addresses of values and provenance ids, dtype code, plan; address of the partial
+    results, if lines are cut into several parts; addresses of the resulting values (0: not wanted)
+    and ids.
     """
 
     x: int
@@ -330,7 +339,9 @@ class Reduced(NamedTuple):
 
 
 def reduced(wide: bool, device: torch.device, jobs: Sequence[Reduced]) -> None:
-    """Reduce lines in one launch, at most ``REDUCTIONS`` of such jobs, and settle in one more."""
+    """Run at most ``REDUCTIONS`` reductions in one launch, and one more launch to combine the parts
+    of lines that were cut.
+    """
     words, first, settle = [len(jobs)], 0, 0
     for x, marks, kind, how, most, value, out in jobs:
         words += (x, marks, kind, *how.words, most, most + 8 * how.places, value, out, first)
@@ -347,8 +358,8 @@ REDUCE, SETTLE = ("reduce_float", "reduce_double"), ("settle_float", "settle_dou
 
 
 class Cut(NamedTuple):
-    """How lines are reduced: by how many blocks, with what words for the kernel; by how many blocks
-    the parts of lines are compared then (0: there is one), and how many parts all lines have.
+    """How lines are reduced: thread blocks, argument words of the kernel, thread blocks of the
+    second pass that combines parts (0: lines are not cut), parts of all lines, number of results.
     """
 
     blocks: int
@@ -360,7 +371,7 @@ class Cut(NamedTuple):
 
 @lru_cache(4096)
 def cut(levels: Levels, processors: int) -> Cut:
-    """How to reduce lines on a GPU of so many processors."""
+    """The plan for a reduction on a GPU with this many multiprocessors."""
     (r1, *_), (k1, *_), (r2, *_), (k2, *_) = levels
     columns, rows, cuts, length = divided(r1 * r2, k1 * k2, k2 > 1, processors)
     words = (
@@ -374,11 +385,11 @@ def cut(levels: Levels, processors: int) -> Cut:
 
 @lru_cache(4096)
 def divided(reduced: int, results: int, beside: bool, processors: int) -> tuple[int, int, int, int]:
-    """How many results a block of 256 threads has, how many threads each of them, into how many
-    parts lines are cut so that all processors have work, and how long these are.
+    """Results per block of 256 threads, threads per result, parts into which each line is cut so
+    that all multiprocessors have work, and elements per part.
     """
     whole = 1 << max(0, reduced - 1).bit_length()  # a power of two
-    if beside:  # 32 neighbours, or 8: that is how much memory hands out at once
+    if beside:  # 32 neighbours, or 8, for coalesced reads
         columns = 32 if -(-results // 32) >= 2 * processors else 8
         rows = min(256 // columns, whole)
     else:
@@ -391,7 +402,7 @@ def divided(reduced: int, results: int, beside: bool, processors: int) -> tuple[
 
 
 def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """``steps.scatter`` of flat tensors without gaps, the target int64."""
+    """``steps.scatter`` of flat contiguous tensors; the target is int64."""
     device, n = x.device, x.numel()
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     value = torch.zeros(size, dtype=dtype, device=device)
@@ -407,7 +418,7 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> tuple[Tensor
 
 
 def gather(marks: Tensor, source: Tensor) -> Tensor:
-    """``marks[source]``, flat and without gaps; 0 where there is no such place."""
+    """``marks[source]`` of contiguous tensors, ``marks`` flat; 0 for an index out of range."""
     out = torch.empty(source.shape, dtype=torch.int32, device=marks.device)
     n = source.numel()
     if n:
@@ -422,8 +433,8 @@ def gather(marks: Tensor, source: Tensor) -> Tensor:
 def normalise(
     given: Sequence[Tensor], rank: int, lies: LineLayout, sized: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """``steps.normalise``: values, if asked for, and places or marks. Given are the diagonal, x, as
-    many left and right as the rank says, and perhaps marks.
+    """``steps.normalise``: values if ``sized``, and indices or provenance ids. ``given`` are the
+    diagonal, x, ``rank`` tensors left, ``rank`` tensors right, and optionally provenance ids.
     """
     lines, n, shape, steps = lies
     x = given[1]
@@ -431,7 +442,7 @@ def normalise(
     value = torch.empty(shape, dtype=dtype, device=device) if sized else None
     found = torch.empty(shape, dtype=torch.int32 if marked else torch.int64, device=device)
     at = [(on_device(part), *step) for part, step in zip(given, steps)]
-    # A warp has a line where there are lines enough for all, else a block.
+    # A warp per line if lines are short or there are enough of them, else a block per line.
     rows = 32 if n <= 512 or lines >= 16 * cuda_launch.processors(device) else 256
     words = (
         *at[0], *at[1], *at[2], *(at[3] if rank == 2 else LOST),
@@ -454,8 +465,8 @@ PAIRED = {dtype: f"paired_{name}" for dtype, name in WIDE.items()}
 
 
 def _pairs(x: Tensor, lines: int, n: int, words: tuple[int, ...]) -> None:
-    """Rank two. Of long lines, elements that cannot be largest are left out first; lines where
-    that cannot be are left over.
+    """``normalise`` of rank two. In long lines, elements that cannot attain the maximum are pruned
+    first; lines where pruning does not work are left to the pairwise kernel.
     """
     device, dtype, left = x.device, x.dtype, 0
     if n > PLAIN:
@@ -468,8 +479,8 @@ def _pairs(x: Tensor, lines: int, n: int, words: tuple[int, ...]) -> None:
 
 
 def used(numbers: Tensor, count: int) -> Tensor | None:
-    """Which numbers below ``count`` are there: a bit each, the lowest first, in words of int32.
-    None where there is no kernel for it.
+    """Bitmap of the numbers below ``count`` that occur, lowest bit first, in int32 words. None if
+    the kernel does not support the tensor.
     """
     if numbers.dtype is not torch.int32 or not cuda_launch.serves(FILE, numbers):
         return None
@@ -490,8 +501,8 @@ def used(numbers: Tensor, count: int) -> Tensor | None:
 
 
 def closed(there: Tensor, count: int) -> Tensor:
-    """What the numbers below ``count`` become that ``used`` says are there: 1, 2 and so on, without
-    gaps; the others, and 0, become 0.
+    """Table that renumbers the numbers in the bitmap ``there`` (from ``used``) to 1, 2, ... without
+    gaps, in order; other numbers below ``count``, and 0, become 0.
     """
     table = torch.empty(count, dtype=torch.int32, device=there.device)
     if count:
@@ -502,8 +513,8 @@ def closed(there: Tensor, count: int) -> Tensor:
 
 
 def renumbered(numbers: Tensor, table: Tensor) -> Tensor | None:
-    """``table[numbers]``, and 0 for a number that is not there; both are int32, and the table has
-    no gaps. None where there is no kernel for it.
+    """``table[numbers]``, 0 for a number out of range; both int32, the table contiguous. None if
+    the kernel does not support the tensors.
     """
     if numbers.dtype is not torch.int32 or not cuda_launch.serves(FILE, numbers, table):
         return None

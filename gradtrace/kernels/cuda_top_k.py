@@ -1,4 +1,4 @@
-"""The contraction in TopK on a GPU: the k largest products are kept, none is written out."""
+"""The TopK contraction on a GPU: keeps the largest products in registers, materialises none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gradtrace.kernels.pointers import on_device
 
 FILE = "top.cu"
 MOST = 8
-"""So many can be kept in registers."""
+"""The most products per result that are kept in registers."""
 
 MANY = 65_535
-"""The most matrices of a launch."""
+"""The most matrices per launch."""
 
 ROWS, COLUMNS = 16, 64
 NAMES = {torch.float32: "top_float", torch.float64: "top_double"}
@@ -23,7 +23,7 @@ NOTHING = (0, 0, 0, 0)
 
 
 def serves(parts: Sequence[Tensor], weight: Tensor) -> bool:
-    """Whether so many parts can be contracted here with a weight, half precision as single."""
+    """Whether these parts can be contracted with the weight; half precision is taken as float32."""
     dtype = torch.float32 if weight.dtype.itemsize == 2 else weight.dtype
     if len(parts) > MOST or dtype not in NAMES or any(part.dtype is not dtype for part in parts):
         return False
@@ -31,8 +31,8 @@ def serves(parts: Sequence[Tensor], weight: Tensor) -> bool:
 
 
 def contraction(parts: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
-    """Of ``parts[p][i, m, k] · weight[i, k, n]``, over k and p, the largest, the second largest, …;
-    as many as there are parts. Numbers are not negative, and parts fall.
+    """The ``len(parts)`` largest of ``parts[p][i, m, k] · weight[i, k, n]`` over k and p, in
+    descending order, each (i, m, n). Values are nonnegative, and ``parts[p]`` descends in p.
     """
     (i, m, k), n, device = parts[0].shape, weight.shape[2], weight.device
     shape = (len(parts), i, m, n)

@@ -1,8 +1,9 @@
-"""Products in full float32, whatever the user has allowed.
+"""Matrix products in full float32, whatever precision the user has allowed.
 
-TF32 keeps 10 of 23 bits: enough to train, not to compare path masses by. It is switched off for the
-moment by the interface that it was switched on by, since torch refuses a mix of its old and its new
-one; torch 2.8 and older have the old one alone. What the user has set is there again afterwards.
+TF32 keeps 10 of 23 mantissa bits: enough for training, not for comparing path masses. It is
+switched off temporarily through the interface by which it was switched on, because torch refuses a
+mix of its old and its new one; torch 2.8 and older have only the old one. The user's settings are
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from gradtrace.pytorch.global_switches import Switch
 
 
 def exact(x: Tensor) -> AbstractContextManager[None]:
-    """Without TF32, if products of this are such that might have it."""
+    """Context without TF32 if products of this tensor could use it, else a null context."""
     if not x.is_cuda or x.dtype is not torch.float32:
         return nullcontext()
     return without_tf32()
 
 
 def without_tf32() -> AbstractContextManager[None]:
-    """Matrix products and convolutions on GPUs in full float32; for threads at once, too."""
+    """Context in which GPU matrix products and convolutions use full float32; safe to enter from
+    several threads at once.
+    """
     return _SWITCH
 
 
@@ -57,7 +60,7 @@ def _products() -> Iterator[None]:
     finally:
         if before is None:
             every = torch.backends.fp32_precision  # type: ignore[attr-defined]
-            matmul.fp32_precision = "none" if every == "tf32" else "tf32"  # its own, or that
+            matmul.fp32_precision = "none" if every == "tf32" else "tf32"  # "none": inherited
         else:
             matmul.allow_tf32 = True
             if before != "high":
@@ -78,10 +81,10 @@ def _convolutions() -> Iterator[None]:
 
 
 def _by_the_old() -> str | None:
-    """The precision by the old interface, if that allows TF32."""
+    """The precision set through the old interface, if that allows TF32, else None."""
     try:
         found = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it says highest, and the new one does not
+    except RuntimeError:  # old interface says "highest", the new one does not
         return None
     return None if found == "highest" else found
 
@@ -96,7 +99,7 @@ def _products_by_the_old() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)  # which allows TF32 again, too
+        torch.set_float32_matmul_precision(before)  # this also sets allow_tf32 again
 
 
 @contextmanager
