@@ -21,36 +21,36 @@ from torch import Tensor
 
 from gradtrace.kernels import cuda_launch, reference
 from gradtrace.kernels.cuda_tiling import (
-    LARGEST,
-    MOST,
-    SMALL,
+    SEARCH_SHARED_MAX_BYTES,
+    SMALL_WORKSPACE_BYTES,
+    SPLIT_MIN_EXTENT,
     THREADS,
     ContractionPlan,
     Steps,
-    up,
-    way,
+    contraction_plan,
+    round_up,
 )
 from gradtrace.kernels.pointers import on_device
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
-FILE, BESIDE = "contract.cu", "rescan.cu"
+FILE, RESCAN_FILE = "contract.cu", "rescan.cu"
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 DTYPES = (*KINDS, torch.float64)
-WORKSPACE = 1 << 31
+WORKSPACE_MAX_BYTES = 1 << 31
 """The most bytes of workspace per launch; larger contractions are split."""
 
-KEEP = 1 << 25
+CACHED_WORKSPACE_MAX_BYTES = 1 << 25
 """Workspaces up to this many bytes are cached for the next launch."""
 
-FAR, LONG = 1 << 24, 1 << 31
+ROW_STRIDE_LIMIT, K_STRIDE_LIMIT = 1 << 24, 1 << 31
 """Strides of rows and of k from which an operand is copied. The first also bounds the columns of a
 launch, half of the second the steps of all tiles in a launch: kernels count in 32 bits.
 """
 
-MANY = 65_535
+MAX_BATCH = 65_535
 """The most matrices per launch."""
 
-WORTH = 1 << 22
+CUDA_MIN_PRODUCTS = 1 << 22
 """The fewest products for which the CUDA kernels, and copying operands for them, pay."""
 
 
@@ -96,14 +96,20 @@ def contraction(
     if make is torch.zeros or not (value or index or marks is not None):
         return out
     with cuda_launch.at(device):
-        if dtype is torch.float32 and _worth(shape, k) and cuda_launch.serves(FILE, left, right):
-            given = NOWHERE if marks is None else _Side.of(_words(marks), *ROLES[of_b])
-            sides = _Side.of(a, 1, 2), _Side.of(b, 2, 1), given
+        if (
+            dtype is torch.float32
+            and _is_large_enough(shape, k)
+            and cuda_launch.serves(FILE, left, right)
+        ):
+            given = (
+                NULL_OPERAND if marks is None else _PlacedOperand.of(_as_int32(marks), *ROLES[of_b])
+            )
+            sides = _PlacedOperand.of(a, 1, 2), _PlacedOperand.of(b, 2, 1), given
             _run(device, shape, k, sides, of_b, out)
         elif triton():
             from gradtrace.kernels import triton_contraction
 
-            words = None if marks is None else _words(marks)
+            words = None if marks is None else _as_int32(marks)
             triton_contraction.contraction(a, b, out, dtype, words, of_b)
         else:
             return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
@@ -114,12 +120,12 @@ ROLES = {False: (1, 2), True: (2, 1)}
 """By ``of_b``: the dimensions of the provenance ids that hold their rows and their k."""
 
 
-def _worth(shape: tuple[int, int, int], k: int) -> bool:
+def _is_large_enough(shape: tuple[int, int, int], k: int) -> bool:
     i, m, n = shape
-    return (i * m * n * k >= WORTH or not triton()) and n < FAR
+    return (i * m * n * k >= CUDA_MIN_PRODUCTS or not triton()) and n < ROW_STRIDE_LIMIT
 
 
-def _words(marks: Matrices) -> Matrices:
+def _as_int32(marks: Matrices) -> Matrices:
     if _data(marks).dtype is torch.int32:
         return marks
     return marks._replace(data=marks.data.int()) if isinstance(marks, Operand) else marks.int()
@@ -156,7 +162,7 @@ def carried(
     """
     device = a.device
     found = _ready(device, how, KINDS[a.dtype], KINDS[b.dtype], value)
-    if found is None or not (found.small and _worth(how.shape, how.k)):
+    if found is None or not (found.small and _is_large_enough(how.shape, how.k)):
         return None
     largest = torch.empty(shape, dtype=torch.float32, device=device) if value else None
     out = torch.empty(shape, dtype=torch.int32, device=device)
@@ -174,13 +180,13 @@ def _ready(
 ) -> PreparedLaunch | None:
     if not (all(how.shape) and how.k):
         return None
-    lies = (
+    layouts = (
         OperandLayout(first, 2 if first else 4, how.a),
         OperandLayout(second, 2 if second else 4, how.b),
     )
-    asked = value, False, True
+    requested = value, False, True
     marks = OperandLayout(0, 4, how.marks)
-    return ready(device, how.shape, how.shape, how.k, (*lies, marks), how.of_b, asked)
+    return ready(device, how.shape, how.shape, how.k, (*layouts, marks), how.of_b, requested)
 
 
 # CUDA --------------------------------------------------------------------------------------------
@@ -205,7 +211,12 @@ class OperandLayout(NamedTuple):
     @property
     def near(self) -> Steps | None:
         """The strides, if the kernels can read the operand in place; None if it must be copied."""
-        if self.kind or self.steps is None or self.steps[1] >= FAR or self.steps[2] >= LONG:
+        if (
+            self.kind
+            or self.steps is None
+            or self.steps[1] >= ROW_STRIDE_LIMIT
+            or self.steps[2] >= K_STRIDE_LIMIT
+        ):
             return None
         return self.steps
 
@@ -228,7 +239,7 @@ class PreparedLaunch(NamedTuple):
     """A contraction prepared for any operands of one layout: everything but the addresses."""
 
     device: torch.device
-    way: ContractionPlan
+    contraction_plan: ContractionPlan
     pack: cuda_launch.Kernel
     contract: cuda_launch.Kernel
     rescan: cuda_launch.Kernel
@@ -246,7 +257,7 @@ class PreparedLaunch(NamedTuple):
     @property
     def small(self) -> bool:
         """Whether one launch suffices, without asking how much memory is free."""
-        return self.countable and self.way.space.size <= SMALL
+        return self.countable and self.contraction_plan.space.size <= SMALL_WORKSPACE_BYTES
 
     def __call__(
         self, a: Place, b: Place, marks: Place, value: int, index: int, found: int
@@ -254,35 +265,38 @@ class PreparedLaunch(NamedTuple):
         """Launch it. ``value``, ``index`` and ``found`` are the addresses of the results: values,
         indices and provenance ids; 0 for those not requested.
         """
-        how = self.way
-        memory = _KEPT.memory(self.device, how.space.size)
+        how = self.contraction_plan
+        memory = _WORKSPACES.memory(self.device, how.space.size)
         start = on_device(memory)
         left, right, spare, blocks, parts, numbers, _ = [start + each for each in how.space]
-        ours, yours = how.copied
-        if ours or yours:
+        pack_a, pack_b = how.copied
+        if pack_a or pack_b:
             self.pack(
                 how.grids[0], PACKING,
                 (
-                    *((*a, *self.packing[0], left) if ours else UNPACKED),
-                    *((*b, *self.packing[1], right) if yours else UNPACKED),
+                    *((*a, *self.packing[0], left) if pack_a else UNPACKED),
+                    *((*b, *self.packing[1], right) if pack_b else UNPACKED),
                     self.lines,
                 ),
             )  # fmt: skip
         results = (value or spare, *self.plane, blocks if self.searched else 0, parts, numbers)
-        (copy, mine), (other, theirs) = self.contracting
+        (copy, a_steps), (copy_b, b_steps) = self.contracting
         self.contract(
             how.grids[1], CONTRACTING,
-            (left if copy else a[0], *mine, right if other else b[0], *theirs, *results, *how.work),
+            (
+                left if copy else a[0], *a_steps, right if copy_b else b[0], *b_steps,
+                *results, *how.work,
+            ),
             how.shared[0],
         )  # fmt: skip
         if not how.joined:
             return
-        (copy, mine), (other, theirs) = self.searching
+        (copy, a_steps), (copy_b, b_steps) = self.searching
         self.rescan(
             how.grids[2], CONTRACTING,
             (
-                left if copy else a[0], *mine, how.held[0],
-                right if other else b[0], *theirs, how.held[1],
+                left if copy else a[0], *a_steps, how.held[0],
+                right if copy_b else b[0], *b_steps, how.held[1],
                 *how.whole, *results, *how.tile, index, found, *self.whole,
                 *marks, *self.marks, self.of_b,
             ),
@@ -296,16 +310,18 @@ def ready(
     whole: tuple[int, int, int],
     shape: tuple[int, int, int],
     k: int,
-    lies: tuple[OperandLayout, OperandLayout, OperandLayout],
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
     of_b: bool,
-    asked: tuple[bool, bool, bool],
+    requested: tuple[bool, bool, bool],
 ) -> PreparedLaunch:
     """Prepare the contraction of a part, with sizes ``shape``, of a result with sizes ``whole``.
-    ``asked``: whether values, indices and provenance ids are requested.
+    ``requested``: whether values, indices and provenance ids are requested.
     """
-    (a, b, marks), (batches, m, n) = lies, shape
-    value, searched = asked[0], asked[1] or asked[2]
-    how = way(shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device))
+    (a, b, marks), (batches, m, n) = layouts, shape
+    value, searched = requested[0], requested[1] or requested[2]
+    how = contraction_plan(
+        shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device)
+    )
     padded, tile = how.plan.padded, (how.plan.block, how.plan.rows, how.plan.columns)
     block, rows, columns = (f"{name} {size}" for name, size in zip(("KB", "BM", "BN"), tile))
     defines = (block, rows, columns, "INDEX") if searched else (block, rows, columns)
@@ -315,9 +331,9 @@ def ready(
     return PreparedLaunch(
         device,
         how,
-        cuda_launch.kernel(device, BESIDE, "pack", (block,)),
+        cuda_launch.kernel(device, RESCAN_FILE, "pack", (block,)),
         cuda_launch.kernel(device, FILE, "contract", defines, how.shared[0]),
-        cuda_launch.kernel(device, BESIDE, "rescan", (block,), MOST),
+        cuda_launch.kernel(device, RESCAN_FILE, "rescan", (block,), SEARCH_SHARED_MAX_BYTES),
         ((*steps[0], a.kind, m, k, padded), (*steps[1], b.kind, n, k, padded)),
         -(-m // 32) if how.copied[0] else 0,
         (
@@ -333,7 +349,7 @@ def ready(
         searched,
         marks.steps or NO_STEPS,
         of_b,
-        batches <= MANY and how.plan.total < LONG // 2,
+        batches <= MAX_BATCH and how.plan.total < K_STRIDE_LIMIT // 2,
     )
 
 
@@ -341,7 +357,7 @@ def _reading(copy: bool, copied: Steps, steps: Steps) -> OperandRead:
     return OperandRead(copy, copied if copy else steps)
 
 
-class _LaunchCache(threading.local):
+class _WorkspaceCache(threading.local):
     """Per-thread cache of one workspace per stream. Reuse is safe because launches on a stream run
     in order; allocating a tensor each time would cost more than a launch.
     """
@@ -355,45 +371,45 @@ class _LaunchCache(threading.local):
         there, found = self.tensors.get(key, (-1, None))
         if found is None or there < size:
             found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-            if size <= KEEP:
+            if size <= CACHED_WORKSPACE_MAX_BYTES:
                 self.tensors[key] = size, found
         return found
 
 
-_KEPT = _LaunchCache()
+_WORKSPACES = _WorkspaceCache()
 
 
 def _run(
     device: torch.device,
     shape: tuple[int, int, int],
     k: int,
-    sides: tuple[_Side, _Side, _Side],
+    sides: tuple[_PlacedOperand, _PlacedOperand, _PlacedOperand],
     of_b: bool,
     out: Contraction,
 ) -> None:
     """Fill in the tensors of ``out`` that are not None: in one launch, or in parts that fit the
     available memory.
     """
-    (a, b, marks), asked = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
-    lies = a.lie, b.lie, marks.lie
+    (a, b, marks), requested = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
+    layouts = a.layout, b.layout, marks.layout
     value, index, found = (0 if each is None else on_device(each) for each in out)
-    whole = ready(device, shape, shape, k, lies, of_b, asked)
+    whole = ready(device, shape, shape, k, layouts, of_b, requested)
     if whole.small:
         whole(a.place, b.place, marks.place, value, index, found)
         return
 
     def part(some: tuple[int, int, int]) -> PreparedLaunch:
-        return ready(device, shape, some, k, lies, of_b, asked)
+        return ready(device, shape, some, k, layouts, of_b, requested)
 
-    sizes = _fitting(shape, part, cuda_launch.room(device) // 2)
+    sizes = _fitting(shape, part, cuda_launch.available_bytes(device) // 2)
     for batch, row, column in product(*(range(0, n, size) for n, size in zip(shape, sizes))):
         at = batch, row, column
         i, m, n = (min(s, n - first) for first, n, s in zip(at, shape, sizes))
         corner = (batch * shape[1] + row) * shape[2] + column
         part((i, m, n))(
-            a.lie.at(a.place, batch, row),
-            b.lie.at(b.place, batch, column),
-            marks.lie.at(marks.place, batch, column if of_b else row),
+            a.layout.at(a.place, batch, row),
+            b.layout.at(b.place, batch, column),
+            marks.layout.at(marks.place, batch, column if of_b else row),
             value and value + 4 * corner,
             index and index + 8 * corner,
             found and found + 4 * corner,
@@ -401,46 +417,48 @@ def _run(
 
 
 def _fitting(
-    shape: tuple[int, int, int], part: Callable[[tuple[int, int, int]], PreparedLaunch], room: int
+    shape: tuple[int, int, int],
+    part: Callable[[tuple[int, int, int]], PreparedLaunch],
+    available_bytes: int,
 ) -> tuple[int, int, int]:
     """The numbers of matrices, rows and columns per launch that fit the workspace limit."""
-    i, m, n = min(shape[0], MANY), *shape[1:]
-    most = min(WORKSPACE, room)
+    i, m, n = min(shape[0], MAX_BATCH), *shape[1:]
+    most = min(WORKSPACE_MAX_BYTES, available_bytes)
     while True:
         how = part((i, m, n))
-        if how.countable and how.way.space.size <= most:
+        if how.countable and how.contraction_plan.space.size <= most:
             break
         if i > 1:
             i = -(-i // 2)
-        elif max(m, n) <= LARGEST:
+        elif max(m, n) <= SPLIT_MIN_EXTENT:
             break
         elif m >= n:
-            m = up(-(-m // 2), LARGEST)
+            m = round_up(-(-m // 2), SPLIT_MIN_EXTENT)
         else:
-            n = up(-(-n // 2), LARGEST)
+            n = round_up(-(-n // 2), SPLIT_MIN_EXTENT)
     return i, m, n
 
 
-class _Side(NamedTuple):
+class _PlacedOperand(NamedTuple):
     """Layout and addresses of an operand, with references to the tensors at these addresses."""
 
-    lie: OperandLayout
+    layout: OperandLayout
     place: Place
     held: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, x: Matrices, rows: int, inner: int) -> _Side:
+    def of(cls, x: Matrices, rows: int, inner: int) -> _PlacedOperand:
         if isinstance(x, Operand):
             data = x.data.contiguous()
             tables = tuple(table.long().contiguous() for table in x[1:])
             batch, row, k = (on_device(table) for table in tables)
-            lie = OperandLayout(KINDS.get(data.dtype, 0), data.itemsize, None)
-            return cls(lie, (on_device(data), batch, row, k), (data, *tables))
+            layout = OperandLayout(KINDS.get(data.dtype, 0), data.itemsize, None)
+            return cls(layout, (on_device(data), batch, row, k), (data, *tables))
         steps = x.stride()
-        lie = OperandLayout(
+        layout = OperandLayout(
             KINDS.get(x.dtype, 0), x.itemsize, (steps[0], steps[rows], steps[inner])
         )
-        return cls(lie, (on_device(x), 0, 0, 0), (x,))
+        return cls(layout, (on_device(x), 0, 0, 0), (x,))
 
 
-NOWHERE = _Side(OperandLayout(0, 0, NO_STEPS), (0, 0, 0, 0), ())
+NULL_OPERAND = _PlacedOperand(OperandLayout(0, 0, NO_STEPS), (0, 0, 0, 0), ())

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).with_name("cuda")
-LARGE = 8
+MAX_DYNAMIC_SHARED_BYTES_ATTRIBUTE = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
 
-LOST = 201
+CUDA_ERROR_INVALID_CONTEXT = 201
 """Returned by the driver in a thread that has no current CUDA context yet."""
 
 Grid: TypeAlias = tuple[int, int, int]
@@ -46,16 +46,16 @@ def serves(file: str, *tensors: Tensor) -> bool:
 
 def at(device: torch.device) -> AbstractContextManager[object]:
     """Context in which to launch on a device: makes it current if it is not."""
-    if _alone() or device.index == torch.cuda.current_device():
-        return HERE
+    if _single_gpu() or device.index == torch.cuda.current_device():
+        return CURRENT_DEVICE
     return torch.cuda.device(device)
 
 
-HERE = nullcontext()
+CURRENT_DEVICE = nullcontext()
 
 
 @cache
-def _alone() -> bool:
+def _single_gpu() -> bool:
     """Whether there is only one GPU, so that the current device need not be checked."""
     return torch.cuda.device_count() == 1
 
@@ -66,20 +66,20 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def held(device: torch.device) -> tuple[int, int]:
+def allocated_and_reserved(device: torch.device) -> tuple[int, int]:
     """Bytes allocated to tensors on a GPU, and bytes reserved by PyTorch's allocator. Faster than
     ``torch.cuda.memory_allocated`` and its like, which first flatten all statistics into a dict.
     """
-    told = torch.cuda.memory_stats_as_nested_dict(device)
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
     kinds = ("allocated_bytes", "reserved_bytes")
-    used, reserved = (int(told[kind]["all"]["current"]) if told else 0 for kind in kinds)
+    used, reserved = (int(stats[kind]["all"]["current"]) if stats else 0 for kind in kinds)
     return used, reserved
 
 
-def room(device: torch.device) -> int:
+def available_bytes(device: torch.device) -> int:
     """Bytes available for more tensors: free on the device, or reserved and unused."""
     free, _ = torch.cuda.mem_get_info(device)
-    used, reserved = held(device)
+    used, reserved = allocated_and_reserved(device)
     return int(free) + reserved - used
 
 
@@ -96,18 +96,18 @@ class Kernel(NamedTuple):
 
     def __call__(self, grid: Grid, block: Grid, words: tuple[int, ...], shared: int = 0) -> None:
         """Launch it on the current stream, with ``shared`` bytes of dynamic shared memory."""
-        _packer(len(words))(_GIVEN.words, 0, *words)  # copied by the driver at launch
+        _packer(len(words))(_ARGUMENTS.words, 0, *words)  # copied by the driver at launch
         stream = _stream(torch._C._cuda_getCurrentRawStream(self.device))
-        how = (*grid, *block, shared, stream, _GIVEN.place, None)
+        how = (*grid, *block, shared, stream, _ARGUMENTS.place, None)
         code = _driver().cuLaunchKernel(self.function, *how)
-        if code == LOST:
+        if code == CUDA_ERROR_INVALID_CONTEXT:
             torch.zeros((), device=f"cuda:{self.device}")  # torch makes the context current
             code = _driver().cuLaunchKernel(self.function, *how)
         if code:
             raise _failure(code)
 
 
-class _Given(threading.local):
+class _ArgumentBuffer(threading.local):
     """Per-thread buffer for the argument words of a launch; allocating one per launch would cost
     more than the launch.
     """
@@ -118,7 +118,7 @@ class _Given(threading.local):
         self.place = ctypes.byref(self.pointer)
 
 
-_GIVEN = _Given()
+_ARGUMENTS = _ArgumentBuffer()
 
 
 @cache
@@ -142,7 +142,7 @@ def kernel(
     module = _module(device.index, file, defines)
     _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     if shared:
-        _checked(driver.cuFuncSetAttribute(function, LARGE, shared))
+        _checked(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_BYTES_ATTRIBUTE, shared))
     return Kernel(function, device.index)
 
 
@@ -157,7 +157,7 @@ def names(text: str) -> list[str]:
     return re.findall(r"^KERNEL\(\w+, (\w+),", text, re.MULTILINE)
 
 
-FIRST = {
+PROBE_MACROS = {
     "contract.cu": ("KB 16", "BM 128", "BN 128", "INDEX"),
     "rescan.cu": ("KB 16",),
     "top.cu": ("TOP 2",),
@@ -170,7 +170,7 @@ def _compiles(device: int, file: str) -> bool:
     if torch.version.hip:
         return False
     try:
-        _module(device, file, FIRST.get(file, ()))
+        _module(device, file, PROBE_MACROS.get(file, ()))
     except Exception as error:  # driver, compiler, or a torch with another private API
         _log.warning("gradtrace runs without its CUDA kernels of %s, slower: %s", file, error)
         return False
@@ -191,9 +191,9 @@ def _module(device: int, file: str, defines: tuple[str, ...]) -> ctypes.c_void_p
     return module
 
 
-def _binary(made: bytes | tuple[bytes, str]) -> bytes:
+def _binary(result: bytes | tuple[bytes, str]) -> bytes:
     """The compiled binary; since torch 2.10 the result is a pair of it and a name."""
-    return made if isinstance(made, bytes) else made[0]
+    return result if isinstance(result, bytes) else result[0]
 
 
 @cache

@@ -9,28 +9,28 @@ from typing import NamedTuple, TypeAlias
 
 from gradtrace.kernels.cuda_launch import Grid
 
-INNER, THREADS, STAGES = 16, 256, 3
+K_PER_STEP, THREADS, STAGES = 16, 256, 3
 """k per step, threads per block, and steps buffered in shared memory."""
 
 TILES = ((128, 128), (256, 64), (64, 256))
 """Rows and columns of the result tiles that a thread block can compute."""
 
-BLOCKS = 256
+MAX_K_BLOCKS = 256
 """The most blocks of k per thread block and tile: a block's number is stored in a byte."""
 
-FEW = 128
+WHOLE_ROWS_MAX_K = 128
 """Up to this many k, the search for the argmax reads whole rows into shared memory."""
 
-HELD, MOST = 48 << 10, 72 << 10
+STRIDED_ROWS_MAX_BYTES, SEARCH_SHARED_MAX_BYTES = 48 << 10, 72 << 10
 """The most bytes of shared memory for 8 rows with strided k, and for all rows held in it."""
 
-LEAST = 8
+SHARE_MIN_STEPS = 8
 """The fewest steps of a tile that are worth a thread block."""
 
-SMALL = 1 << 26
+SMALL_WORKSPACE_BYTES = 1 << 26
 """Workspaces up to this many bytes are allocated without asking how much memory is free."""
 
-LARGEST = 256
+SPLIT_MIN_EXTENT = 256
 """Rows or columns that are not split further."""
 
 Steps: TypeAlias = tuple[int, int, int]
@@ -45,14 +45,14 @@ class TilingPlan(NamedTuple):
     block: int
     rows: int
     columns: int
-    steps: int  # per tile, each of INNER k
+    steps: int  # per tile, each of K_PER_STEP k
     share: int
     total: int
 
     @property
     def padded(self) -> int:
         """The number of k, padded with zeros to whole steps."""
-        return self.steps * INNER
+        return self.steps * K_PER_STEP
 
     @property
     def parts(self) -> int:
@@ -71,20 +71,27 @@ def plan(batches: int, m: int, n: int, k: int, processors: int) -> TilingPlan:
     Larger blocks of k make the contraction cheaper (cost ∝ k / size) and the search for the argmax
     dearer (cost ∝ size).
     """
-    tiles = TILES if k <= BLOCKS * INNER else TILES[:1]  # large blocks need more registers
-    rows, columns = min(tiles, key=lambda tile: up(m, tile[0]) * up(n, tile[1]))
-    sizes = ((8, FEW), (16, 2048 if rows == columns else 4096), (32, 8192), (64, 16384))
+    tiles = (
+        TILES if k <= MAX_K_BLOCKS * K_PER_STEP else TILES[:1]
+    )  # large blocks need more registers
+    rows, columns = min(tiles, key=lambda tile: round_up(m, tile[0]) * round_up(n, tile[1]))
+    sizes = (
+        (8, WHOLE_ROWS_MAX_K),
+        (16, 2048 if rows == columns else 4096),
+        (32, 8192),
+        (64, 16384),
+    )
     block = next((size for size, most in sizes if k <= most), 128)
-    each = max(1, block // INNER)  # steps per block
-    steps = up(k, each * INNER) // INNER
+    each = max(1, block // K_PER_STEP)  # steps per block
+    steps = round_up(k, each * K_PER_STEP) // K_PER_STEP
     total = batches * -(-m // rows) * -(-n // columns) * steps
-    share = up(max(-(-total // processors), min(LEAST, steps)), each)
-    if min(share, steps) * INNER > BLOCKS * block:
-        share = BLOCKS * block // INNER
+    share = round_up(max(-(-total // processors), min(SHARE_MIN_STEPS, steps)), each)
+    if min(share, steps) * K_PER_STEP > MAX_K_BLOCKS * block:
+        share = MAX_K_BLOCKS * block // K_PER_STEP
     return TilingPlan(block, rows, columns, steps, min(share, total), total)
 
 
-def up(n: int, step: int) -> int:
+def round_up(n: int, step: int) -> int:
     """Round up to a multiple of ``step``."""
     return -(-n // step) * step
 
@@ -121,36 +128,36 @@ class ContractionPlan(NamedTuple):
 
 
 @lru_cache(4096)
-def way(
+def contraction_plan(
     shape: tuple[int, int, int],
     k: int,
-    lie: tuple[Steps | None, Steps | None],
-    asked: tuple[bool, bool],
+    strides: tuple[Steps | None, Steps | None],
+    requested: tuple[bool, bool],
     processors: int,
 ) -> ContractionPlan:
-    """The plan of one launch. ``lie``: strides of both operands, None for one that must be copied;
-    ``asked``: whether values are requested, and whether the argmax (for indices or ids) is.
+    """The plan of one launch. ``strides``: of both operands, None for one that must be copied;
+    ``requested``: whether values are, and whether the argmax (for indices or ids) is.
     """
     batches, m, n = shape
-    value, searched = asked
+    value, searched = requested
     how = plan(batches, m, n, k, processors)
-    held, searching = _held(how, shape, lie, searched)
+    held, searching = _held(how, shape, strides, searched)
     copied = (
-        lie[0] is None or (searched and not held[0] and lie[0][2] != 1),
-        lie[1] is None or (searched and not held[1] and lie[1][2] != 1),
+        strides[0] is None or (searched and not held[0] and strides[0][2] != 1),
+        strides[1] is None or (searched and not held[1] and strides[1][2] != 1),
     )
     results, area = batches * m * n, how.rows * how.columns
     sizes = (
         4 * batches * m * how.padded if copied[0] else 0,
         4 * batches * n * how.padded if copied[1] else 0,
         0 if value else 4 * results,
-        batches * m * up(n, 4) if searched else 0,
+        batches * m * round_up(n, 4) if searched else 0,
         4 * how.parts * area if how.cut else 0,
         how.parts * area if how.cut and searched else 0,
     )
     starts = [0]
     for size in sizes:
-        starts.append(starts[-1] + up(size, 16))
+        starts.append(starts[-1] + round_up(size, 16))
     high, wide = searching
     lines = (-(-m // 32) if copied[0] else 0) + (-(-n // 32) if copied[1] else 0)
     grids = (
@@ -158,14 +165,14 @@ def way(
         (how.parts, 1, 1),
         (-(-m // high) * -(-n // wide), 1, batches),
     )
-    ahead = STAGES * INNER * (how.rows + how.columns + 8) * 4
+    ahead = STAGES * K_PER_STEP * (how.rows + how.columns + 8) * 4
     shared = (32 * THREADS + ahead + 64 * THREADS * 4, 4 * (high * held[0] + wide * held[1]))
     divided = how.steps, how.share
     return ContractionPlan(
         how, Workspace(*starts), copied, held, searching, shared, grids, searched or how.cut,
         (m, n, k, *divided, how.total),
         (m, n, k, *searching),
-        (how.rows, how.columns, *divided, INNER),
+        (how.rows, how.columns, *divided, K_PER_STEP),
     )  # fmt: skip
 
 
@@ -175,17 +182,18 @@ def workspace(shape: tuple[int, int, int], k: int, processors: int) -> int:
     """
     if not (k and all(shape)):
         return 0
-    least = (1, min(shape[1], LARGEST), min(shape[2], LARGEST))
+    least = (1, min(shape[1], SPLIT_MIN_EXTENT), min(shape[2], SPLIT_MIN_EXTENT))
     whole, few = (
-        way(sizes, k, (None, None), (True, True), processors).space.size for sizes in (shape, least)
+        contraction_plan(sizes, k, (None, None), (True, True), processors).space.size
+        for sizes in (shape, least)
     )
-    return min(whole, max(few, SMALL))
+    return min(whole, max(few, SMALL_WORKSPACE_BYTES))
 
 
 def _held(
     how: TilingPlan,
     shape: tuple[int, int, int],
-    lie: tuple[Steps | None, Steps | None],
+    strides: tuple[Steps | None, Steps | None],
     searched: bool,
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Row strides in shared memory of the operands that the argmax search holds there (0: not
@@ -196,12 +204,12 @@ def _held(
     line = how.padded + 4
     if not searched:
         return (0, 0), (64, 32)
-    if how.block < INNER:
+    if how.block < K_PER_STEP:
         return (line, line), (64, 64)
-    if 32 * line <= HELD:
+    if 32 * line <= STRIDED_ROWS_MAX_BYTES:
         _, m, n = shape
-        if lie[0] is not None and lie[0][2] != 1 and n <= 256:
+        if strides[0] is not None and strides[0][2] != 1 and n <= 256:
             return (line, 0), (8, 64)
-        if lie[1] is not None and lie[1][2] != 1 and m <= 256:
+        if strides[1] is not None and strides[1][2] != 1 and m <= 256:
             return (0, line), (64, 8)
     return (0, 0), (64, 32)

@@ -22,13 +22,13 @@ KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3
 READ = {**KINDS, torch.int32: 4}
 """Codes of the dtypes that it reads, including int32 provenance ids."""
 
-NOTHING = (0,) * 9
+NULL_VIEW = (0,) * 9
 """Null operand: the view that stands for no matrix."""
 
-AT_ONCE = 1_000_000_000
+THREAD_PRODUCTS_PER_CALL = 1_000_000_000
 """Products per thread and call: at most a third of a second, during which Ctrl-C is delayed."""
 
-FEW = 64
+SPLIT_MIN_ROWS = 64
 """The fewest rows per call when a matrix is split: each call packs the other matrix again."""
 
 
@@ -83,8 +83,8 @@ def contraction(
         return cuda_contraction.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
     if _library() is None or not (_served(a) and _served(b)):
         return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
-    plain = marks is None and not index and isinstance(a, Tensor) and isinstance(b, Tensor)
-    if plain and sizes(a)[2] == 1:  # a single k: no maximum to take
+    values_only = marks is None and not index and isinstance(a, Tensor) and isinstance(b, Tensor)
+    if values_only and sizes(a)[2] == 1:  # a single k: no maximum to take
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         dtype = kind(a, b)
         return Contraction(a.to(dtype).abs() * b.to(dtype).abs(), None, None)
@@ -117,7 +117,7 @@ def compiled(
     value: bool,
     index: bool,
     marks: Matrices | None,
-    way: Algorithm,
+    algorithm: Algorithm,
     of_b: bool = False,
 ) -> tuple[Contraction, float]:
     """``contraction`` by the library with a given algorithm, and the fraction of k that survived
@@ -135,12 +135,12 @@ def compiled(
     out = Contraction(*made)
     if make is torch.zeros or all(x is None for x in out):
         return out, 0.0
-    a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_words(marks))
-    _see_sizes(a, (i, m, k), False)
-    _see_sizes(b, (i, n, k), True)
+    a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_as_int32(marks))
+    _check_sizes(a, (i, m, k), False)
+    _check_sizes(b, (i, n, k), True)
     if words is not None:
-        _see_sizes(words, (i, n, k) if of_b else (i, m, k), of_b)
-    marked = NOTHING if words is None else _view(words, *((2, 1) if of_b else (1, 2)))
+        _check_sizes(words, (i, n, k) if of_b else (i, m, k), of_b)
+    marked = NULL_VIEW if words is None else _view(words, *((2, 1) if of_b else (1, 2)))
     threads = torch.get_num_threads()
     places = [
         0 if x is None or kind is None else pointers.flat(x, kind, i * m * n)
@@ -149,9 +149,9 @@ def compiled(
     call = bytearray(_CALL.size)
     _CALL.pack_into(
         call, 0, *_view(a, 1, 2), *_view(b, 2, 1), *marked,
-        i, m, k, n, KINDS[dtype], *places, 0, i, 0, m, threads, way, of_b, 0, 0,
+        i, m, k, n, KINDS[dtype], *places, 0, i, 0, m, threads, algorithm, of_b, 0, 0,
     )  # fmt: skip
-    _run(call, (i, m, k, n), AT_ONCE * threads)
+    _run(call, (i, m, k, n), THREAD_PRODUCTS_PER_CALL * threads)
     survived, considered = _COUNTS[0].unpack_from(call, _COUNTS[1])
     return out, survived / max(1, considered)
 
@@ -187,7 +187,7 @@ def carried(
         call, 0, *views, i, m, k, n, KINDS[dtype], *places,
         0, i, 0, m, threads, Algorithm.BY_MEASURE, how.of_b, 0, 0,
     )  # fmt: skip
-    _run(call, (i, m, k, n), AT_ONCE * threads)
+    _run(call, (i, m, k, n), THREAD_PRODUCTS_PER_CALL * threads)
     return Contraction(largest, None, out)
 
 
@@ -213,7 +213,7 @@ def _run(call: bytearray, shape: tuple[int, int, int, int], limit: int) -> None:
         cpu_library.checked(library.gradtrace_contract(place))
         return
     batches = max(1, limit // (m * k * n))
-    lines = m if m * k * n <= limit else max(FEW, limit // (k * n))
+    lines = m if m * k * n <= limit else max(SPLIT_MIN_ROWS, limit // (k * n))
     for batch, row in product(range(0, i, batches), range(0, m, lines)):
         part = batch, min(i, batch + batches), row, min(m, row + lines)
         _RANGE[0].pack_into(call, _RANGE[1], *part)
@@ -225,7 +225,7 @@ def _served(x: Matrices) -> bool:
     return data.dtype in KINDS and data.device.type == "cpu"
 
 
-def _words(marks: Matrices) -> Matrices:
+def _as_int32(marks: Matrices) -> Matrices:
     """Provenance ids as int32, the dtype that the library reads."""
     if isinstance(marks, Operand):
         return marks._replace(data=marks.data.int())
@@ -236,7 +236,7 @@ def _flat(x: Matrices) -> Matrices:
     return Operand(*(part.contiguous() for part in x)) if isinstance(x, Operand) else x
 
 
-def _see_sizes(x: Matrices, wanted: tuple[int, int, int], turned: bool) -> None:
+def _check_sizes(x: Matrices, wanted: tuple[int, int, int], turned: bool) -> None:
     """Raise unless an operand has the sizes that are passed to the library for all operands."""
     found = sizes(x)
     if turned and not isinstance(x, Operand):

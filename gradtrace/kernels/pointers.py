@@ -47,7 +47,7 @@ def flat(x: Tensor, dtype: torch.dtype, count: int) -> int:
     return address(x, dtype, count)
 
 
-LOW = 1 << 32
+MIN_ADDRESS = 1 << 32
 """A data pointer below this may be an offset from a null pointer, not an address."""
 
 
@@ -60,7 +60,7 @@ def on_device(x: Tensor) -> int:
         at = x.data_ptr() if type(x) in PLAIN else 0
     except RuntimeError:  # no storage, or not strided
         at = 0
-    if at >= LOW and not x.is_neg():
+    if at >= MIN_ADDRESS and not x.is_neg():
         return at
     if is_wrapper(x):
         _refuse(x, "its elements are not in memory")

@@ -35,7 +35,7 @@ def without_tf32() -> AbstractContextManager[None]:
 def _without() -> Iterator[None]:
     new = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # since torch 2.9
     products, convolutions = (
-        (_products, _convolutions) if new else (_products_by_the_old, _convolutions_by_the_old)
+        (_products, _convolutions) if new else (_products_old_api, _convolutions_old_api)
     )
     with products(), convolutions():
         yield
@@ -50,7 +50,7 @@ def _products() -> Iterator[None]:
     if matmul.fp32_precision != "tf32":
         yield
         return
-    before = _by_the_old()
+    before = _old_precision()
     if before is None:
         matmul.fp32_precision = "ieee"
     else:
@@ -59,8 +59,8 @@ def _products() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            every = torch.backends.fp32_precision  # type: ignore[attr-defined]
-            matmul.fp32_precision = "none" if every == "tf32" else "tf32"  # "none": inherited
+            default = torch.backends.fp32_precision  # type: ignore[attr-defined]
+            matmul.fp32_precision = "none" if default == "tf32" else "tf32"  # "none": inherited
         else:
             matmul.allow_tf32 = True
             if before != "high":
@@ -80,7 +80,7 @@ def _convolutions() -> Iterator[None]:
         conv.fp32_precision = "tf32"
 
 
-def _by_the_old() -> str | None:
+def _old_precision() -> str | None:
     """The precision set through the old interface, if that allows TF32, else None."""
     try:
         found = torch.get_float32_matmul_precision()
@@ -90,7 +90,7 @@ def _by_the_old() -> str | None:
 
 
 @contextmanager
-def _products_by_the_old() -> Iterator[None]:
+def _products_old_api() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     if before == "highest":
         yield
@@ -103,7 +103,7 @@ def _products_by_the_old() -> Iterator[None]:
 
 
 @contextmanager
-def _convolutions_by_the_old() -> Iterator[None]:
+def _convolutions_old_api() -> Iterator[None]:
     if not torch.backends.cudnn.allow_tf32:
         yield
         return

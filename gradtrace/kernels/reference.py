@@ -33,7 +33,7 @@ class Contraction(NamedTuple):
     marks: Tensor | None
 
 
-LIMIT = 1 << 20
+MAX_PRODUCTS = 1 << 20
 """The most products materialised at a time."""
 
 
@@ -98,30 +98,30 @@ def contraction(
     device = (a.data if isinstance(a, Operand) else a).device
     sizes_out = torch.zeros(i, m, n, dtype=kind(a, b), device=device)
     at = torch.zeros(i, m, n, dtype=torch.int64, device=device) if index else None
-    marked = None if marks is None else torch.zeros(i, m, n, dtype=torch.int32, device=device)
-    columns = max(1, LIMIT // max(1, i * k))
+    out_ids = None if marks is None else torch.zeros(i, m, n, dtype=torch.int32, device=device)
+    columns = max(1, MAX_PRODUCTS // max(1, i * k))
     lines = max(1, columns // max(1, n))
     for row in range(0, m if i and k else 0, lines):
         rows = slice(row, row + lines)
         some = _wide(_some(a, rows)).abs()[:, :, None]
-        words = None if marks is None or of_b else _some(marks, rows).int()
+        ids = None if marks is None or of_b else _some(marks, rows).int()
         for column in range(0, n, columns):
             place = (slice(None), rows, slice(column, column + columns))
             products = some * _wide(_some(right, place[2])).abs()[:, None]
-            if at is None and marked is None:
+            if at is None and out_ids is None:
                 sizes_out[place] = products.amax(3)
                 continue
             best, first = products.max(3)
             sizes_out[place] = best
             if at is not None:
                 at[place] = first
-            if marked is None:
+            if out_ids is None:
                 continue
-            if words is not None:
-                found = words.gather(2, first)
+            if ids is not None:
+                found = ids.gather(2, first)
             else:
                 assert marks is not None
-                theirs = marks if isinstance(marks, Operand) else marks.transpose(1, 2)
-                found = _some(theirs, place[2]).int().gather(2, first.mT).mT
-            marked[place] = found.masked_fill(best == 0, 0)
-    return Contraction(sizes_out if value else None, at, marked)
+                ids_of_b = marks if isinstance(marks, Operand) else marks.transpose(1, 2)
+                found = _some(ids_of_b, place[2]).int().gather(2, first.mT).mT
+            out_ids[place] = found.masked_fill(best == 0, 0)
+    return Contraction(sizes_out if value else None, at, out_ids)

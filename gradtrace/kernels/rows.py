@@ -14,10 +14,10 @@ from gradtrace.kernels import pointers
 from gradtrace.kernels.cpu_library import checked, library
 from gradtrace.kernels.reference import argmax
 
-LIMIT = 1 << 20
+MAX_PRODUCTS = 1 << 20
 """The most products materialised at a time."""
 
-KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int}
+CTYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int}
 ARGUMENTS = {"products": "ppnnppnnnnppt", "others": "pppppnnnppt"}
 """Signatures of the kernels: pointers (p), int64 numbers (n) and the number of threads (t)."""
 
@@ -67,7 +67,7 @@ def products(a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tenso
 def _products(a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(a.data.dtype, b.data.dtype)
     value, place = _results(a.offset, dtype)
-    step = max(1, LIMIT // max(1, length))
+    step = max(1, MAX_PRODUCTS // max(1, length))
     for first in range(0, len(value), step):
         some = slice(first, first + step)
         size = (a.take(some, length) * b.take(some, length)).abs()
@@ -102,7 +102,7 @@ def _others(
     left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
 ) -> tuple[Tensor, Tensor]:
     value, place = _results(line, x.dtype)
-    step = max(1, LIMIT // x.shape[1])
+    step = max(1, MAX_PRODUCTS // x.shape[1])
     for first in range(0, len(line), step):
         some = slice(first, first + step)
         weight = left[0, some].unsqueeze(1) * right[0, line[some]]
@@ -133,5 +133,5 @@ def _function(symbol: str, name: str) -> Callable[..., int] | None:
     if found is None:
         return None
     call: Callable[..., int] = getattr(found, symbol)
-    call.argtypes = [KINDS[letter] for letter in ARGUMENTS[name]]  # type: ignore[attr-defined]
+    call.argtypes = [CTYPES[code] for code in ARGUMENTS[name]]  # type: ignore[attr-defined]
     return call

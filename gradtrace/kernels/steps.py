@@ -22,11 +22,11 @@ from gradtrace.kernels.cpu_library import checked
 from gradtrace.kernels.cuda_steps import LineLayout
 from gradtrace.kernels.reference import argmax
 
-PIECE = 1 << 24
+PIECE_ELEMENTS = 1 << 24
 """Larger leaves are summed in pieces of this many elements: their provenance ids need not be in
 memory all at once, and the exact sums of a piece fit into 64 bits per bin."""
 
-ALONE = 1 << 15
+SINGLE_THREAD_MAX_ELEMENTS = 1 << 15
 """Up to this many elements one thread is faster than several."""
 
 
@@ -71,9 +71,9 @@ def on_gpu(value: Tensor, *others: Tensor) -> bool:
     return cuda_steps.serves(value, *others) and value.dtype in cuda_steps.KINDS
 
 
-def joint(gradient: Tensor, *others: Tensor) -> bool:
+def batchable(gradient: Tensor, *others: Tensor) -> bool:
     """Whether a leaf can be tallied in a batch with others: on a GPU, and in one piece."""
-    return gradient.numel() <= PIECE and on_gpu(gradient, *others)
+    return gradient.numel() <= PIECE_ELEMENTS and on_gpu(gradient, *others)
 
 
 def _is_wide(x: Tensor) -> bool:
@@ -81,7 +81,7 @@ def _is_wide(x: Tensor) -> bool:
 
 
 def _threads(n: int) -> int:
-    return 1 if n <= ALONE else torch.get_num_threads()
+    return 1 if n <= SINGLE_THREAD_MAX_ELEMENTS else torch.get_num_threads()
 
 
 # Maximum of terms --------------------------------------------------------------------------------
@@ -125,19 +125,26 @@ def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
     provenance id m, for m below ``count``; on the device of the ids, without a sync.
 
     Sums are exact and rounded once, so that they are the same bits on every device and in any order
-    of elements; leaves larger than ``PIECE`` are summed piece by piece. An id that is not below
-    ``count`` is an error; on a GPU, where checking would need a sync, its element is ignored.
+    of elements; leaves larger than ``PIECE_ELEMENTS`` are summed piece by piece. An id that is not
+    below ``count`` is an error; on a GPU, where checking would need a sync, its element is ignored.
     """
-    if on_gpu(gradient, marks) and count and marks.dtype is torch.int32 and _flat(marks, gradient):
+    if (
+        on_gpu(gradient, marks)
+        and count
+        and marks.dtype is torch.int32
+        and _is_one_piece(marks, gradient)
+    ):
         return cuda_steps.tally(marks, gradient, count)
     if gradient.device != marks.device:  # a CPU scalar among GPU tensors
         gradient = gradient.to(marks.device)
-    marks, gradient = together(marks, gradient)
-    if gradient.numel() <= PIECE:
+    marks, gradient = flattened(marks, gradient)
+    if gradient.numel() <= PIECE_ELEMENTS:
         return _piece(marks, gradient, count)
     pieces = (
-        _piece(marks[first : first + PIECE], gradient[first : first + PIECE], count)
-        for first in range(0, gradient.numel(), PIECE)
+        _piece(
+            marks[first : first + PIECE_ELEMENTS], gradient[first : first + PIECE_ELEMENTS], count
+        )
+        for first in range(0, gradient.numel(), PIECE_ELEMENTS)
     )
     return summed(pieces)
 
@@ -175,12 +182,14 @@ def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The number of nonzero elements (int64) and ``Σ |gradient|`` (float64, exact as in
     ``tally``); both 0-d, on the device of the gradient, without a sync.
     """
-    if on_gpu(gradient) and _flat(gradient):
+    if on_gpu(gradient) and _is_one_piece(gradient):
         return cuda_steps.measured(gradient)
-    (flat,) = together(gradient)
-    if flat.numel() <= PIECE:
+    (flat,) = flattened(gradient)
+    if flat.numel() <= PIECE_ELEMENTS:
         return _measured_piece(flat)
-    pieces = (flat[first : first + PIECE] for first in range(0, flat.numel(), PIECE))
+    pieces = (
+        flat[first : first + PIECE_ELEMENTS] for first in range(0, flat.numel(), PIECE_ELEMENTS)
+    )
     return summed(map(_measured_piece, pieces))
 
 
@@ -210,10 +219,10 @@ def _measured(flat: Tensor) -> tuple[Tensor, Tensor]:
     return flat.count_nonzero(), _summed(all_of_them, flat, 1).reshape(())
 
 
-UNIT = -1074
-"""Every float64 is an integer multiple of 2**UNIT."""
+UNIT_EXPONENT = -1074
+"""Every float64 is an integer multiple of 2**UNIT_EXPONENT."""
 
-BIN = 8
+BIN_BITS = 8
 """Bits from one bin to the next."""
 
 
@@ -233,39 +242,39 @@ def _summed(marks: Tensor, gradient: Tensor, count: int) -> Tensor:
     if not len(there):
         lowest = rows = 0
     else:
-        lowest = int(there.min()) // BIN
-        rows = int(there.max()) // BIN - lowest + 1 + 32 // BIN
-    units, row = whole << shift % BIN, torch.where(whole > 0, shift // BIN - lowest, 0)
-    rows = max(rows, 1 + 32 // BIN)
+        lowest = int(there.min()) // BIN_BITS
+        rows = int(there.max()) // BIN_BITS - lowest + 1 + 32 // BIN_BITS
+    units, row = whole << shift % BIN_BITS, torch.where(whole > 0, shift // BIN_BITS - lowest, 0)
+    rows = max(rows, 1 + 32 // BIN_BITS)
     bins = torch.zeros(rows * count, dtype=torch.int64, device=marks.device)
     bins.index_add_(0, row * count + marks, units & (1 << 32) - 1)
-    bins.index_add_(0, (row + 32 // BIN) * count + marks, units >> 32)
+    bins.index_add_(0, (row + 32 // BIN_BITS) * count + marks, units >> 32)
     odd = torch.zeros(count, dtype=torch.float64, device=marks.device)
     odd.index_add_(0, marks, torch.where(finite, 0.0, size))
-    return _rounded(bins.reshape(rows, count), BIN * lowest + UNIT) + odd
+    return _rounded(bins.reshape(rows, count), BIN_BITS * lowest + UNIT_EXPONENT) + odd
 
 
 def _rounded(bins: Tensor, power: int) -> Tensor:
-    """``Σᵢ bins[i]·2**(power + BIN·i)`` as float64, rounded to nearest, ties to even.
+    """``Σᵢ bins[i]·2**(power + BIN_BITS·i)`` as float64, rounded to nearest, ties to even.
 
-    The highest nonzero digit of BIN bits and the seven below it form two integers, whose sum is
-    rounded once; of all lower digits it only matters whether they are 0 (a sticky bit).
+    The highest nonzero digit of BIN_BITS bits and the seven below it form two integers, whose sum
+    is rounded once; of all lower digits it only matters whether they are 0 (a sticky bit).
     """
     carry = torch.zeros_like(bins[0])
     high, low, lost = carry, carry, carry
     held = [carry] * 4
-    mask = (1 << BIN) - 1
-    for n in range(len(bins) + 64 // BIN):
+    mask = (1 << BIN_BITS) - 1
+    for n in range(len(bins) + 64 // BIN_BITS):
         carry = carry + bins[n] if n < len(bins) else carry
-        digit, carry = carry & mask, carry >> BIN
+        digit, carry = carry & mask, carry >> BIN_BITS
         lost = lost | low & mask
-        low = low >> BIN | (high & mask) << 32 - BIN
-        high = high >> BIN | digit << 32 - BIN
+        low = low >> BIN_BITS | (high & mask) << 32 - BIN_BITS
+        high = high >> BIN_BITS | digit << 32 - BIN_BITS
         now = (high, low, lost, torch.full_like(carry, n))
         held = [torch.where(digit > 0, new, old) for new, old in zip(now, held)]
     high, low, lost, top = held
     total = high.double() * 2.0**32 + (low | (lost > 0).long()).double()
-    power_of_two = power + BIN * (top - 7)
+    power_of_two = power + BIN_BITS * (top - 7)
     first = power_of_two.clamp(min=-1000)
     return total * _two(first) * _two(power_of_two - first)  # two factors: no early underflow
 
@@ -275,12 +284,12 @@ def _two(power: Tensor) -> Tensor:
     return (power + 1023 << 52).view(torch.float64)
 
 
-def _flat(*tensors: Tensor) -> bool:
+def _is_one_piece(*tensors: Tensor) -> bool:
     """Whether these are contiguous and no larger than one piece."""
-    return tensors[0].numel() <= PIECE and all(x.is_contiguous() for x in tensors)
+    return tensors[0].numel() <= PIECE_ELEMENTS and all(x.is_contiguous() for x in tensors)
 
 
-def together(*tensors: Tensor) -> list[Tensor]:
+def flattened(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one shape flattened alike: in memory order, without a copy, if all are dense with
     the same strides, else in row-major order.
     """
@@ -588,7 +597,7 @@ def normalise(
     how: LowRankLines,
     marks: Tensor | None = None,
     value: bool = True,
-    lies: LineLayout | None = None,
+    layout: LineLayout | None = None,
 ) -> LargestEntry | None:
     """``maxⱼ |J[i, j]·x[j]|`` for each element i of every line, with its index j or, given
     provenance ids, the id at j. With a layout, the tensors may have other shapes than (lines, n).
@@ -599,17 +608,17 @@ def normalise(
     diagonal, left, right, x = how
     parts, kind = (diagonal, x, *left, *right), x.dtype
     given = parts if marks is None else (*parts, marks)
-    if lies is None:
+    if layout is None:
         each = [(part.stride(0), part.stride(1)) for part in given]
-        lies = LineLayout(x.shape[0], x.shape[1], x.shape, each)
-    lines, n, shape, steps = lies
+        layout = LineLayout(x.shape[0], x.shape[1], x.shape, each)
+    lines, n, shape, steps = layout
     if len(left) not in (1, 2) or not lines * n or n >= 1 << 31:
         return None
     for part in parts:
         if part.dtype is not kind:
             return None
     if kind in cuda_steps.WIDE and cuda_steps.serves(*parts):
-        most, found = cuda_steps.normalise(given, len(left), lies, value)
+        most, found = cuda_steps.normalise(given, len(left), layout, value)
         return LargestEntry(most, found, None) if marks is None else LargestEntry(most, None, found)
     library = _serving(x, *parts)
     if library is None:

@@ -29,13 +29,13 @@ def fetch_scalars(numbers: Sequence[Tensor]) -> list[float]:
     [2.0, 0.5, 1.0]
     """
     found = [0.0] * len(numbers)
-    alike: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    by_device: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for n, number in enumerate(numbers):
-        alike.setdefault(number.device, {}).setdefault(number.dtype, []).append(n)
-    for kinds in alike.values():
-        parts = [torch.stack([_flat(numbers[n]) for n in some]) for some in kinds.values()]
-        line = torch.cat([part.double() for part in parts])
-        for n, value in zip([n for some in kinds.values() for n in some], line.tolist()):
+        by_device.setdefault(number.device, {}).setdefault(number.dtype, []).append(n)
+    for by_dtype in by_device.values():
+        parts = [torch.stack([_flat(numbers[n]) for n in indices]) for indices in by_dtype.values()]
+        joined = torch.cat([part.double() for part in parts])
+        for n, value in zip([n for indices in by_dtype.values() for n in indices], joined.tolist()):
             found[n] = value
     return found
 
@@ -48,20 +48,20 @@ class AsyncCopy:
     """Asynchronous device-to-host copy of a small tensor; ``read`` synchronises."""
 
     def __init__(self, x: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        self._here = x
+        self._copied: torch.cuda.Event | None = None
+        self._host = x
         if x.is_cuda:
-            self._here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
-            self._here.copy_(x, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(torch.cuda.current_stream(x.device))
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
+            self._host.copy_(x, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(x.device))
 
     def read(self) -> Tensor:
         """The tensor on the CPU, once its copy has finished."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
-        return self._here
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        return self._host
 
 
 class DeferredChecks:
@@ -69,7 +69,7 @@ class DeferredChecks:
 
     def __init__(self) -> None:
         self._flags: list[Tensor] = []
-        self._true = True
+        self._held = True
 
     def add(self, holds: Tensor) -> None:
         """Add the condition that all elements of this tensor are true."""
@@ -78,6 +78,6 @@ class DeferredChecks:
     def fulfilled(self) -> bool:
         """Whether all conditions so far held; synchronises once if some were added since."""
         if self._flags:
-            self._true &= all(fetch_scalars(self._flags))
+            self._held &= all(fetch_scalars(self._flags))
             self._flags.clear()
-        return self._true
+        return self._held
