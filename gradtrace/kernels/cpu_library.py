@@ -26,10 +26,10 @@ _log = logging.getLogger("gradtrace")
 @cache
 def library() -> ctypes.CDLL | None:
     """The loaded library, or None; logs one warning if it is missing."""
-    asked = os.environ.get("GRADTRACE_NATIVE", "")
-    if asked == "0":
+    setting = os.environ.get("GRADTRACE_NATIVE", "")
+    if setting == "0":
         return None
-    places = [Path(asked)] if asked else [Path(p) / FILE for p in _package_path()]
+    places = [Path(setting)] if setting else [Path(p) / FILE for p in _package_path()]
     reason = "it was not built (no C++ compiler when gradtrace was installed?)"
     for place in places:
         if place.exists():
