@@ -707,7 +707,7 @@ def numbering(device: str, large: bool) -> None:
     shared memory, as they lie in memory.
     """
     shapes = [(), (0, 3), (37,), (2, 3, 4), (70, 301)] + [(1024, 3000)] * large
-    for shape, count in product(shapes, (1, 33, 1000, 32 * cuda_steps.SHARED // 4 + 999)):
+    for shape, count in product(shapes, (1, 33, 1000, 32 * cuda_steps.SHARED_BYTES // 4 + 999)):
         for given in strided(words(math.prod(shape), count).reshape(shape).to(device)):
             _numbered(given, count)
     _numbered(words(5, 9).to(device).expand(3, 4, 5), 9)

@@ -61,11 +61,11 @@ RULES = ("greedy", "viterbi")
 
 
 def _tallied(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    return steps._tally(*steps.together(marks, gradient), count)
+    return steps._tally(*steps.flattened(marks, gradient), count)
 
 
 def _measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return steps._measured(steps.together(gradient)[0].reshape(-1))
+    return steps._measured(steps.flattened(gradient)[0].reshape(-1))
 
 
 def _normalised(

@@ -268,13 +268,13 @@ def test_windows_beside_the_data_are_refused() -> None:
 
 def test_long_calls_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By matrices, by rows, and by rows of each matrix."""
-    monkeypatch.setattr(max_contraction, "FEW", 3)
+    monkeypatch.setattr(max_contraction, "SPLIT_MIN_ROWS", 3)
     torch.set_num_threads(1)
     a, b = pair("ties", (3, 10, 6, 4))
     marks = words(3, 10, 6)
     wanted = reference.contraction(a, b, index=True, marks=marks)
     for limit in (1, 100, 24 * 5, 240, 241, 480, 719, 720, 721):
-        monkeypatch.setattr(max_contraction, "AT_ONCE", limit)
+        monkeypatch.setattr(max_contraction, "THREAD_PRODUCTS_PER_CALL", limit)
         agree(contraction(a, b, index=True, marks=marks), wanted)
 
 

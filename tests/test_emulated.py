@@ -96,7 +96,7 @@ def test_operands_are_read_as_they_lie(
         devices.contracted("cpu", a, b.mT, index=True)
         devices.contracted("cpu", a, b.mT)
     apart: tuple[int, int, int] = (0, 1, 400)
-    held = cuda_tiling.way((2, m, n), k, (apart, apart), (True, True), 5).held
+    held = cuda_tiling.contraction_plan((2, m, n), k, (apart, apart), (True, True), 5).held
     assert [line > 0 for line in held] == [n < 300, n == 300]
 
 
@@ -132,7 +132,7 @@ def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of matrices, rows and columns."""
-    monkeypatch.setattr(cuda_contraction, "SMALL", 0)
+    monkeypatch.setattr(cuda_contraction, "SMALL_WORKSPACE_BYTES", 0)
     a, b = (torch.randn(2, 300, 20).round(), torch.randn(2, 20, 270).round())
     marks = torch.randint(1, 99, (2, 20, 270)).int()
     for room, pieces in ((1 << 40, 1), (200_000, 2), (140_000, 4), (1, 8)):
@@ -166,14 +166,14 @@ def test_the_order_of_threads_and_blocks_does_not_matter(emulator: Emulator) -> 
 def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
     a, b = torch.randn(1, 20, 30), torch.randn(1, 30, 10)
     assert torch.equal(
-        contraction.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
+        max_contraction.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
     )
     assert emulator.launches == ["contract"]
 
 
 def test_the_largest_few(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     devices.top("cpu", 3, [(2, 3, 5, 4), (1, 18, 20, 70), (1, 2, 0, 3), (0, 2, 3, 1)])
-    monkeypatch.setattr(cuda_top_k, "MANY", 2)
+    monkeypatch.setattr(cuda_top_k, "MAX_BATCH", 2)
     devices.top("cpu", 3, [(5, 3, 2, 4)])
     assert set(emulator.launches) == {"top_float", "top_double"}
 
@@ -207,11 +207,11 @@ def test_tally(emulator: Emulator) -> None:
 def test_marks_that_are_too_many_are_counted_some_at_a_time(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_steps, "WORK", 5000)
-    cuda_steps._counting.cache_clear()
+    monkeypatch.setattr(cuda_steps, "WORK_MAX_BYTES", 5000)
+    cuda_steps._tally_plan.cache_clear()
     devices._tallied("cpu", devices.words(500, 40), torch.randn(500), 40)
     assert emulator.launches.count("tally_float") == 3
-    cuda_steps._counting.cache_clear()
+    cuda_steps._tally_plan.cache_clear()
 
 
 def test_one_launch_counts_a_leaf(emulator: Emulator) -> None:
@@ -240,11 +240,11 @@ def test_leaves_are_counted_together(backwards: bool, emulator: Emulator) -> Non
 def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU counts them at the same time."""
     built.use(monkeypatch)
-    given: list[cuda_steps.Tallied] = []
-    lines: list[cuda_steps.Reduced] = []
+    given: list[cuda_steps.TallyJob] = []
+    lines: list[cuda_steps.ReduceJob] = []
     monkeypatch.setattr(cuda_steps, "counted", lambda _name, _device, jobs, *_: given.extend(jobs))
     monkeypatch.setattr(cuda_steps, "reduced", lambda _wide, _device, jobs: lines.extend(jobs))
-    monkeypatch.setattr(cuda_batched_tally, "SPACE", 2500)
+    monkeypatch.setattr(cuda_batched_tally, "SPACE_WORDS", 2500)
     jobs = BatchedTally(torch.device("cpu"))
     for n in range(9):
         x, marks = torch.ones(700, 7 + n), torch.ones(700, 7 + n).int()
@@ -255,9 +255,9 @@ def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.Mo
     held = jobs._held  # so that no memory is given out twice
     jobs.counted()
     apart([(job.work, job.plan.words) for job in given], 1 << 40)
-    apart([(job.at, job.many) for job in given], entries)
+    apart([(job.at, job.id_count) for job in given], entries)
     assert {job.out for job in lines} < {job.marks for job in given}
-    assert len(lines) == 9 and all(job.cut.settle for job in lines) and held
+    assert len(lines) == 9 and all(job.reduce_plan.combine_blocks for job in lines) and held
     parts = [(job.most, 16 * job.cut.places) for job in lines]
     apart(parts + [(job.out, 4 * job.cut.results) for job in lines], 1 << 62)
 
@@ -283,7 +283,7 @@ def test_work_is_held_until_the_launch(emulator: Emulator, monkeypatch: pytest.M
 
         return launched
 
-    monkeypatch.setattr(cuda_steps, "KEPT", 1)
+    monkeypatch.setattr(cuda_steps, "CACHED_WORDS", 1)
     monkeypatch.setattr(cuda_steps, "_work", making)
     monkeypatch.setattr(cuda_launch, "kernel", launching)
     counts, _ = cuda_steps.tally(torch.arange(90).int() % 7, torch.ones(90), 7)
@@ -310,17 +310,17 @@ def test_leaves_that_are_counted_by_themselves(
     assert jobs.reduce(x, marks, (0,), torch.ones(10)[::2], 3) is None
     assert jobs.reduce(x, marks, (0,), torch.ones(4), 3) is None
     assert jobs.reduce(x[:0], marks[:0], (0,), gradient, 3) is None
-    monkeypatch.setattr(steps, "PIECE", 4)
+    monkeypatch.setattr(steps, "PIECE_ELEMENTS", 4)
     assert jobs.tally(marks, x, 3) is None
     assert jobs.measure(x) is None
-    monkeypatch.setattr(steps, "PIECE", 100)
-    monkeypatch.setattr(cuda_steps, "WORK", 5000)
-    cuda_steps._counting.cache_clear()
+    monkeypatch.setattr(steps, "PIECE_ELEMENTS", 100)
+    monkeypatch.setattr(cuda_steps, "WORK_MAX_BYTES", 5000)
+    cuda_steps._tally_plan.cache_clear()
     assert jobs.tally(marks, x, 40) is None
     assert (jobs.entries, jobs.bytes) == (0, 0)
     assert jobs.tally(marks, x, 3) == 0
     assert jobs.reduce(x, marks, (0,), gradient, 3) == 3
-    cuda_steps._counting.cache_clear()
+    cuda_steps._tally_plan.cache_clear()
     assert [part.tolist() for part in jobs.counted()] == [
         [20, 0, 0, 5, 0, 0],
         [20.0, 0, 0, 5, 0, 0],
@@ -342,7 +342,7 @@ def test_influence_is_that_of_the_cpu(
 
     monkeypatch.setattr(memory, "LEAF_BATCH_MAX_BYTES", room)
     monkeypatch.setattr(BatchedTally, "counted", counted)
-    monkeypatch.setattr(cuda_batched_tally, "SPACE", 8)
+    monkeypatch.setattr(cuda_batched_tally, "SPACE_WORDS", 8)
     emulator.launches.clear()
     assert devices.influences("cpu", dtype, 1) == wanted
     most = 28 * 10 * (4 + dtype.itemsize) + 1000

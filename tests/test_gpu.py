@@ -34,15 +34,15 @@ def test_a_plan_covers_all_k_in_shares_of_whole_blocks() -> None:
         for m, n in ((1, 1), (12_800, 128), (1_280_000, 64)):
             found = cuda_tiling.plan(1, m, n, k, 132)
             tiles = -(-m // found.rows) * -(-n // found.columns)
-            assert found.padded >= k > found.padded - max(found.block, cuda_tiling.INNER)
+            assert found.padded >= k > found.padded - max(found.block, cuda_tiling.K_PER_STEP)
             assert found.padded % found.block == 0
             assert found.total == tiles * found.steps
             assert found.parts * found.share >= found.total > (found.parts - 1) * found.share
             if found.cut:
-                assert found.share * cuda_tiling.INNER % found.block == 0
+                assert found.share * cuda_tiling.K_PER_STEP % found.block == 0
             assert (
-                min(found.share, found.steps) * cuda_tiling.INNER
-                <= cuda_tiling.BLOCKS * found.block
+                min(found.share, found.steps) * cuda_tiling.K_PER_STEP
+                <= cuda_tiling.MAX_K_BLOCKS * found.block
             )
 
 
@@ -51,7 +51,7 @@ def test_shares_are_equal_and_tiles_fit() -> None:
     for i, m, k, n in ((1, 768, 1024, 3072), (1, 1024, 3072, 768), (12, 1024, 1024, 64)):
         found = cuda_tiling.plan(i, m, n, k, 132)
         assert 120 <= found.parts <= 132
-        assert found.total * cuda_tiling.INNER * found.rows * found.columns == i * m * k * n
+        assert found.total * cuda_tiling.K_PER_STEP * found.rows * found.columns == i * m * k * n
     assert cuda_tiling.plan(12, 1024, 64, 1024, 132)[1:3] == (256, 64)
     assert cuda_tiling.plan(12, 64, 1024, 1024, 132)[1:3] == (64, 256)
     for k in (4096, 4097):  # other tiles have no larger blocks
@@ -63,7 +63,7 @@ def test_shares_are_equal_and_tiles_fit() -> None:
 def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) -> None:
     for m, n, k in ((1, 1, 1), (130, 257, 40_000), (300, 20, 150)):
         for lie in ((None, None), ((9, 1, 300), (9, 150, 1))):
-            how = cuda_tiling.way((3, m, n), k, lie, asked, 132)
+            how = cuda_tiling.contraction_plan((3, m, n), k, lie, asked, 132)
             at, where = how.plan, how.space
             assert list(where) == sorted(where)
             assert all(start % 16 == 0 for start in where)
@@ -75,7 +75,7 @@ def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) ->
             assert where.numbers - where.parts >= 4 * area
             assert where.size - where.numbers >= area * asked[1]
             assert how.shared[0] < 227 << 10
-            assert how.shared[1] <= cuda_tiling.MOST
+            assert how.shared[1] <= cuda_tiling.SEARCH_SHARED_MAX_BYTES
             assert how.joined == (asked[1] or at.cut)
 
 
@@ -93,14 +93,14 @@ def test_contraction(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reference, "LIMIT", 1 << 26)
+    monkeypatch.setattr(reference, "MAX_PRODUCTS", 1 << 26)
     devices.contraction("cuda", shape, name, dtype)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("worth", [0, 1 << 62], ids=["CUDA", "Triton"])
 def test_windows_are_read_where_they_lie(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_contraction, "WORTH", worth)
+    monkeypatch.setattr(cuda_contraction, "CUDA_MIN_PRODUCTS", worth)
     devices.windows("cuda", 10)
     devices.mixed("cuda")
     devices.nothing("cuda")
@@ -112,7 +112,7 @@ def test_windows_are_read_where_they_lie(worth: int, monkeypatch: pytest.MonkeyP
 def test_marks_through_contractions_in_all_their_forms(
     dtype: torch.dtype, worth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_contraction, "WORTH", worth)
+    monkeypatch.setattr(cuda_contraction, "CUDA_MIN_PRODUCTS", worth)
     devices.carried("cuda", dtype)
 
 
@@ -120,10 +120,10 @@ def test_marks_through_contractions_in_all_their_forms(
 def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_contraction, "SMALL", 0)
-    monkeypatch.setattr(cuda_contraction, "WORTH", 0)
+    monkeypatch.setattr(cuda_contraction, "SMALL_WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(cuda_contraction, "CUDA_MIN_PRODUCTS", 0)
     for most in (3_000_000, 700_000, 1):
-        monkeypatch.setattr(cuda_contraction, "WORKSPACE", most)
+        monkeypatch.setattr(cuda_contraction, "WORKSPACE_MAX_BYTES", most)
         devices.contraction("cuda", (2, 700, 64, 300), "ties", torch.float32)
 
 

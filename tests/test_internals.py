@@ -132,13 +132,13 @@ def test_every_private_name_of_torch_is_listed() -> None:
 
 
 WITH_A_WAY_ROUND = {
-    "torch.backends.fp32_precision": "kernels.exact: torch 2.8 and older have allow_tf32 alone",
+    "torch.backends.fp32_precision": "kernels.precision: torch 2.8 and older have allow_tf32 alone",
     "torch.backends.cudnn.conv": "the same",
     "torch._C._get_graph_exec_group": "passes: torch 2.9 and older count by uuid",
     "torch._C._set_graph_exec_group": "the same",
     "torch.utils.checkpoint.GraphExecGroup": "the same",
     "torch._C._cuda_getCurrentRawStream": "in builds for CUDA, which alone come to it",
-    "torch.cuda._utils._nvrtc_compile": "kernels.launch: without it, plain torch on the GPU",
+    "torch.cuda._utils._nvrtc_compile": "kernels.cuda_launch: without it, plain torch on the GPU",
 }
 
 

@@ -132,13 +132,13 @@ def test_any_layout(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["normal", "ties", "nan"])
 def test_borders_of_chunks(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 · 3 · 4 · 5 products, a few at a time."""
-    monkeypatch.setattr(reference, "LIMIT", limit)
+    monkeypatch.setattr(reference, "MAX_PRODUCTS", limit)
     check(*pair(kind, (2, 3, 4, 5)))
 
 
 def test_more_products_than_fit_at_a_time() -> None:
     a, b = random("normal", 1, 130, 100), random("normal", 1, 100, 110, seed=1)
-    assert reference.LIMIT < 130 * 100 * 110
+    assert reference.MAX_PRODUCTS < 130 * 100 * 110
     products = (a[0, :, :, None] * b[0, None]).abs()
     value, index = winner(a, b)
     assert torch.equal(value[0], products.amax(1))

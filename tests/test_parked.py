@@ -278,7 +278,7 @@ def product(m: int, k: int, n: int) -> Contract:
 
 def _all(shape: tuple[int, int, int], k: int) -> int:
     """What it takes at once, with operands that have to be copied."""
-    return cuda_tiling.way(shape, k, (None, None), (True, True), 132).space.size
+    return cuda_tiling.contraction_plan(shape, k, (None, None), (True, True), 132).space.size
 
 
 def test_a_contraction_lays_its_operands_out_on_a_gpu_alone() -> None:
@@ -287,7 +287,11 @@ def test_a_contraction_lays_its_operands_out_on_a_gpu_alone() -> None:
     assert memory.workspace(Identity((3,)), 132) == 0
     assert memory.workspace(product(0, 3, 4), 132) == 0
     assert memory.workspace(small, 132) == _all((1, 64, 48), 32)
-    assert memory.workspace(large, 132) == cuda_tiling.SMALL < cuda_contraction.WORKSPACE
+    assert (
+        memory.workspace(large, 132)
+        == cuda_tiling.SMALL_WORKSPACE_BYTES
+        < cuda_contraction.WORKSPACE_MAX_BYTES
+    )
     long = product(1 << 10, 1 << 20, 1 << 10)  # a tile of it is more than that
     assert memory.workspace(long, 132) == _all((1, 256, 256), 1 << 20)
 

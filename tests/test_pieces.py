@@ -81,7 +81,7 @@ def test_tables_are_the_same(
     trace = traced(tied, dtype)
     assert any(isinstance(leaf.given, LazyGradient) for leaf in trace.program.leaves) is deferred
     whole = trace.influence()
-    monkeypatch.setattr(steps, "PIECE", piece)
+    monkeypatch.setattr(steps, "PIECE_ELEMENTS", piece)
     asked: list[int] = []
     real = Contract.carry_some
 
@@ -102,7 +102,7 @@ def test_tables_are_the_same(
 def test_sums_of_pieces_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e3
     marks = (torch.arange(1000) % 3).int()
-    monkeypatch.setattr(steps, "PIECE", 300)
+    monkeypatch.setattr(steps, "PIECE_ELEMENTS", 300)
     counts, sums = steps.tally(marks, gradient, 3)
     count, total = steps.measured(gradient.reshape(10, 100).T)
     wanted = [torch.zeros(3, dtype=torch.float64), torch.zeros((), dtype=torch.float64)]

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(cpu_library.library() is None, reason="without c
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """So many threads, whatever the size."""
-    monkeypatch.setattr(steps, "ALONE", 0)
+    monkeypatch.setattr(steps, "SINGLE_THREAD_MAX_ELEMENTS", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

@@ -93,7 +93,7 @@ def ample(program: Program, device: torch.device, budget: int | None = None) -> 
     """Whether a streaming pass fits even if no value is ever freed. Cheaper than ``streaming``."""
     steps = program.steps()
     most = sum([prod(shape) * (ID_BYTES + dtype.itemsize) for _, _, shape, dtype in steps])
-    spare = cuda_contraction.WORKSPACE if device.type == "cuda" else 0
+    spare = cuda_contraction.WORKSPACE_MAX_BYTES if device.type == "cuda" else 0
     return not short(most + spare, device, budget)
 
 
@@ -152,7 +152,11 @@ def see_recording(loss: Tensor, keep: int = 0) -> None:
     """Raise TooLarge for a loss whose program does not fit in memory."""
     device = loss.device
     free = available(device)
-    held = memory_limits.resident() if device.type == "cpu" else cuda_launch.held(device)[0]
+    held = (
+        memory_limits.resident()
+        if device.type == "cpu"
+        else cuda_launch.allocated_and_reserved(device)[0]
+    )
     if free is None or (held is not None and free >= AMPLE_FREE_RATIO * held):
         return  # a backward pass holds about as much as the forward pass saved
     remedy = "trace fewer samples at a time; the model itself may be as large as it is"
@@ -163,7 +167,7 @@ def available(device: torch.device) -> int | None:
     """How many bytes can still be allocated on a device; None if unknown."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        used, reserved = cuda_launch.held(device)
+        used, reserved = cuda_launch.allocated_and_reserved(device)
         cached = reserved - used  # held by PyTorch's caching allocator, but unused
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
         return max(0, min(free + cached, allowed - used))

@@ -1,8 +1,8 @@
-"""Where the time goes: the contraction in (max, ×). ``contract`` asks for the device, once.
+"""Kernels of the (max, ×) contraction, where most of the time is spent.
 
-``reference`` is plain torch and the definition; ``contract`` takes its place where there is a
-compiled library or a GPU, and gives the same bits. A map that knows how its operands lie may ask
-``gpu`` first, which needs no views of them.
+``max_contraction`` dispatches on the device. ``reference`` defines the result in plain torch; the
+compiled CPU library and the GPU kernels return the same bits. A map that knows the strides of its
+operands may call ``cuda_contraction.carried`` first, which needs no views of them.
 """
 
 from gradtrace.kernels.max_contraction import contraction, largest, survivors, winner

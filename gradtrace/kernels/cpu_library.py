@@ -1,6 +1,6 @@
-"""The compiled kernels: found, checked and called. Without them plain torch serves.
+"""Loads the compiled CPU kernels. Without them, callers fall back to plain torch.
 
-``GRADTRACE_NATIVE=0`` in the environment leaves them out; a path takes the library from there.
+``GRADTRACE_NATIVE=0`` in the environment disables them; a path there names the library to load.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from gradtrace.errors import GradtraceError
 
 ABI = 7
-"""What the library must answer, so that one of another version is not called."""
+"""The ABI version that the library must report; libraries of other versions are not used."""
 
-FILE = "lib/gradtrace_cpu.so"  # in a folder of its own: it is no Python module
+FILE = "lib/gradtrace_cpu.so"  # in its own folder, because it is not a Python module
 _log = logging.getLogger("gradtrace")
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None; says once if it is missing."""
-    asked = os.environ.get("GRADTRACE_NATIVE", "")
-    if asked == "0":
+    """The loaded library, or None; logs one warning if it is missing."""
+    setting = os.environ.get("GRADTRACE_NATIVE", "")
+    if setting == "0":
         return None
-    places = [Path(asked)] if asked else [Path(p) / FILE for p in _package_path()]
+    places = [Path(setting)] if setting else [Path(p) / FILE for p in _package_path()]
     reason = "it was not built (no C++ compiler when gradtrace was installed?)"
     for place in places:
         if place.exists():
@@ -56,7 +56,7 @@ def _package_path() -> list[str]:
 
 
 def _use_threads(found: ctypes.CDLL) -> None:
-    """Hand the library the OpenMP runtime that torch has loaded."""
+    """Pass the library the ``GOMP_parallel`` of the OpenMP runtime that torch has loaded."""
     folder = Path(torch.__file__).parent
     for place in sorted([*folder.glob("lib/lib*omp*"), *folder.parent.glob("torch.libs/lib*omp*")]):
         try:
@@ -69,7 +69,7 @@ def _use_threads(found: ctypes.CDLL) -> None:
 
 
 def checked(status: int) -> None:
-    """Raise what a kernel could not do."""
+    """Raise the error that a kernel's status code stands for; 0 is success."""
     if status == 1:
         raise MemoryError("a kernel of gradtrace could not get the memory it needs")
     if status == 3:

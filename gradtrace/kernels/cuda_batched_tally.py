@@ -1,6 +1,6 @@
-"""Many leaves counted together on a GPU: one launch for all of them, not several for each.
+"""Tallies many leaves on a GPU in one launch, instead of several launches per leaf.
 
-Most leaves are small, and to launch a kernel takes Python longer than the kernel takes the GPU.
+Most leaves are small, and launching a kernel from Python takes longer than the kernel itself.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import cuda_launch, cuda_steps, steps
-from gradtrace.kernels.cuda_steps import Cut, Reduced, Tallied
+from gradtrace.kernels.cuda_steps import ReduceJob, ReducePlan, TallyJob
 from gradtrace.kernels.pointers import on_device
 
-SPACE = 1 << 16
-"""Words of 8 bytes that are asked for at a time, for the marks of reduced leaves."""
+SPACE_WORDS = 1 << 16
+"""Words of 8 bytes per allocation, for the provenance ids of reduced leaves."""
 
 
 @lru_cache(4096)
-def _cut(
+def _reduce_plan(
     shape: Sequence[int],
     steps_: Sequence[int],
     along: Sequence[int],
     dims: tuple[int, ...],
     processors: int,
-) -> Cut | None:
-    """How values and marks that lie so are reduced; None where they would have to be copied."""
+) -> ReducePlan | None:
+    """The plan of a reduction of values and ids with these strides; None if they need a copy."""
     how = steps.reduction(shape, steps_, along, dims)
-    return cuda_steps.cut(how.levels, processors) if how.short and how.levels else None
+    return cuda_steps.reduce_plan(how.levels, processors) if how.short and how.levels else None
 
 
 class BatchedTally:
-    """Leaves of one GPU that wait to be counted.
+    """Leaves on one GPU, collected to be tallied in one launch.
 
-    Each method takes one in, with its gradient, and tells at which place of the results its counts
-    will begin; or None if it has to be counted by itself. The tensors are held until then, and must
-    not change.
+    ``tally``, ``measure`` and ``reduce`` each add a leaf with its gradient, and return the index in
+    the results at which its counts will begin; or None if the leaf must be tallied by itself. The
+    tensors are referenced until the launch, and must not change before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,68 +45,70 @@ class BatchedTally:
         self._clear()
 
     def _clear(self) -> None:
-        self.bytes = self.entries = 0  # of what is held; of the results
-        self._words = self._lines = self._leaves = self._used = 0
+        self.bytes = self.entries = 0  # referenced bytes; length of the results
+        self._words = self._reductions = self._tallies = self._used = 0
         self._held: list[Tensor] = []
         self._space: Tensor | None = None
-        self._tallied: dict[str, list[Tallied]] = {}
-        self._reduced: tuple[list[Reduced], list[Reduced]] = ([], [])  # of floats, of doubles
+        self._tallied: dict[str, list[TallyJob]] = {}
+        self._reduced: tuple[list[ReduceJob], list[ReduceJob]] = ([], [])  # float, double
 
     def full(self, room: int) -> bool:
-        """Whether they are to be counted now, where so many bytes may be held."""
+        """Whether the leaves must be tallied now, if at most ``room`` bytes may be referenced."""
         return (
-            self._leaves >= cuda_steps.TALLIES
-            or self._lines >= cuda_steps.REDUCTIONS
-            or self._words > cuda_steps.KEPT
+            self._tallies >= cuda_steps.MAX_TALLIES
+            or self._reductions >= cuda_steps.MAX_REDUCTIONS
+            or self._words > cuda_steps.CACHED_WORDS
             or self.bytes > room
         )
 
     def tally(self, marks: Tensor, gradient: Tensor, count: int) -> int | None:
-        """``steps.tally``."""
-        if not steps.joint(gradient, marks) or marks.dtype is not torch.int32:
+        """Add a leaf for ``steps.tally``."""
+        if not steps.batchable(gradient, marks) or marks.dtype is not torch.int32:
             return None
         if not (marks.is_contiguous() and gradient.is_contiguous()):
-            marks, gradient = steps.together(marks, gradient)
+            marks, gradient = steps.flattened(marks, gradient)
         at = self._add(cuda_steps.TALLY, on_device(marks), gradient, count)
         if at is not None:
             self._hold(marks, gradient)
         return at
 
     def measure(self, gradient: Tensor) -> int | None:
-        """``steps.measured``."""
-        if not steps.joint(gradient):
+        """Add a leaf for ``steps.measured``."""
+        if not steps.batchable(gradient):
             return None
         if not gradient.is_contiguous():
-            (gradient,) = steps.together(gradient)
+            (gradient,) = steps.flattened(gradient)
         self._hold(gradient)
         return self._add(cuda_steps.MEASURE, 0, gradient, 1)
 
     def reduce(
         self, x: Tensor, marks: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
     ) -> int | None:
-        """``steps.tally`` of the marks that ``steps.reduce`` gives."""
-        if not steps.joint(gradient, x, marks) or marks.dtype is not torch.int32:
+        """Add a leaf for ``steps.tally``, with the provenance ids that ``steps.reduce`` returns."""
+        if not steps.batchable(gradient, x, marks) or marks.dtype is not torch.int32:
             return None
         kind, processors = cuda_steps.KINDS.get(x.dtype), cuda_launch.processors(self.device)
-        cut = _cut(x.shape, x.stride(), marks.stride(), dims, processors)
-        if kind is None or cut is None or cut.results != gradient.numel():
+        reduce_plan = _reduce_plan(x.shape, x.stride(), marks.stride(), dims, processors)
+        if kind is None or reduce_plan is None or reduce_plan.results != gradient.numel():
             return None
         if not gradient.is_contiguous():
             return None
-        most, out = self._asked(2 * cut.places if cut.settle else 0, cut.results)
+        most, out = self._allocated(
+            2 * reduce_plan.places if reduce_plan.combine_blocks else 0, reduce_plan.results
+        )
         at = self._add(cuda_steps.TALLY, out, gradient, count)
         if at is not None:
-            job = Reduced(on_device(x), on_device(marks), kind, cut, most, 0, out)
+            job = ReduceJob(on_device(x), on_device(marks), kind, reduce_plan, most, 0, out)
             self._reduced[kind == 1].append(job)
-            self._lines += 1
+            self._reductions += 1
             self._hold(x, marks, gradient)
         return at
 
-    def _asked(self, parts: int, results: int) -> tuple[int, int]:
-        """Memory for so many words of 8 bytes, and then so many of 4: where it is."""
+    def _allocated(self, parts: int, results: int) -> tuple[int, int]:
+        """Addresses of memory for ``parts`` words of 8 bytes and ``results`` words of 4 bytes."""
         words = parts + (results + 1) // 2
         if self._space is None or self._used + words > len(self._space):
-            size = max(SPACE, words)
+            size = max(SPACE_WORDS, words)
             self._space = torch.empty(size, dtype=torch.int64, device=self.device)
             self._used = 0
             self._hold(self._space)
@@ -117,12 +119,12 @@ class BatchedTally:
     def _add(self, names: Sequence[str], marks: int, gradient: Tensor, count: int) -> int | None:
         kind, n, at = cuda_steps.KINDS[gradient.dtype], gradient.numel(), self.entries
         wide = kind == 1
-        plan = cuda_steps.counting(n, count, wide, self.device)
-        if plan.marks < count:  # some at a time
+        plan = cuda_steps.tally_plan(n, count, wide, self.device)
+        if plan.marks < count:  # needs several launches
             return None
-        job = Tallied(marks, on_device(gradient), kind, n, count, 0, plan, at, self._words)
+        job = TallyJob(marks, on_device(gradient), kind, n, count, 0, plan, at, self._words)
         self._tallied.setdefault(names[wide], []).append(job)
-        self._leaves += 1
+        self._tallies += 1
         self._words += plan.words
         self.entries += count
         return at
@@ -133,12 +135,12 @@ class BatchedTally:
             self.bytes += x.nbytes
 
     def counted(self) -> tuple[Tensor, Tensor]:
-        """Counts and sums of all that were taken in, which are let go."""
+        """Tally all added leaves, and release them: counts and sums."""
         found = cuda_steps.results(self.entries, self.device)
         with cuda_launch.at(self.device):
-            for wide, lines in enumerate(self._reduced):
-                if lines:
-                    cuda_steps.reduced(bool(wide), self.device, lines)
+            for wide, reductions in enumerate(self._reduced):
+                if reductions:
+                    cuda_steps.reduced(bool(wide), self.device, reductions)
             for name, jobs in self._tallied.items():
                 cuda_steps.counted(name, self.device, jobs, found, self._words)
         self._clear()

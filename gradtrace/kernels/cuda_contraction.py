@@ -1,9 +1,9 @@
-"""The contraction in (max, ×) on a GPU: CUDA compiled when first used, and Triton where that cannot
-serve. Both give the bits of ``reference``.
+"""The (max, ×) contraction on a GPU: CUDA kernels compiled on first use, with Triton as fallback.
+Both return the same bits as ``reference``.
 
-The CUDA kernels take float32 (half precisions are copied as such), and read it where it lies. What
-follows from shapes, and from how operands lie, is worked out once (``ready``): a launch costs
-Python little more than telling where they are.
+The CUDA kernels read float32 in place, by strides; half precisions are first copied to float32.
+Whatever depends only on shapes and strides is computed once and cached (``ready``), so that a
+launch only has to fill in addresses.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from torch import Tensor
 
 from gradtrace.kernels import cuda_launch, reference
 from gradtrace.kernels.cuda_tiling import (
-    LARGEST,
-    MOST,
-    SMALL,
+    SEARCH_SHARED_MAX_BYTES,
+    SMALL_WORKSPACE_BYTES,
+    SPLIT_MIN_EXTENT,
     THREADS,
     ContractionPlan,
     Steps,
-    up,
-    way,
+    contraction_plan,
+    round_up,
 )
 from gradtrace.kernels.pointers import on_device
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
-FILE, BESIDE = "contract.cu", "rescan.cu"
+FILE, RESCAN_FILE = "contract.cu", "rescan.cu"
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 DTYPES = (*KINDS, torch.float64)
-WORKSPACE = 1 << 31
-"""The most bytes that are laid out at a time."""
+WORKSPACE_MAX_BYTES = 1 << 31
+"""The most bytes of workspace per launch; larger contractions are split."""
 
-KEEP = 1 << 25
-"""A workspace up to this is kept for what comes next."""
+CACHED_WORKSPACE_MAX_BYTES = 1 << 25
+"""Workspaces up to this many bytes are cached for the next launch."""
 
-FAR, LONG = 1 << 24, 1 << 31
-"""Steps between rows, and between k, from which on an operand is copied; also columns, and steps of
-all tiles, of which there are no more in a launch: kernels count in 32 bits.
+ROW_STRIDE_LIMIT, K_STRIDE_LIMIT = 1 << 24, 1 << 31
+"""Strides of rows and of k from which an operand is copied. The first also bounds the columns of a
+launch, half of the second the steps of all tiles in a launch: kernels count in 32 bits.
 """
 
-MANY = 65_535
-"""The most matrices of a launch."""
+MAX_BATCH = 65_535
+"""The most matrices per launch."""
 
-WORTH = 1 << 22
-"""Products from which on laying out pays."""
+CUDA_MIN_PRODUCTS = 1 << 22
+"""The fewest products for which the CUDA kernels, and copying operands for them, pay."""
 
 
 def served(*operands: Matrices) -> bool:
-    """Whether these are numbers on a GPU that can be worked on here."""
+    """Whether these operands are on a GPU and have a supported dtype."""
     datas = [x.data if isinstance(x, Operand) else x for x in operands]
     for x in datas:
         if x.dtype not in DTYPES:
@@ -69,7 +69,7 @@ def _data(x: Matrices) -> Tensor:
 
 @cache
 def triton() -> bool:
-    """Whether there is Triton."""
+    """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -96,14 +96,20 @@ def contraction(
     if make is torch.zeros or not (value or index or marks is not None):
         return out
     with cuda_launch.at(device):
-        if dtype is torch.float32 and _worth(shape, k) and cuda_launch.serves(FILE, left, right):
-            given = NOWHERE if marks is None else _Side.of(_words(marks), *ROLES[of_b])
-            sides = _Side.of(a, 1, 2), _Side.of(b, 2, 1), given
+        if (
+            dtype is torch.float32
+            and _is_large_enough(shape, k)
+            and cuda_launch.serves(FILE, left, right)
+        ):
+            given = (
+                NULL_OPERAND if marks is None else _PlacedOperand.of(_as_int32(marks), *ROLES[of_b])
+            )
+            sides = _PlacedOperand.of(a, 1, 2), _PlacedOperand.of(b, 2, 1), given
             _run(device, shape, k, sides, of_b, out)
         elif triton():
             from gradtrace.kernels import triton_contraction
 
-            words = None if marks is None else _words(marks)
+            words = None if marks is None else _as_int32(marks)
             triton_contraction.contraction(a, b, out, dtype, words, of_b)
         else:
             return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
@@ -111,15 +117,15 @@ def contraction(
 
 
 ROLES = {False: (1, 2), True: (2, 1)}
-"""In which dimensions marks of a, or those of b, have their rows and their k."""
+"""By ``of_b``: the dimensions of the provenance ids that hold their rows and their k."""
 
 
-def _worth(shape: tuple[int, int, int], k: int) -> bool:
+def _is_large_enough(shape: tuple[int, int, int], k: int) -> bool:
     i, m, n = shape
-    return (i * m * n * k >= WORTH or not triton()) and n < FAR
+    return (i * m * n * k >= CUDA_MIN_PRODUCTS or not triton()) and n < ROW_STRIDE_LIMIT
 
 
-def _words(marks: Matrices) -> Matrices:
+def _as_int32(marks: Matrices) -> Matrices:
     if _data(marks).dtype is torch.int32:
         return marks
     return marks._replace(data=marks.data.int()) if isinstance(marks, Operand) else marks.int()
@@ -127,8 +133,9 @@ def _words(marks: Matrices) -> Matrices:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MatrixLayout:
-    """Tensors as matrices, without a view of them: (i, m, n) and k, the steps of a, of b and of
-    marks, which are those ``of_b`` or of a. Made once for all tensors that lie so.
+    """Strides that read tensors as matrices, without making views: the sizes (i, m, n) and k, and
+    the strides of a, b and the provenance ids, which belong to b (``of_b``) or to a. Made once for
+    all tensors with these strides, and compared by identity.
     """
 
     shape: tuple[int, int, int]
@@ -140,7 +147,7 @@ class MatrixLayout:
 
 
 def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
-    """Whether ``carried`` may have these."""
+    """Whether ``carried`` accepts these tensors."""
     kinds = a.dtype in KINDS and b.dtype in KINDS and marks.dtype is torch.int32
     return kinds and cuda_launch.serves(FILE, a, b, marks)
 
@@ -148,12 +155,14 @@ def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
 def carried(
     a: Tensor, b: Tensor, marks: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
 ) -> Contraction | None:
-    """``contraction`` of tensors that lie so, with its marks, each result in a shape of as many
-    elements; None where one launch cannot do it all.
+    """``contraction`` with provenance ids, of tensors read by the strides in ``how``.
+
+    Results have the given shape, with as many elements as (i, m, n). None if a size is 0, if the
+    contraction does not fit one launch, or if it is too small to pay.
     """
     device = a.device
     found = _ready(device, how, KINDS[a.dtype], KINDS[b.dtype], value)
-    if found is None or not (found.small and _worth(how.shape, how.k)):
+    if found is None or not (found.small and _is_large_enough(how.shape, how.k)):
         return None
     largest = torch.empty(shape, dtype=torch.float32, device=device) if value else None
     out = torch.empty(shape, dtype=torch.int32, device=device)
@@ -171,19 +180,19 @@ def _ready(
 ) -> PreparedLaunch | None:
     if not (all(how.shape) and how.k):
         return None
-    lies = (
+    layouts = (
         OperandLayout(first, 2 if first else 4, how.a),
         OperandLayout(second, 2 if second else 4, how.b),
     )
-    asked = value, False, True
+    requested = value, False, True
     marks = OperandLayout(0, 4, how.marks)
-    return ready(device, how.shape, how.shape, how.k, (*lies, marks), how.of_b, asked)
+    return ready(device, how.shape, how.shape, how.k, (*layouts, marks), how.of_b, requested)
 
 
 # CUDA --------------------------------------------------------------------------------------------
 
 Place: TypeAlias = tuple[int, int, int, int]
-"""Where an operand is, and where its tables are; 0 for none."""
+"""Addresses of an operand and of its batch, row and k tables (0: none)."""
 
 PACKING, CONTRACTING = (32, 8, 1), (THREADS, 1, 1)
 UNPACKED = (0,) * 12
@@ -191,8 +200,8 @@ NO_STEPS = (0, 0, 0)
 
 
 class OperandLayout(NamedTuple):
-    """How an operand lies: what its numbers are, how many bytes one has, and steps; None for an
-    operand that has tables instead.
+    """Layout of an operand: dtype code, bytes per element, and strides; None for an operand that
+    has tables instead.
     """
 
     kind: int
@@ -201,13 +210,18 @@ class OperandLayout(NamedTuple):
 
     @property
     def near(self) -> Steps | None:
-        """The steps, if numbers can be read where they are."""
-        if self.kind or self.steps is None or self.steps[1] >= FAR or self.steps[2] >= LONG:
+        """The strides, if the kernels can read the operand in place; None if it must be copied."""
+        if (
+            self.kind
+            or self.steps is None
+            or self.steps[1] >= ROW_STRIDE_LIMIT
+            or self.steps[2] >= K_STRIDE_LIMIT
+        ):
             return None
         return self.steps
 
     def at(self, place: Place, batch: int, row: int) -> Place:
-        """The place of the matrices and the rows from these on."""
+        """The addresses for the part that starts at this matrix and row."""
         start, batches, rows, inners = place
         if self.steps is None:
             return start, batches + 8 * batch, rows + 8 * row, inners
@@ -215,69 +229,74 @@ class OperandLayout(NamedTuple):
 
 
 class OperandRead(NamedTuple):
-    """Whether a kernel reads a copy of an operand, and the steps of what it reads."""
+    """Whether a kernel reads a copy of an operand, and the strides of what it reads."""
 
     copy: bool
     steps: Steps
 
 
 class PreparedLaunch(NamedTuple):
-    """A contraction, ready for any operands that lie so: all but where things are."""
+    """A contraction prepared for any operands of one layout: everything but the addresses."""
 
     device: torch.device
-    way: ContractionPlan
+    contraction_plan: ContractionPlan
     pack: cuda_launch.Kernel
     contract: cuda_launch.Kernel
     rescan: cuda_launch.Kernel
-    packing: tuple[tuple[int, ...], tuple[int, ...]]  # words of copying: all between two places
-    lines: int  # of the first operand's copying
+    packing: tuple[tuple[int, ...], tuple[int, ...]]  # argument words of pack, without addresses
+    lines: int  # rows of blocks that copy the first operand
     contracting: tuple[OperandRead, OperandRead]
     searching: tuple[OperandRead, OperandRead]
-    plane: tuple[int, int]  # steps of values
-    whole: tuple[int, int]  # and of what else is found
+    plane: tuple[int, int]  # strides of values
+    whole: tuple[int, int]  # strides of indices and ids
     searched: bool
     marks: tuple[int, ...]
     of_b: bool
-    countable: bool  # in 32 bits
+    countable: bool  # fits the 32-bit counters of the kernels
 
     @property
     def small(self) -> bool:
-        """Whether nothing has to be divided."""
-        return self.countable and self.way.space.size <= SMALL
+        """Whether one launch suffices, without asking how much memory is free."""
+        return self.countable and self.contraction_plan.space.size <= SMALL_WORKSPACE_BYTES
 
     def __call__(
         self, a: Place, b: Place, marks: Place, value: int, index: int, found: int
     ) -> None:
-        """Launch it. Where the value, the winner and its mark go is 0 if nobody wants them."""
-        how = self.way
-        memory = _KEPT.memory(self.device, how.space.size)
+        """Launch it. ``value``, ``index`` and ``found`` are the addresses of the results: values,
+        indices and provenance ids; 0 for those not requested.
+        """
+        how = self.contraction_plan
+        memory = _WORKSPACES.memory(self.device, how.space.size)
         start = on_device(memory)
         left, right, spare, blocks, parts, numbers, _ = [start + each for each in how.space]
-        ours, yours = how.copied
-        if ours or yours:
+        pack_a, pack_b = how.copied
+        if pack_a or pack_b:
             self.pack(
                 how.grids[0], PACKING,
                 (
-                    *((*a, *self.packing[0], left) if ours else UNPACKED),
-                    *((*b, *self.packing[1], right) if yours else UNPACKED),
+                    *((*a, *self.packing[0], left) if pack_a else UNPACKED),
+                    *((*b, *self.packing[1], right) if pack_b else UNPACKED),
                     self.lines,
                 ),
             )  # fmt: skip
         results = (value or spare, *self.plane, blocks if self.searched else 0, parts, numbers)
-        (copy, mine), (other, theirs) = self.contracting
+        (copy, a_steps), (copy_b, b_steps) = self.contracting
         self.contract(
             how.grids[1], CONTRACTING,
-            (left if copy else a[0], *mine, right if other else b[0], *theirs, *results, *how.work),
+            (
+                left if copy else a[0], *a_steps, right if copy_b else b[0], *b_steps,
+                *results, *how.work,
+            ),
             how.shared[0],
         )  # fmt: skip
         if not how.joined:
             return
-        (copy, mine), (other, theirs) = self.searching
+        (copy, a_steps), (copy_b, b_steps) = self.searching
         self.rescan(
             how.grids[2], CONTRACTING,
             (
-                left if copy else a[0], *mine, how.held[0],
-                right if other else b[0], *theirs, how.held[1],
+                left if copy else a[0], *a_steps, how.held[0],
+                right if copy_b else b[0], *b_steps, how.held[1],
                 *how.whole, *results, *how.tile, index, found, *self.whole,
                 *marks, *self.marks, self.of_b,
             ),
@@ -291,14 +310,18 @@ def ready(
     whole: tuple[int, int, int],
     shape: tuple[int, int, int],
     k: int,
-    lies: tuple[OperandLayout, OperandLayout, OperandLayout],
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
     of_b: bool,
-    asked: tuple[bool, bool, bool],
+    requested: tuple[bool, bool, bool],
 ) -> PreparedLaunch:
-    """The part of this shape of a whole; ``asked``: whether value, winner and mark are wanted."""
-    (a, b, marks), (batches, m, n) = lies, shape
-    value, searched = asked[0], asked[1] or asked[2]
-    how = way(shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device))
+    """Prepare the contraction of a part, with sizes ``shape``, of a result with sizes ``whole``.
+    ``requested``: whether values, indices and provenance ids are requested.
+    """
+    (a, b, marks), (batches, m, n) = layouts, shape
+    value, searched = requested[0], requested[1] or requested[2]
+    how = contraction_plan(
+        shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device)
+    )
     padded, tile = how.plan.padded, (how.plan.block, how.plan.rows, how.plan.columns)
     block, rows, columns = (f"{name} {size}" for name, size in zip(("KB", "BM", "BN"), tile))
     defines = (block, rows, columns, "INDEX") if searched else (block, rows, columns)
@@ -308,9 +331,9 @@ def ready(
     return PreparedLaunch(
         device,
         how,
-        cuda_launch.kernel(device, BESIDE, "pack", (block,)),
+        cuda_launch.kernel(device, RESCAN_FILE, "pack", (block,)),
         cuda_launch.kernel(device, FILE, "contract", defines, how.shared[0]),
-        cuda_launch.kernel(device, BESIDE, "rescan", (block,), MOST),
+        cuda_launch.kernel(device, RESCAN_FILE, "rescan", (block,), SEARCH_SHARED_MAX_BYTES),
         ((*steps[0], a.kind, m, k, padded), (*steps[1], b.kind, n, k, padded)),
         -(-m // 32) if how.copied[0] else 0,
         (
@@ -326,7 +349,7 @@ def ready(
         searched,
         marks.steps or NO_STEPS,
         of_b,
-        batches <= MANY and how.plan.total < LONG // 2,
+        batches <= MAX_BATCH and how.plan.total < K_STRIDE_LIMIT // 2,
     )
 
 
@@ -334,57 +357,59 @@ def _reading(copy: bool, copied: Steps, steps: Steps) -> OperandRead:
     return OperandRead(copy, copied if copy else steps)
 
 
-class _LaunchCache(threading.local):
-    """Workspaces that a thread uses again, one for each stream: what is launched on a stream comes
-    after what was launched there before. A new tensor each time would cost more than a launch.
+class _WorkspaceCache(threading.local):
+    """Per-thread cache of one workspace per stream. Reuse is safe because launches on a stream run
+    in order; allocating a tensor each time would cost more than a launch.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int | None, int], tuple[int, Tensor]] = {}
 
     def memory(self, device: torch.device, size: int) -> Tensor:
-        """At least so many bytes, for what is launched on the current stream now."""
+        """A workspace of at least ``size`` bytes for launches on the current stream."""
         key = device.index, cuda_launch.stream(device)
         there, found = self.tensors.get(key, (-1, None))
         if found is None or there < size:
             found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-            if size <= KEEP:
+            if size <= CACHED_WORKSPACE_MAX_BYTES:
                 self.tensors[key] = size, found
         return found
 
 
-_KEPT = _LaunchCache()
+_WORKSPACES = _WorkspaceCache()
 
 
 def _run(
     device: torch.device,
     shape: tuple[int, int, int],
     k: int,
-    sides: tuple[_Side, _Side, _Side],
+    sides: tuple[_PlacedOperand, _PlacedOperand, _PlacedOperand],
     of_b: bool,
     out: Contraction,
 ) -> None:
-    """Fill in what ``out`` has: all at once, or as much at a time as there is room for."""
-    (a, b, marks), asked = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
-    lies = a.lie, b.lie, marks.lie
+    """Fill in the tensors of ``out`` that are not None: in one launch, or in parts that fit the
+    available memory.
+    """
+    (a, b, marks), requested = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
+    layouts = a.layout, b.layout, marks.layout
     value, index, found = (0 if each is None else on_device(each) for each in out)
-    whole = ready(device, shape, shape, k, lies, of_b, asked)
+    whole = ready(device, shape, shape, k, layouts, of_b, requested)
     if whole.small:
         whole(a.place, b.place, marks.place, value, index, found)
         return
 
     def part(some: tuple[int, int, int]) -> PreparedLaunch:
-        return ready(device, shape, some, k, lies, of_b, asked)
+        return ready(device, shape, some, k, layouts, of_b, requested)
 
-    sizes = _fitting(shape, part, cuda_launch.room(device) // 2)
+    sizes = _fitting(shape, part, cuda_launch.available_bytes(device) // 2)
     for batch, row, column in product(*(range(0, n, size) for n, size in zip(shape, sizes))):
         at = batch, row, column
         i, m, n = (min(s, n - first) for first, n, s in zip(at, shape, sizes))
         corner = (batch * shape[1] + row) * shape[2] + column
         part((i, m, n))(
-            a.lie.at(a.place, batch, row),
-            b.lie.at(b.place, batch, column),
-            marks.lie.at(marks.place, batch, column if of_b else row),
+            a.layout.at(a.place, batch, row),
+            b.layout.at(b.place, batch, column),
+            marks.layout.at(marks.place, batch, column if of_b else row),
             value and value + 4 * corner,
             index and index + 8 * corner,
             found and found + 4 * corner,
@@ -392,46 +417,48 @@ def _run(
 
 
 def _fitting(
-    shape: tuple[int, int, int], part: Callable[[tuple[int, int, int]], PreparedLaunch], room: int
+    shape: tuple[int, int, int],
+    part: Callable[[tuple[int, int, int]], PreparedLaunch],
+    available_bytes: int,
 ) -> tuple[int, int, int]:
-    """How many matrices, then rows and columns, can be worked on at a time."""
-    i, m, n = min(shape[0], MANY), *shape[1:]
-    most = min(WORKSPACE, room)
+    """The numbers of matrices, rows and columns per launch that fit the workspace limit."""
+    i, m, n = min(shape[0], MAX_BATCH), *shape[1:]
+    most = min(WORKSPACE_MAX_BYTES, available_bytes)
     while True:
         how = part((i, m, n))
-        if how.countable and how.way.space.size <= most:
+        if how.countable and how.contraction_plan.space.size <= most:
             break
         if i > 1:
             i = -(-i // 2)
-        elif max(m, n) <= LARGEST:
+        elif max(m, n) <= SPLIT_MIN_EXTENT:
             break
         elif m >= n:
-            m = up(-(-m // 2), LARGEST)
+            m = round_up(-(-m // 2), SPLIT_MIN_EXTENT)
         else:
-            n = up(-(-n // 2), LARGEST)
+            n = round_up(-(-n // 2), SPLIT_MIN_EXTENT)
     return i, m, n
 
 
-class _Side(NamedTuple):
-    """Where the numbers of an operand are, and how they lie. Tensors that it names are held."""
+class _PlacedOperand(NamedTuple):
+    """Layout and addresses of an operand, with references to the tensors at these addresses."""
 
-    lie: OperandLayout
+    layout: OperandLayout
     place: Place
     held: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, x: Matrices, rows: int, inner: int) -> _Side:
+    def of(cls, x: Matrices, rows: int, inner: int) -> _PlacedOperand:
         if isinstance(x, Operand):
             data = x.data.contiguous()
             tables = tuple(table.long().contiguous() for table in x[1:])
             batch, row, k = (on_device(table) for table in tables)
-            lie = OperandLayout(KINDS.get(data.dtype, 0), data.itemsize, None)
-            return cls(lie, (on_device(data), batch, row, k), (data, *tables))
+            layout = OperandLayout(KINDS.get(data.dtype, 0), data.itemsize, None)
+            return cls(layout, (on_device(data), batch, row, k), (data, *tables))
         steps = x.stride()
-        lie = OperandLayout(
+        layout = OperandLayout(
             KINDS.get(x.dtype, 0), x.itemsize, (steps[0], steps[rows], steps[inner])
         )
-        return cls(lie, (on_device(x), 0, 0, 0), (x,))
+        return cls(layout, (on_device(x), 0, 0, 0), (x,))
 
 
-NOWHERE = _Side(OperandLayout(0, 0, NO_STEPS), (0, 0, 0, 0), ())
+NULL_OPERAND = _PlacedOperand(OperandLayout(0, 0, NO_STEPS), (0, 0, 0, 0), ())

@@ -1,6 +1,6 @@
-"""CUDA sources of ``cuda/``, compiled when first used, and launched.
+"""Compiles the CUDA sources in ``cuda/`` on first use, and launches their kernels.
 
-The compiler is NVRTC, which torch brings along, so that users need none of their own.
+The compiler is NVRTC, which ships with torch, so that users need no CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).with_name("cuda")
-LARGE = 8
-"""The driver's name for the limit of the shared memory that a launch asks for."""
+MAX_DYNAMIC_SHARED_BYTES_ATTRIBUTE = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
 
-LOST = 201
-"""The driver's word for a thread that has not been told of its device yet."""
+CUDA_ERROR_INVALID_CONTEXT = 201
+"""Returned by the driver in a thread that has no current CUDA context yet."""
 
 Grid: TypeAlias = tuple[int, int, int]
 _log = logging.getLogger("gradtrace")
 
 
 def serves(file: str, *tensors: Tensor) -> bool:
-    """Whether the kernels of a file can work on these: all of them on one GPU, and compilable."""
+    """Whether the kernels of a file support these tensors: all are on one GPU, for which the file
+    compiles.
+    """
     if not tensors[0].is_cuda:
         return False
     device = tensors[0].device
@@ -43,71 +45,71 @@ def serves(file: str, *tensors: Tensor) -> bool:
 
 
 def at(device: torch.device) -> AbstractContextManager[object]:
-    """What launches on a device stand in."""
-    if _alone() or device.index == torch.cuda.current_device():
-        return HERE
+    """Context in which to launch on a device: makes it current if it is not."""
+    if _single_gpu() or device.index == torch.cuda.current_device():
+        return CURRENT_DEVICE
     return torch.cuda.device(device)
 
 
-HERE = nullcontext()
+CURRENT_DEVICE = nullcontext()
 
 
 @cache
-def _alone() -> bool:
-    """Whether there is no other GPU to be at."""
+def _single_gpu() -> bool:
+    """Whether there is only one GPU, so that the current device need not be checked."""
     return torch.cuda.device_count() == 1
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has."""
+    """The number of multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def held(device: torch.device) -> tuple[int, int]:
-    """How many bytes tensors have on a GPU, and PyTorch; ``memory_allocated`` and its like make a
-    list of all that can be told first.
+def allocated_and_reserved(device: torch.device) -> tuple[int, int]:
+    """Bytes allocated to tensors on a GPU, and bytes reserved by PyTorch's allocator. Faster than
+    ``torch.cuda.memory_allocated`` and its like, which first flatten all statistics into a dict.
     """
-    told = torch.cuda.memory_stats_as_nested_dict(device)
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
     kinds = ("allocated_bytes", "reserved_bytes")
-    used, reserved = (int(told[kind]["all"]["current"]) if told else 0 for kind in kinds)
+    used, reserved = (int(stats[kind]["all"]["current"]) if stats else 0 for kind in kinds)
     return used, reserved
 
 
-def room(device: torch.device) -> int:
-    """How many bytes there are for more tensors."""
+def available_bytes(device: torch.device) -> int:
+    """Bytes available for more tensors: free on the device, or reserved and unused."""
     free, _ = torch.cuda.mem_get_info(device)
-    used, reserved = held(device)
+    used, reserved = allocated_and_reserved(device)
     return int(free) + reserved - used
 
 
 def stream(device: torch.device) -> int:
-    """What is launched on a device now goes there."""
+    """The raw handle of the current stream of a device."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class Kernel(NamedTuple):
-    """A compiled function, which takes one structure of 64-bit words."""
+    """A compiled kernel, whose only argument is a structure of 64-bit words."""
 
     function: ctypes.c_void_p
     device: int
 
     def __call__(self, grid: Grid, block: Grid, words: tuple[int, ...], shared: int = 0) -> None:
-        """Launch it on the current stream, with so many bytes of shared memory more."""
-        _packer(len(words))(_GIVEN.words, 0, *words)  # the driver copies them
+        """Launch it on the current stream, with ``shared`` bytes of dynamic shared memory."""
+        _packer(len(words))(_ARGUMENTS.words, 0, *words)  # copied by the driver at launch
         stream = _stream(torch._C._cuda_getCurrentRawStream(self.device))
-        how = (*grid, *block, shared, stream, _GIVEN.place, None)
+        how = (*grid, *block, shared, stream, _ARGUMENTS.place, None)
         code = _driver().cuLaunchKernel(self.function, *how)
-        if code == LOST:
-            torch.zeros((), device=f"cuda:{self.device}")  # a launch of torch's own tells it
+        if code == CUDA_ERROR_INVALID_CONTEXT:
+            torch.zeros((), device=f"cuda:{self.device}")  # torch makes the context current
             code = _driver().cuLaunchKernel(self.function, *how)
         if code:
             raise _failure(code)
 
 
-class _Given(threading.local):
-    """Where each thread puts the words of a launch: new memory for each would cost more than the
-    launch.
+class _ArgumentBuffer(threading.local):
+    """Per-thread buffer for the argument words of a launch; allocating one per launch would cost
+    more than the launch.
     """
 
     def __init__(self) -> None:
@@ -116,7 +118,7 @@ class _Given(threading.local):
         self.place = ctypes.byref(self.pointer)
 
 
-_GIVEN = _Given()
+_ARGUMENTS = _ArgumentBuffer()
 
 
 @cache
@@ -133,32 +135,34 @@ def _stream(number: int) -> ctypes.c_void_p:
 def kernel(
     device: torch.device, file: str, name: str, defines: tuple[str, ...] = (), shared: int = 0
 ) -> Kernel:
-    """A kernel of a file compiled with macros, which may be launched with so much shared memory."""
+    """A kernel of a file compiled with these macros, which may be launched with up to ``shared``
+    bytes of dynamic shared memory.
+    """
     function, driver = ctypes.c_void_p(), _driver()
     module = _module(device.index, file, defines)
     _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     if shared:
-        _checked(driver.cuFuncSetAttribute(function, LARGE, shared))
+        _checked(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_BYTES_ATTRIBUTE, shared))
     return Kernel(function, device.index)
 
 
 def source(file: str, defines: tuple[str, ...] = ()) -> str:
-    """What is compiled."""
+    """The source passed to the compiler: macros, the prelude and the file."""
     parts = [(SOURCES / each).read_text("utf-8") for each in ("prelude.cu", file)]
     return "\n".join([*(f"#define {line}" for line in defines), *parts])
 
 
 def names(text: str) -> list[str]:
-    """The kernels in a source."""
+    """The names of the kernels in a source."""
     return re.findall(r"^KERNEL\(\w+, (\w+),", text, re.MULTILINE)
 
 
-FIRST = {
+PROBE_MACROS = {
     "contract.cu": ("KB 16", "BM 128", "BN 128", "INDEX"),
     "rescan.cu": ("KB 16",),
     "top.cu": ("TOP 2",),
 }
-"""With which macros it is tried whether a file compiles."""
+"""The macros with which ``_compiles`` tries a file."""
 
 
 @cache
@@ -166,8 +170,8 @@ def _compiles(device: int, file: str) -> bool:
     if torch.version.hip:
         return False
     try:
-        _module(device, file, FIRST.get(file, ()))
-    except Exception as error:  # the driver, the compiler, or a torch that has it not or otherwise
+        _module(device, file, PROBE_MACROS.get(file, ()))
+    except Exception as error:  # driver, compiler, or a torch with another private API
         _log.warning("gradtrace runs without its CUDA kernels of %s, slower: %s", file, error)
         return False
     return True
@@ -175,21 +179,21 @@ def _compiles(device: int, file: str) -> bool:
 
 @cache
 def _module(device: int, file: str, defines: tuple[str, ...]) -> ctypes.c_void_p:
-    """All kernels of a file, in one compilation."""
+    """All kernels of a file, compiled as one module."""
     from torch.cuda._utils import _nvrtc_compile
 
     text = source(file, defines)
     with torch.cuda.device(device):
-        torch.zeros((), device=f"cuda:{device}")  # there is a context then
+        torch.zeros((), device=f"cuda:{device}")  # creates the CUDA context
         binary = _binary(_nvrtc_compile(text, names(text)[0]))
         module = ctypes.c_void_p()
         _checked(_driver().cuModuleLoadData(ctypes.byref(module), binary))
     return module
 
 
-def _binary(made: bytes | tuple[bytes, str]) -> bytes:
-    """What was compiled; since torch 2.10 a name comes with it."""
-    return made if isinstance(made, bytes) else made[0]
+def _binary(result: bytes | tuple[bytes, str]) -> bytes:
+    """The compiled binary; since torch 2.10 the result is a pair of it and a name."""
+    return result if isinstance(result, bytes) else result[0]
 
 
 @cache

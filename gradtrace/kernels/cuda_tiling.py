@@ -1,5 +1,5 @@
-"""How a contraction on a GPU is divided: into tiles, shares of them, and parts of a workspace. All
-of it follows from shapes and from how operands lie, and is worked out once for each.
+"""How a contraction on a GPU is divided into tiles, shares per thread block and workspace regions.
+Everything here depends only on shapes and strides, and is cached.
 """
 
 from __future__ import annotations
@@ -9,90 +9,97 @@ from typing import NamedTuple, TypeAlias
 
 from gradtrace.kernels.cuda_launch import Grid
 
-INNER, THREADS, STAGES = 16, 256, 3
-"""k of a step, threads, and steps whose numbers are in shared memory."""
+K_PER_STEP, THREADS, STAGES = 16, 256, 3
+"""k per step, threads per block, and steps buffered in shared memory."""
 
 TILES = ((128, 128), (256, 64), (64, 256))
-"""Rows and columns that a thread block can work on at a time."""
+"""Rows and columns of the result tiles that a thread block can compute."""
 
-BLOCKS = 256
-"""The most blocks of k that one works on in a tile: their numbers are bytes."""
+MAX_K_BLOCKS = 256
+"""The most blocks of k per thread block and tile: a block's number is stored in a byte."""
 
-FEW = 128
-"""Up to so many k, rows are read into shared memory whole to look for the winner."""
+WHOLE_ROWS_MAX_K = 128
+"""Up to this many k, the search for the argmax reads whole rows into shared memory."""
 
-HELD, MOST = 48 << 10, 72 << 10
-"""The most bytes that are held of 8 rows that lie apart, and of all that is held."""
+STRIDED_ROWS_MAX_BYTES, SEARCH_SHARED_MAX_BYTES = 48 << 10, 72 << 10
+"""The most bytes of shared memory for 8 rows with strided k, and for all rows held in it."""
 
-LEAST = 8
-"""Steps of a tile that are worth a thread block."""
+SHARE_MIN_STEPS = 8
+"""The fewest steps of a tile that are worth a thread block."""
 
-SMALL = 1 << 26
-"""A workspace up to this is taken without asking how much room there is."""
+SMALL_WORKSPACE_BYTES = 1 << 26
+"""Workspaces up to this many bytes are allocated without asking how much memory is free."""
 
-LARGEST = 256
-"""Rows or columns that are not divided further."""
+SPLIT_MIN_EXTENT = 256
+"""Rows or columns that are not split further."""
 
 Steps: TypeAlias = tuple[int, int, int]
-"""From matrix to matrix, row to row and k to k."""
+"""Strides from matrix to matrix, row to row and k to k."""
 
 
 class TilingPlan(NamedTuple):
-    """How the work is divided: k into blocks, results into tiles, the steps of all tiles into a
-    share for each thread block.
+    """How the work is divided: k into blocks, results into tiles of rows × columns, and the steps
+    of all tiles into equal shares per thread block.
     """
 
     block: int
     rows: int
     columns: int
-    steps: int  # of INNER k, in a tile
+    steps: int  # per tile, each of K_PER_STEP k
     share: int
     total: int
 
     @property
     def padded(self) -> int:
-        """How many k, with zeros after them."""
-        return self.steps * INNER
+        """The number of k, padded with zeros to whole steps."""
+        return self.steps * K_PER_STEP
 
     @property
     def parts(self) -> int:
-        """Thread blocks."""
+        """The number of thread blocks."""
         return -(-self.total // self.share)
 
     @property
     def cut(self) -> bool:
-        """Whether a tile is left to several."""
+        """Whether several thread blocks share a tile, so that partial results must be combined."""
         return self.parts > 1 and self.share % self.steps != 0
 
 
 @lru_cache(4096)
 def plan(batches: int, m: int, n: int, k: int, processors: int) -> TilingPlan:
-    """An equal share for each processor; the fewest zeros around the results. Larger blocks take
-    less of contracting and more of looking for the winner: in proportion to k over their size, and
-    to their size.
+    """Equal shares for all multiprocessors, and the tile with the least padding around the results.
+    Larger blocks of k make the contraction cheaper (cost ∝ k / size) and the search for the argmax
+    dearer (cost ∝ size).
     """
-    tiles = TILES if k <= BLOCKS * INNER else TILES[:1]  # registers are short with large blocks
-    rows, columns = min(tiles, key=lambda tile: up(m, tile[0]) * up(n, tile[1]))
-    sizes = ((8, FEW), (16, 2048 if rows == columns else 4096), (32, 8192), (64, 16384))
+    tiles = (
+        TILES if k <= MAX_K_BLOCKS * K_PER_STEP else TILES[:1]
+    )  # large blocks need more registers
+    rows, columns = min(tiles, key=lambda tile: round_up(m, tile[0]) * round_up(n, tile[1]))
+    sizes = (
+        (8, WHOLE_ROWS_MAX_K),
+        (16, 2048 if rows == columns else 4096),
+        (32, 8192),
+        (64, 16384),
+    )
     block = next((size for size, most in sizes if k <= most), 128)
-    each = max(1, block // INNER)  # steps of a block
-    steps = up(k, each * INNER) // INNER
+    each = max(1, block // K_PER_STEP)  # steps per block
+    steps = round_up(k, each * K_PER_STEP) // K_PER_STEP
     total = batches * -(-m // rows) * -(-n // columns) * steps
-    share = up(max(-(-total // processors), min(LEAST, steps)), each)
-    if min(share, steps) * INNER > BLOCKS * block:
-        share = BLOCKS * block // INNER
+    share = round_up(max(-(-total // processors), min(SHARE_MIN_STEPS, steps)), each)
+    if min(share, steps) * K_PER_STEP > MAX_K_BLOCKS * block:
+        share = MAX_K_BLOCKS * block // K_PER_STEP
     return TilingPlan(block, rows, columns, steps, min(share, total), total)
 
 
-def up(n: int, step: int) -> int:
-    """To the next multiple."""
+def round_up(n: int, step: int) -> int:
+    """Round up to a multiple of ``step``."""
     return -(-n // step) * step
 
 
 class Workspace(NamedTuple):
-    """Where things are in the workspace of one launch: bytes from its start, all multiples of 16.
-    Copies of operands, row by k; results where nobody asked for them; which blocks they are from;
-    the same two of who goes on with a tile.
+    """Regions of the workspace of one launch, as byte offsets, all multiples of 16: copies of both
+    operands (row by k); values, if not requested as a result; the number of the k block that each
+    value comes from; values and block numbers of the partial results of shared tiles; total size.
     """
 
     left: int
@@ -105,52 +112,52 @@ class Workspace(NamedTuple):
 
 
 class ContractionPlan(NamedTuple):
-    """How so many matrices, rows and columns are contracted in one go."""
+    """How one launch contracts a given number of matrices, rows and columns."""
 
     plan: TilingPlan
     space: Workspace
     copied: tuple[bool, bool]
-    held: tuple[int, int]  # numbers from row to row in shared memory, or 0
-    searching: tuple[int, int]  # results that a thread block looks at
-    shared: tuple[int, int]  # bytes of shared memory: of contracting and of searching
+    held: tuple[int, int]  # row stride in shared memory, or 0 if not held there
+    searching: tuple[int, int]  # rows and columns that a thread block searches
+    shared: tuple[int, int]  # bytes of shared memory: contraction, search
     grids: tuple[Grid, Grid, Grid]
-    joined: bool  # whether there is something to do after contracting
-    work: tuple[int, ...]  # the last words of contracting
-    whole: tuple[int, ...]  # of searching: the sizes
-    tile: tuple[int, ...]  # and how tiles were divided
+    joined: bool  # whether rescan must run after the contraction
+    work: tuple[int, ...]  # last argument words of the contraction
+    whole: tuple[int, ...]  # argument words of the search: sizes
+    tile: tuple[int, ...]  # argument words of the search: tiling
 
 
 @lru_cache(4096)
-def way(
+def contraction_plan(
     shape: tuple[int, int, int],
     k: int,
-    lie: tuple[Steps | None, Steps | None],
-    asked: tuple[bool, bool],
+    strides: tuple[Steps | None, Steps | None],
+    requested: tuple[bool, bool],
     processors: int,
 ) -> ContractionPlan:
-    """``lie``: of the operands, None where they are not to be read where they are; ``asked``:
-    whether the value is wanted, and the winner.
+    """The plan of one launch. ``strides``: of both operands, None for one that must be copied;
+    ``requested``: whether values are, and whether the argmax (for indices or ids) is.
     """
     batches, m, n = shape
-    value, searched = asked
+    value, searched = requested
     how = plan(batches, m, n, k, processors)
-    held, searching = _held(how, shape, lie, searched)
+    held, searching = _held(how, shape, strides, searched)
     copied = (
-        lie[0] is None or (searched and not held[0] and lie[0][2] != 1),
-        lie[1] is None or (searched and not held[1] and lie[1][2] != 1),
+        strides[0] is None or (searched and not held[0] and strides[0][2] != 1),
+        strides[1] is None or (searched and not held[1] and strides[1][2] != 1),
     )
     results, area = batches * m * n, how.rows * how.columns
     sizes = (
         4 * batches * m * how.padded if copied[0] else 0,
         4 * batches * n * how.padded if copied[1] else 0,
         0 if value else 4 * results,
-        batches * m * up(n, 4) if searched else 0,
+        batches * m * round_up(n, 4) if searched else 0,
         4 * how.parts * area if how.cut else 0,
         how.parts * area if how.cut and searched else 0,
     )
     starts = [0]
     for size in sizes:
-        starts.append(starts[-1] + up(size, 16))
+        starts.append(starts[-1] + round_up(size, 16))
     high, wide = searching
     lines = (-(-m // 32) if copied[0] else 0) + (-(-n // 32) if copied[1] else 0)
     grids = (
@@ -158,49 +165,51 @@ def way(
         (how.parts, 1, 1),
         (-(-m // high) * -(-n // wide), 1, batches),
     )
-    ahead = STAGES * INNER * (how.rows + how.columns + 8) * 4
+    ahead = STAGES * K_PER_STEP * (how.rows + how.columns + 8) * 4
     shared = (32 * THREADS + ahead + 64 * THREADS * 4, 4 * (high * held[0] + wide * held[1]))
     divided = how.steps, how.share
     return ContractionPlan(
         how, Workspace(*starts), copied, held, searching, shared, grids, searched or how.cut,
         (m, n, k, *divided, how.total),
         (m, n, k, *searching),
-        (how.rows, how.columns, *divided, INNER),
+        (how.rows, how.columns, *divided, K_PER_STEP),
     )  # fmt: skip
 
 
 def workspace(shape: tuple[int, int, int], k: int, processors: int) -> int:
-    """The bytes that a contraction with the winner asks for at most, however its operands lie: for
-    all at once if that is little, else for as little as it can do with.
+    """Upper bound, over all layouts of the operands, of the workspace bytes of a contraction with
+    argmax: of one launch if that is small, else of the smallest parts it can be split into.
     """
     if not (k and all(shape)):
         return 0
-    least = (1, min(shape[1], LARGEST), min(shape[2], LARGEST))
+    least = (1, min(shape[1], SPLIT_MIN_EXTENT), min(shape[2], SPLIT_MIN_EXTENT))
     whole, few = (
-        way(sizes, k, (None, None), (True, True), processors).space.size for sizes in (shape, least)
+        contraction_plan(sizes, k, (None, None), (True, True), processors).space.size
+        for sizes in (shape, least)
     )
-    return min(whole, max(few, SMALL))
+    return min(whole, max(few, SMALL_WORKSPACE_BYTES))
 
 
 def _held(
     how: TilingPlan,
     shape: tuple[int, int, int],
-    lie: tuple[Steps | None, Steps | None],
+    strides: tuple[Steps | None, Steps | None],
     searched: bool,
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Which rows are read into shared memory to look for the winner, and how many results at a
-    time. All of them if k is small; some of one side if they lie apart and hardly any results are
-    of each, so that copying them would cost more.
+    """Row strides in shared memory of the operands that the argmax search holds there (0: not
+    held), and the rows and columns searched per thread block. Both operands are held if k is small;
+    one of them if its k is strided and each of its rows serves few results, so that copying it
+    would cost more.
     """
     line = how.padded + 4
     if not searched:
         return (0, 0), (64, 32)
-    if how.block < INNER:
+    if how.block < K_PER_STEP:
         return (line, line), (64, 64)
-    if 32 * line <= HELD:
+    if 32 * line <= STRIDED_ROWS_MAX_BYTES:
         _, m, n = shape
-        if lie[0] is not None and lie[0][2] != 1 and n <= 256:
+        if strides[0] is not None and strides[0][2] != 1 and n <= 256:
             return (line, 0), (8, 64)
-        if lie[1] is not None and lie[1][2] != 1 and m <= 256:
+        if strides[1] is not None and strides[1][2] != 1 and m <= 256:
             return (0, line), (64, 8)
     return (0, 0), (64, 32)

@@ -1,4 +1,4 @@
-"""The contraction in TopK on a GPU: the k largest products are kept, none is written out."""
+"""The TopK contraction on a GPU: keeps the largest products in registers, materialises none."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from gradtrace.kernels import cuda_launch
 from gradtrace.kernels.pointers import on_device
 
 FILE = "top.cu"
-MOST = 8
-"""So many can be kept in registers."""
+MAX_PARTS = 8
+"""The most products per result that are kept in registers."""
 
-MANY = 65_535
-"""The most matrices of a launch."""
+MAX_BATCH = 65_535
+"""The most matrices per launch."""
 
 ROWS, COLUMNS = 16, 64
 NAMES = {torch.float32: "top_float", torch.float64: "top_double"}
-NOTHING = (0, 0, 0, 0)
+NULL_PART = (0, 0, 0, 0)
 
 
 def serves(parts: Sequence[Tensor], weight: Tensor) -> bool:
-    """Whether so many parts can be contracted here with a weight, half precision as single."""
+    """Whether these parts can be contracted with the weight; half precision is taken as float32."""
     dtype = torch.float32 if weight.dtype.itemsize == 2 else weight.dtype
-    if len(parts) > MOST or dtype not in NAMES or any(part.dtype is not dtype for part in parts):
+    if (
+        len(parts) > MAX_PARTS
+        or dtype not in NAMES
+        or any(part.dtype is not dtype for part in parts)
+    ):
         return False
     return cuda_launch.serves(FILE, weight, *parts)
 
 
 def contraction(parts: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
-    """Of ``parts[p][i, m, k] · weight[i, k, n]``, over k and p, the largest, the second largest, …;
-    as many as there are parts. Numbers are not negative, and parts fall.
+    """The ``len(parts)`` largest of ``parts[p][i, m, k] · weight[i, k, n]`` over k and p, in
+    descending order, each (i, m, n). Values are nonnegative, and ``parts[p]`` descends in p.
     """
     (i, m, k), n, device = parts[0].shape, weight.shape[2], weight.device
     shape = (len(parts), i, m, n)
@@ -42,11 +46,11 @@ def contraction(parts: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
     grid = -(-m // ROWS) * -(-n // COLUMNS)
     first = on_device(weight), weight.stride(0), weight.stride(2), weight.stride(1)
     given = [word for part in parts for word in (on_device(part), *part.stride())]
-    rest = NOTHING * (MOST - len(parts))
+    rest = NULL_PART * (MAX_PARTS - len(parts))
     with cuda_launch.at(device):
         kernel = cuda_launch.kernel(device, FILE, NAMES[weight.dtype], (f"TOP {len(parts)}",))
-        for at in range(0, i, MANY):
-            some, step = min(MANY, i - at), weight.element_size()
+        for at in range(0, i, MAX_BATCH):
+            some, step = min(MAX_BATCH, i - at), weight.element_size()
             here = [
                 word + step * at * given[4 * (place // 4) + 1] if place % 4 == 0 else word
                 for place, word in enumerate(given)

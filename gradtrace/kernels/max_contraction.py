@@ -1,4 +1,4 @@
-"""The contraction in (max, ×), compiled where the library is there; else the reference."""
+"""The (max, ×) contraction: GPU kernels, the compiled CPU library, or the torch reference."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from gradtrace.kernels.cuda_contraction import MatrixLayout
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-"""What the library calls the numbers it multiplies."""
+"""Codes of the dtypes that the library multiplies."""
 
 READ = {**KINDS, torch.int32: 4}
-"""And those it reads: marks too."""
+"""Codes of the dtypes that it reads, including int32 provenance ids."""
 
-NOTHING = (0,) * 9
-"""The view of a matrix that is not there."""
+NULL_VIEW = (0,) * 9
+"""Null operand: the view that stands for no matrix."""
 
-AT_ONCE = 1_000_000_000
-"""Products a thread computes in one call, a third of a second at worst: Ctrl-C waits that long."""
+THREAD_PRODUCTS_PER_CALL = 1_000_000_000
+"""Products per thread and call: at most a third of a second, during which Ctrl-C is delayed."""
 
-FEW = 64
-"""Rows below which a call is not split: the other matrix is packed again in each."""
+SPLIT_MIN_ROWS = 64
+"""The fewest rows per call when a matrix is split: each call packs the other matrix again."""
 
 
 class Algorithm(IntEnum):
-    """Whether products are left out that cannot be the largest; the result is the same."""
+    """Whether the library prunes products that cannot be the largest; the result is the same.
+
+    ``BY_MEASURE`` lets the library decide.
+    """
 
     BY_MEASURE = 0
     DENSE = 1
@@ -47,7 +50,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, told what its functions take."""
+    """The library with the ctypes signatures of its functions set."""
     found.gradtrace_contract.argtypes = [ctypes.c_void_p]
     found.gradtrace_isa.restype = ctypes.c_char_p
     found.gradtrace_current_isa.restype = ctypes.c_char_p
@@ -56,8 +59,8 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 _CALL = struct.Struct("44q")
-_RANGE = struct.Struct("4q"), 8 * 35  # first and last batch and row, and where they stand
-_COUNTS = struct.Struct("2q"), 8 * 42  # how many k survived, of how many
+_RANGE = struct.Struct("4q"), 8 * 35  # first and last batch and row, and their byte offset
+_COUNTS = struct.Struct("2q"), 8 * 42  # k that survived pruning, k considered; byte offset
 
 
 def contraction(
@@ -69,17 +72,19 @@ def contraction(
     marks: Matrices | None = None,
     of_b: bool = False,
 ) -> Contraction:
-    """``value[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``, 0 where there is no k; ``index``, the
-    lowest k that attains it, which means nothing where the value is 0; ``marks[i, m, index]``, or
-    ``marks[i, index, n]`` if they are those ``of_b``, 0 where the value is 0. NaN is largest of
-    all. Rows of an operand ``b`` are its n.
+    """``value[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``, 0 if k is empty.
+
+    ``index`` is the lowest k that attains the maximum, undefined where the value is 0. The
+    provenance ids of the result are ``marks[i, m, index]``, or ``marks[i, index, n]`` if the ids
+    belong to b (``of_b``); 0 where the value is 0. NaN counts as the largest value. The rows of an
+    ``Operand`` given as ``b`` are its n.
     """
     if cuda_contraction.served(a, b):
         return cuda_contraction.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
     if _library() is None or not (_served(a) and _served(b)):
         return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
-    plain = marks is None and not index and isinstance(a, Tensor) and isinstance(b, Tensor)
-    if plain and sizes(a)[2] == 1:  # nothing to choose from
+    values_only = marks is None and not index and isinstance(a, Tensor) and isinstance(b, Tensor)
+    if values_only and sizes(a)[2] == 1:  # a single k: no maximum to take
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         dtype = kind(a, b)
         return Contraction(a.to(dtype).abs() * b.to(dtype).abs(), None, None)
@@ -87,14 +92,14 @@ def contraction(
 
 
 def largest(a: Matrices, b: Matrices) -> Tensor:
-    """``out[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``; 0 where there is no k."""
+    """``out[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``; 0 if k is empty."""
     value = contraction(a, b).value
     assert value is not None
     return value
 
 
 def winner(a: Matrices, b: Matrices) -> tuple[Tensor, Tensor]:
-    """``largest`` and the lowest k that attains it; the k means nothing where the value is 0."""
+    """``largest`` and the lowest k that attains it; the k is undefined where the value is 0."""
     value, index, _ = contraction(a, b, index=True)
     assert value is not None
     assert index is not None
@@ -102,7 +107,7 @@ def winner(a: Matrices, b: Matrices) -> tuple[Tensor, Tensor]:
 
 
 def survivors(a: Matrices, b: Matrices) -> float:
-    """The share of k that the bounds let through, where they are used."""
+    """The fraction of k that survive pruning by bounds, with ``Algorithm.PRUNED``."""
     return compiled(a, b, True, False, None, Algorithm.PRUNED)[1]
 
 
@@ -112,10 +117,12 @@ def compiled(
     value: bool,
     index: bool,
     marks: Matrices | None,
-    way: Algorithm,
+    algorithm: Algorithm,
     of_b: bool = False,
 ) -> tuple[Contraction, float]:
-    """``contraction`` by the library, in one way, and the share of k that survived."""
+    """``contraction`` by the library with a given algorithm, and the fraction of k that survived
+    pruning.
+    """
     (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
     dtype = kind(a, b)
     make = torch.empty if i and m and k and n else torch.zeros
@@ -128,12 +135,12 @@ def compiled(
     out = Contraction(*made)
     if make is torch.zeros or all(x is None for x in out):
         return out, 0.0
-    a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_words(marks))
-    _see_sizes(a, (i, m, k), False)
-    _see_sizes(b, (i, n, k), True)
+    a, b, words = _flat(a), _flat(b), None if marks is None else _flat(_as_int32(marks))
+    _check_sizes(a, (i, m, k), False)
+    _check_sizes(b, (i, n, k), True)
     if words is not None:
-        _see_sizes(words, (i, n, k) if of_b else (i, m, k), of_b)
-    marked = NOTHING if words is None else _view(words, *((2, 1) if of_b else (1, 2)))
+        _check_sizes(words, (i, n, k) if of_b else (i, m, k), of_b)
+    marked = NULL_VIEW if words is None else _view(words, *((2, 1) if of_b else (1, 2)))
     threads = torch.get_num_threads()
     places = [
         0 if x is None or kind is None else pointers.flat(x, kind, i * m * n)
@@ -142,15 +149,15 @@ def compiled(
     call = bytearray(_CALL.size)
     _CALL.pack_into(
         call, 0, *_view(a, 1, 2), *_view(b, 2, 1), *marked,
-        i, m, k, n, KINDS[dtype], *places, 0, i, 0, m, threads, way, of_b, 0, 0,
+        i, m, k, n, KINDS[dtype], *places, 0, i, 0, m, threads, algorithm, of_b, 0, 0,
     )  # fmt: skip
-    _run(call, (i, m, k, n), AT_ONCE * threads)
+    _run(call, (i, m, k, n), THREAD_PRODUCTS_PER_CALL * threads)
     survived, considered = _COUNTS[0].unpack_from(call, _COUNTS[1])
     return out, survived / max(1, considered)
 
 
 def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
-    """Whether ``carried`` may have these."""
+    """Whether ``carried`` accepts these tensors."""
     if not (a.is_cpu and b.is_cpu and marks.is_cpu) or marks.dtype is not torch.int32:
         return False
     return a.dtype in KINDS and b.dtype in KINDS and _library() is not None
@@ -159,8 +166,9 @@ def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
 def carried(
     a: Tensor, b: Tensor, marks: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
 ) -> Contraction | None:
-    """``contraction`` of tensors that lie so, with its marks, each result in a shape of as many
-    elements; None where there is nothing to choose from.
+    """``contraction`` with provenance ids, of tensors read by the strides in ``how``.
+
+    Results have the given shape, with as many elements as (i, m, n). None if a size is 0.
     """
     (i, m, n), k = how.shape, how.k
     if not (i and m and n and k):
@@ -179,13 +187,13 @@ def carried(
         call, 0, *views, i, m, k, n, KINDS[dtype], *places,
         0, i, 0, m, threads, Algorithm.BY_MEASURE, how.of_b, 0, 0,
     )  # fmt: skip
-    _run(call, (i, m, k, n), AT_ONCE * threads)
+    _run(call, (i, m, k, n), THREAD_PRODUCTS_PER_CALL * threads)
     return Contraction(largest, None, out)
 
 
 @lru_cache(4096)
 def _reach(how: MatrixLayout) -> tuple[int, int, int]:
-    """How far the elements of both operands and of the marks reach in memory."""
+    """Extents in elements of a, b and the provenance ids in memory, from first to last element."""
     (i, m, n), k = how.shape, how.k
     marked = (i, n, k) if how.of_b else (i, m, k)
     a, b, marks = (
@@ -196,7 +204,7 @@ def _reach(how: MatrixLayout) -> tuple[int, int, int]:
 
 
 def _run(call: bytearray, shape: tuple[int, int, int, int], limit: int) -> None:
-    """All at once, or in parts of some matrices or some rows."""
+    """Call the library once, or for ranges of matrices or rows of at most ``limit`` products."""
     library = _library()
     assert library is not None
     i, m, k, n = shape
@@ -205,7 +213,7 @@ def _run(call: bytearray, shape: tuple[int, int, int, int], limit: int) -> None:
         cpu_library.checked(library.gradtrace_contract(place))
         return
     batches = max(1, limit // (m * k * n))
-    lines = m if m * k * n <= limit else max(FEW, limit // (k * n))
+    lines = m if m * k * n <= limit else max(SPLIT_MIN_ROWS, limit // (k * n))
     for batch, row in product(range(0, i, batches), range(0, m, lines)):
         part = batch, min(i, batch + batches), row, min(m, row + lines)
         _RANGE[0].pack_into(call, _RANGE[1], *part)
@@ -217,8 +225,8 @@ def _served(x: Matrices) -> bool:
     return data.dtype in KINDS and data.device.type == "cpu"
 
 
-def _words(marks: Matrices) -> Matrices:
-    """Marks as the library reads them."""
+def _as_int32(marks: Matrices) -> Matrices:
+    """Provenance ids as int32, the dtype that the library reads."""
     if isinstance(marks, Operand):
         return marks._replace(data=marks.data.int())
     return marks.int()
@@ -228,8 +236,8 @@ def _flat(x: Matrices) -> Matrices:
     return Operand(*(part.contiguous() for part in x)) if isinstance(x, Operand) else x
 
 
-def _see_sizes(x: Matrices, wanted: tuple[int, int, int], turned: bool) -> None:
-    """The library is told the sizes once, and reads all operands by them."""
+def _check_sizes(x: Matrices, wanted: tuple[int, int, int], turned: bool) -> None:
+    """Raise unless an operand has the sizes that are passed to the library for all operands."""
     found = sizes(x)
     if turned and not isinstance(x, Operand):
         found = found[0], found[2], found[1]
@@ -238,7 +246,10 @@ def _see_sizes(x: Matrices, wanted: tuple[int, int, int], turned: bool) -> None:
 
 
 def _view(x: Matrices, rows: int, inner: int) -> tuple[int, ...]:
-    """Where the numbers are; a tensor has its rows and its k in these dimensions."""
+    """The nine words that describe an operand to the library: address, dtype code, number of
+    elements (0 without tables), then table and stride of batch, row and k. ``rows`` and ``inner``
+    are the dimensions of a tensor that hold its rows and its k.
+    """
     data = x.data if isinstance(x, Operand) else x
     kind = READ.get(data.dtype)
     if kind is None:
@@ -253,7 +264,7 @@ def _view(x: Matrices, rows: int, inner: int) -> tuple[int, ...]:
 
 
 def isas() -> list[str]:
-    """The instruction sets that the library has for this processor, the best last."""
+    """The instruction sets of the library that this processor supports, best last."""
     library = _library()
     out: list[str] = []
     while library is not None and (name := library.gradtrace_isa(len(out))) is not None:
@@ -262,7 +273,7 @@ def isas() -> list[str]:
 
 
 def isa() -> str:
-    """The instruction set in use: the best, or what ``GRADTRACE_ISA`` names."""
+    """The instruction set in use: the best, or the one that ``GRADTRACE_ISA`` names."""
     library = _library()
     return "" if library is None else str(library.gradtrace_current_isa().decode())
 

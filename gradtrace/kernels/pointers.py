@@ -1,8 +1,8 @@
-"""Addresses that are handed to compiled code: checked here, once, so that a bad tensor is an error.
+"""Addresses of tensors for compiled kernels, validated so that a bad tensor raises an error.
 
-A compiled kernel reads what it is pointed to. A tensor without memory of its own (a zero tensor of
-forward-mode AD, a wrapper subclass, one on the meta device, one whose storage was freed), or of
-another dtype, size or layout than the kernel was told, would end the interpreter.
+A compiled kernel dereferences its pointers unchecked. A tensor without memory of its own (a zero
+tensor of forward-mode AD, a wrapper subclass, one on the meta device, one whose storage was freed),
+or with another dtype, size or layout than the kernel expects, would crash the interpreter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
 
 
 def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
-    """Where the elements of a tensor on the CPU lie, of which the kernel reads or writes those
-    before ``reach``, counted in memory from the first one on.
+    """Address of a CPU tensor's first element, for a kernel that accesses memory up to ``reach``
+    elements (exclusive) from there.
     """
     if type(x) not in PLAIN and is_wrapper(x):
         _refuse(x, "its elements are not in memory")
@@ -31,7 +31,7 @@ def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
         _refuse(x, f"{dtype} was expected")
     if not x.is_cpu:
         _refuse(x, "it is not on the CPU")
-    if reach == 0:  # the place of nothing may be anywhere, as that of x[1] of an empty x
+    if reach == 0:  # an empty view may start outside its storage, as x[1] of an empty x
         start = 0
     if reach < 0 or (start + reach) * dtype.itemsize > size or (reach and not first):
         _refuse(x, f"{reach:,} elements were expected in memory")
@@ -41,26 +41,26 @@ def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
 
 
 def flat(x: Tensor, dtype: torch.dtype, count: int) -> int:
-    """``address`` of a tensor of so many elements that lie side by side."""
+    """``address`` of a contiguous tensor of ``count`` elements."""
     if x.numel() != count or not x.is_contiguous():
         _refuse(x, f"{count:,} elements side by side were expected")
     return address(x, dtype, count)
 
 
-LOW = 1 << 32
-"""Below, a number may be an offset into memory that is not there."""
+MIN_ADDRESS = 1 << 32
+"""A data pointer below this may be an offset from a null pointer, not an address."""
 
 
 def on_device(x: Tensor) -> int:
-    """Where the elements of a tensor lie, for a kernel on a GPU that was told its dtype, sizes and
-    strides, and that its device is right (``launch.serves``). Launches are many and short, so what
-    is surely an address is not looked at twice.
+    """Device address of a tensor's first element. The caller has checked its dtype, sizes, strides
+    and device (``cuda_launch.serves``). Launches are many and short, so a plausible pointer of a
+    plain tensor is returned without further checks.
     """
     try:
         at = x.data_ptr() if type(x) in PLAIN else 0
-    except RuntimeError:  # it has no memory, or is not strided
+    except RuntimeError:  # no storage, or not strided
         at = 0
-    if at >= LOW and not x.is_neg():
+    if at >= MIN_ADDRESS and not x.is_neg():
         return at
     if is_wrapper(x):
         _refuse(x, "its elements are not in memory")

@@ -1,8 +1,9 @@
-"""Products in full float32, whatever the user has allowed.
+"""Matrix products in full float32, whatever precision the user has allowed.
 
-TF32 keeps 10 of 23 bits: enough to train, not to compare path masses by. It is switched off for the
-moment by the interface that it was switched on by, since torch refuses a mix of its old and its new
-one; torch 2.8 and older have the old one alone. What the user has set is there again afterwards.
+TF32 keeps 10 of 23 mantissa bits: enough for training, not for comparing path masses. It is
+switched off temporarily through the interface by which it was switched on, because torch refuses a
+mix of its old and its new one; torch 2.8 and older have only the old one. The user's settings are
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from gradtrace.pytorch.global_switches import Switch
 
 
 def exact(x: Tensor) -> AbstractContextManager[None]:
-    """Without TF32, if products of this are such that might have it."""
+    """Context without TF32 if products of this tensor could use it, else a null context."""
     if not x.is_cuda or x.dtype is not torch.float32:
         return nullcontext()
     return without_tf32()
 
 
 def without_tf32() -> AbstractContextManager[None]:
-    """Matrix products and convolutions on GPUs in full float32; for threads at once, too."""
+    """Context in which GPU matrix products and convolutions use full float32; safe to enter from
+    several threads at once.
+    """
     return _SWITCH
 
 
@@ -32,7 +35,7 @@ def without_tf32() -> AbstractContextManager[None]:
 def _without() -> Iterator[None]:
     new = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # since torch 2.9
     products, convolutions = (
-        (_products, _convolutions) if new else (_products_by_the_old, _convolutions_by_the_old)
+        (_products, _convolutions) if new else (_products_old_api, _convolutions_old_api)
     )
     with products(), convolutions():
         yield
@@ -47,7 +50,7 @@ def _products() -> Iterator[None]:
     if matmul.fp32_precision != "tf32":
         yield
         return
-    before = _by_the_old()
+    before = _old_precision()
     if before is None:
         matmul.fp32_precision = "ieee"
     else:
@@ -56,8 +59,8 @@ def _products() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            every = torch.backends.fp32_precision  # type: ignore[attr-defined]
-            matmul.fp32_precision = "none" if every == "tf32" else "tf32"  # its own, or that
+            default = torch.backends.fp32_precision  # type: ignore[attr-defined]
+            matmul.fp32_precision = "none" if default == "tf32" else "tf32"  # "none": inherited
         else:
             matmul.allow_tf32 = True
             if before != "high":
@@ -77,17 +80,17 @@ def _convolutions() -> Iterator[None]:
         conv.fp32_precision = "tf32"
 
 
-def _by_the_old() -> str | None:
-    """The precision by the old interface, if that allows TF32."""
+def _old_precision() -> str | None:
+    """The precision set through the old interface, if that allows TF32, else None."""
     try:
         found = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it says highest, and the new one does not
+    except RuntimeError:  # old interface says "highest", the new one does not
         return None
     return None if found == "highest" else found
 
 
 @contextmanager
-def _products_by_the_old() -> Iterator[None]:
+def _products_old_api() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     if before == "highest":
         yield
@@ -96,11 +99,11 @@ def _products_by_the_old() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)  # which allows TF32 again, too
+        torch.set_float32_matmul_precision(before)  # this also sets allow_tf32 again
 
 
 @contextmanager
-def _convolutions_by_the_old() -> Iterator[None]:
+def _convolutions_old_api() -> Iterator[None]:
     if not torch.backends.cudnn.allow_tf32:
         yield
         return

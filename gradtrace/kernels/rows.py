@@ -1,4 +1,4 @@
-"""The largest product along single lines: for few elements of a large contraction."""
+"""The largest product along single lines (rows), for a few elements of a large contraction."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from gradtrace.kernels import pointers
 from gradtrace.kernels.cpu_library import checked, library
 from gradtrace.kernels.reference import argmax
 
-LIMIT = 1 << 20
-"""The most products that are written out at a time."""
+MAX_PRODUCTS = 1 << 20
+"""The most products materialised at a time."""
 
-KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int}
+CTYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int}
 ARGUMENTS = {"products": "ppnnppnnnnppt", "others": "pppppnnnppt"}
-"""What the kernels take: pointers, numbers, and how many threads."""
+"""Signatures of the kernels: pointers (p), int64 numbers (n) and the number of threads (t)."""
 
 SUFFIX = {torch.float32: "float", torch.float64: "double"}
 
 
 class TensorLines(NamedTuple):
-    """Lines of a tensor: element k of line n is ``data[offset[n] + k·step]``, ``data`` flat."""
+    """Strided lines of a tensor: element k of line n is ``data[offset[n] + k·step]``, ``data``
+    flat.
+    """
 
     data: Tensor
     offset: Tensor
     step: int
 
     def take(self, some: slice, length: int) -> Tensor:
-        """Some of the lines, written out."""
+        """A slice of the lines as a tensor: (lines, length)."""
         number = torch.arange(length, device=self.offset.device) * self.step
         return self.data[self.offset[some].unsqueeze(1) + number]
 
 
 def flat(x: Tensor) -> Tensor:
-    """The memory from a tensor's first element to its last."""
+    """A flat view of the memory from a tensor's first element to its last."""
     extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
     return x.as_strided((extent if x.numel() else 0,), (1,))
 
 
 def products(a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
-    """``maxₖ |a[n, k]·b[n, k]|`` along every line and the lowest such k; no k means nothing where
-    the value is 0.
+    """``maxₖ |a[n, k]·b[n, k]|`` along every line and the lowest k that attains it; the k is
+    undefined where the value is 0.
     """
     call = _native("products", a.data, b.data)
     if call is None or not length:
@@ -65,7 +67,7 @@ def products(a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tenso
 def _products(a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(a.data.dtype, b.data.dtype)
     value, place = _results(a.offset, dtype)
-    step = max(1, LIMIT // max(1, length))
+    step = max(1, MAX_PRODUCTS // max(1, length))
     for first in range(0, len(value), step):
         some = slice(first, first + step)
         size = (a.take(some, length) * b.take(some, length)).abs()
@@ -76,8 +78,9 @@ def _products(a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tens
 def others(
     left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For ``w[n, k] = Σᵣ left[r, n]·right[r, line[n], k]`` the largest ``|w[n, k]·x[line[n], k]|``
-    over ``k ≠ skip[n]`` and the lowest such k; lines have at least two elements.
+    """For ``w[n, k] = Σᵣ left[r, n]·right[r, line[n], k]``: the largest
+    ``|w[n, k]·x[line[n], k]|`` over ``k ≠ skip[n]`` and the lowest k that attains it. Lines have at
+    least two elements.
     """
     call = _native("others", left, right, x) if len(left) == 2 else None
     if call is None:
@@ -99,7 +102,7 @@ def _others(
     left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
 ) -> tuple[Tensor, Tensor]:
     value, place = _results(line, x.dtype)
-    step = max(1, LIMIT // x.shape[1])
+    step = max(1, MAX_PRODUCTS // x.shape[1])
     for first in range(0, len(line), step):
         some = slice(first, first + step)
         weight = left[0, some].unsqueeze(1) * right[0, line[some]]
@@ -116,7 +119,7 @@ def _results(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _native(name: str, *tensors: Tensor) -> Callable[..., int] | None:
-    """The compiled kernel, if there is one for these tensors."""
+    """The compiled kernel, or None if it does not support these tensors."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) > 1 or any(x.device.type != "cpu" for x in tensors):
         return None
@@ -130,5 +133,5 @@ def _function(symbol: str, name: str) -> Callable[..., int] | None:
     if found is None:
         return None
     call: Callable[..., int] = getattr(found, symbol)
-    call.argtypes = [KINDS[letter] for letter in ARGUMENTS[name]]  # type: ignore[attr-defined]
+    call.argtypes = [CTYPES[code] for code in ARGUMENTS[name]]  # type: ignore[attr-defined]
     return call

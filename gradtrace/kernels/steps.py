@@ -1,8 +1,8 @@
-"""What lies between contractions: value and mark of every element in one pass over memory.
+"""Fused elementwise and reduction kernels: values and provenance ids in one pass over memory.
 
-A *mark* is an int32 number beside an element; 0 says that no path reaches it. Each function is
-here in plain torch, its definition, and calls the compiled one where that can serve; on a GPU those
-of ``between``.
+A *provenance id* (parameter ``marks``) is an int32 number stored per element; 0 means that no path
+reaches the element. Each function has its definition in plain torch here and calls the compiled CPU
+kernel where that supports the tensors; on a GPU, the kernels of ``cuda_steps``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from gradtrace.kernels.cpu_library import checked
 from gradtrace.kernels.cuda_steps import LineLayout
 from gradtrace.kernels.reference import argmax
 
-PIECE = 1 << 24
-"""More elements than these are summed a piece after the other, so that marks of large leaves need
-not be there all at once, and exact sums of a piece fit into 64 bits for each bin."""
+PIECE_ELEMENTS = 1 << 24
+"""Larger leaves are summed in pieces of this many elements: their provenance ids need not be in
+memory all at once, and the exact sums of a piece fit into 64 bits per bin."""
 
-ALONE = 1 << 15
-"""Elements up to which one thread does it sooner than several."""
+SINGLE_THREAD_MAX_ELEMENTS = 1 << 15
+"""Up to this many elements one thread is faster than several."""
 
 
 class Selected(NamedTuple):
-    """The largest |contribution| to each element, and the mark of where it came from."""
+    """The largest |contribution| to each element, and the provenance id of its source."""
 
     value: Tensor
     marks: Tensor
 
 
-# The compiled ones -------------------------------------------------------------------------------
+# Compiled kernels --------------------------------------------------------------------------------
 
 
 @cache
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, told what its functions take."""
+    """The library with the ctypes signatures of its functions set."""
     at, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     mark = ctypes.c_int32
     library.gradtrace_merge.argtypes = [flag, number, at, at, at, at, mark, mark, flag]
@@ -56,7 +56,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _serving(value: Tensor, *others: Tensor) -> ctypes.CDLL | None:
-    """The library, if it can serve: numbers it knows, on the CPU."""
+    """The library, if it supports these tensors: all on the CPU, values float32 or float64."""
     library = cpu_library.library()
     if library is None or not value.is_cpu or value.dtype not in (torch.float32, torch.float64):
         return None
@@ -67,13 +67,13 @@ def _serving(value: Tensor, *others: Tensor) -> ctypes.CDLL | None:
 
 
 def on_gpu(value: Tensor, *others: Tensor) -> bool:
-    """Whether a GPU's kernels can serve."""
+    """Whether the GPU kernels support these tensors."""
     return cuda_steps.serves(value, *others) and value.dtype in cuda_steps.KINDS
 
 
-def joint(gradient: Tensor, *others: Tensor) -> bool:
-    """Whether a leaf can be counted together with others: by a GPU's kernels, in one piece."""
-    return gradient.numel() <= PIECE and on_gpu(gradient, *others)
+def batchable(gradient: Tensor, *others: Tensor) -> bool:
+    """Whether a leaf can be tallied in a batch with others: on a GPU, and in one piece."""
+    return gradient.numel() <= PIECE_ELEMENTS and on_gpu(gradient, *others)
 
 
 def _is_wide(x: Tensor) -> bool:
@@ -81,17 +81,18 @@ def _is_wide(x: Tensor) -> bool:
 
 
 def _threads(n: int) -> int:
-    return 1 if n <= ALONE else torch.get_num_threads()
+    return 1 if n <= SINGLE_THREAD_MAX_ELEMENTS else torch.get_num_threads()
 
 
-# Choosing among terms ----------------------------------------------------------------------------
+# Maximum of terms --------------------------------------------------------------------------------
 
 
 def merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int = 0) -> None:
-    """Let another term compete, in place: where ``|value| > size`` (NaN is largest of all, the
-    first of them stays) ``size = |value|`` and ``marks = other + shift``.
+    """Elementwise maximum with another term, in place: where ``|value| > size``, set
+    ``size = |value|`` and ``marks = other + shift``.
 
-    What is 0 never wins, nor where ``other``, a mark or one for each element, is 0.
+    NaN counts as the largest value, and the first NaN stays. ``other`` is one provenance id or one
+    per element; where it is 0, and where the value is 0, nothing changes.
     """
     if on_gpu(size, marks, value) and cuda_steps.merge(size, marks, value, other, shift):
         return
@@ -116,33 +117,40 @@ def _merge(size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shif
     marks.copy_(torch.where(wins, other + shift, marks))
 
 
-# Counting ----------------------------------------------------------------------------------------
+# Counts and sums by provenance id ----------------------------------------------------------------
 
 
 def tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements of mark m,
-    for m below ``count``; on the device of the marks, so that nobody waits for them.
+    """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements with
+    provenance id m, for m below ``count``; on the device of the ids, without a sync.
 
-    Sums are exact and rounded once, so that they are the same bits everywhere, in whatever order
-    elements come; more of them than a ``PIECE`` are summed a piece after the other. A mark that is
-    not below ``count`` is an error; on a GPU, where nobody waits for it, it is left out.
+    Sums are exact and rounded once, so that they are the same bits on every device and in any order
+    of elements; leaves larger than ``PIECE_ELEMENTS`` are summed piece by piece. An id that is not
+    below ``count`` is an error; on a GPU, where checking would need a sync, its element is ignored.
     """
-    if on_gpu(gradient, marks) and count and marks.dtype is torch.int32 and _flat(marks, gradient):
+    if (
+        on_gpu(gradient, marks)
+        and count
+        and marks.dtype is torch.int32
+        and _is_one_piece(marks, gradient)
+    ):
         return cuda_steps.tally(marks, gradient, count)
-    if gradient.device != marks.device:  # that of a scalar of the CPU among tensors of a GPU
+    if gradient.device != marks.device:  # a CPU scalar among GPU tensors
         gradient = gradient.to(marks.device)
-    marks, gradient = together(marks, gradient)
-    if gradient.numel() <= PIECE:
+    marks, gradient = flattened(marks, gradient)
+    if gradient.numel() <= PIECE_ELEMENTS:
         return _piece(marks, gradient, count)
     pieces = (
-        _piece(marks[first : first + PIECE], gradient[first : first + PIECE], count)
-        for first in range(0, gradient.numel(), PIECE)
+        _piece(
+            marks[first : first + PIECE_ELEMENTS], gradient[first : first + PIECE_ELEMENTS], count
+        )
+        for first in range(0, gradient.numel(), PIECE_ELEMENTS)
     )
     return summed(pieces)
 
 
 def summed(pieces: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Counts and sums of pieces, added up in their order."""
+    """Add up the counts and sums of pieces, in order."""
     found: tuple[Tensor, Tensor] | None = None
     for counts, sums in pieces:
         found = (counts, sums) if found is None else (found[0] + counts, found[1] + sums)
@@ -171,15 +179,17 @@ def _tally(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]
 
 
 def measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """How many elements are not 0 (int64), and the sum of their sizes (float64), as exact as those
-    of ``tally``; 0-d, on the device of the gradient, so that nobody waits for them.
+    """The number of nonzero elements (int64) and ``Σ |gradient|`` (float64, exact as in
+    ``tally``); both 0-d, on the device of the gradient, without a sync.
     """
-    if on_gpu(gradient) and _flat(gradient):
+    if on_gpu(gradient) and _is_one_piece(gradient):
         return cuda_steps.measured(gradient)
-    (flat,) = together(gradient)
-    if flat.numel() <= PIECE:
+    (flat,) = flattened(gradient)
+    if flat.numel() <= PIECE_ELEMENTS:
         return _measured_piece(flat)
-    pieces = (flat[first : first + PIECE] for first in range(0, flat.numel(), PIECE))
+    pieces = (
+        flat[first : first + PIECE_ELEMENTS] for first in range(0, flat.numel(), PIECE_ELEMENTS)
+    )
     return summed(map(_measured_piece, pieces))
 
 
@@ -199,7 +209,7 @@ def _measured_piece(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def magnitude(gradient: Tensor) -> tuple[int, float]:
-    """``measured`` as Python's numbers, which waits for a GPU."""
+    """``measured`` as Python numbers; synchronises with a GPU."""
     count, total = measured(gradient)
     return int(count), float(total)
 
@@ -209,18 +219,18 @@ def _measured(flat: Tensor) -> tuple[Tensor, Tensor]:
     return flat.count_nonzero(), _summed(all_of_them, flat, 1).reshape(())
 
 
-UNIT = -1074
-"""All numbers are whole numbers of 2**UNIT."""
+UNIT_EXPONENT = -1074
+"""Every float64 is an integer multiple of 2**UNIT_EXPONENT."""
 
-BIN = 8
-"""How many bits bins are apart."""
+BIN_BITS = 8
+"""Bits from one bin to the next."""
 
 
 def _summed(marks: Tensor, gradient: Tensor, count: int) -> Tensor:
-    """Σ |gradient| by mark, exactly, rounded once.
+    """Σ |gradient| by provenance id, exact and rounded once.
 
-    Each number is a whole number of units: at most 60 bits from the start of a bin on. Its lower 32
-    are added up in that bin, the others in the bin where they begin.
+    Each value is an integer number of units, of at most 60 bits counted from the start of a bin.
+    Its lower 32 bits are added to that bin, the others to the bin where they begin.
     """
     size = gradient.double().abs()
     finite, bits = size.isfinite(), size.view(torch.int64)
@@ -232,56 +242,56 @@ def _summed(marks: Tensor, gradient: Tensor, count: int) -> Tensor:
     if not len(there):
         lowest = rows = 0
     else:
-        lowest = int(there.min()) // BIN
-        rows = int(there.max()) // BIN - lowest + 1 + 32 // BIN
-    units, row = whole << shift % BIN, torch.where(whole > 0, shift // BIN - lowest, 0)
-    rows = max(rows, 1 + 32 // BIN)
+        lowest = int(there.min()) // BIN_BITS
+        rows = int(there.max()) // BIN_BITS - lowest + 1 + 32 // BIN_BITS
+    units, row = whole << shift % BIN_BITS, torch.where(whole > 0, shift // BIN_BITS - lowest, 0)
+    rows = max(rows, 1 + 32 // BIN_BITS)
     bins = torch.zeros(rows * count, dtype=torch.int64, device=marks.device)
     bins.index_add_(0, row * count + marks, units & (1 << 32) - 1)
-    bins.index_add_(0, (row + 32 // BIN) * count + marks, units >> 32)
+    bins.index_add_(0, (row + 32 // BIN_BITS) * count + marks, units >> 32)
     odd = torch.zeros(count, dtype=torch.float64, device=marks.device)
     odd.index_add_(0, marks, torch.where(finite, 0.0, size))
-    return _rounded(bins.reshape(rows, count), BIN * lowest + UNIT) + odd
+    return _rounded(bins.reshape(rows, count), BIN_BITS * lowest + UNIT_EXPONENT) + odd
 
 
 def _rounded(bins: Tensor, power: int) -> Tensor:
-    """``Σᵢ bins[i]·2**(power + BIN·i)`` as float64, to the nearest, ties to even.
+    """``Σᵢ bins[i]·2**(power + BIN_BITS·i)`` as float64, rounded to nearest, ties to even.
 
-    Of the digits of BIN bits the highest that is not 0 and the seven after it are put in two whole
-    numbers, whose sum is rounded once; of all that is below it matters only whether it is 0.
+    The highest nonzero digit of BIN_BITS bits and the seven below it form two integers, whose sum
+    is rounded once; of all lower digits it only matters whether they are 0 (a sticky bit).
     """
     carry = torch.zeros_like(bins[0])
     high, low, lost = carry, carry, carry
     held = [carry] * 4
-    mask = (1 << BIN) - 1
-    for n in range(len(bins) + 64 // BIN):
+    mask = (1 << BIN_BITS) - 1
+    for n in range(len(bins) + 64 // BIN_BITS):
         carry = carry + bins[n] if n < len(bins) else carry
-        digit, carry = carry & mask, carry >> BIN
+        digit, carry = carry & mask, carry >> BIN_BITS
         lost = lost | low & mask
-        low = low >> BIN | (high & mask) << 32 - BIN
-        high = high >> BIN | digit << 32 - BIN
+        low = low >> BIN_BITS | (high & mask) << 32 - BIN_BITS
+        high = high >> BIN_BITS | digit << 32 - BIN_BITS
         now = (high, low, lost, torch.full_like(carry, n))
         held = [torch.where(digit > 0, new, old) for new, old in zip(now, held)]
     high, low, lost, top = held
     total = high.double() * 2.0**32 + (low | (lost > 0).long()).double()
-    power_of_two = power + BIN * (top - 7)
+    power_of_two = power + BIN_BITS * (top - 7)
     first = power_of_two.clamp(min=-1000)
-    return total * _two(first) * _two(power_of_two - first)  # no number in between is too small
+    return total * _two(first) * _two(power_of_two - first)  # two factors: no early underflow
 
 
 def _two(power: Tensor) -> Tensor:
-    """2 to a power, exactly."""
+    """``2**power``, exact."""
     return (power + 1023 << 52).view(torch.float64)
 
 
-def _flat(*tensors: Tensor) -> bool:
-    """Whether these are one piece, and flat as they lie."""
-    return tensors[0].numel() <= PIECE and all(x.is_contiguous() for x in tensors)
+def _is_one_piece(*tensors: Tensor) -> bool:
+    """Whether these are contiguous and no larger than one piece."""
+    return tensors[0].numel() <= PIECE_ELEMENTS and all(x.is_contiguous() for x in tensors)
 
 
-def together(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one shape as flat ones, in the order of memory if all have the same strides and
-    no gaps, else row by row.
+def flattened(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one shape flattened alike: in memory order, without a copy, if all are dense with
+    the same strides, else in row-major order.
     """
     first = tensors[0]
     if all(x.is_contiguous() for x in tensors):
@@ -297,11 +307,13 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-# Choosing along lines ----------------------------------------------------------------------------
+# Maximum along dimensions ------------------------------------------------------------------------
 
 
 def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Selected:
-    """The largest |x| over dimensions, which are gone then, and the mark of the first of equals."""
+    """The largest |x| over ``dims``, which are removed, and the provenance id of its first
+    occurrence.
+    """
     how = reduction(x.shape, x.stride(), marks.stride(), tuple(dims))
     if how.short and marks.dtype is torch.int32 and on_gpu(x, marks):
         x, marks, levels = _leveled(x, marks, dims, how.levels)
@@ -324,14 +336,14 @@ def reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Selected:
 
 
 Level = tuple[int, int, int]
-"""A size, and what a step along it adds to the place of a value and of a mark."""
+"""A size, the stride of the values and the stride of the provenance ids."""
 
 Levels = tuple[Level, Level, Level, Level]
 
 
 class Reduction(NamedTuple):
-    """Whether there is something, and not too much, what shape is left, and the four levels of the
-    tensors as they lie, if they have no more.
+    """Whether the kernels support the sizes (nonempty, fewer than 2³¹ reduced elements), the shape
+    of the result, and the four levels of the tensors by their strides; None if they need more.
     """
 
     short: bool
@@ -343,22 +355,22 @@ class Reduction(NamedTuple):
 def reduction(
     shape: Sequence[int], steps: Sequence[int], along: Sequence[int], dims: tuple[int, ...]
 ) -> Reduction:
-    """How lines of tensors that lie so are reduced."""
+    """How values (strides ``steps``) and ids (strides ``along``) are reduced over ``dims``."""
     short = prod(shape) > 0 and prod(shape[d] for d in dims) < 1 << 31
     kept = tuple(size for d, size in enumerate(shape) if d not in dims)
     return Reduction(short, kept, _levels(shape, steps, along, dims))
 
 
 def _extent(levels: Levels, part: int) -> int:
-    """How far the elements of the values (1) or of the marks (2) reach in memory."""
+    """Extent in memory, in elements, of the values (part 1) or the provenance ids (part 2)."""
     return 1 + sum((level[0] - 1) * level[part] for level in levels)
 
 
 def _leveled(
     x: Tensor, marks: Tensor, dims: Sequence[int], levels: Levels | None
 ) -> tuple[Tensor, Tensor, Levels]:
-    """Tensors, copied if need be, whose dimensions are four levels: reduced, kept, reduced, kept,
-    each of a size that may be 1.
+    """Tensors, copied if necessary, whose dimensions collapse to four levels: reduced, kept,
+    reduced, kept; the size of a level may be 1.
     """
     if levels is None:
         kept = [d for d in range(x.dim()) if d not in dims]
@@ -373,7 +385,7 @@ def _leveled(
 def _levels(
     shape: Sequence[int], steps: Sequence[int], others: Sequence[int], dims: Sequence[int]
 ) -> Levels | None:
-    """The four levels of tensors as they lie, or None if they have more."""
+    """The four levels of tensors with these strides, or None if they need more."""
     found: list[Level] = [(1, 0, 0)] * 4
     level = 4
     for d in reversed(range(len(shape))):
@@ -403,15 +415,15 @@ def _reduce(x: Tensor, marks: Tensor, dims: Sequence[int]) -> Selected:
 
 
 def _taken(lines: Tensor, value: Tensor, place: Tensor) -> Tensor:
-    """The marks of lines at a place of each; 0 where the value is 0."""
+    """``lines[n, place[n]]``, provenance ids; 0 where the value is 0."""
     if not lines.shape[1]:
         return lines.new_zeros(len(lines))
     return torch.where(value != 0, lines.gather(1, place.unsqueeze(1)).squeeze(1), 0)
 
 
 def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Selected:
-    """``max |x[j]|`` over ``target[j] = i`` (-1: goes nowhere) for each i below ``size``, and the
-    mark of the first of equals. Flat.
+    """``max |x[j]|`` over all j with ``target[j] = i`` (-1: dropped) for each i below ``size``, and
+    the provenance id of its first occurrence. All tensors are flat.
     """
     if marks.dtype is torch.int32 and on_gpu(x, marks, target):
         flat = (x.contiguous(), marks.contiguous(), target.long().contiguous())
@@ -431,7 +443,7 @@ def scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Selected:
 
 def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Selected:
     n, sizes = len(x), _wide(x).abs()
-    place = target.remainder(size + 1)  # the last place takes what goes nowhere
+    place = target.remainder(size + 1)  # -1 becomes an extra last index
     value = sizes.new_zeros(size + 1).scatter_reduce(0, place, sizes, "amax")
     wins = (sizes == value[place]) | sizes.isnan()
     number = torch.where(wins, torch.arange(n, device=x.device), n)
@@ -442,10 +454,11 @@ def _scatter(x: Tensor, marks: Tensor, target: Tensor, size: int) -> Selected:
 
 
 class Compressed(NamedTuple):
-    """Sparse matrices in compressed rows: row r has the entries from ``starts[r]`` on, with their
-    columns, rising, and weights. ``sizes`` are (blocks, planes, inner, columns, rows): x is
-    (blocks, planes, columns, inner), the result (blocks, planes, rows, inner); rows are numbered
-    through all blocks, columns within each.
+    """Sparse matrices in CSR format: row r has the entries from ``starts[r]`` to
+    ``starts[r + 1]``, with ascending columns ``source`` and values ``weight``.
+
+    ``sizes`` are (blocks, planes, inner, columns, rows): x is (blocks, planes, columns, inner), the
+    result (blocks, planes, rows, inner). Rows are numbered across all blocks, columns within each.
     """
 
     starts: Tensor
@@ -455,7 +468,7 @@ class Compressed(NamedTuple):
 
 
 def sparse_sum(how: Compressed, x: Tensor) -> Tensor:
-    """``Σₑ weight[e]·x[source[e]]`` over the entries of each row, in their order. Flat."""
+    """``Σₑ weight[e]·x[source[e]]`` over the entries e of each row, in order. Returned flat."""
     out = x.new_zeros(how.sizes[0] * how.sizes[1] * how.sizes[2] * how.sizes[4])
     return out if _sparse_native(how, x, None, out, None) else _sparse_sum(how, x)
 
@@ -467,8 +480,8 @@ def _sparse_sum(how: Compressed, x: Tensor) -> Tensor:
 
 
 def sparse(how: Compressed, x: Tensor, marks: Tensor) -> Selected:
-    """The largest ``|weight[e]·x[source[e]]|`` over the entries of each row, and the mark of the
-    first of equals. Flat.
+    """The largest ``|weight[e]·x[source[e]]|`` over the entries e of each row, and the provenance
+    id of its first occurrence. Returned flat.
     """
     size = how.sizes[0] * how.sizes[1] * how.sizes[2] * how.sizes[4]
     value, out = x.new_zeros(size), marks.new_zeros(size)
@@ -480,7 +493,9 @@ def sparse(how: Compressed, x: Tensor, marks: Tensor) -> Selected:
 def _sparse_native(
     how: Compressed, x: Tensor, marks: Tensor | None, value: Tensor, out: Tensor | None
 ) -> bool:
-    """``sparse``, or ``sparse_sum`` without marks, by the compiled kernel, if it can serve."""
+    """Run ``sparse``, or ``sparse_sum`` if ``marks`` is None, in the compiled kernel; False if it
+    does not support the tensors.
+    """
     starts, source, weight, sizes = how
     library = _serving(x, starts, source, weight, *(() if marks is None else (marks,)))
     if library is None or weight.dtype is not x.dtype or is_functorch_wrapped_tensor(x):
@@ -505,7 +520,7 @@ def _sparse_native(
 
 
 def _products(how: Compressed, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The row of each entry, and (planes, entries, inner): its weight times what it stands at."""
+    """The row of each entry, and ``weight·x`` at each entry: (planes, entries, inner)."""
     starts, source, weight, (*_, columns, rows) = how
     numbers = torch.arange(len(starts) - 1, device=starts.device)
     row = numbers.repeat_interleave(starts.diff(), output_size=len(source))
@@ -514,7 +529,7 @@ def _products(how: Compressed, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _entries(x: Tensor, column: Tensor, how: Compressed) -> Tensor:
-    """(planes, entries, inner): the elements that entries stand at."""
+    """The elements of x at the columns of entries: (planes, entries, inner)."""
     blocks, planes, inner, columns, _ = how.sizes
     turned = x.reshape(blocks, planes, columns, inner).transpose(0, 1)
     return turned.reshape(planes, blocks * columns, inner).index_select(1, column)
@@ -542,7 +557,7 @@ def _sparse(how: Compressed, x: Tensor, marks: Tensor) -> Selected:
 
 
 def gather(marks: Tensor, source: Tensor) -> Tensor:
-    """The marks (flat) of the elements pointed to; 0 for -1."""
+    """``marks[source]`` with flat ``marks``; 0 where the source is -1."""
     if (
         marks.dtype is torch.int32
         and source.dtype is torch.int64
@@ -558,8 +573,8 @@ def gather(marks: Tensor, source: Tensor) -> Tensor:
 
 
 class LowRankLines(NamedTuple):
-    """``J[i, j] = Σᵣ left[r][i]·right[r][j]``, and ``diagonal[i]`` more for i = j, along every line
-    of x; each is (lines, n), perhaps expanded.
+    """``J[i, j] = diagonal[i]·δᵢⱼ + Σᵣ left[r][i]·right[r][j]`` for every line (row) of x; each
+    tensor is (lines, n), possibly expanded.
     """
 
     diagonal: Tensor
@@ -569,8 +584,8 @@ class LowRankLines(NamedTuple):
 
 
 class LargestEntry(NamedTuple):
-    """The largest |J[i, j]·x[j]|, if asked for, the lowest j that has it (-1 for none), or the mark
-    there.
+    """The largest ``|J[i, j]·x[j]|`` if requested, and either the lowest j that attains it (-1 for
+    none) or the provenance id at that j.
     """
 
     value: Tensor | None
@@ -582,27 +597,28 @@ def normalise(
     how: LowRankLines,
     marks: Tensor | None = None,
     value: bool = True,
-    lies: LineLayout | None = None,
+    layout: LineLayout | None = None,
 ) -> LargestEntry | None:
-    """The largest contribution to each element of lines, with its place, or, given marks, its mark.
-    Tensors may be of other shapes if it is said how they ``lie``.
+    """``maxⱼ |J[i, j]·x[j]|`` for each element i of every line, with its index j or, given
+    provenance ids, the id at j. With a layout, the tensors may have other shapes than (lines, n).
 
-    None where the compiled kernel cannot serve; ``maps.normaliser`` has it in plain torch.
+    None where no compiled kernel supports the tensors; ``linops.diag_low_rank`` has the computation
+    in plain torch.
     """
     diagonal, left, right, x = how
     parts, kind = (diagonal, x, *left, *right), x.dtype
     given = parts if marks is None else (*parts, marks)
-    if lies is None:
+    if layout is None:
         each = [(part.stride(0), part.stride(1)) for part in given]
-        lies = LineLayout(x.shape[0], x.shape[1], x.shape, each)
-    lines, n, shape, steps = lies
+        layout = LineLayout(x.shape[0], x.shape[1], x.shape, each)
+    lines, n, shape, steps = layout
     if len(left) not in (1, 2) or not lines * n or n >= 1 << 31:
         return None
     for part in parts:
         if part.dtype is not kind:
             return None
     if kind in cuda_steps.WIDE and cuda_steps.serves(*parts):
-        most, found = cuda_steps.normalise(given, len(left), lies, value)
+        most, found = cuda_steps.normalise(given, len(left), layout, value)
         return LargestEntry(most, found, None) if marks is None else LargestEntry(most, None, found)
     library = _serving(x, *parts)
     if library is None:

@@ -1,9 +1,9 @@
-"""How not to wait for a GPU.
+"""Avoiding device synchronisation.
 
-Python runs ahead of a GPU: what it calls is put in a queue. To look at a single element of a
-result (``bool(x)``, ``float(x)``, ``x.tolist()``, ``x.nonzero()``, ``x.cpu()``) waits until the
-queue is empty, and to copy from memory that is not pinned to the GPU does so too. So nobody looks
-at a tensor that ``would_sync`` names but through ``fetch_scalars``, which waits once for many.
+Python queues GPU work and runs ahead of it. Reading an element of a result (``bool(x)``,
+``float(x)``, ``x.tolist()``, ``x.nonzero()``, ``x.cpu()``) blocks until the queue is empty, and so
+does copying from unpinned host memory to the GPU. Code therefore reads a tensor for which
+``would_sync`` is true only through ``fetch_scalars``, which synchronises once for many tensors.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch import Tensor
 
 
 def would_sync(x: Tensor) -> bool:
-    """Whether to look at the elements of this tensor would make Python wait.
+    """Whether reading elements of this tensor would synchronise with its device.
 
-    Callers write ``waiting.avoid(x)``, so that tests can put another answer in its place.
+    Callers write ``sync.would_sync(x)``, so that tests can replace the function.
     """
     return x.is_cuda
 
 
 def fetch_scalars(numbers: Sequence[Tensor]) -> list[float]:
-    """The elements of tensors that have one each, as floats, with one wait for each device.
+    """The values of one-element tensors as floats, with one synchronisation per device.
 
     >>> fetch_scalars([torch.tensor(2), torch.tensor([0.5]), torch.tensor(True)])
     [2.0, 0.5, 1.0]
     """
     found = [0.0] * len(numbers)
-    alike: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    by_device: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for n, number in enumerate(numbers):
-        alike.setdefault(number.device, {}).setdefault(number.dtype, []).append(n)
-    for kinds in alike.values():
-        parts = [torch.stack([_flat(numbers[n]) for n in some]) for some in kinds.values()]
-        line = torch.cat([part.double() for part in parts])
-        for n, value in zip([n for some in kinds.values() for n in some], line.tolist()):
+        by_device.setdefault(number.device, {}).setdefault(number.dtype, []).append(n)
+    for by_dtype in by_device.values():
+        parts = [torch.stack([_flat(numbers[n]) for n in indices]) for indices in by_dtype.values()]
+        joined = torch.cat([part.double() for part in parts])
+        for n, value in zip([n for indices in by_dtype.values() for n in indices], joined.tolist()):
             found[n] = value
     return found
 
@@ -45,39 +45,39 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class AsyncCopy:
-    """A small tensor on its way to the CPU: nobody waits for it until it is read."""
+    """Asynchronous device-to-host copy of a small tensor; ``read`` synchronises."""
 
     def __init__(self, x: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        self._here = x
+        self._copied: torch.cuda.Event | None = None
+        self._host = x
         if x.is_cuda:
-            self._here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
-            self._here.copy_(x, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(torch.cuda.current_stream(x.device))
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
+            self._host.copy_(x, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(x.device))
 
     def read(self) -> Tensor:
-        """The tensor, on the CPU."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
-        return self._here
+        """The tensor on the CPU, once its copy has finished."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        return self._host
 
 
 class DeferredChecks:
-    """Conditions that should hold, noted when they come up and looked at once, later."""
+    """Conditions on device tensors, collected without a sync and fetched in one batch later."""
 
     def __init__(self) -> None:
         self._flags: list[Tensor] = []
-        self._true = True
+        self._held = True
 
     def add(self, holds: Tensor) -> None:
-        """A condition: all elements of this tensor are true."""
+        """Add the condition that all elements of this tensor are true."""
         self._flags.append(holds if not holds.dim() else holds.all())
 
     def fulfilled(self) -> bool:
-        """Whether all held so far; to find out waits once, if there are new ones."""
+        """Whether all conditions so far held; synchronises once if some were added since."""
         if self._flags:
-            self._true &= all(fetch_scalars(self._flags))
+            self._held &= all(fetch_scalars(self._flags))
             self._flags.clear()
-        return self._true
+        return self._held

@@ -1,7 +1,7 @@
-"""The contraction in (max, ×) in Triton: any floats, NaN as specified, the winner kept at every k.
+"""The (max, ×) contraction in Triton: any float dtype, NaN as specified, argmax updated at every k.
 
-Slower than the CUDA kernels by half, and so their fallback: for double precision, small matrices
-(nothing is laid out first), and where CUDA cannot be compiled.
+Slower than the CUDA kernels by half, so used as their fallback: for double precision, for small
+matrices (no operand is copied first), and where CUDA cannot be compiled.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from gradtrace.kernels.reference import Contraction, Matrices, Operand, sizes
 
 ROWS = COLUMNS = 64
-"""Results of a program."""
+"""Size of the result tile of one program."""
 
 
 class TileRead(NamedTuple):
-    """How the numbers of a batch of matrices are found: tables (the data where there are none),
-    steps, and whether the tables are to be used.
+    """How a kernel addresses a batch of matrices: the data, its offset tables (the data again where
+    there are none), its strides, and whether the tables are used (``listed``).
     """
 
     data: Tensor
@@ -33,7 +33,7 @@ class TileRead(NamedTuple):
 
 
 def reading(x: Matrices, rows: int, inner: int) -> TileRead:
-    """Of a tensor with its rows and its k in these dimensions, or of an operand."""
+    """The addressing of a tensor whose rows and k are these dimensions, or of an operand."""
     if isinstance(x, Operand):
         return TileRead(x.data, x.batch, x.rows, x.inner, (0, 0, 0), True)
     steps = x.stride()
@@ -113,7 +113,7 @@ def contraction(
     marks: Matrices | None,
     of_b: bool,
 ) -> None:
-    """Fill in what ``out`` has."""
+    """Fill in the tensors of ``out`` that are not None."""
     (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
     left, right = reading(a, 1, 2), reading(b, 2, 1)
     given = left if marks is None else reading(marks, *((2, 1) if of_b else (1, 2)))

@@ -247,7 +247,7 @@ def _late(map_: Map, x: Tensor, scope: StepContext) -> bool:
     """
     if isinstance(map_, Reduce):
         return scope.ample and fused.on_gpu(x)
-    return isinstance(map_, Contract) and map_.outputs > fused.PIECE and map_.plan().turned
+    return isinstance(map_, Contract) and map_.outputs > fused.PIECE_ELEMENTS and map_.plan().turned
 
 
 @dataclass(frozen=True)

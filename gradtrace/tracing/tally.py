@@ -139,7 +139,7 @@ class Tally:
             if at is not None:
                 self._wait(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
                 return
-        pieces = part.pieces(gradient, fused.PIECE)
+        pieces = part.pieces(gradient, fused.PIECE_ELEMENTS)
         if pieces is not None:
             leaf.found = _of_pieces(state, pieces, pair)
         else:
@@ -190,7 +190,7 @@ class Tally:
     def _jobs(self, gradient: Tensor) -> BatchedTally | None:
         """Leaves that wait on the gradient's device, if any may."""
         jobs = self.jobs
-        if jobs is None and self.room and fused.joint(gradient):
+        if jobs is None and self.room and fused.batchable(gradient):
             jobs = self.jobs = BatchedTally(gradient.device)
         return jobs if jobs is not None and jobs.device == gradient.device else None
 

@@ -113,7 +113,7 @@ class Emulator:
         patch.setattr(cuda_launch, "kernel", kernel)
         patch.setattr(cuda_launch, "processors", lambda device: PROCESSORS)
         patch.setattr(cuda_launch, "stream", lambda device: 0)
-        patch.setattr(cuda_launch, "room", lambda device: self.room)
+        patch.setattr(cuda_launch, "available_bytes", lambda device: self.room)
         patch.setattr(cuda_launch, "at", lambda device: nullcontext())
         patch.setattr(cuda_contraction, "triton", lambda: False)
         cuda_contraction.ready.cache_clear()

@@ -1,4 +1,4 @@
-// The contraction in (max, ×) as a whole: what is packed when, and which thread does what.
+// Driver of the (max, ×) contraction: packing of operands, and division of the work among threads.
 #include "contract.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace gradtrace {
 namespace {
 
-// Memory of one thread that is kept for the next call.
+// Per-thread buffer that is kept for the next call.
 class Scratch {
  public:
   ~Scratch() { std::free(memory); }
@@ -43,14 +43,14 @@ int64_t up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 int64_t parts(int64_t x, int64_t step) { return (x + step - 1) / step; }
 
-// Rows of a that are packed together: 16 MB.
+// Elements per block of packed rows of a: 16 MB of float.
 constexpr int64_t PACKED = 4 << 20;
 
-// With fewer k than this, finding out which survive costs more than all the products; without
-// places to keep, products cost less.
+// With fewer k than this, pruning costs more than computing all products; without indices to
+// record, products cost less.
 constexpr int64_t WORTH = 24, WORTH_OF_VALUES = 60;
 
-// Products below which a second thread costs more than it helps.
+// Products below which a second thread costs more than it saves.
 constexpr int64_t ALONE = 1 << 17;
 
 template <class T>
@@ -109,7 +109,7 @@ class Product {
     }
   }
 
-  // Few k have fewer that stand out, and less to gain.
+  // With few k, fewer seeds stand out, and there is less to gain.
   int64_t seeded() const { return call.inner >= 256 ? SEEDS : SEEDS / 2; }
 
   void pack(Block& here, int threads) {
@@ -140,7 +140,7 @@ class Product {
     here.finite = finite;
   }
 
-  // Rows of the block from `row` on, with memory for so many columns of one row, or of each.
+  // The rows of the block from `row` on, with memory for this many columns of one row, or of each.
   Rows<T> rows_of(const Block& here, int64_t row, int64_t rows, int64_t column, int64_t wide,
                   bool each_of_them) const {
     Rows<T> some{};
@@ -166,20 +166,20 @@ class Product {
     return some;
   }
 
-  // Whether columns of b lie side by side, of the type of the products.
+  // Whether columns of b are contiguous and have the dtype of the products.
   bool at_hand() const {
     return !call.b.rows.table && call.b.rows.step == 1 && call.b.kind == call.kind &&
            call.way == BY_MEASURE && !call.by_column;
   }
 
-  // All rows of the block against some columns, if they are few.
+  // Contracts all rows of the block, if they are few, with a range of columns.
   void span(const Block& here, int64_t column) {
     const int64_t columns = std::min(SPAN, call.columns - column);
     const Rows<T> some = rows_of(here, 0, here.rows, column, SPAN, false);
     kernels.few(call.b, here.batch, column, columns, call.inner, some);
   }
 
-  // Some rows of the block against one panel.
+  // Contracts a range of rows of the block with one panel.
   void panel(const Block& here, int64_t column, int64_t row, int64_t rows) {
     const int64_t wide = kernels.panel;
     Panel<T> panel{};
@@ -213,14 +213,14 @@ class Product {
   std::atomic<int64_t> survived{0}, considered{0};
 };
 
-// The least and the greatest position on an axis of that length.
+// The smallest and the largest offset along an axis of this length.
 std::pair<int64_t, int64_t> ends(const Axis& axis, int64_t length) {
   if (!axis.table) return {0, (length - 1) * axis.step};
   const auto [low, high] = std::minmax_element(axis.table, axis.table + length);
   return {*low, *high};
 }
 
-// Tables come from outside: none may point beside the data.
+// Tables come from the caller: none may point outside the data.
 void check(const View& x, int64_t batches, int64_t rows, int64_t inner) {
   require(x.data && x.kind >= FLOAT32 && x.kind <= INT32);
   if (!(x.batch.table || x.rows.table || x.inner.table)) return;
@@ -232,7 +232,7 @@ void check(const View& x, int64_t batches, int64_t rows, int64_t inner) {
 
 void contract(Call& call) {
   require(call.batches > 0 && call.rows > 0 && call.inner > 0 && call.columns > 0);
-  product_of({call.batches, call.rows, call.columns, 8});  // bytes of a result
+  product_of({call.batches, call.rows, call.columns, 8});  // bytes of a result, must not overflow
   product_of({call.batches, call.rows, call.inner, 8});
   product_of({call.batches, call.columns, call.inner, 8});
   require(0 <= call.first_batch && call.first_batch <= call.last_batch &&
@@ -257,7 +257,7 @@ void contract(Call& call) {
 }  // namespace
 }  // namespace gradtrace
 
-// There is at least one batch, row, column and k.
+// Requires at least one batch, row, column and k.
 GRADTRACE_API int gradtrace_contract(gradtrace::Call* call) {
   return gradtrace::guarded([&] {
     gradtrace::require(call);

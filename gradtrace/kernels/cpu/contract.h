@@ -1,9 +1,10 @@
-// The contraction in (max, ×): out[m, n] = maxₖ |a[m, k] · b[n, k]|, and which k attains it.
+// The (max, ×) contraction: out[m, n] = maxₖ |a[m, k] · b[n, k]|, and the k that attains it.
 //
 // Rows of a are packed as |a|; columns of b in panels, |b| by k, with the largest entry `top[k]` of
-// each k. Rounding is monotone, so |a·b| ≤ a · top[k] as rounded, for every column of the panel. What
-// is less than a lower bound of every column's maximum can neither win nor tie and is left out; what
-// survives is multiplied out in rising k. Where most survive the bounds are skipped.
+// each k. Rounding is monotone, so |a·b| ≤ a · top[k] holds for the rounded products of every
+// column of the panel. A k whose bound is less than a lower bound of every column's maximum can
+// neither win nor tie and is pruned; products are computed for the surviving k, in ascending order.
+// Where most survive, the bounds are skipped.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +12,7 @@ namespace gradtrace {
 
 enum Kind : int64_t { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3, INT32 = 4 };
 
-// Positions along one dimension: table[i], or i · step without a table.
+// Offsets along one dimension: table[i], or i · step without a table.
 struct Axis {
   const int64_t* table;
   int64_t step;
@@ -25,14 +26,14 @@ struct Axis {
 struct View {
   const void* data;
   int64_t kind;
-  int64_t size;  // elements that may be read from data on, if there are tables; else 0
+  int64_t size;  // readable elements from data on, if there are tables; else 0
   Axis batch, rows, inner;
 };
 
 enum Way : int64_t { BY_MEASURE = 0, DENSE = 1, PRUNED = 2 };
 
-// The arguments, all of 8 bytes: Python hands them over as one array. Results are contiguous, of
-// shape (batches, rows, columns); null where they are not wanted.
+// The arguments, 8 bytes each, which Python passes as one array. Results are contiguous, of shape
+// (batches, rows, columns); null if not requested.
 struct Call {
   View a, b, marks;
   int64_t batches, rows, inner, columns;
@@ -40,46 +41,46 @@ struct Call {
   void* value;
   int64_t* index;
   int32_t* marked;
-  int64_t first_batch, last_batch, first_row, last_row;  // the part that is asked for
+  int64_t first_batch, last_batch, first_row, last_row;  // the requested part
   int64_t threads, way;
-  int64_t by_column;  // whether marks are those of b, rows of them its columns
-  int64_t survived, considered;  // counted up: k that the bounds let through, and all
+  int64_t by_column;  // whether ids belong to b; then their rows are its columns
+  int64_t survived, considered;  // incremented: k that survived pruning, and all k
 };
 
 constexpr int64_t LOOK = 16;    // k that are compared with the bound at a time
-constexpr int64_t MOST = 1024;  // k in a panel: what a cache holds, and 16 bits can name
-constexpr int64_t SEEDS = 32;   // at most so many k of a row give the first lower bound
+constexpr int64_t MOST = 1024;  // k in a panel: limited by the cache and by 16-bit indices
+constexpr int64_t SEEDS = 32;   // the most k of a row that give the first lower bound
 constexpr int64_t FEW = 2;      // rows for which nothing is packed
-constexpr int64_t SPAN = 1024;  // columns that those take at a time
+constexpr int64_t SPAN = 1024;  // columns that those rows are contracted with at a time
 
 // A group of columns, packed: [k][Kernels::panel].
 template <class T>
 struct Panel {
-  T* b;      // 0 in columns that are not there
+  T* b;      // 0 in padding columns
   T* top;    // [k] the largest of the columns; 0 from `inner` to the next multiple of LOOK
   T* floor;  // [column] infinity where the whole column is 0, else 0
   int64_t columns, inner;
   bool finite;
 };
 
-// Some rows against one panel: what is known of them, and where it goes after the last k.
+// State of contracting rows with one panel: maxima so far, and where results go after the last k.
 template <class T>
 struct Rows {
   const T* a;  // |a|, [row][stride]
   int64_t stride, rows;
   const uint16_t* seeds;  // [row][SEEDS]
-  int64_t seeded;         // how many of them there are
-  int64_t first;          // the k of the panel's first
-  bool last, finite;      // whether these are the last k; whether no a is infinite or NaN
+  int64_t seeded;         // number of seeds per row
+  int64_t first;          // the first k of the panel
+  bool last, finite;      // whether these are the last k; whether all a are finite
   Way way;
-  T* value;        // [row][panel], known so far
-  int32_t* index;  // likewise, -1 while the value is 0; null if it is not wanted
-  int64_t step;    // from row to row; 0 if all k are here and nothing is to be kept
-  T* out_value;    // [row][pitch], each null if it is not wanted
+  T* value;        // [row][panel], maxima so far
+  int32_t* index;  // likewise, -1 while the value is 0; null if not requested
+  int64_t step;    // stride of rows; 0 if the panel has all k, so that nothing is kept
+  T* out_value;    // [row][pitch], each null if not requested
   int64_t* out_index;
   int32_t* out_marks;
   int64_t pitch;
-  const int32_t* marks;  // [row][marks_step], 0 at place -1; or [column] of the panel
+  const int32_t* marks;  // ids: [row][marks_step], 0 at index -1; or [column] of the panel
   bool by_column;
   int64_t marks_step;
   int64_t survived, considered;
@@ -100,10 +101,10 @@ struct Kernels {
               const Rows<T>&);
 };
 
-// One for each instruction set that was compiled.
+// Kernels of one compiled instruction set.
 struct Machine {
   const char* name;
-  bool (*runs)();  // on this processor
+  bool (*runs)();  // whether this processor supports it
   const Kernels<float>* single;
   const Kernels<double>* twice;
 };

@@ -1,9 +1,10 @@
-// Vectors of one instruction set. Included once in each contract_<set>.cpp, inside its namespace:
-// nothing here has a name that another set could be linked with.
+// Vectors of one instruction set. Included once in each contract_<set>.cpp, inside its namespace,
+// so that no symbol can be linked with that of another set.
 
-// Bytes of a vector, and vectors side by side in a panel: what the registers hold. Lists of k up to
-// SHORT keep k itself, longer ones the group it is in, to be looked through at the end: that is work
-// for each column by itself, so the wider the vectors the longer the lists.
+// Bytes of a vector, and vectors side by side in a panel, limited by the registers. For lists of up
+// to SHORT k the index k itself is tracked; for longer ones only its group, which is searched at
+// the end. That search is done for each column separately, so wider vectors need longer lists to
+// pay for it.
 #if defined(GRADTRACE_AVX512)
 constexpr int BYTES = 64, ACROSS = 4, SHORT = 256;
 #elif defined(GRADTRACE_AVX2)
@@ -63,7 +64,7 @@ INLINE typename Lanes<T>::I all_int(int64_t x) {
   return typename Lanes<T>::I{} + static_cast<typename Lanes<T>::Int>(x);
 }
 
-// Through whole numbers: 0 + x is x for those alone, and compiles to a broadcast.
+// Through integers: 0 + x equals x only for those, and compiles to a broadcast.
 template <class T>
 INLINE typename Lanes<T>::V all(T x) {
   typename Lanes<T>::Int bits;
@@ -84,14 +85,14 @@ INLINE D size(D x) {
 }
 INLINE float size(float x) { return __builtin_fabsf(x); }
 INLINE double size(double x) { return __builtin_fabs(x); }
-INLINE int32_t size(int32_t x) { return x; }  // a mark
+INLINE int32_t size(int32_t x) { return x; }  // a provenance id
 
-// Numbers that are not negative have the order of their bits, and comparing those is one
-// instruction; of floats, a compiler that minds NaN makes many.
+// Nonnegative numbers have the order of their bits, and comparing integers is one instruction; for
+// floats, a compiler that respects NaN emits several.
 INLINE Lanes<float>::I bits(F x) { return (Lanes<float>::I)x; }
 INLINE Lanes<double>::I bits(D x) { return (Lanes<double>::I)x; }
 
-// The larger and the smaller of two that are not negative nor NaN.
+// Maximum and minimum of two nonnegative values that are not NaN.
 INLINE F larger(F x, F y) {
 #if defined(GRADTRACE_AVX512)
   return (F)_mm512_max_ps((__m512)x, (__m512)y);
@@ -119,17 +120,17 @@ INLINE V smaller(V x, V y) {
   return bits(x) < bits(y) ? x : y;
 }
 
-// The larger of two whose sign bits are 0, NaN if one is NaN: its bits are above those of infinity.
+// Maximum of two values with sign bit 0, NaN if one is NaN: its bits are above those of infinity.
 template <class V>
 INLINE V larger_size(V x, V y) {
 #if defined(GRADTRACE_NEON)
-  return larger(x, y);  // which keeps NaN here
+  return larger(x, y);  // propagates NaN here
 #else
   return bits(x) > bits(y) ? x : y;
 #endif
 }
 
-// The largest of the lanes, likewise.
+// Maximum of the lanes, likewise.
 template <class V>
 INLINE auto largest_of(V x) {
 #if defined(GRADTRACE_NEON)
@@ -150,18 +151,18 @@ INLINE auto largest_of(V x) {
 #endif
 }
 
-// The larger of two, NaN if one is NaN.
+// Maximum of two, NaN if one is NaN.
 template <class V>
 INLINE V larger_or_nan(V x, V y) {
   return (x > y) | (x != x) ? x : y;
 }
 
-// The bits of the one NaN that stands for all: products have none with lower bits.
+// The bits of the canonical NaN: no NaN among products has lower bits.
 INLINE Lanes<float>::I quiet(F) { return all_int<float>(0x7fc00000); }
 INLINE Lanes<double>::I quiet(D) { return all_int<double>(0x7ff8000000000000); }
 
-// v = max(v, m), and `at` becomes `now` where m is the larger. A product that may be NaN can have any
-// sign and bits; made one NaN, it is above all others by its bits, and the first stays.
+// v = max(v, m), and `at` becomes `now` where m is the larger. A product that may be NaN can have
+// any sign and bits; made one NaN, it is above all others by its bits, and the first stays.
 template <bool FINITE, class V, class I>
 INLINE void take(V m, V& v, I& at, I now) {
   if constexpr (FINITE) {
@@ -185,7 +186,7 @@ INLINE void take(V m, V& v, I& at, I now) {
 }
 
 #if defined(GRADTRACE_NEON)
-// One bit for each of 16 comparisons that are all ones or all zeros: whether it failed.
+// Bitmask of 16 comparison results (all ones or all zeros): bit set where the comparison failed.
 INLINE unsigned bits_of_not(uint16x8_t low, uint16x8_t high) {
   const uint8x16_t held = vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high));
   const uint8x16_t weights = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
@@ -195,7 +196,7 @@ INLINE unsigned bits_of_not(uint16x8_t low, uint16x8_t high) {
 }
 #endif
 
-// Bit j says that a[j] · top[j] is not less than the bound: larger, equal, or NaN. j < LOOK.
+// Bit j is set if a[j] · top[j] is not less than the bound: larger, equal, or NaN. j < LOOK.
 INLINE unsigned not_less(const float* a, const float* top, F bound) {
 #if defined(GRADTRACE_AVX512)
   const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(a), _mm512_loadu_ps(top));

@@ -1,6 +1,6 @@
 // The contraction in one instruction set. Included once in each contract_<set>.cpp, inside its
-// namespace. No templates of the standard library: the linker keeps one copy of those, and it could
-// be one that the processor cannot run.
+// namespace. Uses no templates of the standard library: the linker keeps one copy of each, which
+// could be one with instructions that the processor lacks.
 
 // ---- packing --------------------------------------------------------------------------------------
 
@@ -23,13 +23,13 @@ INLINE float number(Brain x) { return from_bits(static_cast<uint32_t>(x.bits) <<
 INLINE float number(Half x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
   if (rest >= 0x7c00u) return from_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-  // The exponent is that of float less 112; multiplication takes denormals along.
+  // The exponent is that of float minus 112; the multiplication also converts denormals.
   return from_bits(sign | rest << 13) * 0x1p112f;
 }
 
 INLINE int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 
-// Rows [row, row + rows) as numbers, [row][stride], |·| taken and 0 from `inner` on.
+// Packs rows [row, row + rows) as |x|, [row][stride], padded with 0 from `inner` on.
 template <class T, class S>
 static void copy_rows(const View& x, int64_t offset, int64_t row, int64_t rows, int64_t inner,
                       int64_t stride, T* out) {
@@ -56,7 +56,7 @@ static void copy_rows(const View& x, int64_t offset, int64_t row, int64_t rows, 
   }
 }
 
-// Whether no number is infinite or NaN.
+// Whether all values are finite.
 template <class T>
 static bool all_finite(const T* x, int64_t count) {
   using V = typename Lanes<T>::V;
@@ -64,7 +64,7 @@ static bool all_finite(const T* x, int64_t count) {
   int64_t i = 0;
   for (; i + Lanes<T>::W <= count; i += Lanes<T>::W) {
     const V here = load(x + i);
-    sum += here - here;  // 0, or NaN for good
+    sum += here - here;  // 0, or NaN from here on
   }
   T rest = 0;
   for (; i < count; i++) rest += x[i] - x[i];
@@ -85,8 +85,8 @@ static bool pack_rows(const View& x, int64_t batch, int64_t row, int64_t rows, i
   return all_finite(out, rows * stride);
 }
 
-// Places of large numbers in each row: the largest of every COUNT-th. Rows are 0 from `inner` on, up
-// to a multiple of LOOK.
+// Indices of large values in each row: the largest of every COUNT-th. Rows are 0 from `inner` on,
+// up to a multiple of LOOK.
 template <class T, int COUNT>
 static void find_some(const T* rows, int64_t count, int64_t stride, int64_t inner, uint16_t* out) {
   using V = typename Lanes<T>::V;
@@ -117,13 +117,13 @@ static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inn
   }
 }
 
-// A 0 after each row: place -1 of the next, the mark of what has none.
+// Packs ids with a 0 after each row: index -1 of the next row, the id of a zero value.
 static void pack_marks(const View& x, int64_t batch, int64_t row, int64_t rows, int64_t inner,
                        int32_t* out) {
   copy_rows<int32_t, int32_t>(x, x.batch(batch), row, rows, inner, inner + 1, out);
 }
 
-// Columns [column, column + panel.columns) for k in [first, first + panel.inner), |·| taken.
+// Packs |b| of columns [column, column + panel.columns) for k in [first, first + panel.inner).
 template <class T, class S>
 static void copy_panel(const View& x, int64_t offset, int64_t column, int64_t first,
                        const Panel<T>& panel) {
@@ -158,7 +158,7 @@ static void copy_panel(const View& x, int64_t offset, int64_t column, int64_t fi
   }
 }
 
-// The largest of each k over the columns, from `begin` to `end`; `floor` gets that of each column.
+// The maximum of each k over the columns, from `begin` to `end`; `floor` gets that of each column.
 template <class T>
 static void measure(const Panel<T>& panel, int64_t begin, int64_t end) {
   using V = typename Lanes<T>::V;
@@ -178,7 +178,7 @@ static void measure(const Panel<T>& panel, int64_t begin, int64_t end) {
   UNROLL for (int j = 0; j < ACROSS; j++) store(panel.floor + j * W, high[j]);
 }
 
-// Whether all is finite, and which columns are 0 throughout.
+// Whether all values are finite, and which columns are 0 throughout.
 template <class T>
 static void conclude(Panel<T>& panel) {
   panel.finite = true;
@@ -193,7 +193,7 @@ static void conclude(Panel<T>& panel) {
 template <class T>
 static void pack_panel(const View& x, int64_t batch, int64_t column, int64_t first,
                        Panel<T>& panel) {
-  constexpr int64_t WIDE = ACROSS * Lanes<T>::W, SOME = 64;  // what the first cache holds
+  constexpr int64_t WIDE = ACROSS * Lanes<T>::W, SOME = 64;  // fits the L1 cache
   const int64_t offset = x.batch(batch);
   for (int64_t n = 0; n < WIDE; n++) panel.floor[n] = 0;
   for (int64_t k = 0; k < panel.inner; k += SOME) {
@@ -213,7 +213,7 @@ static void pack_panel(const View& x, int64_t batch, int64_t column, int64_t fir
 
 // ---- which k survive ------------------------------------------------------------------------------
 
-// For each byte the places of its bits, and how many there are.
+// For each byte the positions of its set bits, and their number.
 struct Places {
   alignas(16) uint16_t at[256][8];
   uint8_t count[256];
@@ -239,7 +239,8 @@ INLINE int64_t append(unsigned byte, int64_t k, uint16_t* to) {
   return places.count[byte];
 }
 
-// Writes the k with a[k] · top[k] not less than the bound, rising; 8 more places are written over.
+// Writes the k with a[k] · top[k] not less than the bound, ascending; up to 8 entries after them
+// are overwritten.
 template <class T>
 static int64_t survivors(const T* a, const Panel<T>& panel, T bound, uint16_t* list) {
   const typename Lanes<T>::V least_needed = all<T>(bound);
@@ -252,12 +253,12 @@ static int64_t survivors(const T* a, const Panel<T>& panel, T bound, uint16_t* l
   return count;
 }
 
-// The smallest positive number: what is less is 0.
+// The smallest positive number.
 INLINE float tiniest(float) { return 0x1p-149f; }
 INLINE double tiniest(double) { return 0x1p-1074; }
 
-// The least, over the columns, of what their maxima are at least; columns of zeros do not count.
-// Each is at least what is known, and at least the products of the seeds.
+// The minimum over the columns, except those of zeros, of a lower bound of their maxima: the larger
+// of the maximum so far and the products of the seeds.
 template <class T, bool FINITE>
 static T lower_bound(const T* a, const uint16_t* seeds, int64_t seeded, const T* known,
                      const Panel<T>& panel) {
@@ -267,7 +268,7 @@ static T lower_bound(const T* a, const uint16_t* seeds, int64_t seeded, const T*
     if constexpr (FINITE) {
       return larger(x, y);
     } else {
-      return x > y ? x : y;  // not x if it is NaN; y never is
+      return x > y ? x : y;  // y if x is NaN; y never is NaN
     }
   };
   V low[ACROSS];
@@ -324,7 +325,7 @@ static void keep_place(const Line<T>& line) {
   }
 }
 
-// The largest of GROUP products for each column.
+// The maximum of GROUP products for each column.
 template <class T, bool FINITE>
 INLINE typename Lanes<T>::V of_group(const T* const* b, const T* x, int64_t at) {
   using V = typename Lanes<T>::V;
@@ -337,7 +338,7 @@ INLINE typename Lanes<T>::V of_group(const T* const* b, const T* x, int64_t at) 
   }
 }
 
-// The first k of the group whose product is the value found (NaN for NaN).
+// The first k of the group whose product equals the maximum (NaN for NaN).
 template <class T, bool FINITE>
 INLINE int64_t first_in_group(const Line<T>& line, const uint16_t* group, T value, int64_t n) {
   constexpr int64_t WIDE = ACROSS * Lanes<T>::W;
@@ -350,7 +351,7 @@ INLINE int64_t first_in_group(const Line<T>& line, const uint16_t* group, T valu
   return k;
 }
 
-// The list is filled up to a multiple of GROUP.
+// The list must be padded to a multiple of GROUP.
 template <class T, int N, bool FINITE, bool INDEX>
 static void keep_group(const Line<T>& line) {
   using V = typename Lanes<T>::V;
@@ -414,7 +415,7 @@ static void products_of(const Line<T>& line) {
   }
 }
 
-// What was found for one row goes out.
+// Writes the results of one row.
 template <class T>
 static void hand_over(const Rows<T>& rows, int64_t r, int64_t columns) {
   const T* value = rows.value + r * rows.step;
@@ -438,7 +439,8 @@ static void hand_over(const Rows<T>& rows, int64_t r, int64_t columns) {
   }
 }
 
-// Two rows of every RUN are pruned in any case; if much survives, the others go without bounds.
+// Two rows of every RUN are always pruned; if many k survive, the others are computed without
+// bounds.
 constexpr int64_t RUN = 32, TRIED = 2;
 
 template <class T>
@@ -480,7 +482,7 @@ static void run(const Panel<T>& panel, Rows<T>& rows) {
 
 // ---- few rows -------------------------------------------------------------------------------------
 
-// Several k at once for one row: b[k] as it lies in memory, into the value and place of each column.
+// Several k at once for one row, with b[k] read in place: updates value and index of each column.
 template <class T, int COUNT>
 static void sweep(const T* const* b, const T* x, int64_t k, int64_t columns, T* value,
                   typename Lanes<T>::Int* place) {
@@ -505,7 +507,8 @@ static void sweep(const T* const* b, const T* x, int64_t k, int64_t columns, T* 
   }
 }
 
-// At most FEW rows and SPAN columns, b read once and not packed: its columns are side by side.
+// At most FEW rows and SPAN columns; b is read once and not packed, since its columns are
+// contiguous.
 template <class T>
 static void few(const View& x, int64_t batch, int64_t column, int64_t columns, int64_t inner,
                 const Rows<T>& rows) {

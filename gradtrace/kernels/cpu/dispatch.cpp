@@ -1,4 +1,4 @@
-// Which instruction set is used: the widest that this processor has, or the one that is asked for.
+// Selects the instruction set: the widest that this processor supports, or the one requested.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -10,7 +10,7 @@ namespace gradtrace {
 
 namespace {
 
-const Machine* const MACHINES[] = {  // the best last
+const Machine* const MACHINES[] = {  // best last
     &generic_machine,
 #if defined(__aarch64__)
     &neon_machine,
@@ -42,7 +42,7 @@ const Machine& machine() { return *chosen().load(std::memory_order_relaxed); }
 
 }  // namespace gradtrace
 
-// The name of the n-th instruction set that this processor has; null after the last.
+// The name of the n-th instruction set that this processor supports; null after the last.
 GRADTRACE_API const char* gradtrace_isa(int n) {
   for (const gradtrace::Machine* one : gradtrace::MACHINES) {
     if (one->runs() && n-- == 0) return one->name;
@@ -52,7 +52,7 @@ GRADTRACE_API const char* gradtrace_isa(int n) {
 
 GRADTRACE_API const char* gradtrace_current_isa() { return gradtrace::machine().name; }
 
-// Use the set of that name from now on; says whether this processor has it.
+// Use the named instruction set from now on; returns whether this processor supports it.
 GRADTRACE_API int gradtrace_use_isa(const char* name) {
   for (const gradtrace::Machine* one : gradtrace::MACHINES) {
     if (one->runs() && !std::strcmp(name, one->name)) {

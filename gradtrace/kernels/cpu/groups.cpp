@@ -1,5 +1,5 @@
-// What was counted at leaves, added up by component: one pass over the groups of a leaf, a pair and
-// a mark, and in each over the bits of its mark.
+// Aggregates the tallies of leaves by component: one pass over the groups (leaf, pair, provenance
+// id), and for each over the bits of its id's provenance set.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -13,24 +13,24 @@ namespace {
 using gradtrace::require;
 using gradtrace::require_places;
 
-// A leaf: where its counts begin and how many there are, how many of them are for no path, the rows
-// of its palette (how many, of how many words), its first pair, and its place among leaves.
+// A leaf: offset and number of its counts, how many of them are for no path, the rows of its
+// provenance table (number, words per row), its first pair, and its index among leaves.
 struct Leaf {
   int64_t start, size, blank, rows, width, length, pair, place;
 };
 
 struct Request {
-  int64_t leaves, entries, pairs, components, places, width, reach, owned;  // sizes; words of a mark
+  int64_t leaves, entries, pairs, components, places, width, reach, owned;  // sizes; words per set
   const Leaf* leaf;
   const int64_t* counts;  // (entries)
   const double* sums;     // (entries)
-  const uint64_t* extra;  // (leaves, width): bits of every mark of a leaf
-  const uint64_t* able;   // (places, reach): bits that a path from there could have
-  const int64_t* owner;   // (places + 1): where the components begin that a leaf belongs to
-  const int64_t* own;     // (owned)
-  const int64_t* begin;   // (64 * max(width, reach) + 1): where the components of a bit begin
-  const int64_t* of;      // components by bit
-  const double* totals;   // (leaves): how many paths there could be
+  const uint64_t* extra;  // (leaves, width): bits added to every set of a leaf
+  const uint64_t* able;   // (places, reach): bits that a path from that leaf could have
+  const int64_t* owner;   // (places + 1): offsets into own
+  const int64_t* own;     // (owned): components that a leaf belongs to
+  const int64_t* begin;   // (64 * max(width, reach) + 1): offsets into of
+  const int64_t* of;      // components of each bit
+  const double* totals;   // (leaves): number of possible paths
   double* eligible;       // (components, pairs, 2)
   double* through;        // (components, pairs, 2)
   double* unreached;      // (components)
@@ -38,7 +38,7 @@ struct Request {
 };
 static_assert(sizeof(Request) == 22 * 8 && sizeof(Leaf) == 8 * 8, "as Python packs them");
 
-// Sums with what rounding has left out of each, so that the order hardly ever matters.
+// Compensated sums: with the rounding error of each, so that the order hardly ever matters.
 struct Number {
   double sum = 0, rest = 0;
 
@@ -103,7 +103,7 @@ class Sum {
     for (int64_t i = 0; i < end; i++) require(0 <= which[i] && which[i] < all.components);
   }
 
-  // body(component) for those that share a bit with some words and to which the leaf does not belong.
+  // body(component) for the components that share a bit with the words and do not own the leaf.
   template <typename Word, typename Body>
   void each(int64_t width, const Word& word, const Body& body) {
     stamp++;
@@ -125,7 +125,7 @@ class Sum {
     for (int64_t k = all.owner[leaf.place]; k < all.owner[leaf.place + 1]; k++) mine[all.own[k]] = n;
     const uint64_t* rows = reinterpret_cast<const uint64_t*>(leaf.rows);
     const uint64_t* extra = all.extra + n * all.width;
-    std::vector<Number> found;  // by pair: how many elements, and their sum
+    std::vector<Number> found;  // by pair: number of elements, and their sum
     double paths = 0;
     for (int64_t k = 0; k < leaf.size - leaf.blank; k++) {
       const int64_t count = all.counts[leaf.start + leaf.blank + k];
@@ -159,7 +159,7 @@ class Sum {
 
   const Request& all;
   std::vector<Number> eligible, through;
-  std::vector<int64_t> seen, mine;  // by component: the last look, and the last leaf of its own
+  std::vector<int64_t> seen, mine;  // by component: the last visit, and the last leaf that it owns
   int64_t stamp = 0, here = 0;
 };
 

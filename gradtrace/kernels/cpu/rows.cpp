@@ -1,4 +1,4 @@
-// The largest product along single lines: what a few sampled elements ask of a large contraction.
+// The largest product along single lines (rows), for a few sampled elements of a large contraction.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,11 +11,11 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 256;   // how much of a line is looked at before the next one
-constexpr int64_t LINES = 64;    // how many lines are copied before they are looked at
-constexpr int64_t SIDE = 16;     // how many of them at once: those in one line of the cache
-constexpr int64_t APART = CHUNK + 16;  // so that copies do not fight over one place in the cache
-constexpr int64_t WORK = 1 << 18;  // products a task has at least
+constexpr int64_t CHUNK = 256;   // elements of a line that are processed before the next line
+constexpr int64_t LINES = 64;    // lines that are copied before they are processed
+constexpr int64_t SIDE = 16;     // of them at once: those that share a cache line
+constexpr int64_t APART = CHUNK + 16;  // stride of copies, which avoids cache conflicts
+constexpr int64_t WORK = 1 << 18;  // the fewest products per task
 
 template <typename T>
 struct Bits;
@@ -44,7 +44,7 @@ inline Few<T> load(const T* from) {
   return x;
 }
 
-// |x| as a whole number: of the same order, and NaN is above all.
+// |x| as an integer of the same order; NaN is the largest.
 template <typename T>
 inline typename Bits<T>::type size_of(T x) {
   typename Bits<T>::type bits;
@@ -103,7 +103,7 @@ inline typename Bits<T>::type largest(int64_t first, int64_t last, const Product
   return most;
 }
 
-// The running winner of one line; the first of equals, and the first NaN of all.
+// The running maximum of one line; the first of equals, and the first NaN.
 template <typename T>
 struct Winner {
   typename Bits<T>::type most = 0;
@@ -131,7 +131,7 @@ struct Winner {
   }
 };
 
-// A matrix of lines that are not side by side: line n begins at data + n's offset.
+// Lines at arbitrary offsets: line n begins at data + offset[n].
 template <typename T>
 struct Lines {
   const T* data;
@@ -158,7 +158,7 @@ class Products {
     }
     std::vector<T> packed(LINES * APART);
     for (int64_t from = first; from < last;) {
-      std::vector<int64_t> starts;  // where each of some different lines of b begins in order
+      std::vector<int64_t> starts;  // first position in order of each distinct line of b
       int64_t to = from;
       for (; to < last; to++) {
         const bool fresh = to == from || b_.offset[order[to]] != b_.offset[order[to - 1]];
@@ -211,7 +211,7 @@ class Products {
       winners[n - first].tell(value_ + order[n], place_ + order[n]);
   }
 
-  // A part of a's line, copied if its elements are apart.
+  // A chunk of a's line, copied if its elements are strided.
   const T* line(int64_t n, int64_t first, int64_t last, T* own) const {
     if (a_.step == 1) return a_.data + a_.offset[n] + first;
     a_.copy(n, first, last, own);
@@ -224,7 +224,7 @@ class Products {
   int64_t* place_;
 };
 
-// The largest |x| of a stretch of memory, as bits.
+// The largest |x| of a contiguous range, as bits.
 template <typename T>
 typename Bits<T>::type largest_of(const T* x, int64_t size, int threads) {
   constexpr int64_t PART = 1 << 16;
@@ -237,8 +237,8 @@ typename Bits<T>::type largest_of(const T* x, int64_t size, int threads) {
   return *std::max_element(most.begin(), most.end());
 }
 
-// All entries that share one line of a. Rounding is monotone, so a k with fl(|a[k]| * bound) below
-// what is reached at a few k already can neither win nor tie, if no |b| is above the bound.
+// All entries that share one line of a. Rounding is monotone, so if no |b| exceeds the bound, a k
+// with fl(|a[k]| * bound) below the maximum over a few seeds can neither win nor tie.
 template <typename T>
 class Pruned {
  public:
@@ -246,7 +246,7 @@ class Pruned {
     bound_ = bound;
   }
 
-  // Whether few enough k were left to look at all of them.
+  // Whether few enough k survived to check each of them.
   bool run(const int64_t* entry, int64_t count, T* value, int64_t* place) const {
     const T* a = a_.data + a_.offset[entry[0]];
     const T low = reached(a, entry, count);
@@ -269,10 +269,10 @@ class Pruned {
   }
 
  private:
-  static constexpr int64_t SEEDS = 16;  // the largest |a| in each of so many parts of the line
-  static constexpr int64_t FEW = 16;    // looking one by one pays for this part of a line at most
+  static constexpr int64_t SEEDS = 16;  // parts of a line; the largest |a| of each is a seed
+  static constexpr int64_t FEW = 16;    // up to 1 / FEW of a line, checking k one by one pays
 
-  // What every entry reaches at the seeds, at least.
+  // Lower bound of the maximum of every entry, from the seeds.
   T reached(const T* a, const int64_t* entry, int64_t count) const {
     std::vector<int64_t> seeds;
     for (int64_t n = 0; n < SEEDS; n++) {
@@ -296,7 +296,7 @@ class Pruned {
   T bound_;
 };
 
-// The entries that pruning does not settle.
+// The entries for which pruning does not suffice.
 template <typename T>
 std::vector<int64_t> unsettled(Lines<T> a, Lines<T> b, std::vector<int64_t> order, int64_t size,
                                int64_t length, T* value, int64_t* place, int threads) {
@@ -326,7 +326,7 @@ std::vector<int64_t> unsettled(Lines<T> a, Lines<T> b, std::vector<int64_t> orde
   return rest;
 }
 
-// Every line lies within so many elements.
+// Checks that every line is within `size` elements.
 template <typename T>
 void check(const Lines<T>& lines, int64_t size, int64_t count, int64_t length) {
   if (!count || !length) return;
@@ -352,7 +352,7 @@ void products(Lines<T> a, Lines<T> b, int64_t a_size, int64_t b_size, int64_t co
     std::sort(order.begin(), order.end(),
               [&](int64_t i, int64_t j) { return b.offset[i] < b.offset[j]; });
   const int64_t each = std::max<int64_t>(1, WORK / std::max<int64_t>(1, length));
-  const int64_t most = 8 * std::max(1, threads);  // tasks, so that copied lines serve many entries
+  const int64_t most = 8 * std::max(1, threads);  // tasks: few, to share copied lines
   const int64_t share = std::max(each, (count + most - 1) / most);
   const Products<T> all(a, b, length, value, place);
   gradtrace::each((count + share - 1) / share, threads, [&](int64_t task) {

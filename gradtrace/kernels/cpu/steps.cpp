@@ -1,7 +1,7 @@
-// Elementwise, index and reduction steps: value and mark in one pass over memory.
+// Elementwise, index and reduction kernels: value and provenance id (mark) in one pass over memory.
 //
-// Sizes are compared as the bits of |x|, which order as the numbers do; a NaN is made the largest
-// of all bit patterns that occur, and all NaNs equal, so that the first of them stays.
+// Magnitudes are compared as the bits of |x|, which have the same order; NaN is mapped to the
+// largest bit pattern that occurs, the same for all NaNs, so that the first of them stays.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -23,7 +23,7 @@ template <>
 struct Kind<float> {
   using Bits = int32_t;
   static constexpr Bits NAN_BITS = 0x7fc00000, INF_BITS = 0x7f800000, SIZE = 0x7fffffff;
-  static constexpr float TINY = 0x1p-110f;  // below it, rounding is no longer relative
+  static constexpr float TINY = 0x1p-110f;  // below it, rounding errors are not relative
 };
 
 template <>
@@ -37,7 +37,7 @@ struct Kind<double> {
 template <typename T>
 using Bits = typename Kind<T>::Bits;
 
-// |x| as bits that order as numbers do.
+// |x| as an integer of the same order.
 template <typename T>
 inline Bits<T> sized(T x) {
   Bits<T> bits;
@@ -63,7 +63,7 @@ void pieces(int64_t n, int64_t length, int threads, const Body& body) {
   });
 }
 
-// Choosing among terms ------------------------------------------------------------------------
+// Maximum of terms ----------------------------------------------------------------------------
 
 template <typename T>
 void merge(int64_t n, T* __restrict size, int32_t* __restrict marks, const T* __restrict value,
@@ -78,38 +78,39 @@ void merge(int64_t n, T* __restrict size, int32_t* __restrict marks, const T* __
   }
 }
 
-// Counting --------------------------------------------------------------------------------------
+// Counts and sums by provenance id --------------------------------------------------------------
 
-// Sums are exact and rounded once: nobody's order matters. Numbers are added up in bins by their
-// exponent, 8 to a bin: as long as they are not too many, such sums are exact in double precision.
-// Of a number that is itself in double precision, the upper and the lower bits are added up apart.
+// Sums are exact and rounded once, so that the order of additions does not matter. Values are added
+// to bins by their exponent, 8 exponents per bin: up to a limited number of values (MOST), such
+// sums are exact in double precision. The upper and the lower bits of a double are added
+// separately.
 template <typename T>
 struct Cut;
 
 template <>
 struct Cut<float> {
   static constexpr int UNIT = -150, MANTISSA = 23, HALVES = 1;
-  static constexpr int64_t MOST = 1 << 20;  // numbers of 24 + 7 bits
+  static constexpr int64_t MOST = 1 << 20;  // values of 24 + 7 bits
 };
 
 template <>
 struct Cut<double> {
   static constexpr int UNIT = -1075, MANTISSA = 52, HALVES = 2;
-  static constexpr int64_t MOST = 1 << 16;  // of 29 + 7 bits, and of 24 + 7
+  static constexpr int64_t MOST = 1 << 16;  // halves of 29 + 7 bits, and of 24 + 7
 };
 
-constexpr int BIN = 8, LOWER = 24;  // exponents of a bin, and bits of the lower half
+constexpr int BIN = 8, LOWER = 24;  // exponents per bin, and bits of the lower half
 
 template <typename T>
 int field(Bits<T> size) {
   return static_cast<int>(size >> Cut<T>::MANTISSA);
 }
 
-// Of some numbers, the smallest size that is not 0, and the largest.
+// The smallest nonzero and the largest |x|, as bits.
 template <typename T>
 struct Reach {
   using U = std::make_unsigned_t<Bits<T>>;
-  U least = ~U(0);  // less one, so that 0 is the largest of all
+  U least = ~U(0);  // minus one, so that 0 wraps around to the largest
   Bits<T> most = 0;
 
   void take(int64_t n, const T* x) {
@@ -132,11 +133,11 @@ struct Reach {
     most = std::max(most, other.most);
   }
 
-  int first() const { return most ? field<T>(Bits<T>(least + 1)) : 0; }  // exponents
+  int first() const { return most ? field<T>(Bits<T>(least + 1)) : 0; }  // exponent fields
   int last() const { return field<T>(most); }
 };
 
-// A number that is a whole number of 2**power, as that.
+// |x| / 2**power, for an x that is an integer multiple of 2**power.
 inline uint64_t whole(double x, int power) {
   const Bits<double> size = sized(x);
   const int exponent = field<double>(size), normal = exponent != 0;
@@ -145,8 +146,8 @@ inline uint64_t whole(double x, int power) {
   return !bits ? 0 : shift < 0 ? bits >> -shift : bits << shift;
 }
 
-// How many elements each mark has, and their sum. COPIES, so that elements of one mark need not wait
-// for one another.
+// Number of elements and sum by provenance id. Bins have COPIES, so that successive additions to
+// one id do not depend on each other.
 template <typename T, int COPIES>
 struct Table {
   static constexpr int HALVES = Cut<T>::HALVES;
@@ -154,10 +155,10 @@ struct Table {
   int64_t count, room = Cut<T>::MOST;
   int lowest, rows;
   std::vector<double> bins;  // (halves, rows, marks, copies)
-  std::vector<uint64_t> units;  // (halves, rows, marks), from before
+  std::vector<uint64_t> units;  // (halves, rows, marks), from earlier flushes
   std::vector<int64_t> number;
 
-  // The rows above are for the sums of runs.
+  // The 4 additional rows of bins are for the upper parts of the sums of runs.
   Table(int64_t count, const Reach<T>& reach)
       : count(count),
         lowest(reach.first() / BIN),
@@ -194,7 +195,7 @@ struct Table {
     }
   }
 
-  // All of one mark, the first.
+  // Adds elements that all have the first id.
   void all(int64_t n, const T* gradient) {
     if ((room -= n) < 0) settle();
     int64_t i = 0;
@@ -228,8 +229,8 @@ struct Table {
 
   static double number_of(Bits<T> size) { return gradtrace::number<T>(size); }
 
-  // Elements of one mark, at most LONG: if the largest is not too large for the smallest, all sums
-  // are exact in double precision.
+  // Adds at most LONG elements of one id: if the ratio of the largest to the smallest is limited,
+  // all partial sums are exact in double precision.
   void run(int64_t n, int64_t mark, const T* gradient) {
     Reach<T> reach;
     reach.take(n, gradient);
@@ -243,7 +244,7 @@ struct Table {
     for (int64_t i = 0; i < n; i += BLOCK) {
       for (int lane = 0; lane < BLOCK; lane++) held[lane] += std::fabs(double(gradient[i + lane]));
     }
-    // In two parts, each a number such as others in its bin.
+    // In two parts, each within the range of other values of its bin.
     const int row = reach.first() / BIN - lowest, power = Cut<T>::UNIT + BIN * (lowest + row);
     const uint64_t sum = whole(std::accumulate(held, held + BLOCK, 0.0), power);
     double* at = &bins[(row * count + mark) * COPIES];
@@ -255,7 +256,7 @@ struct Table {
     return Cut<T>::UNIT + BIN * (lowest + row) + (HALVES == 2 && half == 0 ? LOWER : 0);
   }
 
-  // Bins as whole numbers, before there are so many numbers in them that sums might be rounded.
+  // Flushes bins to integers, before they hold so many values that sums might be rounded.
   void settle() {
     units.resize(HALVES * rows * count);
     for (int half = 0; half < HALVES; half++) {
@@ -278,7 +279,7 @@ struct Table {
     other.settle();
     for (size_t i = 0; i < units.size(); i++) units[i] += other.units[i];
     for (size_t i = 0; i < number.size(); i++) number[i] += other.number[i];
-    for (size_t i = 0; i < bins.size(); i++) bins[i] += other.bins[i];  // 0, or not finite
+    for (size_t i = 0; i < bins.size(); i++) bins[i] += other.bins[i];  // 0 or not finite
   }
 
   void finish(int64_t* counts, double* sums) const {
@@ -289,8 +290,8 @@ struct Table {
     }
   }
 
-  // To the nearest, ties to even: the highest 64 bits are made of two numbers that are exact; what is
-  // below says only whether there is anything.
+  // Rounds to nearest, ties to even: the highest 64 bits form two exact doubles; the bits below are
+  // reduced to a sticky bit.
   double rounded(int64_t mark) const {
     uint64_t carry = 0, window = 0, held = 0;
     bool lost = false, below = false;
@@ -327,7 +328,7 @@ struct Table {
   }
 };
 
-constexpr int64_t COUNTED = 1 << 14;  // elements that a task counts at a time
+constexpr int64_t COUNTED = 1 << 14;  // elements that a task tallies at a time
 
 template <typename T>
 Reach<T> reach(int64_t n, const T* x, int threads) {
@@ -338,7 +339,8 @@ Reach<T> reach(int64_t n, const T* x, int threads) {
   return all;
 }
 
-// body(table, first, last) over pieces of 0..n, with a table for each of some tasks; they are added up.
+// Runs body(table, first, last) over pieces of 0..n, with one table per task, and adds up the
+// tables.
 template <typename T, int COPIES, typename Body>
 void counted(int64_t n, int64_t count, const T* gradient, int64_t* counts, double* sums, int threads,
              const Body& body) {
@@ -363,7 +365,7 @@ void tally(int64_t n, const int32_t* marks, const T* gradient, int64_t count, in
                : counted<T, 1>(n, count, gradient, counts, sums, threads, add);
 }
 
-// All that is not 0, as one mark.
+// Tally of all nonzero elements as one id.
 template <typename T>
 void magnitude(int64_t n, const T* gradient, int64_t* count, double* sum, int threads) {
   counted<T, 4>(n, 1, gradient, count, sum, threads, [&](auto& table, int64_t i, int64_t j) {
@@ -372,9 +374,9 @@ void magnitude(int64_t n, const T* gradient, int64_t* count, double* sum, int th
   });
 }
 
-// Choosing along lines --------------------------------------------------------------------------
+// Maximum along dimensions ----------------------------------------------------------------------
 
-// The first of the largest: its place, or -1 where there is no element.
+// The index of the first maximum, or -1 if n is 0.
 template <typename B>
 int64_t first_largest(const B* size, int64_t n) {
   if (!n) return -1;
@@ -385,12 +387,12 @@ int64_t first_largest(const B* size, int64_t n) {
   return place;
 }
 
-// A tensor of four levels, the dimensions that are reduced (r1, r2) and those that are kept (k1,
-// k2), from the outermost to the innermost: r1, k1, r2, k2.
+// A tensor as four levels, two reduced (r1, r2) and two kept (k1, k2), from the outermost to the
+// innermost: r1, k1, r2, k2.
 struct Levels {
   int64_t size[4];
-  int64_t step[4];   // of the values
-  int64_t along[4];  // of the marks
+  int64_t step[4];   // strides of the values
+  int64_t along[4];  // strides of the ids
 };
 
 constexpr int64_t BLOCK = 512;
@@ -400,8 +402,8 @@ struct Reduction {
   const T* x;
   Levels how;
 
-  // Elements [low, high) of the reduced ones in order, for kept ones [first, last) that lie side by
-  // side: rows of numbers, compared with the largest so far.
+  // Reduces elements [low, high) in order, for contiguous kept elements [first, last): compares
+  // whole rows with the maxima so far.
   void rows(int64_t k1, int64_t first, int64_t last, int64_t low, int64_t high, Bits<T>* most,
             Bits<T>* place) const {
     const int64_t n = last - first;
@@ -418,7 +420,7 @@ struct Reduction {
     }
   }
 
-  // The same for one kept element, whose reduced ones may lie side by side.
+  // The same for one kept element, whose reduced elements may be contiguous.
   void line(const T* start, int64_t low, int64_t high, Bits<T>* most, Bits<T>* place) const {
     Bits<T> sizes[BLOCK];
     for (int64_t r = low; r < high;) {
@@ -445,7 +447,7 @@ struct Reduction {
     const bool beside = k2 > 1 && how.step[3] == 1;
     const int64_t width = std::min(k2, beside ? BLOCK : std::max<int64_t>(1, BLOCK / (reduced + 1)));
     const int64_t columns = parts(k2, width), blocks = k1 * columns;
-    // Few results of long lines: lines are cut, and their parts compared in order.
+    // Few results of long lines: lines are cut, and their parts combined in order.
     const int64_t cuts = blocks >= 4 * threads
                              ? 1
                              : std::min<int64_t>(4 * threads, parts(reduced * width, 1 << 14));
@@ -501,9 +503,9 @@ void scatter(int64_t n, const T* x, const int32_t* marks, const int64_t* target,
   }
 }
 
-// Sparse matrices in compressed rows ------------------------------------------------------------
+// Sparse matrices in CSR format -----------------------------------------------------------------
 
-// Of every row the sum of its products, or, with marks, the largest of them and its mark. x is
+// For every row the sum of its products or, given ids, the largest product and its id. x is
 // (blocks, planes, columns, inner), the result (blocks, planes, rows, inner).
 template <typename T>
 struct Compressed {
@@ -512,7 +514,7 @@ struct Compressed {
   const int64_t* source;
   const T* weight;
 
-  // Whether all entries are where they should be.
+  // Whether the offsets and columns of all entries are valid.
   bool sound() const {
     const int64_t all = blocks * rows;
     if (starts[0] < 0 || starts[all] > entries) return false;
@@ -525,7 +527,7 @@ struct Compressed {
     return true;
   }
 
-  // Calls body(weight, place in x) for the entries of a row of a plane.
+  // Calls body(weight, index in x) for the entries of a row of a plane.
   template <typename Body>
   void entries_of(int64_t block, int64_t plane, int64_t row, const Body& body) const {
     const int64_t at = block * rows + row;
@@ -535,7 +537,7 @@ struct Compressed {
     }
   }
 
-  // Calls body(block, plane, row, place in the result) for each of them.
+  // Calls body(block, plane, row, index in the result) for every row of every plane.
   template <typename Body>
   void each_row(int threads, const Body& body) const {
     const int64_t length = std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(inner, 1));
@@ -598,13 +600,13 @@ struct Compressed {
 
 // Diagonal plus low rank ------------------------------------------------------------------------
 
-// A number for each element of each line: lines are `line` apart, elements `step`.
+// A strided matrix: `line` is the stride of lines, `step` that of elements.
 template <typename T>
 struct Lines {
   const T* data;
   int64_t line, step;
 
-  // One line, side by side; copied if it does not lie so.
+  // One line as contiguous memory; copied if it is strided.
   const T* at(int64_t number, int64_t n, T* copy) const {
     const T* from = data + number * line;
     if (step == 1) return from;
@@ -613,7 +615,7 @@ struct Lines {
   }
 };
 
-// Several numbers at a time.
+// SIMD vectors.
 template <typename T>
 struct Wide;
 
@@ -629,9 +631,9 @@ struct Wide<double> {
   typedef int64_t Whole __attribute__((vector_size(16)));
 };
 
-// Of one line of n elements: for each i the largest |J[i, j]·x[j]| and the lowest j that has it,
-// where J[i, j] = Σᵣ u[r][i]·v[r][j], and d[i] more for i = j; of rank one or two. Buffers are kept
-// from line to line.
+// For one line of n elements: for each i the largest |J[i, j]·x[j]| and the lowest j that attains
+// it, where J[i, j] = Σᵣ u[r][i]·v[r][j], plus d[i] for i = j; of rank one or two. Buffers are
+// reused for the next line.
 template <typename T>
 class Normalised {
  public:
@@ -643,7 +645,7 @@ class Normalised {
     turn.reserve(n);
   }
 
-  // Read a line; largest() tells of it then.
+  // Reads a line, for largest().
   void read(const Lines<T>* from, int64_t line) {
     d = from[0].at(line, n, copies[0].data());
     x = from[1].at(line, n, copies[1].data());
@@ -653,7 +655,7 @@ class Normalised {
     }
   }
 
-  // Sets size and place of each i; size 0 where there is nothing.
+  // Computes the maximum (as bits) and its index for each i; 0 where all products are 0.
   void largest() {
     if (rank == 1) {
       others_of_one();
@@ -672,19 +674,19 @@ class Normalised {
     B j;
   };
   struct Turn {
-    T slope, a, b;  // a direction, a ≥ 0
+    T slope, a, b;  // a direction (a, b) with a ≥ 0
     B i;
   };
   static constexpr int64_t LANES_OF = 16 / sizeof(T), STEP = 4 * LANES_OF;
-  static constexpr int64_t SHORT = 16;  // lines not worth a hull
-  static constexpr int64_t MANY = 64;   // points, beyond which directions are sorted
+  static constexpr int64_t SHORT = 16;  // the longest lines that are not worth a hull
+  static constexpr int64_t MANY = 64;   // points beyond which directions are sorted
   static constexpr size_t ENOUGH = 8;
-  // What a rounding error may add to a coordinate at most 1, many times over: see within_polygon.
+  // A multiple of the rounding error of a coordinate of at most 1: see within_polygon.
   static constexpr T MARGIN = 32 * std::numeric_limits<T>::epsilon();
   using Numbers = typename Wide<T>::Numbers;
   using Whole = typename Wide<T>::Whole;
 
-  // The own element wins ties against later ones only.
+  // The diagonal element i = j wins ties only against later ones.
   template <int RANK>
   void own() {
     B *__restrict most = size.data(), *__restrict at = place.data();
@@ -700,7 +702,7 @@ class Normalised {
     }
   }
 
-  // Rank one: the largest of the line, or the second largest where that is the own one.
+  // Rank one: the largest of the line, or the second largest where the largest is the diagonal one.
   void others_of_one() {
     for (int64_t j = 0; j < n; j++) place[j] = sized(v[0][j] * x[j]);
     const int64_t first = first_largest(place.data(), n);
@@ -716,8 +718,8 @@ class Normalised {
     place[first] = static_cast<B>(second);
   }
 
-  // Rank two: ±(v0·x, v1·x) are points in the plane, and the largest j for i is the one furthest in
-  // the direction (u0, u1)[i]. Only corners of their hull can be that.
+  // Rank two: ±(v0·x, v1·x) are points in the plane, and the maximal j for i is the point furthest
+  // in the direction (u0, u1)[i], which must be a corner of their convex hull.
   void others_of_two() {
     const bool bounded = n > SHORT && within();
     count = 0;
@@ -749,7 +751,7 @@ class Normalised {
     }
   }
 
-  // One i with every other j.
+  // Compares one i with every other j.
   void alone(int64_t i) {
     B* all = sizes.data();
     const T first = u[0][i], second = u[1][i];
@@ -760,7 +762,7 @@ class Normalised {
     place[i] = static_cast<B>(at);
   }
 
-  // Every i with the points left, in rising order; i itself may be among them.
+  // Compares every i with the remaining points, in ascending order; i itself may be among them.
   void compare() {
     const Whole none = Whole{} - 1, bits = Whole{} + Kind<T>::SIZE;
     const Whole nan = Whole{} + Kind<T>::NAN_BITS;
@@ -791,8 +793,8 @@ class Normalised {
     }
   }
 
-  // Whether no product leaves the range of numbers, and the points (v0·x, v1·x), brought to a
-  // largest coordinate of 1 each, are exact to a few roundings.
+  // Whether no product overflows or underflows, and the points (v0·x, v1·x), scaled to a largest
+  // coordinate of 1 on each axis, are exact to a few roundings.
   bool within() {
     T most[5] = {};
     const T* all[5] = {u[0], u[1], v[0], v[1], x};
@@ -823,8 +825,8 @@ class Normalised {
     return true;
   }
 
-  // Drop points well inside a polygon of points. Computed products differ from exact ones by a few
-  // roundings of |u0|·reach0 + |u1|·reach1, so a point may be dropped if, moved by MARGIN along
+  // Prunes points well inside a polygon of points. Computed products differ from exact ones by a
+  // few roundings of |u0|·reach0 + |u1|·reach1, so a point may be dropped if, moved by MARGIN along
   // either axis, it stays inside: then some corner is larger for every i, even as computed.
   template <int COUNT>
   void within_polygon() {
@@ -833,13 +835,13 @@ class Normalised {
       const double angle = M_PI * k / COUNT;
       furthest(T(std::cos(angle)), T(std::sin(angle)), p + k, q + k);
     }
-    p[COUNT] = -p[0];  // half a turn on, the mirror image
+    p[COUNT] = -p[0];  // after half a turn, the mirror image
     q[COUNT] = -q[0];
-    std::fill(sizes.begin(), sizes.begin() + count, 0);  // 1 where a point is not inside
+    std::fill(sizes.begin(), sizes.begin() + count, 0);  // 1 for a point that is not inside
     for (int k = 0; k < COUNT; k++) {
-      const T across = q[k + 1] - q[k], up = p[k] - p[k + 1];  // outwards
+      const T across = q[k + 1] - q[k], up = p[k] - p[k + 1];  // outward normal
       const T size = std::fabs(across) + std::fabs(up);
-      if (!(size > 0)) continue;  // two directions with one corner have no edge between them
+      if (!(size > 0)) continue;  // two directions with the same corner have no edge
       const T edge = across * p[k] + up * q[k] - MARGIN * size;
       for (int64_t f = 0; f < count; f++) {
         sizes[f] = std::fabs(across * a[f] + up * b[f]) <= edge ? sizes[f] : 1;
@@ -864,8 +866,8 @@ class Normalised {
     *q = sign * b[at];
   }
 
-  // Many points on an edge of the hull: directions in order, and for those between two of them only
-  // the points that no other exceeds at both.
+  // For many points near an edge of the hull: sorts the directions, and for a sector of them
+  // considers only the points that no other point exceeds at both ends.
   void by_sectors() {
     turn.clear();
     for (int64_t i = 0; i < n; i++) {
@@ -905,12 +907,12 @@ class Normalised {
     }
   }
 
-  // The points that may be largest for a direction of the sector.
+  // The points that may be maximal for a direction in the sector.
   std::vector<Point> contenders(size_t first, size_t last, const std::vector<Point>& all) const {
     const Turn &s = turn[first], &t = turn[last - 1];
     const auto far = [&](const Turn& way, const Point& point) { return way.a * point.a + way.b * point.b; };
     const T slack_s = MARGIN * (s.a + std::fabs(s.b)), slack_t = MARGIN * (t.a + std::fabs(t.b));
-    T most_s = -1, most_t = -1, with_s = 0, with_t = 0;  // the furthest at each end, and at the other
+    T most_s = -1, most_t = -1, with_s = 0, with_t = 0;  // maxima at both ends, and at the other
     for (const Point& point : all) {
       const T at_s = far(s, point), at_t = far(t, point);
       if (std::fabs(at_s) > most_s) most_s = std::fabs(at_s), with_s = at_s < 0 ? -at_t : at_t;
@@ -931,12 +933,12 @@ class Normalised {
   const T *d = nullptr, *x = nullptr, *u[2] = {}, *v[2] = {};
   std::vector<T> copies[6], a, b;
   T reach[2] = {}, limit = 0;
-  std::vector<B> sizes, few;  // few: the points left, as (a, b), and which they are
+  std::vector<B> sizes, few;  // few: j of the remaining points (a, b)
   int64_t count = 0;
   std::vector<Turn> turn;
 };
 
-// Lines of the diagonal, of x, of the left and of the right parts, one after the other.
+// Lines of the diagonal, x, the left and the right factors, in this order.
 template <typename T>
 void normalise(int64_t lines, int64_t n, int rank, const Lines<T>* from, const Lines<int32_t>& marks,
                T* value, int64_t* place, int32_t* out, int threads) {
@@ -998,7 +1000,7 @@ GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient,
   });
 }
 
-// how: sizes, steps of x and steps of the marks, of r1, k1, r2, k2 each.
+// how: sizes, strides of x and strides of the ids, each of r1, k1, r2, k2.
 GRADTRACE_API int gradtrace_reduce(int wide, const void* x, const int32_t* marks,
                                    const int64_t* how, void* value, int32_t* out, int threads) {
   return guarded([&] {
@@ -1019,7 +1021,7 @@ GRADTRACE_API int gradtrace_reduce(int wide, const void* x, const int32_t* marks
   });
 }
 
-// value and out are 0 at first.
+// value and out must be 0 initially.
 GRADTRACE_API int gradtrace_scatter(int wide, int64_t n, const void* x, const int32_t* marks,
                                     const int64_t* target, int64_t size, void* value,
                                     int32_t* out) {
@@ -1036,7 +1038,7 @@ GRADTRACE_API int gradtrace_scatter(int wide, int64_t n, const void* x, const in
   });
 }
 
-// sizes: blocks, planes, inner, columns, rows, entries. Without marks, the sums.
+// sizes: blocks, planes, inner, columns, rows, entries. Computes the sums if marks is null.
 GRADTRACE_API int gradtrace_sparse(int wide, const int64_t* sizes, const int64_t* starts,
                                    const int64_t* source, const void* weight, const void* x,
                                    const int32_t* marks, void* value, int32_t* out, int threads) {
@@ -1061,8 +1063,8 @@ GRADTRACE_API int gradtrace_sparse(int wide, const int64_t* sizes, const int64_t
   });
 }
 
-// from: place, step of lines and of elements of the diagonal, x, the left and the right parts, and
-// the marks. What is not asked for is null.
+// from: address, stride of lines and stride of elements of the diagonal, x, the left and the right
+// factors, and the ids. Results that are not requested are null.
 GRADTRACE_API int gradtrace_normalise(int wide, int64_t lines, int64_t n, int rank,
                                       const int64_t* from, void* value, int64_t* place,
                                       int32_t* out, int threads) {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #ifdef GRADTRACE_PORTABLE
-// Wheels ask for nothing of a libstdc++ newer than GCC 8's, as torch's do. Allocators of later
-// headers call this one, which came with GCC 11; CMakeLists.txt keeps it inside the library.
+// Wheels need no libstdc++ newer than GCC 8's, like torch's. Allocators of later headers call this
+// function, which came with GCC 11; CMakeLists.txt keeps its symbol inside the library.
 namespace std {
 void __throw_bad_array_new_length() { throw bad_alloc(); }
 }  // namespace std
@@ -18,8 +18,8 @@ void __throw_bad_array_new_length() { throw bad_alloc(); }
 namespace gradtrace {
 namespace {
 
-// What the exception that is being handled comes to. (std::exception_ptr would do the same, with
-// symbols that libstdc++ has had since GCC 11 only.)
+// Status code of the exception being handled. (std::exception_ptr would do the same, but needs
+// symbols that libstdc++ has only had since GCC 11.)
 int status() noexcept {
   try {
     throw;
@@ -38,8 +38,8 @@ void raise(int status) {
   if (status != DONE) throw std::runtime_error("failed");
 }
 
-// GOMP_parallel of the OpenMP runtime that torch has loaded: its threads are the ones that wait
-// for work anyway, and a second runtime would fight with them over the cores.
+// GOMP_parallel of the OpenMP runtime that torch has loaded: its thread pool exists anyway, and a
+// second runtime would compete with it for the cores.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 Parallel parallel = nullptr;
 
@@ -73,7 +73,7 @@ void spawn(Work& work, int threads) {
   try {
     for (int n = 1; n < threads; n++) others.emplace_back([&work] { work.run(); });
   } catch (...) {
-    // fewer threads then: the work gets done all the same
+    // no more threads available: the existing ones do the work
   }
   work.run();
   for (auto& other : others) other.join();
@@ -107,7 +107,7 @@ int guarded(const std::function<void()>& body) noexcept {
 
 }  // namespace gradtrace
 
-// The shape of this interface; the Python side refuses a library that answers otherwise.
+// ABI version of this interface; the Python side rejects a library with another one.
 GRADTRACE_API int gradtrace_abi() { return 7; }
 
 GRADTRACE_API void gradtrace_use(void (*runtime)(void (*)(void*), void*, unsigned, unsigned)) {

@@ -1,26 +1,28 @@
-// The contraction in (max, x) on NVIDIA GPUs: value[m, n] = max_k |a[m, k] b[k, n]| in float32, and
-// the block of k in which it is first attained; rescan.cu finds the k. Compiled when first used, by
-// gradtrace/kernels/gpu.py, which defines BM and BN, the results of a tile; KB, how many k make a
-// block; and INDEX where the winner is wanted.
+// The (max, x) contraction on NVIDIA GPUs: value[m, n] = max_k |a[m, k] b[k, n]| in float32, and
+// the block of k in which it is first attained; rescan.cu finds the k. Compiled on first use by
+// gradtrace/kernels/cuda_contraction.py, which defines BM and BN, the rows and columns of a tile;
+// KB, the number of k per block; and INDEX if the argmax is requested.
 //
-// Operands are read where they lie. 256 threads make a tile, 8 x 8 results each. The maximum alone is
-// kept at every k; at the end of a block of k, results that have grown since take its number.
+// Operands are read in place, by their strides. 256 threads compute a tile, 8 x 8 results each.
+// Only the maximum is updated at every k; at the end of a block of k, results that have increased
+// since its start record its number.
 //
-// The work of all tiles, in steps of BK, is cut into equal shares, one for each thread block, wherever
-// in a tile that may be. Who begins a tile puts what it finds into the results; who goes on with one,
-// which each does at most once and first, into a place of its own; rescan joins them.
+// The work of all tiles, in steps of BK, is cut into equal shares, one per thread block; a share
+// may begin in the middle of a tile. The thread block that begins a tile writes to the results. A
+// thread block that continues a tile, which each does at most once and first, writes to its own
+// part of the workspace; rescan combines them.
 //
-// Products are compared by their bits: they are not negative, and a GPU's only NaN, 0x7fffffff, is the
-// largest of all, so that it stays, and the first of them wins.
+// Products are compared by their bits: they are nonnegative, and a GPU's only NaN, 0x7fffffff, is
+// the largest, so that it stays, and the first of them wins.
 
 #define BK 16
 #define STAGES 3
 #define THREADS 256
-#define ALONE THREADS, 1  // a block has a multiprocessor to itself, and may take its registers
-#define PA (BM + 4)       // from k to k in shared memory: 8 k of 4 rows lie in different banks
+#define ALONE THREADS, 1  // one block per multiprocessor, which may use all registers
+#define PA (BM + 4)       // stride of k in shared memory: 8 k of 4 rows are in different banks
 #define PB (BN + 4)
 
-// x[i, r, k] is at i * batch + r * row + k * inner; steps within a tile are less than 2^31.
+// x[i, r, k] is at i * batch + r * row + k * inner; offsets within a tile are less than 2^31.
 struct Side {
   const float* data;
   i64 batch, row, inner;
@@ -28,16 +30,17 @@ struct Side {
 
 struct Contract {
   Side a, b;
-  float* value;        // of who begins a tile
-  i64 plane, pitch;    // from matrix to matrix and from row to row of it
+  float* value;        // of the thread blocks that begin a tile
+  i64 plane, pitch;    // strides of value from matrix to matrix and from row to row
   u8* blocks;          // (batches, M, N up to a multiple of 4)
-  float* parts;        // of who goes on with one: (thread blocks, BM, BN)
+  float* parts;        // of those that continue one: (thread blocks, BM, BN)
   u8* numbers;
   i64 M, N, K;
-  i64 steps, share, total;  // of BK: in a tile, for a thread block, in all
+  i64 steps, share, total;  // steps of BK: per tile, per thread block, in total
 };
 
-// How 16 bytes or 4 are fetched: rows lie together in quadruples, or only together, or k do.
+// How an operand is fetched: along contiguous and aligned rows, 16 bytes at a time; along
+// contiguous rows, 4 bytes at a time; or along k.
 enum Lie { QUADS, ROWS, INNER };
 
 __device__ __forceinline__ Lie lie(const Side& x) {
@@ -45,7 +48,7 @@ __device__ __forceinline__ Lie lie(const Side& x) {
   return (((u64)x.data | x.inner << 2 | x.batch << 2) & 15) == 0 ? QUADS : ROWS;
 }
 
-// What a thread fetches first of BK k and COUNT rows; the rest lies in steps from it.
+// The first element that a thread fetches of BK k and COUNT rows; the others are at fixed strides.
 template <int COUNT>
 __device__ __forceinline__ void place(Lie how, int& r, int& k) {
   int tid = threadIdx.x;
@@ -63,7 +66,7 @@ __device__ __forceinline__ void place(Lie how, int& r, int& k) {
   }
 }
 
-// BK k of COUNT rows into shared memory, k by row; zeros where there are not so many.
+// Load BK k of COUNT rows into shared memory, as [k][row]; zeros outside the operand.
 template <int COUNT, bool WHOLE>
 __device__ __forceinline__ void load(float* to, const float* from, Lie how, int row, int inner, int rows,
                                      int inners) {
@@ -94,11 +97,11 @@ __device__ __forceinline__ void load(float* to, const float* from, Lie how, int 
   }
 }
 
-// What is fetched next. It stands in shared memory, one for each thread: registers are short.
+// What a thread fetches next. Kept in shared memory, because registers are scarce.
 struct State {
   const float *a, *b;
-  int rows, columns;  // from the tile's first on
-  int tile, ahead;    // in which, and how many steps in it
+  int rows, columns;  // left, from the tile's first
+  int tile, ahead;    // the tile, and the steps done in it
 };
 
 template <int COUNT>
@@ -115,7 +118,8 @@ __device__ __forceinline__ State start(const Contract& c, Lie lie_a, Lie lie_b, 
           (int)c.M - m0, (int)c.N - n0, tile, ahead};
 }
 
-// Where in a tile the results of a thread are: these 4 rows and columns, and those half a tile on.
+// Position of a thread's results in a tile: these 4 rows and columns, and those half a tile
+// further.
 __device__ __forceinline__ int row(int tid) { return (tid / 32 / (BN / 64) * 4 + tid % 32 / 8) * 4; }
 __device__ __forceinline__ int column(int tid) { return (tid / 32 % (BN / 64) * 8 + tid % 8) * 4; }
 
@@ -126,7 +130,7 @@ KERNEL(ALONE, contract, Contract) {
   State* state = (State*)memory;                      // [THREADS]
   float* sa = (float*)(state + THREADS);              // [STAGES][BK][PA]
   float* sb = sa + STAGES * BK * PA;                  // [STAGES][BK][PB]
-  float4* before = (float4*)(sb + STAGES * BK * PB);  // [16][THREADS]: what the results were
+  float4* before = (float4*)(sb + STAGES * BK * PB);  // [16][THREADS]: results before the block
   const int tid = threadIdx.x;
   const Lie lie_a = lie(c.a), lie_b = lie(c.b);
   const int first = blockIdx.x * (int)c.share, last = (int)min(c.total, first + c.share);
@@ -157,10 +161,10 @@ KERNEL(ALONE, contract, Contract) {
 
   float most[8][8];
 #ifdef INDEX
-  u32 winner[16];  // four to a word
+  u32 winner[16];  // numbers of k blocks, four per word
 #endif
   int stage = 0;
-  for (int here = first; here < last;) {  // a tile, or what is this block's of it
+  for (int here = first; here < last;) {  // a tile, or this thread block's share of it
     const int begun = here % steps, count = min(steps - begun, last - here);
 #pragma unroll
     for (int i = 0; i < 8; i++)
@@ -180,7 +184,7 @@ KERNEL(ALONE, contract, Contract) {
       const float* pa = sa + stage * BK * PA + row(tid);
       const float* pb = sb + stage * BK * PB + column(tid);
 #pragma unroll
-      for (int k = 0; k < BK; k += 2) {  // two at a time: the larger of them and of what was there
+      for (int k = 0; k < BK; k += 2) {  // two products at a time, and the maximum so far
         float x[2][8], y[2][8];
 #pragma unroll
         for (int t = 0; t < 2; t++) {
@@ -218,7 +222,7 @@ KERNEL(ALONE, contract, Contract) {
     int me = tid;
     AFRESH(me);
     const int down = row(me), over = column(me);
-    if (begun) {  // by another
+    if (begun) {  // by another thread block
 #pragma unroll
       for (int q = 0; q < 16; q++) {
         const int i = q / 2, j = (q % 2) * 4;

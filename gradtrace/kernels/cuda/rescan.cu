@@ -1,16 +1,16 @@
-// What goes before and after the contraction of contract.cu. Compiled when first used, by
-// gradtrace/kernels/gpu.py, which defines KB, how many k make a block.
+// Kernels that run before and after the contraction of contract.cu. Compiled on first use by
+// gradtrace/kernels/cuda_contraction.py, which defines KB, the number of k per block.
 //
-//   pack    copies an operand, wherever its numbers are and whatever they are, as float32, row by k.
-//   rescan  looks the winning block of each result through, for the lowest k. Also joins what several
-//           thread blocks have found for a tile.
+//   pack    copies an operand of any supported dtype, strides or tables to float32, as (row, k).
+//   rescan  searches the winning block of each result for the lowest k. Also combines the partial
+//           results of several thread blocks for a tile.
 
-#define LANES (KB / 4)  // of a warp, for each result
+#define LANES (KB / 4)  // of a warp, per result
 #define AT_ONCE (32 / LANES)
-#define MANY 256, 4  // threads, and blocks on a multiprocessor
-#define ROUNDS 2  // that are under way at the same time
+#define MANY 256, 4  // threads per block, and blocks per multiprocessor
+#define ROUNDS 2  // in flight at the same time
 
-// x[i, r, k] is at batch + row + inner, each a table or a step.
+// x[i, r, k] is at batch + row + inner, each from a table or a stride.
 struct Operand {
   const void* data;
   const i64 *batches, *rows, *inners;
@@ -19,36 +19,36 @@ struct Operand {
 
 struct Pack {
   Operand x;
-  i64 kind, R, K, pitch;  // rows and k that are there; k with the zeros after them
+  i64 kind, R, K, pitch;  // rows, k, and k padded with zeros
   float* out;
 };
 
-// Both operands, or one, in one launch.
+// Copies both operands, or one, in one launch.
 struct Packs {
   Pack a, b;
-  i64 tiles;  // of 32 rows, that the first has
+  i64 tiles;  // tiles of 32 rows of the first operand
 };
 
 // x[i, r, k] is at i * batch + r * row + k * inner.
 struct Side {
   const float* data;
   i64 batch, row, inner;
-  i64 held;  // if not 0, rows are read once, into shared memory, this far apart
+  i64 held;  // if not 0, rows are read once into shared memory, with this stride
 };
 
 struct Rescan {
   Side a, b;
-  i64 M, N, K, high, wide;  // the last: results of a thread block, powers of 2 within a tile
-  float* value;             // of who began a tile
-  i64 plane, pitch;         // from matrix to matrix and from row to row of it
+  i64 M, N, K, high, wide;  // high, wide: results per thread block, powers of 2 within a tile
+  float* value;             // of the thread blocks that began a tile
+  i64 plane, pitch;         // strides of value from matrix to matrix and from row to row
   const u8* blocks;         // (batches, M, N up to a multiple of 4)
-  const float* parts;       // of who went on with one: (thread blocks, rows, columns)
+  const float* parts;       // of those that continued one: (thread blocks, rows, columns)
   const u8* numbers;
-  i64 rows, columns, steps, share, BK;  // of a tile; in a tile, of a thread block; k of a step
-  i64* index;               // (batches, M, N), with gaps; either may be absent
+  i64 rows, columns, steps, share, BK;  // tile size; steps per tile, per thread block; k per step
+  i64* index;               // (batches, M, N), strided; index or ids may be null
   int* marks;
   i64 plane_out, pitch_out;
-  Operand given;            // marks of a, or of b
+  Operand given;            // provenance ids of a, or of b
   i64 ofb;
 };
 
@@ -66,7 +66,7 @@ KERNEL(256, pack, Packs) {
   const Operand& x = p.x;
   const int k0 = blockIdx.x * 32, r0 = (blockIdx.y - (second ? (int)c.tiles : 0)) * 32;
   const i64 i = blockIdx.z, from = place(x.batches, x.batch, i);
-  // Neighbouring threads read along whichever dimension lies together.
+  // Neighbouring threads read along whichever dimension is contiguous.
   const bool along = x.inners || x.inner == 1 || x.row != 1;
 #pragma unroll
   for (int step = threadIdx.y; step < 32; step += 8) {
@@ -85,7 +85,7 @@ KERNEL(256, pack, Packs) {
   }
 }
 
-// Some rows, from the first on, where they can be read 4 k at a time.
+// Rows from the first on, and whether they can be read 4 k at a time.
 struct Lines {
   const float* data;
   int row;
@@ -103,7 +103,8 @@ __device__ __forceinline__ Lines lines(const Side& x, float* to, int r0, int row
     }
     return {to, (int)x.held, true};
   }
-  // A warp reads 4 k of 8 rows, or 32 k of one, as they lie, and zeros up to the end of a block.
+  // A warp reads 4 k of 8 rows, or 32 k of one, depending on the strides, and pads a block with
+  // zeros.
   const bool along = x.inner == 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int dr = along ? 0 : lane % 8, dk = along ? lane : lane / 8;
@@ -123,12 +124,12 @@ __device__ __forceinline__ float4 four(const Lines& x, int r, int k, int K) {
                      k + 3 < K ? at[3] : 0.f);
 }
 
-// The lowest k of a block that gives what is the best; each lane asks for one result of 32, and tells
-// where it is.
+// The lowest k of a block whose product is the best value; each lane holds one result of 32, and
+// gets the k of that one.
 __device__ __forceinline__ int first(const Lines& a, const Lines& b, float best, int from, int top,
                                      int left, int line, int tall, int broad, int* found, int K) {
   const int lane = threadIdx.x % 32, last = (1 << line) - 1;
-#if KB < 16  // each by itself: all rows are held
+#if KB < 16  // each lane by itself: all rows are in shared memory
   const float* x = a.data + (min(top + (lane >> line), tall - 1) * a.row + from);
   const float* y = b.data + (min(left + (lane & last), broad - 1) * b.row + from);
   const int bits = __float_as_int(best);
@@ -142,7 +143,7 @@ __device__ __forceinline__ int first(const Lines& a, const Lines& b, float best,
     at = __float_as_int(size(u.x, v.x)) == bits ? q : at;
   }
   return from + at;
-#else  // several together, so that they read what lies together
+#else  // several lanes per result, for coalesced reads
   const int sub = lane % LANES, who = lane / LANES;
   const u32 mine = (LANES == 32 ? 0xffffffffu : (1u << LANES % 32) - 1) << (who * LANES);
 #pragma unroll 1
@@ -176,8 +177,8 @@ __device__ __forceinline__ int first(const Lines& a, const Lines& b, float best,
 #endif
 }
 
-// grid: (tiles of results, 1, batches). The 32 lanes of a warp take 32 results: each reads what one of
-// them is, then several look its block through together, then each writes one of them.
+// grid: (tiles of results, 1, batches). The 32 lanes of a warp take 32 results: each lane reads one
+// value, then several lanes search its block cooperatively, then each lane writes one result.
 KERNEL(MANY, rescan, Rescan) {
   __shared__ int found[8][32];
   DYNAMIC(float4, memory);
@@ -189,8 +190,8 @@ KERNEL(MANY, rescan, Rescan) {
   const Lines a = lines(c.a, (float*)memory, m0, tall, K);
   const Lines b = lines(c.b, second, n0, broad, K);
   if (c.a.held || c.b.held) __syncthreads();
-  // These results are of one tile. It has been begun by one thread block of contract's; the ones after
-  // that may have gone on with it.
+  // These results are of one tile. One thread block of contract has begun it; the following ones
+  // may have continued it.
   const int rows = c.rows, columns = c.columns, share = c.share, across = (N + columns - 1) / columns;
   const int tile = (blockIdx.z * ((M + rows - 1) / rows) + m0 / rows) * across + n0 / columns;
   const int begin = tile * (int)c.steps, end = begin + (int)c.steps, heir = begin / share + 1;
@@ -199,7 +200,7 @@ KERNEL(MANY, rescan, Rescan) {
   float* value = c.value + z * c.plane + m0 * c.pitch + n0;
   const u8* blocks = c.blocks + ((z * M + m0) * padded + n0);
   const i64 corner = z * c.plane_out + m0 * c.pitch_out + n0;
-  // 32 results: of one row, or 8 each of four. Powers of 2, by their bits.
+  // 32 results: of one row, or 8 each of four rows. Sizes are powers of 2: shifts and masks.
   const int line = wide < 32 ? 3 : 5, groups = 31 - __clz(wide) - line, last = (1 << line) - 1;
   for (int g = warp; g < high * wide / 32; g += 8) {
     const int top = (g >> groups) << (5 - line), left = (g - (g >> groups << groups)) << line;

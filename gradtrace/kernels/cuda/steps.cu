@@ -1,5 +1,6 @@
-// What lies between contractions, on NVIDIA GPUs: value and mark of every element in one pass over
-// memory. gradtrace/kernels/steps.py says what each does; the bits are the same.
+// Elementwise, index and reduction kernels on NVIDIA GPUs: value and provenance id of every element
+// in one pass over memory. gradtrace/kernels/steps.py defines what each computes; the bits are the
+// same. Provenance ids are called marks in the code.
 //
 // For float and double; half precisions are read as float.
 
@@ -9,7 +10,7 @@ template <typename T> struct Kind;
 template <> struct Kind<float> { typedef int Bits; };
 template <> struct Kind<double> { typedef i64 Bits; };
 
-// A number as T; kinds are those of gpu.py: float, double, half, bfloat16.
+// Element `at` as T; kinds are those of cuda_steps.py: float, double, half, bfloat16.
 template <typename T>
 __device__ __forceinline__ T get(const void* data, int kind, i64 at) {
   if (kind == 0) return (T)((const float*)data)[at];
@@ -18,7 +19,7 @@ __device__ __forceinline__ T get(const void* data, int kind, i64 at) {
   return (T)(kind == 3 ? of_bfloat(bits) : of_half(bits));
 }
 
-// Products and sums that are rounded one by one: the compiler must not fuse them.
+// Products and sums that are rounded separately: the compiler must not fuse them.
 __device__ __forceinline__ float mul(float x, float y) { return __fmul_rn(x, y); }
 __device__ __forceinline__ double mul(double x, double y) { return __dmul_rn(x, y); }
 __device__ __forceinline__ float add(float x, float y) { return __fadd_rn(x, y); }
@@ -26,8 +27,8 @@ __device__ __forceinline__ double add(double x, double y) { return __dadd_rn(x, 
 __device__ __forceinline__ float most_of(float x, float y) { return fmaxf(x, fabsf(y)); }
 __device__ __forceinline__ double most_of(double x, double y) { return fmax(x, fabs(y)); }
 
-// Several leaves at a time: a job for each, and how many there are. Its blocks follow those of the
-// one before; a block finds its job by where they begin.
+// Several leaves per launch: the number of jobs, and a job for each leaf. The thread blocks of a
+// job follow those of the job before; a block finds its job by binary search for their first.
 template <typename Job, int MOST>
 struct Jobs {
   i64 count;
@@ -43,11 +44,11 @@ struct Jobs {
   }
 };
 
-// Choosing among terms ------------------------------------------------------------------------
+// Maximum of terms ----------------------------------------------------------------------------
 
 #define DIMS 6
 
-// Where element i of N tensors of one shape lies in each: dimensions and steps innermost first.
+// Offset of element i in each of N tensors of one shape; dimensions and strides innermost first.
 template <typename Given, int N>
 __device__ __forceinline__ void find(const Given& c, i64 i, i64 (&at)[N]) {
   i64 rest = i;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void find(const Given& c, i64 i, i64 (&at)[N]) {
     i64 here = rest;
     if (d + 1 < c.dims) {
       const i64 size = c.shape[d];
-      // 32 bits where they do: division is slow.
+      // Divide in 32 bits where possible: 64-bit division is slow.
       const i64 more = (rest | size) >> 32 ? rest / size : (i64)((u32)rest / (u32)size);
       here = rest - more * size;
       rest = more;
@@ -73,9 +74,9 @@ struct Merge {
   void* size;
   int* marks;
   const void* value;
-  const int* other;  // or, if it is absent, the constant
+  const int* other;  // if null, the constant
   i64 constant, shift, kind, n, dims;
-  i64 shape[DIMS], step[4][DIMS];  // of size, marks, value, other; innermost first
+  i64 shape[DIMS], step[4][DIMS];  // strides of size, marks, value, other; innermost first
 };
 
 template <typename T>
@@ -95,16 +96,16 @@ __device__ void merge(const Merge& c) {
 KERNEL(256, merge_float, Merge) { merge<float>(c); }
 KERNEL(256, merge_double, Merge) { merge<double>(c); }
 
-// Of two terms the larger.
+// Provenance id of the larger of two terms.
 struct Larger {
   int* out;
   const void* first;
   const int* mine;
   const void* second;
   const int* theirs;
-  i64 constants[2];  // where marks are absent
+  i64 constants[2];  // ids where mine or theirs is null
   i64 shift, loose, kinds[2], n, dims;
-  i64 shape[DIMS], step[5][DIMS];  // of out, first, mine, second, theirs; innermost first
+  i64 shape[DIMS], step[5][DIMS];  // strides of out, first, mine, second, theirs
 };
 
 template <typename T>
@@ -123,17 +124,17 @@ __device__ void larger(const Larger& c) {
 KERNEL(256, larger_float, Larger) { larger<float>(c); }
 KERNEL(256, larger_double, Larger) { larger<double>(c); }
 
-// Counting ------------------------------------------------------------------------------------
+// Counts and sums by provenance id ------------------------------------------------------------
 
-// Sums are exact and rounded once, at the end, so that nobody's order matters: a number is a whole
-// number of units, the smallest number there is, cut into one or two pieces of 32 bits, and each is
-// added up in the bin of its place, 8 bits from the next. A block has bins of its own in shared
-// memory, of 32 bits and a count of what they carried over, for those that most numbers fall in;
-// the rest goes to memory straight away.
+// Sums are exact and rounded once, at the end, so that the order of additions does not matter: a
+// value is an integer number of units (the smallest positive number), cut into one or two pieces of
+// 32 bits, and each piece is added to the bin of its exponent; bins are 8 bits apart. A thread
+// block has its own bins in shared memory, of 32 bits and a count of carries, for the range of
+// exponents that most values fall in; other values are added to global memory directly.
 
-#define COUNTERS 512  // threads of a block
+#define COUNTERS 512  // threads per block
 #define BATCH 8       // elements that a thread reads at a time
-#define HEAD 16       // words at the start of the work: how many blocks are done, and which bins are used
+#define HEAD 16       // words before the bins: number of finished blocks, bitmap of used bins
 
 template <typename T> struct Cut;
 template <> struct Cut<float> {
@@ -143,8 +144,8 @@ template <> struct Cut<double> {
   static const int BINS = 264, WINDOW = 12, ABOVE = 4, UNIT = -1074;
 };
 
-// A number of units as a few bits, and how many places to the left they are; 255 or 2047 in the field
-// of the exponent says that it is none.
+// A value in units: mantissa bits and their left shift. An exponent field of 255 or 2047 means
+// infinity or NaN.
 struct Parts {
   u64 bits;
   int shift;
@@ -165,19 +166,19 @@ __device__ __forceinline__ Parts parts(i64 size) {
 struct Tally {
   const int* marks;
   const void* gradient;
-  i64 kind, n, count, low;  // marks from low to low + count
-  i64 slots, length;        // marks in shared memory, elements of a block
-  u64* work;                // 0 before and after: HEAD, then rows of count: numbers, oddities, bins
+  i64 kind, n, count, low;  // ids from low to low + count
+  i64 slots, length;        // ids in shared memory, elements per block
+  u64* work;                // left zeroed: HEAD, then [count] counts, non-finite flags, bins
   double* sums;
   i64* counts;
-  i64 first, blocks;  // of this job
+  i64 first, blocks;  // thread blocks of this job
 };
 typedef Jobs<Tally, 32> Tallies;
 
 #define INFINITE 1ULL
 #define NO_NUMBER 2ULL
 
-// Sizes of the elements of a thread, many at a time; 0 for what is not there.
+// |x| as bits of BATCH elements of a thread; 0 past the end.
 template <typename T>
 __device__ __forceinline__ void read(const void* data, int kind, int at, int end,
                                      typename Kind<T>::Bits* size) {
@@ -201,7 +202,7 @@ template <typename T>
 struct Work {
   u64* rows;
   i64 count;
-  u32* used;  // which bins, of the block
+  u32* used;  // bitmap of the bins that this block has used
 
   __device__ __forceinline__ u64* bin(int b, int mark) const { return rows + (2 + b) * count + mark; }
 
@@ -214,7 +215,7 @@ struct Work {
     atomicAdd(bin(b, mark), units);
   }
 
-  // A number, straight to memory.
+  // Adds a value to global memory directly.
   __device__ __forceinline__ void take(int mark, typename Kind<T>::Bits size) const {
     const Parts number = parts(size);
     if (!number.finite) {
@@ -228,8 +229,8 @@ struct Work {
   }
 };
 
-// The bins of a mark as a number, rounded to the nearest, ties to even: the highest 64 bits are made
-// of two numbers that are exact; what is below says only whether there is anything.
+// The bins of an id as a double, rounded to nearest, ties to even: the highest 64 bits form two
+// exact doubles; the bits below are reduced to a sticky bit.
 template <typename T>
 __device__ __forceinline__ double rounded(const Work<T>& work, int mark, int first, int last) {
   u64 carry = 0, window = 0, held = 0;
@@ -265,7 +266,7 @@ __device__ __forceinline__ double rounded(const Work<T>& work, int mark, int fir
          __longlong_as_double((i64)(power - some + 1023) << 52);
 }
 
-// The last block to come here rounds what all of them have added up, and leaves the work at 0.
+// The last block to finish rounds the sums of all blocks, and resets the workspace to 0.
 template <typename T>
 __device__ void finish(const Tally& c, const Work<T>& work) {
   const int tid = threadIdx.x, words = (Cut<T>::BINS + 31) / 32;
@@ -310,7 +311,7 @@ __device__ void finish(const Tally& c, const Work<T>& work) {
   if (blocks > 1 && tid < HEAD) head[tid] = 0;
 }
 
-// The largest bin of what the block reads first, or somewhat more.
+// The largest bin of the first elements that the block reads, and one more.
 template <typename T>
 __device__ __forceinline__ int highest_bin(typename Kind<T>::Bits most, int* top) {
   int bin = (parts(most).shift >> 3) + Cut<T>::ABOVE;
@@ -320,17 +321,17 @@ __device__ __forceinline__ int highest_bin(typename Kind<T>::Bits most, int* top
   return min(*top + 1, Cut<T>::BINS - 1);
 }
 
-// grid: (n / length of each job), COUNTERS threads; shared memory: as many words as table says.
+// grid: (n / length of each job), COUNTERS threads; shared memory: the words of `table`.
 template <typename T>
 __device__ void tally(const Tallies& all) {
   typedef typename Kind<T>::Bits B;
   const Tally& c = all.mine();
   const int WINDOW = Cut<T>::WINDOW;
-  DYNAMIC(u32, table);  // [slots] numbers, [WINDOW][slots] bins, [WINDOW][slots] carries, [slots] owners
+  DYNAMIC(u32, table);  // counts, [WINDOW] bins, [WINDOW] carries, owners; [slots] each
   __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
   __shared__ int top;
   const int tid = threadIdx.x, slots = c.slots, count = c.count, low = c.low;
-  const bool shares = count > slots;  // several marks may want one place: the first has it
+  const bool shares = count > slots;  // several ids map to one slot: the first owns it
   u32* bins = table + slots;
   int* owners = (int*)(table + (1 + 2 * WINDOW) * slots);
   const Work<T> work = {c.work + HEAD, c.count, used};
@@ -347,7 +348,7 @@ __device__ void tally(const Tallies& all) {
   int base = 0;
   for (int i = first; i < end; i += COUNTERS * BATCH) {
 #pragma unroll
-    for (int u = 0; u < BATCH; u++) {  // many reads at a time
+    for (int u = 0; u < BATCH; u++) {  // many reads in flight
       const int at = i + tid + u * COUNTERS;
       mark[u] = at < end ? c.marks[at] - low : -1;
     }
@@ -359,7 +360,7 @@ __device__ void tally(const Tallies& all) {
       for (int u = 0; u < BATCH; u++) most = max(most, size[u]);
       base = highest_bin<T>(most, &top) - (WINDOW - 1);
     }
-    u32 rest = 0;  // what has no place in shared memory
+    u32 rest = 0;  // elements that do not fit into shared memory
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
       if ((u32)mark[u] >= (u32)count) {
@@ -381,10 +382,10 @@ __device__ void tally(const Tallies& all) {
       fits &= number.finite && (!near || (u32)bin < (u32)WINDOW) && (!far || (u32)(bin + 4) < (u32)WINDOW);
       rest |= fits ? 0 : 1u << u;
       if (fits) atomicAdd(table + slot, 1u);
-      mark[u] = fits && units ? bin * slots + slot : -1;  // from here on, where it belongs
+      mark[u] = fits && units ? bin * slots + slot : -1;  // from here on, the index of its bin
       size[u] = (B)units;
     }
-    // Nobody waits for an addition before the next one is under way.
+    // All additions are issued before any of their results is used.
 #pragma unroll
     for (int k = 0; k <= (Cut<T>::ABOVE ? 1 : 0); k++) {
       u32 was[BATCH];
@@ -429,7 +430,7 @@ __device__ __forceinline__ u32 counted(u32 x) {
   return x;
 }
 
-// A whole number of 128 bits.
+// A 128-bit integer.
 struct Long {
   u64 low, high;
   __device__ __forceinline__ void add(u64 l, u64 h) {
@@ -438,13 +439,14 @@ struct Long {
   }
 };
 
-// All that is not 0, as one mark: a thread has the 128 bits that most numbers fall in.
+// Tally of all nonzero elements as one id: each thread sums in 128 bits over the range of exponents
+// that most values fall in.
 // grid: (n / length of each job), COUNTERS threads.
 template <typename T>
 __device__ void measure(const Tallies& all) {
   typedef typename Kind<T>::Bits B;
   const Tally& c = all.mine();
-  const int REACH = sizeof(T) == 4 ? 64 : 48;  // 24 more bits are for how many there are
+  const int REACH = sizeof(T) == 4 ? 64 : 48;  // 24 more bits allow for the number of elements
   __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
   __shared__ int top;
   __shared__ Long sums[COUNTERS / 32];
@@ -511,17 +513,17 @@ __device__ void measure(const Tallies& all) {
 KERNEL(512, measure_float, Tallies) { measure<float>(c); }
 KERNEL(512, measure_double, Tallies) { measure<double>(c); }
 
-// Choosing along lines ------------------------------------------------------------------------
+// Maximum along dimensions --------------------------------------------------------------------
 
 // Dimensions as four levels, from the outermost: reduced, kept, reduced, kept.
 struct Reduce {
   const void* x;
   const int* marks;
   i64 kind, size[4], step[4], along[4];
-  i64 beside, columns, rows;  // threads of a block: for columns results, rows for each of them
-  i64 cuts, length;           // of what is reduced, among thread blocks
-  i64 *most, *places;         // (cuts, results), if there are several
-  void* value;                // or nothing, if only marks are asked for
+  i64 beside, columns, rows;  // a block computes `columns` results with `rows` threads each
+  i64 cuts, length;           // parts of each reduced line, and elements per part
+  i64 *most, *places;         // (cuts, results), if there is more than one part
+  void* value;                // null if only ids are requested
   int* out;
   i64 first;
 };
@@ -535,14 +537,14 @@ __device__ __forceinline__ void put(const Reduce& c, i64 k, typename Kind<T>::Bi
   c.out[k] = most ? c.marks[from] : 0;
 }
 
-// The largest of every so many of a line, the first of equals. OWN: numbers that are T already, so that
-// nothing stands between many reads at a time.
+// The maximum of every rows-th element of a line, and its first place. OWN: elements are T already,
+// so that many reads are in flight without conversions between them.
 template <typename T, bool OWN>
 __device__ __forceinline__ void scan(const Reduce& c, i64 base, i64 first, i64 high,
                                      typename Kind<T>::Bits& most, i64& place) {
   typedef typename Kind<T>::Bits B;
   const int rows = c.rows;
-  const bool whole = c.size[0] == 1;  // no division then
+  const bool whole = c.size[0] == 1;  // saves a division
   for (i64 r0 = first; r0 < high; r0 += 8 * rows) {
     T x[8];
 #pragma unroll
@@ -561,7 +563,7 @@ __device__ __forceinline__ void scan(const Reduce& c, i64 base, i64 first, i64 h
   }
 }
 
-// Neighbouring threads read along whichever lies together: results (beside), or what is reduced.
+// Neighbouring threads read along the contiguous dimension: results (beside), or reduced elements.
 // grid: (cuts x results / columns of each job), 256 threads.
 template <typename T>
 __device__ void reduce(const Reductions& all) {
@@ -613,7 +615,8 @@ __device__ void reduce(const Reductions& all) {
 KERNEL(256, reduce_float, Reductions) { reduce<float>(c); }
 KERNEL(256, reduce_double, Reductions) { reduce<double>(c); }
 
-// Cuts of lines, compared in order. grid: (the most results / 256 of a job with cuts, jobs), 256 threads.
+// Second pass: combines the parts of cut lines, in order. grid: (the most results / 256 of a job
+// with cuts, jobs), 256 threads.
 template <typename T>
 __device__ void settle(const Reductions& all) {
   const Reduce& c = all.job[blockIdx.y];
@@ -636,11 +639,11 @@ struct Scatter {
   const void* x;
   const i64* target;
   i64 kind, n, size;
-  void* value;  // 0 at first
-  i64* first;   // n at first
+  void* value;  // initially 0
+  i64* first;   // initially n
 };
 
-// The largest of what is sent to each place: sizes order as whole numbers do.
+// Scatter-max: |x| as bits orders as integers do.
 template <typename T>
 __device__ void send(const Scatter& c) {
   typedef typename Kind<T>::Bits B;
@@ -654,7 +657,7 @@ __device__ void send(const Scatter& c) {
 KERNEL(256, send_float, Scatter) { send<float>(c); }
 KERNEL(256, send_double, Scatter) { send<double>(c); }
 
-// The first that is as large.
+// The first source that attains the maximum of its target.
 template <typename T>
 __device__ void find(const Scatter& c) {
   typedef typename Kind<T>::Bits B;
@@ -671,7 +674,7 @@ KERNEL(256, find_double, Scatter) { find<double>(c); }
 struct Gather {
   const int* marks;
   const i64* source;
-  i64 n, most;  // 0 for a source that is not in 0 .. most - 1
+  i64 n, most;  // the result is 0 for a source outside 0 .. most - 1
   int* out;
 };
 
@@ -684,7 +687,7 @@ KERNEL(256, gather, Gather) {
 
 // Diagonal plus low rank ----------------------------------------------------------------------
 
-// A number for each element of each line: lines are `line` apart, elements `step`.
+// A strided matrix: `line` is the stride of lines, `step` that of elements.
 template <typename T>
 struct Lines {
   const T* data;
@@ -697,13 +700,13 @@ struct Normalise {
   Lines<T> d, x, u0, u1, v0, v1;
   Lines<int> marks;
   i64 lines, n, rows;
-  T* value;  // if it is wanted
-  i64* place;  // or
+  T* value;  // null if not requested
+  i64* place;  // this, or out
   int* out;
-  int* left;  // which lines are left to paired; all of them where it is absent
+  int* left;  // flags of the lines that are left to paired; null: all lines
 };
 
-// The own element wins ties against later ones only.
+// The diagonal element i = j wins ties only against later ones.
 template <typename T, int RANK>
 __device__ __forceinline__ void chosen(const Normalise<T>& c, i64 line, int i,
                                        typename Kind<T>::Bits most, int at) {
@@ -721,7 +724,7 @@ __device__ __forceinline__ void chosen(const Normalise<T>& c, i64 line, int i,
   if (c.out) c.out[to] = most ? c.marks.at(line, at) : 0;
 }
 
-// The two largest of a line, the lowest of equals; -1 where there is none.
+// The two largest of a line, the lowest index among equals; -1 for none.
 template <typename B>
 struct Two {
   B first, second;
@@ -745,7 +748,7 @@ struct Two {
   }
 };
 
-// Of a warp; all lanes get them.
+// The two largest of a warp, in all lanes.
 template <typename B>
 __device__ __forceinline__ void both(Two<B>& two) {
   for (int half = 16; half; half /= 2) {
@@ -758,7 +761,7 @@ __device__ __forceinline__ void both(Two<B>& two) {
   }
 }
 
-// One line; where all numbers lie side by side, or are all the same, places are cheap to find.
+// One line; where elements are contiguous, or all the same (stride 0), offsets are cheap.
 template <typename T, bool FLAT>
 struct Line {
   const T* data;
@@ -800,7 +803,7 @@ __device__ __forceinline__ void ranked(const Normalise<T>& c) {
     }
   }
   both(two);
-  if (rows > 32) {  // all of the block's warps have the same line
+  if (rows > 32) {  // all warps of the block share a line
     if (row % 32 == 0) found[row / 32] = two;
     __syncthreads();
     two = found[0];
@@ -839,7 +842,7 @@ __device__ __forceinline__ void ranked(const Normalise<T>& c) {
   }
 }
 
-// Rank one: the largest of the line, or the second largest where that is the own one.
+// Rank one: the largest of the line, or the second largest where the largest is the diagonal one.
 // grid: (lines / (256 / rows)), 256 threads, rows of them for each line: 32, or all.
 template <typename T>
 __device__ void ranked(const Normalise<T>& c) {
@@ -854,16 +857,16 @@ __device__ void ranked(const Normalise<T>& c) {
 KERNEL(256, ranked_float, Normalise<float>) { ranked<float>(c); }
 KERNEL(256, ranked_double, Normalise<double>) { ranked<double>(c); }
 
-#define EACH 4     // i of a thread
-#define STRETCH 16 // j that are compared before it is asked whether there is a new largest
-#define TILE 1024  // j that are in shared memory at a time
+#define EACH 4     // i per thread
+#define STRETCH 16 // j that are compared before checking for a new maximum
+#define TILE 1024  // j in shared memory at a time
 
 template <typename T>
 struct alignas(16) Point {
   T v0, v1, x, none;
 };
 
-template <typename T> struct Far;  // beyond it, a product of two might not be finite
+template <typename T> struct Far;  // beyond it, a product of two may not be finite
 template <> struct Far<float> { static __device__ __forceinline__ float far() { return 0x1p62f; } };
 template <> struct Far<double> { static __device__ __forceinline__ double far() { return 0x1p510; } };
 
@@ -875,10 +878,10 @@ __device__ __forceinline__ T product(T u0, T u1, const Point<T>& p) {
   return mul(add(mul(u0, p.v0), mul(u1, p.v1)), p.x);
 }
 
-// Rank two: every i with every other j. The maximum alone is kept at every j; at the end of a stretch
-// an i that has a larger one takes its number, and that stretch is looked through at the end. Where
-// products might be no numbers all is compared with care instead.
-// grid: (lines x tiles of i), a multiple of 32 threads.
+// Rank two: every i with every other j. Only the maximum is updated at every j; at the end of a
+// stretch an i whose maximum has increased records the stretch, which is searched for the j at the
+// end. Where products may be NaN or infinite, a slower loop compares every j with its place
+// instead. grid: (lines x tiles of i), a multiple of 32 threads.
 template <typename T>
 __device__ void paired(const Normalise<T>& c) {
   typedef typename Kind<T>::Bits B;
@@ -904,7 +907,7 @@ __device__ void paired(const Normalise<T>& c) {
   }
   const bool careful = __syncthreads_or(odd);
   T most[EACH], before[EACH];
-  int winner[EACH];  // a stretch; with care, a place
+  int winner[EACH];  // a stretch; in the slower loop, a place
   B sizes[EACH];
 #pragma unroll
   for (int k = 0; k < EACH; k++) {
@@ -941,7 +944,7 @@ __device__ void paired(const Normalise<T>& c) {
     }
     for (int s = 0; s < padded; s += STRETCH) {
       const int from = j0 + s;
-      // A warp's i lie in EACH runs of 32. Where the stretch is in one of them, i = j is left out.
+      // A warp's i are EACH runs of 32. Where the stretch is in one of them, i = j is excluded.
       bool own = false;
 #pragma unroll
       for (int k = 0; k < EACH; k++) own |= (first + k * threads) / 32 == from / 32;
@@ -995,20 +998,20 @@ __device__ void paired(const Normalise<T>& c) {
 KERNEL(256, paired_float, Normalise<float>) { paired<float>(c); }
 KERNEL(256, paired_double, Normalise<double>) { paired<double>(c); }
 
-// Of rank two, most j are largest for no i at all: +-(v0 x, v1 x) are points in the plane, the largest j
-// for i is the one furthest in the direction (u0, u1), and that is a corner of their hull. So points
-// well inside a polygon of outermost points are left out. cpu/steps.cpp has the same, and why it is
-// exact: computed products differ from true ones by a few roundings of |u0| reach0 + |u1| reach1, so
-// a point may be left out if, moved by MARGIN along either axis, it stays inside.
+// In rank two, most j attain the maximum for no i: +-(v0 x, v1 x) are points in the plane, the
+// maximal j for i is the point furthest in the direction (u0, u1), which is a corner of their
+// convex hull. So points well inside a polygon of extreme points are pruned. cpu/steps.cpp does the
+// same. Why it is exact: computed products differ from true ones by a few roundings of |u0| reach0
+// + |u1| reach1, so a point may be pruned if, moved by MARGIN along either axis, it stays inside.
 
-#define TURNS 16  // directions of half a circle
-#define FEW 512   // points that may be left
+#define TURNS 16  // directions in half a circle
+#define FEW 512   // the most points that may be left
 
 #define COSINES {1.0, 0.9807852804032304, 0.9238795325112867, 0.8314696123025452, 0.7071067811865476, \
                  0.5555702330196023, 0.38268343236508984, 0.19509032201612833, 6.123233995736766e-17}
 __device__ const double TABLE[9] = COSINES;
 
-// Of a direction that is known when this is compiled; others are in the table.
+// For a direction known at compile time; others are in the table.
 template <typename T>
 __device__ __forceinline__ T cosine(int d) {
   const double some[9] = COSINES;
@@ -1022,7 +1025,7 @@ __device__ __forceinline__ T sine(int d) {
 
 template <typename T> struct Hull;
 template <> struct Hull<float> {
-  static __device__ __forceinline__ float tiny() { return 0x1p-110f; }  // below, rounding is not relative
+  static __device__ __forceinline__ float tiny() { return 0x1p-110f; }  // as TINY in cpu/steps.cpp
   static __device__ __forceinline__ float margin() { return 0x1p-18f; }  // 32 roundings
   static __device__ __forceinline__ float most() { return 3.402823466e38f; }
 };
@@ -1032,7 +1035,7 @@ template <> struct Hull<double> {
   static __device__ __forceinline__ double most() { return 1.7976931348623157e308; }
 };
 
-// The largest of a warp; all lanes get it.
+// The maximum of a warp, in all lanes.
 template <typename B>
 __device__ __forceinline__ B largest_of_warp(B size) {
   for (int half = 16; half; half /= 2) size = max(size, __shfl_xor_sync(FULL, size, half));
@@ -1055,7 +1058,7 @@ __device__ __forceinline__ int largest_of_warp(int size) {
 }
 #endif
 
-// The same, and the lowest place of equals.
+// The same, and its lowest place.
 template <typename B>
 __device__ __forceinline__ void furthest(B& size, int& place) {
   const B most = largest_of_warp(size);
@@ -1063,7 +1066,7 @@ __device__ __forceinline__ void furthest(B& size, int& place) {
   size = most;
 }
 
-#define TOGETHER 4  // i that a thread compares with the few at a time
+#define TOGETHER 4  // i that a thread compares with the remaining points at a time
 
 template <typename T>
 struct Pruned {
@@ -1073,7 +1076,7 @@ struct Pruned {
   int few[FEW], list[FEW], kept_by[8], places[8][TURNS], waiting;
 };
 
-// A line a block, of 256 threads; lines that it cannot do it leaves to paired. n > 1.
+// One line per block of 256 threads; lines that cannot be pruned are left to paired. n > 1.
 template <typename T, bool FLAT>
 __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared) {
   typedef typename Kind<T>::Bits B;
@@ -1091,7 +1094,7 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
   const T highest = Hull<T>::most();
   const Line<T, FLAT> xs(c.x, line), u0s(c.u0, line), u1s(c.u1, line), v0s(c.v0, line), v1s(c.v1, line);
 
-  // Whether no product leaves the range of numbers, and the points are exact to a few roundings.
+  // Whether no product overflows or underflows, and the points are exact to a few roundings.
   T most[7] = {T(0), T(0), T(0), T(0), T(0), T(0), T(0)};
   bool odd = false;
   for (int j = tid; j < n; j += 256) {
@@ -1127,7 +1130,7 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     odd |= !nothing && !(most[5 + r] >= Hull<T>::tiny());
     odd |= !(scale[r] <= highest);
   }
-  if (odd) {  // all threads know the same
+  if (odd) {  // uniform across the block
     if (tid == 0) c.left[line] = 1;
     return;
   }
@@ -1175,7 +1178,7 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     const bool turn = add(mul(a, p), mul(b, q)) < T(0);
     corners[tid][0] = turn ? -a : a;
     corners[tid][1] = turn ? -b : b;
-    if (tid == 0) {  // half a turn on, the mirror image
+    if (tid == 0) {  // after half a turn, the mirror image
       corners[TURNS][0] = turn ? a : -a;
       corners[TURNS][1] = turn ? b : -b;
     }
@@ -1184,7 +1187,7 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
   if (tid < TURNS) {
     const T a = corners[tid + 1][1] - corners[tid][1], b = corners[tid][0] - corners[tid + 1][0];
     const T size = add(fabs(a), fabs(b));
-    const bool there = size > T(0);  // two directions with one corner have no edge between them
+    const bool there = size > T(0);  // two directions with the same corner have no edge
     const T edge = add(mul(a, corners[tid][0]), mul(b, corners[tid][1]));
     edges[tid][0] = there ? a : T(0);
     edges[tid][1] = there ? b : T(0);
@@ -1192,7 +1195,8 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
   }
   __syncthreads();
 
-  // Each warp has a part of the line, so that the few are in order: they are counted, then written.
+  // Each warp has a part of the line, so that the remaining points stay in order: they are counted
+  // first, then written.
   const int part = (n + 255) / 256 * 32, low = warp * part, high = min(n, low + part);
   auto outside = [&](int j) {
     bool kept = false;
@@ -1254,8 +1258,8 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     for (int k = 0; k < TOGETHER; k++) {
       const int i = base + 256 * k;
       if (i >= n) break;
-      // An i that is itself one of the few, or so small that roundings are not relative, is compared
-      // with every other, by a warp.
+      // An i that is itself a remaining point, or so small that rounding errors are not relative,
+      // is compared with every other j, by a warp.
       const bool small = add(mul(fabs(u0[k]), most[5]), mul(fabs(u1[k]), most[6])) < limit;
       const int best = at[k] < 0 ? -1 : few[at[k]];
       if (best == i || small) {
@@ -1300,24 +1304,24 @@ __device__ void pruned(const Normalise<T>& c) {
 KERNEL(256, pruned_float, Normalise<float>) { pruned<float>(c); }
 KERNEL(256, pruned_double, Normalise<double>) { pruned<double>(c); }
 
-// Numbers of marks ----------------------------------------------------------------------------
+// Compaction of provenance ids ----------------------------------------------------------------
 
 struct Used {
   const int* numbers;
-  u32* there;         // a bit for each number: 0 before
-  i64 words, slots;   // of these bits; and how many of them a block has in shared memory
+  u32* there;         // bitmap of the numbers that occur; initially 0
+  i64 words, slots;   // words of the bitmap, and of those the words in shared memory
   i64 n, dims;
   i64 shape[DIMS], step[1][DIMS];  // innermost first
 };
 
-// Most of them are known already, and need not be told again.
+// Sets bits; skips the atomic where they are set already, as most are.
 __device__ __forceinline__ void tell(u32* word, u32 bits) {
   if (bits & ~*word) atomicOr(word, bits);
 }
 
 #define TAKEN 4  // numbers that a thread reads at a time
 
-// Which numbers are there.
+// Bitmap of the numbers that occur.
 KERNEL(COUNTERS, used, Used) {
   DYNAMIC(u32, mine);
   for (i64 w = threadIdx.x; w < c.slots; w += COUNTERS) mine[w] = 0;
@@ -1346,12 +1350,12 @@ KERNEL(COUNTERS, used, Used) {
 }
 
 struct Close {
-  const u32* there;  // a bit for each number
+  const u32* there;  // bitmap of the numbers that occur
   int* table;
   i64 count;
 };
 
-// The numbers that are there, from 1 on, without gaps; 0 stays what it is. By one block.
+// Renumbers the numbers that occur from 1 on, without gaps; 0 stays 0. One block.
 KERNEL(COUNTERS, close, Close) {
   __shared__ int sums[COUNTERS];
   const i64 words = (c.count + 31) / 32;
@@ -1383,11 +1387,11 @@ struct Renumber {
   int* out;
   const int* numbers;
   const int* table;
-  i64 count, n, dims;  // numbers in the table, elements
-  i64 shape[DIMS], step[2][DIMS];  // of out, numbers; innermost first
+  i64 count, n, dims;  // entries of the table, elements
+  i64 shape[DIMS], step[2][DIMS];  // strides of out, numbers; innermost first
 };
 
-// Others in their place; 0 for what is not in the table.
+// out = table[numbers]; 0 for a number outside the table.
 KERNEL(256, renumber, Renumber) {
   for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
     i64 at[2];

@@ -1,12 +1,13 @@
-// The contraction in TopK on NVIDIA GPUs: of all x[p][m, k] w[k, n], over k and over the TOP parts p of
-// x, the TOP largest, in falling order. Parts fall too, so that the first that is not among the
-// largest ends the matter for its k. A product with 0 is 0, whatever the other is; NaN is the largest.
+// The TopK contraction on NVIDIA GPUs: the TOP largest of all x[p][m, k] w[k, n], over k and over
+// the TOP parts p of x, in descending order. Parts descend too, so that the first p whose product
+// is not among the largest ends the loop for its k. A product with 0 is 0, even 0 * NaN; NaN is the
+// largest.
 
 #define ROWS 16
 #define COLUMNS 64
-#define EACH 4  // columns of a thread
+#define EACH 4  // columns per thread
 #define DEPTH 16
-#define MANY 256, 1  // threads, with as many registers as they want
+#define MANY 256, 1  // threads per block, and one block, for the most registers
 
 struct Part {
   const void* data;
@@ -42,7 +43,7 @@ __device__ void top(const Top& c) {
   for (i64 k0 = 0; k0 < c.K; k0 += DEPTH) {
     __syncthreads();
 #pragma unroll
-    for (int p = 0; p < TOP; p++) {  // k lies together in x more often than not
+    for (int p = 0; p < TOP; p++) {  // k is usually contiguous in x
       const i64 m = m0 + ty, k = k0 + tx;
       xs[p][tx][ty] = m < c.M && k < c.K ? at<T>(c.x[p], batch, m, k) : T(0);
     }
@@ -60,7 +61,7 @@ __device__ void top(const Top& c) {
           T here = x == T(0) || w == T(0) ? T(0) : x * w;
           if (!larger(here, best[e][TOP - 1])) break;
 #pragma unroll
-          for (int t = 0; t < TOP; t++) {  // to its place, the others one down
+          for (int t = 0; t < TOP; t++) {  // insert, moving the smaller ones down
             const T there = best[e][t];
             const bool wins = larger(here, there);
             best[e][t] = wins ? here : there;
