@@ -245,7 +245,7 @@ def test_marks_of_few_bits_are_not_compared_with_every_component(
 
     monkeypatch.setattr(cpu_library, "library", lambda: None)  # which goes over bits alone
     monkeypatch.setattr(aggregate, "_hits", counted)
-    monkeypatch.setattr(aggregate, "ENTRIES", (1 << 18, 1 << 18))
+    monkeypatch.setattr(aggregate, "CHUNK_ENTRIES", (1 << 18, 1 << 18))
     model, loss = labelled(600)
     with gt.watch(model) as watch:
         trace = watch.trace(loss())

@@ -293,7 +293,7 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
     for value, elements in starts.items():
         state = materialise(states[value]).with_provenance()
         assert state.numbers is not None
-        known = state.provenance.marks()
+        known = state.provenance.sets()
         theirs += [known[n] for n in state.numbers.reshape(-1)[elements].tolist()]
     assert [mark if mark & 1 else 0 for mark in mine] == theirs
     assert [mark & 1 for mark in mine] == forest.whole.int().tolist()
