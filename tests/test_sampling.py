@@ -292,9 +292,9 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
     theirs = []
     for value, elements in starts.items():
         state = materialise(states[value]).with_provenance()
-        assert state.numbers is not None
+        assert state.ids is not None
         known = state.provenance.sets()
-        theirs += [known[n] for n in state.numbers.reshape(-1)[elements].tolist()]
+        theirs += [known[n] for n in state.ids.reshape(-1)[elements].tolist()]
     assert [mark if mark & 1 else 0 for mark in mine] == theirs
     assert [mark & 1 for mark in mine] == forest.whole.int().tolist()
     return len(found.marks)
