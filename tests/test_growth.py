@@ -277,7 +277,7 @@ def test_bits_of_labels_are_not_hashed() -> None:
     numbers, palette = provenance.sliced(
         torch.ones(1, 80, dtype=torch.int32), provenance.ProvenanceTable(), 1, bits
     )
-    assert [palette.marks()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
+    assert [palette.sets()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
 
 
 @pytest.mark.skipif(cpu_library.library() is None, reason="no compiled library")
