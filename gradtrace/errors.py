@@ -29,7 +29,7 @@ UPDATE = "update gradtrace (pull its clone and pip install . again, or take a ne
 
 
 def needs(what: str, *packages: str) -> str:
-    """The message for missing packages; names the packages, not an extra of gradtrace.
+    """The message for missing packages; names the packages themselves, which any index has.
 
     >>> needs("to_pandas()", "pandas")
     'to_pandas() needs pandas, which is not installed: pip install pandas'

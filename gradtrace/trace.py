@@ -385,7 +385,7 @@ class Trace:
 
     @isolated()
     def save(self, path: str | os.PathLike[str], *, sample: int = 1000, seed: int = 0) -> None:
-        """Write gradients, influence (of modules, and of the kinds asked for so far), flow and the
+        """Write gradients, influence (of modules, and of the kinds requested so far), flow and the
         paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
         """
         saving.save(self, path, sample, seed)

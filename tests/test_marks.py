@@ -69,7 +69,7 @@ def test_compact_changes_no_mark(
     numbers = torch.tensor(drawn, dtype=torch.int32)
     before = read(numbers, palette)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "COMPACT_MIN_ENTRIES", 2)
+        patch.setattr(provenance, "COMPACT_ABOVE_ENTRIES", 2)
         patch.setattr(provenance, "TUPLE_MAX_ROWS", 5)
         patch.setattr(sync, "would_sync", lambda x: waits)
         found, smaller = compact(numbers, palette)
@@ -189,7 +189,7 @@ def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
     """
     numbers, palette, wanted = torch.tensor([0, 1], dtype=torch.int32), ProvenanceTable(), [0, 1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "COMPACT_MIN_ENTRIES", 1)
+        patch.setattr(provenance, "COMPACT_ABOVE_ENTRIES", 1)
         patch.setattr(provenance, "TUPLE_MAX_ROWS", 2)
         for kind, drawn in moves:
             bits = drawn << 62  # in two words

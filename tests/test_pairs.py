@@ -33,7 +33,7 @@ from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.rules import Greedy
 from gradtrace.tracing.traced_value import TracedValue
-from gradtrace.tracing.tracer import NOTHING, Tracer
+from gradtrace.tracing.tracer import NO_CONTEXT, Tracer
 
 BATCH = 4
 
@@ -285,7 +285,7 @@ def test_pairs_are_followed_exactly() -> None:
         tracer = Tracer(program, "gradient")
         states = {program.root: tracer.root(seed)}
         with torch.no_grad():
-            list(tracer.execute(states, None, frozenset(pairs.of), NOTHING))
+            list(tracer.execute(states, None, frozenset(pairs.of), NO_CONTEXT))
         for value, numbers in pairs.of.items():
             foreign = states[value].value[(numbers != b + 1)]
             assert not foreign.any(), "an element got gradient of another pair"

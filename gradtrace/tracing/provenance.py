@@ -1,6 +1,6 @@
 """Provenance: the set of components that the path of an element has visited.
 
-A set is a Python int with one bit for each atom of the components asked for; bit 0 says that there
+A set is a Python int with one bit for each atom of the requested components; bit 0 says that there
 is a path at all. Each element holds the int32 *id* of its set; a ``ProvenanceTable`` maps ids to
 sets. So a set may have any number of bits, and adding a bit to all elements costs nothing.
 """
@@ -23,7 +23,7 @@ from gradtrace.kernels import cuda_steps, sync
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.intp]
 
-COMPACT_MIN_ENTRIES = 512
+COMPACT_ABOVE_ENTRIES = 512
 """A provenance table with more entries is searched for equal and unused ones; see ``compact``."""
 
 TUPLE_MAX_ROWS = 16
@@ -199,7 +199,7 @@ class ProvenanceTable(NamedTuple):
 def compact(ids: Tensor, provenance: ProvenanceTable) -> tuple[Tensor, ProvenanceTable]:
     """Remove duplicate and unused entries from a large table, and renumber the ids."""
     count = len(provenance.rows)
-    if count <= COMPACT_MIN_ENTRIES:
+    if count <= COMPACT_ABOVE_ENTRIES:
         return ids, provenance
     bounds, bits = _bounds(*provenance), cuda_steps.used(ids, count + 1)
     if bits is not None and bounds is not None:

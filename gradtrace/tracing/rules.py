@@ -36,11 +36,13 @@ from gradtrace.tracing.traced_value import (
 class Rule(Protocol):
     """How a traced value is propagated through a map, and how terms are summed."""
 
-    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
-        """Apply a map; ``scope`` gives gradients that are known already."""
+    def through(
+        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+    ) -> TracedValue:
+        """Apply a map; ``context`` gives gradients that are known already."""
 
     def join(
-        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
     ) -> TracedValue:
         """The sum of terms; ``on`` if it is a partial sum and more terms follow."""
 
@@ -49,16 +51,18 @@ class Rule(Protocol):
 class Greedy:
     """Equation 1.7 of the chapter: values are gradients."""
 
-    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
+    def through(
+        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+    ) -> TracedValue:
         """The gradient, and the provenance of the largest contribution to each element."""
-        known = scope.known.get(step.out)
+        known = context.known.get(step.out)
         if map_.is_gather:
             return self._gather(map_, state, step, known)
         state = materialise(state)
         x = state.value
         assert x is not None
         choosing = not map_.is_diagonal
-        defer = choosing and step.out in scope.tails
+        defer = choosing and step.out in context.tails
         value = known if known is not None or defer else cast(map_.apply(x), step.dtype)
         if choosing and not state.provenance.single:
             assert state.ids is not None
@@ -67,7 +71,7 @@ class Greedy:
                 return TracedValue(
                     None, 0, None, state.provenance, (PendingContribution(map_, x),), None, sparse
                 )
-            if defer and _lazy_ids(map_, x, scope):
+            if defer and _lazy_ids(map_, x, context):
                 return TracedValue(
                     value,
                     0,
@@ -119,13 +123,17 @@ class Greedy:
         return made(value, ids, state.provenance, (), ids is not None)
 
     def join(
-        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
     ) -> TracedValue:
         """The sum, and the provenance of the largest term."""
-        known = scope.known.get(step.out)
+        known = context.known.get(step.out)
         if alike(states):
-            return self._join_uniform(states, step, scope, known)
-        if known is None and step.out in scope.ends and (found := self._join_sparse(states, step)):
+            return self._join_uniform(states, step, context, known)
+        if (
+            known is None
+            and step.out in context.ends
+            and (found := self._join_sparse(states, step))
+        ):
             return found
         if not on and shared(states) and (found := self._join_shared_ids(states, step, known)):
             return found
@@ -226,7 +234,7 @@ class Greedy:
 
     @staticmethod
     def _join_uniform(
-        states: list[TracedValue], step: Step, scope: StepContext, known: Tensor | None
+        states: list[TracedValue], step: Step, context: StepContext, known: Tensor | None
     ) -> TracedValue:
         """Uniform terms of equal provenance: only whether any of them is not 0 matters."""
         parts: list[PendingContribution] = []
@@ -235,21 +243,21 @@ class Greedy:
                 parts += state.parts
             else:
                 parts.append(PendingContribution(Identity(tuple(state.value.shape)), state.value))
-        if known is None and step.out not in scope.tails:
+        if known is None and step.out not in context.tails:
             total = parts[0].value()
             for part in parts[1:]:
                 total = total + part.value()
             known = total.to(step.dtype)
         found = TracedValue(known, 0, None, states[0].provenance, tuple(parts))
-        return found if step.out in scope.tails else materialise(found)
+        return found if step.out in context.tails else materialise(found)
 
 
-def _lazy_ids(map_: Map, x: Tensor, scope: StepContext) -> bool:
+def _lazy_ids(map_: Map, x: Tensor, context: StepContext) -> bool:
     """Whether a leaf's ids are computed lazily, while they are counted: in pieces if the leaf is
     large, or in one launch with other leaves.
     """
     if isinstance(map_, Reduce):
-        return scope.ample and fused.on_gpu(x)
+        return context.ample and fused.on_gpu(x)
     return isinstance(map_, Contract) and map_.outputs > fused.PIECE and map_.plan().turned
 
 
@@ -257,7 +265,9 @@ def _lazy_ids(map_: Map, x: Tensor, scope: StepContext) -> bool:
 class Viterbi:
     """Values are the largest |product| over the paths."""
 
-    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
+    def through(
+        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+    ) -> TracedValue:
         """The largest |contribution|, and its provenance."""
         x, ids = state.value, state.ids
         assert x is not None
@@ -279,7 +289,7 @@ class Viterbi:
         return TracedValue(held.value[0], held.exponent, ids, state.provenance)
 
     def join(
-        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
     ) -> TracedValue:
         """The largest term, and its provenance."""
         exponent = max(state.exponent for state in states)
@@ -306,13 +316,15 @@ class Viterbi:
 class Gradient:
     """Values are gradients; provenance is passed on unchanged."""
 
-    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
+    def through(
+        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+    ) -> TracedValue:
         """The summed contribution."""
         assert state.value is not None
         return state._replace(value=map_.apply(state.value).to(step.dtype))
 
     def join(
-        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
     ) -> TracedValue:
         """The sum."""
         total = states[0].value

@@ -12,7 +12,7 @@ from gradtrace.kernels import sync
 from gradtrace.linops import Contract, Map
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings.base import wide
-from gradtrace.tracing.provenance import COMPACT_MIN_ENTRIES, ProvenanceTable
+from gradtrace.tracing.provenance import COMPACT_ABOVE_ENTRIES, ProvenanceTable
 
 ROW_COST_ELEMENTS = 64
 """Computing one element by its row costs at most as much as this many elements of a full pass."""
@@ -96,7 +96,7 @@ class PendingContribution(NamedTuple):
 
 
 class TracedValue(NamedTuple):
-    """The elements of a value: numbers, a power of two, ids of provenance and the table of ids.
+    """A value ``value · 2**exponent`` with the provenance ids of its elements and their table.
 
     ``ids`` is None for a *uniform* value: all its nonzero elements have a path, with the same
     provenance. ``parts`` are the contributions that made the value, kept where it has not been
@@ -246,7 +246,7 @@ def _may_be_nonzero(parts: tuple[PendingContribution, ...]) -> Tensor | None:
 
 def shared(states: list[TracedValue]) -> bool:
     """Whether all share one tensor of ids and one provenance table, of at most
-    ``COMPACT_MIN_ENTRIES`` entries, and values have one dtype.
+    ``COMPACT_ABOVE_ENTRIES`` entries, and values have one dtype.
     """
     first = states[0]
     ids, provenance, value = first.ids, first.provenance, first.value
@@ -263,7 +263,7 @@ def shared(states: list[TracedValue]) -> bool:
             return False
         if state.value is None or state.value.dtype is not dtype:
             return False
-    return len(provenance.rows) <= COMPACT_MIN_ENTRIES  # last: len() of a lazy table synchronises
+    return len(provenance.rows) <= COMPACT_ABOVE_ENTRIES  # last: len() of a lazy table synchronises
 
 
 def alike(states: list[TracedValue], checked: int = 0) -> bool:

@@ -35,7 +35,7 @@ from gradtrace.semirings.base import shifted, wide
 from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
 from gradtrace.tracing.per_sample import Pairs, places
 from gradtrace.tracing.provenance import (
-    COMPACT_MIN_ENTRIES,
+    COMPACT_ABOVE_ENTRIES,
     NO_COMPONENTS,
     ComponentBits,
     ProvenanceTable,
@@ -71,7 +71,7 @@ class TracedLeaf(NamedTuple):
         return self.leaf.compute() if self.state.value is None else self.state.value
 
 
-NOTHING = StepContext({}, frozenset())
+NO_CONTEXT = StepContext({}, frozenset())
 VITERBI, GRADIENT = RULES["viterbi"], RULES["gradient"]
 
 BATCH_MAX_ELEMENTS = 1 << 20
@@ -121,10 +121,10 @@ class Tracer:
 
     def run(self, seed: Tensor) -> Iterator[TracedLeaf]:
         """The leaves of one loss, each yielded as soon as it is complete."""
-        scope = self._scope() if isinstance(self.rule, Greedy) else NOTHING
+        context = self._step_context() if isinstance(self.rule, Greedy) else NO_CONTEXT
         states = self._states()
         states[self.program.root] = self.root(seed)
-        for leaf in self.execute(states, None, frozenset(), scope):
+        for leaf in self.execute(states, None, frozenset(), context):
             yield TracedLeaf(leaf, take(states, leaf.value), 0)
 
     def _states(self) -> dict[int, TracedValue]:
@@ -138,7 +138,7 @@ class Tracer:
         """
         states = self._states()
         states[self.program.root] = self.root(seed)
-        for leaf in self.execute(states, pairs.apart, frozenset(pairs.of), NOTHING):
+        for leaf in self.execute(states, pairs.apart, frozenset(pairs.of), NO_CONTEXT):
             yield TracedLeaf(leaf, states[leaf.value], pairs.of[leaf.value])
         mixed = pairs.mixed(self.program)
         along = pairs.summed(self.program, mixed)
@@ -152,7 +152,7 @@ class Tracer:
                 if dim is not None:  # only the pair's own indices: the others would add 0
                     self.places[value] = (dim, places(of, some, dim))
                 here[value] = _only(state, of, some, self.places.get(value))
-            for leaf in self.execute(here, mixed, frozenset(), NOTHING):
+            for leaf in self.execute(here, mixed, frozenset(), NO_CONTEXT):
                 yield TracedLeaf(leaf, take(here, leaf.value), some)
         self.count, self.places, self.copied = 0, {}, {}
 
@@ -167,7 +167,7 @@ class Tracer:
         """The traced value of the loss, given its seed cotangent."""
         return TracedValue(wide(seed).abs() if self.absolute else seed, 0, None, ProvenanceTable())
 
-    def _scope(self) -> StepContext:
+    def _step_context(self) -> StepContext:
         known = dict(self.program.kept)
         for leaf in self.program.leaves:
             if (given := leaf.known) is not None:
@@ -183,7 +183,7 @@ class Tracer:
         states: dict[int, TracedValue],
         values: set[int] | None,
         keep: frozenset[int],
-        scope: StepContext,
+        context: StepContext,
     ) -> Iterator[Leaf]:
         """Compute ``values`` (None: all) into ``states`` and yield leaves as they are complete.
 
@@ -215,15 +215,15 @@ class Tracer:
                 if values is not None and out not in values:
                     continue
                 if part is not None and out in part.alone:
-                    states[out] = self._summed(step, states, scope)
+                    states[out] = self._summed(step, states, context)
                     _drop(step, n, states, last, keep)
                 elif unbatched and len(terms) == 1:
                     map_, value = terms[0]
-                    states[out] = through(map_, states[value], step, scope)
+                    states[out] = through(map_, states[value], step, context)
                     if last[value] == n and value not in keep:
                         del states[value]
                 else:
-                    states[out] = self._step(step, states, scope)
+                    states[out] = self._step(step, states, context)
                     _drop(step, n, states, last, keep)
             for value in part.gives if part is not None else ():
                 states[value] = _with_provenance_of(states[value], chosen[value])
@@ -234,7 +234,7 @@ class Tracer:
             for step in block.merges:
                 n += 1
                 if values is None or step.out in values:
-                    self._merge(step, states, sums, scope)
+                    self._merge(step, states, sums, context)
                     _drop(step, n, states, last, keep)
             for value in block.gives.values():
                 if value in leaves and value in states:
@@ -261,18 +261,20 @@ class Tracer:
                     ids, provenance = sliced(state.ids, state.provenance, dim, kinds)
                     states[value] = state._replace(ids=ids, provenance=provenance)
 
-    def _step(self, step: Step, states: dict[int, TracedValue], scope: StepContext) -> TracedValue:
+    def _step(
+        self, step: Step, states: dict[int, TracedValue], context: StepContext
+    ) -> TracedValue:
         if len(step.terms) == 1:
             map_, value = step.terms[0]
-            return self.rule.through(self._map(map_, value), states[value], step, scope)
+            return self.rule.through(self._map(map_, value), states[value], step, context)
         maps = [self._map(map_, value) for map_, value in step.terms]
         if order := tiling(maps):
-            known = scope.known.get(step.out)
+            known = context.known.get(step.out)
             return self._tiled(maps, [states[value] for _, value in step.terms], order, known)
         terms: list[TracedValue] = []
         for map_, (_, value) in zip(maps, step.terms):
             terms.append(self._term(map_, states[value], step, not terms))
-        return _ended(self.rule.join(terms, step, scope))
+        return _ended(self.rule.join(terms, step, context))
 
     def _largest_contributions(
         self, part: NestedSum, states: dict[int, TracedValue]
@@ -280,27 +282,27 @@ class Tracer:
         """For the outputs of nested sums: the largest single |contribution| and its provenance."""
         sizes = {value: _sizes(states[value]) for value in part.takes}
         for step in part.steps:
-            sizes[step.out] = self._joined(VITERBI, step, sizes, NOTHING)
+            sizes[step.out] = self._joined(VITERBI, step, sizes, NO_CONTEXT)
         return {value: sizes[value] for value in part.gives}
 
     def _summed(
-        self, step: Step, states: dict[int, TracedValue], scope: StepContext
+        self, step: Step, states: dict[int, TracedValue], context: StepContext
     ) -> TracedValue:
         """The gradient of a value, without provenance."""
-        known = scope.known.get(step.out)
+        known = context.known.get(step.out)
         if known is not None:
             return made(known, None, ProvenanceTable())
         inputs = {term.value: materialise(states[term.value]) for term in step.terms}
-        return self._joined(GRADIENT, step, inputs, scope)._replace(ids=None, unmasked=False)
+        return self._joined(GRADIENT, step, inputs, context)._replace(ids=None, unmasked=False)
 
     def _joined(
-        self, rule: Rule, step: Step, states: Mapping[int, TracedValue], scope: StepContext
+        self, rule: Rule, step: Step, states: Mapping[int, TracedValue], context: StepContext
     ) -> TracedValue:
         found = [
-            rule.through(self._map(map_, value), states[value], step, scope)
+            rule.through(self._map(map_, value), states[value], step, context)
             for map_, value in step.terms
         ]
-        return found[0] if len(found) == 1 else rule.join(found, step, scope)
+        return found[0] if len(found) == 1 else rule.join(found, step, context)
 
     def _tiled(
         self, maps: list[Map], states: list[TracedValue], order: list[int], known: Tensor | None
@@ -321,7 +323,7 @@ class Tracer:
             ids.append(torch.add(given, given != 0, alpha=shift) if shift else given)
         both = tiled(maps, ids, order)
         # compact() must not count ids of elements that are 0 as used
-        if self.absolute or len(provenance.rows) > COMPACT_MIN_ENTRIES:
+        if self.absolute or len(provenance.rows) > COMPACT_ABOVE_ENTRIES:
             return TracedValue(value, exponent, *compact(both * (value != 0), provenance))
         return made(value, both, provenance, unmasked=True)
 
@@ -329,7 +331,7 @@ class Tracer:
         """One of several terms. A gathered element of the first term has a path only if it is not
         0; elements of later terms that are 0 are never chosen.
         """
-        state = self.rule.through(map_, state, step, NOTHING)
+        state = self.rule.through(map_, state, step, NO_CONTEXT)
         has_ids = state.ids is not None or state.lazy
         if first and map_.is_gather and has_ids and not self.absolute and not state.unmasked:
             state = materialise(state)._replace(unmasked=True)
@@ -340,7 +342,7 @@ class Tracer:
         step: Step,
         states: dict[int, TracedValue],
         sums: dict[int, list[TracedValue]],
-        scope: StepContext,
+        context: StepContext,
     ) -> None:
         """Add one more term to the sum over a value's users; ``sums`` holds partial sums."""
         found: list[TracedValue] = []
@@ -356,13 +358,13 @@ class Tracer:
                 state = states[value]
                 found.append(self._term(self._map(map_, value), state, step, not found))
         if step.out not in self.partial:
-            states[step.out] = _ended(self.rule.join(found, step, scope))
+            states[step.out] = _ended(self.rule.join(found, step, context))
         elif alike(found, checked) or (
             not self.narrow and len(found) <= UNADDED_MAX_TERMS and shared(found)
         ):
             sums[step.out] = found
         else:
-            total = self.rule.join(found, step, NOTHING, on=True)
+            total = self.rule.join(found, step, NO_CONTEXT, on=True)
             sums[step.out] = [packed(total) if self.narrow else total]
 
     def _map(self, map_: Map, value: int) -> Map:
