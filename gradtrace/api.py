@@ -1,4 +1,4 @@
-"""The functions that take a loss: each the same with a watched model and without."""
+"""The public functions that take a loss; ``*_of`` take a watched model's names as well."""
 
 from __future__ import annotations
 
@@ -61,22 +61,23 @@ def backward(
     ``.grad`` and the graph can be used again.
 
     ``names`` names leaves (others are leaf0, leaf1, ...), ``leaves`` restricts the result,
-    ``cotangent`` weighs the elements of a loss that has several, ``schedule`` is kahn, creation or
-    recursive, and ``nonfinite="allow"`` goes on where a gradient is NaN or infinite.
+    ``cotangent`` weights the elements of a loss that has several, ``schedule`` is kahn, creation or
+    recursive, and ``nonfinite="allow"`` continues where a gradient is NaN or infinite.
 
-    In a semiring other than ``SUM``, an operator that joins two elements along several routes and
-    is too large to merge them makes values inexact: a warning says so, and ``notes`` of the result.
+    In a semiring other than ``SUM``, an operator that connects two elements by several routes and
+    is too large to merge them makes values inexact; then a warning is issued, and ``notes`` of the
+    result say so.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> gradtrace.backward(x * x, names={"x": x})
     {'x': tensor(6.)}
     """
-    atlas = NameTable.of(names)
+    table = NameTable.of(names)
     return backward_of(
         loss,
         semiring,
-        atlas,
+        table,
         RECENT,
         leaves=leaves,
         cotangent=cotangent,
@@ -119,13 +120,13 @@ def trace(
     nonfinite: str = "raise",
     dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Trace:
-    """Trace the gradient of a loss back to its parameters: which way did most of it come?
+    """Trace the gradient of a loss back to its parameters: along which paths did most of it come?
 
     ``rule="greedy"`` (Equation 1.7 of the chapter) follows at every element the largest
     ``|weight · gradient|``; ``"viterbi"`` finds the path of greatest ``|product|``. With
-    ``granularity="operator"`` whole tensors are followed in place of their elements: from every
-    tensor to the user of it that handed back the most gradient. A vector of losses is traced as so
-    many separate pairs of input and target.
+    ``granularity="operator"`` whole tensors are followed instead of their elements: from every
+    tensor to the user that contributed the most gradient. A vector of losses is traced as separate
+    pairs of input and target, one for each loss.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
@@ -154,9 +155,9 @@ def enumerate_paths(
 ) -> Paths:
     """All paths of a small graph from every leaf element to the loss, with their weights.
 
-    The sum of the weights of an element's paths is its gradient: back-propagation without its
-    shortcut, to look at. Paths of weight 0 are left out unless ``zeros``. More than ``limit`` paths
-    are refused; there are exponentially many.
+    The sum of the weights of an element's paths is its gradient: back-propagation without dynamic
+    programming, for teaching and for checks. Paths of weight 0 are left out unless ``zeros``.
+    Raises if there are more than ``limit`` paths; their number grows exponentially.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
@@ -167,16 +168,16 @@ def enumerate_paths(
     return trace_of(loss, NameTable.of(names), RECENT, {}).enumerate(limit, zeros)
 
 
-def graph_of(loss: Tensor, atlas: NameTable, watch: HookWatch) -> Graph:
-    """``graph`` with an atlas."""
-    return build(loss, atlas, watch)
+def graph_of(loss: Tensor, table: NameTable, watch: HookWatch) -> Graph:
+    """``graph`` with a name table."""
+    return build(loss, table, watch)
 
 
 @isolated()
 def backward_of(
     loss: Tensor,
     semiring: Semiring,
-    atlas: NameTable,
+    table: NameTable,
     watch: HookWatch,
     *,
     leaves: Iterable[str] | None = None,
@@ -184,35 +185,35 @@ def backward_of(
     schedule: str = "kahn",
     nonfinite: str = "raise",
 ) -> Gradients:
-    """``backward`` with an atlas."""
+    """``backward`` with a name table."""
     _check(semiring, cotangent, nonfinite)
     if isinstance(leaves, str):
         raise UnknownName(f"leaves is a list of names: leaves=[{leaves!r}]")
-    admit(loss, atlas, elements=semiring is not SUM)
+    admit(loss, table, elements=semiring is not SUM)
     seed = seed_of(loss, cotangent)
     notes: tuple[str, ...] = ()
     if semiring is SUM:
-        found = gradient(loss, seed, atlas, watch, schedule)
+        found = gradient(loss, seed, table, watch, schedule)
     else:
         memory.see_recording(loss)
-        recorded = record(loss, seed, atlas, watch, schedule, bare=True)
+        recorded = record(loss, seed, table, watch, schedule, bare=True)
         found = list(interpreter.run(recorded, semiring).items())
         notes = tuple(dict.fromkeys(recorded.notes()))
     RECENT.refresh()
-    named = Gradients(*_named(found, atlas, loss), notes)
+    named = Gradients(*_named(found, table, loss), notes)
     if leaves is not None:
         named = Gradients({name: named[name] for name in leaves}, notes=notes)
     if notes:
         warnings.warn(f"values of {semiring.name} are not exact. {'; '.join(notes)}", stacklevel=4)
     if semiring is SUM and nonfinite == "raise":
-        _refuse_nonfinite(loss, seed, atlas, watch, named)
+        _refuse_nonfinite(loss, seed, table, watch, named)
     return named
 
 
 @isolated()
 def trace_of(
     loss: Tensor,
-    atlas: NameTable,
+    table: NameTable,
     watch: HookWatch,
     modules: Mapping[str, str],
     *,
@@ -221,11 +222,11 @@ def trace_of(
     nonfinite: str = "raise",
     dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Trace:
-    """``trace`` with an atlas, and the classes of a model's modules."""
+    """``trace`` with a name table, and the classes of a model's modules."""
     _check(SUM, None, nonfinite)
     _one_of("rule", rule, ("greedy", "viterbi"))
     _one_of("granularity", granularity, ("scalar", "operator"))
-    admit(loss, atlas)
+    admit(loss, table)
     if loss.dim() > 1:
         raise NotScalar(
             f"the loss has shape {tuple(loss.shape)}; trace one loss, or a vector with a loss for "
@@ -234,16 +235,16 @@ def trace_of(
     if not loss.numel():
         raise NotScalar("the loss is an empty vector; there is nothing to trace")
     seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
-    opaque, keep = granularity == "operator", room(atlas, loss.device)
+    opaque, keep = granularity == "operator", kept_gradient_bytes(table, loss.device)
     memory.see_recording(loss, keep)
-    recorded = record(loss, seed, atlas, watch, "kahn", dense_limit, opaque, keep)
+    recorded = record(loss, seed, table, watch, "kahn", dense_limit, opaque, keep)
     RECENT.refresh()
     found = [(leaf.tensor, leaf) for leaf in recorded.leaves]
-    named, others = _named(found, atlas, loss)
+    named, others = _named(found, table, loss)
     gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, others)
     if nonfinite == "raise":
         doubtful = {name: gradients[name] for name in _doubtful(named)}
-        _refuse_nonfinite(loss, seed, atlas, watch, doubtful)
+        _refuse_nonfinite(loss, seed, table, watch, doubtful)
     names = {leaf.value: name for name, leaf in named.items()}
     aliases: dict[str, tuple[str, ...]] = {}
     for other, name in others.items():
@@ -251,16 +252,17 @@ def trace_of(
     return Trace(recorded, gradients, rule, granularity, loss.numel(), modules, names, aliases)
 
 
-def room(atlas: NameTable, device: torch.device) -> int:
-    """How many bytes of gradients a trace keeps: half as many as its leaves have. A GPU's memory is
-    for its one user, so there a quarter of what is free, if that is more.
+def kept_gradient_bytes(table: NameTable, device: torch.device) -> int:
+    """How many bytes of gradients a trace keeps: half the size of its leaves. A GPU's memory
+    usually has one user, so there a quarter of the free memory, if that is more.
     """
-    least = max(KEPT, sum(x.numel() * x.itemsize for x, _ in atlas.leaves.values()) // 2)
+    least = max(KEPT_MIN_BYTES, sum(x.numel() * x.itemsize for x, _ in table.leaves.values()) // 2)
     free = memory.available(device) if device.type == "cuda" else None
     return least if free is None else max(min(least, free // 2), free // 4)
 
 
-KEPT = 1 << 24
+KEPT_MIN_BYTES = 1 << 24
+"""The least number of bytes of gradients that a trace may keep."""
 
 
 def _one_of(word: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -271,48 +273,48 @@ def _one_of(word: str, value: str, allowed: tuple[str, ...]) -> None:
 @isolated()
 def program_of(
     loss: Tensor,
-    atlas: NameTable,
+    table: NameTable,
     watch: HookWatch,
     *,
     cotangent: Tensor | None = None,
     schedule: str = "kahn",
     dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Program:
-    """``program`` with an atlas."""
+    """``program`` with a name table."""
     _check(SUM, cotangent, "raise")
-    admit(loss, atlas)
-    recorded = record(loss, seed_of(loss, cotangent), atlas, watch, schedule, dense_limit)
+    admit(loss, table)
+    recorded = record(loss, seed_of(loss, cotangent), table, watch, schedule, dense_limit)
     RECENT.refresh()
     return recorded
 
 
 def _named(
-    found: Sequence[tuple[Tensor, T]], atlas: NameTable, loss: Tensor
+    found: Sequence[tuple[Tensor, T]], table: NameTable, loss: Tensor
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """What was found of leaves, by name, in the order of the atlas, and other names of leaves;
-    complex ones are refused.
+    """Results by leaf name, in the order of the name table, and ``{alias: name}`` for leaves with
+    several names. Raises for complex leaves.
     """
     grads = {id(leaf): grad for leaf, grad in found}
-    labels = _labels(found, atlas, loss)
+    labels = _labels(found, table, loss)
     for leaf, _ in found:
         if leaf.is_complex():
             raise Unsupported(
                 f"leaf {labels[id(leaf)]} is complex; a path needs real numbers. Use its real and "
                 "imaginary parts as leaves: torch.view_as_complex(parts)"
             )
-    named = [(key, names) for key, (_, names) in atlas.leaves.items() if key in grads]
+    named = [(key, names) for key, (_, names) in table.leaves.items() if key in grads]
     aliases = {other: labels[key] for key, names in named for other in names[1:]}
     return {name: grads[key] for key, name in labels.items() if key in grads}, aliases
 
 
-def _labels(found: Sequence[tuple[Tensor, T]], atlas: NameTable, loss: Tensor) -> dict[int, str]:
-    """The name of each leaf that has a gradient, by the leaf's id, in the order of the atlas."""
+def _labels(found: Sequence[tuple[Tensor, T]], table: NameTable, loss: Tensor) -> dict[int, str]:
+    """The name of each leaf that has a gradient, by the leaf's id, in the order of the table."""
     there = {id(leaf) for leaf, _ in found}
-    named = [(key, names[0]) for key, (_, names) in atlas.leaves.items() if key in there]
+    named = [(key, names[0]) for key, (_, names) in table.leaves.items() if key in there]
     if len({name for _, name in named}) == len(found):
         return dict(named)
-    # Those without a gradient are counted too, as they are in the graph.
-    return {id(leaf): name for leaf, name in atlas.label(_leaves(loss)).items()}
+    # Leaves without a gradient are numbered too, as in the graph.
+    return {id(leaf): name for leaf, name in table.label(_leaves(loss)).items()}
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -328,7 +330,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None:
-    """Refuse arguments that would fail deep inside."""
+    """Validate arguments that would otherwise fail deep inside."""
     if not isinstance(semiring, Semiring):
         raise GradtraceError(
             f"{semiring!r} is no semiring; pass one of gradtrace.semirings, such as "
@@ -343,15 +345,15 @@ def _check(semiring: Semiring, cotangent: Tensor | None, nonfinite: str) -> None
 
 
 def _doubtful(named: Mapping[str, Leaf]) -> list[str]:
-    """The leaves whose gradients must be looked at to be sure that they are finite."""
-    later = {n: leaf.given for n, leaf in named.items() if isinstance(leaf.given, LazyGradient)}
-    sizes = sizes_of(later.values())
-    sure = {name for name, sum_ in later.items() if sum_.surely_finite(sizes)}
+    """The leaves whose gradients must be computed to know whether they are finite."""
+    lazy = {n: leaf.given for n, leaf in named.items() if isinstance(leaf.given, LazyGradient)}
+    sizes = sizes_of(lazy.values())
+    sure = {name for name, sum_ in lazy.items() if sum_.surely_finite(sizes)}
     return [name for name in named if name not in sure]
 
 
 def _refuse_nonfinite(
-    loss: Tensor, seed: Tensor, atlas: NameTable, watch: HookWatch, named: Mapping[str, Tensor]
+    loss: Tensor, seed: Tensor, table: NameTable, watch: HookWatch, named: Mapping[str, Tensor]
 ) -> None:
     if _sums_are_finite(named.values()):
         return
@@ -361,7 +363,7 @@ def _refuse_nonfinite(
         if not all(bool(torch.isfinite(part).all()) for part in numbers_of(grad))
     ]
     if bad:
-        where = first_nonfinite(loss, seed, atlas, watch)
+        where = first_nonfinite(loss, seed, table, watch)
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise NonFinite(
             f"the gradient of {bad[0]}{more} is not finite; NaN or infinity first appears at "
@@ -370,28 +372,29 @@ def _refuse_nonfinite(
 
 
 def _sums_are_finite(grads: Iterable[Tensor]) -> bool:
-    """Whether all gradients are finite, for sure; sums tell cheaply, unless they overflow.
+    """Whether all gradients are certainly finite, by their sums; False also if a sum overflows.
 
-    Small gradients of one shape are added up together: a call for each would cost more than it. On
-    a GPU one call looks at all of a dtype, for the largest magnitude of each.
+    Small gradients of one shape are concatenated and summed in one call, to save overhead. On a GPU
+    one call per dtype computes the largest magnitude of each.
     """
-    kinds: dict[tuple[object, ...], list[Tensor]] = {}
-    away: dict[tuple[object, ...], list[Tensor]] = {}
+    by_shape: dict[tuple[object, ...], list[Tensor]] = {}
+    on_gpu: dict[tuple[object, ...], list[Tensor]] = {}
     sums: list[Tensor] = []
     for grad in chain.from_iterable(map(numbers_of, grads)):
-        if grad.itemsize == 1:  # PyTorch does not add up float8
+        if grad.itemsize == 1:  # PyTorch cannot sum float8
             grad = grad.float()
         if sync.would_sync(grad) and grad.numel():
-            away.setdefault((grad.dtype, grad.device), []).append(grad)
-        elif grad.numel() < SMALL:
-            kinds.setdefault((grad.dtype, grad.device, grad.shape), []).append(grad)
+            on_gpu.setdefault((grad.dtype, grad.device), []).append(grad)
+        elif grad.numel() < CONCAT_MAX_ELEMENTS:
+            by_shape.setdefault((grad.dtype, grad.device, grad.shape), []).append(grad)
         else:
             sums.append(grad.sum())
-    for some in away.values():
+    for some in on_gpu.values():
         sums.extend(torch._foreach_norm(some, math.inf))
-    for some in kinds.values():
+    for some in by_shape.values():
         sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
     return all(map(math.isfinite, fetch_scalars(sums)))
 
 
-SMALL = 1 << 12
+CONCAT_MAX_ELEMENTS = 1 << 12
+"""Gradients of fewer elements are concatenated before they are summed."""

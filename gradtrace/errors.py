@@ -1,4 +1,4 @@
-"""What can go wrong, each with the place in the user's model and what to do next."""
+"""Exceptions and warnings; messages name the place in the user's model and what to do next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gradtrace.printable import printable
 
 
 def close(name: str, known: Iterable[str], most: int = 8) -> str:
-    """``; did you mean ...?``, or what there is, if that is no more than ``most``; or nothing.
+    """``; did you mean ...?`` for similar names; else all known names, if there are at most
+    ``most``; else nothing.
 
     >>> close("lsmt", ["lstm", "gru"]), close("x", ["lstm", "gru"])
     ('; did you mean lstm?', '; there are lstm, gru')
@@ -24,11 +25,11 @@ def close(name: str, known: Iterable[str], most: int = 8) -> str:
 
 
 UPDATE = "update gradtrace (pull its clone and pip install . again, or take a newer release)"
-"""What to do about something that a newer version made."""
+"""The advice for files and data of a newer version."""
 
 
 def needs(what: str, *packages: str) -> str:
-    """What to say where a package is missing: the packages themselves, which any index has.
+    """The message for missing packages; names the packages themselves, which any index has.
 
     >>> needs("to_pandas()", "pandas")
     'to_pandas() needs pandas, which is not installed: pip install pandas'
@@ -39,7 +40,7 @@ def needs(what: str, *packages: str) -> str:
 
 
 class GradtraceError(Exception):
-    """The base of every error that gradtrace raises on purpose; its text is always printable."""
+    """The base class of gradtrace's errors; the text is always printable."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -50,11 +51,11 @@ class NoGraph(GradtraceError):
 
 
 class NotScalar(GradtraceError):
-    """The loss has several elements and nothing says how to weigh them."""
+    """The loss has several elements, and no weights for them were given."""
 
 
 class FreedGraph(GradtraceError):
-    """The values that an operator saved for its backward formula are gone or were overwritten."""
+    """The tensors that an operator saved for its backward pass were freed or overwritten."""
 
 
 class NonFinite(GradtraceError):
@@ -85,7 +86,7 @@ class TooDeep(GradtraceError):
 
 
 class IncompatibleTorch(GradtraceError, ImportError):
-    """A version of torch that works differently inside from those that gradtrace knows."""
+    """A version of torch with internals that gradtrace does not support."""
 
 
 class OutOfRange(GradtraceError):
@@ -93,13 +94,11 @@ class OutOfRange(GradtraceError):
 
 
 class RankFailed(GradtraceError):
-    """Another process of a ``torch.distributed`` group failed, ended, or never came."""
+    """Another process of a ``torch.distributed`` group failed, ended, or never joined."""
 
 
 def caution(text: str, stacklevel: int = 2) -> None:
-    """Warn of something that a training run goes on with; where warnings are errors it is printed,
-    as training must not end because it is watched.
-    """
+    """Warn without interrupting a training run: if warnings are errors, print to stderr instead."""
     text = printable(text)
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)

@@ -1,7 +1,7 @@
-"""Text from files, names and other people's errors, made fit to be printed.
+"""``printable``: escapes untrusted text (file contents, names, foreign errors) for output.
 
-A name may hold terminal escapes, newlines that fake a log line, or marks that turn the direction of
-what follows. Whatever goes to a terminal, a log or the text of an exception passes through
+A name may hold terminal escapes, newlines that fake a log line, or bidirectional control
+characters. Everything written to a terminal, a log or the text of an exception passes through
 ``printable``: ``GradtraceError`` does it for messages of errors, ``errors.caution`` for warnings,
 and the command line's ``printing`` for everything that is printed.
 """
@@ -16,7 +16,7 @@ among them), lone surrogates, unassigned code points, line and paragraph separat
 
 
 def printable(text: object) -> str:
-    r"""The text with everything that a terminal or a reader could stumble over as an escape.
+    r"""The text with control and format characters (categories ``HIDDEN``) as escapes.
 
     >>> print(printable("a\x1b]0;title\x07b\u202ec\n"))
     a\x1b]0;title\x07b\u202ec\n

@@ -1,4 +1,4 @@
-"""``watch``: run a model's forward pass so that its operators know their modules."""
+"""``watch``: records which module call made each operator of a model's forward pass."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ WRAPPERS = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
 }
-"""Modules that only wrap another, and where they keep it; the names inside are the user's."""
+"""Wrapper modules by class, and the attribute of the wrapped module, whose names are the user's."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module, without wrappers around it."""
+    """The user's own module, without wrappers."""
     while type(model).__name__ in WRAPPERS:
         model = model._modules[WRAPPERS[type(model).__name__]]  # type: ignore[assignment]
     return model
@@ -57,10 +57,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def named_modules(
     module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every name that the user has for it, as if there were no wrappers."""
+    """Every module under each of its names, as if there were no wrappers."""
     module = unwrapped(module)
     if any(module is each for each in above):
-        return  # a module that holds one of those it lies in
+        return  # a cycle: a module that contains one of its ancestors
     yield name, module
     for key, child in module._modules.items():
         if child is not None:
@@ -68,7 +68,7 @@ def named_modules(
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter under every name that the user has for it, in the model's order."""
+    """Every parameter under each of its names, in the model's order, as without wrappers."""
     for name, module in named_modules(model):
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -77,19 +77,19 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The modules that ``torch.distributed.fsdp.fully_shard`` was applied to."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has sharded has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if anything is sharded
     kind = getattr(fsdp, "FSDPModule", None)
     return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
 
 
 def sharding_hooks(hooks: Mapping[int, Any]) -> list[int]:
-    """Which of a module's hooks gather and free its parameters."""
+    """The keys of the hooks of FSDP, which gather and free a module's parameters."""
     home = "torch.distributed.fsdp"
     return [k for k, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(home)]
 
 
 def refuse_flat(model: nn.Module) -> None:
-    """Refuse a model whose parameters lie in one tensor, behind names that are not the user's."""
+    """Raise for FSDP1, whose parameters are slices of one flat tensor without the user's names."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise Unsupported(
             "the model is wrapped in FullyShardedDataParallel, whose parameters are slices of one "
@@ -99,7 +99,7 @@ def refuse_flat(model: nn.Module) -> None:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model of which each rank holds a part."""
+    """Raise for a sharded model, of which each rank holds a part."""
     refuse_flat(model)
     for module in sharded_modules(model):
         if sharding_hooks(module._forward_pre_hooks):
@@ -125,12 +125,11 @@ def join(name: str, key: str) -> str:
 class watch(Listener):
     """Watch a model's forward pass: ``with gt.watch(model) as watch: loss = ...``.
 
-    Inside, module calls are noted, on all threads; fused attention and recurrent layers are
-    composed and compiled modules run eagerly, so that every operator can be followed. Nothing is
-    put on the model, which may be copied and saved inside, and is as before after it. A thread that
-    has a watch of its own is noted by that one only. With ``composed=False`` kernels stay fused, so
-    that the pass has the bits it has without a watch; on a CPU they can be opened later, at a
-    price.
+    Inside, module calls are recorded on all threads; fused attention and recurrent layers are
+    decomposed and compiled modules run eagerly, so that every operator can be followed. The model
+    is not modified, and may be copied and saved inside. Calls on a thread that has opened its own
+    watch are recorded by that watch only. With ``composed=False`` kernels stay fused, so that the
+    pass gives the same bits as without a watch; on a CPU they can be decomposed later, at a cost.
     """
 
     def __init__(self, model: nn.Module, *, composed: bool = True) -> None:
@@ -141,50 +140,50 @@ class watch(Listener):
             )
         self.model = model
         self.composed = composed
-        self.atlas = NameTable()
+        self.name_table = NameTable()
         self._hooks = HookWatch()
-        self._close_ears: Callable[[], None] | None = None
+        self._stop_listening: Callable[[], None] | None = None
         self._modules: dict[int, nn.Module] = {}  # by id
-        self._names: dict[int, str] = {}  # by id, and by what is the same in replicas
+        self._names: dict[int, str] = {}  # by id, and by ``same_in_replicas``
         self._calls: dict[str, int] = {}
         self._lock = threading.RLock()
-        self._here = _Here()
+        self._here = _ThreadState()
         self._thread = 0
         self._contexts = contextlib.ExitStack()
 
     # The forward pass ------------------------------------------------------------------------
 
     def __enter__(self: W) -> W:
-        if self._close_ears is not None:
+        if self._stop_listening is not None:
             raise GradtraceError("this watch is already open; make a second gradtrace.watch(model)")
         if self._thread not in (0, threading.get_ident()):
             raise GradtraceError("this watch was open on another thread; make a second one")
         refuse_sharded(self.model)
         self._thread = threading.get_ident()
-        self._here = _Here()
+        self._here = _ThreadState()
         try:
             self._contexts.enter_context(eager())
             if self.composed:
                 self._contexts.enter_context(COMPOSED)
-            self._close_ears = self._attach()
+            self._stop_listening = self._attach()
         except BaseException:
             self._close()
             raise
         _OPEN.watches += 1
-        self._contexts.callback(_one_less)
+        self._contexts.callback(_decrement)
         self._hooks.reset()
         return self
 
     def _attach(self) -> Callable[[], None]:
-        """Name the parameters, and see every call of a module."""
+        """Name the parameters, and listen to every module call; returns a function to stop."""
         for name, parameter in named_parameters(self.model):
-            self.atlas.name(parameter, name)
+            self.name_table.name(parameter, name)
         for name, module in named_modules(self.model):
             self._know(module, name)
         return listen(self, self._modules.values())
 
     def _know(self, module: nn.Module, name: str) -> None:
-        """The name of a module, if it has none so far."""
+        """Set the name of a module, if it has none so far."""
         self._modules.setdefault(id(module), module)
         for key in (id(module), same_in_replicas(module)):
             self._names.setdefault(key, name)
@@ -202,32 +201,32 @@ class watch(Listener):
         self._close()
 
     def inside(self, module: nn.Module) -> None:
-        """The forward pass of a module had begun when this watch was opened in it."""
+        """The watch was opened inside the forward pass of this module."""
         self.enter(module, (), {})
 
     def _close(self) -> None:
-        if self._close_ears is not None:
-            self._close_ears()
-            self._close_ears = None
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = None
         while self._here.stack:
             self._here.stack.pop().fuse_again()
         if self._thread == threading.get_ident():
-            self.atlas.enter(_now(), NO_MODULE)
+            self.name_table.enter(_now(), NO_MODULE)
         self._contexts.close()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
-        """A module is called: from now on, nodes of this thread belong to it."""
+        """A module is called: nodes created by this thread from now on belong to it."""
         here = self._here
-        if self._close_ears is None or not self._noting():
+        if self._stop_listening is None or not self._is_recording():
             return None
         if threading.get_ident() == self._thread:
             for each in (module,) if here.stack else tuple(self._modules.values()):
                 self._name_parameters(each)
         elif here.away is None:
-            here.away, self.atlas.away = ThreadCall(), True
+            here.away, self.name_table.away = ThreadCall(), True
             for tensor in tensors_in((args, kwargs)):
                 annotate(tensor, here.away, GIVEN)
-        notes = self.atlas if here.away is None else here.away
+        notes = self.name_table if here.away is None else here.away
         noted = Noted(here, self._next_call(self._name(module)))
         here.stack.append(noted)
         notes.enter(_now(), noted.place)
@@ -242,30 +241,30 @@ class watch(Listener):
         return ModuleCall(name, call)
 
     def _name_parameters(self, module: nn.Module) -> None:
-        """torch.func.functional_call puts other tensors in the place of parameters."""
-        known = self.atlas.leaves
+        """Name leaves that ``torch.func.functional_call`` substituted for parameters."""
+        known = self.name_table.leaves
         for key, tensor in module._parameters.items():
             if isinstance(tensor, Tensor) and tensor.is_leaf and id(tensor) not in known:
-                self.atlas.name(tensor, join(self._name(module), key))
+                self.name_table.name(tensor, join(self._name(module), key))
 
     def leave(self, entered: Noted | None, result: Any) -> None:
-        """The call is over: nodes belong to the module around it again."""
+        """The call has ended: new nodes belong to the enclosing module again."""
         if entered is None:
             return
         entered.fuse_again()
         here = entered.here
         if here is not self._here or not any(entered is each for each in here.stack):
-            return  # closed since
+            return  # the watch was closed in between
         while here.stack.pop() is not entered:
             pass  # entered by ``inside``
-        notes = self.atlas if here.away is None else here.away
+        notes = self.name_table if here.away is None else here.away
         notes.enter(_now(), here.stack[-1].place if here.stack else NO_MODULE)
         if here.away is not None and not here.stack:
             for tensor in tensors_in(result):
                 annotate(tensor, here.away, MADE)
             here.away = None
 
-    def _noting(self) -> bool:
+    def _is_recording(self) -> bool:
         if backward_runs():
             return False
         if threading.get_ident() == self._thread:
@@ -276,62 +275,61 @@ class watch(Listener):
 
     def graph(self, loss: Tensor) -> Graph:
         """The computation graph behind the loss, with the module of each operator."""
-        return api.graph_of(loss, self.atlas, self._hooks)
+        return api.graph_of(loss, self.name_table, self._hooks)
 
     def backward(self, loss: Tensor, semiring: Semiring = SUM, **options: Any) -> Gradients:
         """``{name: value}`` for every leaf; see ``gradtrace.backward``."""
-        return api.backward_of(loss, semiring, self.atlas, self._hooks, **options)
+        return api.backward_of(loss, semiring, self.name_table, self._hooks, **options)
 
     def trace(self, loss: Tensor, **options: Any) -> Trace:
         """The paths of the loss's gradient; see ``gradtrace.trace``."""
-        return api.trace_of(loss, self.atlas, self._hooks, self._classes(), **options)
+        return api.trace_of(loss, self.name_table, self._hooks, self._classes(), **options)
 
     def _classes(self) -> dict[str, str]:
         return {name: type(module).__name__ for name, module in named_modules(self.model)}
 
     def program(self, loss: Tensor, **options: Any) -> Program:
         """The backward program of the loss; see ``gradtrace.program``."""
-        return api.program_of(loss, self.atlas, self._hooks, **options)
+        return api.program_of(loss, self.name_table, self._hooks, **options)
 
 
-class _Here(threading.local):
-    """What a watch knows of one thread."""
+class _ThreadState(threading.local):
+    """A watch's state for one thread."""
 
     def __init__(self) -> None:
         self.stack: list[Noted] = []
-        self.away: ThreadCall | None = (
-            None  # notes of the outermost call, if it is not the watch's own
-        )
+        # calls inside the outermost call, if this is not the watch's own thread
+        self.away: ThreadCall | None = None
 
 
 class Noted:
-    """A call of a module that is under way."""
+    """A module call in progress."""
 
-    def __init__(self, here: _Here, place: ModuleCall) -> None:
+    def __init__(self, here: _ThreadState, place: ModuleCall) -> None:
         self.here = here
         self.place = place
         self._composed = False
 
     def compose(self) -> None:
-        """It is an LSTM, to be computed operator by operator."""
+        """Run the LSTM of this call operator by operator instead of fused."""
         composed_lstm.begin()
         self._composed = True
 
     def fuse_again(self) -> None:
-        """No longer so."""
+        """End ``compose``, if it was called."""
         if self._composed:
             self._composed = False
             composed_lstm.end()
 
 
-class _Open(threading.local):
-    watches = 0  # of this thread, that are open
+class _OpenCount(threading.local):
+    watches = 0  # open watches of this thread
 
 
-_OPEN = _Open()
+_OPEN = _OpenCount()
 
 
-def _one_less() -> None:
+def _decrement() -> None:
     _OPEN.watches -= 1
 
 

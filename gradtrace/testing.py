@@ -1,4 +1,4 @@
-"""Whether a semiring of your own is one: every law, and all that the engine makes of them."""
+"""``check_semiring``: tests a user's semiring for every law and every overridden method."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from gradtrace.errors import GradtraceError
 from gradtrace.semirings import Semiring, Value
 
 SIMPLE = (1.0, 2.0, 0.0, -1.0, -2.0, 3.0, 0.5)
-"""Derivatives that are tried first, the simplest first."""
+"""Derivatives tried first, in this order, so that counterexamples are simple."""
 
 SUMS = ((2, 1), (1, 2), (2, 2), (3, 2))
-"""Then sums of so many products of so many random ones."""
+"""(terms, factors) of the sums of products of random derivatives tried after ``SIMPLE``."""
 
 
 class LawBroken(GradtraceError):
-    """A semiring breaks a law, so that what it computes depends on how a graph is written down.
+    """A semiring breaks a law, so its results depend on how a graph is written.
 
-    ``law`` says which; the message has the simplest counterexample that was found.
+    ``law`` names the law; the message has the simplest counterexample found.
     """
 
     def __init__(self, message: str, law: str = "") -> None:
@@ -46,7 +46,7 @@ LAWS: dict[str, tuple[int, str, Callable[..., tuple[Value, Value]]]] = {
         3, "a ⊗ (b ⊕ c) is not (a ⊗ b) ⊕ (a ⊗ c), so paths may not be joined before their end",
         lambda plus, times, a, b, c: (times(a, plus(b, c)), plus(times(a, b), times(a, c)))),
 }  # fmt: skip
-"""By name: how many values it is about, what it says, its two sides."""
+"""By name: the number of values, the explanation, and a function for the two sides."""
 
 
 def check_semiring(
@@ -54,8 +54,8 @@ def check_semiring(
 ) -> None:
     """Raise ``LawBroken`` if a semiring breaks a law, with the simplest counterexample found.
 
-    Values are made as the engine makes them, as sums of products of lifted derivatives: simple ones
-    first, then ``samples`` random ones a law, from ``seed``. Equal means to ``rtol``.
+    Values are sums of products of lifted derivatives, as in a backward pass: simple ones first,
+    then ``samples`` random ones per law, from ``seed``. Values are compared to ``rtol``.
 
     >>> from gradtrace.semirings import MAX
     >>> check_semiring(MAX)
@@ -73,7 +73,7 @@ class _Check:
     rtol: float
 
     def frozen(self) -> None:
-        with suppress(AttributeError):  # which a frozen dataclass raises
+        with suppress(AttributeError):  # raised by a frozen dataclass
             self.semiring.name = self.semiring.name
             raise self.broken("it can be changed", "make it a frozen dataclass")
         try:
@@ -82,7 +82,7 @@ class _Check:
             raise self.broken("it has no hash", f"{error}; make its fields tuples") from None
 
     def elementwise(self) -> None:
-        """Each element of a result comes from the same one of each argument; arguments stay."""
+        """Operations are elementwise and do not modify their arguments."""
         s, w = self.semiring, self.draw(2, 3)
         a, b = s.lift(w.clone()), s.lift(w[:1].flip(1))
         whole = tuple(part.expand(2, 3).clone() for part in b)
@@ -108,7 +108,7 @@ class _Check:
                 self.same(law, says, sides(plus, times, *map(self.value, weights)), weights)
 
     def constants(self) -> None:
-        """What lift makes of products, of 0 and of 1, and what zero and one are."""
+        """``lift`` of products, of 0 and of 1; ``zero`` and ``one`` are neutral."""
         s = self.semiring
         says = "the lift of a product is not a ⊗ b, so it matters how many steps an operator takes"
         for weights in self.tries(2, [(1, 1)]):
@@ -129,7 +129,7 @@ class _Check:
             self.same("lift(1) is not one", "found and wanted", (s.lift(w * 0 + 1), one))
 
     def derived(self) -> None:
-        """What may be overridden is what ⊕ and ⊗ make of it in the base class."""
+        """Overridable methods agree with the base class, which is written in ⊕ and ⊗."""
         s, w, x = self.semiring, self.draw(4, 5), self.value(self.draw(12, 2, 2))
         a = tuple(part.reshape(3, 4) for part in x)
         target = torch.tensor([2, 0, 0, -1, 2, 2, 0, 2, -1, 0, 2, 3])
@@ -146,7 +146,7 @@ class _Check:
                 out[o] = out[o] + a[i] * weight
             sides = tuple(out), s.times(a, s.lift(w[:3, :4]))
             self.same("linear is wrong", "its pieces are not ⊗", sides)
-        for n in (3, -5) if s.size(a) != 1.0 else ():  # which says that it cannot be scaled
+        for n in (3, -5) if s.size(a) != 1.0 else ():  # size 1.0 means it cannot be scaled
             b, moved = tuple(part.flip(0) for part in a), s.scale(a, n)
             for sides in (
                 (s.scale(s.plus(a, b), n), s.plus(moved, s.scale(b, n))),
@@ -156,13 +156,13 @@ class _Check:
                 self.same("scale is wrong", "it does not go through ⊕ and ⊗ and back", sides)
 
     def draw(self, *shape: int) -> Tensor:
-        """Derivatives: whole numbers, powers of two, and any."""
+        """Random derivatives: integers, signed powers of two, and normal floats."""
         x = torch.randn(shape, generator=self.random, dtype=torch.float64)
         kinds = torch.stack([(2 * x).round(), x.sign() * 2 ** (2 * x).round(), x])
         return kinds.gather(0, torch.randint(3, (1, *shape), generator=self.random))[0]
 
     def tries(self, arity: int, sums: Sequence[tuple[int, int]]) -> Iterator[list[Tensor]]:
-        """For so many values the derivatives that they are made of, (values, terms, factors)."""
+        """Batches to test: derivatives of ``arity`` values, each (batch, terms, factors)."""
         numbers = sorted(product(range(len(SIMPLE)), repeat=arity), key=sum)
         yield [torch.tensor([[[SIMPLE[n]]] for n in some]).double() for some in zip(*numbers)]
         for shape in sums:
@@ -177,14 +177,14 @@ class _Check:
     def same(
         self, law: str, says: str, sides: tuple[Value, Value], weights: Sequence[Tensor] = ()
     ) -> None:
-        """Raise if the sides differ, with the first place where they do."""
+        """Raise if the sides differ, with the first element that does."""
         x, y = (torch.stack([part.double() for part in side]) for side in sides)
         if x.shape != y.shape:
             raise self.broken(law, f"{says}: shapes {tuple(x.shape[1:])}, {tuple(y.shape[1:])}")
-        room = self.rtol * (1 + torch.maximum(x.abs(), y.abs()).nan_to_num(0, 0, 0))
-        apart = ~((x == y) | ((x - y).abs() <= room)).all(0)  # NaN is never right
-        if bool(apart.any()):
-            n = int(apart.reshape(-1).nonzero()[0])
+        tolerance = self.rtol * (1 + torch.maximum(x.abs(), y.abs()).nan_to_num(0, 0, 0))
+        different = ~((x == y) | ((x - y).abs() <= tolerance)).all(0)  # NaN is never right
+        if bool(different.any()):
+            n = int(different.reshape(-1).nonzero()[0])
             numbers = (z.reshape(len(z), -1)[:, n].tolist() for z in (x, y))
             found = " and ".join(", ".join(f"{number:g}" for number in some) for some in numbers)
             made = [f"{name} = {_text(w[n])}" for name, w in zip("abc", weights)]

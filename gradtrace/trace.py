@@ -1,4 +1,4 @@
-"""A trace: what gradient tracing found of one loss, or of a vector of losses."""
+"""``Trace``: paths, influence, flow and reports of one loss, or of a vector of losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradtrace.semirings import Count
 from gradtrace.tracing.components import Component, ComponentFinder, Components, ComponentSelection
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.path_search import PathFollower
-from gradtrace.tracing.paths import Builder, LazyPaths, Path, Paths, marked, ravel, sampled
+from gradtrace.tracing.paths import Builder, LazyPaths, Path, Paths, path_provenance, ravel, sampled
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.provenance import ComponentBits, ProvenanceTable
 from gradtrace.tracing.tally import Tally
@@ -35,19 +35,19 @@ from gradtrace.tracing.tensor_paths import TensorPaths
 from gradtrace.tracing.traced_value import TracedValue
 from gradtrace.tracing.tracer import TracedLeaf, Tracer
 
-SAMPLED = 10_000
-"""The elements whose paths tell influence in a report where there is no memory for all."""
+SAMPLED_ELEMENTS = 10_000
+"""The number of elements a report samples for influence if memory is short for all."""
 
-SMALLER = (
-    f"this is a smaller view, for a notebook: influence of {SAMPLED:,} sampled elements, and fewer "
-    "cells and paths; trace.report('report.html') writes all"
+SMALL_VIEW_NOTE = (
+    f"this is a smaller view, for a notebook: influence of {SAMPLED_ELEMENTS:,} sampled elements, "
+    "and fewer cells and paths; trace.report('report.html') writes all"
 )
 
-OPERATORS, ELEMENTS = 2_000, 5_000_000
-"""From so many on, of operators or of parameters, a notebook is shown a smaller view."""
+FULL_VIEW_MAX_OPERATORS, FULL_VIEW_MAX_ELEMENTS = 2_000, 5_000_000
+"""Above this many operators, or parameter elements, a notebook shows a smaller view."""
 
-MANY = 4_000
-"""Operators from which on a report does not tell each argument of each sum apart."""
+ARGUMENTS_MAX_OPERATORS = 4_000
+"""Above this many operators a report does not list the arguments of sums."""
 
 
 @dataclass
@@ -55,11 +55,11 @@ class Trace:
     """The paths behind a loss.
 
     ``gradients`` are those of autograd, by name; ``rule`` is ``"greedy"`` or ``"viterbi"``;
-    ``pairs`` is the number of losses. ``budget`` can be set to the bytes that the values behind
-    paths may take; those that do not fit (None: in what is free) are computed again. Where
-    influence takes more than half as many, marks wait for their use in one or two bytes, not in
-    four. Paths and influence are found when asked for, from the weights and activations of the
-    forward pass: ask before these are changed in place, as an optimiser does.
+    ``pairs`` is the number of losses. ``budget`` limits the bytes of the values that are kept to
+    follow paths; values that do not fit are recomputed (None: the limit is the free memory). If
+    influence needs more than half of the budget, provenance ids are stored in one or two bytes
+    instead of four. Paths and influence are computed on request, from the weights and activations
+    of the forward pass: request them before these are changed in place, as an optimiser does.
     """
 
     program: Program = field(repr=False)
@@ -74,7 +74,7 @@ class Trace:
     _prints: WeightFingerprints = field(init=False, repr=False)
     budget: int | None = None
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
-    _kept: dict[int, PathFollower] = field(default_factory=dict, repr=False)
+    _followers: dict[int, PathFollower] = field(default_factory=dict, repr=False)
     _views: dict[tuple[int, int, bool], reports.View] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Trace:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not exact, one line an operator."""
+        """What is not exact, one line per operator."""
         return tuple(dict.fromkeys(self.program.notes()))
 
     def _unchanged(self) -> None:
@@ -109,7 +109,7 @@ class Trace:
         """
         builder = self._builder(pair)
         if self.granularity == "operator":
-            return self._coarse(name, index, builder)
+            return self._tensor_path(name, index, builder)
         value, element = self._element(name, index)
         start = {value: torch.tensor([element], device=self._device)}
         (path,) = builder.followed(start, self.rule)
@@ -139,9 +139,10 @@ class Trace:
         seed: int = 0,
         pair: int = 0,
     ) -> Paths:
-        """The k paths of greatest |weight| from an element, or from any of a leaf; or, with
-        ``sample``, the paths by the trace's rule of that many elements drawn at random, of a leaf
-        or of all (of those drawn, the ones that have a path).
+        """The ``k`` paths of greatest |weight| from one element, or from any element of a leaf.
+
+        With ``sample``: the paths, by the trace's rule, of that many random elements of one leaf or
+        of all leaves. Elements without a path are left out.
         """
         builder = self._builder(pair)
         if self.granularity == "operator":
@@ -163,19 +164,19 @@ class Trace:
         else:
             value, element = self._element(name, index)
             elements = torch.tensor([element], device=self._device)
-        best = builder.kept.best(value, elements, _positive("k", k))
+        best = builder.follower.best(value, elements, _positive("k", k))
         return Paths(
-            tuple(builder.path(value, int(elements[place]), hops) for place, hops in best),
+            tuple(builder.path(value, int(elements[place]), edges) for place, edges in best),
             f"Largest paths of {name}",
         )
 
-    def _coarse(self, name: str, index: int | Sequence[int], builder: Builder) -> Path:
+    def _tensor_path(self, name: str, index: int | Sequence[int], builder: Builder) -> Path:
         value = self._leaf(name)
         if _indices(index):
             raise GradtraceError(
                 f"at operator granularity {name} is followed as a whole: trace.path({name!r})"
             )
-        chain = TensorPaths(self.program, self.rule, builder.kept.seed).chain(value)
+        chain = TensorPaths(self.program, self.rule, builder.follower.seed).chain(value)
         if not chain.links:
             raise GradtraceError(f"{name} has no path: its gradient is 0 everywhere")
         return builder.coarse(value, chain.links)
@@ -184,45 +185,44 @@ class Trace:
     def enumerate(self, limit: int = 10_000, zeros: bool = False) -> Paths:
         """All paths from every leaf element to the loss; see ``gradtrace.enumerate_paths``."""
         builder = self._builder(0)
-        few = TooLarge(
+        too_many = TooLarge(
             f"there are more than {limit:,} paths; raise limit, or take a smaller graph. "
             "gradtrace.backward(loss, gradtrace.semirings.COUNT) tells how many there are"
         )
-        counts = interpreter.run(self.program, Count(log=True)).values()  # before any is listed
+        counts = interpreter.run(self.program, Count(log=True)).values()  # before listing any
         if sum(2.0 ** min(float(n), 999.0) for c in counts for n in c.reshape(-1)) > limit:
-            raise few
+            raise too_many
         found: list[Path] = []
         for name, value in self._values.items():
             for element in range(self._shape(name).numel()):
-                for hops in builder.kept.every(value, element, zeros):
+                for edges in builder.follower.every(value, element, zeros):
                     if len(found) == limit:
-                        raise few
-                    found.append(builder.path(value, element, hops))
+                        raise too_many
+                    found.append(builder.path(value, element, edges))
         return Paths(tuple(found), "All paths")
 
     def _sampled(self, builder: Builder, names: list[str], sample: int, seed: int) -> LazyPaths:
         sizes = {name: self._shape(name).numel() for name in names}
         drawn = sampled(sizes, sample, seed)
         starts = {self._leaf(name): e.to(self._device) for name, e in drawn.items() if len(e)}
-        return builder.woven(starts, self.rule)
+        return builder.lazy_paths(starts, self.rule)
 
     def _builder(self, pair: int) -> Builder:
         self._unchanged()
         if not 0 <= pair < self.pairs:
             raise UnknownName(f"pair {pair} is none of the {self.pairs} losses of this trace")
-        if pair not in self._kept:
+        if pair not in self._followers:
             seed = self.program.seed
             if self.pairs > 1:
                 seed = torch.zeros_like(seed).index_fill(
                     0, torch.tensor(pair, device=seed.device), 1
                 )
-            self._kept = {
-                pair: PathFollower(self.program, seed, self._room())
-            }  # one pair at a time
-        return Builder.of(self._kept[pair], self.names, pair)
+            # one pair at a time, to save memory
+            self._followers = {pair: PathFollower(self.program, seed, self._path_budget())}
+        return Builder.of(self._followers[pair], self.names, pair)
 
-    def _room(self) -> int | None:
-        """The bytes that values may take while paths are followed; None: all fit."""
+    def _path_budget(self) -> int | None:
+        """The budget in bytes for values while paths are followed; None: all fit."""
         free = memory.available(self._device)
         memory.see(
             memory.streaming(self.program, self._uses_kept),
@@ -288,19 +288,19 @@ class Trace:
         sample: int | None = None,
         seed: int = 0,
     ) -> Influence:
-        """Through which components the paths of all parameter elements run, as a table.
+        """The share of parameter elements whose paths pass through each component, as a table.
 
-        ``components`` is None (every module, with all inside it), ``"classes"``, ``"operators"``,
+        ``components`` is None (every module, with its submodules), ``"classes"``, ``"operators"``,
         ``"labels"`` (``gradtrace.label``), ``"arguments"`` (which argument of a sum or a
         concatenation), a list of module names or patterns, or ``{group: names}``. A name is a
         module's, or begins with ``class:``, ``operator:``, ``label:`` or ``argument:``.
 
-        With ``sample`` only the paths of that many elements are followed, drawn at random from all
-        leaves; counts are then of these. It costs little more than recording did.
+        With ``sample`` only the paths of that many random elements of all leaves are followed and
+        counted. That costs little more than recording did.
         """
         self._unchanged()
         by = checked_weight(weight)
-        chosen = self._survey().choose(components)
+        chosen = self._components().choose(components)
         if sample is not None:
             return self._counted(chosen, _positive("sample", sample), seed).by(by)
         table = self._counted(chosen).by(by)
@@ -308,17 +308,17 @@ class Trace:
             self.asked[components] = table
         return table
 
-    def _survey(self) -> ComponentFinder:
+    def _components(self) -> ComponentFinder:
         others = {name: self.aliases.get(name, ()) for name in self._values}
         return ComponentFinder(self.program, self.modules, others)
 
     def _counted(
         self, chosen: ComponentSelection, sample: int | None = None, seed: int = 0
     ) -> Influence:
-        """The table of some components, by the paths of all elements or of a sample."""
+        """The table of the chosen components, over the paths of all elements or of a sample."""
         tally = Tally(chosen.components, self.program, chosen.marks, self.names, self.pairs)
         if sample is not None:
-            self._count_some(tally, chosen.marks, sample, seed)
+            self._count_sample(tally, chosen.marks, sample, seed)
             drawn = sum(leaf.total for leaf in tally.leaves) // self.pairs
             return tally.result(self.rule, "count", (f"paths of {drawn:,} elements", *self.notes))
         what = "measuring influence"
@@ -328,15 +328,15 @@ class Trace:
         )
         narrow = False
         if self.granularity == "scalar":
-            narrow, tally.room = self._sparing(what, remedy)
+            narrow, tally.room = self._memory_plan(what, remedy)
         with torch.no_grad(), memory.within(self._device, what, remedy):
-            for found, gradient in self._found(chosen.marks, narrow):
+            for found, gradient in self._traced_leaves(chosen.marks, narrow):
                 tally.add(found, gradient)
             return tally.result(self.rule, "count", self.notes)
 
-    def _sparing(self, what: str, remedy: str) -> tuple[bool, int]:
-        """Whether marks are to be narrow while they wait, and the bytes that leaves may hold while
-        they do; a pass that does not fit is refused.
+    def _memory_plan(self, what: str, remedy: str) -> tuple[bool, int]:
+        """Whether to store provenance ids compactly, and the bytes that pending leaves may hold.
+        Raises if the pass does not fit into memory.
         """
         free = memory.available(self._device)
         room = free if self.budget is None else self.budget
@@ -346,13 +346,13 @@ class Trace:
         narrow = memory.short(needed, self._device, room)
         if narrow:
             needed = memory.streaming(self.program, self._uses_kept, narrow)
-        if narrow or self.budget is not None:  # else there is more than enough
+        if narrow or self.budget is not None:  # else memory is ample
             memory.see(needed, self._device, what, remedy, free)
-        # where memory is not short, there is as much again
+        # if memory is not short, at least ``needed`` bytes are left for pending leaves
         return narrow, 0 if narrow else min(memory.LEAF_BATCH_MAX_BYTES, needed)
 
-    def _count_some(self, tally: Tally, marks: ComponentBits, sample: int, seed: int) -> None:
-        """Follow the paths of sampled elements, for each pair."""
+    def _count_sample(self, tally: Tally, marks: ComponentBits, sample: int, seed: int) -> None:
+        """Follow and count the paths of sampled elements, for each pair."""
         if self.granularity == "operator":
             raise GradtraceError(
                 "at operator granularity a leaf has one path, and there is nothing to sample; "
@@ -362,8 +362,8 @@ class Trace:
         drawn = {self._leaf(name): e for name, e in sampled(sizes, sample, seed).items()}
         starts = {value: e.to(self._device) for value, e in drawn.items()}
         for pair in range(self.pairs):
-            forest = self._builder(pair).kept.follow(starts, self.rule)
-            found, first = marked(forest, self.program, marks), 0
+            forest = self._builder(pair).follower.follow(starts, self.rule)
+            found, first = path_provenance(forest, self.program, marks), 0
             gradient = forest.gradient[forest.starts]
             for value, elements in drawn.items():
                 mine = slice(first, first + len(elements))
@@ -373,19 +373,19 @@ class Trace:
 
     @isolated()
     def flow(self) -> Flow:
-        """Gradient magnitude along depth, per module, and in plain words whether it vanishes,
-        explodes or dies.
+        """Gradient magnitude along depth, per module, and a diagnosis in names: whether it
+        vanishes, explodes or dies.
         """
         self._unchanged()
         what, remedy = "measuring flow", "trace fewer samples at a time"
         memory.see(memory.streaming(self.program), self._device, what, remedy)
         return flow_of(self.program, self.names, self.modules)
 
-    # To keep -----------------------------------------------------------------------------------
+    # Output ------------------------------------------------------------------------------------
 
     @isolated()
     def save(self, path: str | os.PathLike[str], *, sample: int = 1000, seed: int = 0) -> None:
-        """Write gradients, influence (of modules, and of the kinds asked for so far), flow and the
+        """Write gradients, influence (of modules, and of the kinds requested so far), flow and the
         paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
         """
         saving.save(self, path, sample, seed)
@@ -401,12 +401,12 @@ class Trace:
         seed: int = 0,
         training: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Write one HTML file to look at the trace in a browser; it needs no network and no other
-        file.
+        """Write the trace as one self-contained HTML file; it needs no network and no other file.
 
-        ``compare`` puts another trace beside this one. ``name`` is what the report calls this trace
-        (or a name for each of the two). Its top paths are those of a uniform ``sample`` of all
-        elements. ``training`` is the file of a ``gradtrace.Monitor``, whose run is then shown too.
+        ``compare`` shows another trace beside this one. ``name`` is the title of this trace in the
+        report (or one title for each of the two). The top paths are those of a uniform ``sample``
+        of all elements. ``training`` is the file of a ``gradtrace.Monitor``, whose run is then
+        shown too.
 
         >>> import torch, gradtrace as gt
         >>> from tempfile import TemporaryDirectory
@@ -418,25 +418,25 @@ class Trace:
         saving.write(path, [self, compare], name, training, *drawn)
 
     def _repr_html_(self) -> str:
-        """The report in a frame, for notebooks; of large models a smaller one."""
+        """The report in a frame, for notebooks; a smaller view for large models."""
         many = sum(leaf.tensor.numel() for leaf in self.program.leaves)
-        large = many > ELEMENTS or len(self.program.blocks) > OPERATORS
+        large = many > FULL_VIEW_MAX_ELEMENTS or len(self.program.blocks) > FULL_VIEW_MAX_OPERATORS
         return reports.framed(lambda: self._view(small=large), repr(self))
 
     def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
-        """What a report shows; made once, so it is there even after an optimiser's step."""
+        """The data of a report; cached, so it is available after an optimiser's step."""
         key = (_positive("sample", sample), seed, small)
         if key not in self._views:
-            self._views[key] = self._seen(sample, seed, small)
+            self._views[key] = self._make_view(sample, seed, small)
         return self._views[key]
 
-    def _seen(self, sample: int, seed: int, small: bool) -> reports.View:
+    def _make_view(self, sample: int, seed: int, small: bool) -> reports.View:
         self._unchanged()
         tables, notes = self._tables(small)
         builder = self._builder(0)
         gradients: Mapping[str, Tensor] = self.gradients
         if self.pairs > 1:
-            gradients = {n: builder.kept.gradients[v] for n, v in self._values.items()}
+            gradients = {n: builder.follower.gradients[v] for n, v in self._values.items()}
             notes += (
                 f"paths and heat maps are those of the first of {self.pairs:,} losses; masses and "
                 "flow are of their sum",
@@ -461,48 +461,48 @@ class Trace:
         return reports.view(source, flow, sample, seed, limits)
 
     def _tables(self, small: bool = False) -> tuple[dict[str, Influence], tuple[str, ...]]:
-        """Influence of the kinds of components that there are, counted together in one pass, and
-        what is to be said of them. ``small``: that of a sample of elements.
+        """Influence for every kind of component in the program, counted in one pass, and notes on
+        it. ``small``: over a sample of elements.
         """
-        survey, parts = self._survey(), dict[str, list[Component]]()
+        finder, parts = self._components(), dict[str, list[Component]]()
         for key, kind in self._kinds().items():
-            with contextlib.suppress(UnknownName):  # there are none of these
-                parts[key] = survey.choose(kind).components
-        chosen = ComponentSelection([c for some in parts.values() for c in some], survey.marks)
+            with contextlib.suppress(UnknownName):  # the program has none of this kind
+                parts[key] = finder.choose(kind).components
+        chosen = ComponentSelection([c for some in parts.values() for c in some], finder.marks)
         notes: tuple[str, ...]
         if small and self.granularity == "scalar":
-            table, notes = self._counted(chosen, SAMPLED), (SMALLER,)
+            table, notes = self._counted(chosen, SAMPLED_ELEMENTS), (SMALL_VIEW_NOTE,)
         else:
-            table, notes = self._all_or_some(chosen)
+            table, notes = self._all_or_sample(chosen)
         rows = iter(table.rows)
         cut = {kind: tuple(islice(rows, len(some))) for kind, some in parts.items()}
         return {kind: replace(table, rows=some) for kind, some in cut.items()}, notes
 
-    def _all_or_some(self, chosen: ComponentSelection) -> tuple[Influence, tuple[str, ...]]:
+    def _all_or_sample(self, chosen: ComponentSelection) -> tuple[Influence, tuple[str, ...]]:
         try:
             return self._counted(chosen), ()
         except TooLarge as error:
-            told = f"influence is that of {SAMPLED:,} sampled elements: {error}"
-            return self._counted(chosen, SAMPLED), (told,)
+            note = f"influence is that of {SAMPLED_ELEMENTS:,} sampled elements: {error}"
+            return self._counted(chosen, SAMPLED_ELEMENTS), (note,)
 
     def _kinds(self) -> dict[str, str | None]:
-        """The kinds of components that a report tells of, by the key they have there; the first
-        are those of ``influence()``, but that whole tensors have no labelled slices.
+        """The kinds of components in a report, by their key there. The first is the default of
+        ``influence()``, except that whole tensors have no labelled slices.
         """
         blocks, whole = self.program.blocks, self.granularity == "operator"
         inside = any(block.place.module for block in blocks)
         kinds: dict[str, str | None] = {"": "operators" if whole and not inside else None}
-        words = ["classes", "operators", *([] if whole else ["labels"])]
-        words += [] if len(blocks) > MANY else ["arguments"]
-        return kinds | {word: word for word in words}
+        names = ["classes", "operators", *([] if whole else ["labels"])]
+        names += [] if len(blocks) > ARGUMENTS_MAX_OPERATORS else ["arguments"]
+        return kinds | {name: name for name in names}
 
-    def _found(
+    def _traced_leaves(
         self, marks: ComponentBits, narrow: bool = False
     ) -> Iterator[tuple[TracedLeaf, Tensor]]:
-        """The leaves after a pass, each with its gradient."""
+        """Trace the program: its leaves, each with its gradient."""
         seed = self.program.seed
         if self.granularity == "operator":
-            yield from self._coarsely(marks)
+            yield from self._traced_tensors(marks)
             return
         tracer = Tracer(self.program, self.rule, marks, narrow)
         if self.pairs == 1:
@@ -517,33 +517,33 @@ class Trace:
             for found in tracer.run_pairs(seed, pairs):
                 yield found, found.gradient
             return
-        plain = Tracer(self.program, "gradient", narrow=narrow).run_pairs(seed, pairs)
-        for found, other in zip(tracer.run_pairs(seed, pairs), plain):
+        gradients = Tracer(self.program, "gradient", narrow=narrow).run_pairs(seed, pairs)
+        for found, other in zip(tracer.run_pairs(seed, pairs), gradients):
             yield found, other.gradient
 
-    def _coarsely(self, marks: ComponentBits) -> Iterator[tuple[TracedLeaf, Tensor]]:
-        """``_found`` with whole tensors: all elements of a leaf have the marks of its path."""
+    def _traced_tensors(self, marks: ComponentBits) -> Iterator[tuple[TracedLeaf, Tensor]]:
+        """``_traced_leaves`` at operator granularity: a leaf's elements all have its path."""
         if marks.slices:
             raise GradtraceError(
                 "a path of whole tensors runs through all slices of a labelled one; measure labels "
                 "with granularity='scalar'"
             )
         for pair in range(self.pairs):
-            kept = self._builder(pair).kept
-            coarse = TensorPaths(self.program, self.rule, kept.seed)
+            follower = self._builder(pair).follower
+            coarse = TensorPaths(self.program, self.rule, follower.seed)
             for leaf in self.program.leaves:
                 chain = coarse.chain(leaf.value)
                 bits = 1 if chain.links else 0
                 for link in chain.links:
                     bits |= marks.block.get(link.block, 0)
                     bits |= marks.position.get((link.block, link.position), 0)
-                gradient = kept.gradients[leaf.value]
+                gradient = follower.gradients[leaf.value]
                 state = TracedValue(gradient, 0, chain.reached.int(), ProvenanceTable((bits,)))
                 yield TracedLeaf(leaf, state, pair), gradient
 
 
 def _with(found: TracedLeaf, gradient: Tensor, rule: str) -> tuple[TracedLeaf, Tensor]:
-    """A leaf whose gradient was put off, and the gradient."""
+    """A leaf whose gradient was deferred, and the gradient."""
     if rule == "greedy":
         found = found._replace(state=found.state._replace(value=gradient))
     return found, gradient
@@ -556,7 +556,7 @@ def _positive(word: str, number: int) -> int:
 
 
 def _indices(index: int | Sequence[int]) -> tuple[int, ...]:
-    """An index as whole numbers; those of NumPy and tensors of one element count as such."""
+    """An index as a tuple of ints; NumPy integers and one-element tensors are accepted."""
     try:
         return (operator.index(index),)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
@@ -568,7 +568,7 @@ def _indices(index: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def weights_of(program: Program) -> Iterator[Tensor]:
-    """The tensors that maps refer to."""
+    """The tensors that the program's maps refer to, each once."""
     seen: set[int] = set()
     for step in program.steps():
         for map_, _ in step.terms:

@@ -1,4 +1,4 @@
-"""The one word that every layer shares."""
+"""Type aliases shared by all packages."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def outcome(trace: Trace, marks: ComponentBits, kinds: dict[int, int], paths: in
             for found in Tracer(program, rule, marks).run(program.seed):
                 state = materialise(found.state).with_provenance()
                 assert state.ids is not None
-                ids = [kinds.setdefault(mark, len(kinds)) for mark in state.provenance.marks()]
+                ids = [kinds.setdefault(mark, len(kinds)) for mark in state.provenance.sets()]
                 table = torch.tensor(ids, device=state.ids.device)
                 name = f"{rule} {found.leaf.value}"
                 tensors[f"mark of {name}"] = table[state.ids.long()]

@@ -237,7 +237,7 @@ def tanh_net() -> tuple[Any, Tensor]:
     x = real(hand.x).requires_grad_()
     with gt.watch(net) as watch:
         loss = ((net(x) - real(hand.t)) ** 2).sum()
-    watch.atlas.name(x, "x")
+    watch.name_table.name(x, "x")
     return watch, loss
 
 
@@ -567,7 +567,7 @@ class Chain:
         x = real(self.x0).requires_grad_()
         with gt.watch(net) as watch:
             loss = (net(x) * real(self.c)).sum()
-        watch.atlas.name(x, "x")
+        watch.name_table.name(x, "x")
         return watch, loss
 
 

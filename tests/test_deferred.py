@@ -125,13 +125,13 @@ def test_gradients_are_those_of_autograd(case: str) -> None:
 def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss_of = CASES[case]()
     monkeypatch.setattr(sync, "would_sync", lambda x: True)
-    monkeypatch.setattr(api, "room", lambda *_: 1 << 30)
+    monkeypatch.setattr(api, "kept_gradient_bytes", lambda *_: 1 << 30)
     trace = traced(model, loss_of)
     assert not put_off(trace)
     names, parameters = zip(*model.named_parameters())
     for name, grad in zip(names, torch.autograd.grad(loss_of(model), parameters)):
         assert torch.equal(trace.gradients[name], grad)
-    monkeypatch.setattr(api, "room", lambda *_: 8)
+    monkeypatch.setattr(api, "kept_gradient_bytes", lambda *_: 8)
     assert put_off(traced(model, loss_of))
 
 
@@ -170,19 +170,19 @@ def test_few_rows_of_a_large_table_are_compared_by_themselves(
 ) -> None:
     model, loss_of = tied(rows=100)
     seen = []
-    real = Greedy._patched
+    real = Greedy._join_sparse
 
     def counted(states: list[TracedValue], step: Step) -> TracedValue | None:
         seen.append(real(states, step))
         return seen[-1]
 
-    monkeypatch.setattr(Greedy, "_patched", staticmethod(counted))
+    monkeypatch.setattr(Greedy, "_join_sparse", staticmethod(counted))
     found = traced(model, loss_of).influence()
     (state,) = seen
     assert state is not None and state.sparse is not None
     assert len(state.sparse.at) == 4 * 5  # four words occur
     assert len(set(state.sparse.marks.tolist())) == 3  # past the middle, through it, from the top
-    monkeypatch.setattr(Greedy, "_patched", staticmethod(lambda states, step: None))
+    monkeypatch.setattr(Greedy, "_join_sparse", staticmethod(lambda states, step: None))
     plain = traced(model, loss_of).influence()
     for ours, theirs in zip(found.rows, plain.rows, strict=True):
         assert ours.count == theirs.count

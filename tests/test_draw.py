@@ -14,7 +14,7 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.graphs.operators import Edge, Operator
-from gradtrace.graphs.svg import LIMIT, draw
+from gradtrace.graphs.svg import DRAWN_MAX_OPERATORS, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -213,19 +213,19 @@ def test_a_long_chain_is_cut_soon_and_says_so() -> None:
     start = time.process_time()  # of this process: another's load does not count
     svg = draw(graph)
     assert time.process_time() - start < 10
-    assert vertices(svg).keys() == set(range(LIMIT))
-    assert f"{100_000 - LIMIT:,} more" in svg
+    assert vertices(svg).keys() == set(range(DRAWN_MAX_OPERATORS))
+    assert f"{100_000 - DRAWN_MAX_OPERATORS:,} more" in svg
     assert aside(svg) == ["1 left out"]
 
 
 def test_what_is_kept_of_a_wide_graph_is_nearest_the_root() -> None:
-    width = 3 * LIMIT
+    width = 3 * DRAWN_MAX_OPERATORS
     operators = [Operator(i, "StackBackward0", ((1,),)) for i in range(width + 2)]
     edges = [Edge(0, i, i - 1) for i in range(1, width + 1)] + [Edge(1, width + 1, 0)]
     svg = draw(by_hand(operators, edges))
-    assert vertices(svg).keys() == set(range(LIMIT))
-    assert f"{width + 2 - LIMIT:,} more" in svg
-    assert f"{width + 1 - LIMIT:,} left out" in aside(svg)
+    assert vertices(svg).keys() == set(range(DRAWN_MAX_OPERATORS))
+    assert f"{width + 2 - DRAWN_MAX_OPERATORS:,} more" in svg
+    assert f"{width + 1 - DRAWN_MAX_OPERATORS:,} left out" in aside(svg)
 
 
 def test_many_edges_between_few_operators_stay_few_lines() -> None:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from gradtrace.ir import memory
 from gradtrace.kernels import (
-    contraction,
     cuda_batched_tally,
     cuda_contraction,
     cuda_launch,
     cuda_steps,
     cuda_tiling,
     cuda_top_k,
+    max_contraction,
     steps,
     sync,
 )
@@ -490,8 +490,8 @@ def test_nobody_waits_for_marks_that_differ(
         wanted, fewer = devices.plainly(compact, given, provenance)
         same = wanted.any()
         assert torch.equal(found, wanted)
-        assert less.marks() == fewer.marks() if same else less.marks() == [0]
-        assert len(less.rows) == len(less.marks()) - 1
+        assert less.sets() == fewer.sets() if same else less.sets() == [0]
+        assert len(less.rows) == len(less.sets()) - 1
         assert len(read) == 1
         read.clear()
 

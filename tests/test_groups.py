@@ -101,8 +101,8 @@ def test_groups_are_added_up(way: str, seed: int, leaves: int, pairs: int) -> No
     reach, could = reached(seed, [found[n] for n in np.argsort(order)], bits)
     most = np.arange(leaves, dtype=float) + 20
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregate, "ENTRIES", (entries, entries))
-        patch.setattr(aggregate, "SPARSE", sparse)
+        patch.setattr(aggregate, "CHUNK_ENTRIES", (entries, entries))
+        patch.setattr(aggregate, "SPARSE_WORDS_FACTOR", sparse)
         here = make(found)
         eligible, through, unreached, finite = here.added(pairs, reach, order.tolist(), most, bits)
     wanted = plainly(found, pairs, could[order], bits, most)

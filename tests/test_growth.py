@@ -245,7 +245,7 @@ def test_marks_of_few_bits_are_not_compared_with_every_component(
 
     monkeypatch.setattr(cpu_library, "library", lambda: None)  # which goes over bits alone
     monkeypatch.setattr(aggregate, "_hits", counted)
-    monkeypatch.setattr(aggregate, "ENTRIES", (1 << 18, 1 << 18))
+    monkeypatch.setattr(aggregate, "CHUNK_ENTRIES", (1 << 18, 1 << 18))
     model, loss = labelled(600)
     with gt.watch(model) as watch:
         trace = watch.trace(loss())
@@ -277,7 +277,7 @@ def test_bits_of_labels_are_not_hashed() -> None:
     numbers, palette = provenance.sliced(
         torch.ones(1, 80, dtype=torch.int32), provenance.ProvenanceTable(), 1, bits
     )
-    assert [palette.marks()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
+    assert [palette.sets()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
 
 
 @pytest.mark.skipif(cpu_library.library() is None, reason="no compiled library")

@@ -25,28 +25,31 @@ from gradtrace.tracing.provenance import (
 
 def read(numbers: torch.Tensor, palette: ProvenanceTable) -> list[int]:
     """The mark of each element."""
-    known = palette.marks()
+    known = palette.sets()
     return [known[n] for n in numbers.reshape(-1).tolist()]
 
 
 def test_more_bits_for_all_cost_nothing() -> None:
-    palette = ProvenanceTable((1, 3)).mark(1 << 200).mark(4)
+    palette = ProvenanceTable((1, 3)).with_bits(1 << 200).with_bits(4)
     assert palette.rows == (1, 3)
-    assert palette.marks() == [0, 1 | 4 | 1 << 200, 3 | 4 | 1 << 200]
-    assert palette.mark(4) is palette
+    assert palette.sets() == [0, 1 | 4 | 1 << 200, 3 | 4 | 1 << 200]
+    assert palette.with_bits(4) is palette
 
 
 def test_one_palette_after_another() -> None:
-    first, second = ProvenanceTable((1, 3)).mark(8), ProvenanceTable((1, 5)).mark(16)
+    first, second = ProvenanceTable((1, 3)).with_bits(8), ProvenanceTable((1, 5)).with_bits(16)
     both, shift = first.joined(second)
-    assert both.marks() == [0, 9, 11, 17, 21]
-    assert [both.marks()[n + shift] for n in (1, 2)] == second.marks()[1:]
+    assert both.sets() == [0, 9, 11, 17, 21]
+    assert [both.sets()[n + shift] for n in (1, 2)] == second.sets()[1:]
 
 
 def test_a_palette_after_itself_is_itself() -> None:
     palette = ProvenanceTable((1, 3))
-    assert palette.mark(8).joined(palette.mark(8)) == (palette.mark(8), 0)
-    assert palette.mark(8).joined(palette.mark(16)) == (ProvenanceTable((9, 11, 17, 19)), 2)
+    assert palette.with_bits(8).joined(palette.with_bits(8)) == (palette.with_bits(8), 0)
+    assert palette.with_bits(8).joined(palette.with_bits(16)) == (
+        ProvenanceTable((9, 11, 17, 19)),
+        2,
+    )
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -66,13 +69,13 @@ def test_compact_changes_no_mark(
     numbers = torch.tensor(drawn, dtype=torch.int32)
     before = read(numbers, palette)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "MANY", 2)
-        patch.setattr(provenance, "LONG", 5)
+        patch.setattr(provenance, "COMPACT_ABOVE_ENTRIES", 2)
+        patch.setattr(provenance, "TUPLE_MAX_ROWS", 5)
         patch.setattr(sync, "would_sync", lambda x: waits)
         found, smaller = compact(numbers, palette)
     assert read(found, smaller) == before
     assert found.dtype is torch.int32
-    used = {palette.marks()[n] for n in drawn if n}
+    used = {palette.sets()[n] for n in drawn if n}
     assert len(smaller.rows) == max(1, len(used))
 
 
@@ -94,17 +97,17 @@ def test_many_marks_are_words() -> None:
     """Long palettes say what short ones do, however many bits they have."""
     few = ProvenanceTable(tuple(1 | n << 60 for n in range(100)), 1 << 130)
     many = few
-    wanted = few.marks()[1:]
+    wanted = few.sets()[1:]
     for turn in range(3):
         other = ProvenanceTable(tuple(1 | n << (3 * turn) for n in range(100)), 2 << turn)
         many, shift = many.joined(other)
         assert shift == len(wanted)
-        wanted += other.marks()[1:]
+        wanted += other.sets()[1:]
     assert isinstance(many.rows, PackedSets)
-    assert many.mark(1 << 300).marks() == [0, *(mark | 1 << 300 for mark in wanted)]
+    assert many.with_bits(1 << 300).sets() == [0, *(mark | 1 << 300 for mark in wanted)]
     assert list(many.rows[10:12]) == wanted[10:12]
-    both, shift = few.joined(many.mark(1 << 300))
-    assert both.marks() == [*few.marks(), *(mark | 1 << 300 for mark in wanted)]
+    both, shift = few.joined(many.with_bits(1 << 300))
+    assert both.sets() == [*few.sets(), *(mark | 1 << 300 for mark in wanted)]
     assert many.joined(many) == (many, 0)
 
 
@@ -152,20 +155,18 @@ def test_words_are_the_marks_they_were(rows: list[int], long: int) -> None:
     assert list(PackedSets(words_of(rows, 5, 9))) == [row | 5 for row in rows]
     table = ProvenanceTable(PackedSets(words_of(rows)), 1 << 70)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "LONG", long)
+        patch.setattr(provenance, "TUPLE_MAX_ROWS", long)
         for first, second in (
             (ProvenanceTable(rows, 2), table),
             (table, ProvenanceTable(rows)),
             (table, table),
         ):
             both, _ = first.joined(second)
-            assert (
-                both.marks() == [0, *first.marks()[1:], *second.marks()[1:]][: 1 + len(both.rows)]
-            )
+            assert both.sets() == [0, *first.sets()[1:], *second.sets()[1:]][: 1 + len(both.rows)]
             assert isinstance(both.rows, PackedSets) == (len(both.rows) > long or first is second)
         more = [4, 1 << 300]
-        wanted = [row | bits for row in table.marks()[1:] for bits in more]
-        assert table.times(more).marks() == [0, *wanted]
+        wanted = [row | bits for row in table.sets()[1:] for bits in more]
+        assert table.times(more).sets() == [0, *wanted]
 
 
 def test_words_of_a_table_are_its_own() -> None:
@@ -188,21 +189,25 @@ def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
     """
     numbers, palette, wanted = torch.tensor([0, 1], dtype=torch.int32), ProvenanceTable(), [0, 1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "MANY", 1)
-        patch.setattr(provenance, "LONG", 2)
+        patch.setattr(provenance, "COMPACT_ABOVE_ENTRIES", 1)
+        patch.setattr(provenance, "TUPLE_MAX_ROWS", 2)
         for kind, drawn in moves:
             bits = drawn << 62  # in two words
             if kind == "mark":
-                palette = palette.mark(bits)
+                palette = palette.with_bits(bits)
                 wanted = [mark and mark | bits for mark in wanted]
             elif kind == "compact":
                 numbers, palette = compact(numbers, palette)
                 assert len({*palette.rows}) == len(palette.rows) == max(1, len({*wanted} - {0}))
             else:
-                other = ProvenanceTable((1, 9)).mark(bits) if kind == "both" else palette.mark(bits)
+                other = (
+                    ProvenanceTable((1, 9)).with_bits(bits)
+                    if kind == "both"
+                    else palette.with_bits(bits)
+                )
                 palette, shift = palette.joined(other)
                 more = 1 + (torch.arange(3, dtype=torch.int32) + drawn) % len(other.rows)
-                wanted += [other.marks()[n] for n in more.tolist()]
+                wanted += [other.sets()[n] for n in more.tolist()]
                 numbers = torch.cat([numbers, more + shift])
             assert read(numbers, palette) == wanted
             known = palette.rows.bounds if isinstance(palette.rows, PackedSets) else None
@@ -218,7 +223,7 @@ def test_marks_that_are_known_to_differ_are_not_compared(monkeypatch: pytest.Mon
     monkeypatch.setattr(provenance, "distinct", pytest.fail)
     palette, numbers = ProvenanceTable(), torch.ones(1, dtype=torch.int32)
     for turn in range(1, 30):
-        palette, shift = palette.joined(palette.mark(1 << 7 * turn))
+        palette, shift = palette.joined(palette.with_bits(1 << 7 * turn))
         numbers, palette = compact(torch.cat([numbers, numbers + shift])[-700:], palette)
     assert len({*palette.rows}) == len(palette.rows) == len(numbers) == 700
 
@@ -226,11 +231,11 @@ def test_marks_that_are_known_to_differ_are_not_compared(monkeypatch: pytest.Mon
 def test_marks_that_became_equal_are_one() -> None:
     """A bit that some of them have comes to all."""
     first = ProvenanceTable(tuple(1 | n << 1 for n in range(300)))
-    both, _ = first.joined(first.mark(1 << 40))
+    both, _ = first.joined(first.with_bits(1 << 40))
     assert isinstance(both.rows, PackedSets)
     assert both.rows.bounds is not None
     numbers = torch.arange(601, dtype=torch.int32)
-    before = read(numbers, both.mark(1 << 40))
-    found, smaller = compact(numbers, both.mark(1 << 40))
+    before = read(numbers, both.with_bits(1 << 40))
+    found, smaller = compact(numbers, both.with_bits(1 << 40))
     assert read(found, smaller) == before
     assert len(smaller.rows) == 300

@@ -33,7 +33,7 @@ from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.rules import Greedy
 from gradtrace.tracing.traced_value import TracedValue
-from gradtrace.tracing.tracer import NOTHING, Tracer
+from gradtrace.tracing.tracer import NO_CONTEXT, Tracer
 
 BATCH = 4
 
@@ -285,7 +285,7 @@ def test_pairs_are_followed_exactly() -> None:
         tracer = Tracer(program, "gradient")
         states = {program.root: tracer.root(seed)}
         with torch.no_grad():
-            list(tracer.passage(states, None, frozenset(pairs.of), NOTHING))
+            list(tracer.execute(states, None, frozenset(pairs.of), NO_CONTEXT))
         for value, numbers in pairs.of.items():
             foreign = states[value].value[(numbers != b + 1)]
             assert not foreign.any(), "an element got gradient of another pair"
@@ -405,7 +405,7 @@ def test_pairs_may_come_some_at_a_time(
     watch, loss = watched(model.double(), x, y)
     trace = watch.trace(loss, rule=rule)
     together = trace.influence("operators")
-    monkeypatch.setattr("gradtrace.tracing.tracer.TOGETHER", limit)
+    monkeypatch.setattr("gradtrace.tracing.tracer.BATCH_MAX_ELEMENTS", limit)
     assert_same(trace.influence("operators"), together)
 
 

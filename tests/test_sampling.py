@@ -20,7 +20,7 @@ from gradtrace.trace import Trace
 from gradtrace.tracing import paths as paths_module
 from gradtrace.tracing.components import ComponentFinder
 from gradtrace.tracing.path_forest import PathForest
-from gradtrace.tracing.paths import marked, sampled
+from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.traced_value import materialise
 from gradtrace.tracing.tracer import Tracer
 
@@ -196,7 +196,7 @@ def grown(trace: Trace, sample: int, seed: int = 0) -> tuple[PathForest, dict[in
     sizes = {name: grad.numel() for name, grad in trace.gradients.items()}
     drawn = sampled(sizes, sample, seed)
     starts = {trace._leaf(name): e for name, e in drawn.items() if len(e)}
-    return trace._builder(0).kept.follow(starts, trace.rule), starts
+    return trace._builder(0).follower.follow(starts, trace.rule), starts
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -271,7 +271,7 @@ def test_kept_gradients_are_taken() -> None:
     path = trace.path("x", 1)
     value = next(step.out for step in trace.program.steps() if step.out != trace.program.root)
     trace.program.kept = {value: torch.full((2,), 11.0)}  # type: ignore[attr-defined]
-    trace._kept.clear()
+    trace._followers.clear()
     assert [step.gradient for step in path.steps] == [21.0, 7.0, 1.0, 1.0]
     assert [step.gradient for step in trace.path("x", 1).steps] == [21.0, 77.0, 11.0, 1.0]
 
@@ -283,7 +283,7 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
     """Marks of the forest against those of the streaming pass; how many different there are."""
     chosen = ComponentFinder(trace.program, trace.modules, {}).choose(kind)
     forest, starts = grown(trace, sample)
-    found = marked(forest, trace.program, chosen.marks)
+    found = path_provenance(forest, trace.program, chosen.marks)
     assert len(set(found.marks)) == len(found.marks)
     mine = [found.marks[n] for n in found.number.tolist()]
     tracer = Tracer(trace.program, trace.rule, chosen.marks)
@@ -292,9 +292,9 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
     theirs = []
     for value, elements in starts.items():
         state = materialise(states[value]).with_provenance()
-        assert state.numbers is not None
-        known = state.provenance.marks()
-        theirs += [known[n] for n in state.numbers.reshape(-1)[elements].tolist()]
+        assert state.ids is not None
+        known = state.provenance.sets()
+        theirs += [known[n] for n in state.ids.reshape(-1)[elements].tolist()]
     assert [mark if mark & 1 else 0 for mark in mine] == theirs
     assert [mark & 1 for mark in mine] == forest.whole.int().tolist()
     return len(found.marks)

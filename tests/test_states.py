@@ -21,7 +21,7 @@ from gradtrace.linops import Contract, Identity, Index, Map, tiling
 from gradtrace.linops.diag_low_rank import Normaliser, _line_layout
 from gradtrace.linops.gather import Slot
 from gradtrace.tracing import rules, tracer
-from gradtrace.tracing.provenance import MANY, ProvenanceTable
+from gradtrace.tracing.provenance import COMPACT_ABOVE_ENTRIES, ProvenanceTable
 from gradtrace.tracing.rules import Greedy
 from gradtrace.tracing.traced_value import (
     PendingContribution,
@@ -104,13 +104,13 @@ def empty() -> Program:
 
 
 @pytest.mark.parametrize("rule", ["greedy", "viterbi"])
-@pytest.mark.parametrize("rows", [2, MANY])
+@pytest.mark.parametrize("rows", [2, COMPACT_ABOVE_ENTRIES])
 def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int) -> None:
     found = tiled(rule, rows)
     told = found.with_provenance().ids
     assert told is not None and told.dtype is torch.int32
     assert found.unmasked == (rule == "greedy" and rows == 2)
-    marks = found.provenance.marks()
+    marks = found.provenance.sets()
     assert [marks[n] for n in told.tolist()] == [1, 0, 0, 0, (2 * rows - 1) | 8, 0]
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_the_same_is_not_shared() -> None:
         state._replace(size=x),
     ):
         assert not shared([state, other]) and not shared([other, state])
-    long = made(x, marks, ProvenanceTable(tuple(range(MANY + 1))))
+    long = made(x, marks, ProvenanceTable(tuple(range(COMPACT_ABOVE_ENTRIES + 1))))
     assert not shared([long, long])
 
 

@@ -129,7 +129,8 @@ def test_recording_waits_once_or_twice(
 ) -> None:
     """For whether gradients are finite, at the very end."""
     monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", large)
-    monkeypatch.setattr(api, "room", lambda *_: 0)  # else nothing is put off on a GPU
+    # else nothing is deferred on a GPU
+    monkeypatch.setattr(api, "kept_gradient_bytes", lambda *_: 0)
     model, loss_of = MODELS[name]()
     with gt.watch(model) as watch:
         loss = loss_of(model)
@@ -261,7 +262,8 @@ def test_gradients_that_are_not_finite_are_refused(
     large: int, unwaiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", large)
-    monkeypatch.setattr(api, "room", lambda *_: 0)  # else nothing is put off on a GPU
+    # else nothing is deferred on a GPU
+    monkeypatch.setattr(api, "kept_gradient_bytes", lambda *_: 0)
     model = nn.Linear(3, 3)
     with gt.watch(model) as watch:
         loss = (model(torch.ones(2, 3)) * torch.tensor([1.0, float("inf"), 1.0])).sum()

@@ -1,21 +1,21 @@
-"""How large the gradient is along the depth of a model, and where it vanishes, explodes or dies.
+"""Gradient flow: gradient norms along a model's depth, and where they vanish, explode or die.
 
 A backward pass multiplies long sequences of numbers: small ones make the gradient vanish, large
 ones make it explode. One streaming pass measures every cotangent, ``‖g‖ = √Σ g[i]²``, and keeps
-that alone. What one reads off it:
+only the measurements. Terms:
 
-- **Activation side.** An operator above leaves that only moves their elements, each once (the
-  transpose of a weight, a slice of a fused one, a concatenation, a cast), lies beside the way that
-  gradient takes through the activations; so do a hook on a leaf and what
-  ``torch.nn.utils.parametrize`` makes of leaves. Every other operator lies on it. Without an input
-  that requires grad, it ends where the last parameter is used.
-- **Depth** of an operator on the activation side: the most operators between it and the loss, whose
-  own is 0.
+- **Activation side**: the operators on the gradient's path through the activations. Not on it are
+  operators that only rearrange leaves, each element once (the transpose of a weight, a slice of a
+  fused one, a concatenation, a cast), hooks on leaves, and the operators of
+  ``torch.nn.utils.parametrize``. If no input requires grad, it ends where the last parameter is
+  used.
+- **Depth** of an operator on the activation side: the length of the longest path from the loss,
+  whose depth is 0.
 - **Profile**: for each depth the operator with the largest norm. Its *top* is the median of the
-  first three depths of the model's body (what follows the loss function), its *end* the median of
-  the last tenth, so that no odd operator decides.
-- **Uses** of a leaf at many depths, as in a recurrent net, are a sequence of their own: below it
-  the profile may be as large as ever, since each step hands to its input what it gets.
+  first three depths of the model's body (the operators after the loss function), its *end* the
+  median of the last tenth, so that no single operator decides.
+- **Uses** of a leaf at many depths, as in a recurrent net, are a separate sequence. The profile
+  alone may hide that they vanish, since each step passes the gradient to its own input too.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def flow_of(
     seed: Tensor | None = None,
     size: Mapping[int, Size] | None = None,
 ) -> Flow:
-    """The gradient along the depth of a program, in one pass that keeps no cotangent.
+    """The gradient flow of a program, in one pass that keeps no cotangent.
 
-    ``names`` are those of the leaves by value, ``classes`` those of a model's modules by name, and
-    ``seed`` weighs the elements of the loss in place of the program's own; ``size`` is what
-    ``measure`` found with it, if somebody has measured already.
+    ``names`` are the leaves' names by value, ``classes`` the classes of a model's modules by name.
+    ``seed`` weights the elements of the loss instead of the program's own seed; ``size`` is the
+    result of ``measure`` with that seed, if it is already known.
 
     >>> import torch, gradtrace
     >>> y = x = torch.ones(4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Along depth, and module by module."""
+"""Gradient norms along depth, and by module."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from typing import NamedTuple
 
 from torch.nn import Parameter
 
-from gradtrace.flow.result import FACTOR, FEW, MOSTLY, REPEATS, Level, ModuleFlow
+from gradtrace.flow.result import (
+    FAR_FACTOR,
+    MEDIAN_DEPTHS,
+    MOSTLY_DEAD_SHARE,
+    SEQUENCE_MIN_DEPTHS,
+    Level,
+    ModuleFlow,
+)
 from gradtrace.flow.sizing import OperatorGraph, PassedGradient, Size, VanishedGradient, elementwise
 
 
 class Change(NamedTuple):
-    """From where to where the gradient falls or rises; ``uses`` of a leaf, if it is over these."""
+    """A change of the gradient from one level to another; ``uses``: over this many uses of a leaf
+    (0: along the profile).
+    """
 
     first: Level
     last: Level
@@ -30,7 +39,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Measured:
-    """A program with the sizes of its cotangents, and where those that are 0 became so."""
+    """A program with the sizes of its cotangents, and where zero cotangents became 0."""
 
     wiring: OperatorGraph
     size: Mapping[int, Size]
@@ -38,7 +47,7 @@ class Measured:
 
     @cached_property
     def _peaks(self) -> list[int]:
-        """For each depth the operator with the largest norm, the first of equals."""
+        """For each depth the operator with the largest norm, the first if equal."""
         found: dict[int, int] = {}
         for number, depth in self.wiring.depth.items():
             best = found.setdefault(depth, number)
@@ -47,7 +56,7 @@ class Measured:
         return [found[depth] for depth in sorted(found)]
 
     def _value(self, number: int) -> int:
-        """The largest cotangent at an operator's output."""
+        """The value of the largest cotangent at an operator's outputs."""
         takes = self.wiring.blocks[number].takes.values()
         return max(takes, key=lambda value: _rank(self.size[value].norm))
 
@@ -55,23 +64,23 @@ class Measured:
         return self.size[self._value(number)]
 
     def level(self, number: int) -> Level:
-        """An operator as a level."""
+        """The level of an operator."""
         block, size = self.wiring.blocks[number], self._at(number)
         place = (self.wiring.depth[number], size.norm, block.operator, block.place.module)
         return Level(*place, size.entries, size.largest, _share(size.entries, size.nonzero))
 
     @cached_property
     def profile(self) -> tuple[Level, ...]:
-        """A level for each depth."""
+        """The levels of all depths."""
         return tuple(map(self.level, self._peaks))
 
     @cached_property
     def body(self) -> tuple[Level, ...]:
-        """The profile without the loss function and without depths where all is dead.
+        """The profile without the loss function and without dead depths.
 
-        The loss function is what comes first and is in no module; if that is the greater part of
-        the profile, what comes first and is a single number. It is no part of the model, and its
-        mean over a batch would look like a fall.
+        The loss function is the leading levels outside any module; if these are more than half of
+        the profile, the leading levels with one entry. It is left out because its mean over a batch
+        would look like a fall of the gradient.
         """
         outside = _leading(not level.module for level in self.profile)
         single = _leading(level.entries == 1 for level in self.profile)
@@ -79,7 +88,7 @@ class Measured:
         return tuple(self.level(number) for number in self._peaks[head:] if self._lives(number))
 
     def _lives(self, number: int) -> bool:
-        """Whether gradient comes to an operator, or would if floats were finer."""
+        """Whether an operator's gradient is nonzero, or is 0 only by underflow."""
         value = self._value(number)
         return self.size[value].nonzero > 0 or self.faint(value)
 
@@ -89,16 +98,16 @@ class Measured:
 
     @cached_property
     def along(self) -> Change | None:
-        """From the top to the end; None if there is too little between."""
-        if len(self.body) < FEW:
+        """The change from the top to the end of the body; None if the body is too short."""
+        if len(self.body) < MEDIAN_DEPTHS:
             return None
-        few = FEW if len(self.body) >= 2 * FEW else 1
-        tenth = max(few, len(self.body) // 10) | 1
-        return Change(_median(self.body[:few]), _median(self.body[-tenth:]))
+        count = MEDIAN_DEPTHS if len(self.body) >= 2 * MEDIAN_DEPTHS else 1
+        tenth = max(count, len(self.body) // 10) | 1
+        return Change(_median(self.body[:count]), _median(self.body[-tenth:]))
 
     @cached_property
     def repeated(self) -> list[Change]:
-        """From the nearest uses of a leaf to the farthest, where there are many."""
+        """For leaves used at many depths: the change from the nearest to the farthest uses."""
         uses: dict[int, dict[int, Level]] = {}
         for edge in self.wiring.edges:
             if edge.leaf is not None and self._lives(edge.giver):
@@ -106,24 +115,24 @@ class Measured:
                 of[at.depth] = max(of.get(at.depth, at), at, key=lambda level: _rank(level.norm))
         sequences = ([of[depth] for depth in sorted(of)] for of in uses.values())
         return [
-            Change(_median(levels[:FEW]), _median(levels[-FEW:]), len(levels))
+            Change(_median(levels[:MEDIAN_DEPTHS]), _median(levels[-MEDIAN_DEPTHS:]), len(levels))
             for levels in sequences
-            if len(levels) >= REPEATS
+            if len(levels) >= SEQUENCE_MIN_DEPTHS
         ]
 
 
 def _leading(tests: Iterable[bool]) -> int:
-    """How many are true before the first that is not."""
+    """The number of leading True values."""
     return sum(1 for _ in takewhile(bool, tests))
 
 
 def _rank(norm: float) -> float:
-    """What is not a number counts most."""
+    """A sort key that puts NaN last, as infinity."""
     return inf if isnan(norm) else norm
 
 
 def _share(all_: int, others: int) -> float:
-    """The part of all that is none of the others."""
+    """``1 - others / all_``; 0 if there are none."""
     return 1 - others / all_ if all_ else 0.0
 
 
@@ -143,22 +152,22 @@ class Gathered:
     reached: dict[int, dict[int, None]] = field(default_factory=dict)  # call: values, in order
     handed: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
-    dropped: float = 0.0  # the share of entries that an operator above made 0, at most
+    dropped: float = 0.0  # the largest share of entries that an operator above set to 0
 
     @property
     def values(self) -> list[int]:
-        """All that reach it."""
+        """All cotangents that reach the module."""
         return [value for call in self.reached.values() for value in call]
 
     @property
     def out(self) -> list[int]:
-        """All that leave it."""
+        """All cotangents that leave the module, and its parameters' gradients."""
         return self.handed + self.own
 
 
 @dataclass
 class Modules:
-    """What a measured program says of each module."""
+    """The measurements of a program by module."""
 
     flow: Measured
     names: Mapping[int, str]
@@ -192,7 +201,7 @@ class Modules:
         return found[module]
 
     def _dropped(self, edge: PassedGradient) -> float:
-        """The share of entries that an elementwise operator made 0."""
+        """The share of nonzero entries that an elementwise operator set to 0."""
         block = self.flow.wiring.blocks[edge.giver]
         if not elementwise(block):
             return 0.0
@@ -201,7 +210,7 @@ class Modules:
 
     @cached_property
     def _inputs(self) -> set[int | None]:
-        """Leaves that are no parameters; without a model, none is known to be an input."""
+        """Leaves that are not parameters; empty without a model, as inputs are then unknown."""
         return {
             leaf.value
             for leaf in self.flow.wiring.program.leaves
@@ -211,7 +220,7 @@ class Modules:
         }
 
     def _owners(self, leaf: int) -> Iterator[str]:
-        """The modules that hold a leaf, innermost first."""
+        """The modules that contain a leaf, innermost first."""
         name = self.names.get(leaf, "")
         while name:
             name = name.rpartition(".")[0]
@@ -252,7 +261,7 @@ class Modules:
             return "not finite"
         if self._all_zero(found.values) or self._all_zero(found.out):
             return "vanishing" if any(map(self.flow.faint, found.values + found.out)) else "dead"
-        if min(found.dropped, self._zeros(found)) >= MOSTLY:
+        if min(found.dropped, self._zeros(found)) >= MOSTLY_DEAD_SHARE:
             return "mostly dead"
         return self._far(module, found)
 
@@ -262,8 +271,8 @@ class Modules:
         return bool(entries) and not any(size.nonzero for size in entries)
 
     def _far(self, module: str, found: Gathered) -> str:
-        """Whether the gradient at a module is far below the top or above it, at its nearest call or
-        after many uses.
+        """``vanishing`` or ``exploding`` if the gradient at a module is far below or above the top,
+        or changes as much over many uses of a leaf; else an empty string.
         """
         ratios = [change.ratio for change in self.flow.repeated if change.first.module == module]
         if self.flow.along:
@@ -271,6 +280,6 @@ class Modules:
             start = self.flow.body[0].depth
             body = [v for v in found.values if wiring.depth[wiring.takers[v]] >= start]
             ratios += [self._most(body) / top] if body and top else []
-        if any(ratio < 1 / FACTOR for ratio in ratios):
+        if any(ratio < 1 / FAR_FACTOR for ratio in ratios):
             return "vanishing"
-        return "exploding" if any(ratio > FACTOR for ratio in ratios) else ""
+        return "exploding" if any(ratio > FAR_FACTOR for ratio in ratios) else ""

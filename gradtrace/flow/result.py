@@ -1,4 +1,4 @@
-"""What a flow is: levels along depth, a row for each module, findings in words."""
+"""``Flow``: levels along depth, a row for each module, and findings in words."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from gradtrace.errors import UnknownName
 from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.printable import printable
 
-FACTOR = 1000.0
-"""A fall by more between top and end is called vanishing, a rise by more exploding. Healthy nets
-of 30 layers and tiny models of 23 architectures stay within 20."""
+FAR_FACTOR = 1000.0
+"""A fall by more than this from top to end counts as vanishing, a rise by more as exploding.
+Healthy nets of 30 layers and tiny models of 23 architectures stay within 20."""
 
-MOSTLY = 0.95
+MOSTLY_DEAD_SHARE = 0.95
 """A module is mostly dead if this share of the gradient's entries at its output is 0, and the
-operator above it (a ReLU) made this share of them so. Of a healthy ReLU it is about a half."""
+operator above it (a ReLU) set this share of them to 0. For a healthy ReLU it is about a half."""
 
-REPEATS = 8
-"""From so many depths on at which a leaf is used, its uses are looked at as a sequence."""
+SEQUENCE_MIN_DEPTHS = 8
+"""The uses of a leaf are examined as a sequence if they are at this many depths or more."""
 
-FEW = 3
-"""The depths that the top is the median of, and the least that a fall or a rise is read off."""
+MEDIAN_DEPTHS = 3
+"""The number of depths of which the top is the median, and the least depth of a body that is
+examined for a fall or a rise."""
 
-FAINT = 2.0**10
-"""What becomes 0 within this factor of the smallest float did so by underflow: it vanished. What
-was larger met a slope or a weight of 0: it is dead."""
+UNDERFLOW_FACTOR = 2.0**10
+"""A gradient that becomes 0 from within this factor of the smallest float underflowed: it vanished.
+A larger one was multiplied by a slope or weight of 0: it is dead."""
 
-NEAR = 1.05
-"""A change by less is neither a fall nor a rise."""
+STEADY_FACTOR = 1.05
+"""A change by a smaller factor is neither a fall nor a rise."""
 
-SHOWN = 3
+NAMED_MAX_MODULES = 3
 """The most modules that a sentence names."""
 
 
 class Level(NamedTuple):
-    """The operator of a depth at whose output the gradient's norm is largest.
+    """The operator with the largest gradient norm at its output, at one depth.
 
     ``largest`` is ``max |g[i]|``, ``zeros`` the share of entries that are exactly 0.
     """
@@ -57,20 +58,20 @@ class Level(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The module's name in quotes; outside any, the operator's."""
+        """The module's name in quotes; outside any module, the operator's name."""
         return f"'{self.module}'" if self.module else self.operator
 
 
 @dataclass(frozen=True)
 class ModuleFlow:
-    """The gradient at one module, counting the operators that no module inside it made.
+    """The gradient at one module, over its own operators, without those of its submodules.
 
-    ``norm`` is the largest at its output: of the cotangents that reach its operators from outside
-    the call. ``first`` and ``last`` are the same of its first and its last call alone. ``handed``
-    is the largest that its operators give to those of other modules or calls, or to an input (None:
-    nothing lies below), ``own`` that of all its parameters' gradients together (None: it has none).
-    ``depth`` is the least of its operators', ``zeros`` the share of exact zeros at its output,
-    ``verdict`` one of "", "dead", "mostly dead", "vanishing", "exploding" and "not finite".
+    ``norm`` is the largest norm at its output: of the cotangents that reach its operators from
+    outside the call. ``first`` and ``last`` are the same for its first and its last call alone.
+    ``handed`` is the largest norm that its operators pass to other modules or calls, or to an input
+    (None: there are none below). ``own`` is the norm of all its parameters' gradients (None: it has
+    none). ``depth`` is the least depth of its operators, ``zeros`` the share of exact zeros at its
+    output, ``verdict`` one of "", "dead", "mostly dead", "vanishing", "exploding", "not finite".
     """
 
     module: str
@@ -87,14 +88,14 @@ class ModuleFlow:
 
     @property
     def gain(self) -> float | None:
-        """``handed / norm``; None if nothing came or nothing lies below."""
+        """``handed / norm``; None if ``norm`` is 0 or ``handed`` is None."""
         return self.handed / self.norm if self.handed is not None and self.norm else None
 
 
 @dataclass(frozen=True, repr=False)
 class Flow:
-    """The gradient along depth: ``profile`` from the loss on, ``rows`` a module each, nearest to
-    the loss first, ``findings`` what there is to say, in sentences.
+    """The gradient along depth: ``profile`` has a level for each depth, from the loss on, ``rows``
+    one row per module, nearest to the loss first, ``findings`` the diagnosis in sentences.
     """
 
     profile: tuple[Level, ...]
@@ -103,7 +104,7 @@ class Flow:
 
     @property
     def verdict(self) -> str:
-        """Whether the gradient vanishes, explodes or dies, where, and what one can do."""
+        """Whether the gradient vanishes, explodes or dies, where, and possible remedies."""
         return printable(" ".join(self.findings))
 
     def __getitem__(self, module: str) -> ModuleFlow:
@@ -120,7 +121,7 @@ class Flow:
         return len(self.rows)
 
     def table(self) -> TextTable:
-        """One row a module; the verdict below it."""
+        """One row per module, with the verdict below."""
         many = any(row.calls > 1 for row in self.rows)
         columns = (
             TextColumn("module"),
@@ -168,11 +169,11 @@ class Flow:
         return self.table()._repr_html_()
 
     def to_pandas(self) -> Any:
-        """One row a module, as a pandas.DataFrame."""
+        """One row per module, as a pandas.DataFrame."""
         return self.table().to_pandas()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON has it; numbers that are not finite as strings."""
+        """All fields as JSON values; numbers that are not finite as strings."""
         return {
             "profile": [_plain(level._asdict()) for level in self.profile],
             "rows": [_plain(asdict(row)) for row in self.rows],
@@ -181,7 +182,7 @@ class Flow:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Flow:
-        """What ``to_dict`` gave."""
+        """The inverse of ``to_dict``."""
         return cls(
             tuple(Level(**_parsed(level)) for level in data["profile"]),
             tuple(ModuleFlow(**_parsed(row)) for row in data["rows"]),
@@ -210,5 +211,5 @@ def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_of(row: ModuleFlow) -> str:
-    """What a module is called; outside any, ``(top)``."""
+    """The module's name; ``(top)`` outside any module."""
     return row.module or "(top)"

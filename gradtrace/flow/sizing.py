@@ -1,4 +1,4 @@
-"""The pass: how large every cotangent is, who hands what to whom, and where it becomes 0."""
+"""Measures every cotangent of a program, its operator graph, and where gradients become 0."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from gradtrace.flow.result import FAINT
+from gradtrace.flow.result import UNDERFLOW_FACTOR
 from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import HOOKS, Block, Program
 from gradtrace.linops import Map
 
 
 class Size(NamedTuple):
-    """What is kept of a cotangent; ``mass`` is ``Σ |x[i]|``."""
+    """Measurements of a cotangent; ``mass`` is ``Σ |x[i]|``."""
 
     norm: float
     largest: float
@@ -28,7 +28,10 @@ class Size(NamedTuple):
 
 
 def measure(program: Program, seed: Tensor) -> dict[int, Size]:
-    """The sizes of all cotangents that operators take and give, each dropped after its last use."""
+    """The sizes of all cotangents at operators' outputs and inputs, and of leaves.
+
+    One pass; each cotangent is dropped after its last use.
+    """
     last, wanted = program.last_uses, _wanted(program)
     kept = program.kept if seed is program.seed else {}
     values, found = {program.root: seed}, dict[int, Tensor]()
@@ -44,7 +47,7 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
             for value in (step.out, *(term.value for term in step.terms)):
                 if last.get(value, -1) <= n:
                     values.pop(value, None)
-    numbers = (each.tolist() for each in _together(list(found.values())))
+    numbers = (each.tolist() for each in _to_cpu(list(found.values())))
     return {
         value: Size(a, b, int(c), d, *shapes[value]) for value, (a, b, c, d) in zip(found, numbers)
     }
@@ -57,16 +60,17 @@ def _wanted(program: Program) -> set[int]:
     return wanted
 
 
-def _together(many: list[Tensor]) -> Iterable[Tensor]:
-    """Moved to the processor in one go: to wait for each would cost more than to compute it."""
+def _to_cpu(many: list[Tensor]) -> Iterable[Tensor]:
+    """Copied to the CPU in one transfer: a sync for each would cost more than its computation."""
     devices = {each.device for each in many}
     return torch.stack(many).cpu() if len(devices) == 1 else (each.cpu() for each in many)
 
 
 def sizes(x: Tensor) -> Tensor:
-    """``‖x‖``, ``max |x[i]|``, how many entries are not 0 and ``Σ |x[i]|``; in float64, where
-    squares of all smaller floats fit. Those of float64 do not, so there ``‖x‖ = m ‖x/m‖`` with m
-    the largest.
+    """``‖x‖``, ``max |x[i]|``, the number of nonzero entries and ``Σ |x[i]|``, as float64 (4,).
+
+    float64 holds the squares of all smaller floats. Squares of float64 may overflow, so there
+    ``‖x‖ = m ‖x/m‖`` with m the largest magnitude.
     """
     if not x.numel():
         return torch.zeros(4, dtype=torch.float64, device=x.device)
@@ -80,21 +84,21 @@ def sizes(x: Tensor) -> Tensor:
     return torch.stack([norm, largest, x.count_nonzero().double(), mass])
 
 
-# Who hands what to whom --------------------------------------------------------------------------
+# The operator graph ------------------------------------------------------------------------------
 
 
 class PassedGradient(NamedTuple):
-    """A cotangent that an operator gives: to an operator of the activation side, or to a leaf."""
+    """An edge: a cotangent that an operator passes to one of the activation side, or to a leaf."""
 
     giver: int
     value: int
-    whole: int  # the value it is part of, if others give to the same argument
+    whole: int  # the sum it is a term of, if the argument has several users; else ``value``
     taker: int | None
     leaf: int | None
 
 
 class OperatorGraph:
-    """Operators by number, the edges between them, which are on the activation side, how deep."""
+    """Operators by number, the edges of the activation side, and depths."""
 
     def __init__(self, program: Program, size: Mapping[int, Size]) -> None:
         self.program = program
@@ -107,7 +111,7 @@ class OperatorGraph:
         self.depth = self._depth()
 
     def _aside(self) -> dict[int, int]:
-        """The operators beside the activations, with (one of) the leaves below; never the loss."""
+        """The operators not on the activation side, each with one leaf below; never the loss."""
         leaves = {leaf.value for leaf in self.program.leaves}
         found: dict[int, int] = {}
         for number in range(len(self.blocks) - 1, 0, -1):
@@ -119,12 +123,12 @@ class OperatorGraph:
         return found
 
     def _prepares(self, block: Block) -> bool:
-        """Whether an operator above leaves only makes ready what others use."""
+        """Whether an operator on leaves only prepares them for others to use."""
         parametrised = "parametrizations" in block.place.module.split(".")
         return block.operator == HOOKS or parametrised or self._views(block)
 
     def _views(self, block: Block) -> bool:
-        """Whether an operator only moves elements, all of them and each once."""
+        """Whether an operator only rearranges elements, each exactly once."""
         taken, given = (
             sum(self.size[value].nonzero for value in values.values())
             for values in (block.takes, block.gives)
@@ -152,7 +156,7 @@ class OperatorGraph:
         return found
 
     def enters(self, edge: PassedGradient) -> int | None:
-        """The operator that an edge leads to, if that is in another call or another module."""
+        """The operator that receives an edge, if it is in another call or another module."""
         if edge.taker is None or self.blocks[edge.taker].place == self.blocks[edge.giver].place:
             return None
         return edge.taker
@@ -164,7 +168,7 @@ def maps_of(block: Block) -> Iterator[Map]:
 
 
 def elementwise(block: Block) -> bool:
-    """Whether an operator weighs or drops every element by itself, as activation functions do."""
+    """Whether an operator scales or drops each element separately, as activation functions do."""
     single = len(block.takes) == 1 == len(block.gives)
     return single and all(
         m.inputs == m.outputs and (m.is_diagonal or m.is_gather) for m in maps_of(block)
@@ -175,14 +179,14 @@ def elementwise(block: Block) -> bool:
 
 
 class VanishedGradient(NamedTuple):
-    """Where a gradient of exactly 0 was still different from 0; ``faint``: and very small."""
+    """The block after which a gradient is exactly 0; ``faint``: by underflow."""
 
     block: int
     faint: bool
 
 
 def losses_of(wiring: OperatorGraph, size: Mapping[int, Size]) -> dict[int, VanishedGradient]:
-    """For every value that is 0, where it became so."""
+    """For every value that is 0, where it became 0."""
     lost: dict[int, VanishedGradient] = {}
     for number, block in enumerate(wiring.blocks):
         takes = block.takes.values()
@@ -199,13 +203,13 @@ def losses_of(wiring: OperatorGraph, size: Mapping[int, Size]) -> dict[int, Vani
 
 
 def underflows(block: Block, takes: Sequence[Size], give: Size) -> bool:
-    """Whether what an operator gives is 0 since it is too small for a float."""
+    """Whether the gradient passed on by an operator is 0 by underflow."""
     if not takes or (
         all(m.is_gather for m in maps_of(block)) and all(take.dtype is give.dtype for take in takes)
     ):
         return False
     kind = torch.finfo(give.dtype)
-    return max(take.largest for take in takes) <= FAINT * kind.smallest_normal * kind.eps
+    return max(take.largest for take in takes) <= UNDERFLOW_FACTOR * kind.smallest_normal * kind.eps
 
 
 def _of(many: Sequence[VanishedGradient]) -> VanishedGradient:

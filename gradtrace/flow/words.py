@@ -1,4 +1,4 @@
-"""What was found, in plain sentences."""
+"""Writes the findings of a flow in sentences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite, isnan
 
 from gradtrace.flow.depth import Change, Measured, Modules
-from gradtrace.flow.result import FACTOR, NEAR, SHOWN, name_of
+from gradtrace.flow.result import FAR_FACTOR, NAMED_MAX_MODULES, STEADY_FACTOR, name_of
 from gradtrace.flow.sizing import VanishedGradient, elementwise, maps_of
 
 KEEP = (
@@ -23,13 +23,13 @@ REVIVE = "A smaller learning rate, another initialisation or a leaky slope bring
 
 @dataclass
 class FlowText:
-    """What there is to say, in sentences."""
+    """The findings of a measured program, in sentences."""
 
     flow: Measured
     modules: Modules
 
     def findings(self) -> Iterator[str]:
-        """One finding, or several, the dead parts first."""
+        """One or more findings, dead parts first."""
         alone = self._nonfinite() or self._nothing()
         if alone:
             yield alone
@@ -37,23 +37,29 @@ class FlowText:
         dead = [text for text in (self._dead(), self._mostly()) if text]
         yield from dead
         changes = [change for change in (self.flow.along, *self.flow.repeated) if change]
-        fall = next((change for change in changes if change.ratio < 1 / FACTOR), None)
-        rise = next((change for change in changes if change.ratio > FACTOR), None)
+        fall = next((change for change in changes if change.ratio < 1 / FAR_FACTOR), None)
+        rise = next((change for change in changes if change.ratio > FAR_FACTOR), None)
         if fall:
-            yield f"Vanishing: {self._told(fall)}{self._rest(fall)}. {KEEP}"
+            yield f"Vanishing: {self._describe(fall)}{self._rest(fall)}. {KEEP}"
         if rise:
-            yield f"Exploding: {self._told(rise)}. {TAME}"
+            yield f"Exploding: {self._describe(rise)}. {TAME}"
         if not (fall or rise):
             yield from self._healthy(bool(dead))
 
     # Numbers -------------------------------------------------------------------------------------
 
-    def _told(self, change: Change, subject: str = "the gradient") -> str:
-        """From where to where, and how fast."""
+    def _describe(self, change: Change, subject: str = "the gradient") -> str:
+        """A change in words: from where to where, and its factor per operator."""
         first, last, ratio = change.first, change.last, change.ratio
         if not last.norm and not change.uses:
             last = next(level for level in self.flow.body if not level.norm)
-        verb = "goes" if 1 / NEAR < ratio < NEAR else "rises" if ratio > 1 else "falls"
+        verb = (
+            "goes"
+            if 1 / STEADY_FACTOR < ratio < STEADY_FACTOR
+            else "rises"
+            if ratio > 1
+            else "falls"
+        )
         uses = f"through {change.uses:,} uses of the same weights " if change.uses else ""
         start = f"{uses}{subject} {verb} from {first.norm:.2g} at"
         if not last.norm:
@@ -68,9 +74,9 @@ class FlowText:
         )
 
     def _rest(self, fall: Change) -> str:
-        """What is below a fall and has its gradient from elsewhere."""
+        """A note if the gradient at the deepest level, below a fall, is large all the same."""
         deepest = self.flow.profile[-1]
-        if deepest.norm < fall.first.norm / FACTOR:
+        if deepest.norm < fall.first.norm / FAR_FACTOR:
             return ""
         return f"; deeper down, {deepest.where} gets {deepest.norm:.2g} by other ways"
 
@@ -78,7 +84,7 @@ class FlowText:
         change, deep = self.flow.along, len(self.flow.profile)
         if change:
             start = "Elsewhere the" if dead else "The"
-            yield f"{start} gradient neither vanishes nor explodes: {self._told(change, 'it')}."
+            yield f"{start} gradient neither vanishes nor explodes: {self._describe(change, 'it')}."
         elif not dead:
             yield f"The graph is {_count(deep, 'operator')} deep, too few to vanish or explode."
         silent = sum(not level.largest for level in self.flow.profile)
@@ -88,12 +94,12 @@ class FlowText:
             far = [name_of(row) for row in self.modules.rows if row.verdict == word]
             if far:
                 gets = "gets" if len(far) == 1 else "get"
-                yield f"Apart from that, {_listed(far)} {gets} over {FACTOR:,.0f} times {much}."
+                yield f"Apart from that, {_listed(far)} {gets} over {FAR_FACTOR:,.0f} times {much}."
 
-    # What is 0, or no number ---------------------------------------------------------------------
+    # Zeros, NaN and infinity ---------------------------------------------------------------------
 
     def _nonfinite(self) -> str:
-        """Where NaN or infinity first appears."""
+        """Where NaN or infinity first appears; empty if all is finite."""
         size, blocks = self.flow.size, self.flow.wiring.blocks
         bad = {value for value, found in size.items() if not isfinite(found.norm)}
         if not bad:
@@ -119,7 +125,7 @@ class FlowText:
         )
 
     def _nothing(self) -> str:
-        """Why no leaf gets any gradient."""
+        """Why no leaf gets any gradient; empty if some leaf does."""
         size, program = self.flow.size, self.flow.wiring.program
         if any(size[leaf.value].nonzero for leaf in program.leaves):
             return ""
@@ -148,7 +154,7 @@ class FlowText:
         return f"Dead: {_listed([name_of(row) for row in rows])} hands no gradient on. {why}"
 
     def _why(self, lost: VanishedGradient) -> str:
-        """What an operator did that hands on nothing but zeros."""
+        """Why an operator passes on only zeros."""
         block = self.flow.wiring.blocks[lost.block]
         where = self._operator(lost.block)
         reached = sum(self.flow.size[value].nonzero for value in block.takes.values())
@@ -187,7 +193,7 @@ def _count(n: int, word: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     """``'a', 'b' and 2 more``."""
-    shown = [f"'{name}'" for name in names[:SHOWN]]
-    if len(names) > SHOWN:
-        return f"{', '.join(shown)} and {len(names) - SHOWN:,} more"
+    shown = [f"'{name}'" for name in names[:NAMED_MAX_MODULES]]
+    if len(names) > NAMED_MAX_MODULES:
+        return f"{', '.join(shown)} and {len(names) - NAMED_MAX_MODULES:,} more"
     return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))

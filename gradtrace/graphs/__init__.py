@@ -1,1 +1,1 @@
-"""The graph of operators as data and as a picture."""
+"""The operator graph of a loss, as data and as SVG."""

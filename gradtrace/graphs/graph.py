@@ -1,4 +1,4 @@
-"""The computation graph behind a loss: operators, edges, leaves, and how large it is."""
+"""The computation graph of a loss: operators, edges, leaves, and its size in scalars."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Graph:
-    """Operators in an order in which each comes after all that use it; operator 0 is the root.
+    """Operators in topological order, each after all its users; operator 0 is the root.
 
     >>> import torch, gradtrace
     >>> w = torch.ones(3, 2, requires_grad=True)
@@ -44,7 +44,7 @@ class Graph:
     edges: list[Edge]
     leaves: dict[str, Operator]
     _loss: Tensor = field(repr=False)
-    _atlas: NameTable = field(repr=False)
+    _table: NameTable = field(repr=False)
     _watch: HookWatch = field(repr=False)
 
     def __iter__(self) -> Iterator[Operator]:
@@ -87,20 +87,20 @@ class Graph:
         return self._arguments.get(operator.index, [])
 
     def uses(self, operator: Operator) -> list[Edge]:
-        """The edges from those that use the operator."""
+        """The edges from the operator's users."""
         return self._uses.get(operator.index, [])
 
     @property
     def scalar_vertices(self) -> int:
-        """|V'|: how many scalars the operators and leaves put out."""
+        """|V'|: the number of output scalars of all operators and leaves."""
         return sum(operator.size for operator in self.operators)
 
     @cached_property
     def scalar_edges(self) -> int:
-        """|E'|: how many pairs of an output scalar and an input scalar the operators connect.
+        """|E'|: the number of (output scalar, input scalar) pairs that the operators connect.
 
-        Counted from the maps of the backward program, never built: a product of m×k by k×n has
-        m·n·k for each operand that needs a gradient. Asking for it costs about a backward pass.
+        Computed from the maps of the backward program without building the edges: a product of m×k
+        by k×n has m·n·k for each operand that needs a gradient. Costs about a backward pass.
         """
         from gradtrace.ir.cost import count_edges
 
@@ -109,7 +109,7 @@ class Graph:
     def _program(self) -> Program:
         from gradtrace.recording.record import record
 
-        return record(self._loss, torch.ones_like(self._loss), self._atlas, self._watch)
+        return record(self._loss, torch.ones_like(self._loss), self._table, self._watch)
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """The graph with an edge from each operator to each argument, keyed by position."""
@@ -128,7 +128,7 @@ class Graph:
     def draw(self, path: str | None = None) -> str:
         """The graph as SVG text: root on top, shapes as labels, argument positions on edges.
 
-        With ``path`` it is written there too.
+        Also written to ``path``, if given.
         """
         svg = draw(self)
         if path is not None:
@@ -143,8 +143,8 @@ class Graph:
         return f"Graph({len(self):,} operators, {count:,} edges, {len(self.leaves):,} leaves)"
 
 
-def build(loss: Tensor, atlas: NameTable, watch: HookWatch) -> Graph:
-    """The graph behind a loss."""
+def build(loss: Tensor, table: NameTable, watch: HookWatch) -> Graph:
+    """The computation graph of a loss."""
     order: dict[Node, int] = {}
     arguments = {}
 
@@ -154,12 +154,12 @@ def build(loss: Tensor, atlas: NameTable, watch: HookWatch) -> Graph:
 
     walk(loss, visit)
     leaves = {n.variable: n for n in order if type(n) is ACCUMULATE}
-    named = {leaves[leaf]: label for leaf, label in atlas.label(leaves).items()}
+    named = {leaves[leaf]: label for leaf, label in table.label(leaves).items()}
     operators = []
-    others = off_thread_calls(loss, atlas)
+    others = off_thread_calls(loss, table)
     for node, index in order.items():
-        place, label = others.get(node) or atlas.place_of(node), named.get(node)
-        names = () if label is None else atlas.names_of(node.variable) or (label,)
+        place, label = others.get(node) or table.place_of(node), named.get(node)
+        names = () if label is None else table.names_of(node.variable) or (label,)
         shapes = nodes.shapes_of(node)
         name = nodes.name_of(node)
         operators.append(Operator(index, name, shapes, place.module, place.call, label, names))
@@ -169,4 +169,4 @@ def build(loss: Tensor, atlas: NameTable, watch: HookWatch) -> Graph:
         for position, (child, slot) in enumerate(out)
     ]
     ends = {o.leaf: o for o in operators if o.leaf is not None}
-    return Graph(operators, edges, ends, loss, atlas, watch)
+    return Graph(operators, edges, ends, loss, table, watch)

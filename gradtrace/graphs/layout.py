@@ -1,8 +1,8 @@
-"""Where the boxes of a layered drawing go: every link runs downwards, with few crossings.
+"""Layered graph layout: every link runs downwards, with few crossings.
 
-The steps are those of Sugiyama, Tagawa and Toda (1981): ranks are given, long links bend at each
-rank they pass, each rank is ordered by barycentres, and coordinates follow from the order. All of
-it is iterative, and linear in the number of boxes and bends up to sorting.
+The method of Sugiyama, Tagawa and Toda (1981): ranks are given, long links get a bend at each rank
+they pass, each rank is ordered by barycentres, and coordinates follow from the order. All steps are
+iterative, and linear in the number of boxes and bends up to sorting.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Link: TypeAlias = tuple[int, int]  # (upper box, lower box)
 Point: TypeAlias = tuple[float, float]
 
 BEND_WIDTH = 12.0
-SPACE = 22.0  # between boxes side by side
-GAP = 36.0  # between ranks, at least
+SPACE = 22.0  # horizontal distance between boxes of a rank
+GAP = 36.0  # least vertical distance between ranks
 SWEEPS = 8
-HOME = 0.02  # how much the middle attracts; a tie has 1
+HOME = 0.02  # weight of an item's initial position, relative to its ties
 
 
 class Box(NamedTuple):
-    """What is to be placed: its size and its rank, the root's being 0."""
+    """A box to place: its size, and its rank (the root's is 0)."""
 
     width: float
     height: float
@@ -56,10 +56,10 @@ def layered(boxes: Sequence[Box], links: Iterable[Link]) -> GraphLayout:
 
 
 class _Lattice:
-    """Boxes and bends, each tied to its neighbours in the ranks just above and just below.
+    """Boxes and bends (items), each tied to its neighbours in the adjacent ranks.
 
-    All links to one box share one bend in each rank they pass, so they join into a single line: a
-    weight used at fifty time steps costs one lane, not fifty.
+    All links to one box share one bend in each rank they pass, so they join into one lane: a weight
+    used at fifty time steps takes one lane, not fifty.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -70,7 +70,7 @@ class _Lattice:
         self.lanes: dict[tuple[int, int], int] = {}  # (lower box, rank) -> bend
 
     def link(self, upper: int, lower: int) -> None:
-        """Tie two boxes together through bends, joining a lane to the lower one if there is one."""
+        """Connect two boxes through bends, joining an existing lane to the lower one."""
         at = upper
         for rank in range(self.boxes[upper].rank + 1, self.boxes[lower].rank):
             known = self.lanes.get((lower, rank))
@@ -97,7 +97,7 @@ class _Lattice:
 
 
 def _ordered(lattice: _Lattice) -> list[list[int]]:
-    """The items of each rank from left to right, the best of a few sweeps down and up."""
+    """The items of each rank from left to right: the best order of ``SWEEPS`` sweeps."""
     ranks = _preorder(lattice)
     best, fewest = [list(rank) for rank in ranks], _crossings(lattice, ranks)
     for sweep in range(SWEEPS):
@@ -114,7 +114,7 @@ def _ordered(lattice: _Lattice) -> list[list[int]]:
 
 
 def _preorder(lattice: _Lattice) -> list[list[int]]:
-    """Depth first from the root, so that arguments start from left to right by position."""
+    """The initial order: depth first from the root, so arguments go left to right by position."""
     ranks: list[list[int]] = [[] for _ in range(1 + max(box.rank for box in lattice.boxes))]
     seen = [False] * len(lattice.boxes)
     stack = [i for i, above in enumerate(lattice.above) if not above][::-1]
@@ -145,7 +145,7 @@ def _mean(values: list[int], default: float) -> float:
 
 
 def _crossings(lattice: _Lattice, ranks: list[list[int]]) -> int:
-    """How many ties cross: the inversions between each rank and the next."""
+    """The number of crossing ties: the inversions of each pair of adjacent ranks."""
     total = 0
     for upper, lower in pairwise(ranks):
         place = {item: i for i, item in enumerate(lower)}
@@ -162,21 +162,21 @@ def _crossings(lattice: _Lattice, ranks: list[list[int]]) -> int:
 
 
 def _abscissas(lattice: _Lattice, ranks: list[list[int]]) -> list[float]:
-    """The x of each item: near its neighbours, in the order given, and nothing overlapping."""
-    places = _Places(lattice, ranks)
+    """The x of each item: near its neighbours, in the given order, without overlaps."""
+    places = _Positions(lattice, ranks)
     for sweep in range(SWEEPS):
         down = sweep % 2 == 0
         if sweep < SWEEPS // 2:
-            places.sweep(down, look=(down, not down))
+            places.sweep(down, sides=(down, not down))
         else:
-            places.sweep(down, look=(True, True))
+            places.sweep(down, sides=(True, True))
             places.straighten()
     left = min(x - box.width / 2 for x, box in zip(places.x, lattice.boxes, strict=True))
     return [x - left for x in places.x]
 
 
-class _Places:
-    """The x of each item while it is sought; at the start each rank is packed and centred."""
+class _Positions:
+    """Optimises the x of each item; initially each rank is packed and centred."""
 
     def __init__(self, lattice: _Lattice, ranks: list[list[int]]) -> None:
         self.lattice = lattice
@@ -191,22 +191,22 @@ class _Places:
             for (a, b), (start, end) in zip(pairwise(rank), pairwise(offsets), strict=True):
                 self.left[b], self.right[a] = (a, end - start), (b, end - start)
         self.home = list(self.x)
-        self.lines = list(_lines(lattice, ranks))
-        self.straight = {tie for line in self.lines for tie in pairwise(line)}
+        self.chains = list(_chains(lattice, ranks))
+        self.straight = {tie for line in self.chains for tie in pairwise(line)}
 
-    def sweep(self, down: bool, look: tuple[bool, bool]) -> None:
-        """Move each rank towards its neighbours above, below, or both (``look``)."""
+    def sweep(self, down: bool, sides: tuple[bool, bool]) -> None:
+        """Move each rank towards its neighbours; ``sides`` says whether (above, below) count."""
         for r in range(len(self.ranks))[:: 1 if down else -1]:
-            wishes = [self._wish(item, look) for item in self.ranks[r]]
-            for item, x in zip(self.ranks[r], settle(wishes, self.offsets[r]), strict=True):
+            preferred = [self._preferred(item, sides) for item in self.ranks[r]]
+            for item, x in zip(self.ranks[r], spaced(preferred, self.offsets[r]), strict=True):
                 self.x[item] = x
 
-    def _wish(self, item: int, look: tuple[bool, bool]) -> Point:
-        """Where an item would be best, and how much it matters: the mean of its neighbours.
+    def _preferred(self, item: int, sides: tuple[bool, bool]) -> Point:
+        """The preferred x of an item, the weighted mean of its neighbours, and its weight.
 
-        Home weighs in a little, or a long graph that leans a little would wander off sideways.
+        The initial position has a small weight, so that long graphs do not drift sideways.
         """
-        lattice, (up, down) = self.lattice, look
+        lattice, (up, down) = self.lattice, sides
         ties = []
         if up:
             ties += [(self.x[i], self._weight(i, item)) for i in lattice.above[item]]
@@ -217,17 +217,17 @@ class _Places:
         return pull / (weight + weight * HOME), weight
 
     def _weight(self, upper: int, lower: int) -> float:
-        """How much a tie wants to be vertical: along a line most, to boxes that end there least."""
+        """The weight of a tie in keeping vertical: most along a chain, least to final boxes."""
         weight = 20.0 if (upper, lower) in self.straight else 1.0
         return weight if self.lattice.below[lower] else weight / 10
 
     def straighten(self) -> None:
-        """Put the items of a line on one vertical, in as few pieces as their neighbours allow."""
-        for line in self.lines:
+        """Align the items of each chain vertically, in as few pieces as their neighbours allow."""
+        for line in self.chains:
             piece: list[int] = []
             low, high = -inf, inf
             for item in line:
-                left, right = self._room(item)
+                left, right = self._limits(item)
                 if piece and max(low, left) > min(high, right):
                     self._align(piece, low, high)
                     piece, low, high = [], -inf, inf
@@ -235,8 +235,8 @@ class _Places:
                 low, high = max(low, left), min(high, right)
             self._align(piece, low, high)
 
-    def _room(self, item: int) -> Point:
-        """The least and the greatest x that an item could have between those beside it."""
+    def _limits(self, item: int) -> Point:
+        """The least and the greatest x of an item, given its neighbours in the rank."""
         left, right = self.left.get(item), self.right.get(item)
         return (
             -inf if left is None else self.x[left[0]] + left[1],
@@ -250,7 +250,7 @@ class _Places:
 
 
 def _offsets(lattice: _Lattice, rank: list[int]) -> list[float]:
-    """How far right of the first item each must at least be."""
+    """The least distance of each item from the first of its rank."""
     offsets = [0.0]
     for left, right in pairwise(rank):
         bends = (left >= lattice.count) + (right >= lattice.count)
@@ -259,8 +259,8 @@ def _offsets(lattice: _Lattice, rank: list[int]) -> list[float]:
     return offsets
 
 
-def _lines(lattice: _Lattice, ranks: list[list[int]]) -> Iterator[list[int]]:
-    """Items one below the other, from the top; each item is in one line."""
+def _chains(lattice: _Lattice, ranks: list[list[int]]) -> Iterator[list[int]]:
+    """Chains of items one below the other, from the top; each item is in one chain."""
     taken: set[int] = set()
     for start in chain.from_iterable(ranks):
         line: list[int] = []
@@ -274,23 +274,23 @@ def _lines(lattice: _Lattice, ranks: list[list[int]]) -> Iterator[list[int]]:
 
 
 def _onward(lattice: _Lattice, item: int) -> int | None:
-    """The item below that continues the line: the only one, or the first that goes on."""
+    """The item below that continues the chain: the only one, or the first with items below."""
     below = lattice.below[item]
     if len(below) == 1:
         return below[0]
     return next((i for i in below if i < lattice.count and lattice.below[i]), None)
 
 
-def settle(
-    wishes: Sequence[Point], offsets: Sequence[float], bounds: Point = (-inf, inf)
+def spaced(
+    preferred: Sequence[Point], offsets: Sequence[float], bounds: Point = (-inf, inf)
 ) -> list[float]:
-    """The places nearest the wishes (value, weight) that lie at least the offsets apart.
+    """The positions closest to ``preferred`` (x, weight) that keep the distances of ``offsets``.
 
-    Less the offsets this is isotonic regression: pool neighbours that are out of order.
+    With the offsets subtracted this is isotonic regression: pool adjacent violators.
     """
     pools: list[tuple[float, float, int]] = []  # (mean, weight, how many items)
-    for (wish, weight), offset in zip(wishes, offsets, strict=True):
-        mean, count = wish - offset, 1
+    for (goal, weight), offset in zip(preferred, offsets, strict=True):
+        mean, count = goal - offset, 1
         while pools and pools[-1][0] > mean:
             other, heavy, more = pools.pop()
             mean = (mean * weight + other * heavy) / (weight + heavy)
@@ -302,7 +302,7 @@ def settle(
 
 
 def _bands(lattice: _Lattice, ranks: list[list[int]], x: list[float]) -> list[Point]:
-    """The top and bottom of each rank; ranks whose links run far sideways get more room between."""
+    """The top and bottom of each rank; the gap grows where links run far sideways."""
     bands: list[Point] = []
     top = 0.0
     for rank in ranks:

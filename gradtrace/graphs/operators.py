@@ -1,4 +1,4 @@
-"""Vertices and edges of the graph of operators."""
+"""Vertices and edges of the operator graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Operator:
 
     ``shapes`` has one shape for each output. ``leaf`` is the name of a leaf, and ``names`` are all
     its names (tied weights have several). ``module`` is the innermost module in whose forward it
-    was made (``""`` outside any), ``call`` which call of that module it was.
+    was made (``""`` outside any), ``call`` the index of that module's call.
     """
 
     index: int
@@ -32,7 +32,7 @@ class Operator:
 
     @property
     def size(self) -> int:
-        """How many scalars the operator puts out."""
+        """The number of output scalars."""
         return sum(prod(shape) for shape in self.shapes)
 
 

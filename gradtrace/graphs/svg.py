@@ -1,4 +1,4 @@
-"""A graph as a picture: SVG text that needs no other program, like the chapter's Figure 1.1."""
+"""Draws a graph as self-contained SVG text, in the style of the chapter's Figure 1.1."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from gradtrace.graphs.layout import Box, GraphLayout, Link, Point, layered, settle
+from gradtrace.graphs.layout import Box, GraphLayout, Link, Point, layered, spaced
 from gradtrace.graphs.operators import Edge, Operator
 from gradtrace.printable import printable
 
-LIMIT = 2_000
-"""The most operators drawn; a picture of more can neither be read nor be laid out soon."""
+DRAWN_MAX_OPERATORS = 2_000
+"""The most operators drawn; larger drawings are unreadable and slow to lay out."""
 
-LONG = 24
-"""An argument more ranks down than this is named beside its user, with no line to it."""
+LINK_MAX_RANKS = 24
+"""An argument more ranks below its user than this is named there, without a link to it."""
 
-FEW = 3
-"""Of arguments that are only named, so many get a vertex each; more share one."""
+LISTED_MAX = 3
+"""The most items listed one by one: named arguments with their own vertex (more share one),
+shapes, and positions.
+"""
 
-SHOWN, TOLD = 30, 400
+NAME_MAX_CHARS, TOOLTIP_MAX_CHARS = 30, 400
 """The most characters of a name on a vertex, and in its tooltip."""
 
 MARGIN = 24.0
@@ -63,12 +65,12 @@ stroke-width:3px;paint-order:stroke}
 .gradtrace-graph .root text{fill:#0d1117}
 }
 """
-# Every drawing has this same sheet under one class, so several in a page agree, and nothing else
-# in the page is touched. The page rectangle keeps ink and ground together wherever it is put.
+# All drawings share this style sheet under one class, so that several fit in one page and nothing
+# else in the page changes. The page rectangle sets the background, so that text stays readable.
 
 
 class DrawableGraph(Protocol):
-    """What is drawn: ``gradtrace.graphs.graph.Graph``."""
+    """The interface of ``gradtrace.graphs.graph.Graph`` that drawing needs."""
 
     @property
     def leaves(self) -> Mapping[str, Operator]:
@@ -87,7 +89,8 @@ class DrawableGraph(Protocol):
 def draw(graph: DrawableGraph) -> str:
     """The graph as SVG text: the root on top, each argument below the operators that use it.
 
-    Of a large graph the operators nearest the root are drawn, and a note says how many are not.
+    Of a large graph only the operators nearest the root are drawn, and a note says how many are
+    missing.
     """
     sheet = _plan(graph)
     layout = layered([vertex.box for vertex in sheet.vertices], sheet.links)
@@ -97,7 +100,7 @@ def draw(graph: DrawableGraph) -> str:
 # What is drawn ---------------------------------------------------------------------------------
 
 
-class Polyline(NamedTuple):
+class TextLine(NamedTuple):
     """A line of text on a vertex: its style, the text, and the size of its type."""
 
     style: str
@@ -106,24 +109,24 @@ class Polyline(NamedTuple):
 
     @property
     def width(self) -> float:
-        """About how wide it will be, on the wide side: no font is at hand to measure."""
+        """The estimated width, rather too wide: there is no font to measure."""
         return self.size * sum(map(_breadth, self.text))
 
 
 @dataclass
 class Vertex:
-    """A box with text. ``kind`` is root, operator, leaf, or aside: a word for what is not drawn."""
+    """A box with text. ``kind`` is root, operator, leaf, or aside (text for what is not drawn)."""
 
     kind: str
     rank: int
-    lines: list[Polyline]
-    told: str
+    lines: list[TextLine]
+    tooltip: str
     operator: int | None = None
     ports: float = 0.0  # the width that the argument positions below it need
 
     @property
     def box(self) -> Box:
-        """The room it takes."""
+        """Its size and rank."""
         beside, around = (12.0, 4.0) if self.kind == "aside" else (26.0, 10.0)
         width = max(line.width for line in self.lines) + beside
         height = sum(line.size + 4 for line in self.lines) + around
@@ -137,10 +140,10 @@ class Sheet:
     title: str
     note: str
     vertices: list[Vertex] = field(default_factory=list)
-    links: dict[Link, Polyline] = field(default_factory=dict)
+    links: dict[Link, TextLine] = field(default_factory=dict)
 
     def add(self, vertex: Vertex) -> int:
-        """Take in a vertex, and say where it is."""
+        """Add a vertex; returns its index."""
         self.vertices.append(vertex)
         return len(self.vertices) - 1
 
@@ -176,7 +179,7 @@ def _note(kept: int, missing: int) -> str:
 
 
 def _ranks(graph: DrawableGraph) -> list[int]:
-    """The length of the longest way from the root to each operator."""
+    """The length of the longest path from the root to each operator."""
     ranks = [0] * len(graph)
     for operator in graph:
         below = ranks[operator.index] + 1
@@ -187,11 +190,11 @@ def _ranks(graph: DrawableGraph) -> list[int]:
 
 
 def _nearest(graph: DrawableGraph, ranks: list[int]) -> list[int]:
-    """The operators to draw, by rank: with each, all that use it."""
+    """The operators to draw, by rank; all users of a drawn operator are drawn."""
     kept: list[int] = []
     edges = 0
     for index in sorted(range(len(graph)), key=ranks.__getitem__):
-        if len(kept) == LIMIT or edges > 4 * LIMIT:
+        if len(kept) == DRAWN_MAX_OPERATORS or edges > 4 * DRAWN_MAX_OPERATORS:
             break
         kept.append(index)
         edges += len({edge.producer for edge in graph.arguments(graph[index])})
@@ -199,52 +202,52 @@ def _nearest(graph: DrawableGraph, ranks: list[int]) -> list[int]:
 
 
 def _vertex(operator: Operator, rank: int, again: set[str]) -> Vertex:
-    """An operator with the shapes it puts out and its module, or a leaf with its names."""
-    shapes = ", ".join(map(str, operator.shapes[:FEW]))
-    more = len(operator.shapes) - FEW
+    """The vertex of an operator (with output shapes and module) or of a leaf (with its names)."""
+    shapes = ", ".join(map(str, operator.shapes[:LISTED_MAX]))
+    more = len(operator.shapes) - LISTED_MAX
     if operator.leaf is None:
         name, kind = _short(operator.name), "root" if rank == 0 else "operator"
     else:
         name, kind = " = ".join(operator.names or (operator.leaf,)), "leaf"
     lines = [
-        Polyline("name", _brief(name, SHOWN), 13),
-        Polyline("shape", f"{shapes} and {more} more" if more > 0 else shapes, 11),
+        TextLine("name", _brief(name, NAME_MAX_CHARS), 13),
+        TextLine("shape", f"{shapes} and {more} more" if more > 0 else shapes, 11),
     ]
     call = f", call {operator.call + 1}" if operator.module in again else ""
     if operator.module:
-        lines.append(Polyline("place", f"in {_brief(operator.module, SHOWN)}{call}", 10))
-    return Vertex(kind, rank, lines, _told(operator, name), operator.index)
+        lines.append(TextLine("place", f"in {_brief(operator.module, NAME_MAX_CHARS)}{call}", 10))
+    return Vertex(kind, rank, lines, _tooltip(operator, name), operator.index)
 
 
-def _told(operator: Operator, name: str) -> str:
-    """What the tooltip says: all that is shortened on the vertex, and the operator's number."""
+def _tooltip(operator: Operator, name: str) -> str:
+    """The tooltip: the full text of what is shortened on the vertex, and the operator's index."""
     what = f"operator {operator.index}" if operator.leaf is None else "leaf"
     parts = [f"{name} ({what})", f"shape {', '.join(map(str, operator.shapes))}"]
     if operator.module:
         parts.append(f"in call {operator.call + 1} of {operator.module}")
-    return "\n".join(_brief(part, TOLD) for part in parts)
+    return "\n".join(_brief(part, TOOLTIP_MAX_CHARS) for part in parts)
 
 
 def _short(name: str) -> str:
-    """``AddmmBackward0`` -> ``Addmm``: that all of them are backward nodes goes without saying."""
+    """``AddmmBackward0`` -> ``Addmm``: all of them are backward nodes."""
     return re.sub(r"Backward\d*$", "", name) or name
 
 
 def _ends(
     graph: DrawableGraph, index: int, ranks: list[int], at: dict[int, int]
 ) -> Iterator[tuple[int | Vertex, list[Edge]]]:
-    """Where the links from an operator end, each with the edges it stands for.
+    """The ends of an operator's links, each with the edges it represents.
 
-    At a vertex of the sheet, or at a word: for an argument that needs no gradient, one that is
-    left out, and one too far down for a line that the eye could follow.
+    An end is a vertex of the sheet, or a new aside vertex: for arguments that need no gradient, are
+    left out, or are too many ranks below.
     """
     groups: dict[tuple[str, int | None], list[Edge]] = {}
     for edge in graph.arguments(graph[index]):
-        groups.setdefault(_way(edge, ranks, at), []).append(edge)
+        groups.setdefault(_link_kind(edge, ranks, at), []).append(edge)
     kinds = Counter(kind for kind, _ in groups)
     merged: dict[tuple[str, int | None], list[Edge]] = {}
     for (kind, which), edges in groups.items():
-        crowded = kind != "near" and kinds[kind] > FEW
+        crowded = kind != "near" and kinds[kind] > LISTED_MAX
         merged.setdefault((kind, None if crowded else which), []).extend(edges)
     for (kind, which), edges in merged.items():
         if kind == "near" and which is not None:
@@ -253,47 +256,50 @@ def _ends(
             yield _aside(kind, edges, graph, ranks[index] + 1), edges
 
 
-def _way(edge: Edge, ranks: list[int], at: dict[int, int]) -> tuple[str, int | None]:
-    """How to draw an edge, and which others to draw with it."""
+def _link_kind(edge: Edge, ranks: list[int], at: dict[int, int]) -> tuple[str, int | None]:
+    """How to draw an edge, and the key by which edges share a link."""
     if edge.producer is None:
         return "none", edge.position
     if edge.producer not in at:
         return "cut", None
-    far = ranks[edge.producer] - ranks[edge.consumer] > LONG
+    far = ranks[edge.producer] - ranks[edge.consumer] > LINK_MAX_RANKS
     return "far" if far else "near", edge.producer
 
 
 def _aside(kind: str, edges: list[Edge], graph: DrawableGraph, rank: int) -> Vertex:
-    """A word in place of arguments."""
+    """A vertex with text that stands for arguments."""
     producers = [graph[i] for i in dict.fromkeys(e.producer for e in edges) if i is not None]
     if kind == "none":
         text = "None" if len(edges) == 1 else f"{len(edges):,} None"
-        told = "needs no gradient"
+        tooltip = "needs no gradient"
     elif kind == "cut":
-        text, told = f"{len(producers):,} left out", "not drawn: the graph is too large"
+        text, tooltip = f"{len(producers):,} left out", "not drawn: the graph is too large"
     elif len(producers) == 1:
         text = f"↓ {_called(producers[0])}"
-        told = f"further down: {_brief(_called(producers[0]), TOLD)}"
+        tooltip = f"further down: {_brief(_called(producers[0]), TOOLTIP_MAX_CHARS)}"
     else:
         text = f"↓ {len(producers):,} further down"
-        told = _brief("further down: " + ", ".join(map(_called, producers[:LONG])), TOLD)
-    return Vertex("aside", rank, [Polyline("name", _brief(text, SHOWN), 10)], told)
+        tooltip = _brief(
+            "further down: " + ", ".join(map(_called, producers[:LINK_MAX_RANKS])),
+            TOOLTIP_MAX_CHARS,
+        )
+    return Vertex("aside", rank, [TextLine("name", _brief(text, NAME_MAX_CHARS), 10)], tooltip)
 
 
 def _called(operator: Operator) -> str:
-    """A leaf by its name, an operator by what its tooltip says."""
+    """The name of a leaf, or the short name and index of an operator."""
     return operator.leaf or f"{_short(operator.name)} (operator {operator.index})"
 
 
-def _positions(edges: list[Edge]) -> Polyline:
+def _positions(edges: list[Edge]) -> TextLine:
     """``0``, or ``0, 1`` where one value is two arguments."""
-    shown = ", ".join(str(edge.position) for edge in edges[:FEW])
-    last = f" … {edges[-1].position}" if len(edges) > FEW else ""
-    return Polyline("position", shown + last, 10)
+    shown = ", ".join(str(edge.position) for edge in edges[:LISTED_MAX])
+    last = f" … {edges[-1].position}" if len(edges) > LISTED_MAX else ""
+    return TextLine("position", shown + last, 10)
 
 
-def _step(labels: Iterable[Polyline]) -> float:
-    """How far apart the links of a vertex must start for their labels not to touch."""
+def _step(labels: Iterable[TextLine]) -> float:
+    """The distance between the starts of a vertex's links, such that labels do not touch."""
     return max((label.width for label in labels), default=0.0) * 2 + 14
 
 
@@ -301,12 +307,12 @@ def _step(labels: Iterable[Polyline]) -> float:
 
 
 def _brief(text: str, limit: int) -> str:
-    """At most ``limit`` characters; cut before as well as after, so that long names cost little."""
+    """At most ``limit`` printable characters; cut before escaping as well, for speed."""
     return _cut(printable(_cut(text, limit)), limit)
 
 
 def _cut(text: str, limit: int) -> str:
-    """Keep more of the end than of the start: that is where names differ."""
+    """Shorten to ``limit``, keeping more of the end than of the start: names differ there."""
     start = limit // 3
     return text if len(text) <= limit else f"{text[:start]}…{text[start + 1 - limit :]}"
 
@@ -324,8 +330,8 @@ def _breadth(char: str) -> float:
 
 
 def _frame(sheet: Sheet, layout: GraphLayout, body: str) -> str:
-    """The SVG element; its one id comes from its content, so drawings in a page do not collide."""
-    note = Polyline("note", sheet.note, 13)
+    """The SVG element; its id is a hash of its content, so drawings in a page do not collide."""
+    note = TextLine("note", sheet.note, 13)
     above = MARGIN + (30 if sheet.note else 0)
     width = round(max(layout.width, note.width) + 2 * MARGIN)
     height = round(layout.height + above + MARGIN)
@@ -350,7 +356,7 @@ def _frame(sheet: Sheet, layout: GraphLayout, body: str) -> str:
 
 
 def _body(sheet: Sheet, layout: GraphLayout) -> Iterator[str]:
-    """Links below vertices below argument positions, so that nothing strikes text through."""
+    """Links first, then vertices, then argument positions, so that no text is covered."""
     starts = _starts(sheet, layout)
     for link in sheet.links:
         yield _curve([starts[link], *layout.bends[link], layout.tops[link[1]]])
@@ -358,13 +364,13 @@ def _body(sheet: Sheet, layout: GraphLayout) -> Iterator[str]:
         x, y = layout.tops[end]
         yield f'<path class="head" d="M{x:.1f} {y:.1f}l-3.5 -7h7z"/>'
     for vertex, top in zip(sheet.vertices, layout.tops, strict=True):
-        yield _drawn(vertex, top)
+        yield _vertex_svg(vertex, top)
     for link, label in sheet.links.items():
         yield _position(label.text, starts[link], _goal(link, layout))
 
 
 def _position(text: str, start: Point, goal: float) -> str:
-    """The label of a link, on the side that the link does not turn to."""
+    """The label of a link, on the side the link does not turn to."""
     x, y = start
     side, anchor = (-4, "end") if goal > x + 1 else (4, "start")
     where = f'x="{x + side:.1f}" y="{y + 12:.1f}" text-anchor="{anchor}"'
@@ -372,7 +378,7 @@ def _position(text: str, start: Point, goal: float) -> str:
 
 
 def _starts(sheet: Sheet, layout: GraphLayout) -> dict[Link, Point]:
-    """Where links leave the lower side of a vertex: above where they go, if there is room."""
+    """Where links leave the lower side of a vertex: above their targets, where possible."""
     leaving: dict[int, list[Link]] = {}
     for link in sheet.links:
         leaving.setdefault(link[0], []).append(link)
@@ -383,28 +389,32 @@ def _starts(sheet: Sheet, layout: GraphLayout) -> dict[Link, Point]:
         half = box.width / 2 - 8
         goals = {link: _goal(link, layout) for link in links}
         links.sort(key=goals.__getitem__)
-        wishes = [_wish(goals[link], x, half) for link in links]
+        preferred = [_preferred(goals[link], x, half) for link in links]
         offsets = [step * i for i in range(len(links))]
-        for link, start in zip(links, settle(wishes, offsets, (x - half, x + half)), strict=True):
+        for link, start in zip(
+            links, spaced(preferred, offsets, (x - half, x + half)), strict=True
+        ):
             starts[link] = (start, top + box.height)
     return starts
 
 
 def _goal(link: Link, layout: GraphLayout) -> float:
-    """The x of the first point that a link goes to."""
+    """The x of the first point after the start of a link."""
     (x, _), *_ = [*layout.bends[link], layout.tops[link[1]]]
     return x
 
 
-def _wish(goal: float, x: float, half: float) -> Point:
-    """Straight down where the goal lies below the vertex; else on that side, but not insisting."""
+def _preferred(goal: float, x: float, half: float) -> Point:
+    """The preferred start (x, weight) of a link: above a goal below the vertex, with a large
+    weight; else at the end of that side, with a small one.
+    """
     if abs(goal - x) <= half:
         return goal, 1e6
     return x + (half if goal > x else -half), 1.0
 
 
 def _curve(points: list[Point]) -> str:
-    """A line that leaves, passes each rank, and arrives vertically."""
+    """A path through the points, vertical at each of them."""
     (x, y), *_ = points
     parts = [f"M{x:.1f} {y:.1f}"]
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -414,13 +424,13 @@ def _curve(points: list[Point]) -> str:
     return f'<path class="link" d="{"".join(parts)}"/>'
 
 
-def _drawn(vertex: Vertex, top: Point) -> str:
-    """The box with its text; leaves are pills, whose round ends tell them without colour too."""
+def _vertex_svg(vertex: Vertex, top: Point) -> str:
+    """The box with its text; leaves have round ends, to be recognised without colour."""
     width, height, _ = vertex.box
     radius = 7 if vertex.kind in ("root", "operator") else height / 2
     x, y = top
     parts = [
-        f"<title>{escape(vertex.told)}</title>",
+        f"<title>{escape(vertex.tooltip)}</title>",
         f'<rect class="box" x="{-width / 2:.1f}" width="{width:.1f}" height="{height:.1f}" '
         f'rx="{radius:.1f}"/>',
     ]
@@ -428,6 +438,6 @@ def _drawn(vertex: Vertex, top: Point) -> str:
     for line in vertex.lines:
         base += line.size + 4
         parts.append(f'<text class="{line.style}" y="{base - 4:.1f}">{escape(line.text)}</text>')
-    mark = "" if vertex.operator is None else f' data-operator="{vertex.operator}"'
+    attribute = "" if vertex.operator is None else f' data-operator="{vertex.operator}"'
     where = f'transform="translate({x:.1f} {y:.1f})"'
-    return f'<g class="{vertex.kind}"{mark} {where}>{"".join(parts)}</g>'
+    return f'<g class="{vertex.kind}"{attribute} {where}>{"".join(parts)}</g>'

@@ -46,7 +46,7 @@ def followed(source: Source, elements: Mapping[int, Places]) -> Grown:
     if source.granularity == "operator":
         return _whole_tensors(source, elements)
     at = {v: torch.from_numpy(e).to(source.device) for v, e in elements.items() if len(e)}
-    found = source.builder.kept.follow(at, source.rule)
+    found = source.builder.follower.follow(at, source.rule)
     grown, number = _contracted(source, found)
     whole = np.where(found.whole.numpy(), number[found.starts.numpy()], NONE)
     sizes = [len(elements[value]) for value in at]
@@ -61,11 +61,11 @@ def _contracted(source: Source, found: path_forest.PathForest) -> tuple[Grown, P
     The derivative of a stop by the one before it is the product of the weights between them, from
     the leaf's side on, as ``trace.path`` takes it.
     """
-    legend = source.builder.legend
+    labels = source.builder.labels
     onward, weight = found.onward.numpy(), found.weight.numpy()
     stages = np.diff([*found.firsts, len(onward)])
     value = np.repeat(np.array(found.values, dtype=np.int64), stages)
-    stops = [v in legend.places or v in source.names for v in found.values]
+    stops = [v in labels.places or v in source.names for v in found.values]
     stop = np.repeat(np.array(stops, dtype=bool), stages)
     here = np.flatnonzero(stop)
     number = np.full(len(onward) + 1, NONE, dtype=np.int64)  # the last stands for "nowhere"
@@ -76,7 +76,7 @@ def _contracted(source: Source, found: path_forest.PathForest) -> tuple[Grown, P
         ahead[between] = onward[ahead[between]]
     element, gradient = found.element.numpy()[here], found.gradient.numpy()[here]
     last = ahead < 0
-    seed = source.builder.legend.seed.reshape(-1).double().cpu().numpy()
+    seed = source.builder.labels.seed.reshape(-1).double().cpu().numpy()
     root = last & (value[here] == found.root)
     derivative[root] = seed[element[root]]
     with np.errstate(all="ignore"):
@@ -89,7 +89,7 @@ def _contracted(source: Source, found: path_forest.PathForest) -> tuple[Grown, P
 
 def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> Grown:
     """The path of each leaf as a whole; all its elements start from one stop."""
-    seed = source.builder.kept.seed
+    seed = source.builder.follower.seed
     coarse = TensorPaths(source.program, source.rule, seed)
     chains = {value: coarse.chain(value).links for value in elements}
     stops = {value for value, links in chains.items() if links}
@@ -113,7 +113,7 @@ def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> Grown:
 
 
 def _mass(source: Source, value: int) -> float:
-    return float(source.builder.kept.gradients[value].abs().sum(dtype=torch.float64))
+    return float(source.builder.follower.gradients[value].abs().sum(dtype=torch.float64))
 
 
 # What fits ----------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def chosen(grown: Grown, wanted: Places, most: int) -> tuple[Places, Places]:
 
 def kept(grown: Grown, left: Places, number: Places, rows: ProgramRows) -> Forest:
     """The stops that remain, as the page has them."""
-    leaves, places, shapes = rows.leaf, rows.source.builder.legend.places, rows.source.shapes
+    leaves, places, shapes = rows.leaf, rows.source.builder.labels.places, rows.source.shapes
     values, kind = np.unique(grown.value[left], return_inverse=True)
     told = [
         (

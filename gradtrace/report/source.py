@@ -56,7 +56,7 @@ class Source:
     @cached_property
     def shapes(self) -> dict[int, Shape]:
         """The shape of each value."""
-        return self.builder.legend.shapes
+        return self.builder.labels.shapes
 
     def is_parameter(self, leaf: Leaf) -> bool:
         """Whether a leaf is a parameter; torch.func puts plain tensors in the place of some."""

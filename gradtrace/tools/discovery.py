@@ -78,14 +78,17 @@ class Discovery(watch):
 
     def _write(self, atlas: NameTable, loss: Tensor, final: Mapping[str, str]) -> None:
         """Keep the notes from the loss's first operator on, with the names that are final."""
-        first = bisect_right(self.atlas.starts, _earliest(loss)) - 1
-        starts, places = self.atlas.starts[max(first, 0) :], self.atlas.places[max(first, 0) :]
+        first = bisect_right(self.name_table.starts, _earliest(loss)) - 1
+        starts, places = (
+            self.name_table.starts[max(first, 0) :],
+            self.name_table.places[max(first, 0) :],
+        )
         skipped: dict[str, int] = {}
         for module, call in places:
             skipped[module] = min(call, skipped.get(module, call))
         for start, (module, call) in zip(starts, places):
             atlas.enter(start, ModuleCall(final.get(module, ""), call - skipped[module]))
-        self.atlas = atlas
+        self.name_table = atlas
 
     def _roots(
         self, seen: list[nn.Module], model: nn.Module | None, known: Mapping[str, Any]

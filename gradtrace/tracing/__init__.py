@@ -1,1 +1,1 @@
-"""Which way gradient came: values with the components on their paths, influence, single paths."""
+"""Gradient tracing: provenance of every element, influence tables, and single paths."""

@@ -1,6 +1,7 @@
-"""What was counted at all leaves, added up by component: on the device that counted it.
+"""Sums the counts of all leaves by component, on the device that holds them.
 
-There may be millions of groups, of a leaf, a pair and a mark, and hundreds of components.
+A group is a leaf, a pair and a provenance set. There may be millions of groups and hundreds of
+components.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from gradtrace.tracing.provenance import Words, words_of
 Floats: TypeAlias = npt.NDArray[np.float64]
 Whole: TypeAlias = npt.NDArray[np.int64]
 
-ENTRIES = (1 << 22, 1 << 24)
-"""How many pairs of a group and a component to look at in one go, and how many on a GPU."""
+CHUNK_ENTRIES = (1 << 22, 1 << 24)
+"""How many (group, component) entries to process at a time: on the CPU, on a GPU."""
 
 
 class Counts(NamedTuple):
-    """The elements of a leaf by mark: how many (int64), and Σ |gradient| (float64).
+    """The elements of a leaf by provenance: their number (int64) and Σ |gradient| (float64).
 
-    Entry ``blank + n`` is for the mark ``rows[n % len(rows)] | extra``, a path if that has bit 0,
-    and for pair ``pair + n // len(rows)``; those before it are for no path. They stay on the leaf's
-    device until all leaves are counted, so that nobody waits for them. Several leaves may share
-    tensors: the entries of this one are ``size`` of them from ``start`` on (None: all).
+    Entry ``blank + n`` is for the set ``rows[n % len(rows)] | extra``, a path if that has bit 0,
+    and for pair ``pair + n // len(rows)``; the first ``blank`` entries are for no path. The tensors
+    stay on the leaf's device until all leaves are counted, to avoid syncs. Several leaves may share
+    tensors: this one has ``size`` entries from ``start`` on (None: all).
     """
 
     counts: Tensor
@@ -46,9 +47,10 @@ class Counts(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Which components the paths of a leaf could pass: ``words`` are the bits that some route gives
-    (leaves, words), and a leaf does not count for the components that it belongs to: ``owned[0]``
-    are leaves, ``owned[1]`` components.
+    """Which components the paths of a leaf could pass.
+
+    ``words``: the bits that some route gives, (leaves, words). ``owned``: (2, n), leaves and the
+    components they belong to; a leaf does not count for its own components.
     """
 
     words: Words
@@ -56,7 +58,7 @@ class Reach(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Components that have the same number of bits: which they are, and all their bits."""
+    """Components with ``size`` bits each: their indices, and the positions of all their bits."""
 
     which: Tensor
     bits: Tensor
@@ -64,8 +66,11 @@ class Columns(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """By pair and component, the number of elements and the sum of those that could pass it, and of
-    those that do; by component, how many could but have no path; and whether all sums are finite.
+    """Sums by pair and component: (pairs, components, 2), the number of elements and Σ |gradient|.
+
+    ``eligible`` is over the elements that could pass the component, ``through`` over those that do.
+    ``unreached`` is the number of elements, by component, that could but have no path; ``finite``
+    says whether all sums of gradients are finite.
     """
 
     eligible: Floats
@@ -75,20 +80,20 @@ class Sums(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The elements of all leaves by leaf, pair and mark; such as have no path count for nothing.
-    A mark is a row and the bits of its leaf.
+    """The elements of all leaves, grouped by leaf, pair and provenance; the counts of groups
+    without a path are 0. A group's provenance is ``rows[row] | extra[leaf]``.
     """
 
     leaf: Tensor  # in ascending order
     pair: Tensor
     row: Tensor
-    rows: Tensor  # of all palettes: (rows, words)
+    rows: Tensor  # of all provenance tables: (rows, words)
     extra: Tensor  # of each leaf: (leaves, words)
     counts: Tensor  # int64
     sums: Tensor  # float64
 
     def _reached(self) -> Groups:
-        """Those that have a path; others count for nothing."""
+        """With zero counts for groups without a path."""
         there = (self.rows[self.row, 0] | self.extra[self.leaf, 0]) & 1 != 0
         return self._replace(
             counts=torch.where(there, self.counts, 0), sums=torch.where(there, self.sums, 0.0)
@@ -104,27 +109,29 @@ class Groups(NamedTuple):
     def added(
         self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
     ) -> Sums:
-        """Of the groups whose leaf could pass a component, and of those whose mark does, that has
-        any of its bits. ``place`` says for each leaf where it is in ``reach``, ``totals`` how many
-        paths there could be. Sums that are not finite count for nothing.
+        """Sum the groups whose leaf could pass each component, and those whose provenance has any
+        of its bits.
+
+        ``place`` is the index of each leaf in ``reach``, ``totals`` its largest possible number of
+        paths, ``bits`` the bits of each component. Sums that are not finite are left out.
         """
         device = self.leaf.device
-        entries, count = ENTRIES[device.type == "cuda"], len(bits)
+        entries, count = CHUNK_ENTRIES[device.type == "cuda"], len(bits)
         owners = _owners(reach, count, device)
-        able = _able(reach, bits, owners, entries)
-        where = lent(np.array(place, np.int64), device)
+        able = _eligible(reach, bits, owners, entries)
+        where = to_device(np.array(place, np.int64), device)
         sums = self.sums.nan_to_num(0.0, 0.0, 0.0)
         both = torch.stack([self.counts.double(), sums], 1)
         paths = self.totals()
         missing = torch.zeros(able.shape[1], 1, dtype=torch.float64, device=device)
-        missing.index_add_(0, where, (lent(totals, device) - paths).unsqueeze(1))
+        missing.index_add_(0, where, (to_device(totals, device) - paths).unsqueeze(1))
         found = torch.zeros(2, pairs, count, 2, dtype=torch.float64, device=device)
-        if pairs == 1:  # what could pass is added up by leaf first
+        if pairs == 1:  # eligible depends on the leaf only: sum by leaf first
             by_leaf = torch.zeros(able.shape[1], 2, dtype=torch.float64, device=device)
             _add_rows(by_leaf, where[self.leaf], both)
             missing = torch.cat([missing, by_leaf], 1)
-        told = _product(able, missing, entries)
-        found[0, 0] += told[:, 1:] if pairs == 1 else 0
+        by_component = _product(able, missing, entries)
+        found[0, 0] += by_component[:, 1:] if pairs == 1 else 0
         width = max(self.rows.shape[1], 1)
         columns = _columns(bits, 64 * width, device)
         most = _most(columns, count, width, entries)
@@ -132,25 +139,27 @@ class Groups(NamedTuple):
             some = slice(n, n + most)
             leaf, pair = self.leaf[some], self.pair[some]
             here = where[leaf]
-            marks = self.rows[self.row[some]] | self.extra[leaf]
+            sets = self.rows[self.row[some]] | self.extra[leaf]
             if pairs > 1:
                 could = able.index_select(1, here)
                 _add_rows(found[0], pair, could.mT.unsqueeze(2) * both[some].unsqueeze(1))
-            few = _few(marks, columns, count)
-            if few is not None:
-                row, component = few
+            sparse = _sparse_hits(sets, columns, count)
+            if sparse is not None:
+                row, component = sparse
                 mine = (owners[:, here[row]] != component).all(0)
                 row, component = row[mine], component[mine]
                 line = found[1].view(pairs * count, 2)
                 _add_rows(line, pair[row] * count + component, both[some][row])
                 continue
-            passing = _hits(marks, columns, count, owners[:, here])
+            passing = _hits(sets, columns, count, owners[:, here])
             if pairs == 1:
                 found[1, 0] += passing.double() @ both[some]
                 continue
             _add_rows(found[1], pair, passing.mT.unsqueeze(2) * both[some].unsqueeze(1))
-        odd = (sums != self.sums).any().double()
-        line = torch.cat([odd.reshape(1), told[:, 0], found.reshape(-1)]).cpu()  # one wait
+        nonfinite = (sums != self.sums).any().double()
+        line = torch.cat(
+            [nonfinite.reshape(1), by_component[:, 0], found.reshape(-1)]
+        ).cpu()  # one sync
         unlike, unreached, rest = np.split(line.numpy(), [1, 1 + count])
         eligible, through = rest.reshape(found.shape)
         return Sums(eligible, through, unreached, not unlike.any())
@@ -169,8 +178,8 @@ def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def _owners(reach: Reach, count: int, device: torch.device) -> Tensor:
-    """The components that each leaf belongs to, one below the other, then ``count``, which is none:
-    (most of any leaf, leaves).
+    """The components that each leaf belongs to, padded with ``count`` (none): (most components of
+    any leaf, leaves).
     """
     leaf, component = reach.owned
     order = np.argsort(leaf, kind="stable")
@@ -178,12 +187,12 @@ def _owners(reach: Reach, count: int, device: torch.device) -> Tensor:
     rank = np.arange(len(leaf)) - np.searchsorted(leaf, leaf)
     found = np.full((int(rank.max(initial=-1)) + 1, len(reach.words)), count, np.int64)
     found[rank, leaf] = component[order]
-    return lent(found, device)
+    return to_device(found, device)
 
 
-def _able(reach: Reach, bits: list[int], owners: Tensor, entries: int) -> Tensor:
+def _eligible(reach: Reach, bits: list[int], owners: Tensor, entries: int) -> Tensor:
     """Which components the paths of each leaf could pass: (components, leaves), 0 or 1."""
-    words = lent(reach.words, owners.device)
+    words = to_device(reach.words, owners.device)
     columns = _columns(bits, 64 * words.shape[1], owners.device)
     most = _most(columns, len(bits), words.shape[1], entries)
     found = torch.zeros(len(bits), len(words), dtype=torch.uint8, device=owners.device)
@@ -194,7 +203,7 @@ def _able(reach: Reach, bits: list[int], owners: Tensor, entries: int) -> Tensor
 
 
 def _columns(bits: list[int], width: int, device: torch.device) -> list[Columns]:
-    """The bits of components, such as are below ``width``; most have one, or as many as others."""
+    """The bits of components below ``width``, grouped by their number; most have one."""
     found: dict[int, tuple[list[int], list[int]]] = {}
     for n, some in enumerate(bits):
         some &= (1 << width) - 1 if some.bit_length() > width else -1
@@ -204,7 +213,7 @@ def _columns(bits: list[int], width: int, device: torch.device) -> list[Columns]
             which.append(n)
             places += [some.bit_length() - 1] if size == 1 else _places(some)
     lines = [line for both in found.values() for line in both]
-    whole = lent(np.array([n for line in lines for n in line], np.int64), device)  # one copy
+    whole = to_device(np.array([n for line in lines for n in line], np.int64), device)  # one copy
     parts = iter(torch.split(whole, [len(line) for line in lines]))
     return [Columns(next(parts), next(parts), size) for size in found]
 
@@ -216,13 +225,13 @@ def _places(bits: int) -> list[int]:
 
 
 def _most(columns: list[Columns], count: int, width: int, entries: int) -> int:
-    """How many marks to look at in one go."""
+    """How many provenance sets to process at a time."""
     return max(1, entries // max([count, 64 * width, *(len(c.bits) for c in columns)]))
 
 
 def _hits(words: Tensor, columns: list[Columns], count: int, but: Tensor) -> Tensor:
-    """Which components have a bit in common with each mark, ``but`` for some of each mark:
-    (components, marks), 0 or 1.
+    """Which components share a bit with each provenance set, except ``but``, (k, sets): indices of
+    components to leave out. (components, sets), 0 or 1.
     """
     many = len(words)
     octets = words.contiguous().view(torch.uint8).reshape(many, -1).mT.contiguous()
@@ -235,40 +244,42 @@ def _hits(words: Tensor, columns: list[Columns], count: int, but: Tensor) -> Ten
     return found.scatter_(0, but, 0)[:count]
 
 
-SPARSE = 4
-"""Marks of which so few words hold any bits are taken bit by bit: one in this many components."""
+SPARSE_WORDS_FACTOR = 4
+"""Sets are processed bit by bit if on average at most ``components / 64`` divided by this of their
+words are nonzero; else by a dense table of sets and components.
+"""
 
 
-def _few(words: Tensor, columns: list[Columns], count: int) -> tuple[Tensor, Tensor] | None:
-    """Marks and the components they have a bit in common with, pair by pair; None if marks have
-    many bits, or lie on a GPU, where nobody waits for how many there are.
+def _sparse_hits(words: Tensor, columns: list[Columns], count: int) -> tuple[Tensor, Tensor] | None:
+    """Pairs (set, component) that share a bit; None if the sets have many bits, or are on a GPU,
+    where the number of pairs would cost a sync.
     """
     if sync.would_sync(words):
         return None
-    mark, word = words.nonzero(as_tuple=True)
-    if SPARSE * 64 * len(mark) > len(words) * count:
+    which, word = words.nonzero(as_tuple=True)
+    if SPARSE_WORDS_FACTOR * 64 * len(which) > len(words) * count:
         return None
-    octets = words[mark, word].numpy().view(np.uint8).reshape(-1, 8)
+    octets = words[which, word].numpy().view(np.uint8).reshape(-1, 8)
     at, bit = np.nonzero(np.unpackbits(octets, axis=1, bitorder="little"))
     some = torch.from_numpy(at)
-    mark, bits = mark[some], word[some] * 64 + torch.from_numpy(bit)
+    which, bits = which[some], word[some] * 64 + torch.from_numpy(bit)
     whose = [c.which.repeat_interleave(c.size) for c in columns]
     owner, held = torch.cat([bits[:0], *whose]), torch.cat([bits[:0], *(c.bits for c in columns)])
     held, order = held.sort()
     first = torch.searchsorted(held, bits)
     times = torch.searchsorted(held, bits, right=True) - first
-    mark = mark.repeat_interleave(times)
+    which = which.repeat_interleave(times)
     begin = (times.cumsum(0) - times).repeat_interleave(times)
-    place = first.repeat_interleave(times) + torch.arange(len(mark), device="cpu") - begin
+    place = first.repeat_interleave(times) + torch.arange(len(which), device="cpu") - begin
     component = owner[order[place]]
     if all(c.size == 1 for c in columns):
-        return mark, component
-    once: Tensor = (mark * count + component).unique()  # type: ignore[no-untyped-call]
+        return which, component
+    once: Tensor = (which * count + component).unique()  # type: ignore[no-untyped-call]
     return once // count, once % count
 
 
 def _product(flags: Tensor, weights: Tensor, entries: int) -> Tensor:
-    """Matrix product of zeros and ones with numbers, some rows at a time."""
+    """``flags @ weights`` in double, some rows at a time; ``flags`` are 0 or 1."""
     found = weights.new_zeros(len(flags), weights.shape[1])
     most = max(1, entries // max(1, flags.shape[1]))
     for n in range(0, len(flags), most):
@@ -276,15 +287,15 @@ def _product(flags: Tensor, weights: Tensor, entries: int) -> Tensor:
     return found
 
 
-def lent(x: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """An array on a device; words as whole numbers with a sign."""
+def to_device(x: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array copied to a device asynchronously; uint64 words as int64."""
     x = np.ascontiguousarray(x)
     x = x.view(np.int64) if x.dtype == np.uint64 else x
     return torch.from_numpy(x).to(device, non_blocking=True)
 
 
 class CpuGroups(NamedTuple):
-    """What was counted at leaves on the CPU: added up by the compiled library, leaf by leaf."""
+    """Counts of leaves on the CPU, summed by the compiled library, leaf by leaf."""
 
     found: Sequence[Counts]
     library: ctypes.CDLL
@@ -314,7 +325,7 @@ class CpuGroups(NamedTuple):
         begin, of = _by_bit(bits, 64 * max(width, able.shape[1]))
         facts = np.array(leaves, np.int64).reshape(-1, 8)
         totals = np.ascontiguousarray(totals, np.float64)
-        told = np.zeros((2, count, pairs, 2)), np.zeros(count), np.zeros(1, np.int64)
+        results = np.zeros((2, count, pairs, 2)), np.zeros(count), np.zeros(1, np.int64)
         entries = len(counts)
         line = (
             *(len(found), entries, pairs, count, places, width, able.shape[1], len(own)),
@@ -322,20 +333,22 @@ class CpuGroups(NamedTuple):
             pointers.flat(counts, torch.int64, entries),
             pointers.flat(sums, torch.float64, entries),
             *(x.ctypes.data for x in (extra, able, owner, own, begin, of, totals)),
-            told[0].ctypes.data,
-            told[0].ctypes.data + told[0].nbytes // 2,
-            *(x.ctypes.data for x in told[1:]),
+            results[0].ctypes.data,
+            results[0].ctypes.data + results[0].nbytes // 2,
+            *(x.ctypes.data for x in results[1:]),
         )
         cpu_library.checked(self.library.gradtrace_groups(_REQUEST.pack(*line)))
-        eligible, through = told[0].transpose(0, 2, 1, 3)
-        return Sums(eligible, through, told[1], not told[2].any())
+        eligible, through = results[0].transpose(0, 2, 1, 3)
+        return Sums(eligible, through, results[1], not results[2].any())
 
 
 _REQUEST = struct.Struct("22q")
 
 
 def _starts(both: Whole, count: int) -> tuple[Whole, Whole]:
-    """Of keys and their values: where the values of each key begin, and the values by key."""
+    """Group values by key, given (2, n) keys and values: offsets of each key, (count + 1,), and the
+    values ordered by key.
+    """
     key, value = both
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(key, minlength=count), out=starts[1:])
@@ -343,7 +356,7 @@ def _starts(both: Whole, count: int) -> tuple[Whole, Whole]:
 
 
 def _by_bit(bits: list[int], width: int) -> tuple[Whole, Whole]:
-    """The components that have each bit below ``width``."""
+    """The components that have each bit below ``width``, as offsets and values by bit."""
     places: list[int] = []
     owners: list[int] = []
     for n, some in enumerate(bits):
@@ -355,7 +368,7 @@ def _by_bit(bits: list[int], width: int) -> tuple[Whole, Whole]:
 
 
 def grouped(found: Sequence[Counts]) -> Groups | CpuGroups:
-    """What was counted, of all leaves."""
+    """The counts of all leaves, for the compiled library where that can sum them."""
     library = cpu_library.library()
     if library is not None and all(each.counts.is_cpu for each in found):
         return CpuGroups(found, library)
@@ -363,7 +376,7 @@ def grouped(found: Sequence[Counts]) -> Groups | CpuGroups:
 
 
 def groups_of(found: Sequence[Counts]) -> Groups:
-    """What was counted, on the device that counted it."""
+    """The counts of all leaves as groups, on the device that holds the first."""
     device = found[0].counts.device if found else torch.device("cpu")
     counts, sums, places = _joined(found, device)
     rows, firsts = _rows(found)
@@ -377,15 +390,15 @@ def groups_of(found: Sequence[Counts]) -> Groups:
     lengths = [len(each.rows) or 1 for each in found]
     pair = [each.pair for each in found]
     facts = np.array([starts, lengths, firsts, pair, sizes, shifts], np.int64)
-    start, length, first, pairs, many, shift = lent(facts, device)
+    start, length, first, pairs, many, shift = to_device(facts, device)
     leaves = torch.arange(len(found), device=device)
     whose = torch.repeat_interleave(leaves, many, output_size=total)
-    if shifts.any() or total != len(counts):  # what was counted together lies in another order
+    if shifts.any() or total != len(counts):  # a batch may have another order
         at = torch.arange(total, device=device) + shift[whose]
         counts, sums = counts[at], sums[at]
     blank = [n for at, each in zip(begin.tolist(), found) for n in range(at, at + each.blank)]
     if blank:  # no paths
-        counts.index_fill_(0, lent(np.array(blank, np.int64), device), 0)
+        counts.index_fill_(0, to_device(np.array(blank, np.int64), device), 0)
     used = counts.nonzero().reshape(-1)
     leaf = whose[used]
     place = used - start[leaf]
@@ -395,8 +408,8 @@ def groups_of(found: Sequence[Counts]) -> Groups:
         leaf,
         pairs[leaf] + beyond,
         row,
-        lent(rows, device),
-        lent(extra, device),
+        to_device(rows, device),
+        to_device(extra, device),
         counts[used],
         sums[used],
     )
@@ -404,7 +417,7 @@ def groups_of(found: Sequence[Counts]) -> Groups:
 
 
 def _joined(found: Sequence[Counts], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
-    """Counts and sums, tensors that leaves share once, and where those of each leaf begin."""
+    """Counts and sums concatenated, shared tensors once, and each leaf's offset."""
     begins: dict[int, int] = {}
     counts = [torch.zeros(0, dtype=torch.int64, device=device)]
     sums = [torch.zeros(0, dtype=torch.float64, device=device)]
@@ -422,7 +435,7 @@ def _joined(found: Sequence[Counts], device: torch.device) -> tuple[Tensor, Tens
 
 
 def _rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
-    """The rows of all palettes, which leaves have in common, and where those of each leaf begin."""
+    """The rows of all provenance tables, shared ones once, and each leaf's offset."""
     places: dict[int, int] = {}
     tables, count = [np.zeros((1, 1), np.uint64)], 1
     for each in found:
@@ -436,7 +449,7 @@ def _rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
 
 
 def _padded(words: Words, width: int) -> Words:
-    """As so many words each."""
+    """Sets padded with zeros to ``width`` words each."""
     if words.shape[1] == width:
         return words
     return np.concatenate([words, np.zeros((len(words), width - words.shape[1]), np.uint64)], 1)

@@ -1,7 +1,7 @@
-"""States that wait for their use where memory is short: their marks in the narrowest type.
+"""Compact storage of traced values between uses, where memory is short.
 
-A number of a mark takes four bytes while it is worked with. Most palettes have few entries, so that
-one byte, or two, hold it while it waits.
+Provenance ids are int32 while they are computed with. Most provenance tables have few entries, so
+one or two bytes are enough while a value waits for its use.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradtrace.linops.indexing import filled
 from gradtrace.tracing.traced_value import TracedValue
 
-NARROW = ((torch.uint8, 255), (torch.int16, 32_767))
-"""Types, and the highest number that each can hold."""
+ID_DTYPES = ((torch.uint8, 255), (torch.int16, 32_767))
+"""Types, and the highest id that each can hold."""
 
 
 class CompactValues(dict[int, TracedValue]):
-    """States by value: narrowed when they are put there, as they were when they are looked at.
+    """Traced values by number: ids are narrowed when a value is stored and widened when it is read.
 
-    Many have the same numbers, or views of them: those of elements that are only weighed, or only
-    moved. So it is remembered which narrow tensor a wide one was made of or became, as long as
-    somebody has the wide one, and views are taken of the narrow one. What was put here, or looked
-    at, is not written to.
+    Many values share their ids, or are views of them: diagonal maps and gathers keep ids. So a weak
+    dictionary maps wide tensors to their narrow ones, and views are stored as views of the narrow
+    tensor. Tensors that were stored or read must not be written to.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class CompactValues(dict[int, TracedValue]):
         whole = _whole(held)
         wide = whole.int()
         self._narrow[wide] = whole
-        return state._replace(ids=_as(held, wide))
+        return state._replace(ids=_same_view(held, wide))
 
     def _packed(self, ids: Tensor, count: int) -> Tensor:
         whole = _whole(ids)
@@ -54,46 +53,47 @@ class CompactValues(dict[int, TracedValue]):
             if narrow is whole:
                 return ids
             self._narrow[whole] = narrow
-        return _as(ids, narrow)
+        return _same_view(ids, narrow)
 
 
 def _whole(x: Tensor) -> Tensor:
-    """What a tensor is a view of, if that fills its memory from the start; or itself."""
+    """The base of a view, if it is dense and starts at offset 0; else the tensor itself."""
     base = x._base
     return x if base is None or base.storage_offset() or not filled(base) else base
 
 
-def _as(view: Tensor, whole: Tensor) -> Tensor:
-    """The same view of a tensor that lies as what it is a view of."""
+def _same_view(view: Tensor, whole: Tensor) -> Tensor:
+    """The same view (shape, strides, offset) of ``whole``, which has the strides of its base."""
     if view.shape == whole.shape and view.stride() == whole.stride():
         return whole
     return whole.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def narrowed(ids: Tensor, count: int) -> Tensor:
-    """Numbers of a palette of so many entries, in the narrowest type. Those that lie apart in
-    memory, or on top of each other, stay: a copy might take more, and would not lie as they do, by
-    which the order of sums is chosen.
+    """Ids of a table of ``count`` entries in the narrowest type.
+
+    Tensors with gaps or overlapping elements stay as they are: a copy might take more memory, and
+    would have other strides, on which the order of summation depends.
     """
     if not filled(ids):
         return ids
-    return ids.to(next((kind for kind, most in NARROW if count <= most), torch.int32))
+    return ids.to(next((kind for kind, most in ID_DTYPES if count <= most), torch.int32))
 
 
 def packed(state: TracedValue) -> TracedValue:
-    """A state that nobody shares, with narrow numbers."""
+    """A value with narrow ids, whose tensors are not shared."""
     if state.ids is None:
         return state
     return state._replace(ids=narrowed(state.ids, len(state.provenance.rows)))
 
 
 def unpacked(state: TracedValue) -> TracedValue:
-    """The same with numbers to work with, and to write to."""
+    """The same value with int32 ids, which may be written to."""
     return state if state.ids is None else state._replace(ids=state.ids.int())
 
 
 def take(states: dict[int, TracedValue], value: int) -> TracedValue:
-    """A state that nobody asks for again."""
+    """Pop a value; reads it first, so that ``CompactValues`` widens its ids."""
     state = states[value]
     del states[value]
     return state

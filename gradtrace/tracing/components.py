@@ -1,4 +1,7 @@
-"""What influence is measured of: modules, classes, operators, labels, the arguments of sums."""
+"""Components: the parts of a program whose influence is measured, and their provenance bits.
+
+A component is made of modules, classes, operators, labelled slices, or arguments of sums.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from gradtrace.ir.program import HOOKS, Block, Program
 from gradtrace.tracing.provenance import ComponentBits
 
 Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
-"""How components are asked for; see ``choose``."""
+"""How a caller names components; see ``ComponentFinder.choose``."""
 
 
 def spelt(components: Components) -> object:
-    """Components as JSON has them, to tell whether a file is of the same question."""
+    """Components as JSON values, to check that a file was made for the same components."""
     if components is None or isinstance(components, str):
         return components
     if isinstance(components, Mapping):
@@ -27,13 +30,13 @@ def spelt(components: Components) -> object:
 
 
 SUMS = ("AddBackward0", "SubBackward0", "CatBackward0", "StackBackward0")
-"""Operators whose arguments are branches that meet."""
+"""Operators whose arguments count as branches; see ``ComponentFinder.arguments``."""
 
 KINDS = ("modules", "classes", "operators", "labels", "arguments")
 
 
 class Component(NamedTuple):
-    """A named set of atoms (bits of a mark), and the leaves that belong to it."""
+    """A named set of atoms (provenance bits), and the leaves that belong to it."""
 
     name: str
     bits: int
@@ -42,7 +45,7 @@ class Component(NamedTuple):
 
 @dataclass
 class Region:
-    """What can be named in a program: bits for each thing of a kind, leaves of each."""
+    """All components of one kind in a program: bits by name, and leaves by name."""
 
     bits: dict[str, int] = field(default_factory=dict)
     owns: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -50,7 +53,7 @@ class Region:
 
 @dataclass
 class ComponentSelection:
-    """Components and the marks that tell them."""
+    """Components, and the blocks, arguments and slices that set their bits."""
 
     components: list[Component]
     marks: ComponentBits
@@ -58,7 +61,7 @@ class ComponentSelection:
 
 @dataclass
 class Routes:
-    """Which operator an argument's value goes on to: who made the argument."""
+    """Finds the operator or module that made an argument, from the argument's cotangent."""
 
     takers: dict[int, Block]
     wholes: dict[int, int]
@@ -66,14 +69,14 @@ class Routes:
 
     @classmethod
     def of(cls, program: Program) -> Routes:
-        """Those of a program."""
+        """The routes of a program."""
         takers = {value: block for block in program.blocks for value in block.takes.values()}
         return cls(takers, program.wholes(), {leaf.value for leaf in program.leaves})
 
     def source(self, value: int) -> str:
         """The nearest module that the argument came from, or else the operator."""
         first = ""
-        for _ in range(100):  # operators outside any module: look behind them
+        for _ in range(100):  # skip operators outside any module
             block = self.takers.get(self.wholes.get(value, value))
             if block is None:
                 return first or "leaf"
@@ -87,7 +90,7 @@ class Routes:
 
 
 class ComponentFinder:
-    """The things in a program that paths can pass through.
+    """Finds the components of a program that paths can pass through, and gives them bits.
 
     ``modules`` maps the names of a model's modules to their classes, ``leaves`` are the names of
     the program's leaves, with all their aliases.
@@ -108,7 +111,7 @@ class ComponentFinder:
         self.marks.bits = self.next
         return bit
 
-    # Kinds of things -----------------------------------------------------------------------------
+    # Kinds of components --------------------------------------------------------------------------
 
     def _by(self, key: Callable[[Block], str]) -> Region:
         """One atom for each key of a block; blocks of no key are left out."""
@@ -123,7 +126,7 @@ class ComponentFinder:
         return Region(bits)
 
     def modules(self) -> Region:
-        """Modules, each with all inside it."""
+        """Modules, each with all its submodules."""
         direct = self._by(lambda block: block.place.module)
         seen = {above for name in direct.bits for above in ancestors(name)}
         order = [name for name in self.classes if name in seen]
@@ -136,14 +139,14 @@ class ComponentFinder:
         return region
 
     def _owned(self, module: str) -> frozenset[str]:
-        """The leaves that lie in a module by any of their names."""
+        """The leaves that belong to a module by any of their names."""
         if not module:
             return frozenset(self.leaves)
         return frozenset(self.inside.get(module, ()))
 
     @cached_property
     def inside(self) -> dict[str, set[str]]:
-        """For each module, and each name of a leaf, the leaves in it."""
+        """The leaves by each prefix of their names: modules, and the full names themselves."""
         found: dict[str, set[str]] = {}
         for name, every in self.leaves.items():
             for other in every:
@@ -152,7 +155,7 @@ class ComponentFinder:
         return found
 
     def by_class(self) -> Region:
-        """All modules of a class, each with all inside it."""
+        """All modules of a class, each with all its submodules."""
         region, found = self.modules(), Region()
         for name, bits in region.bits.items():
             kind = self.classes.get(name, "")
@@ -162,7 +165,7 @@ class ComponentFinder:
         return found
 
     def operators(self) -> Region:
-        """Operators of a kind."""
+        """Operators by type name, such as ``AddmmBackward0``."""
         return self._by(lambda block: block.operator)
 
     def labels(self) -> Region:
@@ -180,7 +183,7 @@ class ComponentFinder:
         return region
 
     def arguments(self) -> Region:
-        """The arguments of sums and concatenations: which branch a path came by."""
+        """The arguments of sums and concatenations: which branch a path takes."""
         routes = Routes.of(self.program)
         region, seen = Region(), dict[str, int]()
         for number, block in enumerate(self.program.blocks):
@@ -197,7 +200,9 @@ class ComponentFinder:
     # Choosing ------------------------------------------------------------------------------------
 
     def choose(self, components: Components) -> ComponentSelection:
-        """The components that were asked for."""
+        """Resolve components: a kind (one of ``KINDS``), a list of names or patterns, or a mapping
+        from names to those. None: modules if there are any, else labels, else operators.
+        """
         if components is None:
             components = (
                 "modules"
@@ -247,7 +252,7 @@ class ComponentFinder:
             region = regions[kind]
             hits = [n for n in region.bits if n == pattern or fnmatchcase(n, pattern)]
             if not hits and kind == "modules" and pattern in self.classes:
-                owns |= self._owned(pattern)  # it was not called
+                owns |= self._owned(pattern)  # the module was not called
                 continue
             if not hits:
                 word = prefix if prefix in _PREFIX and rest else "module"
@@ -275,7 +280,7 @@ _EMPTY = {
 
 
 def within(name: str, module: str) -> bool:
-    """Whether a module or parameter is a module, or lies in it."""
+    """Whether ``name``, of a module or parameter, is ``module`` or inside it."""
     return not module or name == module or name.startswith(module + ".")
 
 
@@ -287,7 +292,7 @@ def ancestors(name: str) -> tuple[str, ...]:
 
 
 def union(bits: Iterable[int]) -> int:
-    """All bits together."""
+    """The union of the bits."""
     total = 0
     for each in bits:
         total |= each

@@ -1,4 +1,4 @@
-"""Influence: through which components the paths of the parameters run."""
+"""``Influence``: the share of parameter elements whose paths pass through each component."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Weight = Literal["count", "gradient"]
 class Moments:
     """Sums over pairs of ``through`` (t) and ``eligible`` (e): Σt, Σe, Σt², Σte, Σe², exact.
 
-    Gradients are floats, whose sums depend on their order; so they are kept as fractions, and the
-    sums of parts are the sum of the whole, to the last bit. Those of floats are worked out when
-    somebody asks: many a table is made that nobody looks at in all its rows.
+    Float sums depend on their order; fractions do not, so merging parts in any order gives the
+    same bits. The fractions are computed lazily, as most rows of most tables are never read.
     """
 
     __slots__ = ("_pairs", "_parts")
@@ -38,12 +37,12 @@ class Moments:
 
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
-        """Those of one pair."""
+        """The moments of one pair."""
         return cls.over((float(through),), (float(eligible),))
 
     @classmethod
     def over(cls, through: Sequence[float], eligible: Sequence[float]) -> Moments:
-        """Those of many pairs."""
+        """The moments of many pairs."""
         found = cls.__new__(cls)
         found._parts, found._pairs = None, (through, eligible)
         return found
@@ -80,13 +79,13 @@ class Moments:
     def share(self) -> float:
         """``Σt / Σe``."""
         if self._parts is None and len(self._pairs[0]) == 1:
-            (t,), (e,) = self._pairs  # a quotient of floats is rounded as that of fractions is
+            (t,), (e,) = self._pairs  # float division rounds as the exact quotient does
             if 1e-200 < e < 1e200 and 1e-100 * e < t <= e:
                 return t / e
         return float(self.t / self.e) if self.e else nan
 
     def error(self, pairs: int) -> float:
-        """The standard error of the share over pairs: that of a ratio of sums."""
+        """The standard error of the share over pairs, as of a ratio estimator."""
         t, e, tt, te, ee = self.parts()
         if pairs < 2 or not e:
             return nan
@@ -96,7 +95,7 @@ class Moments:
 
 
 def _summed(through: Sequence[float], eligible: Sequence[float]) -> tuple[Fraction, ...]:
-    """Σt, Σe, Σt², Σte, Σe²: in whole numbers, times a power of two that suits all of them."""
+    """Σt, Σe, Σt², Σte, Σe², exact: integers over a common power of two."""
     ratios = [x.as_integer_ratio() for x in (*through, *eligible)]
     power = max((below.bit_length() for _, below in ratios), default=1) - 1
     whole = [above << (power + 1 - below.bit_length()) for above, below in ratios]
@@ -116,7 +115,7 @@ NOTHING = Moments()
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one component."""
+    """The counts of one component; see ``Influence``."""
 
     name: str
     own: int = 0
@@ -138,11 +137,12 @@ class Row:
 class Influence:
     """A table of components.
 
-    Of the parameter elements outside a component that could pass through it (``eligible``: some
-    route through it exists, and the element has a path), ``through`` is how many do, and ``share``
-    the ratio; ``weighted`` counts every element with its |gradient|. ``unreached`` are those that
-    could but have no path, as nothing but zeros came to them; ``own`` are the component's own
-    parameters, which are left out. Counts are sums over pairs, so tables add up: ``a.merge(b)``.
+    ``eligible`` is the number of parameter elements outside a component that could pass through it:
+    some route through it exists, and the element has a path. ``through`` is how many of them do,
+    ``share`` the ratio; ``weighted`` is the share with every element weighted by its |gradient|.
+    ``unreached`` is the number of elements with a route but no path, as all their contributions are
+    0; ``own`` is the number of the component's own parameters, which are left out. Counts are sums
+    over pairs, so tables can be merged: ``a.merge(b)``.
     """
 
     rows: tuple[Row, ...]
@@ -156,9 +156,9 @@ class Influence:
     def later(
         cls, names: Sequence[str], make: Callable[[], tuple[Row, ...]], **rest: Any
     ) -> Influence:
-        """A table whose rows, of these names, are made when they are first asked for.
+        """A table with these names whose rows are made by ``make`` at the first access.
 
-        A file of a run holds thousands of tables, and most of them nobody looks at.
+        A run's file holds thousands of tables, most of which are never read.
         """
         found = cls((), **rest)
         del found.__dict__["rows"]
@@ -166,7 +166,7 @@ class Influence:
         return found
 
     def __getattr__(self, name: str) -> Any:
-        """The rows of a table that was to be made later."""
+        """The rows of a table made by ``later``."""
         if name != "rows" or "_later" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.__dict__["rows"] = self.__dict__.pop("_later")[1]()
@@ -178,7 +178,7 @@ class Influence:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The components."""
+        """The names of the components."""
         later = self.__dict__.get("_later")
         return tuple(later[0]) if later else tuple(row.name for row in self.rows)
 
@@ -197,7 +197,9 @@ class Influence:
 
     @property
     def shares(self) -> dict[str, float]:
-        """``{component: share}``, by count or by gradient as ``weight`` says; nan if none could."""
+        """``{component: share}``, by count or by gradient as ``weight`` says; nan if none is
+        eligible.
+        """
         return {row.name: getattr(row, self.weight).share for row in self.rows}
 
     @property
@@ -210,7 +212,7 @@ class Influence:
         return replace(self, weight=checked_weight(weight))
 
     def merge(self, *others: Influence) -> Influence:
-        """The table of all pairs of several; in any order and grouping the same."""
+        """The table over the pairs of all tables; the same in any order and grouping."""
         result = self
         for other in others:
             if (other.weight, other.rule) != (result.weight, result.rule):
@@ -232,10 +234,10 @@ class Influence:
             )
         return result
 
-    # To look at ----------------------------------------------------------------------------------
+    # Display -------------------------------------------------------------------------------------
 
     def table(self) -> TextTable:
-        """The columns of every component."""
+        """The table as text: one row per component."""
         many = self.pairs > 1
         columns = (
             TextColumn("component"),
@@ -274,13 +276,13 @@ class Influence:
         return self.table()._repr_html_()
 
     def to_pandas(self) -> Any:
-        """One row a component, as a pandas.DataFrame."""
+        """One row per component, as a pandas.DataFrame."""
         return self.table().to_pandas()
 
-    # To keep -------------------------------------------------------------------------------------
+    # Storage -------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON has it; fractions as [numerator, denominator]."""
+        """All fields as JSON values; fractions as [numerator, denominator]."""
         return {
             "rows": [
                 {
@@ -301,7 +303,7 @@ class Influence:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Influence:
-        """What ``to_dict`` gave."""
+        """The inverse of ``to_dict``."""
         rows = tuple(
             Row(
                 str(row["name"]),

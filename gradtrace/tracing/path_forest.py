@@ -1,4 +1,4 @@
-"""Many paths at once: every element that any of them visits, once, with the one it points to."""
+"""Many paths as one forest: each visited element once, with the element it points to."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from torch import Tensor
 
 from gradtrace.types import Shape
 
-SPARSE = 64
-"""Elements that are fewer than their value has by this factor are sorted to find equal ones."""
+SORT_MIN_RATIO = 64
+"""If a value has this many times more elements than were visited, duplicates are found by sorting;
+else by a table over all its elements.
+"""
 
-WORD = 62
-"""How many bits of a mark are held in one number."""
+WORD_BITS = 62
+"""Bits of a provenance set per int64 word."""
 
 
-class Hops(NamedTuple):
-    """From elements of a stage to elements of a value. ``mine`` are the places in the stage (None:
-    all of it), ``weight`` is None where all are 1; ``apart`` says that no two elements are equal.
+class ElementEdges(NamedTuple):
+    """Edges from elements of a stage to elements of a value.
+
+    ``element``: the targets' element numbers. ``weight``: None if all are 1. ``mine``: the sources'
+    positions in the stage (None: all of it). ``distinct``: whether all targets are distinct.
     """
 
     value: int
     element: Tensor
     weight: Tensor | None
     mine: Tensor | None
-    apart: bool
+    distinct: bool
 
 
 class PathPoint(NamedTuple):
-    """One element on a path: its value, its number there, the weight to the next, its gradient."""
+    """One element on a path: its node in the forest, its value, its number in that value, the
+    weight of the edge to the next element, and its gradient.
+    """
 
     node: int
     value: int
@@ -52,7 +58,7 @@ class SliceBits(NamedTuple):
 
 
 class PathProvenance(NamedTuple):
-    """The different marks that paths gathered, and for each start the number of its own."""
+    """The distinct provenance sets of paths, and for each start the index of its own."""
 
     marks: list[int]
     number: Tensor
@@ -60,10 +66,11 @@ class PathProvenance(NamedTuple):
 
 @dataclass(frozen=True)
 class PathForest:
-    """The elements that paths visit, each once; paths that meet share what lies behind.
+    """The elements that paths visit, each once; paths that meet share their remaining nodes.
 
-    Nodes are numbered stage by stage; a stage is all that is visited of a value, and a node points
-    to one of a later stage, or to none (-1). ``starts`` are the nodes where paths begin.
+    Nodes are numbered stage by stage. A stage is the visited elements of one value; a node points
+    to a node of a later stage (``onward``), or to none (-1). ``starts`` are the nodes where paths
+    begin.
     """
 
     root: int
@@ -72,12 +79,12 @@ class PathForest:
     element: Tensor
     onward: Tensor
     weight: Tensor
-    gradient: Tensor  # where it was asked for
+    gradient: Tensor  # nan where it was not requested
     starts: Tensor
 
     @cached_property
     def whole(self) -> Tensor:
-        """Whether the path of each start reaches the root; one that begins there is none."""
+        """Whether the path of each start reaches the root; False for a start at the root."""
         if not self.values or self.values[-1] != self.root:
             return torch.zeros_like(self.starts, dtype=torch.bool)
         first = self.firsts[-1]
@@ -96,11 +103,11 @@ class PathForest:
         return self.values[bisect_right(self.firsts, node) - 1]
 
     def place(self, node: int) -> int:
-        """Which element of its value a node is."""
+        """The element number of a node in its value."""
         return int(self._arrays[0][node])
 
     def until(self, node: int, values: Container[int]) -> Iterator[PathPoint]:
-        """A node and those behind it, up to the first at one of these values."""
+        """A node and its successors, up to and including the first one at any of ``values``."""
         element, onward, weight, gradient = self._arrays
         first = True
         while node >= 0:
@@ -111,8 +118,8 @@ class PathForest:
             node, first = onward[node], False
 
     def marks(self, bits: Mapping[int, int], slices: Mapping[int, SliceBits]) -> PathProvenance:
-        """What each path gathers: of a node, the bits of its value and of its slice, and all that
-        the node it points to has gathered. Bit 0 is set at the root where the seed is not 0.
+        """The provenance of each start: the union over its path of the bits of each node's value
+        and slice. Bit 0 is set at the root where the seed is not 0.
         """
         words = _words([*bits.values(), *(b for s in slices.values() for b in s.bits)])
         found = torch.zeros(
@@ -132,7 +139,9 @@ class PathForest:
                 here |= _split(named, words)[place]
             last = first
         rows, number = found[self.starts].unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
-        different = [sum(word << n * WORD for n, word in enumerate(row)) for row in rows.tolist()]
+        different = [
+            sum(word << n * WORD_BITS for n, word in enumerate(row)) for row in rows.tolist()
+        ]
         return PathProvenance(different, number)
 
     @cached_property
@@ -144,37 +153,37 @@ class PathForest:
 
 @dataclass
 class ForestBuilder:
-    """A forest while it grows, from the leaves towards the root."""
+    """Builds a ``PathForest`` stage by stage, from the leaves towards the root."""
 
     starts: Mapping[int, Tensor]
     values: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     elements: list[Tensor] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by first node
-    waiting: dict[int, list[tuple[Tensor | None, Hops]]] = field(default_factory=dict)
+    waiting: dict[int, list[tuple[Tensor | None, ElementEdges]]] = field(default_factory=dict)
     links: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
-    begun: dict[int, Tensor] = field(default_factory=dict)
+    start_nodes: dict[int, Tensor] = field(default_factory=dict)
     nodes: int = 0
-    here: Tensor | None = None  # the nodes of the last stage, if they are at hand
-    slots: Tensor | None = None  # one for each element of a value; what it held before is no matter
+    here: Tensor | None = None  # the nodes of the last stage, if they were computed
+    slots: Tensor | None = None  # scratch space, one entry per element of a value; never cleared
 
     def __post_init__(self) -> None:
         for value, elements in self.starts.items():
-            self.waiting[value] = [(None, Hops(value, elements, None, None, False))]
+            self.waiting[value] = [(None, ElementEdges(value, elements, None, None, False))]
 
     def arrived(self, value: int) -> bool:
-        """Whether any path is at this value."""
+        """Whether any path has reached this value."""
         return value in self.waiting
 
     def stage(self, value: int, size: int) -> Tensor:
-        """The different elements of a value, of this size, that paths have arrived at."""
+        """Add a stage: the distinct elements that paths reach in a value of ``size`` elements."""
         groups = self.waiting.pop(value)
         if len(groups) == 1:
             element = groups[0][1].element
-            apart = groups[0][1].apart or element.numel() == 1
+            distinct = groups[0][1].distinct or element.numel() == 1
         else:
-            element, apart = torch.cat([hops.element for _, hops in groups]), False
-        number = None if apart else self._numbered(element, size)
+            element, distinct = torch.cat([edges.element for _, edges in groups]), False
+        number = None if distinct else self._numbered(element, size)
         if number is None:
             last = self.nodes + element.numel()
             heads = self.here = torch.arange(self.nodes, last, device=element.device)
@@ -182,14 +191,14 @@ class ForestBuilder:
             self.here = None
             element, heads = number[0], number[1] + self.nodes
         first = 0
-        for tails, hops in groups:
-            count = hops.element.numel()
+        for tails, edges in groups:
+            count = edges.element.numel()
             mine = heads[first : first + count] if len(groups) > 1 else heads
             first += count
             if tails is None:
-                self.begun[value] = mine
+                self.start_nodes[value] = mine
             else:
-                self.links.append((tails, mine, hops.weight))
+                self.links.append((tails, mine, edges.weight))
         self.values.append(value)
         self.firsts.append(self.nodes)
         self.elements.append(element)
@@ -197,39 +206,39 @@ class ForestBuilder:
         return element
 
     def _numbered(self, element: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
-        """The different elements, and for each of those given the number of its own among them;
-        None if all are different.
+        """The distinct elements, and for each given element its index among them; None if all are
+        distinct.
         """
-        if SPARSE * element.numel() < size:
+        if SORT_MIN_RATIO * element.numel() < size:
             found: tuple[Tensor, Tensor] = element.unique(return_inverse=True)  # type: ignore[no-untyped-call]
             return found
         number = torch.arange(element.numel(), device=element.device)
         if self.slots is None or self.slots.numel() < size:
             self.slots = torch.empty(size, dtype=torch.int64, device=element.device)
         self.slots[element] = number
-        same = self.slots[element]  # one of the places that the element is at
+        same = self.slots[element]  # the position of one equal element
         is_first = same == number
         if bool(is_first.all()):
             return None
         return element[is_first], (is_first.cumsum(0) - 1)[same]
 
     def gradient(self, gradient: Tensor) -> None:
-        """Note the gradient of the elements of the last stage."""
+        """Set the gradient of the elements of the last stage."""
         self.gradients[self.firsts[-1]] = gradient.double()
 
-    def send(self, hops: Hops) -> None:
-        """From the last stage to a value."""
+    def send(self, edges: ElementEdges) -> None:
+        """Add edges from the last stage to a value."""
         first = self.firsts[-1]
-        if hops.mine is not None:
-            tails = hops.mine + first
+        if edges.mine is not None:
+            tails = edges.mine + first
         elif self.here is not None:
             tails = self.here
         else:
-            tails = torch.arange(first, self.nodes, device=hops.element.device)
-        self.waiting.setdefault(hops.value, []).append((tails, hops))
+            tails = torch.arange(first, self.nodes, device=edges.element.device)
+        self.waiting.setdefault(edges.value, []).append((tails, edges))
 
     def forest(self, root: int) -> PathForest:
-        """What has grown."""
+        """The finished forest."""
         device = next(iter(self.starts.values())).device if self.starts else None
         onward = torch.full((self.nodes,), -1, device=device)
         weight = torch.ones(self.nodes, dtype=torch.float64, device=device)
@@ -246,7 +255,7 @@ class ForestBuilder:
             ]
             gradient[torch.cat(lines).to(gradient.device)] = torch.cat([*self.gradients.values()])
         element = torch.cat(self.elements) if self.elements else onward
-        starts = [self.begun[value] for value in self.starts]
+        starts = [self.start_nodes[value] for value in self.starts]
         return PathForest(
             root,
             tuple(self.values),
@@ -260,13 +269,13 @@ class ForestBuilder:
 
 
 def _words(marks: Sequence[int]) -> int:
-    """How many words the largest mark takes."""
-    return max(1, *(-(-mark.bit_length() // WORD) for mark in marks)) if marks else 1
+    """How many words the largest provenance set needs."""
+    return max(1, *(-(-mark.bit_length() // WORD_BITS) for mark in marks)) if marks else 1
 
 
 def _split(marks: Sequence[int], words: int) -> Tensor:
-    """Marks as rows of words."""
-    mask = (1 << WORD) - 1
+    """Provenance sets as rows of words: (sets, words)."""
+    mask = (1 << WORD_BITS) - 1
     return torch.tensor(
-        [[mark >> n * WORD & mask for n in range(words)] for mark in marks], device="cpu"
+        [[mark >> n * WORD_BITS & mask for n in range(words)] for mark in marks], device="cpu"
     )

@@ -1,7 +1,8 @@
-"""Follow single paths through a program whose values were kept: one row of a map per step.
+"""Follows single paths through a program, from elements of leaves to the root.
 
-Many elements are followed at once: steps are gone through in reverse, and every element that has
-arrived at a step's output moves on to the element of its input that contributes most.
+Many elements are followed at once: steps are visited in reverse order, and every element reached in
+a step's output moves on to the input element that contributes most. Needs the values of the
+program, and one row of a map for each element.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from gradtrace.linops.base import Best
 from gradtrace.linops.indexing import nearby, picked
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.tracing.path_forest import ForestBuilder, Hops, PathForest
+from gradtrace.tracing.path_forest import ElementEdges, ForestBuilder, PathForest
 from gradtrace.types import Shape
 
-SINGLE = 64
-"""To work out an element by itself costs as much as so many together, or less."""
+ROW_COST_ELEMENTS = 64
+"""Computing one element by its row costs at most as much as this many elements of a full pass."""
 
-ENTRIES = 1 << 22
-"""How many entries of a map to look at in one go."""
+CHUNK_ENTRIES = 1 << 22
+"""How many entries of a map's rows to process at a time."""
 
 
 class PathEdge(NamedTuple):
-    """From an element of a step's output to one of an input: the value, its element, the weight."""
+    """An edge to an element of a step's input: the input value, the element number, the weight."""
 
     value: int
     element: int
@@ -46,7 +47,7 @@ class PathEdge(NamedTuple):
 
 
 class GradientValues(dict[int, Tensor]):
-    """The gradient at every value: as recording kept it, else computed when it is asked for."""
+    """The gradient of every value: kept by recording, or computed at the first access."""
 
     def __init__(self, program: Program, seed: Tensor) -> None:
         super().__init__(kept_by(program) if seed is program.seed else {})
@@ -69,7 +70,7 @@ class GradientValues(dict[int, Tensor]):
 
 
 def kept_by(program: Program) -> dict[int, Tensor]:
-    """The gradients that are known since recording: of leaves, and of what was kept."""
+    """The gradients known from recording: of leaves, and of the values it kept."""
     known = {leaf.value: leaf.known for leaf in program.leaves}
     real = {v: grad for v, grad in known.items() if grad is not None and not grad.is_complex()}
     device = program.seed.device
@@ -78,23 +79,23 @@ def kept_by(program: Program) -> dict[int, Tensor]:
 
 @dataclass
 class PathFollower:
-    """A program and its values: gradients, or MAX with powers of two."""
+    """Follows paths through a program, by its gradients (greedy) or its MAX values (viterbi)."""
 
     program: Program
     seed: Tensor
-    budget: int | None = None  # bytes; None: all values are kept
-    _latest: tuple[NestedSum, dict[int, ScaledValue]] | None = field(default=None, repr=False)
+    budget: int | None = None  # bytes for values; None: keep all
+    _nested_cache: tuple[NestedSum, dict[int, ScaledValue]] | None = field(default=None, repr=False)
 
     @cached_property
     def gradients(self) -> Values[Tensor]:
-        """The gradient at every value."""
+        """The gradient of every value."""
         if self.budget is None:
             return GradientValues(self.program, self.seed)
         return RecomputedValues(self.program, self.seed, gradient_of, self.budget)
 
     @cached_property
     def largest(self) -> Values[ScaledValue]:
-        """MAX at every value: the largest |product| from there to the root."""
+        """Every value in the MAX semiring: the largest |product| of a path to the root."""
         root = ScaledValue(MAX.weigh(self.seed), 0)
         if self.budget is not None:
             return RecomputedValues(self.program, root, _largest, self.budget)
@@ -106,7 +107,7 @@ class PathFollower:
 
     @cached_property
     def makers(self) -> dict[int, tuple[Term, ...]]:
-        """The terms that make each value; sums over all users of an argument in one."""
+        """The terms that make each value; chained merges as one sum over all users."""
         made: dict[int, tuple[Term, ...]] = {}
         sums: dict[int, list[Term]] = {}
         for block in self.program.blocks:
@@ -114,14 +115,14 @@ class PathFollower:
                 made[step.out] = step.terms
             for step in block.merges:
                 first, *rest = step.terms
-                terms = sums.pop(first.value, None)  # not copied: there may be thousands
+                terms = sums.pop(first.value, None)  # extended in place: there may be thousands
                 if terms is None:
                     terms = [first]
                 else:
-                    del made[first.value]  # nobody else uses a sum that goes on
+                    del made[first.value]  # a partial sum has no other user
                 terms += rest
                 sums[step.out] = terms
-                made[step.out] = ()  # in its place
+                made[step.out] = ()  # keeps the position in the order; filled below
         made.update((value, tuple(terms)) for value, terms in sums.items())
         return made
 
@@ -136,63 +137,64 @@ class PathFollower:
 
     @cached_property
     def nested(self) -> dict[int, NestedSum]:
-        """The sums of sums, by the values of their steps."""
+        """The nested sums, by the outputs of their steps."""
         found = filter(None, map(nested, self.program.blocks))
         return {step.out: part for part in found for step in part.steps}
 
-    def _inside(self, part: NestedSum) -> dict[int, ScaledValue]:
-        """The largest single |contribution| to every value of sums of sums."""
-        if self._latest is None or self._latest[0] is not part:
+    def _within_nested(self, part: NestedSum) -> dict[int, ScaledValue]:
+        """The largest single |contribution| to every value of a nested sum; caches one sum."""
+        if self._nested_cache is None or self._nested_cache[0] is not part:
             values = {v: ScaledValue((wide(self.gradients[v]).abs(),), 0) for v in part.takes}
             for step in part.steps:
                 values[step.out] = _largest(step, values)
-            self._latest = part, values
-        return self._latest[1]
+            self._nested_cache = part, values
+        return self._nested_cache[1]
 
     # Following the largest contributions -------------------------------------------------------
 
     def follow(self, starts: Mapping[int, Tensor], rule: str) -> PathForest:
-        """From elements of values towards the root, by a rule, in one sweep over the program.
+        """The paths from elements of values towards the root, in one sweep over the program.
 
-        Paths are numbered in the order of ``starts``.
+        ``starts`` maps values to element numbers; paths are numbered in its order.
         """
-        growth = ForestBuilder(starts)
+        builder = ForestBuilder(starts)
         with torch.no_grad():
             for out, terms in reversed(self.makers.items()):
-                if growth.arrived(out):
-                    at = growth.stage(out, terms[0].map.outputs)
+                if builder.arrived(out):
+                    at = builder.stage(out, terms[0].map.outputs)
                     alive = False
                     if out in self.takers or out in starts:
                         gradient = self.gradient(out, at)
-                        growth.gradient(gradient)
-                        look = terms[0].map.is_diagonal and not sync.would_sync(gradient)
-                        alive = look and bool(gradient.all())
-                    for hops in self._onward(terms, at, self._compared(out, rule), alive):
-                        growth.send(hops)
+                        builder.gradient(gradient)
+                        check = terms[0].map.is_diagonal and not sync.would_sync(gradient)
+                        alive = check and bool(gradient.all())
+                    for edges in self._onward(terms, at, self._compared(out, rule), alive):
+                        builder.send(edges)
             root = self.program.root
-            if growth.arrived(root):
-                at = growth.stage(root, self.seed.numel())
-                growth.gradient(self.seed.reshape(-1)[at])
-            return growth.forest(root)
+            if builder.arrived(root):
+                at = builder.stage(root, self.seed.numel())
+                builder.gradient(self.seed.reshape(-1)[at])
+            return builder.forest(root)
 
     def _compared(self, out: int, rule: str) -> Values[ScaledValue] | None:
         """The sizes by which the terms of a value are compared; None for the gradients."""
         if rule != "greedy":
             return self.largest
         part = self.nested.get(out)
-        return None if part is None else self._inside(part)
+        return None if part is None else self._within_nested(part)
 
     def _onward(
         self, terms: tuple[Term, ...], at: Tensor, held: Values[ScaledValue] | None, alive: bool
-    ) -> Iterator[Hops]:
-        """Where elements go on to; ``alive`` if their gradients are known, and none is 0."""
+    ) -> Iterator[ElementEdges]:
+        """Edges from the elements ``at`` to the next; ``alive`` if all their gradients are known
+        and nonzero.
+        """
         if len(terms) == 1:
-            if (
-                alive and held is None and terms[0].map.is_diagonal
-            ):  # what it comes from is not 0 either
-                yield _hops(terms[0], at, at, None)
+            # a nonzero output of a diagonal map has a nonzero input
+            if alive and held is None and terms[0].map.is_diagonal:
+                yield _edges(terms[0], at, at, None)
                 return
-            yield from self._alone(terms[0], at, held)
+            yield from self._single_term(terms[0], at, held)
             return
         offers = [self._offer(term, at, held) for term in terms]
         sizes = self._sizes(terms, offers, at, held)
@@ -200,26 +202,28 @@ class PathFollower:
         for k, (term, offer) in enumerate(zip(terms, offers)):
             mine = ((which == k) & (offer.source >= 0)).nonzero().reshape(-1)
             if mine.numel():
-                yield _hops(term, at[mine], offer.source[mine], mine)
+                yield _edges(term, at[mine], offer.source[mine], mine)
 
-    def _alone(self, term: Term, at: Tensor, held: Values[ScaledValue] | None) -> Iterator[Hops]:
-        """The hops of a step of one term."""
+    def _single_term(
+        self, term: Term, at: Tensor, held: Values[ScaledValue] | None
+    ) -> Iterator[ElementEdges]:
+        """The edges of a step of one term."""
         if isinstance(term.map, Identity):
-            yield Hops(term.value, at, None, None, True)
+            yield ElementEdges(term.value, at, None, None, True)
             return
         if term.map.is_gather:
             source = term.map.rows(at).source[:, 0]
         else:
             source = term.map.best(self._value(term.value, held), at).source
         if not source.numel() or int(source.min()) >= 0:
-            yield _hops(term, at, source, None)
+            yield _edges(term, at, source, None)
             return
         there = (source >= 0).nonzero().reshape(-1)
         if there.numel():
-            yield _hops(term, at[there], source[there], there)
+            yield _edges(term, at[there], source[there], there)
 
     def _offer(self, term: Term, at: Tensor, held: Values[ScaledValue] | None) -> Best:
-        """What one of several terms has for some elements."""
+        """The largest |contribution| of one of several terms to the elements ``at``."""
         if held is not None or not term.map.is_gather or term.value in self.gradients:
             return term.map.best(self._value(term.value, held), at)
         source = term.map.rows(at).source[:, 0]
@@ -228,10 +232,13 @@ class PathFollower:
         return Best(found, torch.where(found == 0, -1, source))
 
     def gradient(self, value: int, at: Tensor) -> Tensor:
-        """The gradient of some elements of a value. If that is not known and they are few, it is
-        worked out for them alone: ``Σⱼ w[i,j] · g[j]``.
+        """The gradient of the elements ``at`` of a value. If the value's gradient is not known and
+        the elements are few, only these are computed: ``Σⱼ w[i,j] · g[j]``.
         """
-        if value in self.gradients or SINGLE * len(at) > self.makers[value][0].map.outputs:
+        if (
+            value in self.gradients
+            or ROW_COST_ELEMENTS * len(at) > self.makers[value][0].map.outputs
+        ):
             return picked(self.gradients[value], self._shape(value), at)
         total: Tensor | None = None
         for map_, source in self.makers[value]:
@@ -246,7 +253,7 @@ class PathFollower:
             return torch.where(source < 0, 0, self.gradient(value, source.clamp(min=0)))
         x = self.gradients[value]
         flat, found = x.reshape(-1), []
-        for some in torch.split(at, max(1, ENTRIES // max(1, map_.width))):
+        for some in torch.split(at, max(1, CHUNK_ENTRIES // max(1, map_.width))):
             source, weight = map_.rows(some)
             taken = torch.where(source < 0, 0, flat[source.clamp(min=0)])
             found.append((taken * weight).sum(1).to(x.dtype))
@@ -265,81 +272,84 @@ class PathFollower:
         at: Tensor,
         held: Values[ScaledValue] | None,
     ) -> list[Tensor]:
-        """How much each term counts for in the choice among them."""
+        """The size of each term, by which one of them is chosen."""
         if held is None:
             return [self._total(term, offer.value, at) for term, offer in zip(terms, offers)]
         powers = [held[term.value].exponent for term in terms]
         return [shifted(offer.value, p - max(powers)) for offer, p in zip(offers, powers)]
 
     def _total(self, term: Term, largest: Tensor, at: Tensor) -> Tensor:
-        """What a term brings in all, if it brings anything."""
+        """|Σ contributions| of a term to the elements ``at``; 0 where all contributions are 0."""
         if term.map.is_gather or term.map.is_diagonal:
             return largest
         total = wide(term.map.apply(self.gradients[term.value])).abs().reshape(-1)[at]
         return torch.where(largest == 0, 0, total)
 
-    # The best paths, in falling order ----------------------------------------------------------
+    # The best paths, in descending order --------------------------------------------------------
 
     def best(
         self, value: int, elements: Tensor, limit: int
     ) -> Iterator[tuple[int, list[PathEdge]]]:
-        """Paths of greatest |weight| from any of these elements, each with the element's place.
+        """Paths of greatest |weight| from any of ``elements``, each with its index in ``elements``.
 
-        A search that always goes on where the product so far, times the largest product from there
-        to the root, is greatest; so paths come out in order, at most ``limit`` of them.
+        Best-first search (A*) with priority |product so far| times the largest |product| from there
+        to the root, which is exact. So paths come in descending order, at most ``limit`` of them.
         """
         numbers = count()
-        heap: list[tuple[float, int, int, _Trail]] = []
+        heap: list[tuple[float, int, int, _PartialPath]] = []
         with torch.no_grad():
             sizes = self._logs(value)[elements]
             for place in sizes.topk(min(limit, len(elements))).indices.tolist():
-                start = _Trail(None, PathEdge(value, int(elements[place]), 1.0), 0.0)
+                start = _PartialPath(None, PathEdge(value, int(elements[place]), 1.0), 0.0)
                 heappush(heap, (-float(sizes[place]), next(numbers), place, start))
             while heap and limit:
-                size, _, place, trail = heappop(heap)
+                size, _, place, partial = heappop(heap)
                 if size == inf:
                     return
-                if trail.hop.value == self.program.root:
+                if partial.edge.value == self.program.root:
                     limit -= 1
-                    yield place, trail.hops()
+                    yield place, partial.edges()
                     continue
-                for further, priority in self._branches(trail, limit):
+                for further, priority in self._branches(partial, limit):
                     heappush(heap, (-priority, next(numbers), place, further))
 
     def _logs(self, value: int) -> Tensor:
         held = self.largest[value]
         return held.value[0].reshape(-1).double().log2() + held.exponent
 
-    def _branches(self, trail: _Trail, limit: int) -> Iterator[tuple[_Trail, float]]:
-        at = torch.tensor([trail.hop.element], device=self.seed.device)
-        for term in self.makers[trail.hop.value]:
+    def _branches(self, partial: _PartialPath, limit: int) -> Iterator[tuple[_PartialPath, float]]:
+        at = torch.tensor([partial.edge.element], device=self.seed.device)
+        for term in self.makers[partial.edge.value]:
             source, weight = term.map.rows(at)
             weight = weight.expand(source.shape)[0].double()
             source = source[0]
             there = ((source >= 0) & (weight != 0)).nonzero().reshape(-1)
             source, weight = source[there], weight[there]
-            size = trail.size + weight.abs().log2() + self._logs(term.value)[source]
+            size = partial.size + weight.abs().log2() + self._logs(term.value)[source]
             for k in size.topk(min(limit, len(source))).indices.tolist():
-                hop = PathEdge(term.value, int(source[k]), float(weight[k]))
-                yield _Trail(trail, hop, trail.size + log2(abs(hop.weight))), float(size[k])
+                edge = PathEdge(term.value, int(source[k]), float(weight[k]))
+                yield (
+                    _PartialPath(partial, edge, partial.size + log2(abs(edge.weight))),
+                    float(size[k]),
+                )
 
-    # All of them ---------------------------------------------------------------------------------
+    # All paths -----------------------------------------------------------------------------------
 
     def every(self, value: int, element: int, zeros: bool) -> Iterator[list[PathEdge]]:
         """All paths from an element to the root, those of weight 0 too if ``zeros``."""
-        stack = [_Trail(None, PathEdge(value, element, 1.0), 0.0)]
+        stack = [_PartialPath(None, PathEdge(value, element, 1.0), 0.0)]
         while stack:
-            trail = stack.pop()
-            if trail.hop.value == self.program.root:
-                yield trail.hops()
+            partial = stack.pop()
+            if partial.edge.value == self.program.root:
+                yield partial.edges()
                 continue
-            at = torch.tensor([trail.hop.element], device=self.seed.device)
+            at = torch.tensor([partial.edge.element], device=self.seed.device)
             onward = []
-            for term in self.makers[trail.hop.value]:
+            for term in self.makers[partial.edge.value]:
                 source, weight = term.map.rows(at)
                 weights = weight.expand(source.shape)[0].tolist()
                 onward += [
-                    _Trail(trail, PathEdge(term.value, place, w), 0.0)
+                    _PartialPath(partial, PathEdge(term.value, place, w), 0.0)
                     for place, w in zip(source[0].tolist(), weights)
                     if place >= 0 and (w or zeros)
                 ]
@@ -350,28 +360,28 @@ def _largest(step: Step, values: dict[int, ScaledValue]) -> ScaledValue:
     return balanced(value_of(step, values, MAX), MAX)
 
 
-def _hops(term: Term, at: Tensor, source: Tensor, mine: Tensor | None) -> Hops:
-    """Hops within one term, from some (None: all) of the elements of a stage."""
+def _edges(term: Term, at: Tensor, source: Tensor, mine: Tensor | None) -> ElementEdges:
+    """The edges of one term, from some (None: all) of the elements of a stage."""
     weight = None if term.map.is_gather else term.map.entry(at, source)
-    return Hops(term.value, source, weight, mine, _apart(term.map))
+    return ElementEdges(term.value, source, weight, mine, _injective(term.map))
 
 
-def _apart(map_: Map) -> bool:
-    """Whether different elements are known to come from different ones."""
+def _injective(map_: Map) -> bool:
+    """Whether distinct elements are known to have distinct sources."""
     return isinstance(map_, (Identity, Scale)) or (isinstance(map_, Index) and bool(map_.injective))
 
 
-class _Trail(NamedTuple):
-    """A path from an element on, as far as it is known; ``size`` is log₂ of its product."""
+class _PartialPath(NamedTuple):
+    """A partial path as a linked list of edges; ``size`` is log₂ of |product|."""
 
-    before: _Trail | None
-    hop: PathEdge
+    before: _PartialPath | None
+    edge: PathEdge
     size: float
 
-    def hops(self) -> list[PathEdge]:
-        """From the element on."""
+    def edges(self) -> list[PathEdge]:
+        """The edges in order, from the start."""
         found, at = [], self
         while at.before is not None:
-            found.append(at.hop)
+            found.append(at.edge)
             at = at.before
         return found[::-1]

@@ -1,4 +1,4 @@
-"""Paths from a parameter element to the loss, as values to look at."""
+"""``Path`` and ``Paths``: paths from a parameter element to the loss, as a user sees them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from gradtrace.types import Shape
 class PathStep:
     """A vertex of the scalar graph that a path visits: one element of an operator's output.
 
-    ``derivative`` is that of the next operator's element by this one (at the loss, what the loss
-    itself is weighed with). ``share`` is the part of the gradient here that came this way:
+    ``derivative`` is that of the next step's element with respect to this one (at the loss, the
+    loss's seed weight). ``share`` is the part of the gradient here that came along this path:
     ``derivative · gradient of the next / gradient``; nan where the gradient is 0.
     """
 
@@ -45,10 +45,10 @@ class PathStep:
 class Path:
     """A path, from a leaf element (first step) to the loss (last).
 
-    ``weight`` is the product of all derivatives along it, signed; ``gradient`` that of the leaf
-    element, to which all its paths add up. At operator granularity steps are whole tensors:
-    ``index`` is empty, ``gradient`` is ``Σ |gradient|``, derivative and weight are nan, and
-    ``share`` is the part, of what all users of a tensor handed back, that came this way.
+    ``weight`` is the signed product of all derivatives along it; ``gradient`` is the leaf element's
+    gradient, the sum of the weights of all its paths. At operator granularity steps are whole
+    tensors: ``index`` is empty, ``gradient`` is ``Σ |gradient|``, derivative and weight are nan,
+    and ``share`` is the part of all users' contributions to a tensor that came along this path.
     """
 
     name: str
@@ -64,17 +64,17 @@ class Path:
 
     @property
     def log_weight(self) -> float:
-        """The natural logarithm of |weight|, which no path is too long for."""
+        """The natural logarithm of |weight|; does not underflow on long paths."""
         return fsum(log(abs(s.derivative)) if s.derivative else -inf for s in self.steps)
 
     @property
     def share(self) -> float:
-        """The part of the leaf element's gradient that this path alone carries."""
+        """The part of the leaf element's gradient that this path carries: weight / gradient."""
         return self.weight / self.gradient if self.gradient else nan
 
     @property
     def modules(self) -> list[str]:
-        """The modules from parameter to loss, each once in a row."""
+        """The modules from parameter to loss, without consecutive repetitions."""
         found: list[str] = []
         for step in self.steps[1:]:
             if step.module and (not found or found[-1] != step.module):
@@ -128,21 +128,21 @@ class Path:
         return self.table().to_pandas()
 
     def __repr__(self) -> str:
-        way = " -> ".join(self.modules) or f"{len(self.steps)} steps"
-        return printable(f"Path({self.name}{list(self.index)}: {way}, weight={self.weight:.4g})")
+        route = " -> ".join(self.modules) or f"{len(self.steps)} steps"
+        return printable(f"Path({self.name}{list(self.index)}: {route}, weight={self.weight:.4g})")
 
 
 def _shape(sizes: Shape) -> str:
     return "×".join(map(str, sizes)) if sizes else "scalar"
 
 
-def _way(path: Path) -> str:
+def _route(path: Path) -> str:
     return " → ".join(path.modules or path.operators)
 
 
 @dataclass(frozen=True)
 class Paths(Sequence[Path]):
-    """Several paths, in order."""
+    """A sequence of paths."""
 
     items: Sequence[Path]
     title: str = "Paths"
@@ -159,7 +159,7 @@ class Paths(Sequence[Path]):
         return len(self.items)
 
     def of(self, name: str, index: Sequence[int] | int | None = None) -> Paths:
-        """Those from a leaf, or from one element of it."""
+        """The paths from a leaf, or from one element of it."""
         wanted = (index,) if isinstance(index, int) else None if index is None else tuple(index)
         if isinstance(self.items, LazyPaths):
             return Paths(self.items.of(name, wanted), self.title)
@@ -177,7 +177,7 @@ class Paths(Sequence[Path]):
         return {module: n / len(self.items) for module, n in seen.most_common()}
 
     def table(self) -> TextTable:
-        """One row a path."""
+        """The paths as a table, one row per path."""
         columns = (
             TextColumn("leaf"),
             TextColumn("element"),
@@ -187,7 +187,8 @@ class Paths(Sequence[Path]):
             TextColumn("way"),
         )
         rows = tuple(
-            (p.name, str(list(p.index)), p.weight, p.gradient, len(p), _way(p)) for p in self.items
+            (p.name, str(list(p.index)), p.weight, p.gradient, len(p), _route(p))
+            for p in self.items
         )
         return TextTable(self.title, columns, rows)
 
@@ -201,16 +202,16 @@ class Paths(Sequence[Path]):
         return self.table()._repr_html_()
 
     def to_pandas(self) -> Any:
-        """One row a path, as a pandas.DataFrame."""
+        """One row per path, as a pandas.DataFrame."""
         return self.table().to_pandas()
 
 
-# From hops to paths -------------------------------------------------------------------------------
+# From edges to paths ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ValueLabels:
-    """What values are to a reader: a leaf, or the output of an operator."""
+    """Names and shapes of a program's values: leaves, and outputs of operators."""
 
     names: dict[int, str]  # by leaf value
     shapes: dict[int, Shape]
@@ -221,7 +222,7 @@ class ValueLabels:
     def step(
         self, value: int, element: int, derivative: float, gradient: float, onward: float | None
     ) -> PathStep:
-        """A stop, given the gradient of the next one (None: this is the last)."""
+        """A step of a path, given the gradient of the next step (None: this is the last)."""
         operator, module, call = self.places.get(value, ("leaf", "", 0))
         share = derivative if onward is None else onward * derivative
         share = share / gradient if gradient else nan
@@ -230,7 +231,7 @@ class ValueLabels:
         return PathStep(operator, module, call, shape, index, derivative, gradient, share)
 
     def path(self, value: int, steps: Iterable[PathStep]) -> Path:
-        """The path of a leaf."""
+        """The path of a leaf, given its steps."""
         first, *rest = steps
         first = replace(first, operator="leaf", module="", call=0)
         name = self.names[value]
@@ -238,10 +239,10 @@ class ValueLabels:
 
 
 class LazyPaths(Sequence[Path]):
-    """Paths of a forest, made when they are asked for; those that meet share their steps."""
+    """The paths of a forest, built when accessed; paths that meet share their steps."""
 
-    def __init__(self, legend: ValueLabels, forest: PathForest, starts: Sequence[int]) -> None:
-        self.legend = legend
+    def __init__(self, labels: ValueLabels, forest: PathForest, starts: Sequence[int]) -> None:
+        self.labels = labels
         self.forest = forest
         self.starts = starts  # nodes
         self.known: dict[int, tuple[PathStep, int]] = {}  # by node, with the node of the next
@@ -254,7 +255,7 @@ class LazyPaths(Sequence[Path]):
         if isinstance(at, slice):
             return self._some(self.starts[at])
         node = self.starts[at]
-        return self.legend.path(self.forest.value(node), self._steps(node))
+        return self.labels.path(self.forest.value(node), self._steps(node))
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -266,17 +267,17 @@ class LazyPaths(Sequence[Path]):
         return hash(tuple(self))
 
     def of(self, name: str, index: Shape | None) -> LazyPaths:
-        """Those from a leaf, or from one element of it."""
-        legend, forest = self.legend, self.forest
-        values = {value for value, known in legend.names.items() if known == name}
+        """The paths from a leaf, or from one element of it."""
+        labels, forest = self.labels, self.forest
+        values = {value for value, known in labels.names.items() if known == name}
         mine = [node for node in self.starts if forest.value(node) in values]
         if index is not None and mine:
-            shape = legend.shapes[forest.value(mine[0])]
+            shape = labels.shapes[forest.value(mine[0])]
             mine = [node for node in mine if unravel(forest.place(node), shape) == index]
         return self._some(mine)
 
     def _some(self, starts: Sequence[int]) -> LazyPaths:
-        return LazyPaths(self.legend, self.forest, starts)
+        return LazyPaths(self.labels, self.forest, starts)
 
     def _steps(self, node: int) -> Iterator[PathStep]:
         while node >= 0:
@@ -286,82 +287,82 @@ class LazyPaths(Sequence[Path]):
             yield step
 
     def _step(self, node: int) -> tuple[PathStep, int]:
-        """The stop at a node, and the node of the next stop (-1: there is none)."""
-        here, *between = self.forest.until(node, self.legend.places)
+        """The step at a node, and the node of the next step (-1: there is none)."""
+        here, *rest = self.forest.until(node, self.labels.places)
         element, gradient = here.element, here.gradient
-        last = between[-1] if between else here
-        if not between or last.value not in self.legend.places:
-            derivative = float(self.legend.seed.reshape(-1)[last.element])
-            return self.legend.step(here.value, element, derivative, gradient, None), -1
-        derivative = prod((stop.weight for stop in (here, *between[:-1])), start=1.0)
-        step = self.legend.step(here.value, element, derivative, gradient, last.gradient)
+        last = rest[-1] if rest else here
+        if not rest or last.value not in self.labels.places:
+            derivative = float(self.labels.seed.reshape(-1)[last.element])
+            return self.labels.step(here.value, element, derivative, gradient, None), -1
+        derivative = prod((point.weight for point in (here, *rest[:-1])), start=1.0)
+        step = self.labels.step(here.value, element, derivative, gradient, last.gradient)
         return step, last.node
 
 
 @dataclass
 class Builder:
-    """Makes paths of what was followed: only operators' outputs are steps to a reader."""
+    """Builds ``Path`` objects from followed edges; only operators' outputs become steps."""
 
-    kept: PathFollower
-    legend: ValueLabels
+    follower: PathFollower
+    labels: ValueLabels
 
     @classmethod
-    def of(cls, kept: PathFollower, names: dict[int, str], pair: int = 0) -> Builder:
-        """For the leaves of a program."""
-        program = kept.program
+    def of(cls, follower: PathFollower, names: dict[int, str], pair: int = 0) -> Builder:
+        """The builder for the leaves of the follower's program."""
+        program = follower.program
         shapes = {step.out: step.shape for step in program.steps()}
-        shapes[program.root] = tuple(kept.seed.shape)
+        shapes[program.root] = tuple(follower.seed.shape)
         places = {
-            value: (block.operator, *block.place) for value, (block, _) in kept.takers.items()
+            value: (block.operator, *block.place) for value, (block, _) in follower.takers.items()
         }
-        return cls(kept, ValueLabels(names, shapes, places, kept.seed, pair))
+        return cls(follower, ValueLabels(names, shapes, places, follower.seed, pair))
 
-    def path(self, value: int, element: int, hops: list[PathEdge]) -> Path:
-        """The path of hops from a leaf's value."""
-        stops: list[tuple[int, int, float]] = []  # value, element, derivative to the next stop
+    def path(self, value: int, element: int, edges: list[PathEdge]) -> Path:
+        """The path along ``edges``, from an element of a leaf's value."""
+        points: list[tuple[int, int, float]] = []  # value, element, derivative to the next point
         at, place, weight = value, element, 1.0
-        for hop in hops:
-            weight *= hop.weight
-            if hop.value in self.legend.places:
-                stops.append((at, place, weight))
-                at, place, weight = hop.value, hop.element, 1.0
-        stops.append((at, place, float(self.kept.seed.reshape(-1)[place])))
-        gradients = [self._gradient(v, e) for v, e, _ in stops]
+        for edge in edges:
+            weight *= edge.weight
+            if edge.value in self.labels.places:
+                points.append((at, place, weight))
+                at, place, weight = edge.value, edge.element, 1.0
+        points.append((at, place, float(self.follower.seed.reshape(-1)[place])))
+        gradients = [self._gradient(v, e) for v, e, _ in points]
         steps = [
-            self.legend.step(*stop, gradient, onward)
-            for stop, gradient, onward in zip(stops, gradients, [*gradients[1:], None])
+            self.labels.step(*point, gradient, onward)
+            for point, gradient, onward in zip(points, gradients, [*gradients[1:], None])
         ]
-        return self.legend.path(value, steps)
+        return self.labels.path(value, steps)
 
     def coarse(self, value: int, links: list[TensorEdge]) -> Path:
-        """The path of a whole leaf: sizes in place of gradients, no elements, no derivatives."""
-        legend, stops = self.legend, [value, *(link.take for link in links)]
+        """The path of a whole leaf: sizes instead of gradients, no elements, no derivatives."""
+        labels, points = self.labels, [value, *(link.take for link in links)]
         steps = []
-        for n, at in enumerate(stops):
-            operator, module, call = legend.places[at] if n else ("leaf", "", 0)
+        for n, at in enumerate(points):
+            operator, module, call = labels.places[at] if n else ("leaf", "", 0)
             share = links[n].size / links[n].total if n < len(links) else 1.0
-            size = float(self.kept.gradients[at].abs().sum(dtype=torch.float64))
-            steps.append(PathStep(operator, module, call, legend.shapes[at], (), nan, size, share))
-        return Path(legend.names[value], (), tuple(steps), steps[0].gradient, legend.pair)
+            size = float(self.follower.gradients[at].abs().sum(dtype=torch.float64))
+            steps.append(PathStep(operator, module, call, labels.shapes[at], (), nan, size, share))
+        return Path(labels.names[value], (), tuple(steps), steps[0].gradient, labels.pair)
 
     def _gradient(self, value: int, element: int) -> float:
-        return float(self.kept.gradients[value].reshape(-1)[element])
+        return float(self.follower.gradients[value].reshape(-1)[element])
 
     def followed(self, starts: Mapping[int, Tensor], rule: str) -> Iterator[Path | None]:
-        """The path of each element by a rule; None where there is none."""
-        forest = self.kept.follow(starts, rule)
-        woven = LazyPaths(self.legend, forest, forest.starts.tolist())
+        """The path of each start by a rule; None where it has none."""
+        forest = self.follower.follow(starts, rule)
+        lazy = LazyPaths(self.labels, forest, forest.starts.tolist())
         for n, whole in enumerate(forest.whole.tolist()):
-            yield woven[n] if whole else None
+            yield lazy[n] if whole else None
 
-    def woven(self, starts: Mapping[int, Tensor], rule: str) -> LazyPaths:
-        """The paths of elements by a rule, without those that have none."""
-        forest = self.kept.follow(starts, rule)
-        return LazyPaths(self.legend, forest, forest.starts[forest.whole].tolist())
+    def lazy_paths(self, starts: Mapping[int, Tensor], rule: str) -> LazyPaths:
+        """The paths of all starts that have one, by a rule."""
+        forest = self.follower.follow(starts, rule)
+        return LazyPaths(self.labels, forest, forest.starts[forest.whole].tolist())
 
 
-def marked(forest: PathForest, program: Program, marks: ComponentBits) -> PathProvenance:
-    """The marks of followed paths: those that ``Tracer`` finds at the elements they start from."""
+def path_provenance(forest: PathForest, program: Program, marks: ComponentBits) -> PathProvenance:
+    """The provenance of followed paths; equal to what ``Tracer`` finds at their first elements."""
     bits: dict[int, int] = {}
     slices: dict[int, SliceBits] = {}
     shapes = {step.out: step.shape for step in program.steps()}
@@ -377,7 +378,7 @@ def marked(forest: PathForest, program: Program, marks: ComponentBits) -> PathPr
 
 
 def unravel(element: int, shape: Shape) -> Shape:
-    """The multi-index of an element's number."""
+    """The multi-index of an element's flat index."""
     found = []
     for size in reversed(shape):
         found.append(element % size)
@@ -386,7 +387,7 @@ def unravel(element: int, shape: Shape) -> Shape:
 
 
 def ravel(index: Sequence[int], shape: Shape) -> int:
-    """The number of the element with this multi-index."""
+    """The flat index of a multi-index."""
     number = 0
     for i, size in zip(index, shape):
         number = number * size + i
@@ -394,7 +395,9 @@ def ravel(index: Sequence[int], shape: Shape) -> int:
 
 
 def sampled(sizes: dict[str, int], sample: int, seed: int) -> dict[str, Tensor]:
-    """Elements of several tensors, drawn without repetition, each as likely; in order of tensor."""
+    """``sample`` elements of several tensors, uniformly without replacement: flat indices by
+    tensor, in ascending order.
+    """
     total = sum(sizes.values())
     generator = torch.Generator().manual_seed(seed)
     if sample >= total:
@@ -403,7 +406,7 @@ def sampled(sizes: dict[str, int], sample: int, seed: int) -> dict[str, Tensor]:
         drawn = torch.randperm(total, generator=generator, device="cpu")[:sample].sort().values
     else:
         drawn = torch.empty(0, dtype=torch.int64, device="cpu")
-        while len(drawn) < sample:  # few of many: draw again what came twice
+        while len(drawn) < sample:  # few of many: draw more until enough are distinct
             more = torch.randint(total, (2 * sample,), generator=generator, device="cpu")
             drawn = torch.cat([drawn, more]).unique()  # type: ignore[no-untyped-call]
         drawn = (

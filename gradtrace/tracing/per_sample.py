@@ -1,4 +1,4 @@
-"""Which pair each element of a program belongs to, where the losses are a vector."""
+"""Assigns elements of a program to pairs, where the loss is a vector with one loss per pair."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from gradtrace.linops import Map
 
 @dataclass
 class Pairs:
-    """Which pair each element belongs to, found by following the maps.
+    """Which pair each element belongs to, found by propagating pair numbers through the maps.
 
-    ``apart`` are the values whose every element can come from one loss only; ``of`` tells for those
-    of them that are taken where pairs meet, and for leaves, which (from 1 on; 0: none).
+    ``apart`` are the values each of whose elements depends on one loss only. ``of`` gives the pair
+    of each element, from 1 on (0: none), for those of them that are leaves or inputs of a step
+    that mixes pairs.
     """
 
     apart: set[int]
@@ -25,10 +26,10 @@ class Pairs:
 
     @classmethod
     def follow(cls, program: Program, count: int) -> Pairs:
-        """Follow the pairs of a vector of losses."""
+        """Propagate pair numbers from a vector of ``count`` losses."""
         device = program.seed.device
-        # The largest pair that an element can come from, and the smallest, as the largest of a
-        # count from the other end; 0 is none in both.
+        # For each element the largest pair it depends on, and the smallest, as the largest in
+        # reverse numbering; 0 is none in both.
         up = torch.arange(1, count + 1, dtype=torch.int32, device=device)
         spans = {program.root: (up, up.flip(0))}
         apart, of = {program.root}, {}
@@ -40,7 +41,7 @@ class Pairs:
             part = nested(block)
             taken = {v: spans[v][0] for v in block.takes.values() if v in apart} if part else {}
             for step in (*block.steps, None, *block.merges):
-                if step is None:  # sums of sums are found in one go
+                if step is None:  # a nested sum is computed as a whole
                     if part is not None and not part.gives <= apart:
                         apart.difference_update(each.out for each in block.steps)
                         of.update(taken)
@@ -66,8 +67,8 @@ class Pairs:
         return cls(apart, of)
 
     def summed(self, program: Program, mixed: set[int]) -> dict[int, int | None]:
-        """For each value that is taken where pairs meet, the dimension along which every taker sums
-        and a pair has the fewest places; None if there is no such dimension.
+        """For each input of a step that mixes pairs, a dimension that every user sums over: the one
+        along which a pair has the smallest share of indices. None if there is none.
         """
         takers: dict[int, list[Map]] = {}
         for step in program.steps():
@@ -85,27 +86,29 @@ class Pairs:
         return found
 
     def mixed(self, program: Program) -> set[int]:
-        """The values that are found for each pair in turn."""
+        """The values that depend on several pairs, which are computed for each pair."""
         return {step.out for step in program.steps()} - self.apart
 
 
 class Chains:
-    """Sums over the users of a value, one more user at each step.
+    """Chains of merges: sums over the users of a value, one more user at each step.
 
-    The terms of such a sum are compared one by one, whatever step they came at. So where the first
-    of them belong to one pair and a later one mixes pairs, all steps of the sum mix pairs.
+    All terms of a chain are compared one by one, whatever step they were added at. So if a later
+    term mixes pairs, all steps of the chain count as mixing pairs.
     """
 
     def __init__(self, program: Program) -> None:
         merges = [step for block in program.blocks for step in block.merges]
         self.partial = {step.out for step in merges} & {step.terms[0].value for step in merges}
-        self.sums: dict[int, list[int]] = {}  # the steps so far of a sum that goes on
+        self.sums: dict[int, list[int]] = {}  # the steps so far of each partial sum
         self.terms: dict[int, list[tuple[int, Tensor]]] = {}
 
     def broken(
         self, step: Step, apart: set[int], spans: dict[int, tuple[Tensor, Tensor]]
     ) -> list[tuple[int, Tensor]]:
-        """The terms before one that mixes pairs, if this is such; their sums are apart no more."""
+        """If this step mixes pairs: the earlier terms of its chain, whose partial sums are removed
+        from ``apart``.
+        """
         first = step.terms[0].value
         if step.out not in self.partial and first not in self.sums:
             return []
@@ -114,7 +117,7 @@ class Chains:
         if step.out not in apart:
             apart.difference_update(sums)
             return terms
-        if step.out in self.partial:  # the lists go on, and are not copied
+        if step.out in self.partial:  # extend the lists in place
             sums.append(step.out)
             terms += [(term.value, spans[term.value][0]) for term in more]
             self.sums[step.out], self.terms[step.out] = sums, terms
@@ -129,8 +132,8 @@ def _most(many: list[Tensor]) -> Tensor:
 
 
 def places(of: Tensor, pairs: range, dim: int) -> Tensor:
-    """For each of these pairs, the places along a dimension where it has elements; ``of`` says what
-    pair an element belongs to. Rows are as long as the longest: others end in other places.
+    """For each of these pairs, the indices along a dimension where it has elements, given the pair
+    ``of`` each element: (pairs, longest). Shorter rows are padded with other indices.
     """
     pair = of - (pairs.start + 1)
     here = (pair >= 0) & (pair < len(pairs))
@@ -142,6 +145,6 @@ def places(of: Tensor, pairs: range, dim: int) -> Tensor:
 
 
 def lines(there: Tensor, dim: int) -> Tensor:
-    """The places along a dimension where there is anything."""
+    """The indices along a dimension where any element is True."""
     others = [d for d in range(there.dim()) if d != dim]
     return (there.any(tuple(others)) if others else there).nonzero().reshape(-1)

@@ -1,6 +1,6 @@
 """Provenance: the set of components that the path of an element has visited.
 
-A set is a Python int with one bit for each atom of the components asked for; bit 0 says that there
+A set is a Python int with one bit for each atom of the requested components; bit 0 says that there
 is a path at all. Each element holds the int32 *id* of its set; a ``ProvenanceTable`` maps ids to
 sets. So a set may have any number of bits, and adding a bit to all elements costs nothing.
 """
@@ -23,37 +23,40 @@ from gradtrace.kernels import cuda_steps, sync
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.intp]
 
-MANY = 512
-"""A palette with more entries is looked through for those that are equal, or that nobody uses."""
+COMPACT_ABOVE_ENTRIES = 512
+"""A provenance table with more entries is searched for equal and unused ones; see ``compact``."""
 
-LONG = 16
-"""More rows than this are held as words."""
+TUPLE_MAX_ROWS = 16
+"""A table with more rows is stored as ``PackedSets`` instead of a tuple of ints."""
 
 
 class Bounds(NamedTuple):
-    """Of marks no two of which are equal: each has at least and at most these bits."""
+    """Bounds of distinct provenance sets: each contains ``least`` and is contained in ``most``.
+
+    While bounds are known, no two sets of the table are equal, and none need be compared.
+    """
 
     least: int
     most: int
 
-    def mark(self, bits: int) -> Bounds | None:
-        """With more bits in every mark; None if two may be equal then."""
+    def with_bits(self, bits: int) -> Bounds | None:
+        """With bits added to every set; None if two sets may then be equal."""
         if bits & self.most & ~self.least:
             return None
         return Bounds(self.least | bits, self.most | bits)
 
     def joined(self, other: Bounds) -> Bounds | None:
-        """Of both; None if one may be equal to one of the others."""
+        """Bounds of the union of two tables; None if a set may be in both."""
         if not self.least & ~other.most and not other.least & ~self.most:
             return None
         return Bounds(self.least & other.least, self.most | other.most)
 
 
 class PackedSets(Sequence[int]):
-    """Many marks, as words of 64 bits, the lowest first: (marks, words). Not to be written to.
+    """Provenance sets as 64-bit words, the lowest first: (sets, words). Read-only.
 
-    With ``bounds``, where no two are known to be equal. Words may be a function: what a GPU has not
-    found out yet is asked for when somebody needs it.
+    ``bounds`` is given where all sets are known to be distinct. ``words`` may be a function, called
+    at the first access: reading a result of the GPU then synchronises.
     """
 
     __slots__ = ("_words", "bounds")
@@ -64,7 +67,7 @@ class PackedSets(Sequence[int]):
 
     @property
     def words(self) -> Words:
-        """The marks."""
+        """The sets, (sets, words); computed at the first access."""
         if callable(self._words):
             self._words = self._words()
         return self._words
@@ -85,17 +88,17 @@ class PackedSets(Sequence[int]):
 
 
 def words_of(rows: Sequence[int], extra: int = 0, width: int = 1) -> Words:
-    """Marks with more bits in each, as at least so many words; not to be written to."""
+    """Provenance sets, each with the bits ``extra``, as at least ``width`` words; read-only."""
     width = max(width, _width(rows, extra))
     if isinstance(rows, PackedSets) and not extra and width == rows.words.shape[1]:
         return rows.words
     found = np.empty((len(rows), width), np.uint64)
-    _put(rows, extra, found)
+    _write(rows, extra, found)
     return found
 
 
 def _width(rows: Sequence[int], extra: int) -> int:
-    """How many words the marks need, with more bits in each."""
+    """How many words a set needs, with the bits ``extra``."""
     if isinstance(rows, PackedSets):
         held: int = rows.words.shape[1]
     else:
@@ -104,18 +107,18 @@ def _width(rows: Sequence[int], extra: int) -> int:
 
 
 def _bounds(rows: Sequence[int], extra: int) -> Bounds | None:
-    """What is known of marks with more bits in each."""
+    """Bounds of the sets with ``extra`` added; None if two of them may be equal."""
     if isinstance(rows, PackedSets):
         found = rows.bounds
     elif len({*rows}) < len(rows):
         found = None
     else:
         found = Bounds(reduce(and_, rows), reduce(or_, rows))
-    return None if found is None else found.mark(extra)
+    return None if found is None else found.with_bits(extra)
 
 
-def _put(rows: Sequence[int], extra: int, out: Words) -> None:
-    """Write marks, with more bits in each, into as many lines of words."""
+def _write(rows: Sequence[int], extra: int, out: Words) -> None:
+    """Write the sets, each with the bits ``extra``, into ``out``: (sets, words)."""
     width = out.shape[1]
     if isinstance(rows, PackedSets):
         words = rows.words
@@ -132,9 +135,9 @@ def _put(rows: Sequence[int], extra: int, out: Words) -> None:
 
 
 class ProvenanceTable(NamedTuple):
-    """Number n, from 1 on, stands for the mark ``rows[n - 1] | extra``; 0 for no path.
+    """Maps ids to provenance sets: id n ≥ 1 is the set ``rows[n - 1] | extra``; id 0 is no path.
 
-    Many rows are a ``PackedSets``.
+    More than ``TUPLE_MAX_ROWS`` rows are a ``PackedSets``.
     """
 
     rows: Sequence[int] = (1,)
@@ -142,20 +145,20 @@ class ProvenanceTable(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Whether there is but one mark; no if that is not known yet."""
+        """Whether there is only one set; False if the number is not known without a sync."""
         return type(self.rows) is tuple and len(self.rows) == 1
 
-    def mark(self, bits: int) -> ProvenanceTable:
-        """The same numbers, with more bits in every mark."""
+    def with_bits(self, bits: int) -> ProvenanceTable:
+        """The same ids, with bits added to every set."""
         return ProvenanceTable(self.rows, self.extra | bits) if bits & ~self.extra else self
 
-    def marks(self) -> list[int]:
-        """The mark of each number, from 0 on."""
+    def sets(self) -> list[int]:
+        """The set of each id, from 0 on."""
         return [0, *self._whole()]
 
     def joined(self, other: ProvenanceTable) -> tuple[ProvenanceTable, int]:
-        """Both, and what the second's numbers grow by: they follow those of the first, unless the
-        two are one and the same.
+        """Both tables concatenated, and the offset of the second's ids; 0 if both are the same
+        table.
 
         >>> ProvenanceTable((1, 3)).joined(ProvenanceTable((5,)))
         (ProvenanceTable(rows=(1, 3, 5), extra=0), 2)
@@ -163,16 +166,16 @@ class ProvenanceTable(NamedTuple):
         if self.rows is other.rows and self.extra == other.extra:
             return self, 0
         count = len(self.rows)
-        if count + len(other.rows) <= LONG:
+        if count + len(other.rows) <= TUPLE_MAX_ROWS:
             return ProvenanceTable((*self._whole(), *other._whole())), count
         width = max(1, _width(*self), _width(*other))
         found = np.empty((count + len(other.rows), width), np.uint64)
-        _put(*self, found[:count])
-        _put(*other, found[count:])
+        _write(*self, found[:count])
+        _write(*other, found[count:])
         return ProvenanceTable(PackedSets(found, self._bounds(other))), count
 
     def _bounds(self, other: ProvenanceTable) -> Bounds | None:
-        """Those of both, one after the other."""
+        """Bounds of the concatenation."""
         mine, theirs = _bounds(*self), _bounds(*other)
         return None if mine is None or theirs is None else mine.joined(theirs)
 
@@ -181,10 +184,10 @@ class ProvenanceTable(NamedTuple):
         return [row | extra for row in rows]
 
     def times(self, bits: list[int]) -> ProvenanceTable:
-        """Every mark with every one of some sets of bits; number n with set i becomes number
-        ``(n - 1)·len(bits) + i + 1``.
+        """The product table: each set with each of ``bits`` added. Id n with ``bits[i]`` becomes
+        id ``(n - 1)·len(bits) + i + 1``.
         """
-        if len(self.rows) * len(bits) <= LONG:
+        if len(self.rows) * len(bits) <= TUPLE_MAX_ROWS:
             return ProvenanceTable(
                 tuple(row | more for row in self.rows for more in bits), self.extra
             )
@@ -193,77 +196,77 @@ class ProvenanceTable(NamedTuple):
         return ProvenanceTable(PackedSets(found.reshape(-1, words.shape[1])), self.extra)
 
 
-def compact(numbers: Tensor, provenance: ProvenanceTable) -> tuple[Tensor, ProvenanceTable]:
-    """The same marks, without palette entries that are equal or that nobody uses."""
+def compact(ids: Tensor, provenance: ProvenanceTable) -> tuple[Tensor, ProvenanceTable]:
+    """Remove duplicate and unused entries from a large table, and renumber the ids."""
     count = len(provenance.rows)
-    if count <= MANY:
-        return numbers, provenance
-    bounds, bits = _bounds(*provenance), cuda_steps.used(numbers, count + 1)
+    if count <= COMPACT_ABOVE_ENTRIES:
+        return ids, provenance
+    bounds, bits = _bounds(*provenance), cuda_steps.used(ids, count + 1)
     if bits is not None and bounds is not None:
-        return _closed(numbers, provenance, bounds, bits)
-    there = _used(numbers, count) if bits is None else _flags(bits, count)
+        return _compact_distinct(ids, provenance, bounds, bits)
+    there = _used(ids, count) if bits is None else _flags(bits, count)
     used = np.flatnonzero(there[1:])
     if not len(used):
-        return numbers, ProvenanceTable()
-    marks = _taken(provenance, used)
-    found = distinct(marks) if bounds is None else None
+        return ids, ProvenanceTable()
+    sets = _selected(provenance, used)
+    found = distinct(sets) if bounds is None else None
     if found is None:
-        table = np.cumsum(there, dtype=np.int32)  # they move up
+        table = np.cumsum(there, dtype=np.int32)  # only unused entries are removed
     else:
         firsts, which = found
-        marks, table = marks.take(firsts, 0), np.zeros(count + 1, np.int32)
+        sets, table = sets.take(firsts, 0), np.zeros(count + 1, np.int32)
         table[used + 1] = which + 1
-    smaller = ProvenanceTable(_rows(marks, bounds))
-    if len(marks) == count:  # each is what it was
-        return numbers, smaller
-    return _renumbered(numbers, torch.from_numpy(table)), smaller
+    smaller = ProvenanceTable(_rows(sets, bounds))
+    if len(sets) == count:  # nothing was removed: ids are unchanged
+        return ids, smaller
+    return _renumbered(ids, torch.from_numpy(table)), smaller
 
 
-def _closed(
-    numbers: Tensor, provenance: ProvenanceTable, bounds: Bounds, bits: Tensor
+def _compact_distinct(
+    ids: Tensor, provenance: ProvenanceTable, bounds: Bounds, bits: Tensor
 ) -> tuple[Tensor, ProvenanceTable]:
-    """``compact`` of marks no two of which are equal, by a GPU that nobody waits for: it gives new
-    numbers itself, and tells which marks are left when they are asked for.
+    """``compact`` of distinct sets on a GPU, without a sync: ids are renumbered on the device, and
+    the table's words are read back when they are needed.
     """
     count = len(provenance.rows)
-    found = _renumbered(numbers, cuda_steps.closed(bits, count + 1))
-    letter = sync.AsyncCopy(bits)
+    found = _renumbered(ids, cuda_steps.closed(bits, count + 1))
+    copy = sync.AsyncCopy(bits)
 
     def words() -> Words:
-        return _taken(provenance, np.flatnonzero(_flags(letter.read(), count)[1:]))
+        return _selected(provenance, np.flatnonzero(_flags(copy.read(), count)[1:]))
 
     return found, ProvenanceTable(PackedSets(words, bounds))
 
 
-def _taken(provenance: ProvenanceTable, used: Ints) -> Words:
-    """Some of the marks of a palette."""
-    marks = words_of(provenance.rows, 0, _width(*provenance)).take(used, 0)
-    _put(PackedSets(marks), provenance.extra, marks)
-    return marks
+def _selected(provenance: ProvenanceTable, used: Ints) -> Words:
+    """The rows ``used`` of a table, with ``extra`` added."""
+    sets = words_of(provenance.rows, 0, _width(*provenance)).take(used, 0)
+    _write(PackedSets(sets), provenance.extra, sets)
+    return sets
 
 
-def _rows(marks: Words, bounds: Bounds | None) -> Sequence[int]:
-    """Marks no two of which are equal."""
-    if len(marks) <= LONG:
-        return tuple(PackedSets(marks))
+def _rows(sets: Words, bounds: Bounds | None) -> Sequence[int]:
+    """Distinct sets as the rows of a table."""
+    if len(sets) <= TUPLE_MAX_ROWS:
+        return tuple(PackedSets(sets))
     if bounds is None:
         bounds = Bounds(
-            *PackedSets(np.stack([np.bitwise_and.reduce(marks), np.bitwise_or.reduce(marks)]))
+            *PackedSets(np.stack([np.bitwise_and.reduce(sets), np.bitwise_or.reduce(sets)]))
         )
-    return PackedSets(marks, bounds)
+    return PackedSets(sets, bounds)
 
 
 def distinct(words: Words) -> tuple[Ints, Ints] | None:
-    """Where each mark that is not equal to an earlier one is, and which of these each one is; None
-    if no two are equal.
+    """The indices of first occurrences, and for each set the index of its own among these; None if
+    all sets are distinct.
     """
     count, width = words.shape
-    odd = ODD[:width] if width <= WIDE else np.resize(ODD, width)
-    keys = words @ odd + (words >> np.uint64(32)) @ odd[::-1]  # of high bits a product keeps few
+    odd = ODD[:width] if width <= HASH_WORDS else np.resize(ODD, width)
+    keys = words @ odd + (words >> np.uint64(32)) @ odd[::-1]  # products lose high bits
     line = np.sort(keys)
     if (line[1:] != line[:-1]).all():
         return None
-    # the upper bits of a key, then the place: what is equal lies together, in order
+    # sort (upper bits of the key, index): equal keys become adjacent, in index order
     low, places = np.uint64(count.bit_length()), np.arange(count)
     line = np.sort((keys >> low << low) | places.astype(np.uint64))
     order = (line & ((np.uint64(1) << low) - np.uint64(1))).astype(np.intp)
@@ -271,48 +274,52 @@ def distinct(words: Words) -> tuple[Ints, Ints] | None:
     heads = np.concatenate([[True], line[1:] != line[:-1]])
     first = np.empty_like(places)
     first[order] = order[heads][np.cumsum(heads) - 1]
-    if (words.take(first, 0) != words).any():  # some that are not equal have one key
+    if (words.take(first, 0) != words).any():  # hash collision
         _, firsts, which = np.unique(words, return_index=True, return_inverse=True, axis=0)
         first = firsts[which.reshape(-1)]
     heads = first == places
     return np.flatnonzero(heads), (np.cumsum(heads) - 1)[first]
 
 
-WIDE = 256
-ODD = np.random.default_rng(0).integers(0, 1 << 63, WIDE, np.uint64) * np.uint64(2) + np.uint64(1)
-"""What words are multiplied with, so that sums of them hardly ever are the same by chance."""
+HASH_WORDS = 256
+ODD = np.random.default_rng(0).integers(0, 1 << 63, HASH_WORDS, np.uint64) * np.uint64(
+    2
+) + np.uint64(1)
+"""Random odd multipliers of the hash in ``distinct``."""
 
 
-def _used(numbers: Tensor, count: int) -> npt.NDArray[np.bool_]:
-    """Which numbers, from 1 on, are there; 0 is not."""
-    if sync.would_sync(numbers):  # to count them would wait for how many there are
-        flags = torch.zeros(count + 1, dtype=torch.bool, device=numbers.device)
-        there = flags.index_fill_(0, numbers.reshape(-1).long(), True).cpu().numpy()
+def _used(ids: Tensor, count: int) -> npt.NDArray[np.bool_]:
+    """Which ids occur: (count + 1,) flags, with False for id 0."""
+    if sync.would_sync(ids):  # bincount would synchronise for its size
+        flags = torch.zeros(count + 1, dtype=torch.bool, device=ids.device)
+        there = flags.index_fill_(0, ids.reshape(-1).long(), True).cpu().numpy()
     else:
-        there = torch.bincount(numbers.reshape(-1), minlength=count + 1).cpu().numpy() != 0
+        there = torch.bincount(ids.reshape(-1), minlength=count + 1).cpu().numpy() != 0
     there[0] = False
     return there
 
 
 def _flags(bits: Tensor, count: int) -> npt.NDArray[np.bool_]:
-    """``_used``, of a bit for each number."""
+    """``_used`` from a bitmap with one bit per id."""
     line = bits.cpu().numpy().view(np.uint8)
     there = np.unpackbits(line, count=count + 1, bitorder="little").view(np.bool_)
     there[0] = False
     return there
 
 
-def _renumbered(numbers: Tensor, table: Tensor) -> Tensor:
-    """``table[numbers]``."""
-    table = table.to(numbers.device, non_blocking=True)
-    found = cuda_steps.renumbered(numbers, table)
-    return table[numbers] if found is None else found
+def _renumbered(ids: Tensor, table: Tensor) -> Tensor:
+    """``table[ids]``."""
+    table = table.to(ids.device, non_blocking=True)
+    found = cuda_steps.renumbered(ids, table)
+    return table[ids] if found is None else found
 
 
 @dataclass
 class ComponentBits:
-    """Which bits a path gets: ``block`` for visiting a block at all, ``position`` for leaving it to
-    an argument, ``slices`` for the slices of a labelled tensor, along a dimension.
+    """Which bits a path gets; ``bits`` is how many bits there are in all.
+
+    ``block``: for visiting a block. ``position``: for reaching an argument of a block, by (block,
+    argument). ``slices``: for the slices of a labelled tensor, (dimension, bits of each slice).
     """
 
     bits: int
@@ -321,19 +328,19 @@ class ComponentBits:
     slices: dict[int, tuple[int, list[int]]]
 
 
-NO_MARKS = ComponentBits(1, {}, {}, {})
-"""Only whether there is a path."""
+NO_COMPONENTS = ComponentBits(1, {}, {}, {})
+"""No components: bit 0 alone, whether there is a path."""
 
 
 def sliced(
-    numbers: Tensor, provenance: ProvenanceTable, dim: int, bits: list[int]
+    ids: Tensor, provenance: ProvenanceTable, dim: int, bits: list[int]
 ) -> tuple[Tensor, ProvenanceTable]:
-    """Marks of a tensor whose slices along a dimension each add bits of their own."""
-    # by identity: whole numbers of one bit have few different hashes, and one name one number
+    """Add ``bits[k]`` to the provenance of slice k along a dimension."""
+    # by identity: ints of one bit have few distinct hashes, and each name has one int object
     ones = {id(each): each for each in bits}
     kinds, places = list(ones.values()), {each: n for n, each in enumerate(ones)}
-    which = torch.tensor([places[id(b)] for b in bits], dtype=torch.int32, device=numbers.device)
-    shape = [len(bits) if d == dim else 1 for d in range(numbers.dim())]
-    product = (numbers - 1) * len(kinds) + which.reshape(shape) + 1
-    found = torch.where(numbers == 0, 0, product)
+    which = torch.tensor([places[id(b)] for b in bits], dtype=torch.int32, device=ids.device)
+    shape = [len(bits) if d == dim else 1 for d in range(ids.dim())]
+    product = (ids - 1) * len(kinds) + which.reshape(shape) + 1
+    found = torch.where(ids == 0, 0, product)
     return compact(found, provenance.times(kinds))

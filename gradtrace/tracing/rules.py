@@ -1,4 +1,4 @@
-"""The rules by which an element points to the one that its gradient mostly came from."""
+"""Rules that choose, for each element, the contribution it points to: greedy, Viterbi, none."""
 
 from __future__ import annotations
 
@@ -34,40 +34,44 @@ from gradtrace.tracing.traced_value import (
 
 
 class Rule(Protocol):
-    """How a state is found through a map, and how states become one."""
+    """How a traced value is propagated through a map, and how terms are summed."""
 
-    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
-        """What a value becomes by a map, if nothing is added to it."""
+    def through(
+        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+    ) -> TracedValue:
+        """Apply a map; ``context`` gives gradients that are known already."""
 
     def join(
-        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
     ) -> TracedValue:
-        """The state of a sum. Its terms are complete; ``on`` if more of them follow."""
+        """The sum of terms; ``on`` if it is a partial sum and more terms follow."""
 
 
 @dataclass(frozen=True)
 class Greedy:
     """Equation 1.7 of the chapter: values are gradients."""
 
-    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
-        """The gradient, and the mark of the largest contribution to each element."""
-        known = scope.known.get(step.out)
+    def through(
+        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+    ) -> TracedValue:
+        """The gradient, and the provenance of the largest contribution to each element."""
+        known = context.known.get(step.out)
         if map_.is_gather:
-            return self._moved(map_, state, step, known)
+            return self._gather(map_, state, step, known)
         state = materialise(state)
         x = state.value
         assert x is not None
         choosing = not map_.is_diagonal
-        later = choosing and step.out in scope.tails
-        value = known if known is not None or later else cast(map_.apply(x), step.dtype)
+        defer = choosing and step.out in context.tails
+        value = known if known is not None or defer else cast(map_.apply(x), step.dtype)
         if choosing and not state.provenance.single:
             assert state.ids is not None
             if value is None and isinstance(map_, Scatter) and map_.sparse:
-                few = map_.few(x, state.ids)
+                sparse = map_.few(x, state.ids)
                 return TracedValue(
-                    None, 0, None, state.provenance, (PendingContribution(map_, x),), None, few
+                    None, 0, None, state.provenance, (PendingContribution(map_, x),), None, sparse
                 )
-            if later and _late(map_, x, scope):
+            if defer and _lazy_ids(map_, x, context):
                 return TracedValue(
                     value,
                     0,
@@ -84,19 +88,19 @@ class Greedy:
             )
         if choosing:
             found = TracedValue(value, 0, None, state.provenance, (PendingContribution(map_, x),))
-            return found if later else materialise(found)
+            return found if defer else materialise(found)
         assert value is not None
-        return self._stayed(map_, state, value)
+        return self._scale(map_, state, value)
 
     @staticmethod
-    def _moved(map_: Map, state: TracedValue, step: Step, known: Tensor | None) -> TracedValue:
+    def _gather(map_: Map, state: TracedValue, step: Step, known: Tensor | None) -> TracedValue:
         if state.sparse is not None:
             if isinstance(map_, Identity):
                 return state
             state = materialise(state)
         value, _, ids, provenance, parts, _, _, unmasked = state
         if unmasked and value is not None and value.dtype is not step.dtype:
-            ids, unmasked = state.with_provenance().ids, False  # what is 0 by rounding is not 0
+            ids, unmasked = state.with_provenance().ids, False  # the cast may round a nonzero to 0
         if ids is not None:
             ids = map_.apply(ids)
         if known is None and value is not None:
@@ -106,11 +110,11 @@ class Greedy:
         return made(known, ids, provenance, parts, unmasked)
 
     @staticmethod
-    def _stayed(map_: Map, state: TracedValue, value: Tensor) -> TracedValue:
-        """Elements that are weighed: one that becomes 0 has no path any more."""
+    def _scale(map_: Map, state: TracedValue, value: Tensor) -> TracedValue:
+        """A diagonal map: an element that becomes 0 loses its path."""
         x, ids = state.value, state.ids
         assert x is not None
-        if x.dtype in NARROW or value.dtype in NARROW:  # 0 by rounding to few digits is not 0
+        if x.dtype in NARROW or value.dtype in NARROW:  # an underflow to 0 keeps its path
             there = map_.weighed(x) != 0
             if ids is None and not sync.would_sync(x) and torch.equal(there, value != 0):
                 return TracedValue(value, 0, None, state.provenance)
@@ -119,18 +123,22 @@ class Greedy:
         return made(value, ids, state.provenance, (), ids is not None)
 
     def join(
-        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
     ) -> TracedValue:
-        """The sum, and the mark of the largest term."""
-        known = scope.known.get(step.out)
+        """The sum, and the provenance of the largest term."""
+        known = context.known.get(step.out)
         if alike(states):
-            return self._alike(states, step, scope, known)
-        if known is None and step.out in scope.ends and (found := self._patched(states, step)):
+            return self._join_uniform(states, step, context, known)
+        if (
+            known is None
+            and step.out in context.ends
+            and (found := self._join_sparse(states, step))
+        ):
             return found
-        if not on and shared(states) and (found := self._shared(states, step, known)):
+        if not on and shared(states) and (found := self._join_shared_ids(states, step, known)):
             return found
         first, *rest = map(materialise, states)
-        if len(rest) == 1 and not on and (found := self._larger(first, rest[0], step, known)):
+        if len(rest) == 1 and not on and (found := self._join_pair(first, rest[0], step, known)):
             return found
         given = first.ids
         first = first.with_provenance()
@@ -152,22 +160,25 @@ class Greedy:
         return TracedValue(total, 0, ids, provenance, (), size)
 
     @staticmethod
-    def _shared(states: list[TracedValue], step: Step, known: Tensor | None) -> TracedValue | None:
-        """Terms that have the very same marks: it only matters whether one of them is not 0. None
-        where that is not told sooner than by comparing them.
+    def _join_shared_ids(
+        states: list[TracedValue], step: Step, known: Tensor | None
+    ) -> TracedValue | None:
+        """Terms that share one tensor of ids: an element has a path if any of its terms is not 0.
+        None where comparing the terms is no slower.
         """
         first, *rest = states
         given, value, total = first.ids, first.value, first.value
         assert given is not None and value is not None and total is not None
         ids = given
         if first.unmasked and sync.would_sync(value):
-            # Where another term is no larger than the first and is not 0, that is not 0 either.
+            # Comparing with the first term is enough: if another term is not 0 and not larger than
+            # the first, the first is not 0 either.
             for n, other in enumerate(rest):
                 assert other.value is not None
-                told = larger(value, ids, not n, other.value, given, 0)
-                if told is None:
+                merged = larger(value, ids, not n, other.value, given, 0)
+                if merged is None:
                     return None
-                ids = told
+                ids = merged
         elif first.unmasked and not bool(value.all()):
             return None
         for other in rest if known is None else ():
@@ -176,19 +187,19 @@ class Greedy:
         return made(cast(total, step.dtype) if known is None else known, ids, first.provenance)
 
     @staticmethod
-    def _larger(
+    def _join_pair(
         first: TracedValue, second: TracedValue, step: Step, known: Tensor | None
     ) -> TracedValue | None:
-        """``join`` of two terms in one step, where there is a kernel for it."""
+        """``join`` of two terms in one kernel; None where there is no such kernel."""
         assert first.value is not None and second.value is not None
         if first.size is not None or not fused.on_gpu(first.value, second.value):
             return None
-        plain = first.ids is None
+        uniform = first.ids is None
         provenance, shift = first.provenance.joined(second.provenance)
         ids = larger(
             first.value,
             1 if first.ids is None else first.ids,
-            plain or first.unmasked,
+            uniform or first.unmasked,
             second.value,
             1 if second.ids is None else second.ids,
             shift,
@@ -201,9 +212,9 @@ class Greedy:
         return TracedValue(total, 0, *compact(ids, provenance))
 
     @staticmethod
-    def _patched(states: list[TracedValue], step: Step) -> TracedValue | None:
-        """A plain term and one that has few elements: only these are compared."""
-        if len(states) != 2 or states[0].mark is None or states[1].sparse is None:
+    def _join_sparse(states: list[TracedValue], step: Step) -> TracedValue | None:
+        """A uniform term plus a sparse one: only the sparse elements are compared."""
+        if len(states) != 2 or states[0].uniform_set is None or states[1].sparse is None:
             return None
         first, (at, other, marks) = states[0], states[1].sparse
         fresh = first.value is None
@@ -222,31 +233,31 @@ class Greedy:
         return TracedValue(total, 0, None, provenance, sparse=SparseElements(at, here, ids))
 
     @staticmethod
-    def _alike(
-        states: list[TracedValue], step: Step, scope: StepContext, known: Tensor | None
+    def _join_uniform(
+        states: list[TracedValue], step: Step, context: StepContext, known: Tensor | None
     ) -> TracedValue:
-        """Terms that all have one and the same mark: only whether one is not 0 matters."""
+        """Uniform terms of equal provenance: only whether any of them is not 0 matters."""
         parts: list[PendingContribution] = []
         for state in states:
             if state.value is None or len(state.parts) > 1:
                 parts += state.parts
             else:
                 parts.append(PendingContribution(Identity(tuple(state.value.shape)), state.value))
-        if known is None and step.out not in scope.tails:
+        if known is None and step.out not in context.tails:
             total = parts[0].value()
             for part in parts[1:]:
                 total = total + part.value()
             known = total.to(step.dtype)
         found = TracedValue(known, 0, None, states[0].provenance, tuple(parts))
-        return found if step.out in scope.tails else materialise(found)
+        return found if step.out in context.tails else materialise(found)
 
 
-def _late(map_: Map, x: Tensor, scope: StepContext) -> bool:
-    """Whether marks are worked out as they are counted: a row of the result after the other if
-    there are many, or together with those of other leaves.
+def _lazy_ids(map_: Map, x: Tensor, context: StepContext) -> bool:
+    """Whether a leaf's ids are computed lazily, while they are counted: in pieces if the leaf is
+    large, or in one launch with other leaves.
     """
     if isinstance(map_, Reduce):
-        return scope.ample and fused.on_gpu(x)
+        return context.ample and fused.on_gpu(x)
     return isinstance(map_, Contract) and map_.outputs > fused.PIECE_ELEMENTS and map_.plan().turned
 
 
@@ -254,8 +265,10 @@ def _late(map_: Map, x: Tensor, scope: StepContext) -> bool:
 class Viterbi:
     """Values are the largest |product| over the paths."""
 
-    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
-        """The largest contribution, and its mark."""
+    def through(
+        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+    ) -> TracedValue:
+        """The largest |contribution|, and its provenance."""
         x, ids = state.value, state.ids
         assert x is not None
         if map_.is_gather:
@@ -276,9 +289,9 @@ class Viterbi:
         return TracedValue(held.value[0], held.exponent, ids, state.provenance)
 
     def join(
-        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
     ) -> TracedValue:
-        """The largest term, and its mark."""
+        """The largest term, and its provenance."""
         exponent = max(state.exponent for state in states)
         values = []
         for state in states:
@@ -301,15 +314,17 @@ class Viterbi:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Nothing but the gradient."""
+    """Values are gradients; provenance is passed on unchanged."""
 
-    def through(self, map_: Map, state: TracedValue, step: Step, scope: StepContext) -> TracedValue:
+    def through(
+        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+    ) -> TracedValue:
         """The summed contribution."""
         assert state.value is not None
         return state._replace(value=map_.apply(state.value).to(step.dtype))
 
     def join(
-        self, states: list[TracedValue], step: Step, scope: StepContext, on: bool = False
+        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
     ) -> TracedValue:
         """The sum."""
         total = states[0].value

@@ -1,4 +1,4 @@
-"""Counting paths: how many of each mark end at each leaf, and the table that comes of it."""
+"""Counts paths by leaf and provenance, and makes the ``Influence`` table of the counts."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ NONFINITE = "some gradients are NaN or infinite; their paths count, but have no 
 
 @dataclass
 class LeafCounts:
-    """A leaf by name and value, how many elements it has, how many paths there could be, and, once
-    it is counted, how many there are.
-    """
+    """A leaf and the counts of its paths."""
 
     name: str
     value: int
-    size: int
-    total: int
-    found: Counts | None = None
+    size: int  # elements; 0 if a leaf of this name was added before
+    total: int  # the number of paths if every element counted had one
+    found: Counts | None = None  # set once the leaf is counted
 
 
 class ReachableComponents(NamedTuple):
-    """What can be said without counting: the place of each leaf's value; which components paths
-    from the leaf at each place could pass; and which leaves belong to which.
+    """What follows from the program's structure alone: the index of each leaf's value, and by that
+    index the components that paths from the leaf could pass and those it belongs to.
     """
 
     place: dict[int, int]
@@ -52,7 +50,7 @@ class ReachableComponents(NamedTuple):
 
 
 class PendingLeaf(NamedTuple):
-    """A leaf that waits to be counted, and what its ``Counts`` will be."""
+    """A leaf in the current batch, and the fields of its ``Counts``."""
 
     leaf: LeafCounts
     rows: Sequence[int]
@@ -64,8 +62,8 @@ class PendingLeaf(NamedTuple):
 
 
 class UniformLeaf(NamedTuple):
-    """A leaf all of whose paths have one mark, and what it is made of: if some of its elements are
-    0, something may have come to them all the same.
+    """A leaf all of whose paths have the same provenance, with its contributions: an element that
+    is 0 may have a path all the same, if its contributions cancel.
     """
 
     leaf: LeafCounts
@@ -73,7 +71,9 @@ class UniformLeaf(NamedTuple):
     gradient: Tensor
 
     def missed(self, count: float) -> Tensor | None:
-        """How many more elements have a path than are not 0; None if there is none."""
+        """The number of elements that are 0 but have a path, given the number of nonzero ones; None
+        if there are none.
+        """
         if count >= self.gradient.numel():
             return None
         missed = cancelled(self.parts, self.gradient)
@@ -82,10 +82,9 @@ class UniformLeaf(NamedTuple):
 
 @dataclass
 class Tally:
-    """Counts paths as leaves come in: those of a program, by marks that components are made of.
+    """Counts a program's paths by leaf and provenance, leaf by leaf.
 
-    On a GPU leaves are counted together, as long as those that wait hold no more than ``room``
-    bytes.
+    On a GPU several leaves are counted in one launch; pending leaves may hold up to ``room`` bytes.
     """
 
     components: list[Component]
@@ -96,11 +95,11 @@ class Tally:
     room: int = 0
     leaves: list[LeafCounts] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
-    able: ReachableComponents | None = None
+    reachable: ReachableComponents | None = None
     jobs: BatchedTally | None = None
-    ahead: list[PendingLeaf] = field(default_factory=list)
-    plain: list[UniformLeaf] = field(default_factory=list)
-    held: int = 0  # bytes of plain ones
+    pending: list[PendingLeaf] = field(default_factory=list)
+    uniform: list[UniformLeaf] = field(default_factory=list)
+    held_bytes: int = 0  # bytes that pending uniform leaves keep alive
 
     def add(self, found: TracedLeaf, gradient: Tensor) -> None:
         """Count the paths of a leaf."""
@@ -109,27 +108,27 @@ class Tally:
         if isinstance(found.pair, range):
             size = total // len(found.pair)
         elif isinstance(found.pair, Tensor):
-            # A parameter is there for every pair, even if no two of them meet in an element of it
-            # (an embedding whose rows are each used once); an input is there once, each part for
-            # its pair.
+            # A parameter counts once for every pair, even if no element is shared by two pairs (an
+            # embedding whose rows are each used once); an input counts once, each part for its
+            # pair.
             shared = isinstance(found.leaf.tensor, Parameter) or bool((found.pair == 0).any())
             total = total * self.pairs if shared else total
         leaf = self._leaf(value, size, total)
         state, pair = found.state, found.pair
         if isinstance(pair, int):
             if state.sparse is not None:
-                leaf.found = _of_few(state, gradient, pair)
+                leaf.found = _count_sparse(state, gradient, pair)
                 return
             if state.lazy:
-                self._add_late(leaf, state, gradient, pair)
+                self._add_lazy(leaf, state, gradient, pair)
                 return
-            if state.mark is not None and state.value is gradient:
-                self._add_plain(leaf, state, gradient, pair)
+            if state.uniform_set is not None and state.value is gradient:
+                self._add_uniform(leaf, state, gradient, pair)
                 return
-        self._add_written(leaf, materialise(state).with_provenance(), gradient, pair)
+        self._add_dense(leaf, materialise(state).with_provenance(), gradient, pair)
 
-    def _add_late(self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int) -> None:
-        """Marks are worked out with those of others, or a piece at a time, or now."""
+    def _add_lazy(self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int) -> None:
+        """Compute lazy ids and count them: batched with other leaves, in pieces, or at once."""
         part, (rows, extra) = state.parts[0], state.provenance
         jobs = self._jobs(gradient)
         if jobs is not None and isinstance(part.map, Reduce) and not part.moves:
@@ -137,36 +136,36 @@ class Tally:
             size = len(rows) + 1
             at = jobs.reduce(part.x, part.marks, part.map.dims, gradient, size)
             if at is not None:
-                self._wait(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
+                self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
                 return
         pieces = part.pieces(gradient, fused.PIECE_ELEMENTS)
         if pieces is not None:
-            leaf.found = _of_pieces(state, pieces, pair)
+            leaf.found = _count_pieces(state, pieces, pair)
         else:
-            self._add_written(leaf, materialise(state), gradient, pair)
+            self._add_dense(leaf, materialise(state), gradient, pair)
 
-    def _add_plain(self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int) -> None:
-        """A leaf all of whose paths have one mark: its elements that are not 0, and those to which
-        something came all the same.
-        """
+    def _add_uniform(
+        self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int
+    ) -> None:
+        """Count a uniform leaf: its nonzero elements, and those whose contributions cancel."""
         jobs, (rows, extra) = self._jobs(gradient), state.provenance
-        plain = UniformLeaf(leaf, state.parts, gradient)
+        uniform = UniformLeaf(leaf, state.parts, gradient)
         at = None if jobs is None else jobs.measure(gradient)
         if jobs is None or at is None:
             count, size = fused.measured(gradient)
-            missed = plain.missed(int(count)) if state.parts else None
+            missed = uniform.missed(int(count)) if state.parts else None
             count = count if missed is None else count + missed
             leaf.found = Counts(count.reshape(1), size.reshape(1), rows, extra, pair)
             return
         if state.parts:
-            self.plain.append(plain)
-            self.held += sum(x.nbytes for x in (gradient, *(part.x for part in state.parts)))
-        self._wait(jobs, PendingLeaf(leaf, rows, extra, pair, 0, at, 1))
+            self.uniform.append(uniform)
+            self.held_bytes += sum(x.nbytes for x in (gradient, *(part.x for part in state.parts)))
+        self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 0, at, 1))
 
-    def _add_written(
+    def _add_dense(
         self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int | Tensor | range
     ) -> None:
-        """A leaf each of whose elements has a mark."""
+        """Count a leaf with an id for each element."""
         ids, (rows, extra) = state.ids, state.provenance
         assert ids is not None
         size = len(rows) + 1
@@ -185,51 +184,53 @@ class Tally:
         if jobs is None or at is None:
             leaf.found = Counts(*fused.tally(ids, gradient, size), rows, extra, pair, 1)
         else:
-            self._wait(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
+            self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
 
     def _jobs(self, gradient: Tensor) -> BatchedTally | None:
-        """Leaves that wait on the gradient's device, if any may."""
+        """The batch for the gradient's device; None if leaves are counted one by one."""
         jobs = self.jobs
         if jobs is None and self.room and fused.batchable(gradient):
             jobs = self.jobs = BatchedTally(gradient.device)
         return jobs if jobs is not None and jobs.device == gradient.device else None
 
-    def _wait(self, jobs: BatchedTally, leaf: PendingLeaf) -> None:
-        self.ahead.append(leaf)
-        if self.held > self.room // 4:
-            self._settle()
-        elif jobs.full(self.room - self.held):
+    def _enqueue(self, jobs: BatchedTally, leaf: PendingLeaf) -> None:
+        self.pending.append(leaf)
+        if self.held_bytes > self.room // 4:
+            self._flush_uniform()
+        elif jobs.full(self.room - self.held_bytes):
             self._flush()
 
     def _flush(self) -> None:
-        """Count the leaves that wait."""
-        if self.jobs is not None and self.ahead:
+        """Count the pending leaves."""
+        if self.jobs is not None and self.pending:
             found = self.jobs.counted()
-            for leaf, rows, extra, pair, blank, start, size in self.ahead:
+            for leaf, rows, extra, pair, blank, start, size in self.pending:
                 leaf.found = Counts(*found, rows, extra, pair, blank, start, size)
-            self.ahead.clear()
+            self.pending.clear()
 
-    def _settle(self) -> None:
-        """Look whether elements of plain leaves are 0: once, for all of them."""
+    def _flush_uniform(self) -> None:
+        """Flush, then add the cancelled elements of all uniform leaves, with one sync."""
         self._flush()
-        if not self.plain:
+        if not self.uniform:
             return
-        found = [plain.leaf.found for plain in self.plain]
+        found = [uniform.leaf.found for uniform in self.uniform]
         ids = [each.counts[each.start] for each in found if each is not None]
-        for plain, each, number in zip(self.plain, found, sync.fetch_scalars(ids)):
-            missed = plain.missed(number)
+        for uniform, each, number in zip(self.uniform, found, sync.fetch_scalars(ids)):
+            missed = uniform.missed(number)
             if each is not None and missed is not None:
                 mine = slice(each.start, each.start + 1)
                 counts, sums = each.counts[mine] + missed, each.sums[mine]
-                plain.leaf.found = each._replace(counts=counts, sums=sums, start=0, size=None)
-        self.plain.clear()
-        self.held = 0
+                uniform.leaf.found = each._replace(counts=counts, sums=sums, start=0, size=None)
+        self.uniform.clear()
+        self.held_bytes = 0
 
     def add_some(
         self, value: int, pair: int, marks: list[int], number: Tensor, gradient: Tensor, size: int
     ) -> None:
-        """Count the paths of some elements of a leaf, which has ``size`` of them: each element's
-        number among the marks, and its gradient.
+        """Count the paths of a sample of a leaf's elements; the leaf has ``size`` elements.
+
+        ``marks`` are the distinct provenance sets, ``number`` the index of each sampled element's
+        set among them, ``gradient`` the elements' gradients.
         """
         counts, sizes = fused.tally(number.int(), gradient, len(marks))
         self._leaf(value, size, len(number)).found = Counts(counts, sizes, marks, 0, pair)
@@ -240,13 +241,13 @@ class Tally:
         self.sized.add(name)
         found = LeafCounts(name, value, own, total)
         self.leaves.append(found)
-        self._foreseen()
+        self._reachable()
         return found
 
     def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
-        """The table."""
-        self._settle()
-        place, reach = self._foreseen()
+        """The influence table of all leaves counted so far."""
+        self._flush_uniform()
+        place, reach = self._reachable()
         order = [place[leaf.value] for leaf in self.leaves]
         groups = grouped([leaf.found for leaf in self.leaves if leaf.found is not None])
         bits = [component.bits for component in self.components]
@@ -267,18 +268,18 @@ class Tally:
         rows = tuple(map(Row, names, *counts, *moments))
         return Influence(rows, self.pairs, weight, rule, tuple(notes))
 
-    def _foreseen(self) -> ReachableComponents:
-        """Worked out when the first leaf has come: a GPU is busy then."""
-        if self.able is None:
+    def _reachable(self) -> ReachableComponents:
+        """Computed when the first leaf is added, so that it overlaps with work on a GPU."""
+        if self.reachable is None:
             values = [leaf.value for leaf in self.program.leaves]
             place = {value: n for n, value in enumerate(values)}
             reached = possible(self.program, self.marks)
             words = words_of([reached[value] for value in values])
-            self.able = ReachableComponents(place, Reach(words, self._owned(values)))
-        return self.able
+            self.reachable = ReachableComponents(place, Reach(words, self._owned(values)))
+        return self.reachable
 
     def _owned(self, values: list[int]) -> npt.NDArray[np.int64]:
-        """The leaves that belong to components, and these, one pair after the other."""
+        """(2, n): indices of leaves, and of the components they belong to."""
         places: dict[str, list[int]] = {}
         for place, value in enumerate(values):
             places.setdefault(self.names[value], []).append(place)
@@ -291,33 +292,33 @@ class Tally:
         return np.array([leaves, components], np.int64)
 
 
-def _of_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
-    """A large leaf: marks are worked out and counted a piece at a time."""
+def _count_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
+    """Count a large leaf piece by piece, computing the ids of each piece in turn."""
     rows, extra = state.provenance
     counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
-    # each piece is gone when the next one comes
+    # a generator, so that each piece is freed before the next is computed
     return Counts(*fused.summed(counted), rows, extra, pair, 1)
 
 
-def _of_few(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
-    """A leaf of which few elements have marks of their own: these are counted by themselves, and
-    the others, unless they have nothing, as a plain leaf is.
+def _count_sparse(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
+    """Count a sparse leaf: the listed elements by their ids, and the others, unless they have no
+    gradient, as a uniform leaf.
     """
-    few, (rows, extra) = state.sparse, state.provenance
-    assert few is not None
-    counts, sizes = fused.tally(few.marks, few.value, len(rows) + 1)
+    sparse, (rows, extra) = state.sparse, state.provenance
+    assert sparse is not None
+    counts, sizes = fused.tally(sparse.marks, sparse.value, len(rows) + 1)
     if not state.parts:
-        line, at = laid(gradient, few.at)
-        line[at] = 0  # for a moment
+        line, at = laid(gradient, sparse.at)
+        line[at] = 0  # restored below: measure the other elements only
         count, size = fused.measured(gradient)
-        line[at] = few.value
+        line[at] = sparse.value
         counts[1] += count
         sizes[1] += size
     return Counts(counts, sizes, rows, extra, pair, 1)
 
 
 def possible(program: Program, marks: ComponentBits) -> dict[int, int]:
-    """For each value the bits that some route of operators from it to the root would give."""
+    """For each value the union of bits over all routes of operators from it to the root."""
     found, positions = {program.root: 1}, marks.position
     for number, block in enumerate(program.blocks):
         bits = marks.block.get(number, 0)

@@ -1,9 +1,9 @@
-"""Tracing at operator granularity: whole tensors are followed, and maps only sum.
+"""Tracing at operator granularity: one path per leaf, through whole tensors.
 
-The gradient of a tensor is the sum of what its users handed back. Of these the one with the
-largest ``Σ |element|`` is followed; of an operator with several outputs, the output whose cotangent
-brings the most. So every leaf has one path, for all its elements. By ``greedy`` the tensors are the
-gradients; by ``viterbi`` a tensor is what came along the path chosen so far, and nothing else.
+The gradient of a tensor is the sum of its users' contributions. The path follows the contribution
+with the largest ``Σ |element|``; in an operator with several outputs, the output whose cotangent
+contributes the most. By ``greedy`` the tensors are the gradients; by ``viterbi`` a tensor is only
+what came along the path chosen so far.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gradtrace.semirings.base import wide
 
 
 class TensorEdge(NamedTuple):
-    """Where a value's tensor mostly came from: through which block and argument, from which take.
+    """The largest contribution to a value: its block, argument, and the block's cotangent (take).
 
-    ``size`` is what that block handed back, ``total`` what all did, both as ``Σ |element|``.
+    ``size`` is that block's contribution, ``total`` that of all blocks, both as ``Σ |element|``.
     """
 
     block: int
@@ -32,14 +32,14 @@ class TensorEdge(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The links from a leaf's value to the root, and which of the leaf's elements got anything."""
+    """The edges from a leaf's value to the root, and which of the leaf's elements are not 0."""
 
     links: list[TensorEdge]
     reached: Tensor
 
 
 class TensorPaths:
-    """One pass over a program; ``chain`` tells the path of a leaf."""
+    """One pass over a program; ``chain`` gives the path of a leaf."""
 
     def __init__(self, program: Program, rule: str, seed: Tensor) -> None:
         self.program = program
@@ -50,7 +50,7 @@ class TensorPaths:
             self._run(seed)
 
     def chain(self, value: int) -> Chain:
-        """From a leaf's value to the root."""
+        """The path from a leaf's value to the root; no links if it does not reach the root."""
         found, at = [], value
         while at in self.links:
             found.append(self.links[at])
@@ -75,7 +75,7 @@ class TensorPaths:
             self.reached[value] = values[value] != 0
 
     def _give(self, number: int, block: Block, values: dict[int, Tensor]) -> None:
-        """What the block hands to its arguments, and by which of its outputs most of it came."""
+        """Compute a block's contributions to its arguments, and the output that gives the most."""
         takes = list(dict.fromkeys(block.takes.values()))
         alone = [run_block(block, {take: values[take]}) for take in takes]
         for position, value in block.gives.items():
@@ -89,7 +89,7 @@ class TensorPaths:
                 self.links[value] = TensorEdge(number, position, best, size, size)
 
     def _merge(self, step: Step, values: dict[int, Tensor]) -> None:
-        """What two users handed back: the larger is followed, the first of equals."""
+        """Add the contributions of two users; follow the larger, the first if equal."""
         first, second = (term.value for term in step.terms)
         a, b = self.links.get(first), self.links.get(second)
         later = a is None or (b is not None and b.size > a.size)
@@ -115,7 +115,7 @@ def _uses(block: Block) -> Iterator[int]:
 
 
 def run_block(block: Block, values: dict[int, Tensor]) -> dict[int, Tensor]:
-    """A block's values in SUM, from some of its cotangents; what these do not reach is left out."""
+    """A block's gradients from some of its cotangents; values these do not reach are left out."""
     found = dict(values)
     for step in block.steps:
         parts = [term.map.apply(found[term.value]) for term in step.terms if term.value in found]

@@ -1,4 +1,4 @@
-"""What is known of a value while gradient is traced: its elements, marks, and what is put off."""
+"""``TracedValue``: a value with the provenance of its elements, and deferred contributions."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from gradtrace.kernels import sync
 from gradtrace.linops import Contract, Map
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings.base import wide
-from gradtrace.tracing.provenance import MANY, ProvenanceTable
+from gradtrace.tracing.provenance import COMPACT_ABOVE_ENTRIES, ProvenanceTable
 
-SINGLE = 64
-"""To look at an element by itself costs as much as to look at so many together, or less."""
+ROW_COST_ELEMENTS = 64
+"""Computing one element by its row costs at most as much as this many elements of a full pass."""
 
 
-SOON = 1 << 22
-"""On a GPU, so many elements that are 0 are looked for as soon as it is asked whether there are
-any: each answer is waited for.
+ZERO_SEARCH_MAX_ELEMENTS = 1 << 22
+"""On a GPU, values of up to this many elements are searched for zeros without first testing
+``value.all()``: each of the two tests costs a synchronisation.
 """
 
 
 class PendingContribution(NamedTuple):
-    """A contribution that was not worked out: ``map(x)``, then moved; with the numbers of the marks
-    of x, if those of the result were not worked out either.
+    """A deferred contribution: ``map(x)``, then the gathers ``moves`` in order.
+
+    ``marks`` are the provenance ids of ``x``, if the ids of the result are deferred too.
     """
 
     map: Map
@@ -35,19 +36,19 @@ class PendingContribution(NamedTuple):
     marks: Tensor | None = None
 
     def value(self) -> Tensor:
-        """The summed contribution."""
+        """``moves(map(x))``."""
         return self._moved(self.map.apply(self.x))
 
     def may_be_nonzero(self) -> Tensor | None:
-        """Which elements may get anything but 0; None if all of them may."""
+        """Which elements may receive a nonzero contribution; None if all may."""
         found = self.map.may_be_nonzero(self.x)
         if found is None or not self.moves:
             return found
         return self._moved(found.int()) != 0
 
     def reached(self, at: Tensor) -> Tensor:
-        """Which of these elements get anything but 0 from some element."""
-        if SINGLE * len(at) > self.map.outputs:
+        """Which of the elements ``at`` receive a nonzero product from some element of ``x``."""
+        if ROW_COST_ELEMENTS * len(at) > self.map.outputs:
             _, found = self.map.select(self.x, torch.ones_like(self.x, dtype=torch.int32))
             return self._moved(found).reshape(-1)[at] != 0
         there = torch.ones_like(at, dtype=torch.bool)
@@ -57,13 +58,15 @@ class PendingContribution(NamedTuple):
         return there & (self.map.best(self.x, at).value != 0)
 
     def ids(self) -> Tensor:
-        """Those of the marks of the result."""
+        """The provenance ids of the result."""
         assert self.marks is not None
         return self._moved(self.map.select(self.x, self.marks)[1])
 
     def pieces(self, gradient: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]] | None:
-        """So many elements of the result at a time, as the gradient lies in memory: the numbers of
-        their marks, and their gradients. None where all marks would be counted in another order.
+        """Pieces of ``size`` elements in the gradient's memory order: (ids, gradients).
+
+        None where the result's layout differs from the gradient's by more than a permutation, as
+        elements would then be counted in another order.
         """
         if not isinstance(self.map, Contract):
             return None
@@ -75,7 +78,7 @@ class PendingContribution(NamedTuple):
             return None
         steps = result.stride()
         if sorted(moved.stride()) != sorted(steps) or len({*steps}) < len(steps):
-            return None  # not only turned
+            return None  # not a permutation of dimensions
         along = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
         order = [steps.index(moved.stride(d)) for d in along]
         return self._pieces(gradient.permute(along).reshape(-1), order, size)
@@ -93,12 +96,12 @@ class PendingContribution(NamedTuple):
 
 
 class TracedValue(NamedTuple):
-    """The elements of a value: numbers, a power of two, ids of provenance and the table of ids.
+    """A value ``value · 2**exponent`` with the provenance ids of its elements and their table.
 
     ``ids`` is None for a *uniform* value: all its nonzero elements have a path, with the same
     provenance. ``parts`` are the contributions that made the value, kept where it has not been
-    computed yet (``value`` is None), or where nobody has checked yet whether an element that is 0
-    has a path all the same, because its contributions cancel.
+    computed yet (``value`` is None), or where it has not been checked yet whether an element that
+    is 0 has a path all the same, because its contributions cancel.
 
     ``sparse`` lists the few elements with a provenance of their own; the others have the first one
     where ``value`` is not 0, or none if the value has not been computed.
@@ -116,36 +119,36 @@ class TracedValue(NamedTuple):
     ids: Tensor | None
     provenance: ProvenanceTable
     parts: tuple[PendingContribution, ...] = ()
-    size: Tensor | None = None  # of the largest term so far, where a sum goes on
+    size: Tensor | None = None  # |largest term| so far, of a partial sum
     sparse: SparseElements | None = None
     unmasked: bool = False
 
     @property
-    def mark(self) -> int | None:
-        """The one mark of a plain value."""
-        plain = self.ids is None and self.sparse is None and not self.lazy
-        return self.provenance.rows[0] | self.provenance.extra if plain else None
+    def uniform_set(self) -> int | None:
+        """The provenance set of a uniform value; None if it is not uniform."""
+        uniform = self.ids is None and self.sparse is None and not self.lazy
+        return self.provenance.rows[0] | self.provenance.extra if uniform else None
 
     @property
     def lazy(self) -> bool:
-        """Whether numbers have not been worked out."""
+        """Whether the ids have not been computed yet."""
         return bool(self.parts) and self.parts[0].marks is not None
 
-    def marked(self, bits: int) -> TracedValue:
-        """More bits in every mark."""
+    def with_bits(self, bits: int) -> TracedValue:
+        """With these bits added to the provenance of every element."""
         if not bits & ~self.provenance.extra:
             return self
-        value, exponent, ids, provenance, *rest = self  # _replace takes longer
-        return _tuple(TracedValue, (value, exponent, ids, provenance.mark(bits), *rest))
+        value, exponent, ids, provenance, *rest = self  # _replace is slower
+        return _tuple(TracedValue, (value, exponent, ids, provenance.with_bits(bits), *rest))
 
     def at(self, index: tuple[int, ...]) -> int:
-        """The mark of one element; 0 if it has no path."""
+        """The provenance set of one element; 0 if it has no path."""
         state = materialise(self).with_provenance()
         assert state.ids is not None
-        return self.provenance.marks()[int(state.ids[index])]
+        return self.provenance.sets()[int(state.ids[index])]
 
     def with_provenance(self) -> TracedValue:
-        """With a number for each element, none of them loose."""
+        """With an id for each element, and id 0 at elements without a path (not ``unmasked``)."""
         if self.ids is not None and not self.unmasked:
             return self
         assert self.value is not None
@@ -168,25 +171,23 @@ def made(
     parts: tuple[PendingContribution, ...] = (),
     unmasked: bool = False,
 ) -> TracedValue:
-    """A state without a power of two. There is one for every step, so the tuple is made as tuples
-    are, which takes a third of the time.
+    """A ``TracedValue`` with exponent 0. Made for every step, so the tuple is built by
+    ``tuple.__new__``, which takes a third of the time.
     """
     return _tuple(TracedValue, (value, 0, ids, provenance, parts, None, None, unmasked))
 
 
 class StepContext(NamedTuple):
-    """What a step may know: gradients that were kept, values that only leaves are made of, those
-    that are leaves, and whether there is memory for leaves that are counted together.
-    """
+    """What a rule may use at a step; values are named by their number in the program."""
 
-    known: Mapping[int, Tensor]
-    tails: frozenset[int] | set[int]
-    ends: frozenset[int] = frozenset()
-    ample: bool = False
+    known: Mapping[int, Tensor]  # gradients that recording kept
+    tails: frozenset[int] | set[int]  # values used by one leaf only, see ``tracer.tails``
+    ends: frozenset[int] = frozenset()  # the leaves
+    ample: bool = False  # whether there is memory to count several leaves in one launch
 
 
 def materialise(state: TracedValue) -> TracedValue:
-    """The state with its value, and with all paths of elements that are 0."""
+    """With ``value`` computed, and ids that include elements whose contributions cancel to 0."""
     if not state.parts:
         return state
     value = state.value
@@ -209,15 +210,15 @@ def materialise(state: TracedValue) -> TracedValue:
 
 
 def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor | None:
-    """Which elements of a sum are 0 though something came to them; None if there is none."""
+    """Which elements of a sum are 0 although a contribution is not; None if there are none."""
     waits = sync.would_sync(value)
-    if not (waits and value.numel() <= SOON) and bool(value.all()):
+    if not (waits and value.numel() <= ZERO_SEARCH_MAX_ELEMENTS) and bool(value.all()):
         return None
     if not waits and not any(bool(part.x.any()) for part in parts):
-        return None  # nothing came at all
-    zero, loud = value == 0, _loud(parts)
-    if loud is not None:
-        zero &= loud.reshape(zero.shape)
+        return None  # all contributions are 0
+    zero, possible = value == 0, _may_be_nonzero(parts)
+    if possible is not None:
+        zero &= possible.reshape(zero.shape)
     at = zero.reshape(-1).nonzero().reshape(-1)
     if not len(at):
         return None
@@ -234,8 +235,8 @@ def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor |
     return found.reshape(value.shape)
 
 
-def _loud(parts: tuple[PendingContribution, ...]) -> Tensor | None:
-    """Which elements may get anything but 0 from one of the parts; None if all of them may."""
+def _may_be_nonzero(parts: tuple[PendingContribution, ...]) -> Tensor | None:
+    """Which elements may receive a nonzero contribution from any part; None if all may."""
     found = parts[0].may_be_nonzero()
     for part in parts[1:]:
         here = None if found is None else part.may_be_nonzero()
@@ -244,8 +245,8 @@ def _loud(parts: tuple[PendingContribution, ...]) -> Tensor | None:
 
 
 def shared(states: list[TracedValue]) -> bool:
-    """Whether all have one and the same tensor of numbers, and of a short palette; values of one
-    dtype.
+    """Whether all share one tensor of ids and one provenance table, of at most
+    ``COMPACT_ABOVE_ENTRIES`` entries, and values have one dtype.
     """
     first = states[0]
     ids, provenance, value = first.ids, first.provenance, first.value
@@ -262,26 +263,28 @@ def shared(states: list[TracedValue]) -> bool:
             return False
         if state.value is None or state.value.dtype is not dtype:
             return False
-    return len(provenance.rows) <= MANY  # last, as a GPU may not have told yet
+    return len(provenance.rows) <= COMPACT_ABOVE_ENTRIES  # last: len() of a lazy table synchronises
 
 
-def alike(states: list[TracedValue], told: int = 0) -> bool:
-    """Whether all are plain, with one and the same mark; the first ``told`` of them are, if the
-    first is plain.
+def alike(states: list[TracedValue], checked: int = 0) -> bool:
+    """Whether all are uniform with equal provenance. The first ``checked`` of them are known to be
+    equal to the first.
     """
-    mark = states[0].mark
-    return mark is not None and all(state.mark == mark for state in states[max(1, told) :])
+    first = states[0].uniform_set
+    return first is not None and all(
+        state.uniform_set == first for state in states[max(1, checked) :]
+    )
 
 
 def where(value: Tensor, ids: Tensor) -> Tensor:
-    """The numbers of marks, 0 where the value is 0."""
-    if not sync.would_sync(value) and bool(value.all()):  # a look is cheaper than a copy
+    """The ids, 0 where the value is 0."""
+    if not sync.would_sync(value) and bool(value.all()):  # reading is cheaper than copying
         return ids
     return ids * (value != 0)
 
 
 def sizes(x: Tensor) -> Tensor:
-    """|x| in a memory of its own, row by row."""
+    """|x| as a new contiguous tensor."""
     x = wide(x)
     if x.is_contiguous():
         return x.abs()
@@ -289,5 +292,5 @@ def sizes(x: Tensor) -> Tensor:
 
 
 def own(x: Tensor) -> Tensor:
-    """A copy that may be written to."""
+    """A contiguous copy that may be written to."""
     return x.clone(memory_format=torch.contiguous_format)

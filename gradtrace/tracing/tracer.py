@@ -1,20 +1,21 @@
 """Gradient tracing: which contribution was the largest, at every element, in one streaming pass.
 
-Beside the value of every cotangent element goes a *mark*: the set of components that its path to
-the root has visited (``provenance``). A step's output takes the mark of the element it points to.
- So no pointers are kept, and memory is as for a backward pass. Two rules say where an element
-points to:
+Each cotangent element carries its *provenance*: the set of components that its path to the root
+has visited (see ``provenance``). An element of a step's output takes the provenance of the element
+it points to. So no pointers are stored, and memory is that of a backward pass. Two rules define
+what an element points to:
 
 - ``greedy``: values are the gradients. Of the users of a value, the one with the largest
   |contribution|; inside that operator, the element with the largest |weight · gradient|.
-- ``viterbi``: values are MAX, so that the pointers are those of the path of greatest |product|.
+- ``viterbi``: values are computed in the MAX semiring, so the pointers are those of the path of
+  greatest |product|.
 
-A contribution of exactly 0 is none; ties go to the first term, then to the lowest element. What
-only moves elements does not choose: an element that was reached stays reached.
+A contribution of exactly 0 does not count; ties go to the first term, then to the lowest element.
+Gathers do not choose: an element that has a path keeps it.
 
-Where all elements have the same mark it does not matter which of them was the largest, but only
-whether there is any: such a value is *plain*, its elements have a path where they are not 0, and
-nothing is compared. Gradients that recording has kept are not computed again.
+A value is *uniform* if all its elements have the same provenance. Then it does not matter which
+contribution was the largest, only whether there is any: an element has a path where it is not 0,
+and nothing is compared. Gradients that recording has kept are not computed again.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from gradtrace.semirings.base import shifted, wide
 from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
 from gradtrace.tracing.per_sample import Pairs, places
 from gradtrace.tracing.provenance import (
-    MANY,
-    NO_MARKS,
+    COMPACT_ABOVE_ENTRIES,
+    NO_COMPONENTS,
     ComponentBits,
     ProvenanceTable,
     compact,
@@ -53,9 +54,11 @@ from gradtrace.tracing.traced_value import (
 
 
 class TracedLeaf(NamedTuple):
-    """A leaf after a pass. ``pair`` is the pair that the pass was for; or a tensor that says for
-    each element, from 1 on, which pair it belongs to (0: none); or the pairs that the first
-    dimension of the state is for.
+    """A leaf after a pass. ``pair`` is one of
+
+    - int: the pair that the pass was for;
+    - Tensor: for each element the pair it belongs to, counted from 1 (0: none);
+    - range: the pairs along the first dimension of ``state``.
     """
 
     leaf: Leaf
@@ -64,27 +67,33 @@ class TracedLeaf(NamedTuple):
 
     @property
     def gradient(self) -> Tensor:
-        """The value, where that is the gradient."""
+        """The leaf's gradient; only where values are gradients, so not for ``viterbi``."""
         return self.leaf.compute() if self.state.value is None else self.state.value
 
 
-NOTHING = StepContext({}, frozenset())
+NO_CONTEXT = StepContext({}, frozenset())
 VITERBI, GRADIENT = RULES["viterbi"], RULES["gradient"]
 
-TOGETHER = 1 << 20
-"""Pairs that mix are computed together as long as no value of theirs has more elements."""
+BATCH_MAX_ELEMENTS = 1 << 20
+"""Pairs that mix are computed in batches, such that no batched value has more elements."""
 
-TERMS = 3
-"""As many terms of a sum that goes on are held as they are, where all have the same marks."""
+UNADDED_MAX_TERMS = 3
+"""A partial sum keeps up to this many terms unadded, where all share one tensor of ids."""
 
 
 class Tracer:
-    """Passes over a program by a rule, with marks; ``narrow`` ones while they wait, where memory
-    is short.
+    """Runs a program by a rule and propagates provenance.
+
+    ``marks`` says which bits a path gets where. ``narrow`` keeps ids in one or two bytes while a
+    value waits for its use, to save memory.
     """
 
     def __init__(
-        self, program: Program, rule: str, marks: ComponentBits = NO_MARKS, narrow: bool = False
+        self,
+        program: Program,
+        rule: str,
+        marks: ComponentBits = NO_COMPONENTS,
+        narrow: bool = False,
     ) -> None:
         self.program = program
         self.narrow = narrow
@@ -92,71 +101,73 @@ class Tracer:
         self.absolute = rule == "viterbi"
         self.marks = marks
         merges = [step for block in program.blocks for step in block.merges]
-        # sums that go on: their terms are compared with those that follow, one by one
+        # Partial sums: merges whose result is the first term of another merge. Their terms are
+        # compared one by one with those that follow.
         self.partial = {step.out for step in merges} & {step.terms[0].value for step in merges}
         if self.absolute:
-            self.partial = set()  # the largest of the largest is the largest
+            self.partial = set()  # max is associative: partial results can be compared
         self.leaves = {leaf.value: leaf for leaf in program.leaves}
         self.nested: dict[int, NestedSum] = {}  # by block
         if isinstance(self.rule, Greedy):
             for number, block in enumerate(program.blocks):
                 if (part := nested(block)) is not None:
                     self.nested[number] = part
-        # While pairs are computed together, along a first dimension: how many (0: they are not);
-        # where each has its elements of a value, along a dimension; and the maps for so many.
+        # While pairs are batched along a first dimension: the batch size (0: not batched); for a
+        # value, a dimension and the indices along it of each pair's elements; by id of a map, the
+        # map and its batched version.
         self.count = 0
         self.places: dict[int, tuple[int, Tensor]] = {}
         self.copied: dict[int, tuple[Map, Map]] = {}
 
     def run(self, seed: Tensor) -> Iterator[TracedLeaf]:
-        """The leaves of one loss, each as soon as it is complete."""
-        scope = self._scope() if isinstance(self.rule, Greedy) else NOTHING
+        """The leaves of one loss, each yielded as soon as it is complete."""
+        context = self._step_context() if isinstance(self.rule, Greedy) else NO_CONTEXT
         states = self._states()
         states[self.program.root] = self.root(seed)
-        for leaf in self.passage(states, None, frozenset(), scope):
+        for leaf in self.execute(states, None, frozenset(), context):
             yield TracedLeaf(leaf, take(states, leaf.value), 0)
 
     def _states(self) -> dict[int, TracedValue]:
         return CompactValues() if self.narrow else {}
 
     def run_pairs(self, seed: Tensor, pairs: Pairs) -> Iterator[TracedLeaf]:
-        """The leaves of a vector of losses, each apart.
+        """The leaves of a vector of losses, traced separately for each loss.
 
-        What belongs to one pair only is computed for all of them at once. What mixes them is
-        computed for some at a time, each in a slice of its own along a new first dimension.
+        Values whose elements each belong to one pair are computed once for all pairs. Values that
+        mix pairs are computed in batches, each pair in its own slice along a new first dimension.
         """
         states = self._states()
         states[self.program.root] = self.root(seed)
-        for leaf in self.passage(states, pairs.apart, frozenset(pairs.of), NOTHING):
+        for leaf in self.execute(states, pairs.apart, frozenset(pairs.of), NO_CONTEXT):
             yield TracedLeaf(leaf, states[leaf.value], pairs.of[leaf.value])
         mixed = pairs.mixed(self.program)
         along = pairs.summed(self.program, mixed)
-        for some in self._together(mixed, len(seed)):
+        for some in self._batches(mixed, len(seed)):
             here = self._states()
             if len(some) != self.count:
                 self.count, self.copied = len(some), {}
             self.places = {}
             for value, dim in along.items():
                 state, of = states[value], pairs.of[value]
-                if dim is not None:  # only where the pair is: the rest is summed over anyway
+                if dim is not None:  # only the pair's own indices: the others would add 0
                     self.places[value] = (dim, places(of, some, dim))
                 here[value] = _only(state, of, some, self.places.get(value))
-            for leaf in self.passage(here, mixed, frozenset(), NOTHING):
+            for leaf in self.execute(here, mixed, frozenset(), NO_CONTEXT):
                 yield TracedLeaf(leaf, take(here, leaf.value), some)
         self.count, self.places, self.copied = 0, {}, {}
 
-    def _together(self, mixed: set[int], count: int) -> Iterator[range]:
-        """The pairs, as many at a time as should be computed together."""
+    def _batches(self, mixed: set[int], count: int) -> Iterator[range]:
+        """The pairs in batches, if any value mixes pairs; see ``BATCH_MAX_ELEMENTS``."""
         most = max((prod(s.shape) for s in self.program.steps() if s.out in mixed), default=1)
-        size = 1 if self.narrow else max(1, TOGETHER // max(1, most))
+        size = 1 if self.narrow else max(1, BATCH_MAX_ELEMENTS // max(1, most))
         for first in range(0, count if mixed else 0, size):
             yield range(first, min(first + size, count))
 
     def root(self, seed: Tensor) -> TracedValue:
-        """The state of the loss."""
+        """The traced value of the loss, given its seed cotangent."""
         return TracedValue(wide(seed).abs() if self.absolute else seed, 0, None, ProvenanceTable())
 
-    def _scope(self) -> StepContext:
+    def _step_context(self) -> StepContext:
         known = dict(self.program.kept)
         for leaf in self.program.leaves:
             if (given := leaf.known) is not None:
@@ -167,15 +178,16 @@ class Tracer:
         ends = frozenset(self.leaves)
         return StepContext(known, tails(self.program) - self.partial, ends, not self.narrow)
 
-    def passage(
+    def execute(
         self,
         states: dict[int, TracedValue],
         values: set[int] | None,
         keep: frozenset[int],
-        scope: StepContext,
+        context: StepContext,
     ) -> Iterator[Leaf]:
-        """Compute these values (None: all), and drop those that are used up, but for ``keep``; tell
-        leaves as they come.
+        """Compute ``values`` (None: all) into ``states`` and yield leaves as they are complete.
+
+        A value is dropped after its last use, unless it is in ``keep``.
         """
         last = self.program.last_uses
         if values is not None:
@@ -189,40 +201,40 @@ class Tracer:
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
         n, leaves, positions = -1, self.leaves, self.marks.position
-        plainly, through = not self.count, self.rule.through
+        unbatched, through = not self.count, self.rule.through
         for number, block in enumerate(self.program.blocks):
-            self._enter(number, block.takes, states)
+            self._add_block_bits(number, block.takes, states)
             part = self.nested.get(number)
             if part is not None and (values is None or part.gives & values):
-                chosen = self._chosen(part, states)
+                chosen = self._largest_contributions(part, states)
             else:
                 part = None
-            for step in block.steps:  # there are thousands of them, most of one term
+            for step in block.steps:  # hot loop: thousands of steps, most of one term
                 n += 1
                 out, terms, _, _ = step
                 if values is not None and out not in values:
                     continue
                 if part is not None and out in part.alone:
-                    states[out] = self._summed(step, states, scope)
+                    states[out] = self._summed(step, states, context)
                     _drop(step, n, states, last, keep)
-                elif plainly and len(terms) == 1:
+                elif unbatched and len(terms) == 1:
                     map_, value = terms[0]
-                    states[out] = through(map_, states[value], step, scope)
+                    states[out] = through(map_, states[value], step, context)
                     if last[value] == n and value not in keep:
                         del states[value]
                 else:
-                    states[out] = self._step(step, states, scope)
+                    states[out] = self._step(step, states, context)
                     _drop(step, n, states, last, keep)
             for value in part.gives if part is not None else ():
-                states[value] = _pointed(states[value], chosen[value])
+                states[value] = _with_provenance_of(states[value], chosen[value])
             for position, value in block.gives.items() if positions else ():
                 bits = positions.get((number, position), 0)
                 if bits and value in states:
-                    states[value] = states[value].marked(bits)
+                    states[value] = states[value].with_bits(bits)
             for step in block.merges:
                 n += 1
                 if values is None or step.out in values:
-                    self._merge(step, states, sums, scope)
+                    self._merge(step, states, sums, context)
                     _drop(step, n, states, last, keep)
             for value in block.gives.values():
                 if value in leaves and value in states:
@@ -231,14 +243,16 @@ class Tracer:
                 if step.out in leaves and step.out in states:
                     yield leaves[step.out]
 
-    def _enter(self, number: int, takes: dict[int, int], states: dict[int, TracedValue]) -> None:
-        """Marks at the output of a block's operator."""
+    def _add_block_bits(
+        self, number: int, takes: dict[int, int], states: dict[int, TracedValue]
+    ) -> None:
+        """Add the bits for visiting a block, and for its labelled slices, to its cotangents."""
         bits, slices = self.marks.block.get(number, 0), self.marks.slices.get(number)
         for value in takes.values() if bits or slices else ():
             if value in states:
                 state = states[value]
                 if bits & ~state.provenance.extra:
-                    states[value] = state = state.marked(bits)
+                    states[value] = state = state.with_bits(bits)
                 if slices:
                     state = materialise(state).with_provenance()
                     assert state.ids is not None
@@ -247,49 +261,53 @@ class Tracer:
                     ids, provenance = sliced(state.ids, state.provenance, dim, kinds)
                     states[value] = state._replace(ids=ids, provenance=provenance)
 
-    def _step(self, step: Step, states: dict[int, TracedValue], scope: StepContext) -> TracedValue:
+    def _step(
+        self, step: Step, states: dict[int, TracedValue], context: StepContext
+    ) -> TracedValue:
         if len(step.terms) == 1:
             map_, value = step.terms[0]
-            return self.rule.through(self._map(map_, value), states[value], step, scope)
+            return self.rule.through(self._map(map_, value), states[value], step, context)
         maps = [self._map(map_, value) for map_, value in step.terms]
         if order := tiling(maps):
-            known = scope.known.get(step.out)
+            known = context.known.get(step.out)
             return self._tiled(maps, [states[value] for _, value in step.terms], order, known)
         terms: list[TracedValue] = []
         for map_, (_, value) in zip(maps, step.terms):
             terms.append(self._term(map_, states[value], step, not terms))
-        return _ended(self.rule.join(terms, step, scope))
+        return _ended(self.rule.join(terms, step, context))
 
-    def _chosen(self, part: NestedSum, states: dict[int, TracedValue]) -> dict[int, TracedValue]:
-        """For what sums of sums hand on, the largest single |contribution| and its mark."""
+    def _largest_contributions(
+        self, part: NestedSum, states: dict[int, TracedValue]
+    ) -> dict[int, TracedValue]:
+        """For the outputs of nested sums: the largest single |contribution| and its provenance."""
         sizes = {value: _sizes(states[value]) for value in part.takes}
         for step in part.steps:
-            sizes[step.out] = self._joined(VITERBI, step, sizes, NOTHING)
+            sizes[step.out] = self._joined(VITERBI, step, sizes, NO_CONTEXT)
         return {value: sizes[value] for value in part.gives}
 
     def _summed(
-        self, step: Step, states: dict[int, TracedValue], scope: StepContext
+        self, step: Step, states: dict[int, TracedValue], context: StepContext
     ) -> TracedValue:
-        """The gradient of a value, whatever marks it may have."""
-        known = scope.known.get(step.out)
+        """The gradient of a value, without provenance."""
+        known = context.known.get(step.out)
         if known is not None:
             return made(known, None, ProvenanceTable())
         inputs = {term.value: materialise(states[term.value]) for term in step.terms}
-        return self._joined(GRADIENT, step, inputs, scope)._replace(ids=None, unmasked=False)
+        return self._joined(GRADIENT, step, inputs, context)._replace(ids=None, unmasked=False)
 
     def _joined(
-        self, rule: Rule, step: Step, states: Mapping[int, TracedValue], scope: StepContext
+        self, rule: Rule, step: Step, states: Mapping[int, TracedValue], context: StepContext
     ) -> TracedValue:
         found = [
-            rule.through(self._map(map_, value), states[value], step, scope)
+            rule.through(self._map(map_, value), states[value], step, context)
             for map_, value in step.terms
         ]
-        return found[0] if len(found) == 1 else rule.join(found, step, scope)
+        return found[0] if len(found) == 1 else rule.join(found, step, context)
 
     def _tiled(
         self, maps: list[Map], states: list[TracedValue], order: list[int], known: Tensor | None
     ) -> TracedValue:
-        """Terms that lie side by side: each element comes from one of them, if it is not 0."""
+        """Terms that tile the output (a concatenation): each element comes from one of them."""
         states = [materialise(state) for state in states]
         exponent = max(state.exponent for state in states)
         value = known
@@ -304,19 +322,18 @@ class Tracer:
             provenance, shift = provenance.joined(state.provenance)
             ids.append(torch.add(given, given != 0, alpha=shift) if shift else given)
         both = tiled(maps, ids, order)
-        if (
-            self.absolute or len(provenance.rows) > MANY
-        ):  # none is to be told by elements that are 0
+        # compact() must not count ids of elements that are 0 as used
+        if self.absolute or len(provenance.rows) > COMPACT_ABOVE_ENTRIES:
             return TracedValue(value, exponent, *compact(both * (value != 0), provenance))
         return made(value, both, provenance, unmasked=True)
 
     def _term(self, map_: Map, state: TracedValue, step: Step, first: bool) -> TracedValue:
-        """What one of several terms brings. An element that is only moved counts if it is not 0;
-        of terms that follow, 0 counts for nothing anyway.
+        """One of several terms. A gathered element of the first term has a path only if it is not
+        0; elements of later terms that are 0 are never chosen.
         """
-        state = self.rule.through(map_, state, step, NOTHING)
-        marked = state.ids is not None or state.lazy
-        if first and map_.is_gather and marked and not self.absolute and not state.unmasked:
+        state = self.rule.through(map_, state, step, NO_CONTEXT)
+        has_ids = state.ids is not None or state.lazy
+        if first and map_.is_gather and has_ids and not self.absolute and not state.unmasked:
             state = materialise(state)._replace(unmasked=True)
         return state
 
@@ -325,27 +342,29 @@ class Tracer:
         step: Step,
         states: dict[int, TracedValue],
         sums: dict[int, list[TracedValue]],
-        scope: StepContext,
+        context: StepContext,
     ) -> None:
-        """A sum over the users of a value, one more of them."""
+        """Add one more term to the sum over a value's users; ``sums`` holds partial sums."""
         found: list[TracedValue] = []
-        told = 0  # so many of them are known to be alike, if there are more than one
+        checked = 0  # how many leading terms are known to be uniform and equal
         for map_, value in step.terms:
             if value in sums:
                 some = sums.pop(value)
                 if found or len(some) == 1:
                     found += map(unpacked, some) if self.narrow else some
-                else:  # what goes on is not copied: there may be thousands of terms
-                    found, told = some, len(some)
+                else:  # extend the list in place: there may be thousands of terms
+                    found, checked = some, len(some)
             else:
                 state = states[value]
                 found.append(self._term(self._map(map_, value), state, step, not found))
         if step.out not in self.partial:
-            states[step.out] = _ended(self.rule.join(found, step, scope))
-        elif alike(found, told) or (not self.narrow and len(found) <= TERMS and shared(found)):
+            states[step.out] = _ended(self.rule.join(found, step, context))
+        elif alike(found, checked) or (
+            not self.narrow and len(found) <= UNADDED_MAX_TERMS and shared(found)
+        ):
             sums[step.out] = found
         else:
-            total = self.rule.join(found, step, NOTHING, on=True)
+            total = self.rule.join(found, step, NO_CONTEXT, on=True)
             sums[step.out] = [packed(total) if self.narrow else total]
 
     def _map(self, map_: Map, value: int) -> Map:
@@ -360,7 +379,7 @@ class Tracer:
 
 
 def _sizes(state: TracedValue) -> TracedValue:
-    """The sizes of a value's elements; such as are 0 have no mark."""
+    """|value|, with id 0 at elements that are 0."""
     state = materialise(state)
     if state.ids is not None:
         state = state._replace(unmasked=True)
@@ -369,13 +388,13 @@ def _sizes(state: TracedValue) -> TracedValue:
     return TracedValue(wide(state.value).abs(), state.exponent, state.ids, state.provenance)
 
 
-def _pointed(state: TracedValue, largest: TracedValue) -> TracedValue:
-    """A value with the marks of its largest contributions."""
+def _with_provenance_of(state: TracedValue, largest: TracedValue) -> TracedValue:
+    """A value with the provenance of its largest contributions."""
     return made(state.value, largest.with_provenance().ids, largest.provenance)
 
 
 def _ended(state: TracedValue) -> TracedValue:
-    """A sum that does not go on."""
+    """A complete sum: without the size of its largest term."""
     return state if state.size is None else state._replace(size=None)
 
 
@@ -393,10 +412,13 @@ def _drop(
 
 
 def tails(program: Program) -> set[int]:
-    """Values that nothing but a leaf is made of: moved and added up with others, no more."""
+    """Values whose only use leads to a leaf through gathers and sums: no map chooses after them.
+
+    Includes the leaves themselves.
+    """
     ends = {leaf.value for leaf in program.leaves}
     found, used = set(ends), set[int]()
-    for out, terms, _, _ in reversed(program.steps()):  # all who use a value, then who makes it
+    for out, terms, _, _ in reversed(program.steps()):  # users of a value come before its maker
         on = out in found
         for map_, value in terms:
             if value not in used:
@@ -404,15 +426,17 @@ def tails(program: Program) -> set[int]:
                 if on and map_.is_gather:
                     found.add(value)
             elif value in found and value not in ends:
-                found.remove(value)  # somebody else uses it too
+                found.remove(value)  # it has another user
     return found
 
 
 def _only(
     state: TracedValue, of: Tensor, pairs: range, at: tuple[int, Tensor] | None
 ) -> TracedValue:
-    """A state once for each pair, without the elements of other pairs: ``of`` says whose they are.
-    With ``at``, a dimension and the places along it of each pair, only these.
+    """A value batched over pairs, with 0 at elements of other pairs.
+
+    ``of`` gives each element's pair. ``at`` is a dimension and, for each pair, the indices along
+    it to select; None selects all.
     """
     value, ids = state.value, state.ids
     assert value is not None
@@ -425,5 +449,5 @@ def _only(
 
 
 def _each(x: Tensor, at: tuple[int, Tensor] | None) -> Tensor:
-    """Along a first dimension, what each pair takes of a tensor."""
+    """A tensor with a new first dimension over pairs, indexed for each pair if ``at``."""
     return x.unsqueeze(0) if at is None else each_at(x, *at)

@@ -90,7 +90,7 @@ class SampledWatch:
         self._end()
 
     def _begin(self) -> None:
-        if self._watch is None or len(self._watch.atlas.starts) > MANY:
+        if self._watch is None or len(self._watch.name_table.starts) > MANY:
             self._watch = watch(self.model, composed=self._apart())
         self._watch.__enter__()
         self._open = True

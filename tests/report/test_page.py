@@ -275,7 +275,7 @@ def test_a_large_report_in_a_notebook_has_no_paths(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_large_model_in_a_notebook_has_a_smaller_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["gradtrace.trace"], "OPERATORS", 1)
+    monkeypatch.setattr(sys.modules["gradtrace.trace"], "FULL_VIEW_MAX_OPERATORS", 1)
     data = decoded(re.findall(r"<script>(.*)</script>", framed(trace()._repr_html_()))[0])
     notes = data["traces"][0]["notes"]
     assert any("smaller view" in note and "report.html" in note for note in notes)
