@@ -92,7 +92,7 @@ def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> LossRe
     model, rest = _parted(returned, name)
     loss = _loss(rest)
     if loss is not None:
-        discovery.settle(loss, model, known)
+        discovery.resolve_names(loss, model, known)
         return LossRecord(loss, discovery)
     if model is None or not callable(rest):
         raise GradtraceError(f"{name} returned {_kind(returned)}; {RETURNS}")
