@@ -1,4 +1,4 @@
-"""``gradtrace ops``: what is known of ATen operations."""
+"""``gradtrace ops``: lists how ATen operations are handled."""
 
 from __future__ import annotations
 
