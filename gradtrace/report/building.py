@@ -219,7 +219,7 @@ def _map(shown: Cells, starts: Places, number: Places) -> HeatMap:
 
 
 def _first(ranks: dict[int, Places], count: int) -> dict[int, Places]:
-    """The indices of ``count`` cells in total, evenly distributed over leaves as far as possible."""
+    """The indices of ``count`` cells in total, evenly spread over leaves as far as possible."""
     turn = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *ranks.values()]))
     limit = turn[count] if count < len(turn) else len(turn)
     return {value: np.flatnonzero(rank < max(1, limit)) for value, rank in ranks.items()}
