@@ -75,9 +75,9 @@ def make(asked: ReportOptions) -> WrittenReport:
     trace = load(asked.file)
     other = None if asked.other is None else load(asked.other)
     trace.report(asked.out, compare=other, name=asked.titles)
-    told = [_trace(each) for each in (trace, other) if each is not None]
+    summaries = [_trace(each) for each in (trace, other) if each is not None]
     return WrittenReport(
-        "; ".join(f"{name}: {text}" for name, text in zip(asked.titles, told)), None, state
+        "; ".join(f"{name}: {text}" for name, text in zip(asked.titles, summaries)), None, state
     )
 
 

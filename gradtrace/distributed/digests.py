@@ -194,8 +194,8 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def named(thing: Any) -> str:
+def named(definition: Any) -> str:
     """The qualified name of a class or a function, without its module: that of a script is
     ``__main__`` when it is run, and another when it is imported.
     """
-    return str(getattr(thing, "__qualname__", thing))
+    return str(getattr(definition, "__qualname__", definition))

@@ -405,13 +405,13 @@ def _roots() -> tuple[str, ...]:
     return (*(path for path in found if path), ours.removesuffix("__init__.py"))
 
 
-def installed(thing: Any) -> bool:
+def installed(definition: Any) -> bool:
     """Whether code belongs to an installed package, and not to the user's own program."""
-    code = getattr(thing, "__code__", None)
+    code = getattr(definition, "__code__", None)
     if isinstance(code, CodeType):
         file = code.co_filename
     else:
-        name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
+        name = definition.__name__ if isinstance(definition, ModuleType) else definition.__module__
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None) or ""
         if module is not None and not file:

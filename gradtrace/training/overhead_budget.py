@@ -69,7 +69,7 @@ class Budget:
     def spend(self, seconds: float, within: bool = True) -> None:
         """Count seconds as overhead.
 
-        ``within``: they lie between two ticks, so the next tick has to subtract them.
+        ``within``: they fall between two ticks, so the next tick has to subtract them.
         """
         self.spent += seconds
         if within:
