@@ -32,13 +32,13 @@ def loop(
     """A loop whose steps take ``each`` seconds and whose traces take ``cost``."""
     clock, model = Clock(), nn.Linear(2, 1)
     found = Monitor(model, every=every, budget=budget, clock=clock, view=False)
-    look = found._found
+    look = found._measured
 
     def slow(*args: object) -> tuple[Trace, StepResult]:
         clock.now += cost
         return look(*args)  # type: ignore[arg-type]
 
-    found._found = slow  # type: ignore[method-assign]
+    found._measured = slow  # type: ignore[method-assign]
     x = torch.ones(1, 2)
     for _ in range(steps):
         clock.now += each
@@ -124,11 +124,11 @@ def test_pause(monkeypatch: pytest.MonkeyPatch) -> None:
             if step == 1:
                 found.pause()
     assert found.history.timed == (0, 2)
-    assert monitor.FLUSH > 1
+    assert monitor.FLUSH_STEPS > 1
 
 
 def test_times_are_written_without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "FLUSH", 4)
+    monkeypatch.setattr(monitor, "FLUSH_STEPS", 4)
     found, _ = loop(0.03, 12, 1.0, every=1000)
     assert found._gathering is not None
     assert len(found._times) < 4 and found._gathering.writer.read().timed == tuple(range(8))

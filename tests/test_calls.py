@@ -195,7 +195,7 @@ def test_a_direct_call_gives_the_same_table(how: str) -> None:
         with eye as watch:
             loss = (model.forward(x) if direct else model(x)).sum()
         if isinstance(watch, Discovery):
-            watch.settle(loss)
+            watch.resolve_names(loss)
         return watch.trace(loss).influence()
 
     found = table(True)
@@ -211,7 +211,7 @@ def test_discovery_sees_classes_that_are_made_later() -> None:
 
         model = Late()
         loss = model.forward(torch.ones(1, 3)).sum()
-    found.settle(loss, nn.ModuleDict({"late": model}))
+    found.resolve_names(loss, nn.ModuleDict({"late": model}))
     assert made_in(found, loss)["TanBackward0"] == {("late", 0)}
 
 

@@ -538,7 +538,7 @@ def test_the_worst_come_first_and_json_holds_all() -> None:
 
 
 def test_many_parameters_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[check.__module__], "BUDGET", 30)
+    monkeypatch.setattr(sys.modules[check.__module__], "TOTAL_ELEMENTS", 30)
     model = nn.ParameterList([torch.ones(70) for _ in range(7)])
     seen: list[tuple[int, int]] = []
 

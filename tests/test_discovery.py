@@ -44,7 +44,7 @@ def test_it_sees_what_a_watch_sees(known: str) -> None:
         wanted = loss_of(model)
     with Discovery() as found:
         loss = loss_of(model)
-    found.settle(loss, model if known == "model" else None, {"net": model, "x": 3})
+    found.resolve_names(loss, model if known == "model" else None, {"net": model, "x": 3})
     assert places(loss, found) == places(wanted, watch)
     mine, theirs = found.trace(loss), watch.trace(wanted)
     assert mine.modules == theirs.modules and list(mine.gradients) == list(theirs.gradients)
@@ -57,7 +57,7 @@ def test_calls_are_counted_from_the_first_of_the_loss() -> None:
         for _ in range(5):
             loss_of(model).backward()
         loss = loss_of(model)
-    found.settle(loss)
+    found.resolve_names(loss)
     assert {call for _, module, call in places(loss, found) if module == "block.0"} == {0, 1}
     assert {call for _, module, call in places(loss, found) if not module} == {0}
 
@@ -66,7 +66,7 @@ def test_several_models_are_named_by_variable_or_class() -> None:
     first, second, third, judge = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.MSELoss()
     with Discovery() as found:
         loss = judge(third(second(first(torch.ones(2, 3)))), torch.zeros(2, 3))
-    found.settle(loss, None, {"encoder": first})
+    found.resolve_names(loss, None, {"encoder": first})
     names = {"encoder", "Linear", "Linear@1", "MSELoss"}
     assert {module for _, module, _ in places(loss, found)} == names
     assert set(found.trace(loss).gradients) == {
@@ -78,7 +78,7 @@ def test_the_one_with_parameters_is_the_model() -> None:
     model, judge = Net(), nn.MSELoss()
     with Discovery() as found:
         loss = judge(model(torch.ones(2, 3)), torch.zeros(2, 3))
-    found.settle(loss)
+    found.resolve_names(loss)
     assert {module for _, module, _ in places(loss, found)} == {"", "block.0", "block.1", "MSELoss"}
     assert "scale" in found.trace(loss).gradients
 
@@ -87,7 +87,7 @@ def test_a_model_whose_forward_is_never_called() -> None:
     model = Net()
     with Discovery() as found:
         loss = model.block(torch.ones(2, 3)).sum()
-    found.settle(loss, model)
+    found.resolve_names(loss, model)
     assert set(found.trace(loss).gradients) == {"block.0.weight", "block.0.bias"}
 
 
@@ -96,7 +96,7 @@ def test_a_name_that_the_model_has_taken() -> None:
     other = nn.Linear(3, 1)
     with Discovery() as found:
         loss = other(model["Linear"](torch.ones(2, 3))).sum()
-    found.settle(loss, model)
+    found.resolve_names(loss, model)
     leaves = {"Linear.weight", "Linear.bias", "Linear@1.weight", "Linear@1.bias"}
     assert set(found.trace(loss).gradients) == leaves
 
@@ -108,7 +108,7 @@ def test_other_tensors_in_the_place_of_parameters() -> None:
     }
     with Discovery() as found:
         loss = functional_call(model, other, (torch.ones(2, 3),)).sum()
-    found.settle(loss, model)
+    found.resolve_names(loss, model)
     assert set(found.trace(loss).gradients) >= {"scale", "block.0.weight", "block.0.bias"}
 
 
@@ -116,7 +116,7 @@ def test_no_module_at_all() -> None:
     x = torch.ones(3, requires_grad=True)
     with Discovery() as found:
         loss = (x * x).sum()
-    found.settle(loss)
+    found.resolve_names(loss)
     assert set(found.trace(loss).gradients) == {"leaf0"}
 
 
@@ -131,7 +131,7 @@ def test_a_loss_without_a_graph() -> None:
     with Discovery() as found:
         loss = torch.ones(3).sum()
     with pytest.raises(GradtraceError, match="no grad_fn"):
-        found.settle(loss)
+        found.resolve_names(loss)
 
 
 def test_outermost() -> None:

@@ -298,7 +298,7 @@ def test_copies_and_pickles_of_the_model_have_nothing_of_it() -> None:
     with gt.Monitor(model, budget=None) as monitor:
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             other(batches(1)[0][0])
-            assert monitor._look._watch is None
+            assert monitor._sampled._watch is None
         assert monitor.step(loss_of(model, batches(1)[0])) is not None
 
 

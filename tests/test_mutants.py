@@ -182,7 +182,7 @@ def test_the_memory_of_json_is_foreseen(text: str) -> None:
 def test_what_cannot_be_read_again_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(container, "MEMORY", 10_000)
+    monkeypatch.setattr(container, "MEMORY_MAX_BYTES", 10_000)
     with pytest.raises(container.BadFile, match="save fewer or smaller tables"):
         container.write(tmp_path / "x", "trace", {"x": [[]] * 1000}, {})
     assert list(tmp_path.iterdir()) == []
@@ -198,7 +198,7 @@ def test_json_is_strict(word: str) -> None:
 
 def test_digits_are_looked_at_once() -> None:
     """A search for many of them that begins anew at each takes 4 s for a megabyte of this."""
-    text = ("9" * (validation.DIGITS - 1) + "a") * 2000
+    text = ("9" * (validation.MAX_DIGITS - 1) + "a") * 2000
     begun = time.process_time()
     assert validation.parse(f'{{"a": "{text}"}}') == {"a": text}
     assert time.process_time() - begun < 8
@@ -224,7 +224,7 @@ def test_lines_that_say_nothing_are_not_read_for_ever(line: str) -> None:
 
 def test_a_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file without ends of lines may be larger than memory: this one has a terabyte of zeros."""
-    monkeypatch.setattr("gradtrace.io.atomic_files.LINE", 1000)
+    monkeypatch.setattr("gradtrace.io.atomic_files.LINE_MAX_BYTES", 1000)
     run, rows = tmp_path / "run.jsonl", tmp_path / "out" / "mine" / "rows" / "1-a.jsonl"
     rows.parent.mkdir(parents=True)
     results = tmp_path / "out" / "other" / "results.json"

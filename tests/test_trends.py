@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gradtrace.profiling.trend_tests import (
-    FEW,
+    MIN_POINTS,
     inflation_of,
     mann_kendall,
     medians,
@@ -91,7 +91,7 @@ def test_inflation_grows_with_likeness() -> None:
     assert 1 <= means[0] < 2 < means[1] < means[2]
 
 
-@pytest.mark.parametrize("n", range(FEW))
+@pytest.mark.parametrize("n", range(MIN_POINTS))
 def test_few_numbers_tell_nothing(n: int) -> None:
     found = trend(range(n))
     assert found.sign == 0

@@ -156,10 +156,10 @@ class Told(RankExchange):
     """Four processes, of which this is the first; a test says what the others tell."""
 
     def __init__(self) -> None:
-        super().__init__(together=False)
+        super().__init__(enabled=False)
         self.world, self.messages = 4, list[tuple[int, Message]]()
 
-    def heard(self) -> list[tuple[int, Message]]:
+    def received(self) -> list[tuple[int, Message]]:
         found, self.messages = self.messages, []
         return found
 
@@ -176,9 +176,9 @@ def test_no_look_is_lost(tmp_path: Path, dead: tuple[int, ...]) -> None:
             rank = draw.choice([rank for rank in left if left[rank]])
             step, look = left[rank].pop(0), StepResult(2.0**rank, 1.0)
             if rank == 0:
-                run.own(step, look)
+                run.add_own(step, look)
             else:
-                told.messages.append((rank, {"step": step, "look": look.to_dict()}))
+                told.messages.append((rank, {"step": step, "result": look.to_dict()}))
             for act in (run.pump, run.read):
                 if draw.random() < 0.3:
                     act()
@@ -193,8 +193,8 @@ def test_no_look_is_lost(tmp_path: Path, dead: tuple[int, ...]) -> None:
 
 def test_alone() -> None:
     alone = RankExchange()
-    assert alone.first and alone.world == 1 and alone.line is None
-    alone.tell({"nothing": 1})
-    assert alone.heard() == []
+    assert alone.first and alone.world == 1 and alone.thread is None
+    alone.send({"nothing": 1})
+    assert alone.received() == []
     alone.close()
     assert torch.distributed.is_available()

@@ -1,8 +1,8 @@
 """The command line: ``gradtrace demo | trace | influence | report | check | experiment | ...``.
 
-Results go to stdout, progress, remarks and errors to stderr. ``codes`` says what exit codes mean.
-Files here import nothing heavy when they are loaded, so that help and the shell's completion come
-at once: PyTorch alone takes seconds.
+Results go to stdout, progress, remarks and errors to stderr. ``codes`` lists the exit codes. These
+modules import nothing heavy at load time, so that help and shell completion are fast: importing
+PyTorch alone takes seconds.
 """
 
 from gradtrace.cli import bench, check, demo, doctor, experiment, influence, ops, report, trace

@@ -1,4 +1,4 @@
-"""The application: the options that all commands share, and how it ends."""
+"""The application: options that all commands share, error handling and exit codes."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from gradtrace.printable import printable
 
 DEBUG = "--debug"
 ORDER = ("demo", "trace", "influence", "report", "check", "experiment", "bench", "ops", "doctor")
-"""Of commands, in the help."""
+"""The order of commands in the help."""
 
 PACKAGE = str(Path(gradtrace.__file__).parent)
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: what to type."""
+    """The examples at the end of a command's help."""
     return "\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
 class Guarded(TyperGroup):
-    """Errors that are meant for the user are one line, without a traceback."""
+    """Prints errors as one line, without a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """What a newcomer needs comes first."""
+        """The commands, those for newcomers first."""
         return sorted(super().list_commands(ctx), key=ORDER.index)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """``--debug`` may stand anywhere before ``--``."""
+        """Accept ``--debug`` anywhere before ``--``."""
         end = args.index("--") if "--" in args else len(args)
         if DEBUG in args[:end]:
             args = [DEBUG, *(arg for arg in args[:end] if arg != DEBUG), *args[end:]]
         return super().parse_args(ctx, args)
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """Parse what was typed, which may be the name of somebody else's file."""
+        """Parse the arguments; errors are made printable, as they may contain any file name."""
         try:
             return super().make_context(*args, **options)
         except Exception as error:
             if _is_usage(error):
-                _clean(error)
+                _make_printable(error)
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
+        """Run a command; print its error, and exit with the code of it."""
         try:
             return super().invoke(ctx)
         except (BrokenPipeError, typer.Exit, typer.Abort):
@@ -66,32 +66,32 @@ class Guarded(TyperGroup):
             raise typer.Exit(INTERRUPTED) from stop
         except Exception as error:
             if _is_usage(error):
-                _clean(error)
+                _make_printable(error)
                 raise
             if ctx.params.get("debug"):
                 raise
-            say(f"gradtrace: {told(error)}")
+            say(f"gradtrace: {error_line(error)}")
             raise typer.Exit(code_of(error)) from error
 
 
 def _is_usage(error: Exception) -> bool:
-    """Whether it is about how a command was typed, which typer tells by itself."""
+    """Whether it is a usage error, which typer reports itself."""
     return hasattr(error, "exit_code") and hasattr(error, "format_message")
 
 
-def _clean(error: Any) -> None:
-    """Make the message of an error fit to be printed."""
+def _make_printable(error: Any) -> None:
+    """Escape unprintable characters in the message of an error."""
     if isinstance(getattr(error, "message", None), str):
         error.message = printable(error.message)
 
 
 def code_of(error: BaseException) -> int:
-    """Whether the user can do something about it."""
+    """The exit code of an error: ``WRONG`` if the user can fix it, else ``BUG``."""
     return WRONG if isinstance(error, (GradtraceError, OSError)) else BUG
 
 
-def told(error: BaseException) -> str:
-    """An error in one line."""
+def error_line(error: BaseException) -> str:
+    """The text of an error, in one line."""
     if code_of(error) == WRONG:
         return str(error)
     return (
@@ -136,7 +136,7 @@ def options(
     """See which way gradient flows through a PyTorch model."""
 
 
-# How it ends -------------------------------------------------------------------------------------
+# Entry point and exit ----------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Streams may be closed, or know no ×."""
+    """Replace closed streams, and characters that a stream's encoding lacks (such as ×)."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -156,7 +156,7 @@ def _open_streams() -> None:
 
 
 def _run() -> Any:
-    """The exit code of what was typed."""
+    """Run the command line; its exit code."""
     try:
         app(prog_name="gradtrace")
     except SystemExit as end:
@@ -169,7 +169,7 @@ def _run() -> Any:
         if DEBUG in sys.argv:
             _show(error)
         else:
-            say(f"gradtrace: {told(error)}")
+            say(f"gradtrace: {error_line(error)}")
         return code_of(error)
     return 0
 
@@ -181,7 +181,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _show(error: Exception) -> None:
-    """The traceback; that of an error in the user's script begins there."""
+    """Print the traceback; for an error in the user's script, from the script on."""
     cause = error.__cause__ if isinstance(error, GradtraceError) and error.__cause__ else error
     found = cause.__traceback__
     own = found
@@ -199,7 +199,7 @@ def _ours(at: TracebackType) -> bool:
 
 
 def _flushed(code: Any) -> Any:
-    """What is still in the buffer may find no reader, or no room on the disk."""
+    """Flush stdout; the exit code, or another one if the reader is gone or the disk is full."""
     try:
         sys.stdout.flush()
         return code

@@ -1,4 +1,4 @@
-"""``gradtrace bench``: how long passes take."""
+"""``gradtrace bench``: times tracing and PyTorch's own passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradtrace.cli.printing import Json, write_json
 
 
 def sections(incomplete: str) -> list[str]:
-    """For the shell."""
+    """Shell completion."""
     from gradtrace.benchmarks.table import SECTIONS
 
     return [name for name in SECTIONS if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""``gradtrace check``: gradients beside differences of the loss."""
+"""``gradtrace check``: compares gradients with finite differences of the loss."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(
 
 
 def _pair(made: Any, name: str) -> tuple[Any, Any]:
-    """``(loss_fn, model)``, as the function returns them."""
+    """``(loss_fn, model)`` from the function's return value."""
     if not isinstance(made, (tuple, list)) or len(made) != 2:
         raise GradtraceError(f"{name} returned {type(made).__name__}; return (loss_fn, model)")
     return made[0], made[1]

@@ -1,4 +1,4 @@
-"""``gradtrace demo``: the main job on embedded data."""
+"""``gradtrace demo``: the main features on embedded data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gradtrace doctor``: whether gradtrace works with this torch."""
+"""``gradtrace doctor``: checks that gradtrace works with the installed torch."""
 
 from __future__ import annotations
 

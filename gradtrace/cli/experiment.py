@@ -1,4 +1,4 @@
-"""``gradtrace experiment``: the claims of the sources, run again."""
+"""``gradtrace experiment``: runs the experiments that test the claims of the sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradtrace.cli.printing import Json, console, say, table, write, write_json
 
 
 def names(incomplete: str) -> list[str]:
-    """For the shell."""
+    """Shell completion."""
     from gradtrace.experiments.harness.table import available
 
     return [name for name in available() if name.startswith(incomplete)]
@@ -106,7 +106,7 @@ def _write_list(found: list[dict[str, str]], as_json: bool) -> None:
 
 
 def write_found(found: dict[str, dict[str, Any]]) -> None:
-    """The tables of experiments, and the sentence of each."""
+    """Print the tables and the sentence of each experiment."""
     from gradtrace.experiments.harness.results import numeric, told
 
     out = console()

@@ -1,4 +1,4 @@
-"""``gradtrace influence``: through which components gradient comes, over a data set."""
+"""``gradtrace influence``: measures the influence of components over a data set."""
 
 from __future__ import annotations
 

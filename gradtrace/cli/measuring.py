@@ -1,4 +1,4 @@
-"""What ``gradtrace influence`` does: a script's model over its data, on one process or on many."""
+"""Implements ``gradtrace influence``: a script's model over its data, on one or more processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 from gradtrace.cli.codes import WRONG
 from gradtrace.cli.printing import write, write_table
 from gradtrace.cli.target import Target
-from gradtrace.cli.tracing import SHOWN, chosen, rows
+from gradtrace.cli.tracing import DEFAULT_TOP, chosen, rows
 from gradtrace.distributed.dataset_influence import influence
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.experiments.harness.ranks import Ranks, joined
@@ -39,19 +39,19 @@ class InfluenceOptions:
 
 
 class InfluenceOutcome(NamedTuple):
-    """The table, and whether this process is the one that shows it."""
+    """The table, and whether this process prints it (``spoken``)."""
 
     table: Influence
     spoken: bool
 
 
 def found(target: Target, args: Sequence[str], asked: InfluenceOptions) -> InfluenceOutcome:
-    """Run the script's function, and measure what it returned.
+    """Run the script's function, and measure the model that it returned.
 
-    Under torchrun its ranks are joined before, so that it may wrap its model. Of an error that all
-    ranks share, rank 0 speaks; if that is what is gone, the others do.
+    Under torchrun the process group is initialised first, so that the script may wrap its model. An
+    error that all ranks share is printed by rank 0; if rank 0 is gone, by the others.
     """
-    with joined() as ranks, _told_to_stop(ranks):
+    with joined() as ranks, _sigterm_as_failure(ranks):
         try:
             with target.running(args) as script:
                 model, loss_fn, loader = _made(ranks, target, script, args)
@@ -73,8 +73,8 @@ def found(target: Target, args: Sequence[str], asked: InfluenceOptions) -> Influ
 
 
 @contextmanager
-def _told_to_stop(ranks: Ranks) -> Iterator[None]:
-    """When a process ends, torchrun stops all others: say so, and what is known of it."""
+def _sigterm_as_failure(ranks: Ranks) -> Iterator[None]:
+    """Turn SIGTERM, by which torchrun stops all ranks after one has ended, into RankFailed."""
     if ranks.world == 1:
         yield
         return
@@ -92,7 +92,7 @@ def _told_to_stop(ranks: Ranks) -> Iterator[None]:
 def _made(
     ranks: Ranks, target: Target, script: ModuleType, args: Sequence[str]
 ) -> tuple[nn.Module, Any, Iterable[Any]]:
-    """What the function returned; where it fails on one rank, the others do not wait for it."""
+    """The function's return value; if it fails on one rank, it fails on all."""
     try:
         made = parts(target.call(script, args), target.name)
     except (Exception, SystemExit) as error:
@@ -127,8 +127,8 @@ def parts(made: Any, name: str) -> tuple[nn.Module, Any, Iterable[Any]]:
 
 
 def show(table: Influence, top: int | None) -> None:
-    """For a reader."""
-    shown = chosen(table, top or SHOWN).table()
+    """Print the table as text."""
+    shown = chosen(table, top or DEFAULT_TOP).table()
     more = len(table) - len(shown.rows)
     left = (f"… and {more:,} more components (--top {len(table)} shows all)",) if more else ()
     write_table(replace(shown, notes=(*left, *shown.notes)))
@@ -137,7 +137,7 @@ def show(table: Influence, top: int | None) -> None:
 
 
 def data(table: Influence, asked: InfluenceOptions, top: int | None) -> dict[str, Any]:
-    """For a program."""
+    """The results for ``--json``."""
     return {
         "rule": table.rule,
         "granularity": asked.granularity,

@@ -1,4 +1,4 @@
-"""``gradtrace ops``: what is known of ATen operations."""
+"""``gradtrace ops``: lists how ATen operations are handled."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def ops(
     out = console()
     out.print(table([op_catalogue.Op._fields, *found]))
     if not names:
-        told = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
-        out.print(f"All {counts.total():,} functional ATen overloads: {told}")
+        listing = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
+        out.print(f"All {counts.total():,} functional ATen overloads: {listing}")

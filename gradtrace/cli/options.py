@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS = ("modules", "classes", "operators", "labels", "arguments")
 
 
 def kinds(incomplete: str) -> list[str]:
-    """For the shell."""
+    """Shell completion."""
     return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 

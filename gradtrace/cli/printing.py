@@ -1,6 +1,6 @@
-"""What commands print: tables, JSON, remarks, progress.
+"""Output of commands: tables, JSON, remarks, progress.
 
-All text passes through ``printable`` here, whatever names and files it comes from.
+All text is passed through ``printable`` here, whatever names and files it comes from.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ STYLES = {
     "ok": "green",
     "unreached": "dim",
 }
-"""Of verdicts."""
+"""Styles of verdicts."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 
 def console(stderr: bool = False) -> Console:
-    """Plain where colour is not wanted, wide where nobody's window limits it."""
+    """A console without colour if NO_COLOR is set, and of fixed width if it is not a terminal."""
     from rich.console import Console
 
     class Printable(Console):
         def print(self, *objects: Any, **options: Any) -> None:
-            """Lines of text; tables are made of printable text already."""
+            """Print objects; strings are escaped, tables contain printable text already."""
             super().print(*(printable(x) if isinstance(x, str) else x for x in objects), **options)
 
     stream = sys.stderr if stderr else sys.stdout
@@ -55,14 +55,14 @@ def console(stderr: bool = False) -> Console:
 
 
 def write(line: str) -> None:
-    """A line on stdout, which is never broken in two."""
+    """Print a line on stdout, without wrapping."""
     console().print(line, soft_wrap=True)
 
 
 def table(
     rows: Sequence[Sequence[str]], right: Iterable[int] = (), styles: dict[str, str] | None = None
 ) -> Table:
-    """A table of text under its first row; cells found in ``styles`` are coloured."""
+    """A table of text, whose first row is the header; cells found in ``styles`` are coloured."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
@@ -78,7 +78,7 @@ def table(
 
 
 def write_table(data: Data, limit: int | None = None) -> None:
-    """A table of values: its title, at most ``limit`` rows, and its notes."""
+    """Print a table: its title, at most ``limit`` rows, and its notes."""
     out = console()
     if data.title:
         out.print(data.heading, soft_wrap=True)
@@ -89,36 +89,36 @@ def write_table(data: Data, limit: int | None = None) -> None:
 
 
 def write_json(data: dict[str, Any]) -> None:
-    """JSON, and nothing else."""
+    """Print JSON on stdout."""
     text = json.dumps(data, indent=2, allow_nan=False)
-    print(text.replace("\x7f", "\\u007f"))  # the one control character that JSON leaves as it is
+    print(text.replace("\x7f", "\\u007f"))  # the one control character that JSON does not escape
 
 
 def say(line: str) -> None:
-    """A remark, on stderr."""
+    """Print a remark on stderr, as one line."""
     print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
 
 
 class ProgressBar:
-    """What is going on, as a bar or a spinner; silent without one."""
+    """Progress as a bar or a spinner, drawn by ``show(text, done, total)``."""
 
     def __init__(self, show: Callable[[str, int, int | None], None]) -> None:
         self._show = show
         self._now = ""
 
     def begin(self, what: str) -> None:
-        """Something else is done now."""
+        """Begin another task."""
         self._now = printable(what)
         self._show(self._now, 0, None)
 
     def advance(self, done: int, total: int) -> None:
-        """So far it has come."""
+        """Update the progress of the task."""
         self._show(self._now, done, total)
 
 
 @contextmanager
 def working(what: str) -> Iterator[ProgressBar]:
-    """Progress on stderr, where that is a terminal that can take it back."""
+    """Show progress on stderr, if that is a terminal that can erase it again."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     out = console(stderr=True)

@@ -1,4 +1,4 @@
-"""``gradtrace report``: a page of what was saved."""
+"""``gradtrace report``: writes the page of a saved trace or a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``gradtrace report`` does: from files to a page, once or as often as they change."""
+"""Implements ``gradtrace report``: from files to a page, once or whenever they change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN = ".jsonl"
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Which files, where to, and what the report calls them."""
+    """The input files, the output file, and the names in the report."""
 
     file: Path
     other: Path | None
@@ -30,7 +30,7 @@ class ReportOptions:
     def of(
         cls, file: Path, other: Path | None, out: Path | None, names: tuple[str, ...]
     ) -> ReportOptions:
-        """What was typed, if it makes sense."""
+        """Check the arguments of the command."""
         runs = [each for each in (file, other) if each is not None and each.suffix == RUN]
         if other is not None and runs:
             raise GradtraceError(
@@ -46,7 +46,7 @@ class ReportOptions:
 
     @property
     def sources(self) -> list[Path]:
-        """The files that are read, as far as they are there."""
+        """The input files that exist."""
         also = beside(self.file) if self.file.suffix == RUN else self.other
         return [each for each in (self.file, also) if each is not None and each.exists()]
 
@@ -58,10 +58,10 @@ class ReportOptions:
 
 
 class WrittenReport(NamedTuple):
-    """What was written, of files in this state."""
+    """A summary of the page written, and the state of the files it was made from."""
 
     summary: str
-    running: bool | None  # None: of traces nobody knows
+    running: bool | None  # None for traces
     state: tuple[object, ...]
 
 
@@ -75,9 +75,9 @@ def make(asked: ReportOptions) -> WrittenReport:
     trace = load(asked.file)
     other = None if asked.other is None else load(asked.other)
     trace.report(asked.out, compare=other, name=asked.titles)
-    told = [_trace(each) for each in (trace, other) if each is not None]
+    summaries = [_trace(each) for each in (trace, other) if each is not None]
     return WrittenReport(
-        "; ".join(f"{name}: {text}" for name, text in zip(asked.titles, told)), None, state
+        "; ".join(f"{name}: {text}" for name, text in zip(asked.titles, summaries)), None, state
     )
 
 
@@ -95,7 +95,7 @@ def _trace(trace: Saved) -> str:
 
 
 def wait(asked: ReportOptions, every: float, say: Callable[[str], None]) -> None:
-    """Until there is something to read."""
+    """Wait until the files have content."""
     wanted = [each for each in (asked.file, asked.other) if each is not None]
     if not all(map(_begun, wanted)):
         say(f"waiting for {' and '.join(map(str, wanted))}")
@@ -104,7 +104,7 @@ def wait(asked: ReportOptions, every: float, say: Callable[[str], None]) -> None
 
 
 def _begun(path: Path) -> bool:
-    """Whether there is something in a file; a pipe or a device would never have a size."""
+    """Whether a file has content; raises for a pipe or a device, which never have a size."""
     try:
         with atomic_files.opened(path) as file:
             return bool(file.read(1))
@@ -124,6 +124,6 @@ def follow(asked: ReportOptions, every: float, done: WrittenReport) -> WrittenRe
 
 
 def _state(asked: ReportOptions) -> tuple[object, ...]:
-    """What tells that a file was written to."""
+    """Modification time, size and inode of the files, to detect changes."""
     stats = [each.stat() for each in asked.sources]
     return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)

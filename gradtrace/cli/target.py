@@ -1,4 +1,4 @@
-"""``SCRIPT.py:FUNCTION``: a function of the user's, found and called."""
+"""``SCRIPT.py:FUNCTION``: finds and calls a function of the user's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradtrace.errors import GradtraceError, close
 from gradtrace.tools import user_script
 
 SCRIPT = "gradtrace_script"
-"""The name under which a user's script is imported, so that it hides no other module."""
+"""The name under which a user's script is imported, so that it shadows no other module."""
 
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Passed to it, as strings.")
@@ -27,7 +27,9 @@ Arguments = Annotated[
 
 
 def functions(incomplete: str) -> list[str]:
-    """For the shell: the functions of a script, read and not run. Files it finds by itself."""
+    """Shell completion: the functions of a script, which is parsed and not run. The shell completes
+    file names itself.
+    """
     path, colon, start = incomplete.rpartition(":")
     if not colon or not Path(path).is_file():
         return []
@@ -48,7 +50,7 @@ class Target:
 
     @classmethod
     def of(cls, text: str) -> Target:
-        """``path/script.py:function``; a drive letter's colon is not the one."""
+        """Parse ``path/script.py:function``, where the path may contain a drive letter's colon."""
         path, colon, name = text.rpartition(":")
         if not colon or not name.isidentifier():
             raise GradtraceError(f"{text!r} names no function; write script.py:function")
@@ -58,10 +60,10 @@ class Target:
 
     @contextlib.contextmanager
     def running(self, args: Sequence[str]) -> Iterator[ModuleType]:
-        """The script, imported, while code of it runs."""
+        """Context with the script imported, in which its code can run."""
         argv = sys.argv
         with user_script.running(self.path), _stdout_is_stderr():
-            sys.argv = [str(self.path), *args]  # for scripts that parse it where they begin
+            sys.argv = [str(self.path), *args]  # for scripts that parse it at import
             try:
                 yield user_script.imported(self.path, SCRIPT)
             finally:
@@ -69,7 +71,7 @@ class Target:
                 sys.modules.pop(SCRIPT, None)
 
     def call(self, script: ModuleType, args: Sequence[str]) -> Any:
-        """What the function returns."""
+        """Call the function; its return value."""
         function = self._function(script)
         signature = _signature(function)
         try:
@@ -91,7 +93,7 @@ class Target:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None of what is written in C, which has none to go by."""
+    """The signature of a function; None for those in C that have none."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -100,7 +102,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 @contextlib.contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """What a script's subprocesses and its code in C print is no result of ours either."""
+    """Redirect file descriptor 1 to stderr, so that output of the script's subprocesses and C code
+    does not mix with our results.
+    """
     try:
         sys.stdout.flush()
         kept = os.dup(1)

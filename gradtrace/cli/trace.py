@@ -1,4 +1,4 @@
-"""``gradtrace trace``: which way the gradient of a script's loss flows."""
+"""``gradtrace trace``: traces the gradient of a script's loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``gradtrace trace`` does: from what a function returned to what is shown."""
+"""Implements ``gradtrace trace``: from a function's return value to the output."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from gradtrace.tracing.components import KINDS, Components
 from gradtrace.tracing.influence import Influence, Row
 from gradtrace.tracing.paths import Path as GradientPath
 
-SHOWN = 20
+DEFAULT_TOP = 20
 RETURNS = "return a loss, a model and its loss, or (model, loss_fn)"
 
 
-# What was asked ----------------------------------------------------------------------------------
+# Options -----------------------------------------------------------------------------------------
 
 
 class Element(NamedTuple):
-    """An element of a leaf, or with None the one with the largest path."""
+    """An element of a leaf; with ``place`` None, the one with the largest path."""
 
     name: str
     place: tuple[int, ...] | None
 
     @classmethod
     def of(cls, text: str) -> Element:
-        """``weight[23,3]``, ``weight[23][3]``, ``weight``."""
+        """Parse ``weight[23,3]``, ``weight[23][3]`` or ``weight``."""
         found = re.fullmatch(r"(.*?)((?:\[[-\d\s,]*\])*)", text, flags=re.DOTALL)
         name, index = found.groups() if found else ("", "")
         if not name or name.endswith("]") or not re.fullmatch(r"[^\[\]]*", name):
@@ -75,37 +75,37 @@ def components(given: Sequence[str]) -> Components:
     return groups
 
 
-# What a function returned ------------------------------------------------------------------------
+# The function's return value ---------------------------------------------------------------------
 
 
 class LossRecord(NamedTuple):
-    """A loss, and who watched it come about."""
+    """A loss, and the watch under which it was computed."""
 
     loss: Tensor
     watch: watch
 
 
 def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> LossRecord:
-    """Call the function with an eye on all modules, and see what it returned."""
+    """Call the function while watching all modules, and interpret its return value."""
     with Discovery() as discovery:
         returned = call()
     model, rest = _parted(returned, name)
     loss = _loss(rest)
     if loss is not None:
-        discovery.settle(loss, model, known)
+        discovery.resolve_names(loss, model, known)
         return LossRecord(loss, discovery)
     if model is None or not callable(rest):
         raise GradtraceError(f"{name} returned {_kind(returned)}; {RETURNS}")
-    with watch(model) as eye:
+    with watch(model) as watched:
         found = rest(model) if takes_model(rest) else rest()
     loss = _loss(found)
     if loss is None:
         raise GradtraceError(f"the loss_fn that {name} returned gave {_kind(found)}, not a loss")
-    return LossRecord(loss, eye)
+    return LossRecord(loss, watched)
 
 
 def _parted(returned: Any, name: str) -> tuple[nn.Module | None, Any]:
-    """The model, if there is one, and the rest."""
+    """Split a return value into the model, if there is one, and the rest."""
     if not isinstance(returned, (tuple, list)) or _loss(returned) is not None:
         return None, returned
     models = [part for part in returned if isinstance(part, nn.Module)]
@@ -115,26 +115,26 @@ def _parted(returned: Any, name: str) -> tuple[nn.Module | None, Any]:
     return models[0], rest[0]
 
 
-def _loss(thing: Any) -> Tensor | None:
+def _loss(value: Any) -> Tensor | None:
     """The tensor itself, or the ``loss`` of an output or a dict."""
-    if isinstance(thing, Mapping) and "loss" in thing:
-        thing = thing["loss"]
-    elif not isinstance(thing, (Tensor, nn.Module)):
-        thing = getattr(thing, "loss", thing)
-    return thing if isinstance(thing, Tensor) else None
+    if isinstance(value, Mapping) and "loss" in value:
+        value = value["loss"]
+    elif not isinstance(value, (Tensor, nn.Module)):
+        value = getattr(value, "loss", value)
+    return value if isinstance(value, Tensor) else None
 
 
-def _kind(thing: Any) -> str:
-    if type(thing) in (tuple, list):
-        return f"({', '.join(type(part).__name__ for part in thing)})"
-    return type(thing).__name__
+def _kind(value: Any) -> str:
+    if type(value) in (tuple, list):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return type(value).__name__
 
 
-# What was found ----------------------------------------------------------------------------------
+# Results -----------------------------------------------------------------------------------------
 
 
 class TraceOutcome(NamedTuple):
-    """Everything that is shown."""
+    """Everything that the command prints."""
 
     loss: Tensor
     trace: Trace
@@ -147,7 +147,9 @@ def found(made: LossRecord, asked: TraceOptions, work: ProgressBar) -> TraceOutc
     """Trace the loss and measure."""
     work.begin("tracing")
     trace = made.watch.trace(made.loss, rule=asked.rule, granularity=asked.granularity)
-    paths = tuple(_path(trace, wanted) for wanted in asked.paths)  # first: a typo is told at once
+    paths = tuple(
+        _path(trace, wanted) for wanted in asked.paths
+    )  # first, so that a typo is reported early
     work.begin("measuring influence")
     influence = trace.influence(
         asked.components, asked.weight, sample=asked.sample, seed=asked.seed
@@ -174,7 +176,7 @@ def _path(trace: Trace, wanted: Element) -> GradientPath:
 
 
 def chosen(influence: Influence, top: int | None) -> Influence:
-    """The components of most influence, the largest first."""
+    """The ``top`` components by influence, the largest first."""
     if top is None:
         return influence
     shares = influence.shares
@@ -185,13 +187,13 @@ def chosen(influence: Influence, top: int | None) -> Influence:
     return replace(influence, rows=tuple(sorted(influence.rows, key=rank, reverse=True)[:top]))
 
 
-# To show -----------------------------------------------------------------------------------------
+# Output ------------------------------------------------------------------------------------------
 
 
 def show(found: TraceOutcome, asked: TraceOptions, top: int | None) -> None:
-    """For a reader."""
+    """Print the results as text."""
     write(_summary(found))
-    table = chosen(found.influence, top or SHOWN).table()
+    table = chosen(found.influence, top or DEFAULT_TOP).table()
     more = len(found.influence) - len(table.rows)
     left = (f"… and {more:,} more components (--top {len(found.influence)} shows all)",)
     write_table(replace(table, notes=(*(left if more else ()), *table.notes)))
@@ -208,15 +210,15 @@ def _summary(found: TraceOutcome) -> str:
     """``Loss 3.912: 57 operators, 10 leaves of 2,458 elements``."""
     trace = found.trace
     elements = sum(leaf.tensor.numel() for leaf in trace.program.leaves)
-    many = f"Mean of {trace.pairs:,} losses" if trace.pairs > 1 else "Loss"
+    heading = f"Mean of {trace.pairs:,} losses" if trace.pairs > 1 else "Loss"
     return (
-        f"{many} {float(found.loss.double().mean()):.4g}: {len(trace.program.blocks):,} operators, "
-        f"{len(trace.program.leaves):,} leaves of {elements:,} elements"
+        f"{heading} {float(found.loss.double().mean()):.4g}: {len(trace.program.blocks):,} "
+        f"operators, {len(trace.program.leaves):,} leaves of {elements:,} elements"
     )
 
 
 def data(found: TraceOutcome, asked: TraceOptions, top: int | None) -> dict[str, Any]:
-    """For a program."""
+    """The results for ``--json``."""
     trace = found.trace
     leaves = {trace.names[leaf.value]: leaf.tensor for leaf in trace.program.leaves}
     return {
@@ -236,7 +238,7 @@ def data(found: TraceOutcome, asked: TraceOptions, top: int | None) -> dict[str,
 
 
 def rows(table: TextTable) -> list[dict[str, Any]]:
-    """A table as JSON has it."""
+    """The rows of a table, for JSON."""
     return [
         {key.removeprefix("± "): value for key, value in row.items()} for row in table.to_dicts()
     ]
@@ -253,5 +255,5 @@ def _path_data(path: GradientPath) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | str:
-    """JSON knows no NaN."""
+    """A number for JSON, which has no NaN: non-finite ones are strings."""
     return value if math.isfinite(value) else str(value)

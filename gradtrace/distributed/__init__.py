@@ -1,1 +1,1 @@
-"""Influence over a data set, on one process or many, resumed after an interruption."""
+"""Influence over a data set, on one or several processes, resumable after an interruption."""

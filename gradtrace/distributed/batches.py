@@ -1,4 +1,4 @@
-"""The batches of a loader that a process is to trace, each with its number."""
+"""Selects the batches of a loader that a process is to trace, and numbers and names them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class BatchEntry(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A batch of this process. ``name`` tells it from the others of its loader: a digest of its
-    indices where it is loaded by index, else of its data.
+    """A batch of this process. ``name`` identifies it within its loader: a digest of its indices if
+    it is loaded by index, else of its data.
     """
 
     number: int
     name: str
     content: str
     data: Any
-    counted: bool = False  # before
+    counted: bool = False  # in the checkpoint already
 
 
 class Journaled(NamedTuple):
-    """What a journal counts of a loader's batches, by name; and what to say if they are others."""
+    """The batches of a loader in a checkpoint file, by name; ``again`` is advice in errors."""
 
     file: str
     batches: Mapping[str, BatchEntry]
@@ -47,16 +47,16 @@ class Journaled(NamedTuple):
 
 
 class Batches:
-    """The batches whose numbers are this process's ``turn``.
+    """The batches of a loader for whose numbers ``turn`` is true.
 
-    A DataLoader loads no others; of any other iterable they are passed over. ``digest`` is of the
-    names of all batches so far, also of those passed over: ranks compare it, as a loader that
-    shuffles differently on each of them would have some samples counted twice and others never.
+    A DataLoader does not load the others; of any other iterable they are skipped. ``digest`` covers
+    the names of all batches so far, also of the skipped ones. Ranks compare it: if a loader
+    shuffled differently on each of them, some samples would be counted twice and others never.
 
-    Batches that a journal counts are recognised by their names, in whatever order they come, and
-    their data are compared with what was counted. Where all names can be known beforehand (a list;
-    a DataLoader by index) a loader that does not give all counted batches is refused at once; where
-    they cannot, as soon as a batch is not that which was counted under its number.
+    Batches in the ``journal`` are recognised by their names, in any order, and their data are
+    compared with the digests there. If all names are known beforehand (a list; a DataLoader by
+    index), an error is raised at once if the loader does not give all counted batches; otherwise as
+    soon as a batch is not the one that was counted under its number.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Batches:
         named: bool = True,
     ) -> None:
         self.loader, self.turn, self.journal = loader, turn, journal
-        self.named = named  # whether anybody asks for names
+        self.named = named  # whether names are needed; if not, they are just numbers
         self.total = _length(loader)
         self.seen = 0
         self._known = {} if journal is None else dict(journal.batches)
@@ -78,12 +78,12 @@ class Batches:
 
     @property
     def digest(self) -> str:
-        """Of what was seen."""
+        """The number of batches seen and a digest of their names."""
         return f"{self.seen}:{self._digest.hexdigest()}"
 
     @property
     def missing(self) -> int:
-        """How many batches the journal counts that were not seen."""
+        """How many batches of the journal were not seen."""
         return len(self._left)
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Batches:
             yield Batch(number, name, content, data, name in self._known)
 
     def _picked(self, items: Iterable[Any]) -> Iterator[tuple[int, str, Any]]:
-        """Those of this process, of batches or of their lists of indices, with their names."""
+        """Number, name and item of this process's items: batches, or their lists of indices."""
         listed = bool(self._known) and isinstance(items, (list, tuple))
         ahead = [self._name(n, item) for n, item in enumerate(items)] if listed else []
         if listed:
@@ -120,7 +120,7 @@ class Batches:
                 yield number, name, item
 
     def _name(self, number: int, item: Any) -> str:
-        """A digest, another one for each time that the same comes."""
+        """A digest of the item; repetitions of the same item get different names."""
         if not self.named:
             return f"{number:016x}"
         name = digests.digest(item)
@@ -137,7 +137,7 @@ class Batches:
             )
 
     def _refuse(self, missing: int) -> None:
-        """Refuse a loader that does not give so many batches that are counted."""
+        """Raise an error if the loader does not give ``missing`` of the counted batches."""
         if missing and self.journal is not None:
             raise GradtraceError(
                 f"{self.journal.file} counts {len(self._known):,} batches, and the loader does not "
@@ -146,15 +146,15 @@ class Batches:
             )
 
     def end(self) -> None:
-        """See that all batches that the journal counts were there; after the last one."""
+        """Call after the last batch: check that all batches of the journal were seen."""
         self._refuse(self.missing)
 
 
 class Sampler:
-    """The lists of indices of this process, in the place of the batch sampler that gives them all.
+    """A batch sampler that yields only the index lists of this process.
 
-    It draws from it at the same moments, so that random numbers are those of a run of all batches;
-    where a journal has to be compared, all at the moment of the first.
+    It draws from the original sampler at the same times, so random numbers are those of a run over
+    all batches; with a journal to compare, it draws all of them at the first.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Sampler:
 
 
 def _length(loader: Iterable[Any]) -> int | None:
-    """How many batches there are; None if that is not known, as of an IterableDataset."""
+    """The number of batches; None if unknown, as for an IterableDataset."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
     except TypeError:
@@ -182,7 +182,7 @@ def _length(loader: Iterable[Any]) -> int | None:
 
 
 def by_index(loader: Any) -> bool:
-    """Whether batches can be left out before they are loaded."""
+    """Whether batches can be skipped before they are loaded."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -193,13 +193,13 @@ def by_index(loader: Any) -> bool:
 
 
 def _with(loader: DataLoader[Any], sampler: Sampler) -> DataLoader[Any]:
-    """The same loader with another batch sampler; the user's own stays as it is."""
+    """A copy of the loader with another batch sampler; the user's loader is not changed."""
     found = copy.copy(loader)
     found.__dict__.update(batch_sampler=sampler, _iterator=None)
     return found
 
 
-# Loaders of which each rank has its own -----------------------------------------------------------
+# Loaders that give each rank its own part ---------------------------------------------------------
 
 
 def distributed(loader: Any) -> Any:
@@ -212,7 +212,7 @@ def distributed(loader: Any) -> Any:
 
 
 def sharded(loader: Any, world: int) -> bool:
-    """Whether a loader gives each rank its own part already."""
+    """Whether a loader gives each rank its own part: it has a DistributedSampler."""
     sampler = distributed(loader)
     if sampler is None:
         return False
@@ -225,7 +225,7 @@ def sharded(loader: Any, world: int) -> bool:
 
 
 def remarks(loader: Any) -> tuple[str, ...]:
-    """What a DistributedSampler does to the counts: it evens out parts."""
+    """Notes on samples that a DistributedSampler repeats or drops to make all parts equal."""
     sampler = distributed(loader)
     if sampler is None:
         return ()

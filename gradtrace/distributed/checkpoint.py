@@ -1,11 +1,11 @@
-"""What was counted of a data set, kept between runs: a table, and which batches it is of.
+"""Checkpoints of ``influence``: the table counted so far, and the batches it covers.
 
-One process keeps all in one file. Of many, each keeps what it counted in a file beside that one,
-``run.gradtrace.rank0``, ``run.gradtrace.rank1``, and so on; when all is counted they become one.
-Tables add up exactly, so a run may go on with more processes, with fewer, or with one.
+A single process writes one file. Each of several writes its own counts to a file beside that one,
+``run.gradtrace.rank0``, ``run.gradtrace.rank1``, and so on; at the end these are merged into one.
+Tables are added exactly, so a run may continue with any number of processes.
 
-A file knows what it is of: the settings, the model with its weights, the loss function, and a
-digest of each batch. What differs is refused, and the file is left as it is.
+A file stores the settings, the identity of the model, its weights and the loss function, and a
+digest of each batch. If one of these differs, an error is raised and the file is not changed.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from gradtrace.io import container, schemas
 from gradtrace.tracing.influence import Influence
 
 SHARED = ""
-"""The loader that all ranks have alike. One that is rank 2's own, of four, is called ``2/4``."""
+"""The name of a loader that is the same on all ranks. That of rank 2 of four is called ``2/4``."""
 
-AGAIN = "pass another checkpoint file, or delete it to begin again"
+START_OVER_HINT = "pass another checkpoint file, or delete it to begin again"
 
 
 ENTRY = re.compile("([0-9a-f]{1,12}):([0-9a-f]{16}):((?:[0-9a-f]{16})?)")
-SLOW = 0.05
-"""A file that takes longer to write than these seconds is not written after every batch."""
+SLOW_WRITE_SECONDS = 0.05
+"""A file that takes longer than this to write is not written after every batch."""
 
-SHARE = 20
-"""It is written when as many times as long has passed."""
+WRITE_INTERVAL_FACTOR = 20
+"""Such a file is written again after this many times its writing time."""
 
 
 @dataclass(frozen=True)
 class PartialResult:
-    """A table, and the batches it is of: for each loader their entries by name."""
+    """A table, and the batches it covers: by loader and by the name of the batch."""
 
     table: Influence | None = None
     batches: Mapping[str, Mapping[str, BatchEntry]] = field(default_factory=dict)
@@ -52,28 +52,28 @@ class PartialResult:
         return self.batches.get(loader, {})
 
     def add(self, loader: str, batch: Batch, part: Influence) -> PartialResult:
-        """With one batch more."""
+        """A result with one more batch, whose table is ``part``."""
         entry = BatchEntry(batch.number, batch.content)
         return self.join(PartialResult(part, {loader: {batch.name: entry}}))
 
     def join(self, other: PartialResult) -> PartialResult:
-        """With what another has; both have no batch in common."""
+        """The sum of two results that have no batch in common."""
         names = sorted(self.batches.keys() | other.batches.keys())
         batches = {name: {**self.of(name), **other.of(name)} for name in names}
         return PartialResult(merged([self.table, other.table]), batches)
 
-    def meets(self, other: PartialResult) -> bool:
-        """Whether both count one and the same batch."""
+    def overlaps(self, other: PartialResult) -> bool:
+        """Whether the two have a batch in common."""
         return any(
             not self.of(name).keys().isdisjoint(some) for name, some in other.batches.items()
         )
 
     def covers(self, other: PartialResult) -> bool:
-        """Whether every batch of the other is counted here too."""
+        """Whether this result contains every batch of the other."""
         return all(self.of(name).keys() >= some.keys() for name, some in other.batches.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: of a batch ``number:name:content``, in hexadecimal."""
+        """JSON values; a batch is ``number:name:content``, in hexadecimal."""
         table = None if self.table is None else self.table.to_dict()
         batches = {
             loader: " ".join(f"{e.number:x}:{name}:{e.content}" for name, e in some.items())
@@ -83,7 +83,7 @@ class PartialResult:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartialResult:
-        """What ``to_dict`` gave."""
+        """The inverse of ``to_dict``."""
         table = data["influence"]
         found = {str(loader): dict(_entries(text)) for loader, text in data["batches"].items()}
         return cls(None if table is None else Influence.from_dict(table), found)
@@ -99,9 +99,10 @@ def _entries(text: str) -> Iterator[tuple[str, BatchEntry]]:
 
 
 class CheckpointFiles:
-    """The files of one checkpoint, as one rank sees them; without a path, nothing is kept.
+    """The files of one checkpoint, as used by one rank; without a path, nothing is written.
 
-    ``identity`` is what the files must be of, and ``names`` are those of the model's tensors.
+    ``identity`` is the identity that files must match, and ``names`` are the names of the model's
+    tensors, for error messages.
     """
 
     def __init__(
@@ -118,36 +119,36 @@ class CheckpointFiles:
             self.own = self.path.with_name(f"{self.path.name}.rank{rank}")
 
     def read(self) -> PartialResult:
-        """What this rank counted before."""
+        """The result in this rank's own file."""
         return PartialResult() if self.own is None else self._read(self.own)
 
     def whole(self) -> PartialResult:
-        """What all ranks counted before, if they came to an end."""
+        """The merged result of all ranks, if an earlier run finished."""
         return (
             PartialResult() if self.path is None or self.own == self.path else self._read(self.path)
         )
 
     def parts(self) -> list[PartialResult]:
-        """What is in files of parts, of any rank."""
+        """The results in the files of other ranks, of this run or an earlier one."""
         return [self._read(path) for path in self._files() if path not in (self.own, self.path)]
 
     def keep(self, counted: PartialResult) -> None:
-        """Write down what this rank counted; where that takes long, now and then."""
+        """Write this rank's result; if writing is slow, only at intervals."""
         self._unwritten = counted
         begun = perf_counter()
         if begun >= self._next:
             self.flush()
             took = perf_counter() - begun
-            self._next = begun + SHARE * took if took > SLOW else 0.0
+            self._next = begun + WRITE_INTERVAL_FACTOR * took if took > SLOW_WRITE_SECONDS else 0.0
 
     def flush(self) -> None:
-        """Write down what was counted last, if it is not."""
+        """Write the last result, if it is not written yet."""
         if self.own is not None and self._unwritten is not None:
             self._write(self.own, self._unwritten)
         self._unwritten = None
 
     def close(self, whole: PartialResult) -> None:
-        """Write down that all is counted; files of parts go."""
+        """Write the merged result, and delete the files of single ranks."""
         if self.path is not None:
             self._write(self.path, whole)
             for path in self._files():
@@ -155,7 +156,9 @@ class CheckpointFiles:
                     path.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """All is counted and written down by rank 0: a part of it on another machine goes too."""
+        """Delete this rank's file after rank 0 has written the merged one; it may be on another
+        machine, where rank 0 cannot delete it.
+        """
         if self.own is not None and self.own != self.path:
             with suppress(OSError):
                 self.own.unlink(missing_ok=True)
@@ -183,19 +186,20 @@ class CheckpointFiles:
         if meta["settings"] != self.settings:
             changed = [k for k in self.settings if meta["settings"].get(k) != self.settings[k]]
             raise GradtraceError(
-                f"{path} was made with another {' and '.join(changed) or 'setting'}; {AGAIN}"
+                f"{path} was made with another {' and '.join(changed) or 'setting'}; "
+                f"{START_OVER_HINT}"
             )
         if "identity" not in meta:
             raise GradtraceError(
                 f"{path} was written by an older gradtrace, which did not note its model and its "
-                f"data; {AGAIN}"
+                f"data; {START_OVER_HINT}"
             )
         assert self.identity is not None
         changed = RunIdentity.from_dict(meta["identity"]).differences(self.identity, self.names)
         if changed:
             raise GradtraceError(
                 f"{path} does not belong to this call, so what it counts cannot be added to: "
-                f"{' and '.join(changed)} changed since it was begun; {AGAIN}"
+                f"{' and '.join(changed)} changed since it was begun; {START_OVER_HINT}"
             )
         return PartialResult.from_dict(meta)
 
@@ -203,33 +207,36 @@ class CheckpointFiles:
 def pooled(
     whole: PartialResult, owns: Iterable[PartialResult], parts: Iterable[PartialResult]
 ) -> tuple[PartialResult, list[PartialResult]]:
-    """What files other than the ranks' own count, and what is left of the ranks' own.
+    """The result in files other than the ranks' own, and the results left in the ranks' own files.
 
-    A run that was killed while it put parts together leaves parts that the whole has already; and
-    the parts that one rank finds are those of others, or of ranks that are no more.
+    Batches that the merged file ``whole`` has already are dropped: a run that was killed while it
+    merged leaves such files. ``parts``, which one rank finds, belong to other ranks of this run, or
+    to ranks of an earlier run with more of them.
     """
     rest, known, left = whole, whole, []
     for own in owns:
         left.append(PartialResult() if known.covers(own) else own)
-        known = _apart(known, left[-1])
+        known = _disjoint_join(known, left[-1])
     for part in parts:
         if not known.covers(part):
-            rest, known = _apart(rest, part), _apart(known, part)
+            rest, known = _disjoint_join(rest, part), _disjoint_join(known, part)
     return rest, left
 
 
-def _apart(first: PartialResult, second: PartialResult) -> PartialResult:
-    if first.meets(second):
-        raise GradtraceError(f"files of this checkpoint count the same batches twice; {AGAIN}")
+def _disjoint_join(first: PartialResult, second: PartialResult) -> PartialResult:
+    if first.overlaps(second):
+        raise GradtraceError(
+            f"files of this checkpoint count the same batches twice; {START_OVER_HINT}"
+        )
     return first.join(second)
 
 
-def fits(counted: PartialResult, streams: Iterable[str]) -> None:
-    """Refuse to go on with what was counted from loaders of other ranks than there are now."""
+def check_loaders(counted: PartialResult, streams: Iterable[str]) -> None:
+    """Raise an error if batches were counted from loaders other than ``streams``, those of now."""
     odd = sorted(set(counted.batches) - set(streams))
     if odd:
         was = f"{odd[0].split('/')[1]} ranks with loaders of their own" if odd[0] else "one loader"
         raise GradtraceError(
             f"the checkpoint counts batches of {was}, which are not those of now: start it as it "
-            f"was, or {AGAIN}"
+            f"was, or {START_OVER_HINT}"
         )

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from gradtrace.distributed import batches, unwrap
 from gradtrace.distributed.checkpoint import (
-    AGAIN,
     SHARED,
+    START_OVER_HINT,
     CheckpointFiles,
     PartialResult,
-    fits,
+    check_loaders,
     pooled,
 )
 from gradtrace.distributed.identity import RunIdentity, identity
@@ -49,23 +49,23 @@ def influence(
 
     ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each sample; each counts
     as a pair, and the table has the standard error of every share over pairs. Batches are traced
-    one after the other and only counts are kept. The model, its mode and its gradients stay as
-    they are.
+    one after the other and only counts are kept. The model, its mode and its gradients are not
+    changed.
 
-    With ``checkpoint`` what was counted is written to that file after every batch, and a run that
-    finds it there goes on with the batches it does not have. The file knows the weights, the code
-    of ``loss_fn``, the settings and the data of each batch: what differs is refused, and the file
-    is left as it is. So the loader must give the same batches again, in any order. Ctrl-C ends the
-    run with what was counted (``result.interrupted``). A progress bar is shown on a terminal, or as
-    ``progress`` says.
+    With ``checkpoint`` the counts are written to that file after every batch, and a run that finds
+    the file continues with the batches that are not in it. The file identifies the weights, the
+    code of ``loss_fn``, the settings and the data of each batch: if one differs, an error is raised
+    and the file is not changed. So the loader must give the same batches again, in any order.
+    Ctrl-C ends the run with the counts so far (``result.interrupted``). ``progress`` turns the
+    progress bar on or off; by default it is shown on a terminal.
 
-    Where ``torch.distributed`` is initialised, all its ranks call this and measure together: each
-    traces every n-th batch of a loader that is the same on all of them, and each gets the table of
-    all batches, to the last count that of one process. ``group`` is another process group, or False
-    for this process alone. A loader with a DistributedSampler, or any other with ``sharded=True``,
-    gives each rank a part of its own. If a rank fails, all do (RankFailed), and a run with the same
-    ``checkpoint`` goes on, with any number of ranks. DistributedDataParallel and ``fully_shard``
-    are taken apart for the time being. docs/distributed.md has more.
+    Where ``torch.distributed`` is initialised, all ranks call this: each traces every n-th batch of
+    a loader that is the same on all of them, and each gets the table of all batches, with exactly
+    the counts of a single process. ``group`` is another process group, or False for this process
+    alone. A loader with a DistributedSampler, or any other with ``sharded=True``, gives each rank
+    its own part. If a rank fails, all do (RankFailed), and a run with the same ``checkpoint``
+    continues, with any number of ranks. DistributedDataParallel and ``fully_shard`` are unwrapped
+    for the duration. See docs/distributed.md.
 
     >>> import torch, gradtrace as gt
     >>> _ = torch.manual_seed(0)
@@ -83,10 +83,10 @@ def influence(
         "granularity": granularity,
     }
     try:
-        with joined(group) as team, unwrap.apart(model):
-            own = batches.sharded(loader, team.world) if sharded is None else sharded
+        with joined(group) as ranks, unwrap.apart(model):
+            own = batches.sharded(loader, ranks.world) if sharded is None else sharded
             run = InfluenceRun(
-                team, CheckpointFiles(checkpoint, settings, team.rank, team.world), own
+                ranks, CheckpointFiles(checkpoint, settings, ranks.rank, ranks.world), own
             )
             run.begin(model, loss_fn)
             part = settings | {"components": components}
@@ -108,52 +108,52 @@ NOTHING = PartialResult()
 
 @dataclass
 class InfluenceRun:
-    """A measurement, as one of its ranks sees it."""
+    """One rank's part of a measurement."""
 
-    team: ProcessGroup
-    book: CheckpointFiles
-    own: bool  # whether this rank has a loader of its own
+    ranks: ProcessGroup
+    files: CheckpointFiles
+    own: bool  # whether each rank's loader gives a part of its own
     mine: PartialResult = NOTHING
-    rest: PartialResult = NOTHING  # of files that are no rank's own; on rank 0
-    done: PartialResult = NOTHING  # of all files, without the table
+    rest: PartialResult = NOTHING  # from files that belong to no rank of this run; on rank 0
+    done: PartialResult = NOTHING  # the batches of all files, without the table
     part: batches.Batches | None = None
     number: int = 0
 
     @property
     def loader(self) -> str:
-        """What the batches' numbers refer to."""
-        return f"{self.team.rank}/{self.team.world}" if self.own else SHARED
+        """The name of the loader that batch numbers refer to; see ``checkpoint.SHARED``."""
+        return f"{self.ranks.rank}/{self.ranks.world}" if self.own else SHARED
 
     def begin(self, model: nn.Module, loss_fn: LossFn) -> None:
-        """See that all ranks ask the same of the same model, and what is counted already."""
+        """Check that all ranks have the same arguments and model; read what is counted already."""
         said: Message = {
-            "settings": self.book.settings,
-            "model": unwrap.digest(model) if self.team.world > 1 else {},
+            "settings": self.files.settings,
+            "model": unwrap.digest(model) if self.ranks.world > 1 else {},
             "loader": self.own,
         }
-        if self.book.path is not None:
-            found, self.book.names = identity(model, loss_fn)
+        if self.files.path is not None:
+            found, self.files.names = identity(model, loss_fn)
             said["identity"] = found.to_dict()
-        agreed = self.team.meet(said, self._agreed)
+        agreed = self.ranks.meet(said, self._agreed)
         if "identity" in agreed:
-            self.book.identity = RunIdentity.from_dict(agreed["identity"])
-        plan = self.team.meet({"counted": self.book.read().to_dict()}, self._plan)
-        self.mine = PartialResult.from_dict(plan["owns"][self.team.rank])
+            self.files.identity = RunIdentity.from_dict(agreed["identity"])
+        plan = self.ranks.meet({"counted": self.files.read().to_dict()}, self._plan)
+        self.mine = PartialResult.from_dict(plan["owns"][self.ranks.rank])
         self.done = PartialResult.from_dict(plan["done"])
 
     def _agreed(self, said: list[Message]) -> Message:
         for rank, other in enumerate(said):
-            _same(rank, other, said[0])
+            _check_arguments(rank, other, said[0])
         return said[0]
 
     def _plan(self, said: list[Message]) -> Message:
         owns = [PartialResult.from_dict(each["counted"]) for each in said]
-        self.rest, left = pooled(self.book.whole(), owns, self.book.parts())
+        self.rest, left = pooled(self.files.whole(), owns, self.files.parts())
         done = self.rest
         for each in left:
             done = done.join(each)
-        world = self.team.world
-        fits(done, [f"{k}/{world}" for k in range(world)] if self.own else [SHARED])
+        world = self.ranks.world
+        check_loaders(done, [f"{k}/{world}" for k in range(world)] if self.own else [SHARED])
         return {
             "owns": [each.to_dict() for each in left],
             "done": PartialResult(None, done.batches).to_dict(),
@@ -162,61 +162,63 @@ class InfluenceRun:
     def count(
         self, loader: Iterable[Any], progress: bool | None, trace: Callable[[Any, int], Influence]
     ) -> None:
-        """Trace what this rank has to, until it is done or all are to stop."""
+        """Trace the batches of this rank, until all are done or the ranks are halted."""
         self.part = batches.Batches(loader, self._turns(), self._journal(), self._named)
-        wanted = progress if self.team.rank == 0 else False
+        wanted = progress if self.ranks.rank == 0 else False
         try:
             with bar(self.part, wanted) as step:
                 for batch in self.part:
-                    if self.team.halted:
+                    if self.ranks.halted:
                         return
                     self.number = batch.number
                     if not batch.counted:
                         part = trace(batch.data, batch.number)
                         self.mine = self.mine.add(self.loader, batch, part)
-                        self.book.keep(self.mine)
+                        self.files.keep(self.mine)
                     step()
                 self.part.end()
         except KeyboardInterrupt:
-            self.team.interrupt()
+            self.ranks.interrupt()
         finally:
-            self.book.flush()
+            self.files.flush()
 
     @property
     def _named(self) -> bool:
-        """Whether batches have to be told apart."""
-        return self.book.path is not None or self.team.world > 1
+        """Whether batches need names: for a checkpoint, or to compare ranks."""
+        return self.files.path is not None or self.ranks.world > 1
 
     def _journal(self) -> batches.Journaled | None:
-        if self.book.path is None:
+        if self.files.path is None:
             return None
-        return batches.Journaled(str(self.book.path), self.done.of(self.loader), AGAIN)
+        return batches.Journaled(str(self.files.path), self.done.of(self.loader), START_OVER_HINT)
 
     def _turns(self) -> Callable[[int], bool]:
-        """Whether a batch is this rank's; says so without holding the run, which holds it."""
-        own, world, rank = self.own, self.team.world, self.team.rank
+        """A function: whether the batch of a number is this rank's. It holds no reference to the
+        run, which would be a cycle.
+        """
+        own, world, rank = self.own, self.ranks.world, self.ranks.rank
         return lambda number: own or number % world == rank
 
     def conclude(self, notes: tuple[str, ...]) -> Influence:
-        """The table of all ranks."""
+        """Merge the tables of all ranks; the same table on each of them."""
         assert self.part is not None
         said = {
             "counted": self.mine.to_dict(),
             "digest": self.part.digest,
-            "stopped": self.team.halted,
+            "stopped": self.ranks.halted,
         }
-        verdict = self.team.meet(said, lambda all_said: self._verdict(all_said, notes))
+        verdict = self.ranks.meet(said, lambda all_said: self._verdict(all_said, notes))
         if verdict["influence"] is None:
             raise KeyboardInterrupt
         table = Influence.from_dict(verdict["influence"])
-        if table.interrupted and self.team.rank == 0:
-            many = f" of {self.team.world} ranks" if self.team.world > 1 else ""
+        if table.interrupted and self.ranks.rank == 0:
+            many = f" of {self.ranks.world} ranks" if self.ranks.world > 1 else ""
             print(
                 f"gradtrace: stopped in batch {self.number}; {table.pairs:,} pairs{many} counted",
                 file=sys.stderr,
             )
         elif not table.interrupted:
-            self.book.forget()
+            self.files.forget()
         return table
 
     def _verdict(self, said: list[Message], notes: tuple[str, ...]) -> Message:
@@ -228,17 +230,17 @@ class InfluenceRun:
             return {"influence": table and replace(table, interrupted=True).to_dict()}
         if not self.own:
             for rank, each in enumerate(said):
-                _alike(rank, each["digest"], said[0]["digest"])
+                _check_batches(rank, each["digest"], said[0]["digest"])
         if table is None:
             raise GradtraceError("the loader gave no batch, so there is nothing to measure")
         if notes:
             table = replace(table, notes=tuple(sorted({*table.notes, *notes})))
-        self.book.close(whole)
+        self.files.close(whole)
         return {"influence": table.to_dict()}
 
 
-def _same(rank: int, other: Message, first: Message) -> None:
-    """Refuse ranks that do not do the same."""
+def _check_arguments(rank: int, other: Message, first: Message) -> None:
+    """Raise an error if a rank has other settings, another kind of loader or another model."""
     for key, value in first["settings"].items():
         if other["settings"].get(key) != value:
             raise GradtraceError(
@@ -259,8 +261,8 @@ def _same(rank: int, other: Message, first: Message) -> None:
         )
 
 
-def _alike(rank: int, digest: str, first: str) -> None:
-    """Refuse loaders that give ranks different batches under the same number."""
+def _check_batches(rank: int, digest: str, first: str) -> None:
+    """Raise an error if the ranks' loaders gave different batches under the same number."""
     if digest == first:
         return
     raise GradtraceError(
@@ -297,7 +299,7 @@ def _measured(
 
 @contextmanager
 def bar(part: batches.Batches, wanted: bool | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error, if that is a terminal, or as ``wanted``."""
+    """A progress bar on standard error, if ``wanted``; None means if that is a terminal."""
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda: None
         return

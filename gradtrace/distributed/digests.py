@@ -1,9 +1,9 @@
-"""Digests: what tells data, weights and code from others.
+"""Digests of data, weights and code.
 
-Tensors are digested where they are, so that those of a GPU need not be copied: 8 bytes at a time
-are multiplied by odd numbers that depend on their place, and added up modulo 2**64. That is exact
-integer arithmetic, so the device and the number of threads do not matter; and it takes every
-element, so that one changed weight is noticed.
+Tensors are digested on their own device, so those of a GPU are not copied: each 8-byte word is
+multiplied by an odd factor that depends on its position, and the products are summed modulo 2**64.
+That is exact integer arithmetic, so the result does not depend on the device or the number of
+threads; and it covers every element, so a single changed weight is detected.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PLACES = 1 << 16
-"""After so many multipliers they begin again; the sums of such stretches are digested in order."""
+STRETCH_WORDS = 1 << 16
+"""Words in a stretch: factors repeat after this many, and the stretches' sums are digested in
+order."""
 
-STRETCHES = {"cpu": 4}
-"""How many stretches are worked on at a time: on a CPU they should stay in its cache."""
+STRETCHES_AT_ONCE = {"cpu": 4}
+"""How many stretches are processed at a time, by device type: on a CPU they should fit in cache."""
 
-MANY = 128
-"""The same on other devices."""
+DEFAULT_STRETCHES_AT_ONCE = 128
+"""The same for other devices."""
 
-PLAIN = (str, bytes, int, float, bool, complex, type(None))
+PRIMITIVES = (str, bytes, int, float, bool, complex, type(None))
 
 
 def new() -> Any:
@@ -37,7 +38,7 @@ def new() -> Any:
 
 
 def digest(*items: Any) -> str:
-    """Of some items, 16 hexadecimal digits."""
+    """The digest of some items, as 16 hexadecimal digits."""
     into = new()
     for item in items:
         add(into, item)
@@ -53,7 +54,7 @@ def add_tensor(into: Any, tensor: Tensor) -> None:
 
 
 def add_tensors(pairs: list[tuple[Any, Tensor]]) -> None:
-    """Add tensors to a digest each; tensors of a GPU are waited for once."""
+    """Add each tensor to its digest; one synchronisation for all tensors of a device."""
     sums: dict[torch.device, list[tuple[Any, Tensor]]] = {}
     for into, tensor in pairs:
         into.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -70,7 +71,7 @@ def add_tensors(pairs: list[tuple[Any, Tensor]]) -> None:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that one is made of."""
+    """The dense strided tensors that a nested, sparse or wrapper tensor consists of."""
     if tensor.is_meta:
         return []
     if tensor.is_nested:
@@ -93,23 +94,23 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """One number for each stretch of a dense tensor."""
+    """The weighted sum of each stretch of a dense tensor, int64."""
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = flat.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     odd = flat.numel() % 8
-    if flat.storage_offset() % 8 or odd:  # memory that cannot be looked at 8 bytes at a time
+    if flat.storage_offset() % 8 or odd:  # memory that cannot be viewed as int64
         flat = torch.cat([flat, flat.new_zeros((8 - odd) % 8)])
     flat = flat.view(torch.int64)
     factors = _factors(flat.device)
-    size = PLACES * STRETCHES.get(flat.device.type, MANY)
+    size = STRETCH_WORDS * STRETCHES_AT_ONCE.get(flat.device.type, DEFAULT_STRETCHES_AT_ONCE)
     found = []
     for part in torch.split(flat, size):
         mixed = (part >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(part)
-        whole = len(mixed) // PLACES * PLACES
+        whole = len(mixed) // STRETCH_WORDS * STRETCH_WORDS
         if whole:
-            found.append(mixed[:whole].view(-1, PLACES).mul_(factors).sum(1))
+            found.append(mixed[:whole].view(-1, STRETCH_WORDS).mul_(factors).sum(1))
         if whole < len(mixed):
             rest = mixed[whole:]
             found.append(rest.mul_(factors[: len(rest)]).sum(0, keepdim=True))
@@ -118,9 +119,9 @@ def _sums(tensor: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """Odd numbers without a pattern (splitmix64)."""
+    """Pseudo-random odd factors (splitmix64), one for each position in a stretch."""
     with np.errstate(over="ignore"):
-        z = np.arange(1, PLACES + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = np.arange(1, STRETCH_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
@@ -132,15 +133,15 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def add(into: Any, item: Any) -> None:
-    """Add what tells an item from others: tensors, arrays, containers and objects of any kind."""
+    """Add the content of an item: a tensor, an array, a container or any other object."""
     _add(into, item, {})
 
 
 def _add(into: Any, item: Any, seen: dict[int, Any]) -> None:
-    """``seen`` are the objects looked at so far: one that holds itself comes to an end."""
+    """``seen`` holds the objects visited so far, by id, so that cycles end."""
     if isinstance(item, Tensor):
         add_tensor(into, item)
-    elif isinstance(item, PLAIN):
+    elif isinstance(item, PRIMITIVES):
         into.update(f"{item!r},".encode("utf-8", "surrogatepass"))
     elif isinstance(item, np.ndarray) and item.dtype != object:
         into.update(f"{item.dtype.str}{item.shape}".encode())
@@ -159,7 +160,7 @@ def _add_inside(into: Any, item: Any, seen: dict[int, Any]) -> None:
     if isinstance(item, (list, tuple, np.ndarray)):
         items = item.tolist() if isinstance(item, np.ndarray) else item
         into.update(b"[%d" % len(items))
-        if all(type(each) in PLAIN for each in items):
+        if all(type(each) in PRIMITIVES for each in items):
             into.update(repr(tuple(items)).encode("utf-8", "surrogatepass"))
         else:
             for each in items:
@@ -177,12 +178,12 @@ def _add_inside(into: Any, item: Any, seen: dict[int, Any]) -> None:
     else:
         try:
             into.update(pickle.dumps(item, 4))
-        except Exception:  # what cannot be pickled is told by its class alone
+        except Exception:  # what cannot be pickled is identified by its class alone
             return
 
 
 def attributes(item: Any) -> dict[str, Any]:
-    """What an object holds under names, in ``__dict__`` and in slots."""
+    """The attributes of an object, from ``__dict__`` and from slots."""
     slots = (name for kind in type(item).__mro__ for name in _slots(kind) if hasattr(item, name))
     return {**(getattr(item, "__dict__", None) or {}), **{n: getattr(item, n) for n in slots}}
 
@@ -193,8 +194,8 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def named(thing: Any) -> str:
-    """The name of a class or a function. Its module is not part of it: a script that is run is
-    called ``__main__``, and something else when it is imported.
+def named(definition: Any) -> str:
+    """The qualified name of a class or a function, without its module: that of a script is
+    ``__main__`` when it is run, and another when it is imported.
     """
-    return str(getattr(thing, "__qualname__", thing))
+    return str(getattr(definition, "__qualname__", definition))

@@ -1,10 +1,10 @@
-"""What a measurement is of: a model, its weights, its mode and the code of a loss function.
+"""The identity of a measurement: a model, its weights, its mode and the code of a loss function.
 
-What was counted of one model must not be added to what is counted of another. So a journal keeps
-a ``RunIdentity``, and a run that finds one compares. Code is compared as bytecode, so comments do
+Counts of one model must not be added to those of another. So a checkpoint stores a
+``RunIdentity``, and a run that continues it compares. Code is compared as bytecode, so comments do
 not matter: that of the loss function, of the user's modules, and of the user's functions that
-they call, with the constants and tensors that these refer to. Code of installed packages is told
-by its name. Lists and dicts count where the code that refers to them does not change them.
+they call, with the constants and tensors that these refer to. Code of installed packages is
+identified by its name. Lists and dicts count unless the code that refers to them changes them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from gradtrace.distributed import digests
 from gradtrace.session import join, named_modules, unwrapped
 
-BUILT = ("__init__", "__post_init__", "__new__", "__setstate__")
-"""Methods that make an object: what others assign to changes as it is used."""
+CONSTRUCTORS = ("__init__", "__post_init__", "__new__", "__setstate__")
+"""Methods that construct an object: attributes that other methods assign change during use."""
 
 MUTATORS = frozenset(
     {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}
@@ -45,40 +45,40 @@ MUTATORS = frozenset(
 """Methods that change a container."""
 
 STORES = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
-LARGE = 10_000
-"""Of containers with more items than this, only the number of items counts."""
+MAX_CONTAINER_ITEMS = 10_000
+"""For containers with more items than this, only the number of items counts."""
 
-OWN = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A model and a loss function, as few texts as can tell them from others."""
+    """Short texts and digests that identify a model and a loss function."""
 
     gradtrace: str
     python: str
     model: str  # its class
     tensors: str  # names, shapes and types of parameters and buffers
-    values: str  # 8 digits for each of them
+    values: str  # 8 hexadecimal digits for each of them
     modules: str  # classes, code and settings of modules
     mode: str  # which modules are in training
     loss: str
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunIdentity:
-        """What ``to_dict`` gave; raises a ValueError for anything else."""
+        """The inverse of ``to_dict``; raises a ValueError for anything else."""
         names = cls.__dataclass_fields__.keys()
         if data.keys() != names or not all(isinstance(data[name], str) for name in names):
             raise ValueError("no identity of a model and a loss function")
         return cls(**data)
 
     def to_dict(self) -> dict[str, str]:
-        """As JSON has it."""
+        """The fields by name, for JSON."""
         return asdict(self)
 
     def differences(self, now: RunIdentity, names: list[str]) -> list[str]:
-        """What has changed since, in words; ``names`` are those of the model's tensors now."""
+        """What has changed since, as text; ``names`` are the names of the model's tensors now."""
         if self.gradtrace != now.gradtrace:
             return [f"gradtrace (it was {self.gradtrace}, this is {now.gradtrace})"]
         if self.python != now.python:
@@ -130,7 +130,9 @@ def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers. Running statistics are not used by norms that are in training."""
+    """Parameters and buffers, without running statistics of norms in training mode, which do not
+    use them.
+    """
     for name, module in named_modules(model):
         tensors: dict[str, Tensor | None] = dict(module._parameters)
         if not (module.training and isinstance(module, _NormBase)):
@@ -141,7 +143,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _class(module: nn.Module) -> type:
-    """The user's class of a module; ``fully_shard`` makes another one of it."""
+    """The user's class of a module; ``fully_shard`` replaces it by a subclass."""
     kinds = type(module).__mro__
     return kinds[2] if kinds[1].__name__ == "FSDPModule" else kinds[0]
 
@@ -152,9 +154,9 @@ def _class(module: nn.Module) -> type:
 def _modules(model: nn.Module) -> str:
     walk = CodeWalk(unwrapped(model))
     for name, module in named_modules(model):
-        walk.say(name)
+        walk.add_text(name)
         walk.kind(_class(module))
-        walk.settings(module, OWN)
+        walk.settings(module, MODULE_ATTRIBUTES)
     return walk.digest()
 
 
@@ -165,52 +167,54 @@ def _code(function: Any, model: nn.Module) -> str:
 
 
 class CodeWalk:
-    """Gathers code and what it refers to, each function once."""
+    """Digests code and the values it refers to, visiting each function once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._into = digests.new()
-        self._seen: dict[int, Any] = {id(model): model}  # its weights are told apart elsewhere
+        self._seen: dict[int, Any] = {id(model): model}  # its weights are digested separately
         self._assigned: dict[type, frozenset[str]] = {}
 
     def digest(self) -> str:
-        """Of all that was gathered."""
+        """The digest of everything added."""
         return str(self._into.hexdigest())
 
-    def say(self, *texts: object) -> None:
+    def add_text(self, *texts: object) -> None:
         """Add texts."""
         self._into.update(f"{texts!r}".encode("utf-8", "surrogatepass"))
 
     def value(self, value: Any, user: CodeType | None) -> None:
-        """Add something that code refers to: ``user``, which may change it.
+        """Add a value that the code ``user`` refers to and may change.
 
-        An object that cannot be looked into is told by its class.
+        An object that cannot be inspected is identified by its class.
         """
         try:
             self._value(value, user)
-        except Exception:  # whatever objects of the user's do when they are looked at
-            self.say(digests.named(type(value)))
+        except Exception:  # the user's objects may raise anything when inspected
+            self.add_text(digests.named(type(value)))
 
     def _value(self, value: Any, user: CodeType | None) -> None:
-        if isinstance(value, digests.PLAIN) or _is_plain(value):
-            self.say(value)
+        if isinstance(value, digests.PRIMITIVES) or _is_simple(value):
+            self.add_text(value)
         elif isinstance(value, (list, dict, set, tuple, frozenset)):
             self._container(value, user)
         elif isinstance(value, (Tensor, np.ndarray)):
             digests.add(self._into, value)
         elif id(value) in self._seen:
-            self.say("again")
+            self.add_text("again")
         else:
             self._seen[id(value)] = value
             self._object(value, user)
 
     def _container(self, value: Any, user: CodeType | None) -> None:
-        self.say(type(value).__name__)
+        self.add_text(type(value).__name__)
         if isinstance(value, (list, dict, set)) and user is not None and _changes(user):
             return
-        if len(value) > LARGE:
-            self.say(len(value))
+        if len(value) > MAX_CONTAINER_ITEMS:
+            self.add_text(len(value))
         elif isinstance(value, (set, frozenset)):
-            self.say(*sorted(repr(each) for each in value if isinstance(each, digests.PLAIN)))
+            self.add_text(
+                *sorted(repr(each) for each in value if isinstance(each, digests.PRIMITIVES))
+            )
         else:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, each in items:
@@ -229,7 +233,7 @@ class CodeWalk:
         elif isinstance(value, type):
             self.kind(value)
         elif isinstance(value, (ModuleType, BuiltinFunctionType)):
-            self.say(getattr(value, "__name__", ""))
+            self.add_text(getattr(value, "__name__", ""))
         elif isinstance(value, nn.Module):
             self._module(value)
         else:
@@ -240,14 +244,14 @@ class CodeWalk:
     def _module(self, module: nn.Module) -> None:
         """Another model that a loss function uses."""
         for text in tensor_digests(dict(_tensors(module))).values():
-            self.say(text)
+            self.add_text(text)
         for name, each in named_modules(module):
-            self.say(name, each.training)
+            self.add_text(name, each.training)
             self.kind(_class(each))
-            self.settings(each, OWN)
+            self.settings(each, MODULE_ATTRIBUTES)
 
     def settings(self, item: Any, without: frozenset[str]) -> None:
-        """Add the plain attributes of an object that only its making assigns to."""
+        """Add the simple attributes of an object that only its constructor assigns."""
         kind = type(item)
         if kind not in self._assigned:
             self._assigned[kind] = _assigned(kind)
@@ -255,17 +259,17 @@ class CodeWalk:
         for name, value in sorted(digests.attributes(item).items()):
             if name in without or name in changed or name.startswith("_"):
                 continue
-            if isinstance(value, digests.PLAIN) or _is_plain(value):
-                self.say(name, value)
+            if isinstance(value, digests.PRIMITIVES) or _is_simple(value):
+                self.add_text(name, value)
             elif isinstance(value, (FunctionType, MethodType, functools.partial)):
-                self.say(name)
+                self.add_text(name)
                 self.value(value, None)
 
     def kind(self, kind: type) -> None:
         """Add a class: its name, and if it is the user's, its code."""
         if installed(kind):
-            self.say(kind.__module__)
-        self.say(digests.named(kind))
+            self.add_text(kind.__module__)
+        self.add_text(digests.named(kind))
         for base in kind.__mro__:
             if installed(base) or (id(base) in self._seen and base is not kind):
                 continue
@@ -273,10 +277,10 @@ class CodeWalk:
             for name, value in sorted(vars(base).items()):
                 function = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(function, FunctionType):
-                    self.say(name)
+                    self.add_text(name)
                     self.value(function, None)
-                elif not name.startswith("__") and isinstance(value, digests.PLAIN):
-                    self.say(name, value)
+                elif not name.startswith("__") and isinstance(value, digests.PRIMITIVES):
+                    self.add_text(name, value)
 
     def _function(self, function: FunctionType) -> None:
         code = function.__code__
@@ -285,16 +289,16 @@ class CodeWalk:
         if own:
             self._bytecode(code)
         else:
-            self.say(function.__module__, digests.named(function))
+            self.add_text(function.__module__, digests.named(function))
         for part in (function.__defaults__ or (), tuple((function.__kwdefaults__ or {}).items())):
             self.value(part, code)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             if name not in changed:
-                self.say(name)
+                self.add_text(name)
                 self._held(cell, code)
         for name in sorted(_globals(code)) if own else ():
             if name in function.__globals__ and name not in changed:
-                self.say(name)
+                self.add_text(name)
                 self._global(function.__globals__[name], code)
 
     def _held(self, cell: Any, code: CodeType) -> None:
@@ -309,11 +313,11 @@ class CodeWalk:
         if isinstance(value, ModuleType) and not installed(value):
             for name in sorted(_names(code)):
                 if name in vars(value):
-                    self.say(name)
+                    self.add_text(name)
                     self.value(vars(value)[name], code)
 
     def _bytecode(self, code: CodeType) -> None:
-        self.say(code.co_code, code.co_names, code.co_argcount, code.co_flags)
+        self.add_text(code.co_code, code.co_names, code.co_argcount, code.co_flags)
         for each in code.co_consts:
             self._constant(each)
 
@@ -323,13 +327,13 @@ class CodeWalk:
         elif isinstance(value, tuple):
             for each in value:
                 self._constant(each)
-        elif isinstance(value, frozenset):  # whose order is another in every process
-            self.say(*sorted(map(repr, value)))
+        elif isinstance(value, frozenset):  # its order differs between processes
+            self.add_text(*sorted(map(repr, value)))
         else:
-            self.say(value)
+            self.add_text(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_simple(value: Any) -> bool:
     return isinstance(value, (torch.dtype, torch.device, torch.Size, range, slice))
 
 
@@ -347,7 +351,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _globals(code: CodeType) -> set[str]:
-    """Names that are looked up outside a function; an attribute may be called as a global is."""
+    """Names of globals that a function reads. ``co_names`` would include attributes."""
     return {
         step.argval
         for each in _all(code)
@@ -377,12 +381,12 @@ def _changes(code: CodeType) -> bool:
 
 
 def _assigned(kind: type) -> frozenset[str]:
-    """Attributes that methods of a class assign to as it is used."""
+    """Attributes that methods of a class other than its constructors assign."""
     found = set()
     for base in kind.__mro__:
         for name, value in vars(base).items():
             function = getattr(value, "__func__", value)
-            if name in BUILT or not isinstance(function, FunctionType) or installed(base):
+            if name in CONSTRUCTORS or not isinstance(function, FunctionType) or installed(base):
                 continue
             for each in _all(function.__code__):
                 found |= {
@@ -395,19 +399,19 @@ def _assigned(kind: type) -> frozenset[str]:
 
 @functools.cache
 def _roots() -> tuple[str, ...]:
-    """Where installed code is."""
+    """Directories of installed code."""
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     ours = sys.modules["gradtrace"].__file__ or ""
     return (*(path for path in found if path), ours.removesuffix("__init__.py"))
 
 
-def installed(thing: Any) -> bool:
+def installed(definition: Any) -> bool:
     """Whether code belongs to an installed package, and not to the user's own program."""
-    code = getattr(thing, "__code__", None)
+    code = getattr(definition, "__code__", None)
     if isinstance(code, CodeType):
         file = code.co_filename
     else:
-        name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
+        name = definition.__name__ if isinstance(definition, ModuleType) else definition.__module__
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None) or ""
         if module is not None and not file:

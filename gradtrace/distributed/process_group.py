@@ -1,10 +1,10 @@
-"""Processes that measure together: who they are, what they tell one another, and how they end.
+"""The ranks of one measurement: messages between them, decisions by rank 0, and failure handling.
 
-Every rank of a ``torch.distributed`` group does its share by itself. Rank 0 hears the others, and
-says what all of them conclude. They talk through a gloo group of their own, which is made for the
-time of one measurement: it needs no GPU, does not meet the collectives of a training loop, and a
-process that is killed is noticed at once, as its connection closes. Listeners are threads, so that
-an error on one rank reaches the others in the middle of their work.
+Every rank of a ``torch.distributed`` group does its share by itself. Rank 0 receives the others'
+messages and decides for all. They communicate through a separate gloo group, which is made for the
+duration of one measurement: it needs no GPU, does not interfere with the collectives of a training
+loop, and a killed process is detected at once because its connection closes. Messages are received
+in threads, so an error on one rank reaches the others while they are working.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from gradtrace.tracing.influence import Influence
 
 Message = dict[str, Any]
 
-PATIENCE = timedelta(minutes=10)
-"""How long ranks may take to come together."""
+JOIN_TIMEOUT = timedelta(minutes=10)
+"""How long to wait for all ranks to join."""
 
-BEAT = 15.0
-"""Seconds from one sign of life to the next; they tell of machines that vanish from the network."""
+HEARTBEAT_SECONDS = 15.0
+"""Seconds between two heartbeats, which detect machines that vanish from the network."""
 
-SILENCE = timedelta(minutes=5)
-"""How long a rank may give none."""
+SILENCE_TIMEOUT = timedelta(minutes=5)
+"""A rank that sends nothing for this long counts as failed."""
 
 TAG = 1
 
 
 def merged(tables: Iterable[Influence | None]) -> Influence | None:
-    """The table of all pairs of several tables; None if there is none."""
+    """The table of all pairs of several tables; None if all of them are None."""
     there = [table for table in tables if table is not None]
     return there[0].merge(*there[1:]) if there else None
 
 
 def chosen(group: Any) -> Any:
-    """The process group that is meant: None is that of this program, if it has one; False is none.
+    """Resolve the argument ``group``: None means the default group, if initialised; False no group.
 
-    A group of one process is none.
+    Returns None for "this process alone", also for a group of one process.
     """
     if group is False or not torch.distributed.is_available():
         return None
@@ -67,9 +67,9 @@ def chosen(group: Any) -> Any:
 
 @contextmanager
 def joined(group: Any = None) -> Iterator[ProcessGroup]:
-    """The ranks of a group for the time of one measurement; ``chosen`` says which group.
+    """Connect the ranks of a group for the duration of one measurement; see ``chosen`` for which.
 
-    What is raised inside on one rank is raised on the others as RankFailed.
+    An exception inside the context on one rank is raised on the others as RankFailed.
     """
     found = chosen(group)
     if found is None:
@@ -77,22 +77,22 @@ def joined(group: Any = None) -> Iterator[ProcessGroup]:
         return
     import torch.distributed as dist
 
-    team = ProcessGroup(dist.get_rank(found), dist.get_world_size(found), _connected(found))
+    ranks = ProcessGroup(dist.get_rank(found), dist.get_world_size(found), _connected(found))
     try:
-        yield team
+        yield ranks
     except BaseException as error:
-        team.end(error)
+        ranks.end(error)
         if isinstance(error, RankFailed):
-            team.check()  # it may know more by now
+            ranks.check()  # messages received meanwhile may name the cause
         raise
     else:
-        team.end(None)
+        ranks.end(None)
     finally:
-        team.close()
+        ranks.close()
 
 
 def _connected(group: Any) -> Any:
-    """A gloo group of the same ranks, under a name of its own: the n-th time that they meet."""
+    """A gloo group of the same ranks; its store prefix counts the groups made so far."""
     import torch.distributed as dist
 
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -100,58 +100,62 @@ def _connected(group: Any) -> Any:
     try:
         time = store.add(f"gradtrace/{rank}", 1)
         own = dist.distributed_c10d.PrefixStore(f"gradtrace/{time}", store)
-        return dist.ProcessGroupGloo(own, rank, world, timeout=PATIENCE)
+        return dist.ProcessGroupGloo(own, rank, world, timeout=JOIN_TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise RankFailed(
-            f"not all {world} ranks came together within {PATIENCE}: call this on every rank of "
-            "the group, or with group=False to measure in this process alone"
+            f"not all {world} ranks came together within {JOIN_TIMEOUT}: call this on every rank "
+            "of the group, or with group=False to measure in this process alone"
         ) from error
 
 
 class ProcessGroup:
-    """A process among the others of its group; by itself it is rank 0 of one."""
+    """One rank of a group, seen from its process; alone, it is rank 0 of a group of one.
+
+    ``halted`` is set when all ranks are to stop: on Ctrl-C, or when one of them failed.
+    """
 
     def __init__(self, rank: int = 0, world: int = 1, handle: Any = None) -> None:
         self.rank, self.world = rank, world
         self.halted = False
         self._changed = threading.Condition()
-        self._said: dict[int, deque[Any]] = {}
+        self._inbox: dict[int, deque[Any]] = {}
         self._failed: dict[int, str] = {}
         self._interrupted = self._ended = False
         peers = range(1, world) if rank == 0 else (0,)
-        self._lines = {peer: Connection(handle, peer) for peer in peers}
+        self._connections = {peer: Connection(handle, peer) for peer in peers}
         self._threads = [
             threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in peers
         ]
-        self._quiet = threading.Event()
+        self._stop_heartbeat = threading.Event()
         if world > 1:
-            self._said = {peer: deque() for peer in peers}
+            self._inbox = {peer: deque() for peer in peers}
             self._threads.append(threading.Thread(target=self._beat, daemon=True))
         for thread in self._threads:
             thread.start()
 
-    # What ranks do together ----------------------------------------------------------------------
+    # Collective operations -----------------------------------------------------------------------
 
     def meet(self, mine: Message, decide: Callable[[list[Message]], Message]) -> Message:
-        """What rank 0 decides on what every rank has to say, in the order of ranks; on all ranks.
+        """Gather a message of every rank on rank 0, and return ``decide(messages)`` on all ranks.
 
-        Messages are what JSON can hold. What rank 0 refuses to decide, all refuse.
+        Messages are in the order of ranks, and JSON values. A GradtraceError in ``decide`` is
+        raised on all ranks.
         """
         if self.rank == 0:
-            self._until(lambda: bool(self._failed) or all(self._said.values()))
+            self._wait_for(lambda: bool(self._failed) or all(self._inbox.values()))
             self.check()
             try:
-                verdict = decide([mine, *(said.popleft()["say"] for said in self._said.values())])
+                verdict = decide([mine, *(said.popleft()["say"] for said in self._inbox.values())])
             except GradtraceError as error:
-                self._tell({"refused": str(error)})
+                self._broadcast({"refused": str(error)})
                 raise
-            self._tell({"verdict": verdict})
+            self._broadcast({"verdict": verdict})
             return verdict
-        self._lines[0].send({"say": mine})
-        self._until(lambda: bool(self._failed or self._said[0]))
-        if not self._said[0]:
+        self._connections[0].send({"say": mine})
+        self._wait_for(lambda: bool(self._failed or self._inbox[0]))
+        if not self._inbox[0]:
             self.check()
-        match self._said[0].popleft():
+        match self._inbox[0].popleft():
             case {"refused": str(text)}:
                 raise GradtraceError(text)
             case {"verdict": answer}:
@@ -159,42 +163,42 @@ class ProcessGroup:
         raise AssertionError("rank 0 says nothing else")
 
     def interrupt(self) -> None:
-        """Ask all ranks to stop after what they are at, and to come to the next meeting."""
+        """Ask all ranks to stop after their current batch, and to go on to the next ``meet``."""
         self._interrupted = True
         if self.rank == 0:
             self._halt()
         else:
             self.halted = True
-            self._lines[0].send({"interrupt": True})
+            self._connections[0].send({"interrupt": True})
 
     def end(self, error: BaseException | None) -> None:
-        """Leave the others; if this rank failed, they are told."""
+        """Leave the group; if this rank failed with ``error``, send it to the others."""
         if self.rank == 0:
-            text = None if error is None else told(0, error)
-            for line in self._lines.values():
-                line.send({"end": text}, last=True)
+            text = None if error is None else error_text(0, error)
+            for connection in self._connections.values():
+                connection.send({"end": text}, last=True)
         elif error is not None and not self._failed:
-            self._lines[0].send({"error": told(self.rank, error)})
-        self._quiet.set()
+            self._connections[0].send({"error": error_text(self.rank, error)})
+        self._stop_heartbeat.set()
         for thread in self._threads:
-            thread.join(SILENCE.total_seconds())
+            thread.join(SILENCE_TIMEOUT.total_seconds())
 
     def close(self) -> None:
-        """Let go of the connections, here and now.
+        """Drop the connections explicitly.
 
-        Were they left to the garbage collector, that of a loader's worker, forked later, might
-        find its copies first, and wait for threads that a fork does not take along.
+        If they were left to the garbage collector, a loader's worker that is forked later might
+        collect its copies first, and wait for threads that do not exist after a fork.
         """
-        for line in self._lines.values():
-            line.handle = None
+        for connection in self._connections.values():
+            connection.handle = None
 
     def check(self) -> None:
-        """Raise what became of other ranks, if they failed."""
+        """Raise RankFailed if other ranks failed."""
         if self._failed:
             raise RankFailed("; ".join(self._failed[rank] for rank in sorted(self._failed)))
 
-    def _until(self, there: Callable[[], bool]) -> None:
-        """Wait; the first Ctrl-C meanwhile asks the others to stop, the second goes through."""
+    def _wait_for(self, there: Callable[[], bool]) -> None:
+        """Wait for a condition; a first Ctrl-C asks all ranks to stop, a second one is raised."""
         while True:
             try:
                 with self._changed:
@@ -207,49 +211,49 @@ class ProcessGroup:
 
     def _halt(self) -> None:
         self.halted = True
-        self._tell({"halt": True})
+        self._broadcast({"halt": True})
 
-    def _tell(self, message: Message) -> None:
-        for line in self._lines.values():
-            line.send(message)
+    def _broadcast(self, message: Message) -> None:
+        for connection in self._connections.values():
+            connection.send(message)
 
     # Threads -------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        while not self._quiet.wait(BEAT):
-            self._tell({"beat": True})
+        while not self._stop_heartbeat.wait(HEARTBEAT_SECONDS):
+            self._broadcast({"beat": True})
 
     def _listen(self, peer: int) -> None:
-        line = self._lines[peer]
+        connection = self._connections[peer]
         try:
-            while self._heard(peer, line.receive()):
+            while self._handle(peer, connection.receive()):
                 pass
-        except Exception as error:  # whatever gloo has to say, the line is dead
+        except Exception as error:  # any error of gloo means that the connection is gone
             silent = "timed out" in str(error).lower()
             fate = (
-                f"gave no sign of life for {SILENCE}"
+                f"gave no sign of life for {SILENCE_TIMEOUT}"
                 if silent
                 else "ended without a word: it was killed, or its machine is gone"
             )
-            line.open = False
+            connection.open = False
             self._fail(peer, f"rank {peer} {fate}")
 
-    def _heard(self, peer: int, message: Message) -> bool:
-        """Take notice of a message; False if it is the last."""
+    def _handle(self, peer: int, message: Message) -> bool:
+        """Handle a message; False if it is the last one of this peer."""
         match message:
             case {"say": _} | {"verdict": _} | {"refused": _}:
                 with self._changed:
-                    self._said[peer].append(message)
+                    self._inbox[peer].append(message)
                     self._changed.notify_all()
             case {"halt": _}:
                 self.halted = True
             case {"interrupt": _}:
                 self._halt()
             case {"error": str(text)}:
-                self._lines[peer].send({"end": None}, last=True)
+                self._connections[peer].send({"end": None}, last=True)
                 self._fail(peer, text)
             case {"end": text}:
-                self._lines[peer].send({"bye": True}, last=True)
+                self._connections[peer].send({"bye": True}, last=True)
                 if text is not None:
                     self._fail(peer, text)
                 return False
@@ -266,8 +270,8 @@ class ProcessGroup:
         self.halted = True
 
 
-def told(rank: int, error: BaseException) -> str:
-    """An error in the words of the rank it is on."""
+def error_text(rank: int, error: BaseException) -> str:
+    """The text of an error on a rank, for the other ranks."""
     if isinstance(error, RankFailed):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -277,7 +281,7 @@ def told(rank: int, error: BaseException) -> str:
 
 
 class Connection:
-    """A connection to one rank: messages as JSON, each with its length in front."""
+    """A connection to one rank: messages as JSON, each preceded by its length."""
 
     def __init__(self, handle: Any, peer: int) -> None:
         self.handle, self.peer = handle, peer
@@ -285,21 +289,24 @@ class Connection:
         self._lock = threading.Lock()
 
     def send(self, message: Message, last: bool = False) -> None:
-        """Send, unless the last message was sent; whether the other is gone, its listener finds."""
+        """Send a message, unless the last one was sent.
+
+        Errors are ignored: the thread that receives from this peer detects that it is gone.
+        """
         body = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         with self._lock, suppress(RuntimeError):
             if not self.open or self.handle is None:
                 return
             self.open = not last
             for part in (torch.tensor([len(body)]), body):
-                self.handle.send([part], self.peer, TAG).wait(SILENCE)
+                self.handle.send([part], self.peer, TAG).wait(SILENCE_TIMEOUT)
 
     def receive(self) -> Message:
-        """The next message, once it is there."""
+        """Wait for the next message."""
         size = self._take(torch.zeros(1, dtype=torch.int64))
         body = self._take(torch.empty(int(size), dtype=torch.uint8))
         return json.loads(bytes(body.numpy()))  # type: ignore[no-any-return]
 
     def _take(self, into: torch.Tensor) -> torch.Tensor:
-        self.handle.recv([into], self.peer, TAG).wait(SILENCE)
+        self.handle.recv([into], self.peer, TAG).wait(SILENCE_TIMEOUT)
         return into

@@ -1,9 +1,9 @@
-"""Processes that train one model together: what they tell each other, and nobody waits.
+"""Asynchronous messages between rank 0 and the other ranks of a training run.
 
-A Monitor must not hold up training, so there is no collective here: ranks may have different
-numbers of steps, be slow, end early or be killed. Each process has a thread with a connection of
-its own to the store of ``torch.distributed``; messages are left there and looked for now and then.
-Others than the first process tell it what they found; it tells them which steps are to be traced.
+A Monitor must not hold up training, so there are no collectives here: ranks may have different
+numbers of steps, be slow, end early or be killed. Each process has a thread with its own connection
+to the store of ``torch.distributed``; messages are written there, and polled for at intervals.
+Other ranks send rank 0 their results; rank 0 sends them the steps that are to be traced.
 """
 
 from __future__ import annotations
@@ -20,85 +20,92 @@ from typing import Any
 
 Message = dict[str, Any]
 
-SOON = 0.02
-"""Seconds between two looks at the store where something is expected."""
+POLL_SECONDS = 0.02
+"""Seconds between two polls of the store while a message is expected."""
 
-SELDOM = 0.5
-"""Seconds between two looks where nothing is."""
+IDLE_POLL_SECONDS = 0.5
+"""Seconds between two polls while none is expected."""
 
-TOGETHER = 32
-"""So many processes may look that often; of more each looks less often."""
+POLLING_RANKS = 32
+"""With more ranks than this, each polls less often, so that the store's load stays the same."""
 
-TIMEOUT = timedelta(seconds=10)
-"""How long the store may take to answer."""
+STORE_TIMEOUT = timedelta(seconds=10)
+"""Timeout of one request to the store."""
 
-PIECE = 1 << 20
-"""The most bytes of a value: the store takes no more than 8 MiB."""
+VALUE_MAX_BYTES = 1 << 20
+"""Messages are split into values of at most this many bytes: the store accepts up to 8 MiB."""
 
 _numbers: Counter[str] = Counter()
-"""How many there were in this process: the n-th ones of a name, in all processes, go together."""
+"""How many exchanges of a name this process has made: the n-th of each process are connected."""
 
 
 class RankExchange:
-    """A process among those of ``torch.distributed``; alone, if there are no others."""
+    """One rank's end of the exchange; without a thread if there is only one process.
 
-    def __init__(self, called: str = "", together: bool | None = None) -> None:
+    ``called`` is part of the key prefix in the store; ``enabled=False`` ignores other processes.
+    """
+
+    def __init__(self, called: str = "", enabled: bool | None = None) -> None:
         import torch.distributed as dist
 
-        there = dist.is_available() and dist.is_initialized()
+        initialised = dist.is_available() and dist.is_initialized()
         self.rank, self.world = 0, 1
-        self.line: RankThread | None = None
-        if there and together is not False and dist.get_world_size() > 1:
+        self.thread: RankThread | None = None
+        if initialised and enabled is not False and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            store = dist.distributed_c10d._get_default_store()  # a group tells its own since 2.9
+            store = (
+                dist.distributed_c10d._get_default_store()
+            )  # groups give access to theirs since 2.9
             _numbers[called] += 1
             prefix = f"gradtrace/monitor/{called}/{_numbers[called]}"
-            self.line = RankThread(store, prefix, self.rank, self.world)
+            self.thread = RankThread(store, prefix, self.rank, self.world)
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this process is rank 0, which writes the run's file."""
         return self.rank == 0
 
     @property
     def lead(self) -> float:
-        """Seconds that a message from the first process may take to all others."""
-        return 0.0 if self.line is None else 3 * self.line.pause
+        """Seconds that a message from rank 0 may take to reach all others."""
+        return 0.0 if self.thread is None else 3 * self.thread.pause
 
-    def tell(self, message: Message) -> None:
-        """Send a message: to the first process, or from it to all others."""
-        if self.line is not None:
-            self.line.tell(message)
+    def send(self, message: Message) -> None:
+        """Send a message: to rank 0, or from rank 0 to all others. Does not block."""
+        if self.thread is not None:
+            self.thread.send(message)
 
-    def heard(self) -> list[tuple[int, Message]]:
-        """The messages that have come since the last time, each with its sender's rank."""
-        return [] if self.line is None or not self.line.inbox else self.line.heard()
+    def received(self) -> list[tuple[int, Message]]:
+        """The messages that have arrived since the last call, each with its sender's rank."""
+        return [] if self.thread is None or not self.thread.inbox else self.thread.received()
 
     def finish(self, seconds: float) -> None:
-        """Wait until what was told is sent, but no longer than so many seconds."""
-        if self.line is not None:
-            self.line.finish(seconds)
+        """Wait until all messages are sent, for at most ``seconds``."""
+        if self.thread is not None:
+            self.thread.finish(seconds)
 
     def close(self, seconds: float = 1.0) -> None:
-        """Let go of the connection; what is not sent within so many seconds is lost."""
-        if self.line is not None:
-            self.line.close(seconds)
+        """Close the connection; messages that are not sent within ``seconds`` are lost."""
+        if self.thread is not None:
+            self.thread.close(seconds)
 
 
 class RankThread:
-    """The thread of one process, and what goes through it."""
+    """The thread of one process that sends and receives messages, with its queues."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self.pause = SOON * max(1.0, world / TOGETHER)
-        self.eager = rank != 0  # whether something is expected
+        self.pause = POLL_SECONDS * max(1.0, world / POLLING_RANKS)
+        self.eager = rank != 0  # whether a message is expected: poll often
         self.inbox: deque[tuple[int, Message]] = deque()
-        self.deliver: Callable[[], object] | None = None  # called when something has come
+        self.deliver: Callable[[], object] | None = (
+            None  # called in the thread after messages arrived
+        )
         self.failed = ""
         self._store, self._prefix = store, prefix
         self._outbox: deque[Message] = deque()
         self._sent = 0
-        self._told = 0
+        self._queued = 0
         self._read = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0)
         self._changed = threading.Condition()
         self._wake = threading.Event()
@@ -106,14 +113,14 @@ class RankThread:
         self._thread = threading.Thread(target=self._run, name="gradtrace", daemon=True)
         self._thread.start()
 
-    def tell(self, message: Message) -> None:
-        """Leave a message for the thread."""
-        self._told += 1
+    def send(self, message: Message) -> None:
+        """Queue a message for the thread to send."""
+        self._queued += 1
         self._outbox.append(message)
         self._wake.set()
 
-    def heard(self) -> list[tuple[int, Message]]:
-        """What has come."""
+    def received(self) -> list[tuple[int, Message]]:
+        """Take the received messages from the inbox."""
         found = []
         with suppress(IndexError):
             while True:
@@ -121,12 +128,12 @@ class RankThread:
         return found
 
     def finish(self, seconds: float) -> None:
-        """Wait until all is sent."""
+        """Wait until all queued messages are sent, for at most ``seconds``."""
         with self._changed:
-            self._changed.wait_for(lambda: self._sent >= self._told or self._over, seconds)
+            self._changed.wait_for(lambda: self._sent >= self._queued or self._over, seconds)
 
     def close(self, seconds: float) -> None:
-        """Send what is left, and end the thread."""
+        """Send the queued messages, and end the thread."""
         if threading.current_thread() is not self._thread:
             self.finish(seconds)
             self._over = True
@@ -143,10 +150,10 @@ class RankThread:
                 self._send(store)
                 if self._receive(store) and self.deliver is not None:
                     self.deliver()
-                self._wake.wait(self.pause if self.eager else max(SELDOM, self.pause))
+                self._wake.wait(self.pause if self.eager else max(IDLE_POLL_SECONDS, self.pause))
                 self._wake.clear()
             self._send(store)
-        except Exception as error:  # whatever a store complains of, training goes on
+        except Exception as error:  # a store may raise anything; training goes on
             self.failed = f"{type(error).__name__}: {error}"
         finally:
             with self._changed:
@@ -157,34 +164,38 @@ class RankThread:
     def _send(self, store: Any) -> None:
         while self._outbox:
             body = zlib.compress(json.dumps(self._outbox[0]).encode(), 1)
-            pieces = [body[at : at + PIECE] for at in range(0, len(body), PIECE)]
+            pieces = [
+                body[at : at + VALUE_MAX_BYTES] for at in range(0, len(body), VALUE_MAX_BYTES)
+            ]
             key = f"{self.rank}/{self._sent}"
             for n, piece in enumerate(pieces):
                 store.set(f"{key}/{n}", piece)
             store.set(key, str(len(pieces)))
             if self.rank:
-                store.add("told", 1)
+                store.add("sent", 1)
             self._outbox.popleft()
             with self._changed:
                 self._sent += 1
                 self._changed.notify_all()
 
     def _receive(self, store: Any) -> bool:
-        """Look for messages; whether there were any."""
-        if self.rank == 0 and store.add("told", 0) == sum(self._read.values()):
+        """Poll the store once; whether messages arrived."""
+        if self.rank == 0 and store.add("sent", 0) == sum(self._read.values()):
             return False
         found = False
         for other in self._read:
             while store.check([f"{other}/{self._read[other]}"]):
-                self.inbox.append((other, self._taken(store, f"{other}/{self._read[other]}")))
+                self.inbox.append(
+                    (other, self._take_message(store, f"{other}/{self._read[other]}"))
+                )
                 self._read[other] += 1
                 found = True
         return found
 
-    def _taken(self, store: Any, key: str) -> Message:
+    def _take_message(self, store: Any, key: str) -> Message:
         keys = [f"{key}/{n}" for n in range(int(store.get(key)))]
         body = b"".join(store.get(each) for each in keys)
-        if self.rank == 0:  # nobody else reads these
+        if self.rank == 0:  # only rank 0 reads these
             for each in (*keys, key):
                 with suppress(RuntimeError, NotImplementedError):
                     store.delete_key(each)
@@ -192,17 +203,17 @@ class RankThread:
 
 
 def _connected(store: Any, prefix: str) -> Any:
-    """The same store by a connection of its own: one that is in use makes others wait."""
+    """The same store with a separate connection: requests on a shared one wait for each other."""
     import torch.distributed as dist
 
     own = store.clone()
-    own.set_timeout(TIMEOUT)
+    own.set_timeout(STORE_TIMEOUT)
     return dist.distributed_c10d.PrefixStore(prefix, own)
 
 
 def wait(until: Callable[[], bool], seconds: float) -> bool:
-    """Look again and again whether something is so, for so many seconds at most."""
+    """Poll ``until`` for at most ``seconds``; its last value."""
     last = time.monotonic() + seconds
     while not (done := until()) and time.monotonic() < last:
-        time.sleep(SOON / 2)
+        time.sleep(POLL_SECONDS / 2)
     return done

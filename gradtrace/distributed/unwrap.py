@@ -1,8 +1,8 @@
-"""Models wrapped for training by many processes, while they are measured.
+"""Calls models wrapped for distributed training without communication, while they are measured.
 
-DistributedDataParallel and FSDP meet the other ranks in every forward pass. Ranks that trace
-different numbers of batches would wait for each other for ever, so the user's own module is called
-instead. Parameters that ``fully_shard`` has sharded are gathered for that time.
+DistributedDataParallel and FSDP communicate with the other ranks in every forward pass. Ranks that
+trace different numbers of batches would deadlock, so the user's own module is called instead.
+Parameters sharded by ``fully_shard`` are gathered for the duration.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ Hook = Callable[..., Any]
 
 @contextmanager
 def apart(model: nn.Module) -> Iterator[None]:
-    """While forward passes of a model meet no other rank; on all ranks that share its parameters.
+    """Within this context, forward passes of a model do not communicate with other ranks.
 
-    Sharded parameters are gathered first, so there must be memory for the whole model.
+    All ranks that share its parameters must enter it. Sharded parameters are gathered first, so the
+    whole model must fit in memory.
     """
     refuse_flat(model)
     with ExitStack() as stack:
@@ -41,10 +42,10 @@ def apart(model: nn.Module) -> Iterator[None]:
 
 
 class _SingleProcess(Listener):
-    """Calls go to the module inside, with tensors on its device as the wrapper puts them."""
+    """Calls the wrapped module directly, with tensors moved to its device as the wrapper does."""
 
     def around(self, module: nn.Module, forward: Forward) -> Forward:
-        """What runs in place of the wrapper's ``forward``."""
+        """The function that runs in place of the wrapper's ``forward``."""
         assert isinstance(module, DistributedDataParallel)
         inner = module.module
         device = module.device_ids and torch.device(module.device_type, module.device_ids[0])
@@ -62,10 +63,10 @@ class _SingleProcess(Listener):
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """While a model that ``fully_shard`` has sharded is whole on every rank, and can be traced.
+    """Within this context, a model sharded by ``fully_shard`` has all its parameters on every rank.
 
-    All ranks enter it together, and then forward passes meet no other rank: its hooks only convert
-    tensors, as its policy for mixed precision says. Other models stay as they are.
+    All ranks must enter it. Forward passes then do not communicate: FSDP's hooks are replaced by
+    ones that only convert tensors, by its mixed-precision policy. Other models are not changed.
     """
     modules = sharded_modules(model)
     done = []
@@ -82,7 +83,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _unhooked(module: Any) -> list[tuple[dict[int, Hook], int, Hook]]:
-    """Put hooks that only convert in the place of FSDP's; which they were, and where."""
+    """Replace FSDP's hooks by ones that only convert; returns (table, key, original hook) each."""
     policy = module._get_fsdp_state()._mp_policy
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
 
@@ -110,9 +111,9 @@ def _converted(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def digest(model: nn.Module) -> dict[str, str]:
-    """What tells the values of a model's tensors from others, by name.
+    """Digests of the values of a model's tensors, by name, to compare ranks.
 
-    Running statistics count where they are used: in modules that are not in training.
+    Buffers (running statistics) count only where they are used: in modules in evaluation mode.
     """
     found: dict[str, Tensor] = {}
     for name, module in named_modules(model):

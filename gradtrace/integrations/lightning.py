@@ -25,35 +25,35 @@ else:
 class GradTrace(Callback):  # type: ignore[misc]
     """Trace training with Lightning: ``Trainer(callbacks=[GradTrace(every=100)])``.
 
-    Takes what ``gradtrace.Monitor`` takes. ``every`` counts the trainer's ``global_step``; of the
-    backward passes of a step, or of a batch with several losses, the first is traced. Numbers go to
-    the trainer's loggers too; the file and the page are ``gradtrace.jsonl`` and ``gradtrace.html``
-    in its ``log_dir``, unless ``file`` and ``report`` say otherwise. After training,
-    ``callback.monitor.history`` has what was found.
+    Takes the arguments of ``gradtrace.Monitor``. ``every`` counts the trainer's ``global_step``; of
+    the backward passes of a step, or of a batch with several losses, the first is traced. Scalars
+    are also sent to the trainer's loggers; the file and the page are ``gradtrace.jsonl`` and
+    ``gradtrace.html`` in its ``log_dir``, unless ``file`` and ``report`` are given. After training,
+    ``callback.monitor.history`` has the results.
     """
 
-    def __init__(self, **how: Any) -> None:
-        self._how = checked(how)
+    def __init__(self, **options: Any) -> None:
+        self._options = checked(options)
         self.monitor: Monitor | None = None
         self._begun = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to monitor."""
+        """Make the Monitor."""
         self._close("")
-        how = placed(self._how, lambda: _folder(trainer), trainer.is_global_zero)
-        loggers = [*how.pop("loggers", ()), *trainer.loggers]
+        options = placed(self._options, lambda: _folder(trainer), trainer.is_global_zero)
+        loggers = [*options.pop("loggers", ()), *trainer.loggers]
         self.monitor = Monitor(
             pl_module,
             start=trainer.global_step,
             accumulate=trainer.accumulate_grad_batches,
             loggers=loggers,
-            **how,
+            **options,
         )
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Watch the coming forward pass, if it is to be traced."""
+        """Watch the next forward pass, if it is to be traced."""
         if self.monitor is not None:
             self.monitor.begin(trainer.global_step)
             self._begun = True
@@ -61,7 +61,7 @@ class GradTrace(Callback):  # type: ignore[misc]
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Trace the first loss of a batch, if its turn has come."""
+        """Trace the first loss of a batch, if the step is due."""
         if self.monitor is None or not self._begun:
             return
         self._begun = False
@@ -71,18 +71,18 @@ class GradTrace(Callback):  # type: ignore[misc]
         self.monitor.step(loss, scale=Divided(scaler, passes))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation is no part of a step."""
+        """Exclude validation from the step time."""
         if self.monitor is not None and not trainer.sanity_checking:
             self.monitor.pause()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the report."""
+        """Close the Monitor, which writes the report."""
         self._close("")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the model as it was."""
+        """Close the Monitor, and record the error."""
         self._close(type(exception).__name__)
 
     def _close(self, error: str) -> None:

@@ -1,4 +1,4 @@
-"""What callbacks share: how they make a Monitor."""
+"""Arguments of the Monitor that a callback makes; shared by all callbacks."""
 
 from __future__ import annotations
 
@@ -11,41 +11,45 @@ from typing import Any
 from gradtrace.errors import GradtraceError
 from gradtrace.training.monitor import Monitor
 
-THEIRS = {"model", "start", "accumulate", "clock"}
-"""Arguments of Monitor that a trainer knows by itself."""
+TRAINER_ARGUMENTS = {"model", "start", "accumulate", "clock"}
+"""Arguments of Monitor that the trainer determines."""
 
-NAMES = [name for name in inspect.signature(Monitor).parameters if name not in THEIRS]
-RUN, PAGE = "gradtrace.jsonl", "gradtrace.html"
+ARGUMENTS = [
+    name for name in inspect.signature(Monitor).parameters if name not in TRAINER_ARGUMENTS
+]
+RUN_FILE, PAGE_FILE = "gradtrace.jsonl", "gradtrace.html"
 
 
-def checked(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for a Monitor, refused where the callback is made if there is no such."""
-    for name in how:
-        if name not in NAMES:
-            close = get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(NAMES)}"
+def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names of arguments for a Monitor when the callback is made."""
+    for name in options:
+        if name not in ARGUMENTS:
+            close = get_close_matches(name, ARGUMENTS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ARGUMENTS)}"
             raise GradtraceError(f"GradTrace has no argument {name!r}; {hint}")
-    return dict(how)
+    return dict(options)
 
 
-def placed(how: Mapping[str, Any], folder: Callable[[], str | None], first: bool) -> dict[str, Any]:
-    """The arguments with a file and a page in the trainer's folder, unless they say where."""
-    found = dict(how)
+def placed(
+    options: Mapping[str, Any], folder: Callable[[], str | None], first: bool
+) -> dict[str, Any]:
+    """The arguments, with a file and a page in the trainer's folder unless given."""
+    found = dict(options)
     if {"file", "report"} <= found.keys():
         return found
     at = Path(folder() or ".")
     if first:
         at.mkdir(parents=True, exist_ok=True)
-    return {"file": at / RUN, "report": at / PAGE, **found}
+    return {"file": at / RUN_FILE, "report": at / PAGE_FILE, **found}
 
 
 class Divided:
-    """A scaler's scale over a number of passes, asked for when it is needed."""
+    """A scaler's scale divided by a number of backward passes, evaluated lazily."""
 
     def __init__(self, scaler: Any, passes: int) -> None:
         self._scaler, self._passes = scaler, passes
 
     def get_scale(self) -> float:
-        """What a loss was multiplied by."""
+        """The factor that a loss was multiplied by."""
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         return scale / self._passes

@@ -1,6 +1,6 @@
-"""TensorBoard without a writer of one's own: ``Monitor(loggers=[TensorBoard("runs/a")])``.
+"""A TensorBoard logger: ``Monitor(loggers=[TensorBoard("runs/a")])``.
 
-A ``SummaryWriter`` that is there already can be handed to ``Monitor(loggers=[writer])`` as it is.
+An existing ``SummaryWriter`` can be passed directly: ``Monitor(loggers=[writer])``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gradtrace.errors import GradtraceError, needs
 
 
 class TensorBoard:
-    """Writes numbers to a folder that TensorBoard reads."""
+    """Writes scalars to a folder that TensorBoard reads."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
@@ -25,7 +25,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(os.fspath(folder))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the numbers of a step."""
+        """Write the scalars of a step."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

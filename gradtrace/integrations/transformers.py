@@ -24,77 +24,77 @@ else:
             needs("gradtrace.integrations.transformers", "transformers", "accelerate")
         ) from error
 
-DEPTH = 2
-"""Names of so many parts are handed to the trainer's log, which is printed; the file has all."""
+LOG_MAX_DEPTH = 2
+"""Modules down to this depth are in the trainer's log, which is printed; the file has all."""
 
 
 class GradTrace(TrainerCallback):  # type: ignore[misc]
     """Trace training with transformers: ``Trainer(..., callbacks=[GradTrace(every=100)])``.
 
-    Takes what ``gradtrace.Monitor`` takes. ``every`` counts the trainer's ``global_step``; of the
-    backward passes of a step the first is traced, with the loss that the trainer hands to
-    ``backward``, whoever computed it (label smoothing, ``compute_loss_func``,
-    ``num_items_in_batch``). Some numbers go to the trainer's own log; the file and the page are
-    ``gradtrace.jsonl`` and ``gradtrace.html`` in ``output_dir``, unless ``file`` and ``report`` say
-    otherwise. After training, ``callback.monitor.history`` has what was found.
+    Takes the arguments of ``gradtrace.Monitor``. ``every`` counts the trainer's ``global_step``; of
+    the backward passes of a step the first is traced, with the loss that the trainer passes to
+    ``backward``, however it is computed (label smoothing, ``compute_loss_func``,
+    ``num_items_in_batch``). Some scalars go to the trainer's own log; the file and the page are
+    ``gradtrace.jsonl`` and ``gradtrace.html`` in ``output_dir``, unless ``file`` and ``report`` are
+    given. After training, ``callback.monitor.history`` has the results.
     """
 
-    def __init__(self, **how: Any) -> None:
-        self._how = checked(how)
+    def __init__(self, **options: Any) -> None:
+        self._options = checked(options)
         self.monitor: Monitor | None = None
-        self._wiring: TrainerHooks | None = None
+        self._hooks: TrainerHooks | None = None
         self._record: StepRecord | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to monitor."""
+        """Make the Monitor."""
         self._close("")
         trainer = trainer_of(self, sys._getframe())
-        how = placed(self._how, lambda: args.output_dir, state.is_world_process_zero)
+        options = placed(self._options, lambda: args.output_dir, state.is_world_process_zero)
         self.monitor = Monitor(
             trainer.model_wrapped,
             start=state.global_step,
             accumulate=args.gradient_accumulation_steps,
-            **how,
+            **options,
         )
-        self._wiring = TrainerHooks(self, trainer)
+        self._hooks = TrainerHooks(self, trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Hand what was found to the trainer's log."""
-        if self._record is not None and self._wiring is not None:
+        """Write the scalars of a traced step to the trainer's log."""
+        if self._record is not None and self._hooks is not None:
             record, self._record = self._record, None
-            self._wiring.log(shallow(scalars(record), DEPTH))
+            self._hooks.log(shallow(scalars(record), LOG_MAX_DEPTH))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluation is no part of a step."""
-        if self.monitor is not None and self._wiring is not None:
+        """Exclude evaluation from the step time."""
+        if self.monitor is not None and self._hooks is not None:
             self.monitor.pause()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report."""
+        """Close the Monitor, which writes the report."""
         self._close("")
 
     def begin(self, step: int) -> None:
-        """A backward pass of this step comes."""
+        """Called before a forward and backward pass of this step."""
         if self.monitor is not None:
             self.monitor.begin(step)
 
     def found(self, loss: Tensor, scale: Divided) -> None:
-        """The loss that is handed to ``backward``."""
+        """Called with the loss that is passed to ``backward``."""
         if self.monitor is not None:
             self._record = self.monitor.step(loss, scale=scale) or self._record
 
     def _close(self, error: str) -> None:
-        if self._wiring is not None:
-            self._wiring.remove()
-            self._wiring = None
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
         if self.monitor is not None:
             self.monitor.close(error)
 
 
 class TrainerHooks:
-    """Where a trainer's steps begin, and where its losses go: callbacks are told neither.
+    """Intercepts the beginning of a trainer's steps, and its losses: callbacks receive neither.
 
-    Two methods are wrapped, on this trainer and its accelerator alone, while it trains.
+    Wraps ``training_step`` of this trainer and ``backward`` of its accelerator while it trains.
     """
 
     def __init__(self, callback: GradTrace, trainer: Trainer) -> None:
@@ -112,8 +112,8 @@ class TrainerHooks:
             raise
 
     def _backwards(self, loss: Tensor, **kwargs: Any) -> Any:
-        """The trainer has divided the loss by the passes of a step, or by the items in all of them;
-        the accelerator multiplies it by the scale of half precision.
+        """Report the loss. The trainer has divided it by the passes of a step, or by the items in
+        all of them; the accelerator multiplies it by the scale of half precision.
         """
         trainer = self._trainer
         scaler = trainer.accelerator.scaler
@@ -127,15 +127,13 @@ class TrainerHooks:
         self._trainer.log(numbers)
 
     def remove(self) -> None:
-        """Leave the trainer as it was."""
+        """Restore the trainer's methods."""
         vars(self._trainer).pop("training_step", None)
         vars(self._trainer.accelerator).pop("backward", None)
 
 
 def trainer_of(callback: TrainerCallback, frame: FrameType | None) -> Trainer:
-    """The trainer that calls a callback. Callbacks are not told, so it is looked for among the
-    callers.
-    """
+    """The trainer that calls a callback, found on the call stack: callbacks do not receive it."""
     while frame is not None:
         found = frame.f_locals.get("self")
         if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
@@ -148,7 +146,7 @@ def trainer_of(callback: TrainerCallback, frame: FrameType | None) -> Trainer:
 
 
 def shallow(numbers: Mapping[str, float], depth: int) -> dict[str, float]:
-    """The numbers of modules that lie no deeper.
+    """The numbers of modules at most ``depth`` levels deep.
 
     >>> shallow({"gradtrace/loss": 2.0, "gradtrace/share/h.0.attn": 0.5}, 2)
     {'gradtrace/loss': 2.0}

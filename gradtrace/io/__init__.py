@@ -1,1 +1,1 @@
-"""Files, written whole or not at all, read within limits and checked against schemas; tables."""
+"""Files: written atomically, read within size limits, checked against schemas; text tables."""

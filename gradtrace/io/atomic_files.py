@@ -1,16 +1,16 @@
-"""Regular files: opened once, replaced whole, and nothing left behind by a process that was killed.
+"""Regular files: opened once, replaced atomically, and no temporary files left by killed processes.
 
 A pipe or a device where a file is expected could block for ever or never end, so anything but a
 regular file is refused, for reading and for writing, before it is opened and again afterwards.
 
-A file is replaced by a temporary beside it that takes its name when it is complete::
+A file is written as a temporary file beside it, which is renamed when it is complete::
 
     .gradtrace-<machine>-<boot>-<process>-<random>.tmp
 
-The process that writes it holds a lock on it (``flock``), which the kernel drops when the process
-ends, however that happens. The first time a process writes to a folder it removes temporaries of
-this machine, of this boot or an earlier one, that nobody holds. Those of other machines (on a
-shared file system) are never touched, nor any where the file system knows no locks.
+The process that writes it holds a lock on it (``flock``), which the kernel releases when the
+process ends, for whatever reason. The first time a process writes to a folder it removes temporary
+files of this machine, of this boot or an earlier one, that are not locked. Those of other machines
+(on a shared file system) are never touched, nor any where the file system has no locks.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ except ImportError:  # not on Windows
 else:
     LOCKS = True
 
-ROOM = "free some space, or choose a folder that you may write to"
-WRITTEN = "give a file that gradtrace wrote"
-LINE = 100_000_000
-"""The most bytes of a line."""
+SPACE_HINT = "free some space, or choose a folder that you may write to"
+WRITER_HINT = "give a file that gradtrace wrote"
+LINE_MAX_BYTES = 100_000_000
+"""The most bytes of a line that is read."""
 
-NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
-"""What file systems answer that know no fsync."""
+NO_FSYNC_ERRORS = {errno.EINVAL, errno.ENOTSUP}
+"""Errors of file systems that do not support fsync."""
 
-KINDS = (
+IRREGULAR_KINDS = (
     (stat.S_ISDIR, "a folder", "name a file in it"),
     (stat.S_ISFIFO, "a device or a pipe", "copy it to a file first"),
     (stat.S_ISSOCK, "a socket", "give the name of a file"),
@@ -53,8 +53,8 @@ KINDS = (
 ALWAYS = sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_BINARY", "O_NOCTTY", "O_CLOEXEC"))
 DEVICE = ("a device or a pipe", "copy it to a file first")
 TEMPORARY = re.compile(r"\.gradtrace-([0-9a-f]{12})-([0-9a-f]{12})-[0-9]+-[0-9a-f]{16}\.tmp")
-IDENTITY = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
-BOOT = Path("/proc/sys/kernel/random/boot_id")
+MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 class BadFile(GradtraceError):
@@ -62,22 +62,22 @@ class BadFile(GradtraceError):
 
 
 class NoFile(BadFile):
-    """There is no file of this name."""
+    """The file does not exist."""
 
 
 # Reading and appending ---------------------------------------------------------------------------
 
 
 def _refuse_irregular(mode: int) -> None:
-    """Refuse what is no regular file, by its mode."""
+    """Raise an error if a mode is not that of a regular file."""
     if stat.S_ISREG(mode):
         return
-    what, instead = next((rest for is_it, *rest in KINDS if is_it(mode)), DEVICE)
+    what, instead = next((rest for is_it, *rest in IRREGULAR_KINDS if is_it(mode)), DEVICE)
     raise BadFile(f"is {what}: {instead}")
 
 
 def opened(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """A regular file, not buffered when it is written to."""
+    """Open a regular file; unbuffered if it is opened for writing."""
     try:
         with suppress(FileNotFoundError):
             _refuse_irregular(os.stat(path).st_mode)
@@ -103,7 +103,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
 
 @contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file; the message of a ``BadFile`` names it."""
+    """A regular file, open for reading; errors become a ``BadFile`` that names it."""
     called = repr(os.fspath(path))
     try:
         with opened(Path(path).expanduser()) as file:
@@ -119,42 +119,42 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def content(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """All bytes of a regular file, of so many at most."""
+    """All bytes of a regular file; raises if there are more than ``most``."""
     with _reading(path) as file:
         if most is not None and os.fstat(file.fileno()).st_size > most:
-            raise BadFile(f"has more than {most:,} bytes: {WRITTEN}")
+            raise BadFile(f"has more than {most:,} bytes: {WRITER_HINT}")
         return file.read()
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The lines of a regular file, each read when it is asked for."""
+    """The lines of a regular file, read lazily."""
     with _reading(path) as file:
         yield from split(file)
 
 
 def split(file: BinaryIO) -> Iterator[bytes]:
-    """Lines with their ends; the last may have none."""
+    """Lines with their line ends; the last may have none."""
     number = 0
-    while line := file.readline(LINE + 1):
+    while line := file.readline(LINE_MAX_BYTES + 1):
         number += 1
-        if len(line) > LINE:
-            raise BadFile(f"has more than {LINE:,} bytes in line {number}: {WRITTEN}")
+        if len(line) > LINE_MAX_BYTES:
+            raise BadFile(f"has more than {LINE_MAX_BYTES:,} bytes in line {number}: {WRITER_HINT}")
         yield line
 
 
 def put(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write all of it to a file that is not buffered."""
+    """Write all bytes to an unbuffered file, which may take several writes."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def sync(file: BinaryIO) -> None:
-    """See that what was written, not buffered, is on the disk, if the file system can tell."""
+    """Flush an unbuffered file to disk, if the file system supports fsync."""
     try:
         os.fsync(file.fileno())
     except OSError as error:
-        if error.errno not in NO_SYNC:
+        if error.errno not in NO_FSYNC_ERRORS:
             raise
 
 
@@ -163,7 +163,7 @@ def sync(file: BinaryIO) -> None:
 
 @contextmanager
 def replacing(at: Path) -> Iterator[BinaryIO]:
-    """A file to write to, that takes the place of ``at`` in the end, if nothing goes wrong."""
+    """A temporary file to write to; it replaces ``at`` at the end, unless an error is raised."""
     _permit(at)
     _sweep(at.parent)
     temporary = at.with_name(_name())
@@ -174,10 +174,10 @@ def replacing(at: Path) -> Iterator[BinaryIO]:
             mode = stat.S_IMODE((at if at.exists() else temporary).stat().st_mode)
             yield file
             sync(file)
-            with suppress(OSError):  # some systems know no modes
+            with suppress(OSError):  # some file systems have no modes
                 os.chmod(temporary, mode)
             if not LOCKS:
-                file.close()  # Windows renames no open file; elsewhere the lock is held until then
+                file.close()  # Windows renames no open file; elsewhere keep the lock until then
             os.replace(temporary, at)
     finally:
         with suppress(OSError):
@@ -185,7 +185,7 @@ def replacing(at: Path) -> Iterator[BinaryIO]:
 
 
 def _permit(at: Path) -> None:
-    """Refuse to put a file in place of a device or a read-only file, as ``os.replace`` would."""
+    """Raise an error for a device or a read-only file, which ``os.replace`` would replace."""
     if not at.parent.is_dir():
         raise BadFile("is in a folder that does not exist: make the folder first")
     if at.exists() and not at.is_file():
@@ -195,7 +195,7 @@ def _permit(at: Path) -> None:
 
 
 def _created(path: Path) -> BinaryIO | None:
-    """A new file with our lock on it; None if somebody who sweeps has removed it in between."""
+    """A new file, locked; None if another process's ``_sweep`` removed it before it was locked."""
     file: Any = open(path, "x+b", buffering=0)  # noqa: SIM115
     try:
         _lock(file, wait=True)
@@ -211,7 +211,7 @@ def _created(path: Path) -> BinaryIO | None:
 
 
 def _lock(file: BinaryIO, wait: bool = False) -> bool:
-    """Whether the lock on a file is ours; False too where there are no locks."""
+    """Lock a file; whether we have the lock. False also where there are no locks."""
     try:
         if LOCKS:
             flock(file, LOCK_EX | (0 if wait else LOCK_NB))
@@ -227,12 +227,12 @@ def _name() -> str:
 
 @cache
 def origin() -> tuple[str, str]:
-    """Short names of this machine and of the time since it was started.
+    """Short identifiers of this machine and of its current boot.
 
-    Without such names of the system's own they are random: nobody else's files look like ours then.
+    If the system provides none they are random, so that no other process's files match them.
     """
-    machine = next((text for path in IDENTITY if (text := _line(path))), "")
-    boot = _line(BOOT)
+    machine = next((text for path in MACHINE_ID_FILES if (text := _line(path))), "")
+    boot = _line(BOOT_ID_FILE)
     whole = f"{machine} {platform.node()}" if machine else secrets.token_hex(16)
     return _short(whole), _short(boot or secrets.token_hex(16))
 
@@ -252,7 +252,7 @@ _swept: set[str] = set()
 
 
 def _sweep(folder: Path) -> None:
-    """Remove temporaries of processes of this machine that were killed; once for each folder."""
+    """Remove temporary files of killed processes of this machine; once for each folder."""
     key = str(folder)
     if key in _swept:
         return
@@ -267,7 +267,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a temporary if the process that wrote it is gone, which its lock tells."""
-    with suppress(OSError, BadFile), opened(path, os.O_RDWR) as file:  # NFS locks what it may write
+    """Remove a temporary file if it is not locked: the process that wrote it is gone."""
+    with suppress(OSError, BadFile), opened(path, os.O_RDWR) as file:  # NFS: locks need write mode
         if _lock(file) and os.stat(path).st_ino == os.fstat(file.fileno()).st_ino:
             path.unlink()

@@ -13,13 +13,13 @@ The ``__metadata__`` of the safetensors header has one entry, ``gradtrace``, a J
 
 Tensors are called ``t0``, ``t1``, ... in the file: a user's name is text, never a key or a path.
 
-JSON has no NaN and no infinities, and many who read it round integers beyond 2**53. Those are
-``{"$float": "nan"}`` and ``{"$int": "0x20000000000001"}``, in hexadecimal because Python reads no
-more than 4,300 decimal digits. A key of the user's that starts with ``$`` gets another in front.
+JSON has no NaN and no infinities, and many readers round integers beyond 2**53. Those are written
+as ``{"$float": "nan"}`` and ``{"$int": "0x20000000000001"}``, in hexadecimal because Python reads
+no more than 4,300 decimal digits. A user's key that starts with ``$`` is prefixed with another.
 
-The SHA-256 is that of the whole file with zeros in its own place: damage to any byte shows. CRC-32
-is hardly faster (2.0 against 1.5 GiB a second) and weaker. It is no signature: who changes a file
-on purpose can change the sum, so what is read is checked as if there were none.
+The SHA-256 is computed over the whole file with zeros in its own place, so it detects damage to any
+byte. CRC-32 is hardly faster (2.0 against 1.5 GiB a second) and weaker. It is no signature: someone
+who changes a file on purpose can change the sum, so what is read is validated regardless.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from torch import Tensor
 
 from gradtrace.errors import UPDATE
 from gradtrace.io import atomic_files
-from gradtrace.io.atomic_files import ROOM, BadFile, NoFile
+from gradtrace.io.atomic_files import SPACE_HINT, BadFile, NoFile
 from gradtrace.io.validation import (
-    DEPTH,
-    MEMORY,
+    MAX_DEPTH,
+    MEMORY_MAX_BYTES,
     Schema,
     SchemaMismatch,
     array,
@@ -62,18 +62,18 @@ from gradtrace.io.validation import (
 __all__ = ["BadFile", "Contents", "NoFile", "put", "read", "write"]
 
 SCHEMA = 2
-"""Of the documents that are written here. In files of 1, traces have no view (see ``report``)."""
+"""Version of the documents written here. In version 1, traces have no view (see ``report``)."""
 
-HEADER = 100_000_000
-"""The most bytes of names and metadata: of more, the safetensors library reads none."""
+HEADER_MAX_BYTES = 100_000_000
+"""The most bytes of the header: the safetensors library refuses larger ones."""
 
-DIMENSIONS = 64
-"""The most dimensions of a tensor; PyTorch computes with no more."""
+MAX_DIMENSIONS = 64
+"""The most dimensions of a tensor; PyTorch supports no more."""
 
-CHUNK = 1 << 24
-"""So many bytes are read or written, and summed up, at a time."""
+CHUNK_BYTES = 1 << 24
+"""Bytes that are read or written, and added to the checksum, at a time."""
 
-BLANK = "0" * 64
+ZERO_DIGEST = "0" * 64
 FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 FIELDS = {"sha256": str, "kind": str, "names": dict, "meta": dict}
 DTYPES = {
@@ -91,14 +91,14 @@ DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-"""By the names of safetensors, in its order: larger ones come first in a file, so that each tensor
-begins at a multiple of its element's size."""
+"""By safetensors' names, in its order. Larger elements come first in a file, so that each tensor
+begins at a multiple of its element size."""
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RANKS = {code: rank for rank, code in enumerate(DTYPES)}
 TENSOR = record(
     dtype=one_of(*DTYPES),
-    shape=array(integer(), DIMENSIONS),
+    shape=array(integer(), MAX_DIMENSIONS),
     data_offsets=sequence(integer(), integer()),
 )
 FOREIGN = {
@@ -108,15 +108,15 @@ FOREIGN = {
     b"<": "HTML or XML, perhaps the error page of a download",
     b"version ": "a Git LFS pointer (git lfs pull gets the file)",
 }
-"""What files of other formats start with."""
+"""First bytes of files of other formats."""
 
-AGAIN = "copy it again from where it is whole, or make it again"
-OTHER = "give a file that gradtrace wrote for this"
-MISFIT = f"is damaged: its contents do not fit together ({{}}); {AGAIN}"
+RESTORE_HINT = "copy it again from where it is whole, or make it again"
+WRONG_FILE_HINT = "give a file that gradtrace wrote for this"
+MISFIT = f"is damaged: its contents do not fit together ({{}}); {RESTORE_HINT}"
 
 
 class Contents(NamedTuple):
-    """What a file holds."""
+    """The contents of a file."""
 
     kind: str
     meta: dict[str, Any]
@@ -126,9 +126,9 @@ class Contents(NamedTuple):
 def write(
     path: str | os.PathLike[str], kind: str, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write a file, all of it or nothing: what was there stays until the new one is whole.
+    """Write a file atomically: an existing file stays until the new one is complete.
 
-    ``meta`` holds what JSON can: None, bool, int, float, str, lists (tuples become lists) and dicts
+    ``meta`` is a JSON value: None, bool, int, float, str, lists (tuples become lists) and dicts
     with str keys. Tensors may have any name, share memory, and require grad.
     """
     with _replacing(path) as file:
@@ -142,12 +142,12 @@ def write(
             for chunk in _bytes(plain[key]):
                 total.update(chunk)
                 atomic_files.put(file, chunk)
-        file.seek(header.index(BLANK.encode()))
+        file.seek(header.index(ZERO_DIGEST.encode()))
         atomic_files.put(file, total.hexdigest().encode())
 
 
 def put(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write bytes, or a text as UTF-8 (lone surrogates as escapes), all of it or nothing."""
+    """Write bytes, or a text as UTF-8 (lone surrogates as escapes), atomically."""
     raw = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     with _replacing(path) as file:
         atomic_files.put(file, raw)
@@ -155,8 +155,8 @@ def put(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 @contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` in the end; errors name it."""
-    with _about(path, f"was not written ({{}}); what was there is untouched: {ROOM}") as at:
+    """A file that replaces ``path`` at the end; errors name it."""
+    with _about(path, f"was not written ({{}}); what was there is untouched: {SPACE_HINT}") as at:
         try:
             at = at.resolve()
         except (OSError, RuntimeError) as error:
@@ -168,14 +168,14 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def read(
     path: str | os.PathLike[str], kind: str | None = None, schema: Schema | None = None
 ) -> Contents:
-    """Read what ``write`` wrote, each byte checked; if a ``kind`` is given, that kind only, and if
-    a ``schema``, only metadata that fits.
+    """Read what ``write`` wrote, with its checksum verified.
 
-    The file is opened once, so one that is replaced meanwhile is read as it was. Nothing in a file
-    is ever run. Tensors come back on the CPU, in memory of their own.
+    If a ``kind`` is given, files of other kinds are refused, and if a ``schema``, metadata that
+    does not match it. The file is opened once, so replacing it meanwhile has no effect. Nothing in
+    a file is ever executed. Tensors are on the CPU, in memory of their own.
     """
-    told = f"is cut short or damaged ({{}}): {AGAIN}"
-    with _about(path, told) as at, atomic_files.opened(at) as file:
+    otherwise = f"is cut short or damaged ({{}}): {RESTORE_HINT}"
+    with _about(path, otherwise) as at, atomic_files.opened(at) as file:
         header = _header(file)
         tensors, document = _parsed(header, os.fstat(file.fileno()).st_size)
         names = _checked(document, kind, tensors)
@@ -185,10 +185,12 @@ def read(
         del header
         found = {key: _tensor(file, tensor, total) for key, tensor in tensors.items()}
         if file.read(1) or total.hexdigest() != document["sha256"]:
-            raise BadFile(f"is damaged, its checksum is wrong: {AGAIN}")
+            raise BadFile(f"is damaged, its checksum is wrong: {RESTORE_HINT}")
     for tensor in found.values():
         if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-            raise BadFile(f"{os.fspath(path)!r} is damaged, a bool is neither 0 nor 1: {AGAIN}")
+            raise BadFile(
+                f"{os.fspath(path)!r} is damaged, a bool is neither 0 nor 1: {RESTORE_HINT}"
+            )
     return Contents(
         document["kind"], document["meta"], {name: found[key] for key, name in names.items()}
     )
@@ -196,7 +198,7 @@ def read(
 
 @contextmanager
 def about(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Around checks of what a file holds: what is unfit there becomes a BadFile that names it."""
+    """Turns a SchemaMismatch inside the context into a BadFile that names the file."""
     try:
         yield
     except SchemaMismatch as error:
@@ -205,7 +207,7 @@ def about(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _about(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
-    """Where a path leads; what goes wrong there becomes a BadFile that names the file."""
+    """The expanded path; errors inside the context become a BadFile that names the file."""
     called = repr(os.fspath(path))
     try:
         at = Path(path).expanduser()
@@ -219,7 +221,7 @@ def _about(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
         raise BadFile(
             f"{called} does not fit in memory: free some, or take a larger machine"
         ) from error
-    except Exception as error:  # of hostile files, libraries complain in many ways
+    except Exception as error:  # libraries raise many kinds of errors for malformed files
         raise BadFile(f"{called} {otherwise.format(repr(str(error)[:200]))}") from error
 
 
@@ -227,24 +229,24 @@ def _about(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """As it is written: dense, contiguous, on the CPU."""
+    """The tensor as it is written: dense, contiguous, on the CPU."""
     dense = tensor.layout is torch.strided and not tensor.is_meta
-    if not dense or tensor.dtype not in CODES or tensor.dim() > DIMENSIONS:
+    if not dense or tensor.dtype not in CODES or tensor.dim() > MAX_DIMENSIONS:
         dtype = str(tensor.dtype).removeprefix("torch.")
         what = f"{name[:80]!r} is {tensor.layout}, {tensor.device}, {dtype}, {tensor.dim()}-d"
         raise BadFile(
             f"cannot hold every tensor ({what}): give dense ones of real numbers and at most "
-            f"{DIMENSIONS} dimensions"
+            f"{MAX_DIMENSIONS} dimensions"
         )
     return tensor.detach().cpu().resolve_neg().contiguous()
 
 
 def _bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """The memory of a contiguous tensor, in chunks; nothing is copied."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # strides of sizes of 1 may be anything
+    """The memory of a contiguous tensor, in chunks, without copying."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a dimension of size 1 has any stride
     raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    for start in range(0, len(raw), CHUNK):
-        yield raw[start : start + CHUNK]
+    for start in range(0, len(raw), CHUNK_BYTES):
+        yield raw[start : start + CHUNK_BYTES]
 
 
 def _packed(tensors: Mapping[str, Tensor], document: str) -> bytes:
@@ -256,10 +258,11 @@ def _packed(tensors: Mapping[str, Tensor], document: str) -> bytes:
         shape = list(tensor.shape)
         held[key] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(held, separators=(",", ":"))
-    if len(header) > HEADER or weight(header) > MEMORY:
+    if len(header) > HEADER_MAX_BYTES or weight(header) > MEMORY_MAX_BYTES:
         raise BadFile(
-            f"would have {len(header):,} bytes of metadata, over the limit of {HEADER:,} (or of "
-            f"{MEMORY:,} in memory): save fewer or smaller tables"
+            f"would have {len(header):,} bytes of metadata, over the limit of "
+            f"{HEADER_MAX_BYTES:,} (or of {MEMORY_MAX_BYTES:,} in memory): save fewer or smaller "
+            "tables"
         )
     header += " " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header.encode()
@@ -270,7 +273,7 @@ def _document(kind: str, meta: Mapping[str, Any], names: dict[str, str]) -> str:
         raise BadFile("needs text as its kind and as the names of tensors: use str")
     document = {
         "schema": SCHEMA,
-        "sha256": BLANK,  # the first such zeros in the file; _seal finds them by that
+        "sha256": ZERO_DIGEST,  # the first zeros in the file: ``write`` replaces them
         "kind": kind,
         "gradtrace": sys.modules["gradtrace"].__version__,
         "torch": str(torch.__version__),
@@ -282,13 +285,13 @@ def _document(kind: str, meta: Mapping[str, Any], names: dict[str, str]) -> str:
 
 
 def _encoded(value: object, depth: int = 0) -> object:
-    """As strict JSON, of which ``_decoded`` makes the value again.
+    """A value as strict JSON; ``_decoded`` is the inverse.
 
     >>> _encoded({"$a": [float("inf"), 2**60]})
     {'$$a': [{'$float': 'inf'}, {'$int': '0x1000000000000000'}]}
     """
-    if depth > DEPTH:
-        raise BadFile(f"cannot hold metadata of more than {DEPTH} levels: make it flatter")
+    if depth > MAX_DEPTH:
+        raise BadFile(f"cannot hold metadata of more than {MAX_DEPTH} levels: make it flatter")
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -307,18 +310,20 @@ def _encoded(value: object, depth: int = 0) -> object:
 
 
 def _header(file: BinaryIO) -> bytes:
-    """The length of the header and the header itself, if they can be what they should."""
+    """The first bytes of a file: the header's length and the header, if they are plausible."""
     start, length = file.read(9), os.fstat(file.fileno()).st_size
     if not start:
-        raise BadFile(f"is empty: {AGAIN}")
+        raise BadFile(f"is empty: {RESTORE_HINT}")
     if start[8:] != b"{":
         found = next((FOREIGN[known] for known in FOREIGN if start.startswith(known)), None)
-        raise BadFile(f"is {found or 'not a gradtrace file, or cut short at once'}: {OTHER}")
+        raise BadFile(
+            f"is {found or 'not a gradtrace file, or cut short at once'}: {WRONG_FILE_HINT}"
+        )
     size = int.from_bytes(start[:8], "little")
-    if size > HEADER:
-        raise BadFile(f"is damaged, its header would have {size:,} bytes: {AGAIN}")
+    if size > HEADER_MAX_BYTES:
+        raise BadFile(f"is damaged, its header would have {size:,} bytes: {RESTORE_HINT}")
     if size + 8 > length:
-        raise BadFile(f"is cut short, its header alone has {size:,} bytes: {AGAIN}")
+        raise BadFile(f"is cut short, its header alone has {size:,} bytes: {RESTORE_HINT}")
     file.seek(0)
     return file.read(8 + size)
 
@@ -331,18 +336,18 @@ def _fit(schema: Schema, meta: dict[str, Any]) -> None:
 
 
 def _summed(header: bytes, digest: str) -> Any:
-    """The checksum of a header that holds its own, with zeros in its place."""
+    """The checksum state after a header, with zeros in place of the checksum it contains."""
     at = header.find(digest.encode()) if re.fullmatch("[0-9a-f]{64}", digest) else -1
     if at < 0:
-        raise BadFile(f"is damaged, its checksum is wrong: {AGAIN}")
+        raise BadFile(f"is damaged, its checksum is wrong: {RESTORE_HINT}")
     total = sha256(memoryview(header)[:at])
-    total.update(BLANK.encode())
-    total.update(memoryview(header)[at + len(BLANK) :])
+    total.update(ZERO_DIGEST.encode())
+    total.update(memoryview(header)[at + len(ZERO_DIGEST) :])
     return total
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file."""
+    """The dtype, shape and size of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -350,19 +355,19 @@ class StoredTensor(NamedTuple):
 
 
 def _parsed(header: bytes, length: int) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """The tensors in the order of their bytes, and the document, if all of it has a known form."""
-    found = parse(str(memoryview(header)[8:], "ascii"))  # large ones are not copied once more
+    """The tensors in the order of their bytes, and the document; raises if either is malformed."""
+    found = parse(str(memoryview(header)[8:], "ascii"))  # a memoryview avoids a copy
     if type(found) is not dict:
         unfit("the header is no mapping")
     metadata = found.pop("__metadata__", None)
     if metadata is None or (type(metadata) is dict and "gradtrace" not in metadata):
-        raise BadFile(f"is a safetensors file that gradtrace did not write: {OTHER}")
-    record(gradtrace=text(HEADER))(metadata)
+        raise BadFile(f"is a safetensors file that gradtrace did not write: {WRONG_FILE_HINT}")
+    record(gradtrace=text(HEADER_MAX_BYTES))(metadata)
     return _layout(found, length - len(header)), _document_of(metadata["gradtrace"])
 
 
 def _layout(found: dict[str, Any], length: int) -> dict[str, StoredTensor]:
-    """Tensors that lie one behind the other and fill the file."""
+    """The tensors, checked to be contiguous in the file and to fill it."""
     mapping(TENSOR)(found)
     held: dict[str, StoredTensor] = {}
     end = 0
@@ -381,31 +386,31 @@ def _layout(found: dict[str, Any], length: int) -> dict[str, StoredTensor]:
 
 
 def _tensor(file: BinaryIO, held: StoredTensor, total: Any) -> Tensor:
-    """The next tensor of a file, its bytes added to the checksum."""
+    """Read the next tensor of a file, and add its bytes to the checksum."""
     tensor = torch.empty(held.shape, dtype=held.dtype, device="cpu")
     for chunk in _bytes(tensor):
         if file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]
-            raise BadFile(f"is cut short: {AGAIN}")
+            raise BadFile(f"is cut short: {RESTORE_HINT}")
         total.update(chunk)
     return tensor
 
 
 def _document_of(document: str) -> dict[str, Any]:
-    """The document, if it has the form of a version that is known here."""
+    """Parse the document; raises if its version is unknown or fields are missing."""
     found = parse(document, _decoded)
     schema = found.get("schema") if isinstance(found, dict) else None
     if type(schema) is int and schema > SCHEMA:
         raise BadFile(f"was made by a newer gradtrace: {UPDATE}")
     if type(schema) is not int or schema < 1:
-        raise BadFile(f"has metadata of no known version: {AGAIN}")
+        raise BadFile(f"has metadata of no known version: {RESTORE_HINT}")
     for key, kind in FIELDS.items():
         if not isinstance(found.get(key), kind):
-            raise BadFile(f"has metadata without a proper {key!r}: {AGAIN}")
+            raise BadFile(f"has metadata without a proper {key!r}: {RESTORE_HINT}")
     return dict(found)
 
 
 def _decoded(pairs: list[tuple[str, Any]]) -> object:
-    """A value from its JSON object; keys must differ, and mean something if they start with $."""
+    """The value of a JSON object; keys must differ, and be known if they start with one $."""
     if len(dict(pairs)) < len(pairs):
         raise SchemaMismatch("a key is there twice")
     match pairs:
@@ -419,15 +424,17 @@ def _decoded(pairs: list[tuple[str, Any]]) -> object:
 
 
 def _checked(document: dict[str, Any], kind: str | None, keys: Mapping[str, Any]) -> dict[str, str]:
-    """The name of each tensor by its key, if the file holds the kind and the tensors it should."""
+    """The name of each tensor by its key; raises if the file's kind or tensors do not match."""
     if kind not in (None, held := document["kind"]):
-        raise BadFile(f"holds {held[:80]!r}, and {kind!r} was asked for: {OTHER}")
+        raise BadFile(f"holds {held[:80]!r}, and {kind!r} was asked for: {WRONG_FILE_HINT}")
     strange = [key for key in keys if not re.fullmatch("t[0-9]+", key)]
     if strange:
-        raise BadFile(f"holds a tensor under a key never written, {strange[0][:80]!r}: {OTHER}")
+        raise BadFile(
+            f"holds a tensor under a key never written, {strange[0][:80]!r}: {WRONG_FILE_HINT}"
+        )
     names: dict[str, str] = document["names"]
     if names.keys() != set(keys) or not all(isinstance(name, str) for name in names.values()):
-        raise BadFile(f"names other tensors than it holds: {AGAIN}")
+        raise BadFile(f"names other tensors than it holds: {RESTORE_HINT}")
     if len(set(names.values())) < len(names):
-        raise BadFile(f"gives two tensors the same name: {AGAIN}")
+        raise BadFile(f"gives two tensors the same name: {RESTORE_HINT}")
     return names

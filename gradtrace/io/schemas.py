@@ -1,14 +1,14 @@
-"""What each kind of file may hold: one schema a kind, checked before anything is made of it.
+"""The schema of each kind of file, checked before its contents are used.
 
 - ``TRACE`` and ``VIEW``: the metadata of ``.gradtrace`` files of traces (``trace_tensors`` and
   ``report.checking`` check their tensors),
-- ``JOURNAL``: that of what ``gradtrace.influence`` has counted,
+- ``JOURNAL``: the metadata of checkpoints of ``gradtrace.influence``,
 - ``LINES``: the lines of a Monitor's ``.jsonl``, by kind,
 - ``ROWS``: the header and the rows of an experiment's journal.
 
-Numbers must agree with each other too: of the elements that could pass through a component no more
-do than could, a path's elements lie within their tensors, and so on. A checksum tells damage, not
-malice, so nothing here relies on one.
+Numbers must also be consistent: no more elements pass through a component than are eligible, the
+elements of a path are within their tensors, and so on. A checksum detects damage, not malice, so
+nothing here relies on one.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from gradtrace.io.validation import (
     unfit,
 )
 
-STEPS = 2**31 - 1
+MAX_STEPS = 2**31 - 1
 """The most steps of a run: the report numbers them with 32 bits."""
 
-BITS = 20_000
-"""The most bits of a sum. Squares of floats have 4,300 at most, and a few more are added."""
+SUM_MAX_BITS = 20_000
+"""The most bits of a sum. Squares of floats have at most 4,300; sums of them have a few more."""
 
-BATCHES = 10_000_000
+MAX_BATCHES = 10_000_000
 """The most batches of a data set."""
 
-DIMENSIONS = 64
-"""The most dimensions of a tensor; PyTorch computes with no more."""
+MAX_DIMENSIONS = 64
+"""The most dimensions of a tensor; PyTorch supports no more."""
 
 ROUNDING = Fraction(1, 10**6)
-"""Sums of |gradient| are rounded: a part may seem larger than the whole by so much of it."""
+"""Sums of |gradient| are rounded: a part may exceed the whole by this share of it."""
 
 RULE = one_of("greedy", "viterbi")
 GRANULARITY = one_of("scalar", "operator")
@@ -65,14 +65,14 @@ COUNT = integer(0, 2**80)
 
 # Tables of influence -----------------------------------------------------------------------------
 
-_large = integer(-(2**BITS), 2**BITS)
-_positive = integer(1, 2**BITS)
+_large = integer(-(2**SUM_MAX_BITS), 2**SUM_MAX_BITS)
+_positive = integer(1, 2**SUM_MAX_BITS)
 _fraction = sequence(_large, _positive)
 MOMENTS = sequence(*[_fraction] * 5)
 
 
 def _moments(found: Sequence[Sequence[int]], pairs: int, slack: Fraction) -> None:
-    """Whether Σt, Σe, Σt², Σte, Σe² can be those of so many pairs with ``0 <= t <= e``."""
+    """Check that Σt, Σe, Σt², Σte, Σe² are possible sums over ``pairs`` with ``0 <= t <= e``."""
     t, e, tt, te, ee = (Fraction(*each) for each in found)
     more = 1 + slack
     ordered = 0 <= t <= e * more and 0 <= tt <= te * more and te <= ee * more
@@ -136,7 +136,7 @@ MODULE = record(
     verdict=text(),
 )
 FLOW = including(profile=array(LEVEL), rows=array(MODULE), findings=NOTES)
-SHAPE = array(integer(), DIMENSIONS)
+SHAPE = array(integer(), MAX_DIMENSIONS)
 STEP = including(operator=text(), module=text(), call=integer(), shape=SHAPE, leaf=text())
 
 
@@ -163,7 +163,7 @@ TRACE = each_of(
     ),
     _named,
 )
-VIEW = including(step=integer(0, STEPS))
+VIEW = including(step=integer(0, MAX_STEPS))
 
 COLUMNS = {
     "lengths": (torch.int64, 0),
@@ -171,11 +171,11 @@ COLUMNS = {
     "steps": (torch.int64, 2),
     "numbers": (torch.float64, 3),
 }
-"""Of paths: the dtype of each tensor and how many columns it has (0: it is a vector)."""
+"""The dtype and the number of columns of each tensor of paths (0 columns: a vector)."""
 
 
 def trace_tensors(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], others: set[str]) -> None:
-    """Check the tensors of a trace whose metadata is a ``TRACE``; ``others`` may be there too."""
+    """Check the tensors of a trace whose metadata match ``TRACE``; ``others`` are optional ones."""
     gradients = [f"gradient {n}" for n in range(len(meta["leaves"]))]
     if odd := tensors.keys() ^ {*gradients, *COLUMNS, *(others & tensors.keys())}:
         unfit(f"tensor {min(odd)[:80]!r} is missing, or one too many")
@@ -194,7 +194,7 @@ def trace_tensors(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], others
 def _paths(
     meta: Mapping[str, Any], tensors: Mapping[str, Tensor], leaves: Mapping[str, list[int]]
 ) -> None:
-    """Steps name kinds that there are, and elements within them; paths begin at leaves."""
+    """Check that steps refer to existing kinds and elements, and that paths begin at leaves."""
     lengths, pairs, steps = (tensors[name] for name in ("lengths", "pairs", "steps"))
     kinds, elements = steps[:, 0], steps[:, 1]
     total = len(steps)
@@ -223,7 +223,7 @@ def _within(numbers: Tensor, high: int) -> bool:
     return bool(((numbers >= 0) & (numbers < high)).all())
 
 
-# What was counted of a data set ------------------------------------------------------------------
+# Checkpoints of influence ------------------------------------------------------------------------
 
 LOADER = re.compile(r"|([0-9]{1,9})/([0-9]{1,9})")
 MASK = re.compile(r"0x[0-9a-f]+")
@@ -237,23 +237,23 @@ def _loader(name: Any) -> None:
         unfit("is no loader of a rank")
 
 
-def _some(value: Any) -> None:
-    """Batches: a mask, or their numbers, names and contents."""
-    text(50 * BATCHES)(value)
-    mask = len(value) <= BATCHES // 4 and MASK.fullmatch(value)
+def _batch_list(value: Any) -> None:
+    """Check a text of batches: a bit mask, or their numbers, names and content digests."""
+    text(50 * MAX_BATCHES)(value)
+    mask = len(value) <= MAX_BATCHES // 4 and MASK.fullmatch(value)
     if not mask and not all(map(ENTRY.fullmatch, value.split())):
         unfit("is no list of batches")
 
 
 def _batches(value: Any) -> None:
     if type(value) is dict:
-        mapping(_some, 100_000, key=_loader)(value)
+        mapping(_batch_list, 100_000, key=_loader)(value)
     else:
-        integer(0, BATCHES)(value)
+        integer(0, MAX_BATCHES)(value)
 
 
-def _many(batches: int | Mapping[str, str]) -> int:
-    """How many batches there are."""
+def _batch_count(batches: int | Mapping[str, str]) -> int:
+    """The number of batches."""
     if isinstance(batches, int):
         return batches
     return sum(
@@ -263,12 +263,13 @@ def _many(batches: int | Mapping[str, str]) -> int:
 
 
 def _counted(meta: Mapping[str, Any]) -> None:
-    """Each batch that is counted has at least one pair, and each component one row. Files without
-    an identity are older, and have masks or numbers of batches.
+    """Check that each counted batch has at least one pair, and each component one row.
+
+    Files without an identity are older, and have bit masks or numbers of batches.
     """
     if "identity" in meta:
-        _listed(meta["batches"])
-    table, many = meta["influence"], _many(meta["batches"])
+        _check_unique(meta["batches"])
+    table, many = meta["influence"], _batch_count(meta["batches"])
     pairs = 0 if table is None else table["pairs"]
     if pairs < many or (pairs > 0 and not many):
         unfit(f"{many:,} batches cannot have {pairs:,} pairs")
@@ -277,8 +278,8 @@ def _counted(meta: Mapping[str, Any]) -> None:
         unfit("influence names a component twice")
 
 
-def _listed(batches: Any) -> None:
-    """Each batch of a loader is there once."""
+def _check_unique(batches: Any) -> None:
+    """Check that each batch of a loader occurs once."""
     for some in batches.values() if type(batches) is dict else [batches]:
         words = some.split() if type(some) is str and not some.startswith("0x") else None
         names = None if words is None else {word.split(":")[1] for word in words}
@@ -303,7 +304,7 @@ _sum = finite(0)
 
 
 def _row(value: Any) -> None:
-    """A row of a step: own, unreached, then through and eligible, by count and by |gradient|."""
+    """Check a row: own, unreached, then through and eligible, by count and by |gradient|."""
     if type(value) is not list or len(value) not in (4, 6):
         unfit("is no row of 6 numbers, or of 2 and two lists of sums")
     own, unreached, *sums = value
@@ -320,7 +321,7 @@ def _row(value: Any) -> None:
 
 
 def _rows(value: Any) -> None:
-    """Rows, most of which are of one form, which is seen at a glance: there may be a million."""
+    """Check rows. There may be a million, so the usual form is recognised by a fast test."""
     rows(value)
     odd = [n for n, row in enumerate(value) if not _usual(row)]
     for n in odd:
@@ -349,8 +350,8 @@ rows = array(lambda row: None)
 _norms = mapping(sequence(number(0), maybe(number(0))))
 
 
-def _two(value: Any) -> None:
-    """Norms by module, checked as quickly."""
+def _norms_by_module(value: Any) -> None:
+    """Check norms by module, with a fast test for the usual form."""
     usual = type(value) is dict and all(
         type(each) is list
         and len(each) == 2
@@ -383,14 +384,14 @@ STEP_TABLE = including(
 _settings = mapping(anything())
 _begin = including(
     schema_version=integer(1, 1),
-    step=integer(0, STEPS),
+    step=integer(0, MAX_STEPS),
     settings=_settings,
     versions=mapping(text()),
 )
 
 
 def _timed(line: Mapping[str, Any]) -> None:
-    if line["step"] + len(line["seconds"]) > STEPS:
+    if line["step"] + len(line["seconds"]) > MAX_STEPS:
         unfit("has steps out of bounds")
 
 
@@ -400,21 +401,21 @@ LINES: dict[str, Schema] = {
     "names": including(names=array(text())),
     "step": including(
         {"influence": STEP_TABLE},
-        step=integer(0, STEPS),
+        step=integer(0, MAX_STEPS),
         loss=number(),
         verdict=text(),
-        norms=_two,
+        norms=_norms_by_module,
         scale=number(),
         seconds=number(0),
         share=number(0),
         notes=NOTES,
     ),
-    "times": each_of(including(step=integer(0, STEPS), seconds=_seconds), _timed),
+    "times": each_of(including(step=integer(0, MAX_STEPS), seconds=_seconds), _timed),
     "gap": including(),
     "skipped": including(
-        step=integer(0, STEPS), count=integer(), every=integer(1), budget=number(0)
+        step=integer(0, MAX_STEPS), count=integer(), every=integer(1), budget=number(0)
     ),
-    "end": including({"error": text(), "share": number(0)}, step=integer(0, STEPS)),
+    "end": including({"error": text(), "share": number(0)}, step=integer(0, MAX_STEPS)),
 }
 
 # Rows of an experiment ---------------------------------------------------------------------------
@@ -465,4 +466,4 @@ RESULTS = including(
     plots=array(including(name=text(), title=text())),
     drawings=mapping(text(100_000_000)),
 )
-"""``results.json``, as far as pages are made of it."""
+"""The fields of ``results.json`` that pages are made from."""

@@ -1,4 +1,4 @@
-"""A table as a value: plain text in a terminal, HTML in a notebook, raw values for programs.
+"""Tables as values: text in a terminal, HTML in a notebook, raw values for programs.
 
 >>> columns = (TextColumn("module"), TextColumn("paths", "count"), TextColumn("share", "share"))
 >>> print(TextTable("Influence", columns, (("encoder", 12345, 0.75), ("解码器", 67, None))))
@@ -21,14 +21,14 @@ from typing import Any, Literal
 from gradtrace.errors import GradtraceError, needs
 from gradtrace.printable import printable
 
-ROWS, WIDTH, TOLD = 40, 60, 400
-"""The most rows shown; the most columns that a text takes in a cell, and in a tooltip."""
+MAX_ROWS, CELL_WIDTH, TOOLTIP_WIDTH = 40, 60, 400
+"""The most rows shown; the most terminal columns of a text in a cell, and in a tooltip."""
 
-MANY = 10**18
-"""Counts from here on are rounded: of paths there are soon more than a line has digits for."""
+ROUND_COUNTS_FROM = 10**18
+"""Counts from here on are shown rounded: numbers of paths can have very many digits."""
 
-LONG = 14_000
-"""Integers of so many bits, 4,200 digits, are about the longest that Python writes in decimal."""
+DECIMAL_MAX_BITS = 14_000
+"""Integers of more bits (4,200 digits) are not written in decimal: Python refuses about 4,300."""
 
 RULE = "border-bottom:1px solid rgba(128,128,128,.35)"
 CELL = "padding:.2em .8em;background:transparent"
@@ -37,7 +37,7 @@ IGNORE = "tex2jax_ignore mathjax_ignore"  # in a notebook, a $ in a name would s
 
 @dataclass(frozen=True)
 class TextColumn:
-    """What a column holds: text, counts, shares of 1, or other numbers; perhaps with a unit."""
+    """A column's name, its kind of values (text, counts, shares of 1, other numbers), and unit."""
 
     name: str
     kind: Literal["text", "count", "share", "number"] = "text"
@@ -50,13 +50,13 @@ class TextColumn:
 
     @property
     def side(self) -> str:
-        """Where its values line up."""
+        """The side to which its values are aligned."""
         return "left" if self.kind == "text" else "right"
 
 
 @dataclass(frozen=True, repr=False)
 class TextTable:
-    """Rows under columns, a title above and notes below. Values are kept as they are."""
+    """Rows under columns, with a title above and notes below. Values are stored unconverted."""
 
     title: str
     columns: tuple[TextColumn, ...]
@@ -71,7 +71,7 @@ class TextTable:
         if wrong is not None:
             raise ValueError(f"a row has {len(wrong)} values for {len(names)} columns: {wrong!r}")
 
-    def text(self, limit: int | None = ROWS, width: int = WIDTH) -> str:
+    def text(self, limit: int | None = MAX_ROWS, width: int = CELL_WIDTH) -> str:
         """Aligned lines: at most ``limit`` rows (None: all of them), no text wider than ``width``.
 
         >>> print(TextTable("", (TextColumn("step", "count"),), ((8,), (9,), (10,))).text(limit=1))
@@ -81,7 +81,7 @@ class TextTable:
         … and 2 more rows
         """
         shown = self.lines(limit, width)
-        widths = [max(map(_breadth, cells)) for cells in zip(*shown)]
+        widths = [max(map(_text_width, cells)) for cells in zip(*shown)]
         shown.insert(1, ["─" * size for size in widths])
         sides = [column.side for column in self.columns]
         lines = ["  ".join(map(_aligned, cells, widths, sides)).rstrip() for cells in shown]
@@ -90,11 +90,11 @@ class TextTable:
 
     @property
     def heading(self) -> str:
-        """The title, fit to be shown."""
+        """The title, with unprintable characters escaped."""
         return printable(self.title)
 
-    def lines(self, limit: int | None = ROWS, width: int = WIDTH) -> list[list[str]]:
-        """The headers and the rows as text, cell by cell, fit to be shown.
+    def lines(self, limit: int | None = MAX_ROWS, width: int = CELL_WIDTH) -> list[list[str]]:
+        """The headers and the rows as text, cell by cell, shortened and printable.
 
         >>> TextTable("", (TextColumn("share", "share"),), ((0.5,), (None,))).lines()
         [['share'], ['50.0%'], ['–']]
@@ -102,9 +102,9 @@ class TextTable:
         whole = [[column.header for column in self.columns], *self._cells(limit)]
         return [[_brief(text, width) for text in cells] for cells in whole]
 
-    def words(self, limit: int | None = ROWS) -> list[str]:
-        """What is said below the rows: how many are left out, and the notes."""
-        return list(map(printable, self._words(limit)))
+    def words(self, limit: int | None = MAX_ROWS) -> list[str]:
+        """The lines below the rows: how many rows are left out, and the notes."""
+        return list(map(printable, self._notes_below(limit)))
 
     def __str__(self) -> str:
         return self.text()
@@ -112,24 +112,26 @@ class TextTable:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """An element for notebooks, in the colours of the page; what is cut is in tooltips."""
+        """HTML for notebooks, in the page's colours; shortened texts are complete in tooltips."""
         titles = [self.title] if self.title else []
-        captions = [f"<caption>{_escaped(title, TOLD)}</caption>" for title in titles]
+        captions = [f"<caption>{_escaped(title, TOOLTIP_WIDTH)}</caption>" for title in titles]
         sides = [column.side for column in self.columns]
         head = [_tag("th", column.side, column.header) for column in self.columns]
-        body = [[_tag("td", *cell) for cell in zip(sides, row)] for row in self._cells(ROWS)]
+        body = [[_tag("td", *cell) for cell in zip(sides, row)] for row in self._cells(MAX_ROWS)]
         rows = [f"<tr>{''.join(cells)}</tr>" for cells in (head, *body)]
-        words = [f"<div>{_escaped(word, TOLD)}</div>" for word in self._words(ROWS)]
+        words = [
+            f"<div>{_escaped(word, TOOLTIP_WIDTH)}</div>" for word in self._notes_below(MAX_ROWS)
+        ]
         table = ['<table style="border-collapse:collapse">', *captions, *rows, "</table>"]
         return "\n".join([f'<div class="{IGNORE}">', *table, *words, "</div>"])
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows by column name, ready for JSON, which knows no NaN.
+        """The rows as dicts by column name, ready for JSON.
 
-        Numbers that are not finite are strings, and so are integers of over 4,200 digits (in
-        hexadecimal), which Python's JSON does not take.
+        Non-finite numbers, which JSON does not have, are strings; so are integers of over 4,200
+        digits (in hexadecimal), which Python's JSON does not accept.
 
-        >>> columns = TextColumn("a"), TextColumn("b", "share")
+        >>> columns = (TextColumn("a"), TextColumn("b", "share"))
         >>> TextTable("", columns, (("x", 0.123456),)).to_dicts()
         [{'a': 'x', 'b': 0.123456}]
         """
@@ -146,7 +148,7 @@ class TextTable:
         for at, column in enumerate(self.columns):
             gap = nan if column.kind in ("share", "number") else None
             values = [gap if row[at] is None else _scalar(row[at]) for row in self.rows]
-            # Left to itself, pandas rounds counts to floats where one of them is None.
+            # By default, pandas rounds counts to floats if one of them is None.
             dtype = object if any(value is None for value in values) else None
             frame[column.name] = pandas.Series(values, dtype=dtype)
         return frame
@@ -156,8 +158,8 @@ class TextTable:
         rows = self.rows if limit is None else self.rows[: max(limit, 0)]
         return [list(map(_cell, kinds, row)) for row in rows]
 
-    def _words(self, limit: int | None) -> list[str]:
-        """What is said below: how many rows are left out, and the notes."""
+    def _notes_below(self, limit: int | None) -> list[str]:
+        """The lines below the rows, unescaped: how many rows are left out, and the notes."""
         more = 0 if limit is None else len(self.rows) - max(limit, 0)
         left = [f"… and {more:,} more {'row' if more == 1 else 'rows'}"] if more > 0 else []
         return [*([] if self.rows else ["no rows"]), *left, *self.notes]
@@ -175,17 +177,19 @@ def _cell(kind: str, value: object) -> str:
     value = _scalar(value)
     if value is None:
         return "–"
-    if isinstance(value, int) and abs(value) >= (2**LONG if kind == "text" else MANY):
+    if isinstance(value, int) and abs(value) >= (
+        2**DECIMAL_MAX_BITS if kind == "text" else ROUND_COUNTS_FROM
+    ):
         return _rounded(value)
     if kind == "text" or not isinstance(value, (int, float)):
         return str(value)
-    if kind == "count" and abs(value) < MANY and value == int(value):
+    if kind == "count" and abs(value) < ROUND_COUNTS_FROM and value == int(value):
         return f"{int(value):,}"
     return f"{value:.1%}" if kind == "share" and isfinite(value) else f"{value:.4g}"
 
 
 def _rounded(value: int) -> str:
-    """Four digits of an integer that may be past any float.
+    """Four digits of an integer that may be larger than any float.
 
     >>> _rounded(-(2**20000))
     '-3.98e+6020'
@@ -198,14 +202,14 @@ def _rounded(value: int) -> str:
 
 
 def _scalar(value: Any) -> object:
-    """The number in a tensor or an array without dimensions; anything else as it is."""
+    """The number in a zero-dimensional tensor or array; anything else unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
 def _plain(value: object) -> object:
     value = _scalar(value)
     if isinstance(value, int):
-        return value if value.bit_length() < LONG else hex(value)
+        return value if value.bit_length() < DECIMAL_MAX_BITS else hex(value)
     if isinstance(value, float):
         return value if isfinite(value) else str(value)
     return None if value is None else str(value)
@@ -215,41 +219,43 @@ def _plain(value: object) -> object:
 
 
 def _brief(text: str, width: int) -> str:
-    """Cut in the middle to so many columns of a terminal, and no more characters than that.
+    """Shorten in the middle to ``width`` terminal columns, and at most as many characters.
 
     >>> _brief("encoder.layers.11.weight", 12)
     'encod…weight'
     """
     width = max(width, 1)
-    few = text if len(text) <= 2 * width else text[:width] + text[-width:]  # long names cost little
+    few = (
+        text if len(text) <= 2 * width else text[:width] + text[-width:]
+    )  # so that very long names cost little
     few = printable(few)
-    if sum(max(_room(char), 1) for char in few) <= width:
+    if sum(max(_char_width(char), 1) for char in few) <= width:
         return few
     end = _start(few[::-1], width // 2)[::-1]
     return f"{_start(few, (width - 1) // 2)}…{end}"
 
 
 def _start(text: str, width: int) -> str:
-    """As much as fits; an accent by itself, which takes no room, counts as a character."""
+    """The longest prefix that fits; a combining character, of no width, counts as one column."""
     for at, char in enumerate(text):
-        width -= max(_room(char), 1)
+        width -= max(_char_width(char), 1)
         if width < 0:
             return text[:at]
     return text
 
 
-def _room(char: str) -> int:
+def _char_width(char: str) -> int:
     if unicodedata.category(char) in ("Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
-def _breadth(text: str) -> int:
-    return sum(map(_room, text))
+def _text_width(text: str) -> int:
+    return sum(map(_char_width, text))
 
 
 def _aligned(text: str, width: int, side: str) -> str:
-    gap = " " * (width - _breadth(text))
+    gap = " " * (width - _text_width(text))
     return text + gap if side == "left" else gap + text
 
 
@@ -258,6 +264,6 @@ def _escaped(text: str, width: int) -> str:
 
 
 def _tag(tag: str, side: str, text: str) -> str:
-    shown, told = _escaped(text, WIDTH), _escaped(text, TOLD)
-    more = f' title="{told}"' if told != shown else ""
+    shown, full = _escaped(text, CELL_WIDTH), _escaped(text, TOOLTIP_WIDTH)
+    more = f' title="{full}"' if full != shown else ""
     return f'<{tag} style="text-align:{side};{CELL};{RULE}"{more}>{shown}</{tag}>'

@@ -1,8 +1,8 @@
-"""Checks of what was read from a file, declared once for each kind of file (see ``formats``).
+"""Validation of values read from files, by schemas (those of each file are in ``schemas``).
 
-``parse`` reads JSON of which the size in memory is known beforehand; a schema, built of the
-functions below, says which values may stand where. A schema is called with a value and raises
-``SchemaMismatch``, which names the place.
+``parse`` reads JSON within a memory limit, estimated beforehand. A schema, built from the functions
+below, describes which values are allowed. It is called with a value and raises ``SchemaMismatch``,
+which names the place.
 
 >>> schema = record(name=text(), sizes=array(integer(0, 10), most=2))
 >>> schema(parse('{"name": "a", "sizes": [1, 2]}'))
@@ -20,24 +20,24 @@ from typing import Any, NoReturn, TypeAlias
 
 Schema: TypeAlias = Callable[[Any], None]
 
-TEXT = 1_000_000
+TEXT_MAX_CHARS = 1_000_000
 """The most characters of a text."""
 
-ITEMS = 10_000_000
+MAX_ITEMS = 10_000_000
 """The most items of a list or a mapping."""
 
-DEPTH = 100
+MAX_DEPTH = 100
 """The most levels of lists and mappings in free JSON."""
 
-DIGITS = 4000
-"""The most digits of an integer. Python would refuse 4,300, unless told otherwise."""
+MAX_DIGITS = 4000
+"""The most digits of an integer. By default, Python refuses 4,300."""
 
-MEMORY = 400_000_000
+MEMORY_MAX_BYTES = 400_000_000
 """The most bytes that JSON may take when it is parsed."""
 
-BYTES = {"[": 90, "{": 260, ":": 110, ",": 60}
-"""What the values of JSON take in memory, told by the characters before them (measured on 64-bit
-CPython 3.11: lists, dicts, keys with their slots, and small values)."""
+BYTES_AFTER = {"[": 90, "{": 260, ":": 110, ",": 60}
+"""Bytes of memory that a JSON value takes, by the character before it (measured on 64-bit CPython
+3.11: lists, dicts, keys with their slots, and small values)."""
 
 FLOATS = {"nan", "inf", "-inf"}
 
@@ -50,14 +50,14 @@ class SchemaMismatch(ValueError):
         self.problem, self.place = problem, place
 
     def within(self, key: object) -> SchemaMismatch:
-        """The same, seen from the container that holds the value under a key."""
+        """The same error with its place prefixed by ``key``, that of the enclosing container."""
         step = f"[{key}]" if isinstance(key, int) else str(key)[:80]
         dot = "." if self.place and not self.place.startswith("[") else ""
         return SchemaMismatch(self.problem, f"{step}{dot}{self.place}")
 
 
 def unfit(problem: str) -> NoReturn:
-    """Refuse a value."""
+    """Raise SchemaMismatch."""
     raise SchemaMismatch(problem)
 
 
@@ -65,9 +65,11 @@ def unfit(problem: str) -> NoReturn:
 
 
 def weight(text: str) -> int:
-    """About the most bytes that JSON takes when it is parsed, from a count of its characters."""
+    """An upper estimate of the bytes that parsed JSON takes, from counts of its characters."""
     wide = 4 if "\\u" in text or not text.isascii() else 1
-    return wide * len(text) + sum(text.count(mark) * size for mark, size in BYTES.items())
+    return wide * len(text) + sum(
+        text.count(character) * size for character, size in BYTES_AFTER.items()
+    )
 
 
 def parse(
@@ -75,16 +77,16 @@ def parse(
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
     nan: bool = False,
 ) -> Any:
-    """JSON: no key twice, no endless numbers, no more than ``MEMORY``, no NaN unless asked for.
+    """Parse JSON of at most ``MEMORY_MAX_BYTES``, without duplicate keys or overlong integers.
 
-    ``pairs`` makes a value of the items of an object, instead of a dict. All that is wrong with a
-    text raises ``SchemaMismatch``.
+    NaN and infinities are refused unless ``nan``. ``pairs`` makes a value of the items of an
+    object, instead of a dict. Any error in the text raises ``SchemaMismatch``.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        if len(text) > MEMORY // 400 and weight(text) > MEMORY:
-            unfit(f"JSON would take more than {MEMORY:,} bytes of memory")
-        options: dict[str, Any] = {"parse_int": _integer} if _endless(text) else {}
+        if len(text) > MEMORY_MAX_BYTES // 400 and weight(text) > MEMORY_MAX_BYTES:
+            unfit(f"JSON would take more than {MEMORY_MAX_BYTES:,} bytes of memory")
+        options: dict[str, Any] = {"parse_int": _integer} if _has_long_integer(text) else {}
         options |= {} if nan else {"parse_constant": _constant}
         return json.loads(text, object_pairs_hook=pairs or distinct, **options)
     except RecursionError:
@@ -98,7 +100,7 @@ def parse(
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of items whose keys all differ."""
+    """A dict of items; raises if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         unfit("a key is there twice")
@@ -109,19 +111,20 @@ def _constant(name: str) -> NoReturn:
     unfit(f"{name} is not JSON")
 
 
-def _endless(text: str) -> bool:
-    """Whether an integer may have more than ``DIGITS``: it covers a whole block of half as many.
+def _has_long_integer(text: str) -> bool:
+    """Whether an integer may have more than ``MAX_DIGITS`` digits: then it fills an aligned block
+    of half as many characters.
 
-    Each character is looked at once; a search for that many digits would begin anew at each.
+    Each character is visited once; a regular expression could restart at each of them.
     """
-    half = DIGITS // 2
-    return len(text) > DIGITS and any(
+    half = MAX_DIGITS // 2
+    return len(text) > MAX_DIGITS and any(
         text[at : at + half].isdigit() for at in range(0, len(text), half)
     )
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > DIGITS:
+    if len(digits) > MAX_DIGITS:
         unfit(f"an integer has {len(digits):,} digits")
     return int(digits)
 
@@ -130,15 +133,15 @@ def _integer(digits: str) -> int:
 
 
 def _found(value: object) -> str:
-    """A wrong value, in few words."""
-    told = repr(value) if isinstance(value, (str, float, bool)) or value is None else ""
+    """A short description of a wrong value, for an error."""
+    shown = repr(value) if isinstance(value, (str, float, bool)) or value is None else ""
     if type(value) is int and value.bit_length() < 64:
-        told = str(value)
-    return told if told and len(told) <= 40 else f"a {type(value).__name__}"
+        shown = str(value)
+    return shown if shown and len(shown) <= 40 else f"a {type(value).__name__}"
 
 
-def text(most: int = TEXT) -> Schema:
-    """A text of so many characters at most."""
+def text(most: int = TEXT_MAX_CHARS) -> Schema:
+    """A text of at most ``most`` characters."""
 
     def check(value: Any) -> None:
         if type(value) is not str:
@@ -170,7 +173,7 @@ def boolean() -> Schema:
 
 
 def integer(low: int = 0, high: int = 2**63 - 1) -> Schema:
-    """A whole number within bounds."""
+    """An integer from ``low`` to ``high``."""
 
     def check(value: Any) -> None:
         if type(value) is not int:
@@ -214,7 +217,7 @@ def finite(low: float = -inf, high: float = inf) -> Schema:
     return check
 
 
-def array(item: Schema, most: int = ITEMS, least: int = 0) -> Schema:
+def array(item: Schema, most: int = MAX_ITEMS, least: int = 0) -> Schema:
     """A list of items of one kind."""
 
     def check(value: Any) -> None:
@@ -249,7 +252,7 @@ def sequence(*items: Schema) -> Schema:
     return check
 
 
-def mapping(item: Schema, most: int = ITEMS, key: Schema | None = None) -> Schema:
+def mapping(item: Schema, most: int = MAX_ITEMS, key: Schema | None = None) -> Schema:
     """A dict with any keys, and values of one kind."""
     keys = key or text()
 
@@ -270,7 +273,7 @@ def mapping(item: Schema, most: int = ITEMS, key: Schema | None = None) -> Schem
 
 
 def record(optional: Mapping[str, Schema] | None = None, /, **fields: Schema) -> Schema:
-    """A dict with these fields, perhaps those that are optional, and no others."""
+    """A dict with these fields, optionally those of ``optional``, and no others."""
     known = {**fields, **(optional or {})}
 
     def check(value: Any) -> None:
@@ -291,7 +294,7 @@ def record(optional: Mapping[str, Schema] | None = None, /, **fields: Schema) ->
 
 
 def including(optional: Mapping[str, Schema] | None = None, /, **fields: Schema) -> Schema:
-    """A dict with these fields, perhaps those that are optional, and others that nobody reads."""
+    """A dict with these fields, optionally those of ``optional``, and others, not checked."""
     known = record(optional, **fields)
     names = {*fields, *(optional or {})}
 
@@ -311,8 +314,8 @@ def maybe(item: Schema) -> Schema:
     return check
 
 
-def anything(depth: int = DEPTH) -> Schema:
-    """Any JSON of so many levels, with texts and numbers of sane sizes."""
+def anything(depth: int = MAX_DEPTH) -> Schema:
+    """Any JSON of at most ``depth`` levels, with texts and numbers of limited size."""
     texts, numbers = text(), number()
 
     def check(value: Any, level: int = 0) -> None:
@@ -334,7 +337,7 @@ def anything(depth: int = DEPTH) -> Schema:
 
 
 def each_of(*schemas: Schema) -> Schema:
-    """A value that all of them allow: a form first, then what must hold between its parts."""
+    """A value that matches all schemas, checked in order: the form first, then its consistency."""
 
     def check(value: Any) -> None:
         for schema in schemas:

@@ -1,1 +1,1 @@
-"""Whether the time or the memory of a loop creeps up."""
+"""Detects growth of the time or memory of a loop's steps."""

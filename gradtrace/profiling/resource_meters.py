@@ -1,4 +1,4 @@
-"""What may grow while a program runs, read now and then: objects, memory, pauses, the machine."""
+"""Meters of what may grow while a program runs: objects, memory, GC pauses, machine speed."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ import torch
 from torch import Tensor
 
 STATM = Path("/proc/self/statm")
-WORK = range(2_000)
-PACE = 2
-"""Gauges are read at least whenever there are so many times as many steps as at the last reading,
-"""
+WORK_RANGE = range(2_000)
+READ_STEPS_FACTOR = 2
+"""Gauges are read at least whenever the number of steps has grown by this factor, ..."""
 
-MOST = 0.1
-"""... unless readings have then taken so much of the time: in a short loop they would."""
+MAX_READING_SHARE = 0.1
+"""... unless readings have taken this share of the time, as they would in a short loop."""
 
 
 @dataclass(frozen=True)
 class MeterKind:
-    """What a gauge tells, and when its growth is worth a word.
+    """What a gauge measures, and how much growth is reported.
 
-    It is if it grows by ``floor`` a step and by a share of ``least`` in all. An ``exact`` count
-    that is higher at each reading grows, however few they are. ``advice`` says what may be behind
-    it.
+    Growth is reported if it is at least ``floor`` a step and a share of ``least`` in total. An
+    ``exact`` count that is higher at each reading grows, however few readings there are.
+    ``advice`` names likely causes.
     """
 
     name: str
@@ -115,7 +114,7 @@ MACHINE = MeterKind(
 class Readings:
     """Values of one kind with the steps at which they were read.
 
-    Numbers lie in arrays: these must not be more of what is counted.
+    They are stored in arrays, so as not to add to the number of Python objects that is measured.
     """
 
     kind: MeterKind
@@ -123,7 +122,7 @@ class Readings:
     values: array[float] = field(default_factory=lambda: array("d"), init=False)
 
     def note(self, step: int, value: float) -> None:
-        """Take down a value, the first of its step."""
+        """Record a value, unless there is one for this step."""
         if not self.steps or self.steps[-1] != step:
             self.steps.append(step)
             self.values.append(value)
@@ -131,10 +130,10 @@ class Readings:
 
 @dataclass
 class Gauge(Readings):
-    """Something that can be read again and again; it paces itself.
+    """A meter that limits how often it is read.
 
-    A reading that took c seconds is followed by none for c / ``share`` seconds, so that all of them
-    take that share of the time at most.
+    After a reading that took c seconds, none is due for c / ``share`` seconds, so that all readings
+    take at most that share of the time.
     """
 
     read: Callable[[int], float | None]
@@ -142,8 +141,8 @@ class Gauge(Readings):
     due: float = 0.0
     spent: float = 0.0
 
-    def look(self, step: int) -> None:
-        """Read it."""
+    def take(self, step: int) -> None:
+        """Take a reading, and set when the next one is due."""
         begun = perf_counter()
         value = self.read(step)
         if value is not None:
@@ -154,14 +153,14 @@ class Gauge(Readings):
 
 
 class Pauses:
-    """How long the garbage collector took, in all."""
+    """Total time of the garbage collector, in seconds."""
 
     def __init__(self) -> None:
         self.total = 0.0
         self._begun = 0.0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """What ``gc.callbacks`` calls."""
+        """The callback in ``gc.callbacks``."""
         now = perf_counter()
         if phase == "start":
             self._begun = now
@@ -179,7 +178,7 @@ class Pauses:
 
 
 class Rate:
-    """What a total has gone up by, a step, since it was last asked for."""
+    """The increase of a total per step since the last call."""
 
     def __init__(self, total: Callable[[], float]) -> None:
         self._total, self._step, self._last = total, 0, total()
@@ -195,14 +194,14 @@ class Rate:
 
 
 def scan() -> tuple[list[Tensor], int]:
-    """Every tensor that the garbage collector knows of, and of how many objects it knows."""
+    """All tensors tracked by the garbage collector, and the number of all tracked objects."""
     objects: list[Any] = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
     return [it for it in objects if type(it) in kinds], len(objects)
 
 
 def bytes_of(some: list[Tensor]) -> int:
-    """What these tensors hold on to; memory that several share counts once."""
+    """Bytes of storage of some tensors; shared storage counts once."""
     found = {}
     for tensor in some:
         try:
@@ -214,7 +213,7 @@ def bytes_of(some: list[Tensor]) -> int:
 
 
 def resident() -> int | None:
-    """Bytes of this process in memory, where the system tells."""
+    """Resident bytes of this process; None if the system does not report them."""
     try:
         return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -222,14 +221,14 @@ def resident() -> int | None:
 
 
 def cuda() -> int | None:
-    """Bytes that tensors take on all GPUs, if any is in use."""
+    """Bytes allocated on all GPUs; None if CUDA is not in use."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return sum(torch.cuda.memory_allocated(at) for at in range(torch.cuda.device_count()))
 
 
 def work() -> float:
-    """Seconds that a piece of work takes which is always the same."""
+    """Seconds that a fixed piece of work takes, to measure the machine's speed."""
     begun = perf_counter()
-    sum(WORK)
+    sum(WORK_RANGE)
     return perf_counter() - begun

@@ -1,4 +1,4 @@
-"""What times of steps say: whether they grow, and what grows with them, in words and numbers."""
+"""Summary of step times and meter readings: whether they grow, as text and numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gradtrace.io.table import IGNORE, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.profiling.resource_meters import MeterKind
 from gradtrace.profiling.trend_tests import (
-    FEW,
     LEVEL,
+    MIN_POINTS,
     Interval,
     Shift,
     Trend,
@@ -27,18 +27,18 @@ from gradtrace.profiling.trend_tests import (
 )
 from gradtrace.pytorch.memory_limits import spelt
 
-SMALL = 0.05
-"""If the interval of a change over all steps ends below this share, there is none to speak of."""
+MAX_STEADY_CHANGE = 0.05
+"""If the upper end of the relative change over all steps is below this, steps do not slow down."""
 
-READINGS, EXACT = 5, 3
-"""Of fewer readings of a gauge nothing is told, nor of so few of an exact count."""
+MIN_READINGS, MIN_EXACT_READINGS = 5, 3
+"""The fewest readings of a gauge for a result; and of an exact count."""
 
-MANY = 200
-"""From so many steps on, changes are told per 1,000 of them."""
+PER_THOUSAND_FROM = 200
+"""From this many steps on, changes are stated per 1,000 steps; also the most blocks of counts."""
 
 
 class MeterSeries(NamedTuple):
-    """What was read of one kind, and at which steps."""
+    """The readings of one kind, and their steps."""
 
     kind: MeterKind
     steps: list[int]
@@ -46,7 +46,7 @@ class MeterSeries(NamedTuple):
 
 
 class RateOfChange(NamedTuple):
-    """How something changes: by ``rate`` a step, from ``first`` to ``last``."""
+    """The change of a measure: by ``rate`` a step, from ``first`` to ``last``."""
 
     kind: MeterKind
     rate: Interval
@@ -58,18 +58,18 @@ class RateOfChange(NamedTuple):
 
     @property
     def grows(self) -> bool:
-        """Whether it does for sure, and enough to speak of."""
+        """Whether growth is significant, and above the thresholds of its kind."""
         gain = self.rate.value * self.steps
         enough = self.rate.value >= self.kind.floor and gain >= self.kind.least * abs(self.first)
         return self.p < 1 - LEVEL and self.rate.low > 0 and enough
 
     @property
     def share(self) -> float:
-        """What it has gained, as a share of what it was."""
+        """The increase over all steps, as a share of ``first``."""
         return self.rate.value * self.steps / self.first if self.first else nan
 
     def __str__(self) -> str:
-        if self.kind.unit == "s":  # of times it is the share that matters
+        if self.kind.unit == "s":  # for times the relative change matters
             return f"{self.kind.name} +{self.share:.0%} to {_spell(self.last, 's')}"
         return f"{self.kind.name} +{_spell(self.rate.value, self.kind.unit)} a step"
 
@@ -78,9 +78,9 @@ class RateOfChange(NamedTuple):
 class Pace:
     """Whether the steps of a loop slow down, and what grows with them.
 
-    ``trend`` is that of the time of a step over steps, ``epochs`` that of the mean time of a step
-    over epochs; ``overhead`` the seconds a step costs to be timed, ``reading`` those that the
-    gauges took in all.
+    ``trend`` is the trend of the step time over steps, ``epochs`` that of the mean step time over
+    epochs; ``overhead`` is the seconds that timing a step costs, ``reading`` the total seconds of
+    reading gauges. ``left`` is the number of warm-up steps that are left out.
     """
 
     steps: int
@@ -96,24 +96,24 @@ class Pace:
 
     @property
     def slower(self) -> int:
-        """1 if the steps slow down, -1 if they speed up, 0 if that cannot be told."""
+        """1 if the steps slow down, -1 if they speed up, 0 if neither is significant."""
         return self.trend.sign
 
     @property
     def growing(self) -> tuple[RateOfChange, ...]:
-        """What grows."""
+        """The measures that grow."""
         return tuple(growth for growth in self.growths if growth.grows)
 
     @property
     def verdict(self) -> str:
-        """The answer in a few sentences."""
-        return " ".join(self._said())
+        """The result in a few sentences."""
+        return " ".join(self._sentences())
 
-    def _said(self) -> Iterator[str]:
-        if self.steps < FEW:
+    def _sentences(self) -> Iterator[str]:
+        if self.steps < MIN_POINTS:
             yield (
                 f"Too few steps to tell: {self.steps} after {self.left} of warm-up, and at least "
-                f"{FEW} are needed."
+                f"{MIN_POINTS} are needed."
             )
         else:
             yield from self._times()
@@ -126,7 +126,7 @@ class Pace:
 
     def _times(self) -> Iterator[str]:
         span, unit = (1000, "per 1,000 steps")
-        if self.steps < MANY:
+        if self.steps < PER_THOUSAND_FROM:
             span, unit = self.steps, f"over these {self.steps} steps"
         each = f"{_spell(self.trend.middle, 's')} each"
         change = f"{_change(self.trend.relative(span))} {unit}"
@@ -140,7 +140,7 @@ class Pace:
                 f"{self.jump.at + self.left:,.0f}: from {_spell(self.jump.before, 's')} to "
                 f"{_spell(self.jump.after, 's')} each."
             )
-        elif self.trend.relative(self.steps).high < SMALL:
+        elif self.trend.relative(self.steps).high < MAX_STEADY_CHANGE:
             yield f"Steps do not slow down: {each}, {change}."
         else:
             yield f"It cannot be told whether steps slow down: {each}, {change}."
@@ -157,7 +157,7 @@ class Pace:
     # Shown ---------------------------------------------------------------------------------------
 
     def table(self) -> TextTable:
-        """Every measure with its change a step, the interval of that, and the p of no trend."""
+        """Every measure with its change per step, the interval of that, and the p of no trend."""
         columns = (
             TextColumn("what"),
             TextColumn("first"),
@@ -173,9 +173,9 @@ class Pace:
         for growth in self.growths:
             kind, ends = growth.kind, (growth.first, growth.last)
             rows.append(_row(kind.name, kind.unit, *ends, growth.rate, growth.p, growth.grows))
-        return TextTable("", columns, tuple(rows), (self._how(), self._cost()))
+        return TextTable("", columns, tuple(rows), (self._method_note(), self._cost_note()))
 
-    def _how(self) -> str:
+    def _method_note(self) -> str:
         return (
             f"Theil-Sen slopes with {LEVEL:.0%} intervals and Mann-Kendall tests; of times, those "
             f"of medians of {self.trend.points} blocks, the variance enlarged "
@@ -183,7 +183,7 @@ class Pace:
             f"{self.left} steps of warm-up are left out; the time's first is its median."
         )
 
-    def _cost(self) -> str:
+    def _cost_note(self) -> str:
         share = self.reading / self.total if self.total else 0.0
         return (
             f"To time a step takes {_spell(self.overhead, 's')}; reading gauges between steps took "
@@ -191,7 +191,7 @@ class Pace:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; numbers that are not finite are None."""
+        """All fields, ready for JSON; non-finite numbers are None."""
         return {
             "verdict": self.verdict,
             "steps": self.steps,
@@ -237,9 +237,9 @@ def pace(
     overhead: float = 0.0,
     reading: float = 0.0,
 ) -> Pace:
-    """The pace of a loop: seconds of each step, the first step of each epoch, what was read.
+    """The pace of a loop, from its step times, the first step of each epoch, and the readings.
 
-    Of a short loop, a quarter of the steps is warm-up at most.
+    In a short loop, at most a quarter of the steps is warm-up.
     """
     left = min(warmup, len(times) // 4)
     rest = times[left:]
@@ -251,7 +251,7 @@ def pace(
         total=sum(times),
         trend=trend(rest),
         jump=shift(rest),
-        epochs=trend(means) if len(means) >= FEW else None,
+        epochs=trend(means) if len(means) >= MIN_POINTS else None,
         rounds=len(means),
         growths=tuple(found for found in growths if found is not None),
         overhead=overhead,
@@ -260,20 +260,23 @@ def pace(
 
 
 def growth(seen: MeterSeries, left: int, total: int) -> RateOfChange | None:
-    """How what was read changes a step, warm-up left out; None if there is too little.
+    """The change of a measure per step, without warm-up; None if there are too few readings.
 
-    Counts are not noise, so neighbours are not corrected for; times are, by ``trend``. An exact
-    count that always rises needs no test: the interval is then that of its rates.
+    Counts are not noisy, so autocorrelation is not corrected for; for times it is, by ``trend``. An
+    exact count that always rises needs no test: the interval is then the range of its rates.
     """
     kept = [(step, value) for step, value in zip(seen.steps, seen.values) if step > left]
-    if len(kept) < (EXACT if seen.kind.exact else READINGS):
+    if len(kept) < (MIN_EXACT_READINGS if seen.kind.exact else MIN_READINGS):
         return None
     x, y = ([float(pair[at]) for pair in kept] for at in (0, 1))
     if seen.kind.unit == "s":
         found = trend(y, x)
         rate, p = found.slope, found.p
     else:
-        rate, p = theil_sen(medians(x, MANY), medians(y, MANY)), mann_kendall(medians(y, MANY)).p
+        rate, p = (
+            theil_sen(medians(x, PER_THOUSAND_FROM), medians(y, PER_THOUSAND_FROM)),
+            mann_kendall(medians(y, PER_THOUSAND_FROM)).p,
+        )
     if seen.kind.exact and all(a < b for a, b in pairwise(y)):
         rate, p = Interval(rate.value, min(diffs := _rates(x, y)), max(diffs)), 0.0
     some = max(len(y) // 5, 1)
@@ -286,13 +289,13 @@ def _rates(x: Sequence[float], y: Sequence[float]) -> list[float]:
 
 
 def _means(times: Sequence[float], epochs: Sequence[int], left: int) -> list[float]:
-    """The mean time of a step in each epoch, without warm-up; the last may be cut short."""
+    """The mean step time of each epoch, without warm-up; the last epoch may be incomplete."""
     ends = [*epochs, len(times)]
     parts = [times[max(begin, left) : end] for begin, end in pairwise(ends)]
     return [fmean(part) for part in parts if part]
 
 
-# Words --------------------------------------------------------------------------------------------
+# Text ---------------------------------------------------------------------------------------------
 
 
 def _change(change: Interval) -> str:
@@ -304,7 +307,7 @@ def _change(change: Interval) -> str:
 
 
 def _spell(value: float, unit: str) -> str:
-    """A number with its unit, as people say it.
+    """A number with its unit, as text.
 
     >>> _spell(0.00231, "s"), _spell(3 << 20, "bytes"), _spell(12.0, "")
     ('2.31 ms', '3.0 MiB', '12')

@@ -1,4 +1,4 @@
-"""``timing``: whether the steps of a training loop slow down, and what grows with them."""
+"""``timing``: measures whether the steps of a training loop slow down, and what grows with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradtrace.profiling.summary import MeterSeries, Pace, pace
 
 T = TypeVar("T")
 
-TRIES = 2_000
+OVERHEAD_TRIALS = 2_000
 
 
 class timing(Generic[T]):
@@ -46,16 +46,15 @@ class timing(Generic[T]):
                 ...
                 timing.tick()
 
-    A step costs about a microsecond. Now and then, and between steps, it is looked at what may
-    grow: live tensors, Python's memory, the process's memory, CUDA memory, pauses of the garbage
-    collector, and a fixed piece of work that tells whether the machine became slower. That takes
-    ``share`` of the time at most, once a loop has run for some seconds, and is not in the times of
-    steps; with 0 it is done at the end and by ``timing.look()`` alone. ``timing.graph(loss)`` also
+    A step costs about a microsecond. At intervals, between steps, meters are read: live tensors,
+    Python objects, the process's memory, CUDA memory, pauses of the garbage collector, and the time
+    of a fixed piece of work, which shows whether the machine became slower. That takes at most
+    ``share`` of the time, once a loop has run for some seconds, and is not in the times of steps;
+    with 0 they are read only at the end and by ``timing.look()``. ``timing.graph(loss)`` also
     counts the operators of the graph.
 
-    The first ``warmup`` steps are left out. GPUs work on while Python goes on, so with
-    ``synchronize`` a step waits for them; without, its time is right on average if the loop reads
-    the loss now and then.
+    The first ``warmup`` steps are left out. GPUs run asynchronously, so with ``synchronize`` a step
+    waits for them; without, its time is right on average if the loop reads the loss at intervals.
 
     >>> import gradtrace as gt
     >>> with gt.timing() as timing:
@@ -84,18 +83,18 @@ class timing(Generic[T]):
                 f"warmup is a number of steps and share a part of 1, not {warmup} and {share}"
             )
         self.times = array("d")
-        self.epochs = array("q")  # how many steps there were before each
+        self.epochs = array("q")  # number of steps before each epoch
         self._steps, self._warmup, self._synchronize = steps, warmup, synchronize
         self._last: float | None = None
         self._begun = perf_counter()
-        self._ours = 0.0  # seconds within the step that were not the user's
-        self._spent = 0.0  # seconds between steps that were not
+        self._overhead_in_step = 0.0  # our own overhead within the current step, in seconds
+        self._overhead_between = 0.0  # our own overhead between steps, in seconds
         self._loading = 0.0
         self._open = contextlib.ExitStack()
-        self._deep = 0
+        self._depth = 0
         self._pauses = Pauses()
         self._graph: Tensor | None = None
-        self._gauges = self._all(share)
+        self._gauges = self._make_gauges(share)
         self._due, self._next = inf, (1 if share else inf)
         self._counted = Gauge(resource_meters.GRAPH, self._operators, share)
         self._bytes, self._objects = (
@@ -104,7 +103,7 @@ class timing(Generic[T]):
         )
         self._step = TimedStep(self)
 
-    def _all(self, share: float) -> list[Gauge]:
+    def _make_gauges(self, share: float) -> list[Gauge]:
         """The gauges that are read between steps."""
 
         def each(read: Callable[[], float | None]) -> Callable[[int], float | None]:
@@ -122,7 +121,7 @@ class timing(Generic[T]):
         return [Gauge(kind, read, share / len(found)) for kind, read in found]
 
     def _scan(self, step: int) -> int:
-        """Count tensors; with them, objects are counted and bytes added up."""
+        """Count tensors; the same scan also counts objects and tensor bytes."""
         tensors, objects = resource_meters.scan()
         self._bytes.note(step, resource_meters.bytes_of(tensors))
         self._objects.note(step, objects)
@@ -131,7 +130,7 @@ class timing(Generic[T]):
     # Steps ---------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
-        """The steps, each timed from when it is handed out to when the next is asked for."""
+        """The items; a step is timed from when an item is yielded to when the next is requested."""
         if self._steps is None:
             raise GradtraceError("timing has nothing to run over: for batch in gt.timing(loader)")
         with self:
@@ -147,9 +146,9 @@ class timing(Generic[T]):
         return len(self.times)
 
     def __enter__(self) -> timing[T]:
-        if not self._deep:
+        if not self._depth:
             self._open.enter_context(self._pauses)
-        self._deep += 1
+        self._depth += 1
         self._last = perf_counter()
         return self
 
@@ -159,21 +158,21 @@ class timing(Generic[T]):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        self._deep -= 1
+        self._depth -= 1
         self._last = None
-        if not self._deep:
+        if not self._depth:
             self.look()
             self._open.close()
 
     def step(self) -> TimedStep:
-        """A step, or the part of it that is to be timed: ``with timing.step(): ...``.
+        """Context manager that times a step, or a part of it: ``with timing.step(): ...``.
 
-        One that ends in an error is not counted.
+        A step that ends in an error is not counted.
         """
         return self._step
 
     def tick(self, loss: Tensor | None = None) -> None:
-        """A step is over; it began at the last tick, or when this timing was opened."""
+        """End a step, which began at the last tick, or when this timing was entered."""
         if self._synchronize:
             _wait()
         now, last = perf_counter(), self._last
@@ -184,30 +183,30 @@ class timing(Generic[T]):
         self._last = perf_counter()
 
     def epoch(self) -> None:
-        """An epoch begins; what happened since the last step is not counted."""
+        """Begin an epoch; the time since the last step is not counted."""
         self.epochs.append(len(self.times))
         self._last = None if self._last is None else perf_counter()
 
     def graph(self, loss: Tensor) -> None:
-        """Count the operators of a loss's graph, if it is time to; before or after backward."""
+        """Count the operators of a loss's graph, if a reading is due; before or after backward."""
         if perf_counter() >= self._counted.due or len(self.times) + 1 >= self._next:
             begun = perf_counter()
             self._note(loss)
-            self._ours += perf_counter() - begun
+            self._overhead_in_step += perf_counter() - begun
 
     def look(self) -> None:
         """Read all gauges now, between two steps."""
         begun = perf_counter()
         self._read(everything=True)
-        self._spent += perf_counter() - begun
+        self._overhead_between += perf_counter() - begun
 
     def _note(self, loss: Tensor) -> None:
         root_of(loss)
         self._graph = loss
         try:
-            self._counted.look(len(self.times) + 1)
+            self._counted.take(len(self.times) + 1)
         finally:
-            self._graph = None  # or the loss would live on
+            self._graph = None  # so as not to keep the loss alive
 
     def _operators(self, _: int) -> float | None:
         if self._graph is None:
@@ -222,30 +221,30 @@ class timing(Generic[T]):
         return count
 
     def _done(self, seconds: float) -> None:
-        """Note a step; this is what every one costs."""
-        self.times.append(seconds - self._ours)
-        self._ours = 0.0
+        """Record a step, and read gauges that are due; runs in every step."""
+        self.times.append(seconds - self._overhead_in_step)
+        self._overhead_in_step = 0.0
         now = perf_counter()
         if now >= self._due or len(self.times) >= self._next:
             self._read()
-            self._spent += perf_counter() - now
+            self._overhead_between += perf_counter() - now
 
     def _read(self, everything: bool = False) -> None:
         done, now = len(self.times), perf_counter()
         again = done >= self._next
         if again:
-            self._next = resource_meters.PACE * max(done, 1)
-        room = resource_meters.MOST * (now - self._begun)
+            self._next = resource_meters.READ_STEPS_FACTOR * max(done, 1)
+        allowed = resource_meters.MAX_READING_SHARE * (now - self._begun)
         for gauge in self._gauges:
-            if everything or now >= gauge.due or (again and gauge.spent <= room):
-                gauge.look(done)
+            if everything or now >= gauge.due or (again and gauge.spent <= allowed):
+                gauge.take(done)
         self._due = min(gauge.due for gauge in self._gauges)
 
-    # What came out -------------------------------------------------------------------------------
+    # Results -------------------------------------------------------------------------------------
 
     @property
     def seen(self) -> dict[str, MeterSeries]:
-        """What the gauges read: ``{name: (kind, steps, values)}``."""
+        """The readings by gauge: ``{name: (kind, steps, values)}``."""
         tensors, *others = self._gauges
         order = [self._counted, tensors, self._bytes, self._objects, *others]
         return {
@@ -262,7 +261,7 @@ class timing(Generic[T]):
             self.seen,
             warmup=self._warmup,
             overhead=_overhead(),
-            reading=self._spent,
+            reading=self._overhead_between,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -280,7 +279,7 @@ class timing(Generic[T]):
 
 
 class TimedStep:
-    """One step of a ``timing``."""
+    """Context manager that times one step of a ``timing``."""
 
     __slots__ = ("_begun", "_of")
 
@@ -311,11 +310,11 @@ def _wait() -> None:
 
 
 def _overhead() -> float:
-    """Seconds that timing an empty step takes: tried out, without gauges."""
+    """Seconds that timing an empty step takes, measured without gauges."""
     some: timing[None] = timing(share=0)
     step = some.step()
     begun = perf_counter()
-    for _ in range(TRIES):
+    for _ in range(OVERHEAD_TRIALS):
         with step:
             pass
-    return (perf_counter() - begun) / TRIES
+    return (perf_counter() - begun) / OVERHEAD_TRIALS

@@ -1,8 +1,8 @@
-"""Does a series of numbers rise? Robust slopes and tests, on numpy alone.
+"""Robust slopes and tests for a trend in a series of numbers, with numpy only.
 
-``theil_sen`` and ``mann_kendall`` are those of the textbooks; the tests hold them against scipy.
-``trend`` makes them fit for times that a computer took: these have spikes, and neighbours are
-alike, since whatever slows one step slows the next as well.
+``theil_sen`` and ``mann_kendall`` are the textbook methods; the tests compare them with scipy.
+``trend`` adapts them to measured times, which have spikes and are autocorrelated, since whatever
+slows one step slows the next as well.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Numbers = Sequence[float] | Floats
 
 LEVEL = 0.95
 BLOCKS = 32
-FEW = 10
-"""A series of fewer numbers tells nothing about its trend."""
+MIN_POINTS = 10
+"""Series with fewer numbers are too short to test for a trend."""
 
-APART = 0.95
-"""Two parts of a series differ if in so many pairs the later number is the larger, or smaller."""
+SHIFT_PAIR_SHARE = 0.95
+"""Two parts of a series differ if the later number is larger (smaller) in this share of pairs."""
 
 
 class Interval(NamedTuple):
-    """An estimate, and the interval that holds the true value in ``level`` of all repetitions."""
+    """An estimate and its confidence interval."""
 
     value: float
     low: float
@@ -43,12 +43,12 @@ class Interval(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 or -1 if the whole interval lies on that side of 0; 0 if it cannot be told."""
+        """1 or -1 if the whole interval is positive or negative; 0 if it contains 0."""
         return int(self.low > 0) - int(self.high < 0)
 
 
 class Kendall(NamedTuple):
-    """The Mann-Kendall test of a series: does it go up or down?"""
+    """The Mann-Kendall test of a series for a monotonic trend."""
 
     s: int
     z: float
@@ -56,10 +56,10 @@ class Kendall(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """Whether a series rises: its slope, the p of no trend, and its middle.
+    """The trend of a series: its slope, the p-value of no trend, and the median (``middle``).
 
-    ``inflation`` is the factor by which likeness of neighbours enlarges the variance of the test,
-    ``points`` how many medians of blocks were looked at.
+    ``inflation`` is the factor by which autocorrelation enlarges the variance of the test, and
+    ``points`` the number of block medians that were used.
     """
 
     slope: Interval
@@ -70,11 +70,11 @@ class Trend(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 if it rises, -1 if it falls, 0 if that cannot be told: test and interval agree."""
+        """1 if it rises, -1 if it falls, 0 if neither is significant in both test and interval."""
         return self.slope.sign if self.p < 1 - LEVEL else 0
 
     def relative(self, steps: float = 1.0) -> Interval:
-        """The change over so many steps as a share of the middle; of 0 only no change is one."""
+        """The change over ``steps`` as a share of the middle; NaN for a change if that is 0."""
         if not self.middle:
             return Interval(*(nan if value else 0.0 for value in self.slope))
         scale = steps / self.middle
@@ -82,7 +82,7 @@ class Trend(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """Where a series goes up or down for good: at ``at``, from ``before`` to ``after``."""
+    """A change point of a series: at ``at``, its median changes from ``before`` to ``after``."""
 
     at: float
     before: float
@@ -93,10 +93,10 @@ class Shift(NamedTuple):
 
 
 def theil_sen(x: Numbers, y: Numbers, level: float = LEVEL, inflation: float = 1.0) -> Interval:
-    """The Theil-Sen slope: the median of ``(y[j] - y[i]) / (x[j] - x[i])`` over pairs of x apart.
+    """The Theil-Sen slope: the median of ``(y[j] - y[i]) / (x[j] - x[i])`` over pairs, x distinct.
 
-    The interval is Sen's: the slopes that lie ``z·σ/2`` places from the middle, σ² being the
-    variance of Kendall's S, times ``inflation``. Up to 29% of the points may be wild. It takes
+    The interval is Sen's: the slopes that are ``z·σ/2`` ranks from the median, σ² being the
+    variance of Kendall's S, times ``inflation``. Up to 29% of the points may be outliers. It takes
     memory for all pairs.
 
     >>> theil_sen([0, 1, 2, 3, 4, 5], [1, 3, 5, 100, 9, 11]).value
@@ -115,8 +115,8 @@ def mann_kendall(y: Numbers, inflation: float = 1.0) -> Kendall:
     """Mann and Kendall's test: ``S = Σ_{i<j} sign(y[j] - y[i])``, 0 if there is no trend.
 
     ``z = (S - sign S) / √(inflation · var S)`` with the variance corrected for ties, and the
-    two-sided p of the normal distribution. With inflation 1 it takes the points as independent;
-    where neighbours are alike, p is then too small: use ``trend``.
+    two-sided p of the normal distribution. Inflation 1 assumes independent points; for
+    autocorrelated ones p is then too small: use ``trend``.
 
     >>> mann_kendall([1, 2, 3, 4, 5]).s
     10
@@ -129,13 +129,13 @@ def mann_kendall(y: Numbers, inflation: float = 1.0) -> Kendall:
 
 
 def trend(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Trend:
-    """The trend of a series in time: Theil-Sen slope and Mann-Kendall test of medians of blocks.
+    """The trend of a time series: Theil-Sen slope and Mann-Kendall test of block medians.
 
-    Spikes are lost in the medians, and so is what makes near neighbours alike. What is left of it
-    enlarges the variance, as if the blocks were autoregressive with their lag-1 correlation ρ:
-    ``1 + 2 Σ_k (1 - k/n) ρ^k``. Over some hundreds of steps of simulated noise this says "trend"
-    where there is none in 1 to 8 of 100 cases, the plain test in up to 60; over some tens, and of
-    noise that wanders, in about 20.
+    The medians remove spikes and short-range autocorrelation. What remains of it inflates the
+    variance, as if the blocks were autoregressive with their lag-1 correlation ρ:
+    ``1 + 2 Σ_k (1 - k/n) ρ^k``. For some hundreds of steps of simulated noise this reports a trend
+    where there is none in 1 to 8 of 100 cases, the uncorrected test in up to 60; for some tens of
+    steps, and for random walks, in about 20.
 
     >>> found = trend([2.0 + 0.1 * i for i in range(100)])
     >>> round(found.slope.value, 3), found.sign
@@ -144,7 +144,7 @@ def trend(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Trend:
     b = floats(y)
     a = np.arange(len(b), dtype=np.float64) if x is None else floats(x)
     same(a, b)
-    if len(b) < FEW:
+    if len(b) < MIN_POINTS:
         middle = float(np.median(b)) if len(b) else nan
         return Trend(Interval(nan, -inf, inf), 1.0, middle, 1.0, len(b))
     a, b = medians(a, blocks), medians(b, blocks)
@@ -155,11 +155,11 @@ def trend(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Trend:
 
 
 def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
-    """The trend that series of equal kind have in common, each as a share of its own median.
+    """The common trend of several series of one kind, each as a share of its own median.
 
     The regional Kendall test: slopes are taken within each series and their median over all; S and
-    its variance (inflated for each as in ``trend``) add up, as the series are independent. x counts
-    the numbers of a series. One whose median is 0 has no shares, and is left out.
+    its variance (inflated for each as in ``trend``) are summed, as the series are independent. x is
+    the index in a series. A series whose median is 0 has no shares, and is left out.
 
     >>> found = pooled([[2.0 + 0.02 * i for i in range(50)], [40.0 + 0.4 * i for i in range(50)]])
     >>> found.sign, round(found.slope.value, 4)
@@ -168,7 +168,7 @@ def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
     slopes, factors, s, variance, points = [], [], 0, 0.0, 0
     for numbers in series:
         b = floats(numbers)
-        if len(b) < FEW or not (whole := float(np.median(b))):
+        if len(b) < MIN_POINTS or not (whole := float(np.median(b))):
             continue
         a, b = medians(np.arange(len(b), dtype=np.float64), blocks), medians(b, blocks) / whole
         each = _slopes(a, b)
@@ -186,12 +186,12 @@ def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
 
 
 def shift(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Shift | None:
-    """Where a series changes once for all, or None: a jump is no trend, and ``trend`` passes it by.
+    """The change point of a series, or None. ``trend`` does not detect a single jump.
 
-    The medians of blocks are cut in two, at least a quarter on each side, where the parts differ
-    most: where the share of pairs with the later one larger is next to 1 or 0. If that share is
-    beyond ``APART``, that is where. It describes the series, and is no test: noise that wanders
-    has such places too.
+    The block medians are split in two, with at least a quarter on each side, where the parts differ
+    most: where the share of pairs with the later one larger is closest to 1 or 0. If that share is
+    beyond ``SHIFT_PAIR_SHARE``, that is the change point. It is descriptive and no test: random
+    walks have such points too.
 
     >>> shift([1.0] * 50 + [3.0] * 50)
     Shift(at=49.5, before=1.0, after=3.0)
@@ -199,22 +199,22 @@ def shift(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Shift |
     b = floats(y)
     a = np.arange(len(b), dtype=np.float64) if x is None else floats(x)
     same(a, b)
-    if len(b) < FEW:
+    if len(b) < MIN_POINTS:
         return None
     a, b = medians(a, blocks), medians(b, blocks)
-    least = max(len(b) // 4, FEW // 2 - 1)
+    least = max(len(b) // 4, MIN_POINTS // 2 - 1)
     over = np.sign(np.subtract.outer(b, b))  # 1 where row > column
     cuts = range(least, len(b) - least + 1)
     apart = {cut: float(over[cut:, :cut].mean()) for cut in cuts}  # -1 .. 1
     cut = max(cuts, key=lambda at: abs(apart[at]))
-    if abs(apart[cut]) < 2 * APART - 1:
+    if abs(apart[cut]) < 2 * SHIFT_PAIR_SHARE - 1:
         return None
     before, after = (float(np.median(part)) for part in (b[:cut], b[cut:]))
     return Shift(float(a[cut - 1] + a[cut]) / 2, before, after)
 
 
 def medians(y: Numbers, blocks: int = BLOCKS) -> Floats:
-    """The medians of so many blocks of neighbours, of nearly equal length; fewer if y is short.
+    """The medians of ``blocks`` consecutive blocks of nearly equal length; fewer if y is short.
 
     >>> medians([1, 2, 90, 4, 5, 6], 2).tolist()
     [2.0, 5.0]
@@ -225,12 +225,11 @@ def medians(y: Numbers, blocks: int = BLOCKS) -> Floats:
 
 
 def inflation_of(rest: Numbers) -> float:
-    """How much larger the likeness of neighbours makes the variance of a trend's test.
+    """The factor by which autocorrelation inflates the variance of a trend's test.
 
-    ρ is the lag-1 correlation of the ranks of what a trend leaves over; a short series shows too
-    little of it, ``E ρ̂ ≈ ρ - (2 + 4ρ)/n``, which is put right (Marriott and Pope, 1954). It is
-    never so large that a series which always rises would have no trend, though noise that wanders
-    and a trend look much the same then.
+    ρ is the lag-1 correlation of the ranks of the residuals of a trend; its bias in short series,
+    ``E ρ̂ ≈ ρ - (2 + 4ρ)/n``, is corrected (Marriott and Pope, 1954). The factor is bounded so that
+    a series which always rises still has a trend, though a random walk can look the same.
     """
     r = ranks(rest) - (len(rest) + 1) / 2
     n, whole = len(r), float(r @ r)
@@ -245,7 +244,7 @@ def inflation_of(rest: Numbers) -> float:
 
 
 def ranks(values: Numbers) -> Floats:
-    """The rank of every value, from 1; equal values share the mean of theirs.
+    """The rank of every value, from 1; equal values get the mean of their ranks.
 
     >>> ranks([3.0, 1.0, 3.0]).tolist()
     [2.5, 1.0, 2.5]
@@ -270,26 +269,26 @@ def _slopes(x: Floats, y: Floats) -> Floats:
 
 
 def _middle(slopes: Floats, width: float) -> Interval:
-    """The median of sorted slopes, and those half of ``width`` places to its left and right."""
+    """The median of sorted slopes, and the slopes ``width / 2`` ranks below and above it."""
     upper = min(round((len(slopes) + width) / 2), len(slopes) - 1)
     lower = max(round((len(slopes) - width) / 2) - 1, 0)
     return Interval(float(np.median(slopes)), float(slopes[lower]), float(slopes[upper]))
 
 
 def _variance(n: int, *tied: npt.NDArray[Any]) -> float:
-    """Of Kendall's S: ``(n(n-1)(2n+5) - Σ t(t-1)(2t+5)) / 18``, over groups of t equal ones."""
+    """The variance of Kendall's S: ``(n(n-1)(2n+5) - Σ t(t-1)(2t+5)) / 18``, t the tie sizes."""
     total = n * (n - 1) * (2 * n + 5)
     return float(total - sum(int((t * (t - 1) * (2 * t + 5)).sum()) for t in tied)) / 18
 
 
 def groups(values: Floats) -> npt.NDArray[Any]:
-    """How many there are of every value."""
+    """The number of occurrences of every distinct value."""
     counts: npt.NDArray[Any] = np.unique(values, return_counts=True)[1]
     return counts
 
 
 def floats(values: Numbers) -> Floats:
-    """One row of numbers as an array; anything else is refused."""
+    """A one-dimensional array of numbers; raises for anything else, and for NaN."""
     result: Floats = np.asarray(values, dtype=np.float64)
     if result.ndim != 1 or np.isnan(result).any():
         raise ValueError("statistics are of one row of numbers, none of them nan")
@@ -297,11 +296,11 @@ def floats(values: Numbers) -> Floats:
 
 
 def same(a: Floats, b: Floats) -> None:
-    """Refuse rows of different length."""
+    """Raise an error for arrays of different length."""
     if len(a) != len(b):
         raise ValueError(f"as many of the one as of the other are needed: {len(a)} and {len(b)}")
 
 
 def quantile(level: float) -> float:
-    """How many standard deviations hold ``level`` of a normal distribution, about its middle."""
+    """The z for which ±z standard deviations contain ``level`` of a normal distribution."""
     return NormalDist().inv_cdf((1 + level) / 2)

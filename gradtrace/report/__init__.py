@@ -1,6 +1,6 @@
-"""The report of a trace: one HTML file, made of a ``View``, which is plain data.
+"""The report of a trace: one HTML file, made from a ``View``, which contains only data.
 
-``Source`` is what a trace brings, ``view`` makes a ``View`` of it, ``report`` puts views together
+``Source`` is the input from a trace, ``view`` makes a ``View`` from it, ``report`` combines views,
 and ``write`` writes the page.
 """
 

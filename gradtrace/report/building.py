@@ -1,4 +1,4 @@
-"""From a trace to a view."""
+"""Builds the view of a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradtrace import flow
 from gradtrace.flow.sizing import sizes
 from gradtrace.ir.program import Leaf
 from gradtrace.report import forest, model, routes
-from gradtrace.report.cells import LARGEST, Cells, cells, grids
+from gradtrace.report.cells import MAX_NUMBERED_ELEMENTS, Cells, cells, grids
 from gradtrace.report.forest import NONE, UNFOLLOWED, Places
 from gradtrace.report.graph import Numbered, ProgramRows
 from gradtrace.report.model import HeatMap, View
@@ -23,9 +23,10 @@ from gradtrace.tracing.paths import sampled
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a trace a view may hold: cells of heat maps, and stops of paths to be looked at.
-    To see how many paths fit, those of the cells that are ``tried`` are followed first; fewer
-    in deep graphs, where they would visit more than ``steps`` operators if none of them met.
+    """Limits on the size of a view: cells of heat maps, and points of paths (``stops``).
+
+    To estimate how many paths fit, those of ``tried`` cells are followed first; fewer in deep
+    graphs, where they would visit more than ``steps`` operators if none of them joined.
     """
 
     cells: int = 40_000
@@ -36,11 +37,11 @@ class Limits:
 
 FULL = Limits()
 SMALL = Limits(cells=4_000, stops=6_000, tried=2_000)
-"""For notebooks, and models so large that a full view would keep one waiting."""
+"""For notebooks, and for models so large that a full view would take long."""
 
 
 def view(source: Source, along_depth: flow.Flow, sample: int, seed: int, limits: Limits) -> View:
-    """All that a report shows of a trace, which is no longer needed after it.
+    """Everything that a report shows of a trace; does not keep the trace alive.
 
     ``sample`` elements are drawn for the routes, with ``seed``.
     """
@@ -48,7 +49,7 @@ def view(source: Source, along_depth: flow.Flow, sample: int, seed: int, limits:
 
 
 class _Builder:
-    """What the parts of a view share."""
+    """Builds a view; holds what its parts share."""
 
     def __init__(self, source: Source, limits: Limits) -> None:
         self.source = source
@@ -62,16 +63,16 @@ class _Builder:
         shown = self._cells()
         longest = deepest(edges, len(operators.name))
         drawn = self._drawn(min(sample, max(1, self.limits.steps // longest)), seed)
-        grown, starts = self._followed(shown, drawn, longest)
-        chosen = self._sampled(grown, drawn)
-        ways = routes.ways(grown, chosen, rows)
+        points, starts = self._followed(shown, drawn, longest)
+        chosen = self._sampled(points, drawn)
+        ways = routes.ways(points, chosen, rows)
         wanted = self._wanted(ways, shown, starts)
-        left, number = forest.chosen(grown, wanted, self.limits.stops)
+        left, number = forest.chosen(points, wanted, self.limits.stops)
         leaves = tuple(
             self._leaf(n, leaf, shown.get(leaf.value), starts, number)
             for n, leaf in enumerate(source.leaves)
         )
-        paths = int((chosen.stop != NONE).sum())
+        paths = int((chosen.point != NONE).sum())
         total = sum(source.sizes.values())
         return View(
             name=source.modules.get("") or "loss",
@@ -79,15 +80,15 @@ class _Builder:
             granularity=source.granularity,
             pairs=source.pairs,
             notes=source.notes,
-            forest=forest.kept(grown, left, number, rows),
+            forest=forest.kept(points, left, number, rows),
             words=rows.words.all(),
             shapes=rows.shapes.all(),
             modules=Tree(source, self.modules).modules(),
             operators=operators,
             edges=edges,
             leaves=leaves,
-            routes=tuple(routes.told(way, number, operators.module.tolist()) for way in ways),
-            sample=model.Sample(paths, len(chosen.stop), total, seed),
+            routes=tuple(routes.as_route(way, number, operators.module.tolist()) for way in ways),
+            sample=model.Sample(paths, len(chosen.point), total, seed),
             tables={kind: self._table(kind) for kind in source.tables},
             flow=along(along_depth, self.modules),
         )
@@ -99,8 +100,8 @@ class _Builder:
     # Heat maps -----------------------------------------------------------------------------------
 
     def _cells(self) -> dict[int, Cells]:
-        """Those of all leaves that have elements, by value."""
-        leaves = [x for x in self.source.leaves if 0 < x.tensor.numel() <= LARGEST]
+        """The heat map cells of all leaves that have elements, by value."""
+        leaves = [x for x in self.source.leaves if 0 < x.tensor.numel() <= MAX_NUMBERED_ELEMENTS]
         cuts = grids([tuple(leaf.tensor.shape) for leaf in leaves], self.limits.cells)
         return {
             leaf.value: cells(self.source.gradient(leaf), cut) for leaf, cut in zip(leaves, cuts)
@@ -140,26 +141,27 @@ class _Builder:
 
     def _followed(
         self, shown: dict[int, Cells], drawn: dict[int, Places], longest: int
-    ) -> tuple[forest.Grown, dict[int, Places]]:
-        """Paths of what was drawn and of cells; and of each cell the stop where its path starts.
+    ) -> tuple[forest.PathPoints, dict[int, Places]]:
+        """Paths of the drawn elements and of cells; and for each cell the point where its path
+        starts.
 
-        How many cells have paths that fit is known when some were followed: the more there are,
-        the more they share.
+        How many cells' paths fit is estimated by following some first, since the more paths there
+        are, the more points they share.
         """
         ranks = {value: ranked(found.gradient) for value, found in shown.items()}
         total = sum(map(len, ranks.values()))
         few = min(self.limits.tried, self.limits.steps // longest)
         whole = self.source.granularity == "operator"  # one path for all elements of a leaf
-        many = total if whole else min(total, max(len(shown), few))
-        grown, starts = self._sweep(shown, drawn, _first(ranks, many))
-        room = many * self.limits.stops // max(1, len(grown.next))
-        if many < total and 3 * many < 2 * room:
-            return self._sweep(shown, drawn, _first(ranks, room + room // 4))
-        return grown, starts
+        count = total if whole else min(total, max(len(shown), few))
+        points, starts = self._sweep(shown, drawn, _first(ranks, count))
+        capacity = count * self.limits.stops // max(1, len(points.next))
+        if count < total and 3 * count < 2 * capacity:
+            return self._sweep(shown, drawn, _first(ranks, capacity + capacity // 4))
+        return points, starts
 
     def _sweep(
         self, shown: dict[int, Cells], drawn: dict[int, Places], first: dict[int, Places]
-    ) -> tuple[forest.Grown, dict[int, Places]]:
+    ) -> tuple[forest.PathPoints, dict[int, Places]]:
         """Follow the cells that are ``first`` in each leaf."""
         elements = {
             value: np.unique(np.concatenate([mine, shown[value].element[first[value]]]))
@@ -167,44 +169,44 @@ class _Builder:
             else mine
             for value, mine in drawn.items()
         }
-        grown = forest.followed(self.source, elements)
+        points = forest.followed(self.source, elements)
         starts = {}
         for value, found in shown.items():
             starts[value] = np.full(len(found.element), UNFOLLOWED, dtype=np.int64)
             at = np.searchsorted(elements[value], found.element[first[value]])
-            starts[value][first[value]] = grown.starts[value][at]
-        return grown, starts
+            starts[value][first[value]] = points.starts[value][at]
+        return points, starts
 
-    def _sampled(self, grown: forest.Grown, drawn: dict[int, Places]) -> routes.Sampled:
-        """Where the paths of what was drawn start."""
-        stops, sizes_ = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    def _sampled(self, points: forest.PathPoints, drawn: dict[int, Places]) -> routes.Sampled:
+        """The points where the paths of the drawn elements start, and their gradients."""
+        start_points, sizes_ = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
         for leaf in self.source.leaves:
             mine = drawn[leaf.value]
-            at = np.searchsorted(grown.elements[leaf.value], mine)
-            stops.append(grown.starts[leaf.value][at])
+            at = np.searchsorted(points.elements[leaf.value], mine)
+            start_points.append(points.starts[leaf.value][at])
             if len(mine):
                 flat = self.source.gradient(leaf).reshape(-1)
                 sizes_.append(flat[torch.from_numpy(mine)].double().numpy())
-        return routes.Sampled(np.concatenate(stops), np.concatenate(sizes_))
+        return routes.Sampled(np.concatenate(start_points), np.concatenate(sizes_))
 
     def _wanted(
         self, ways: list[routes.RouteGroup], shown: dict[int, Cells], starts: dict[int, Places]
     ) -> Places:
-        """The stops where paths start, those to keep first in front: of each route one path, of
-        each leaf the largest element, then of each the second, and so on.
+        """The points where paths start, in the order of priority: one path of each route, the
+        largest element of each leaf, then the second of each, and so on.
         """
         order = [
             np.stack([np.arange(len(way.starts)), way.starts]) for way in ways if len(way.starts)
         ]
         for value, each in shown.items():
             order.append(np.stack([ranked(each.gradient), starts[value]]))
-        turn, stop = np.concatenate([np.zeros((2, 0), dtype=np.int64), *order], 1)
-        found: Places = stop[np.argsort(turn, kind="stable")]
+        turn, point = np.concatenate([np.zeros((2, 0), dtype=np.int64), *order], 1)
+        found: Places = point[np.argsort(turn, kind="stable")]
         return found[found >= 0]
 
 
 def deepest(edges: model.Edges, rows: int) -> int:
-    """The most operators on the way from a leaf to the loss."""
+    """The most operators on a path from a leaf to the loss."""
     depth = [1] * rows
     for consumer, producer in zip(edges.consumer.tolist(), edges.producer.tolist()):
         depth[producer] = max(depth[producer], depth[consumer] + 1)
@@ -216,15 +218,15 @@ def _map(shown: Cells, starts: Places, number: Places) -> HeatMap:
     return HeatMap(*shown.grid, shown.element, shown.gradient, start.astype(np.int32))
 
 
-def _first(ranks: dict[int, Places], many: int) -> dict[int, Places]:
-    """The places of so many in all, of each leaf as many as of any other, as far as it has them."""
+def _first(ranks: dict[int, Places], count: int) -> dict[int, Places]:
+    """The indices of ``count`` cells in total, evenly spread over leaves as far as possible."""
     turn = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *ranks.values()]))
-    limit = turn[many] if many < len(turn) else len(turn)
+    limit = turn[count] if count < len(turn) else len(turn)
     return {value: np.flatnonzero(rank < max(1, limit)) for value, rank in ranks.items()}
 
 
 def ranked(gradient: model.Floats) -> Places:
-    """The place of each among all, the largest |gradient| first."""
+    """The rank of each element, from 0 for the largest |gradient|."""
     size = np.where(np.isnan(gradient), np.inf, np.abs(gradient))
     rank = np.empty(len(size), dtype=np.int64)
     rank[np.argsort(-size, kind="stable")] = np.arange(len(size))

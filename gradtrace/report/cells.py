@@ -14,15 +14,15 @@ from torch import Tensor
 from gradtrace.report.model import Floats, Ints
 from gradtrace.types import Shape
 
-CELLS = 48 * 48
+LEAF_MAX_CELLS = 48 * 48
 """The most cells of a leaf."""
 
-LARGEST = 2**31 - 1
+MAX_NUMBERED_ELEMENTS = 2**31 - 1
 """The most elements of a tensor whose elements the page can number."""
 
 
 class Grid(NamedTuple):
-    """A leaf as a matrix, and how many cells there are along each side."""
+    """The size of a leaf as a matrix, and the number of cells along each side."""
 
     height: int
     width: int
@@ -39,10 +39,10 @@ class Cells(NamedTuple):
 
 
 def grids(shapes: Sequence[Shape], budget: int) -> list[Grid]:
-    """A grid for each leaf, all of them with at most about ``budget`` cells: small leaves have all
-    their elements, the others as many cells as are left for each.
+    """A grid for each leaf, with about ``budget`` cells at most in total: small leaves have a cell
+    for each element, the others share the remaining cells equally.
     """
-    low, high, alike = 1, CELLS, Counter(shapes)
+    low, high, alike = 1, LEAF_MAX_CELLS, Counter(shapes)
     while low < high:
         most = -(-(low + high) // 2)
         cuts = {shape: grid(shape, most) for shape in alike}
@@ -71,7 +71,7 @@ def grid(shape: Shape, most: int) -> Grid:
 
 
 def cells(gradient: Tensor, cut: Grid) -> Cells:
-    """The largest element of each cell, the first of equals; what is not a number counts most."""
+    """The element of largest |gradient| in each cell, the first of equal ones; NaN is largest."""
     height, width, rows, columns = cut
     flat = gradient.reshape(-1)
     if (rows, columns) == (height, width):
@@ -89,7 +89,7 @@ def cells(gradient: Tensor, cut: Grid) -> Cells:
 
 
 def _cuts(size: int, parts: int) -> list[tuple[int, int]]:
-    """Where each part begins and ends: ``i`` is in part ``i · parts // size``."""
+    """The start and end of each part: ``i`` is in part ``i · parts // size``."""
     starts = [-(-n * size // parts) for n in range(parts + 1)]
     return list(pairwise(starts))
 

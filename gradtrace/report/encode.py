@@ -1,4 +1,4 @@
-"""Data as one string: JSON and columns in a container, compressed, in letters that are no markup.
+"""Encodes data as one string: JSON and columns in a container, compressed, as base64.
 
 >>> import numpy as np
 >>> data = contained({"name": "</script>", "x": np.array([1.5, 2.5]), "y": float("inf")})
@@ -26,37 +26,37 @@ from gradtrace.io.validation import distinct, integer, one_of, parse, record, un
 KINDS = {"f4": "<f4", "f8": "<f8", "i4": "<i4", "u1": "|u1"}
 NAMES = {np.dtype(form): kind for kind, form in KINDS.items()}
 COLUMN = record({"$": one_of(*KINDS)}, o=integer(), n=integer())
-UNIT = 8
-"""Columns begin at multiples of this, so that the page can look at them where they are."""
+ALIGNMENT_BYTES = 8
+"""Columns begin at multiples of this many bytes, so that the page can use them without a copy."""
 
-LEVEL = 6
-"""Of compression; 9 takes six times as long and saves a hundredth."""
+COMPRESSION_LEVEL = 6
+"""Compression level; 9 takes six times as long and saves a hundredth."""
 
 
 class Blob:
-    """Columns, one after the other."""
+    """Concatenated columns."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.size = 0
 
     def put(self, column: np.ndarray[Any, Any]) -> dict[str, object]:
-        """Add a column, and say where it is."""
+        """Add a column; returns its type, offset and length."""
         kind = NAMES[column.dtype.newbyteorder("<")]
         data = np.ascontiguousarray(column.astype(KINDS[kind], copy=False)).tobytes()
         place = {"$": kind, "o": self.size, "n": column.size}
-        data += bytes(-len(data) % UNIT)
+        data += bytes(-len(data) % ALIGNMENT_BYTES)
         self.parts.append(data)
         self.size += len(data)
         return place
 
 
 def contained(value: object) -> bytes:
-    """Dicts, lists, text, numbers and columns as bytes."""
+    """Encode dicts, lists, text, numbers and columns as bytes."""
     blob = Blob()
     text = json.dumps(_written(value, blob), allow_nan=False, separators=(",", ":")).encode()
     head = len(text).to_bytes(4, "little") + text
-    return b"".join([head, bytes(-len(head) % UNIT), *blob.parts])
+    return b"".join([head, bytes(-len(head) % ALIGNMENT_BYTES), *blob.parts])
 
 
 def _written(value: object, blob: Blob) -> object:
@@ -72,13 +72,13 @@ def _written(value: object, blob: Blob) -> object:
 
 
 def read(data: bytes) -> Any:
-    """What was contained; lists for tuples, words for numbers that are not finite.
+    """Decode what ``contained`` encoded; tuples become lists, non-finite numbers strings.
 
-    Columns must lie one behind the other, as they are written, and fill the blob: a few bytes that
-    all columns share would become many when they are written again.
+    Columns must be contiguous, as they are written, and fill the blob: columns that shared a few
+    bytes would become large when they are written again.
     """
     size = int.from_bytes(data[:4], "little")
-    start = -(-(4 + size) // UNIT) * UNIT
+    start = -(-(4 + size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if not 4 <= start <= len(data):
         unfit("the view is cut short")
     blob = memoryview(data)[start:]
@@ -94,7 +94,7 @@ def read(data: bytes) -> Any:
         length = found["n"] * form.itemsize
         if found["o"] != end or end + length > len(blob):
             unfit("a column of the view is not where it should be")
-        end += length + -length % UNIT
+        end += length + -length % ALIGNMENT_BYTES
         return np.frombuffer(blob, form, found["n"], found["o"])
 
     value = parse(data[4 : 4 + size], column)
@@ -104,5 +104,5 @@ def read(data: bytes) -> Any:
 
 
 def lettered(data: bytes) -> str:
-    """Compressed, as base64; the same for the same data at any time."""
-    return b64encode(gzip.compress(data, LEVEL, mtime=0)).decode()
+    """Compress, and encode as base64; deterministic (no time stamp)."""
+    return b64encode(gzip.compress(data, COMPRESSION_LEVEL, mtime=0)).decode()

@@ -1,4 +1,4 @@
-"""Paths that join, as columns: each element that any of them visits once, with the next one."""
+"""Joining paths as columns: one row for each element (point) that a path visits, with the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradtrace.report.cells import LARGEST
+from gradtrace.report.cells import MAX_NUMBERED_ELEMENTS
 from gradtrace.report.graph import ProgramRows, columns
 from gradtrace.report.model import Floats, Forest
 from gradtrace.report.source import Source
@@ -18,16 +18,16 @@ from gradtrace.tracing.tensor_paths import TensorPaths
 
 Places = npt.NDArray[np.int64]
 
-WORD = "leaf"
-"""What a path's first step is called."""
+LEAF_WORD = "leaf"
+"""The name of a path's first step."""
 
 NONE, UNFOLLOWED = -1, -2
-"""In place of a start: the element has no path; its path was not followed."""
+"""Values in place of a start: the element has no path; its path was not followed."""
 
 
-class Grown(NamedTuple):
-    """All stops of the paths that were followed, in an order in which each comes before the next.
-    ``elements`` are those that were asked for, by leaf's value, and ``starts`` the stop of each (or
+class PathPoints(NamedTuple):
+    """All points of the paths that were followed, in an order in which each precedes its ``next``.
+    ``elements`` are the requested elements, by leaf's value, and ``starts`` the point of each (or
     ``NONE``).
     """
 
@@ -41,39 +41,40 @@ class Grown(NamedTuple):
     elements: dict[int, Places]
 
 
-def followed(source: Source, elements: Mapping[int, Places]) -> Grown:
+def followed(source: Source, elements: Mapping[int, Places]) -> PathPoints:
     """The paths of some elements of leaves' values, by the rule of the trace."""
     if source.granularity == "operator":
         return _whole_tensors(source, elements)
     at = {v: torch.from_numpy(e).to(source.device) for v, e in elements.items() if len(e)}
     found = source.builder.follower.follow(at, source.rule)
-    grown, number = _contracted(source, found)
+    points, number = _contracted(source, found)
     whole = np.where(found.whole.numpy(), number[found.starts.numpy()], NONE)
     sizes = [len(elements[value]) for value in at]
     parts = np.split(whole, np.cumsum(sizes)[:-1]) if sizes else []
     starts = {value: np.zeros(0, dtype=np.int64) for value in elements}
-    return grown._replace(starts={**starts, **dict(zip(at, parts))}, elements=dict(elements))
+    return points._replace(starts={**starts, **dict(zip(at, parts))}, elements=dict(elements))
 
 
-def _contracted(source: Source, found: path_forest.PathForest) -> tuple[Grown, Places]:
-    """Without what lies within operators; and for each node the number of its stop.
+def _contracted(source: Source, found: path_forest.PathForest) -> tuple[PathPoints, Places]:
+    """Drop the nodes inside operators; returns the points, and for each node the number of its
+    point.
 
-    The derivative of a stop by the one before it is the product of the weights between them, from
-    the leaf's side on, as ``trace.path`` takes it.
+    The derivative of a point by the previous one is the product of the weights between them, from
+    the leaf on, in the order of ``trace.path``.
     """
     labels = source.builder.labels
     onward, weight = found.onward.numpy(), found.weight.numpy()
     stages = np.diff([*found.firsts, len(onward)])
     value = np.repeat(np.array(found.values, dtype=np.int64), stages)
-    stops = [v in labels.places or v in source.names for v in found.values]
-    stop = np.repeat(np.array(stops, dtype=bool), stages)
-    here = np.flatnonzero(stop)
-    number = np.full(len(onward) + 1, NONE, dtype=np.int64)  # the last stands for "nowhere"
+    points = [v in labels.places or v in source.names for v in found.values]
+    is_point = np.repeat(np.array(points, dtype=bool), stages)
+    here = np.flatnonzero(is_point)
+    number = np.full(len(onward) + 1, NONE, dtype=np.int64)  # the last stands for "none"
     number[here] = np.arange(len(here))
     derivative, ahead = weight[here].copy(), onward[here].copy()
-    while (between := np.flatnonzero((ahead >= 0) & ~stop[ahead])).size:
-        derivative[between] *= weight[ahead[between]]
-        ahead[between] = onward[ahead[between]]
+    while (inner := np.flatnonzero((ahead >= 0) & ~is_point[ahead])).size:
+        derivative[inner] *= weight[ahead[inner]]
+        ahead[inner] = onward[ahead[inner]]
     element, gradient = found.element.numpy()[here], found.gradient.numpy()[here]
     last = ahead < 0
     seed = source.builder.labels.seed.reshape(-1).double().cpu().numpy()
@@ -84,19 +85,19 @@ def _contracted(source: Source, found: path_forest.PathForest) -> tuple[Grown, P
         brought = reached * derivative
         share = np.where(gradient == 0, np.nan, brought / gradient)
     columns = (value[here], element, derivative, gradient, share, number[ahead])
-    return Grown(*columns, starts={}, elements={}), number
+    return PathPoints(*columns, starts={}, elements={}), number
 
 
-def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> Grown:
-    """The path of each leaf as a whole; all its elements start from one stop."""
+def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> PathPoints:
+    """The path of each leaf as a whole tensor; all its elements start from one point."""
     seed = source.builder.follower.seed
     coarse = TensorPaths(source.program, source.rule, seed)
     chains = {value: coarse.chain(value).links for value in elements}
-    stops = {value for value, links in chains.items() if links}
-    stops |= {link.take for links in chains.values() for link in links}
+    points = {value for value, links in chains.items() if links}
+    points |= {link.take for links in chains.values() for link in links}
     order = {step.out: n for n, step in enumerate(source.program.steps(), 1)}
     order[source.program.root] = 0
-    values = sorted(stops, key=lambda value: -order[value])  # from the leaves to the root
+    values = sorted(points, key=lambda value: -order[value])  # from the leaves to the root
     number = {value: n for n, value in enumerate(values)}
     links = [coarse.links.get(value) for value in values]
     value = np.array(values, dtype=np.int64)
@@ -109,28 +110,28 @@ def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> Grown:
         for v, e in elements.items()
     }
     nowhere = np.full_like(value, -1)
-    return Grown(value, nowhere, nan, mass, share, ahead, starts, dict(elements))
+    return PathPoints(value, nowhere, nan, mass, share, ahead, starts, dict(elements))
 
 
 def _mass(source: Source, value: int) -> float:
     return float(source.builder.follower.gradients[value].abs().sum(dtype=torch.float64))
 
 
-# What fits ----------------------------------------------------------------------------------------
+# Limiting the size --------------------------------------------------------------------------------
 
 
-def chosen(grown: Grown, wanted: Places, most: int) -> tuple[Places, Places]:
-    """Of paths in the order in which they are wanted, by their first stops, as many as have
-    ``most`` stops together: the stops that remain, and for each of all stops its new number
-    (``UNFOLLOWED`` if it is none of them).
+def chosen(points: PathPoints, wanted: Places, most: int) -> tuple[Places, Places]:
+    """Choose paths in order of priority (``wanted``: their first points) until they have ``most``
+    points in total. Returns the points that are kept, and for each of all points its new number
+    (``UNFOLLOWED`` if it is not kept).
     """
     never = len(wanted)
-    first = np.full(len(grown.next), never, dtype=np.int64)
+    first = np.full(len(points.next), never, dtype=np.int64)
     np.minimum.at(first, wanted, np.arange(never))
-    turns, ahead = first.tolist(), grown.next.tolist()
-    for stop, further in enumerate(ahead):  # each comes before the next
-        if further >= 0 and turns[stop] < turns[further]:
-            turns[further] = turns[stop]
+    turns, ahead = first.tolist(), points.next.tolist()
+    for point, further in enumerate(ahead):  # each comes before the next
+        if further >= 0 and turns[point] < turns[further]:
+            turns[further] = turns[point]
     first = np.array(turns, dtype=np.int64)
     used = np.sort(first[first < never])
     limit = used[most] if len(used) > most else never
@@ -140,27 +141,27 @@ def chosen(grown: Grown, wanted: Places, most: int) -> tuple[Places, Places]:
     return left, number
 
 
-def kept(grown: Grown, left: Places, number: Places, rows: ProgramRows) -> Forest:
-    """The stops that remain, as the page has them."""
+def kept(points: PathPoints, left: Places, number: Places, rows: ProgramRows) -> Forest:
+    """The points that are kept, as the columns of the page."""
     leaves, places, shapes = rows.leaf, rows.source.builder.labels.places, rows.source.shapes
-    values, kind = np.unique(grown.value[left], return_inverse=True)
-    told = [
+    values, kind = np.unique(points.value[left], return_inverse=True)
+    rows_of_values = [
         (
             rows.of[value],
-            rows.words(WORD if value in leaves else places[value][0]),
+            rows.words(LEAF_WORD if value in leaves else places[value][0]),
             rows.shapes(tuple(shapes[value])),
         )
         for value in values.tolist()
     ]
-    operator, word, shape = (column[kind] for column in columns(told, 3))
-    element, ahead = grown.element[left], grown.next[left]
+    operator, word, shape = (column[kind] for column in columns(rows_of_values, 3))
+    element, ahead = points.element[left], points.next[left]
     return Forest(
         operator,
         word,
         shape,
-        np.where(element > LARGEST, -1, element).astype(np.int32),
-        grown.derivative[left],
-        grown.gradient[left],
-        grown.share[left].astype(np.float32),
+        np.where(element > MAX_NUMBERED_ELEMENTS, -1, element).astype(np.int32),
+        points.derivative[left],
+        points.gradient[left],
+        points.share[left].astype(np.float32),
         np.where(ahead < 0, NONE, number[ahead]).astype(np.int32),
     )

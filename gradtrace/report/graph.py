@@ -1,4 +1,4 @@
-"""Operators and edges, as rows: who handed how much gradient to whom."""
+"""Operators and edges as rows: how much gradient each operator passed to each of its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradtrace.report.model import Edges, Ints, Operators
 from gradtrace.report.source import Source
 
 LEAF = "AccumulateGrad"
-"""What autograd calls a leaf's node."""
+"""Autograd's name of a leaf's node."""
 
 VIEWS = re.compile(
     "(Alias|AsStrided|Clone|ConjPhysical|Contiguous|Diagonal|Expand|Flatten|Lift|LiftFresh|"
@@ -23,24 +23,24 @@ VIEWS = re.compile(
     "UnsafeSplitWithSizes|UnsafeView|Unsqueeze|View|ViewAsComplex|ViewAsReal|ReshapeCopy|"
     "ViewCopy|ExpandCopy|PermuteCopy|TransposeCopy|SelectCopy|SliceCopy)(Copy)?Backward\\d*(_copy)?"
 )
-"""Operators that show elements in another way, each as it is. Lookups in tables and concatenations
-do so too, but to a reader these are where data comes from and where it meets."""
+"""Operators that only rearrange elements. Embedding lookups and concatenations do so too, but a
+reader of the report wants to see these: they are where data enters and where it is joined."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Numbered(Generic[K]):
-    """Things in the order in which they first came up."""
+    """Numbers distinct values in the order of their first use."""
 
     def __init__(self) -> None:
         self.known: dict[K, int] = {}
 
-    def __call__(self, thing: K) -> int:
-        """The number of a thing."""
-        return self.known.setdefault(thing, len(self.known))
+    def __call__(self, value: K) -> int:
+        """The number of a value."""
+        return self.known.setdefault(value, len(self.known))
 
     def all(self) -> tuple[K, ...]:
-        """All of them."""
+        """All values, in the order of their numbers."""
         return tuple(self.known)
 
 
@@ -72,8 +72,8 @@ class ProgramRows:
         for block in blocks:
             place = self.modules[block.place.module], block.place.call
             first = shapes[block.takes[min(block.takes)]]
-            moves = VIEWS.fullmatch(block.operator) is not None
-            rows.append((self.words(block.operator), *place, self.shapes(first), -1, moves))
+            is_view = VIEWS.fullmatch(block.operator) is not None
+            rows.append((self.words(block.operator), *place, self.shapes(first), -1, is_view))
         word = self.words(LEAF)
         for n, leaf in enumerate(self.source.leaves):
             home = self.home(self.source.names[leaf.value])
@@ -85,11 +85,11 @@ class ProgramRows:
         return Operators(name, module, call, shape, leaf_, view.astype(np.uint8), mass)
 
     def home(self, leaf: str) -> int:
-        """The module that holds a leaf, by its name; 0 if none does."""
+        """The number of the module that contains a leaf, by its name; 0 if none does."""
         return next((self.modules[name] for name in above(leaf) if name in self.modules), 0)
 
     def edges(self) -> Edges:
-        """A row for each value that an operator hands to an argument."""
+        """A row for each cotangent that an operator passes to an argument."""
         wholes, rows = self.source.program.wholes(), []
         masses = []
         for n, block in enumerate(self.source.blocks):
@@ -107,12 +107,12 @@ class ProgramRows:
 
 
 def columns(rows: Sequence[Sequence[int]], many: int) -> list[Ints]:
-    """Rows of whole numbers, column by column."""
+    """Transpose rows of integers into ``many`` columns."""
     return list(np.array(rows, dtype=np.int32).reshape(-1, many).T.copy())
 
 
 def above(name: str) -> list[str]:
-    """The names of the modules that hold something of this name, innermost first.
+    """The names of the modules that contain something of this name, innermost first.
 
     >>> above("a.b.weight")
     ['a.b', 'a', '']

@@ -1,4 +1,4 @@
-"""The page within a notebook's output: ``<iframe srcdoc>``, which VS Code, Lab and Colab show."""
+"""The page in a notebook's output: ``<iframe srcdoc>``, which VS Code, Lab and Colab show."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gradtrace.report.model import Forest, HeatMap, View
 from gradtrace.report.page import page
 from gradtrace.report.writing import report
 
-HEIGHT = 640
-MOST = 2_000_000
+FRAME_HEIGHT = 640
+PAGE_MAX_CHARS = 2_000_000
 """The most characters that a page in a notebook may have: it is saved with every output."""
 
 LIGHTER = (
@@ -27,14 +27,14 @@ TOO_LARGE = "its report is too large for a notebook; .report('report.html') writ
 
 
 def framed(view: Callable[[], View], called: str) -> str:
-    """An element for notebooks: a report in a frame, without paths if it is large; or else words
-    that say why there is none.
+    """HTML for notebooks: a report in a frame, without paths if it is large; or a text that says
+    why there is none.
     """
     try:
         found = view()
         for each in (found, lighter(found)):
             text = page(report([each]))
-            if len(text) <= MOST:
+            if len(text) <= PAGE_MAX_CHARS:
                 return frame(text, each.name)
         raise GradtraceError(TOO_LARGE)
     except GradtraceError as error:
@@ -42,7 +42,7 @@ def framed(view: Callable[[], View], called: str) -> str:
 
 
 def frame(text: str, title: str) -> str:
-    """A page in a frame of its own, that can run scripts and reach nothing outside it.
+    """A page in a sandboxed frame, which can run scripts and access nothing outside it.
 
     >>> frame('<p class="a">', "x")
     '<iframe srcdoc="&lt;p class=&quot;a&quot;&gt;" ... title="x" ...></iframe>'
@@ -50,13 +50,13 @@ def frame(text: str, title: str) -> str:
     style = "width:100%;border:1px solid rgba(128,128,128,.35);border-radius:6px"
     return (
         f'<iframe srcdoc="{escape(text)}" sandbox="allow-scripts allow-downloads" '
-        f'title="{escape(printable(title))}" width="100%" height="{HEIGHT}" '
+        f'title="{escape(printable(title))}" width="100%" height="{FRAME_HEIGHT}" '
         f'style="{style}"></iframe>'
     )
 
 
 def lighter(view: View) -> View:
-    """The same without paths, which are most of it."""
+    """A view without its paths, which take most of its size."""
     empty = {name: column[:0] for name, column in vars(view.forest).items()}
     return replace(
         view,

@@ -1,7 +1,7 @@
-"""What a report is made of: plain data and columns, with the names that the page knows them by.
+"""The data model of a report: values and columns, under the names that the page uses.
 
-``web/src/types.ts`` says what each field means; the two must agree. A ``View`` needs neither the
-trace it was made of nor the model.
+``web/src/types.ts`` documents each field; the two must agree. A ``View`` refers neither to the
+trace it was made from nor to the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gradtrace.io.validation import SchemaMismatch, number, unfit
 
-# The dtype of a column is given twice, since NDArray taken apart by `typing` depends on numpy's
+# The dtype of a column is given twice, since what `typing` returns for NDArray depends on numpy's
 # version.
 Ints: TypeAlias = Annotated[npt.NDArray[np.int32], np.int32]
 Bytes: TypeAlias = Annotated[npt.NDArray[np.uint8], np.uint8]
@@ -52,7 +52,7 @@ class Operators:
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """A row for each argument that gradient went to."""
+    """A row for each argument that received gradient."""
 
     consumer: Ints
     producer: Ints
@@ -63,7 +63,7 @@ class Edges:
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """A leaf as a matrix, cut into cells: element ``(r, c)`` of it lies in the cell
+    """A leaf as a matrix, divided into cells: element ``(r, c)`` is in cell
     ``(r · rows // height, c · columns // width)``.
     """
 
@@ -95,7 +95,7 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """The elements that paths visit, each once; those behind it have greater numbers."""
+    """The elements that paths visit, each once; ``next`` has a greater number than its element."""
 
     operator: Ints
     word: Ints
@@ -109,7 +109,7 @@ class Forest:
 
 @dataclass(frozen=True)
 class Route:
-    """Operators that sampled paths run through."""
+    """A sequence of operators that sampled paths go through."""
 
     operators: tuple[int, ...]
     modules: tuple[int, ...]
@@ -174,7 +174,7 @@ class Flow:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """All that a report shows of one trace."""
+    """Everything that a report shows of one trace."""
 
     name: str
     rule: str
@@ -210,7 +210,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """Seconds a step, and whether they grow."""
+    """Seconds per step, and whether they grow."""
 
     step: Ints
     seconds: Floats
@@ -233,7 +233,7 @@ class Report:
     timing: Timing | None
 
 
-# From data to a model again -----------------------------------------------------------------------
+# Conversion from and to dicts ---------------------------------------------------------------------
 
 
 def revived(kind: type, data: Any) -> Any:
@@ -290,7 +290,7 @@ def _value(hint: Any, data: Any) -> Any:
 
 
 def plain(value: object) -> object:
-    """What ``revived`` reads, with columns as they are: dataclasses become dicts."""
+    """The inverse of ``revived``: dataclasses become dicts, columns are unchanged."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

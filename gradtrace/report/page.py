@@ -1,4 +1,4 @@
-"""The page: a template that the wheel carries, with the data as one string in it."""
+"""The HTML page: a template from the wheel, with the data inserted as one string."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from gradtrace.report.encode import contained, lettered
 from gradtrace.report.model import Report, plain
 
 TITLE, DATA = "<!--gradtrace-title-->", "<!--gradtrace-data-->"
-"""Where the title and the data go. Nothing else of a report is in the page as text: base64 has no
-character that HTML or JavaScript knows, and the title is escaped."""
+"""Placeholders of the title and the data. Nothing else of a report is in the page as text: base64
+has no character with a meaning in HTML or JavaScript, and the title is escaped."""
 
-LONGEST = 200
+TITLE_MAX_CHARS = 200
 """The most characters of a title."""
 
 
 def page(report: Report) -> str:
-    """A report as one file that asks for no other."""
+    """A report as one self-contained HTML file."""
     return filled(template(), report.title, lettered(contained(plain(report))))
 
 
 def filled(frame: str, title: str, data: str) -> str:
-    """A template with its title and its data.
+    """A template with the title and the data inserted.
 
     >>> filled(f"<title>{TITLE}</title><script>{DATA}</script>", "</title>", "abc=")
     '<title>&lt;/title&gt;</title><script>abc=</script>'
     """
-    for mark in (TITLE, DATA):
-        if frame.count(mark) != 1:
+    for placeholder in (TITLE, DATA):
+        if frame.count(placeholder) != 1:
             raise GradtraceError(
-                f"the report's template holds {mark!r} {frame.count(mark)} times in place of once: "
-                "install gradtrace again, or build its page (make web)"
+                f"the report's template holds {placeholder!r} {frame.count(placeholder)} times in "
+                "place of once: install gradtrace again, or build its page (make web)"
             )
     return frame.replace(TITLE, _text(title)).replace(DATA, data)
 
 
 def _text(title: str) -> str:
-    """As HTML in ASCII, so that no mark of direction or lone surrogate is in the file."""
-    short = title if len(title) <= LONGEST else title[: LONGEST - 1] + "…"
+    """A title as HTML in ASCII: no bidirectional control or lone surrogate is in the file."""
+    short = title if len(title) <= TITLE_MAX_CHARS else title[: TITLE_MAX_CHARS - 1] + "…"
     return escape(printable(short)).encode("ascii", "xmlcharrefreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Routes: the ways that a uniform sample of elements took, the most frequent first."""
+"""Routes: the operator sequences of the paths of a uniform sample, the most frequent first."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradtrace.report.forest import NONE, Grown, Places
+from gradtrace.report.forest import NONE, PathPoints, Places
 from gradtrace.report.graph import ProgramRows
 from gradtrace.report.model import Floats, Route
 
-MOST = 50
-"""The most routes that are told."""
+MAX_ROUTES = 50
+"""The most routes in a view."""
 
-SHOWN = 5
-"""Of how many paths of a route the page is told where they start."""
+MAX_STARTS = 5
+"""The most paths of a route whose starts are in a view."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Elements that were drawn: the first stop of each (or ``NONE``), and its gradient."""
+    """The elements that were drawn: the first point of each (or ``NONE``), and its gradient."""
 
-    stop: Places
+    point: Places
     gradient: Floats
 
 
 @dataclass(frozen=True)
 class RouteGroup:
-    """A route with the stops where its paths start, those of the largest gradients first."""
+    """A route with the points where its paths start, those of the largest gradients first."""
 
     operators: tuple[int, ...]
     count: int
@@ -37,59 +37,61 @@ class RouteGroup:
     starts: Places
 
 
-def ways(grown: Grown, sampled: Sampled, rows: ProgramRows) -> list[RouteGroup]:
-    """Paths that run through the same operators, each time in the same order, are one way; the
-    most frequent first, then those that more gradient takes, then as they were drawn.
+def ways(points: PathPoints, sampled: Sampled, rows: ProgramRows) -> list[RouteGroup]:
+    """Group paths through the same operators in the same order; the most frequent group first, then
+    by gradient, then in the order of drawing.
     """
-    there = sampled.stop != NONE
-    stops, size = sampled.stop[there], np.abs(sampled.gradient[there])
+    there = sampled.point != NONE
+    start_points, size = sampled.point[there], np.abs(sampled.gradient[there])
     size = np.where(np.isfinite(size), size, 0.0)
-    values = np.unique(grown.value)
+    values = np.unique(points.value)
     operator = np.array([rows.of[v] for v in values.tolist()], dtype=np.int64)
-    at = operator[np.searchsorted(values, grown.value)]
-    route = _numbered(at, grown.next)
-    behind = route[grown.next[stops]]
+    at = operator[np.searchsorted(values, points.value)]
+    route = _numbered(at, points.next)
+    behind = route[points.next[start_points]]
     _, first, kind = np.unique(behind, return_index=True, return_inverse=True)
     count, weight = np.bincount(kind), np.bincount(kind, size)
     total = float(size.sum())
     found = []
-    for k in np.lexsort((first, -weight, -count))[:MOST].tolist():
+    for k in np.lexsort((first, -weight, -count))[:MAX_ROUTES].tolist():
         mine = np.flatnonzero(kind == k)
-        largest = stops[mine[np.argsort(-size[mine], kind="stable")]]
-        way = tuple(at[list(_onward(grown.next, int(grown.next[stops[first[k]]])))].tolist())
+        largest = start_points[mine[np.argsort(-size[mine], kind="stable")]]
+        way = tuple(
+            at[list(_onward(points.next, int(points.next[start_points[first[k]]])))].tolist()
+        )
         weighted = float(weight[k]) / total if total else 0.0
         found.append(
             RouteGroup(
-                way, int(count[k]), int(count[k]) / len(stops), weighted, _different(largest)
+                way, int(count[k]), int(count[k]) / len(start_points), weighted, _different(largest)
             )
         )
     return found
 
 
 def _numbered(at: Places, ahead: Places) -> Places:
-    """For each stop the number of the operators from there on."""
+    """For each point, a number that identifies the sequence of operators from there on."""
     known: dict[tuple[int, int], int] = {}
     numbers = [NONE] * (len(at) + 1)
     operators, further = at.tolist(), ahead.tolist()
-    for stop in range(len(operators) - 1, -1, -1):  # each comes before the next
-        key = operators[stop], numbers[further[stop]]
-        numbers[stop] = known.setdefault(key, len(known))
+    for point in range(len(operators) - 1, -1, -1):  # each comes before the next
+        key = operators[point], numbers[further[point]]
+        numbers[point] = known.setdefault(key, len(known))
     return np.array(numbers[:-1], dtype=np.int64)
 
 
-def _onward(ahead: Places, stop: int) -> Iterator[int]:
-    while stop >= 0:
-        yield stop
-        stop = int(ahead[stop])
+def _onward(ahead: Places, point: int) -> Iterator[int]:
+    while point >= 0:
+        yield point
+        point = int(ahead[point])
 
 
-def _different(stops: Places) -> Places:
-    """The first few that differ, in order."""
-    return np.array(list(dict.fromkeys(stops.tolist()))[:SHOWN], dtype=np.int64)
+def _different(start_points: Places) -> Places:
+    """The first ``MAX_STARTS`` distinct points, in order."""
+    return np.array(list(dict.fromkeys(start_points.tolist()))[:MAX_STARTS], dtype=np.int64)
 
 
-def told(way: RouteGroup, number: Places, modules: list[int]) -> Route:
-    """A way, as the page has it."""
+def as_route(way: RouteGroup, number: Places, modules: list[int]) -> Route:
+    """A route as the page's data model has it."""
     passed: list[int] = []
     for operator in way.operators:
         module = modules[operator]

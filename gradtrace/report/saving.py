@@ -1,4 +1,4 @@
-"""Traces in files: what can be looked at without the model."""
+"""Traces in files, which can be read without the model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ VIEW = "view"
 
 
 class Viewed(Protocol):
-    """What a report is made of: a ``Trace``, or a ``Saved`` one."""
+    """An object with a view, to make a report from: a ``Trace`` or a ``Saved``."""
 
     def _view(self, sample: int = ..., seed: int = ...) -> reports.View: ...
 
 
 class Savable(Viewed, Protocol):
-    """What is saved of a ``gradtrace.trace.Trace``."""
+    """The part of ``gradtrace.trace.Trace`` that is saved."""
 
     rule: str
     granularity: str
@@ -46,15 +46,15 @@ class Savable(Viewed, Protocol):
 
     @property
     def pairs(self) -> int:
-        """How many losses there are."""
+        """The number of losses."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of the results."""
+        """Notes for the user on the results."""
 
     @property
     def asked(self) -> Mapping[str, Influence]:
-        """The tables asked for so far."""
+        """The tables requested so far, by kind of components."""
 
     def influence(self) -> Influence:
         """The table of modules."""
@@ -82,7 +82,7 @@ class Saved:
     _seen: reports.View | None = field(default=None, repr=False)  # None: in files of schema 1
 
     def influence(self, components: str | None = None, weight: str = "count") -> Influence:
-        """A table that was saved: that of modules, or of another kind that had been asked for."""
+        """A saved table: that of modules, or of another kind that was requested before saving."""
         kind = components or ""
         if not isinstance(kind, str) or kind not in self._tables:
             have = ", ".join(repr(name) if name else "the default" for name in self._tables)
@@ -97,11 +97,11 @@ class Saved:
         return self._flow
 
     def paths(self, name: str | None = None) -> Paths:
-        """The paths that were saved, or those of one leaf."""
+        """The saved paths, of all leaves or of one."""
         return self._paths if name is None else self._paths.of(name)
 
     def path(self, name: str, index: int | Sequence[int] = ()) -> Path:
-        """The path of an element, if it is among those that were saved."""
+        """The path of an element, if it is among the saved ones."""
         if name not in self.gradients:
             raise UnknownName(unknown("leaf", name, self.gradients))
         found = self._paths.of(name, index)
@@ -120,8 +120,8 @@ class Saved:
         name: str | Sequence[str] | None = None,
         training: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Write one HTML file to look at the trace in a browser; see ``Trace.report``. Its top
-        paths are those of the sample that was saved.
+        """Write one HTML file that shows the trace in a browser; see ``Trace.report``. Its top
+        paths are those of the saved sample.
         """
         write(path, [self, compare], name, training)
 
@@ -130,7 +130,7 @@ class Saved:
         return reports.framed(self._view, repr(self))
 
     def _view(self, sample: int = 0, seed: int = 0) -> reports.View:
-        """What a report shows."""
+        """The view that a report shows."""
         if self._seen is None:
             raise GradtraceError(
                 "the file was saved by a gradtrace without reports and holds no view to make one "
@@ -147,11 +147,11 @@ def write(
     sample: int = 1000,
     seed: int = 0,
 ) -> None:
-    """Write the report of some traces, and of the run in a Monitor's file."""
+    """Write the report of some traces, and of the run in a Monitor's file, if given."""
     run = None if training is None else history.read(training)
-    told = (None, None) if run is None else (of_training(run), of_timing(run))
+    run_parts = (None, None) if run is None else (of_training(run), of_timing(run))
     views = [_viewed(trace)._view(sample, seed) for trace in traces if trace is not None]
-    reports.write(path, reports.report(views, name, *told))
+    reports.write(path, reports.report(views, name, *run_parts))
 
 
 def _viewed(trace: Viewed) -> Viewed:
@@ -189,8 +189,8 @@ def save(trace: Savable, path: str | os.PathLike[str], sample: int, seed: int) -
 def load(path: str | os.PathLike[str]) -> Saved:
     """Read a trace that ``trace.save`` wrote; neither the model nor its code is needed.
 
-    Files hold numbers and text, nothing that runs; one that is damaged, of a newer version or not
-    a trace is refused with ``gradtrace.io.container.BadFile``.
+    Files contain numbers and text, and no code; one that is damaged, of a newer version or not a
+    trace raises ``gradtrace.io.container.BadFile``.
     """
     with container.about(path):
         meta, tensors = container.read(path, KIND, schemas.TRACE)[1:]
@@ -215,7 +215,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
 
 
 def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Kinds of steps, and arrays with a row for each step of each path."""
+    """The distinct kinds of steps, and arrays with a row for each step of each path."""
     kinds: dict[tuple[Any, ...], int] = {}
     rows: list[tuple[int, int]] = []
     numbers: list[tuple[float, float, float]] = []
@@ -235,7 +235,7 @@ def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tens
 
 
 class Packed(Sequence[Path]):
-    """Paths in the arrays of a file, whose contents were checked; each is made when asked for."""
+    """Paths in the arrays of a file, already validated; each path is made on access."""
 
     def __init__(self, kinds: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> None:
         self.kinds = kinds

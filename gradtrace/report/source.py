@@ -1,4 +1,4 @@
-"""What a view is made of."""
+"""The input of a view."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gradtrace.tracing.paths import Builder
 from gradtrace.types import Shape
 
 INPUT = re.compile(r"leaf\d+")
-"""The names of leaves that have none of the user's."""
+"""The generated names of leaves that the user has not named."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A trace, as far as a view needs it: its program, whose ``size`` was measured, the values that
-    paths are followed through, and the tables of influence.
+    """The parts of a trace that a view needs: its program with the ``size`` of each value, the
+    values that paths are followed through, and the tables of influence.
 
-    ``gradients`` are those that the paths add up to: of the first loss, where there are several.
+    ``gradients`` are those that the paths sum to: of the first loss, if there are several.
     """
 
     program: Program
@@ -49,7 +49,7 @@ class Source:
 
     @cached_property
     def leaves(self) -> list[Leaf]:
-        """In the order of the model."""
+        """The leaves in the order of the model."""
         order = {name: n for n, name in enumerate(self.gradients)}
         return sorted(self.program.leaves, key=lambda leaf: order[self.names[leaf.value]])
 
@@ -59,20 +59,20 @@ class Source:
         return self.builder.labels.shapes
 
     def is_parameter(self, leaf: Leaf) -> bool:
-        """Whether a leaf is a parameter; torch.func puts plain tensors in the place of some."""
+        """Whether a leaf is a parameter; torch.func replaces some by tensors that are not."""
         named = bool(self.modules) and not INPUT.fullmatch(self.names[leaf.value])
         return isinstance(leaf.tensor, Parameter) or named
 
     def gradient(self, leaf: Leaf) -> Tensor:
-        """A leaf's gradient, on the processor."""
+        """A leaf's gradient, on the CPU."""
         return self.gradients[self.names[leaf.value]].detach().cpu()
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """How many elements each leaf has."""
+        """The number of elements of each leaf, by name."""
         return {self.names[leaf.value]: leaf.tensor.numel() for leaf in self.leaves}
 
     @property
     def device(self) -> torch.device:
-        """Where paths are followed."""
+        """The device on which paths are followed."""
         return self.program.seed.device

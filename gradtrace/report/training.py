@@ -1,4 +1,4 @@
-"""A training run as a report shows it: influence over steps, and the time of steps."""
+"""The data of a training run in a report: influence over steps, and step times."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from math import nan
 import numpy as np
 
 from gradtrace.profiling.summary import Pace, pace
-from gradtrace.profiling.trend_tests import FEW, medians
+from gradtrace.profiling.trend_tests import MIN_POINTS, medians
 from gradtrace.report.model import Floats, Timing, Training
 from gradtrace.runs.history import History, StepRecord
 
-NUMBERS = 100_000
-"""The most shares that a page holds; of longer runs it has some of the steps."""
+MAX_SHARES = 100_000
+"""The most shares in a page; of longer runs it has only some of the steps."""
 
-POINTS = 5_000
-"""The most times of steps that a page holds; of more it has medians of neighbours."""
+MAX_TIMES = 5_000
+"""The most step times in a page; of more it has block medians."""
 
 
 def training(history: History) -> Training | None:
@@ -24,7 +24,7 @@ def training(history: History) -> Training | None:
     if not history.records:
         return None
     names = history.components
-    records, notes = _thinned(history.records, max(1, NUMBERS // max(1, len(names))))
+    records, notes = _thinned(history.records, max(1, MAX_SHARES // max(1, len(names))))
     return Training(
         np.array([record.step for record in records], dtype=np.int32),
         np.array([record.loss for record in records], dtype=np.float64),
@@ -33,14 +33,14 @@ def training(history: History) -> Training | None:
         _columns(records, names, "gradient"),
         history.cost,
         history.running,
-        (*history.notes, *notes, *_told(records)),
+        (*history.notes, *notes, *_step_notes(records)),
     )
 
 
 def _thinned(
     records: tuple[StepRecord, ...], most: int
 ) -> tuple[tuple[StepRecord, ...], tuple[str, ...]]:
-    """So many records at most, evenly spread, the first and the last among them."""
+    """At most ``most`` records, evenly spaced, including the first and the last; and a note."""
     if len(records) <= most:
         return records, ()
     places = np.unique(np.linspace(0, len(records) - 1, most).round().astype(int))
@@ -60,8 +60,8 @@ def _columns(
     return tuple(found)
 
 
-def _told(records: Sequence[StepRecord]) -> tuple[str, ...]:
-    """What is to be said of single steps, each kind of it once."""
+def _step_notes(records: Sequence[StepRecord]) -> tuple[str, ...]:
+    """The notes of single steps, each distinct note once."""
     first: dict[str, list[int]] = {}
     for record in records:
         table = record.influence.notes if record.influence else ()
@@ -79,7 +79,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def timing(history: History) -> Timing | None:
-    """How long steps took, and whether that grows; None if none was timed."""
+    """Step times, and whether they grow; None if no step was timed."""
     if not history.seconds:
         return None
     found = pace(history.seconds, (), {})
@@ -97,12 +97,12 @@ def timing(history: History) -> Timing | None:
 
 
 def _grows(found: Pace) -> bool | None:
-    return None if found.steps < FEW else found.slower > 0
+    return None if found.steps < MIN_POINTS else found.slower > 0
 
 
 def _points(history: History) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], Floats]:
-    """Steps and seconds; medians of neighbours if there are many."""
+    """Steps and seconds; block medians if there are more than ``MAX_TIMES``."""
     step, seconds = history.timed, history.seconds
-    if len(step) > POINTS:
-        step, seconds = (medians(each, POINTS) for each in (step, seconds))  # type: ignore[assignment]
+    if len(step) > MAX_TIMES:
+        step, seconds = (medians(each, MAX_TIMES) for each in (step, seconds))  # type: ignore[assignment]
     return np.array(step, dtype=np.int32), np.array(seconds, dtype=np.float64)

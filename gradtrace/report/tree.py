@@ -1,4 +1,4 @@
-"""The modules of a model: what each is, how large, and which are made alike."""
+"""The modules of a model: class, calls, parameters, and which have the same structure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gradtrace.report.model import Module
 from gradtrace.report.source import Source
 
 LISTS = ("ModuleList", "ModuleDict")
-"""Modules that hold others and cannot be called."""
+"""Containers of modules that cannot be called."""
 
 
 def named(source: Source) -> dict[str, int]:
-    """The number of each module: those of the model in its order, then others that operators name
-    (or lie in); parents come before their children.
+    """The number of each module: those of the model in its order, then others that operators refer
+    to, with their parents; parents come before their children.
     """
-    told = ["", *source.modules, *(block.place.module for block in source.blocks)]
+    module_names = ["", *source.modules, *(block.place.module for block in source.blocks)]
     number: Numbered[str] = Numbered()
-    for name in dict.fromkeys(told):
+    for name in dict.fromkeys(module_names):
         for each in reversed([name, *above(name)]):
             number(each)
     return number.known
@@ -35,7 +35,7 @@ class Tree:
     number: dict[str, int]
 
     def modules(self) -> tuple[Module, ...]:
-        """One for each name."""
+        """The modules, in the order of their numbers."""
         first: dict[tuple[str, int], int] = {}
         found = []
         for name, n in self.number.items():
@@ -48,7 +48,7 @@ class Tree:
 
     @cached_property
     def children(self) -> dict[str, list[str]]:
-        """The modules within each."""
+        """The direct children of each module."""
         found: dict[str, list[str]] = {name: [] for name in self.number}
         for name in self.number:
             if name:
@@ -57,13 +57,13 @@ class Tree:
 
     @cached_property
     def upward(self) -> list[str]:
-        """Children before their parents."""
+        """The names, children before their parents."""
         return list(reversed(self.number))
 
     @cached_property
     def calls(self) -> dict[str, int]:
-        """How often each was called, as its operators tell. One that only calls others was called
-        as often as the one among these that was called most.
+        """The number of calls of each, from its operators. For a module that only calls others, it
+        is the largest number of calls among its children.
         """
         seen: dict[str, set[int]] = {}
         for block in self.source.blocks:
@@ -78,7 +78,7 @@ class Tree:
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """The elements of parameters in each, with all inside it, tied ones once."""
+        """The number of parameter elements in each module and its children, tied ones once."""
         found = dict.fromkeys(self.number, 0)
         for leaf in self.source.leaves:
             if self.source.is_parameter(leaf):
@@ -87,14 +87,14 @@ class Tree:
         return found
 
     def _homes(self, leaf: str) -> Iterable[str]:
-        """All modules that a leaf lies in, by any of its names."""
+        """All modules that contain a leaf, by any of its names."""
         every = (leaf, *self.source.aliases.get(leaf, ()))
         return {module for name in every for module in above(name) if module in self.number}
 
     @cached_property
     def form(self) -> dict[str, int]:
-        """A number for each module, the same for those of the same class, operators, shapes and
-        parameters whose modules within are the same and have the same names.
+        """A number for the structure of each module: equal for modules with the same class,
+        operators, shapes, parameters, and children of the same names and structures.
         """
         operators: dict[str, Counter[Hashable]] = {name: Counter() for name in self.number}
         for block in self.source.blocks:

@@ -1,4 +1,4 @@
-"""Reports of views: in a file, or in a notebook."""
+"""Combines views into reports, and writes these to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradtrace.report.model import Report, Timing, Training, View, plain, revive
 from gradtrace.report.page import page
 
 SCHEMA = 1
-"""Of what the page reads."""
+"""Version of the data that the page reads."""
 
 
 def report(
@@ -28,14 +28,14 @@ def report(
     training: Training | None = None,
     timing: Timing | None = None,
 ) -> Report:
-    """A report of no, one or two traces, under these names or their own."""
+    """A report of zero, one or two traces, under ``names`` or their own names."""
     titled = _titled(views, names)
     title = " and ".join(view.name for view in titled) or _alone(names)
     return Report(SCHEMA, title, _made(), titled, training, timing)
 
 
 def write(path: str | os.PathLike[str], contents: Report) -> None:
-    """Write a report to a file, all of it or nothing."""
+    """Write a report to a file, atomically."""
     container.put(path, page(contents))
 
 
@@ -49,7 +49,7 @@ def _titled(views: Sequence[View], names: str | Sequence[str] | None) -> tuple[V
     for n, view in enumerate(views):
         name = given[n] if n < len(given) else view.name
         if n and name == found[0].name:
-            name = f"{name} (2)"  # two of one name could not be told apart
+            name = f"{name} (2)"  # names must differ
         found.append(replace(view, name=name))
     return tuple(found)
 
@@ -72,12 +72,12 @@ def _made() -> tuple[tuple[str, str], ...]:
 
 
 def saved(view: View) -> torch.Tensor:
-    """A view as a tensor of bytes."""
+    """Encode a view as a tensor of bytes."""
     return torch.frombuffer(bytearray(contained(plain(view))), dtype=torch.uint8)
 
 
 def loaded(data: torch.Tensor) -> View:
-    """What ``saved`` gave, each field checked; ``Unfit`` if it is something else."""
+    """The inverse of ``saved``, with each field checked; raises ``SchemaMismatch``."""
     if data.dtype != torch.uint8 or data.dim() != 1:
         unfit("the view is no row of bytes")
     found = revived(View, read(data.numpy().tobytes()))

@@ -1,1 +1,1 @@
-"""What a Monitor writes, step by step, and how it is read."""
+"""The results of a Monitor's steps, and the file of a run: writing and reading it."""

@@ -1,4 +1,4 @@
-"""What a monitored training run leaves: an append-only file, and what is read from it.
+"""The history of a monitored training run: an append-only file, its writer and its reader.
 
 Each line is a JSON object with a ``kind``. The first is the header; nothing is ever rewritten::
 
@@ -9,15 +9,16 @@ Each line is a JSON object with a ``kind``. The first is the header; nothing is 
     {"kind": "skipped", "step": 0, "count": 4, "every": 20, "budget": 0.03}
     {"kind": "end", "step": 250, "share": 0.02}
 
-``skipped`` tells how many steps after that one were due and not traced, as they were over budget.
-Of two lines of one kind and step the later one counts. A line is on disk before training goes on.
-A last line without its end (the process was killed as it wrote) is left out with a note; a run that
-goes on with the file puts a ``resume`` line after it,
-and a ``gap`` line stands where a disk was full for a while. Without an ``end`` the run goes on, or
-was killed. Numbers that JSON does not know are the strings "nan", "inf" and "-inf".
+``skipped`` counts the steps after that one that were due and not traced, for lack of budget. Of two
+lines of one kind and step the later one counts. A line is on disk before training goes on. A torn
+last line (the process was killed while it wrote) is left out with a note; a run that continues the
+file writes a ``resume`` line after it. A ``gap`` line marks where the disk was full for a while.
+Without an ``end`` line the run goes on, or was killed. NaN and infinities, which JSON does not
+have, are the strings "nan", "inf" and "-inf".
 
-Tables are exact. Of one pair, the sums over pairs follow from two numbers, so these alone are kept:
-a row is ``[own, unreached, through, eligible, through, eligible]``, by count and by |gradient|.
+Tables are exact. For a single pair, the sums over pairs follow from two numbers, so only these are
+stored: a row is ``[own, unreached, through, eligible, through, eligible]``, by count and by
+|gradient|.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from gradtrace.io.validation import SchemaMismatch, unfit
 from gradtrace.tracing.influence import Influence, Moments, Row
 
 SCHEMA = 1
-AFTER_TORN = ("resume", "gap")
-"""Lines that tell of a torn one before them."""
+AFTER_TORN_KINDS = ("resume", "gap")
+"""Kinds of lines that may follow a torn line."""
 
-IDLE = 1000
-"""The most torn or empty lines in a row: a process that is killed leaves one."""
+MAX_UNREADABLE_LINES = 1000
+"""The most consecutive torn or empty lines that are accepted: a killed process leaves one."""
 
 
 class Norms(NamedTuple):
-    """Gradient at a module: the largest norm at its output, and that of its own parameters."""
+    """Gradient norms of a module: the largest one at its output, and that of its own parameters."""
 
     output: float
     own: float | None
@@ -61,11 +62,11 @@ class Norms(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What was found at one traced step.
+    """The result of one traced step, of all processes.
 
     ``loss`` and ``norms`` are without the ``scale`` that the loss was multiplied by. ``influence``
-    is None where there was none to measure, and ``notes`` say why. ``seconds`` is what this trace
-    took, and ``share`` the part of training time that all of them had taken by then.
+    is None if it could not be measured, and ``notes`` say why. ``seconds`` is what this trace took,
+    and ``share`` the share of training time that all traces had taken by then.
     """
 
     step: int
@@ -81,11 +82,11 @@ class StepRecord:
 
 @dataclass(frozen=True, repr=False)
 class History:
-    """A training run as far as it was written down.
+    """A training run as far as it was recorded.
 
     ``records`` are the traced steps. ``timed`` and ``seconds`` are steps and how long each took,
-    without what tracing took; steps with an evaluation in between are left out. ``running`` says
-    that there is no end mark: training goes on, or was killed.
+    without tracing; steps with an evaluation in between are left out. ``running`` means that there
+    is no end line: training goes on, or was killed.
     """
 
     header: Mapping[str, Any]
@@ -94,9 +95,9 @@ class History:
     seconds: tuple[float, ...] = ()
     running: bool = True
     notes: tuple[str, ...] = ()
-    until: int | None = None  # how many steps there were, if the run has ended
-    skipped: int = 0  # steps that were due and not traced, as traces took their budget
-    share: float = math.nan  # of training time that tracing took in all, if the run has ended
+    until: int | None = None  # number of steps, if the run has ended
+    skipped: int = 0  # steps that were due and not traced, because the budget was used up
+    share: float = math.nan  # of training time that all traces took, if the run has ended
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -105,12 +106,12 @@ class History:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The loss at each of them."""
+        """The loss at each traced step."""
         return tuple(record.loss for record in self.records)
 
     @property
     def influences(self) -> tuple[Influence | None, ...]:
-        """The table of each of them."""
+        """The table of each traced step."""
         return tuple(record.influence for record in self.records)
 
     @property
@@ -121,7 +122,7 @@ class History:
 
     @property
     def cost(self) -> float:
-        """The share of training time that tracing has taken; NaN if nobody knows."""
+        """The share of training time that tracing has taken; NaN if unknown."""
         if math.isfinite(self.share):
             return self.share
         if len(self.records) != 1:
@@ -131,7 +132,7 @@ class History:
 
     @property
     def last(self) -> int | None:
-        """The last step that is known of."""
+        """The last known step."""
         ended = () if not self.until else (self.until - 1,)
         return max((*self.steps[-1:], *self.timed[-1:], *ended), default=None)
 
@@ -147,7 +148,7 @@ class History:
 
 
 def header(step: int, settings: Mapping[str, Any], kind: str = "run") -> dict[str, Any]:
-    """The first line of a file, or of a run that goes on with it."""
+    """The first line of a file (``run``), or of a run that continues it (``resume``)."""
     versions = {"gradtrace": sys.modules["gradtrace"].__version__, "torch": torch.__version__}
     return {
         "kind": kind,
@@ -159,10 +160,10 @@ def header(step: int, settings: Mapping[str, Any], kind: str = "run") -> dict[st
 
 
 class Writer:
-    """Appends lines to a file, or keeps them in memory where there is none, or no room in it.
+    """Appends lines to a file; keeps them in memory if there is no file or the disk is full.
 
-    A file that is deleted, replaced or cut short while a run goes on is written again with what is
-    known: nothing that happens to it ends the program.
+    A file that is deleted, replaced or truncated during a run is restored as far as possible:
+    nothing that happens to it ends the program.
     """
 
     def __init__(
@@ -172,11 +173,11 @@ class Writer:
         start: int | None = None,
     ) -> None:
         self.path = None if path is None else Path(path).expanduser()
-        self.kept: list[bytes] = []  # lines that are not in the file
+        self.kept: list[bytes] = []  # lines that are not in the file yet
         self._names: list[list[str]] = []
         self._torn = False
-        self._told: set[str] = set()  # what was warned of
-        self._size = 0  # of the file, as far as it was written here
+        self._warned: set[str] = set()  # keys of warnings that were given
+        self._size = 0  # bytes of the file as this process knows it
         self._header: dict[str, Any] = {}
         self._file = self._opened()
         try:
@@ -204,13 +205,13 @@ class Writer:
         return file
 
     def _begin(self, settings: Mapping[str, Any], start: int | None) -> int:
-        """Write the header, or go on with what is there; the first step to come."""
-        settings = json.loads(json.dumps(_plain(dict(settings))))
+        """Write the header, or continue an existing file; returns the number of the next step."""
+        settings = json.loads(json.dumps(_json_value(dict(settings))))
         there = HistoryReader(repr(str(self.path)))
         if self.path is not None:
             there.take_all(atomic_files.lines(self.path))
         self._torn = there.unfinished
-        if not there.whole:  # or killed before the header was
+        if not there.whole:  # a new file, or a run that was killed while it wrote the header
             first = start or 0
             self._header = header(first, settings, "resume" if there.unfinished else "run")
             self._put(self._header)
@@ -242,29 +243,29 @@ class Writer:
         self._put(line)
 
     def times(self, first: int, seconds: Sequence[float | None]) -> None:
-        """Append how long steps took, from one on; None for those that are not to be counted."""
+        """Append how long steps took, from step ``first`` on; None for steps that do not count."""
         if seconds:
             rounded = [None if each is None else round(each, 7) for each in seconds]
             self._put({"kind": "times", "step": first, "seconds": rounded})
 
     def skipped(self, step: int, count: int, every: int, budget: float) -> None:
-        """Append how many steps after a traced one were due and not traced."""
+        """Append how many steps after the traced ``step`` were due and not traced."""
         line = {"kind": "skipped", "step": step, "count": count, "every": every, "budget": budget}
         self._put(line)
 
     def end(self, step: int, error: str = "", share: float = math.nan) -> None:
-        """Append the end mark; with the name of the error that ended the run, if one did."""
+        """Append the end line, with the name of the error that ended the run, if one did."""
         self._put({"kind": "end", "step": step, "error": error, "share": share})
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             file, self._file = self._file, None
             with suppress(OSError):
                 file.close()
 
     def read(self) -> History:
-        """What has been written so far, and what is kept."""
+        """The history so far: lines in the file, and lines kept in memory."""
         if self.path is None:
             there = b""
         elif self._file is None:
@@ -295,7 +296,7 @@ class Writer:
             return
         text, start, done = b"", 0, 0
         try:
-            self._found_again(line)
+            self._check_file(line)
             before = b"\n" if self._torn else b""
             if self._torn and line["kind"] != "resume":
                 before += _line({"kind": "gap"})
@@ -312,25 +313,28 @@ class Writer:
             self.kept.clear()
 
     def _keep(self, text: bytes, done: int, start: int, error: OSError) -> None:
-        """Remember what did not go into the file, and say so once."""
+        """After a failed write: keep the lines that are not in the file, and warn once.
+
+        ``done`` bytes of ``text`` were written; its lines begin at ``start``.
+        """
         whole = text.rfind(b"\n", 0, done) + 1
         self._torn = done > whole or (self._torn and whole < start)
         self.kept = text[max(whole, start) :].splitlines(keepends=True)
-        self._tell(
+        self._warn_once(
             "kept",
             f"gradtrace cannot write to {str(self.path)!r} ({error.strerror or error}): training "
             "goes on, what is found is kept in memory until there is room again",
         )
 
-    def _tell(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             caution(text, stacklevel=7)
 
-    # A file that others have touched -------------------------------------------------------------
+    # A file that was changed by others -----------------------------------------------------------
 
-    def _found_again(self, line: Mapping[str, Any]) -> None:
-        """See that the file is there, is the one written to, and holds what was written."""
+    def _check_file(self, line: Mapping[str, Any]) -> None:
+        """Check that the file exists, is the open one, and has its size; if not, restore it."""
         assert self.path is not None
         mine = os.fstat(self._file.fileno())
         try:
@@ -338,24 +342,24 @@ class Writer:
         except (FileNotFoundError, NotADirectoryError):
             there = None
         except OSError:
-            there = mine  # nobody can tell
+            there = mine  # cannot be determined: assume that it is unchanged
         if there is None:
-            self._made_again(self.path)
-            self._tell(
+            self._recreate(self.path)
+            self._warn_once(
                 "gone",
                 f"{str(self.path)!r} was deleted while the run goes on: it is written again, with "
                 "all that it held",
             )
         elif (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            self._replaced(self.path)
+            self._handle_replaced(self.path)
         elif mine.st_size < self._size:
-            self._cut(line)
+            self._handle_truncated(line)
         elif mine.st_size > self._size:  # a write was interrupted, as by Ctrl-C
             self._torn = not _whole(self._file).endswith(b"\n")
             self._size = mine.st_size
 
-    def _made_again(self, path: Path) -> None:
-        """Put what the file holds into a new one; it is readable while it is open."""
+    def _recreate(self, path: Path) -> None:
+        """Copy the open file, which may have been deleted, to a new file at ``path``."""
         content = _whole(self._file)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "x+b", buffering=0)  # noqa: SIM115  # as long as the run
@@ -369,33 +373,35 @@ class Writer:
             path.unlink(missing_ok=True)
             raise
         file.close()
-        self._go_on_with(path, len(content))
+        self._switch_to(path, len(content))
 
-    def _go_on_with(self, path: Path, size: int) -> None:
+    def _switch_to(self, path: Path, size: int) -> None:
         file = open(path, "a+b", buffering=0)  # noqa: SIM115  # as long as the run
         _locked(file)
         before, self._file, self.path, self._size = self._file, file, path, size
         before.close()
 
-    def _replaced(self, path: Path) -> None:
-        """Another file has the name now: the same one if an editor has saved it, or a copy."""
+    def _handle_replaced(self, path: Path) -> None:
+        """Another file has the name: use it if its content is the same (an editor has saved it, or
+        it is a copy); otherwise write to a file of another name.
+        """
         content = _whole(self._file)
         with suppress(OSError, BadFile):
             if atomic_files.content(path) == content:
-                self._go_on_with(path, len(content))
+                self._switch_to(path, len(content))
                 return
         number = 2
         while (new := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
             number += 1
-        self._made_again(new)
-        self._tell(
+        self._recreate(new)
+        self._warn_once(
             str(new),
             f"{str(path)!r} was replaced by another file while the run goes on, and is left as it "
             f"is: the run is written to {str(new)!r}",
         )
 
-    def _cut(self, line: Mapping[str, Any]) -> None:
-        """The file was cut short: begin it again as far as the lines to come need it."""
+    def _handle_truncated(self, line: Mapping[str, Any]) -> None:
+        """The file was truncated: repeat the header and names that the next lines need."""
         left = _whole(self._file)
         self._size, self._torn = len(left), bool(left) and not left.endswith(b"\n")
         again: list[dict[str, Any]] = []
@@ -406,14 +412,14 @@ class Writer:
             again.append({"kind": "names", "names": self._names[-1]})
         if self._torn and b"\n" in left:
             again.insert(0, {"kind": "gap"})
-        self._write_first(again)
-        self._tell(
+        self._prepend(again)
+        self._warn_once(
             "cut",
             f"{str(self.path)!r} was cut short while the run goes on: what is missing is lost, and "
             "what is found from now on is added",
         )
 
-    def _write_first(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def _prepend(self, lines: Sequence[Mapping[str, Any]]) -> None:
         start = b"\n" if self._torn and lines else b""
         self.kept = [*(_line(line) for line in lines), *self.kept]
         if start:
@@ -422,16 +428,16 @@ class Writer:
 
 
 def _whole(file: Any) -> bytes:
-    """What an open file holds, though it may have no name any more."""
+    """The content of an open file, which may have been deleted."""
     parts = []
-    os.lseek(file.fileno(), 0, os.SEEK_SET)  # what is written goes to its end, wherever that is
+    os.lseek(file.fileno(), 0, os.SEEK_SET)  # writes still go to the end: O_APPEND
     while part := os.read(file.fileno(), 1 << 24):
         parts.append(part)
     return b"".join(parts)
 
 
 def _locked(file: Any) -> bool:
-    """Whether the file is ours alone now; where the system knows no locks, it is."""
+    """Take an exclusive lock; whether we have it. True also where there are no locks."""
     try:
         import fcntl
     except ImportError:
@@ -446,22 +452,22 @@ def _locked(file: Any) -> bool:
 
 
 def _line(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(_plain(data), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(_json_value(data), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
+def _json_value(value: Any) -> Any:
+    """A value for strict JSON: non-finite floats become strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _json_value(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_json_value(each) for each in value]
     return value
 
 
 def _packed(row: Row) -> list[Any]:
-    sums = [_two(moments) for moments in (row.count, row.gradient)]
+    sums = [_two_sums(moments) for moments in (row.count, row.gradient)]
     if any(two is None for two in sums):
         full = (
             [[f.numerator, f.denominator] for f in m.parts()] for m in (row.count, row.gradient)
@@ -470,8 +476,8 @@ def _packed(row: Row) -> list[Any]:
     return [row.own, row.unreached, *(number for two in sums if two for number in two)]
 
 
-def _two(moments: Moments) -> tuple[float, float] | None:
-    """Σt and Σe, if all five sums follow from them: those of one pair."""
+def _two_sums(moments: Moments) -> tuple[float, float] | None:
+    """Σt and Σe if all five sums follow from them, as for a single pair; else None."""
     try:
         two = float(moments.t), float(moments.e)
         return two if Moments.of(*two) == moments else None
@@ -487,14 +493,14 @@ def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Read the file of a run, while it goes on or after."""
+    """Read the file of a run, during the run or after it."""
     reading = HistoryReader(repr(str(path)))
     reading.take_all(atomic_files.lines(path))
     return reading.done()
 
 
 def parse(content: bytes, called: str) -> History:
-    """What the lines of a file say."""
+    """Parse the content of a file; ``called`` is its name in errors."""
     reading = HistoryReader(called)
     reading.take_all(atomic_files.split(io.BytesIO(content)))
     return reading.done()
@@ -509,15 +515,15 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def damaged(called: str, number: int, why: object = "") -> BadFile:
-    """The error of a line that cannot be read."""
-    told = f" ({why})" if why else ""
+    """The error for a line that cannot be read."""
+    reason = f" ({why})" if why else ""
     return BadFile(
-        f"{called} is damaged in line {number}{told}; delete that line to read the others, or take "
-        "the file from where it is whole"
+        f"{called} is damaged in line {number}{reason}; delete that line to read the others, or "
+        "take the file from where it is whole"
     )
 
 
-TAKERS = {
+LINE_READERS = {
     "run": "_run",
     "resume": "_resume",
     "names": "_named",
@@ -527,16 +533,16 @@ TAKERS = {
     "skipped": "_skipped",
     "end": "_end",
 }
-"""Which method of ``HistoryReader`` takes the lines of a kind."""
+"""The method of ``HistoryReader`` for each kind of line."""
 
 T = TypeVar("T")
 
 
 class Timeline(Generic[T]):
-    """Values by step, in the order of steps; what comes last for a step counts.
+    """Values by step, in the order of steps; the last value of a step counts.
 
-    Steps come in order, nearly always. The others lie on a heap: whatever their order, none of them
-    moves all the rest.
+    Steps nearly always come in order. Those that do not are kept on a heap, so that none of them
+    costs time linear in the number of steps, whatever their order.
     """
 
     def __init__(self) -> None:
@@ -545,7 +551,7 @@ class Timeline(Generic[T]):
         self._others: list[int] = []  # a heap of -step
 
     def put(self, step: int, value: T) -> None:
-        """Add a value; mostly of a step after all others."""
+        """Set the value of a step; fast if the step is after all others."""
         if step not in self._values:
             if self._ascending and step < self._ascending[-1]:
                 heappush(self._others, -step)
@@ -554,7 +560,7 @@ class Timeline(Generic[T]):
         self._values[step] = value
 
     def cut(self, first: int) -> int:
-        """Drop what there is of a step and of all after it; how many these were."""
+        """Drop step ``first`` and all after it; returns how many were dropped."""
         at = bisect_left(self._ascending, first)
         gone = self._ascending[at:]
         del self._ascending[at:]
@@ -566,21 +572,21 @@ class Timeline(Generic[T]):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that there are."""
+        """The steps, in ascending order."""
         return tuple(sorted(self._values) if self._others else self._ascending)
 
     def all(self) -> tuple[T, ...]:
-        """The values."""
+        """The values, in the order of steps."""
         return tuple(map(self._values.__getitem__, self.steps))
 
 
 class HistoryReader:
-    """Gathers lines."""
+    """Builds a History from the lines of a file; ``called`` is the file's name in errors."""
 
     def __init__(self, called: str) -> None:
         self.called = called
         self.whole = self.unfinished = (
-            False  # whether there are whole lines, and one without its end
+            False  # whether there are complete lines, and whether the last one is torn
         )
         self.header: dict[str, Any] | None = None
         self.records: Timeline[StepRecord] = Timeline()
@@ -593,9 +599,9 @@ class HistoryReader:
         self.notes: list[str] = []
 
     def take_all(self, lines: Iterable[bytes]) -> None:
-        """All lines; torn ones become notes."""
-        held: list[int] = []  # lines that say nothing, since the last that does
-        number = idle = 0
+        """Read all lines; torn ones become notes."""
+        held: list[int] = []  # numbers of unreadable lines since the last readable one
+        number = unreadable = 0
         for number, line in enumerate(lines, 1):
             self.unfinished = not line.endswith(b"\n")
             if self.unfinished:
@@ -604,16 +610,20 @@ class HistoryReader:
             found = None if line == b"\n" else _object(line)
             if found is None:
                 held += [number] if line != b"\n" else []
-                idle += 1
-                if idle > IDLE:
-                    raise damaged(self.called, number - IDLE, f"{IDLE:,} lines say nothing")
+                unreadable += 1
+                if unreadable > MAX_UNREADABLE_LINES:
+                    raise damaged(
+                        self.called,
+                        number - MAX_UNREADABLE_LINES,
+                        f"{MAX_UNREADABLE_LINES:,} lines say nothing",
+                    )
                 continue
-            if held and found["kind"] not in AFTER_TORN:
+            if held and found["kind"] not in AFTER_TORN_KINDS:
                 break
             for each in held:
                 self.torn(each)
             held.clear()
-            idle = 0
+            unreadable = 0
             self.take(number, found)
         if held:
             raise damaged(self.called, held[0])
@@ -621,11 +631,11 @@ class HistoryReader:
             self.torn(number)
 
     def torn(self, number: int) -> None:
-        """A line without its end."""
+        """Note a torn line."""
         self.notes.append(f"line {number} was cut short, as by a killed process, and is left out")
 
     def take(self, number: int, line: dict[str, Any]) -> None:
-        """One line."""
+        """Check and read one line."""
         kind = line["kind"]
         if self.header is None and kind not in ("run", "resume"):
             raise BadFile(
@@ -635,10 +645,10 @@ class HistoryReader:
         if kind in ("run", "resume"):
             self._known(line.get("schema_version"))
         try:
-            if kind not in TAKERS:
+            if kind not in LINE_READERS:
                 unfit(f"is of an unknown kind {kind[:40]!r}")
             schemas.LINES[kind](line)
-            getattr(self, TAKERS[kind])(line)
+            getattr(self, LINE_READERS[kind])(line)
         except SchemaMismatch as error:
             raise damaged(self.called, number, error) from error
 
@@ -655,7 +665,7 @@ class HistoryReader:
         self.header = line
 
     def _resume(self, line: dict[str, Any]) -> None:
-        """A run goes on; what it does again takes the place of what was done before."""
+        """The run was continued; steps that it repeats replace the earlier ones."""
         if self.header is None:
             self._run(line)
             return
@@ -671,7 +681,7 @@ class HistoryReader:
         self.names, self.running, self.until, self.share = None, True, None, math.nan
 
     def _gap(self, line: dict[str, Any]) -> None:
-        """Told by the torn line before it."""
+        """Nothing to do: the torn line before it has become a note."""
 
     def _named(self, line: dict[str, Any]) -> None:
         self.names = line["names"]
@@ -713,8 +723,8 @@ class HistoryReader:
     def _skipped(self, line: dict[str, Any]) -> None:
         self.skipped.put(line["step"], line)
 
-    def _why(self, count: int) -> str:
-        """Of steps that were not traced."""
+    def _skipped_note(self, count: int) -> str:
+        """The note on steps that were due and not traced."""
         last = self.skipped.all()[-1]
         return (
             f"{count:,} steps that were due (every={last['every']:,}) were not traced, as traces "
@@ -729,14 +739,14 @@ class HistoryReader:
             self.notes.append(f"the run was ended by {line['error']} at step {line['step']:,}")
 
     def done(self) -> History:
-        """All that was read."""
+        """The history of the lines read."""
         if self.header is None:
             raise BadFile(
                 f"{self.called} is empty: the run has not begun to write; look again later"
             )
         count = sum(each["count"] for each in self.skipped.all())
         if count:
-            self.notes.append(self._why(count))
+            self.notes.append(self._skipped_note(count))
         return History(
             self.header,
             self.records.all(),
@@ -755,7 +765,7 @@ def _maybe(value: Any) -> float | None:
 
 
 def _unpacked(name: str, row: Sequence[Any]) -> Row:
-    """A row from what ``_packed`` made of it."""
+    """The inverse of ``_packed``."""
     own, unreached, *sums = row
     if len(sums) == 4:
         t, e, gt, ge = map(float, sums)
@@ -765,7 +775,7 @@ def _unpacked(name: str, row: Sequence[Any]) -> Row:
 
 
 def scalars(record: StepRecord, prefix: str = "gradtrace/") -> dict[str, float]:
-    """A record as few named numbers for a logger; those that are not finite are left out."""
+    """The main numbers of a record by name, for a logger; non-finite ones are left out."""
     found = {"loss": record.loss, "cost": record.share}
     for name, share in (record.influence.shares if record.influence else {}).items():
         found[f"share/{name}"] = share

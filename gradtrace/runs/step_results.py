@@ -1,4 +1,4 @@
-"""What the processes of a training run find at a step, each in its part of the batch."""
+"""Results of a traced step: one of each process, for its part of the batch, and their merge."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from gradtrace.tracing.influence import Influence, Moments
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one process found at a step; an error, if it could not.
+    """The result of one process at a step, or the error if tracing failed.
 
-    ``seconds`` is what that took, and ``share`` the part of its training time that it has taken.
+    ``seconds`` is what the trace took, and ``share`` the share of this process's training time that
+    all its traces have taken so far.
     """
 
     loss: float
@@ -30,7 +31,7 @@ class StepResult:
     share: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, without the error."""
+        """JSON values, without the error."""
         return {
             "loss": self.loss,
             "scale": self.scale,
@@ -44,7 +45,7 @@ class StepResult:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepResult:
-        """What ``to_dict`` gave."""
+        """The inverse of ``to_dict``."""
         table = data["influence"]
         more = {
             "influence": None if table is None else Influence.from_dict(table),
@@ -53,47 +54,47 @@ class StepResult:
         return cls(**{**data, **more})
 
 
-def unscaled(look: StepResult) -> StepResult:
-    """The same, of the loss before it was multiplied by its scale."""
-    if look.scale == 1.0:
-        return look
-    by = look.scale
+def unscaled(result: StepResult) -> StepResult:
+    """The result for the loss before it was multiplied by its scale."""
+    if result.scale == 1.0:
+        return result
+    by = result.scale
     norms = {
-        # Outside of modules stands the loss itself, whose own gradient is 1 with any scale.
+        # The name "" stands for the loss itself, whose gradient is 1 with any scale.
         name: Norms(each.output / (by if name else 1), None if each.own is None else each.own / by)
-        for name, each in (look.norms or {}).items()
+        for name, each in (result.norms or {}).items()
     }
-    table = look.influence
+    table = result.influence
     if table is not None:
         table = replace(
-            table, rows=tuple(replace(r, gradient=_over(r.gradient, by)) for r in table)
+            table, rows=tuple(replace(r, gradient=_divided(r.gradient, by)) for r in table)
         )
-    return replace(look, loss=look.loss / by, influence=table, norms=norms)
+    return replace(result, loss=result.loss / by, influence=table, norms=norms)
 
 
-def _over(moments: Moments, by: float) -> Moments:
-    """The moments of gradients that are so many times smaller."""
+def _divided(moments: Moments, by: float) -> Moments:
+    """The moments of gradients divided by ``by``."""
     one = abs(Fraction(by))
     t, e, *squares = moments.parts()
     return Moments(t / one, e / one, *(each / one**2 for each in squares))
 
 
-def merged(step: int, looks: Mapping[int, StepResult], world: int) -> StepRecord:
-    """What processes found, by rank, as one: exact sums of counts, means of losses and norms."""
-    found = [looks[rank] for rank in sorted(looks)]
-    tables = [look.influence for look in found if look.influence is not None]
+def merged(step: int, results: Mapping[int, StepResult], world: int) -> StepRecord:
+    """One record from the results by rank: exact sums of counts, means of losses and norms."""
+    found = [results[rank] for rank in sorted(results)]
+    tables = [result.influence for result in found if result.influence is not None]
     norms: dict[str, list[Norms]] = {}
-    for name, each in chain.from_iterable((look.norms or {}).items() for look in found):
+    for name, each in chain.from_iterable((result.norms or {}).items() for result in found):
         norms.setdefault(name, []).append(each)
-    missing = [str(rank) for rank in range(world) if rank not in looks]
-    notes = dict.fromkeys(look.note for look in found if look.note)
+    missing = [str(rank) for rank in range(world) if rank not in results]
+    notes = dict.fromkeys(result.note for result in found if result.note)
     if missing:
-        notes[f"found by {len(looks)} of {world} processes, without {_some(missing)}"] = None
+        notes[f"found by {len(results)} of {world} processes, without {_some(missing)}"] = None
     return StepRecord(
         step,
-        sum(look.loss for look in found) / len(found),
+        sum(result.loss for result in found) / len(found),
         tables[0].merge(*tables[1:]) if tables else None,
-        " ".join(dict.fromkeys(look.verdict for look in found if look.verdict)),
+        " ".join(dict.fromkeys(result.verdict for result in found if result.verdict)),
         {name: Norms(*map(_mean, zip(*some))) for name, some in norms.items()},
         found[0].scale,
         found[0].seconds,

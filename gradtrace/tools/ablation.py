@@ -31,7 +31,7 @@ Value: TypeAlias = Tensor | float | Sequence[Tensor | float]
 Modules: TypeAlias = dict[str, nn.Module]
 LABEL = "label:"
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Modules that in evaluation may compute at once all that is inside them, and call none of it."""
+"""Modules whose fused fast path in evaluation mode does not call the modules inside them."""
 
 
 class ablate:
@@ -40,26 +40,26 @@ class ablate:
     A name is a module's, as in ``model.named_modules()``; or a pattern, in which ``*`` stands for
     one part of a name and ``**`` for any number (``"layers.*.mlp"``); or ``"label:head 3"``, the
     slices of any tensor that ``gradtrace.label`` gave this name, or names of this pattern. The
-    context gives the names that were found. ``how`` says what a module's output becomes:
+    context manager returns the matching names. ``how`` determines what a module's output becomes:
 
     - ``"zero"``: ``out = 0``, for each floating tensor in it, and no gradient;
     - ``"mean"``: ``out[b] = 1/B · Σ_c out[c]`` over the B samples of the call, and no gradient; or
       ``values[name]``, broadcast (a sequence, where the module returns several tensors; for a
-      label, to one slice). Samples lie along dimension 0; in PyTorch's recurrent, attention and
-      transformer layers and what is inside them, where ``batch_first`` says; in packed sequences,
+      label, to one slice). The batch dimension is 0; in PyTorch's recurrent, attention and
+      transformer layers and the modules inside them, that of ``batch_first``; in packed sequences,
       the mean of a time step is over the samples that have it; in a tensor labelled along dimension
-      0, along dimension 1. ``batch_dim`` says otherwise, for all names or as ``{name: dim}``, and
-      must where a layer of the model has time first, so that a tensor of three dimensions may have,
-      too. One sample without a batch dimension has no mean, and is refused;
+      0, it is 1. ``batch_dim`` overrides it, for all names or as ``{name: dim}``, and is required
+      for tensors of three dimensions if a layer of the model has time first, since they may have
+      time first, too. A single sample without a batch dimension has no mean and is an error;
     - ``"remove"``: ``out = in``, the first floating tensor that the module is given, and its
-      gradient; the module does not run. What else it returns is what it was given and would hand
-      on, or else zero. Slices cannot be removed.
+      gradient; the module does not run. Its other outputs are inputs that it would pass through,
+      or else zero. Slices cannot be removed.
 
-    With ``"zero"`` and ``"mean"`` the module runs as ever: what it writes to buffers, or in place
-    to its input, stays, and has its gradient. A part that never came up is an error at the end,
-    since nothing was ablated then. No parameter is touched, nothing is put on the model, which may
-    be copied and saved inside, and whatever happens the model is as before after it. Blocks under
-    ``torch.utils.checkpoint`` run again in the backward pass: call that inside, too.
+    With ``"zero"`` and ``"mean"`` the module still runs: what it writes to buffers, or in place to
+    its input, remains, with its gradient. A name that was never called inside is an error at the
+    end, since nothing was ablated then. Parameters are not changed and nothing is added to the
+    model, which may be copied and saved inside; afterwards it is as before, also after an error.
+    Blocks under ``torch.utils.checkpoint`` run again in the backward pass: call that inside, too.
 
     >>> import torch
     >>> from torch import nn
@@ -102,7 +102,7 @@ class ablate:
         found = dict.fromkeys(n for asked in self.names for n in self._asked.get(asked, [asked]))
         self._check_values([*found, *self._asked])
         self._timed = next((n for n, m in modules.items() if batch_first(m) is False), None)
-        self._rules = self._ruled(modules)
+        self._rules = self._rules_of(modules)
         slices = [name for name in self.names if name.startswith(LABEL)]
         self._slices = LabelledSlices(
             self.how,
@@ -129,7 +129,7 @@ class ablate:
     ) -> None:
         self._close()
         if kind is None:
-            self._complain()
+            self._raise_if_unused()
 
     def _check_values(self, known: list[str]) -> None:
         dims = self.batch_dim if isinstance(self.batch_dim, Mapping) else {}
@@ -138,8 +138,8 @@ class ablate:
                 if name not in known:
                     raise UnknownName(f"{word}[{name!r}] is not ablated; {_hint(name, known)}")
 
-    def _ruled(self, modules: Modules) -> dict[nn.Module, AblationRule]:
-        """One rule for each module, under however many names it was asked for."""
+    def _rules_of(self, modules: Modules) -> dict[nn.Module, AblationRule]:
+        """One rule for each module, even if several names refer to it."""
         rules: dict[nn.Module, AblationRule] = {}
         for asked, found in self._asked.items():
             for name, module in found.items():
@@ -176,17 +176,17 @@ class ablate:
     def _note(self) -> None:
         self._ran = True
 
-    def _complain(self) -> None:
-        """Say so, if the model ran and nothing was ablated."""
+    def _raise_if_unused(self) -> None:
+        """Raise an error if the model ran and a name was not ablated."""
         for asked, found in self._asked.items():
             rules = [self._rules[module] for module in found.values()]
-            if self._ran and not any(rule.called or self._went_with(rule) for rule in rules):
+            if self._ran and not any(rule.called or self._inside_removed(rule) for rule in rules):
                 raise GradtraceError(_never_called(asked, rules))
         if self._ran or self._slices.seen:
-            self._slices.complain()
+            self._slices.raise_if_unseen()
 
-    def _went_with(self, rule: AblationRule) -> bool:
-        """Whether it lies in a module that was removed."""
+    def _inside_removed(self, rule: AblationRule) -> bool:
+        """Whether the rule's module is inside a module that was removed."""
         gone = [r.module for r in self._rules.values() if r.called and r.how == "remove"]
         return any(rule.module in set(module.modules()) for module in gone)
 
@@ -230,7 +230,7 @@ def _check_dims(dim: object, how: str) -> None:
 
 
 def _found(asked: str, modules: Modules) -> Modules:
-    """The modules that one name, or pattern, stands for."""
+    """The modules that a name or a pattern refers to."""
     if asked in modules:
         return {asked: _callable(asked, modules[asked])}
     pattern = asked.split(".")
@@ -242,7 +242,7 @@ def _found(asked: str, modules: Modules) -> Modules:
 
 
 def matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
-    """Whether the parts of a name fit those of a pattern.
+    """Whether the parts of a name match those of a pattern.
 
     >>> [matches(["h", "*", "mlp"], name.split(".")) for name in ("h.0.mlp", "h.0.x.mlp", "h.mlp")]
     [True, False, False]
@@ -271,7 +271,7 @@ def _callable(name: str, module: nn.Module) -> nn.Module:
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether it has a forward of its own, which nn.ModuleList has not."""
+    """Whether it defines ``forward``, which nn.ModuleList does not."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
@@ -298,7 +298,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _callers(rules: Iterable[AblationRule], modules: Modules) -> set[nn.Module]:
-    """Modules whose calls tell that the model runs: the outermost, and those around the rules'."""
+    """Modules whose calls show that the model runs: the outermost, and parents of the rules'."""
     running = {name for name, module in modules.items() if _runs(module)}
     around = {name for rule in rules for name in _parents(rule.name) if name in running}
     outermost = {name for name in running if not running.intersection(_parents(name))}
@@ -309,23 +309,23 @@ def _callers(rules: Iterable[AblationRule], modules: Modules) -> set[nn.Module]:
 
 
 class Notice(Listener):
-    """Notes that a module is called."""
+    """Calls ``note`` when a module is called."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         self._note = note
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """It is."""
+        """Called when a module's forward pass begins."""
         self._note()
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 @dataclass(eq=False)
 class AblationRule(Listener):
-    """What becomes of the calls of one module."""
+    """Ablates the calls of one module."""
 
     name: str
     module: nn.Module
@@ -335,24 +335,26 @@ class AblationRule(Listener):
     called: bool = False
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """It was called."""
+        """Called when the module's forward pass begins."""
         self.called = True
 
     def around(self, module: nn.Module, forward: Forward) -> Forward:
-        """Ablations of one module act each on what those opened before it leave."""
+        """Wrap ``forward``. Of several ablations of a module, each acts on the result of those
+        opened before it.
+        """
         return functools.partial(self, forward)
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns instead of ``forward(*args, **kwargs)``."""
+        """The output in place of ``forward(*args, **kwargs)``."""
         return HOWS[self.how](self, forward, args, kwargs)
 
     def each(
         self,
         out: Any,
         change: Callable[[Tensor, int], Tensor],
-        other: Callable[[Any], Any] = _same,
+        other: Callable[[Any], Any] = _identity,
     ) -> Any:
-        """``change`` every floating tensor, told its number, and what is no such by ``other``."""
+        """Map floating tensors in ``out`` by ``change(tensor, number)``, the rest by ``other``."""
         numbers = count()
         changed = mapped(out, lambda v: change(v, next(numbers)) if floats(v) else other(v))
         if next(numbers) == 0:
@@ -363,7 +365,7 @@ class AblationRule(Listener):
         return changed
 
     def given(self, like: Tensor, number: int) -> Tensor:
-        """The value that the user gives for output ``number``."""
+        """The user's value for output ``number``, broadcast to its shape."""
         value = self.value
         if isinstance(value, Sequence):
             if number >= len(value):
@@ -396,10 +398,10 @@ class Means:
     def __init__(self, samples: Samples, out: Any) -> None:
         self.samples = samples
         self.packed = {id(each.data): each for each in packed_in(out)}
-        self.sizes: list[int] = []  # how many samples there were
+        self.sizes: list[int] = []  # number of samples in each tensor
 
     def __call__(self, x: Tensor, number: int) -> Tensor:
-        """The mean, as large as the tensor."""
+        """The mean, expanded to the shape of the tensor."""
         if id(x) in self.packed:
             steps = self.packed[id(x)].batch_sizes.tolist()
             self.sizes.append(max(steps, default=0))
@@ -448,11 +450,11 @@ def _passed(rule: AblationRule, given: Tensor, wanted: Tensor) -> Tensor:
             f"module {rule.name!r} cannot be removed: it is given shape {tuple(given.shape)} and "
             f"returns shape {tuple(wanted.shape)}; use how='zero'"
         )
-    # A copy, since the model may write to what a module returns and go on to use what it gave.
+    # A copy, since the model may write in place to the output and still use the input.
     return given.to(wanted.device, wanted.dtype, copy=True)
 
 
-# Where samples lie --------------------------------------------------------------------------------
+# The batch dimension ------------------------------------------------------------------------------
 
 LAYERS = (
     nn.RNNBase,
@@ -464,11 +466,11 @@ LAYERS = (
     nn.TransformerDecoder,
     nn.Transformer,
 )
-"""Layers that say where samples lie, in what they return and in what lies inside them."""
+"""Layers with a known batch dimension, for their outputs and for the modules inside them."""
 
 
 def batch_first(module: nn.Module) -> bool | None:
-    """Whether samples come before time, in layers that know; None for other modules."""
+    """Whether the batch dimension comes before time, in ``LAYERS``; None for other modules."""
     if isinstance(module, nn.RNNCellBase):
         return True
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
@@ -481,13 +483,13 @@ def batch_first(module: nn.Module) -> bool | None:
 
 
 def _layer_around(name: str, modules: Modules) -> nn.Module | None:
-    """The innermost layer that a module lies in."""
+    """The innermost of ``LAYERS`` that contains a module."""
     around = [modules[parent] for parent in _parents(name)[::-1]]
     return next((module for module in around if batch_first(module) is not None), None)
 
 
 def packed_in(value: Any) -> list[PackedSequence]:
-    """The packed sequences in a nest."""
+    """The packed sequences in a nested structure."""
     if isinstance(value, PackedSequence):
         return [value]
     if isinstance(value, dict):
@@ -500,7 +502,7 @@ def packed_in(value: Any) -> list[PackedSequence]:
 
 
 def _spatial(module: nn.Module | None) -> int | None:
-    """How many dimensions an image has, for PyTorch's layers that also take one without samples."""
+    """The number of spatial dimensions of PyTorch's layers that accept unbatched input, or None."""
     kinds = [k for k in type(module).__mro__ if k.__module__.startswith("torch.nn.modules.")]
     for kind in kinds:
         if kind.__name__[-2:] in ("1d", "2d", "3d") and "BatchNorm" not in kind.__name__:
@@ -510,16 +512,16 @@ def _spatial(module: nn.Module | None) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Where the samples lie in what a module returns, or in a labelled tensor."""
+    """Finds the batch dimension of a module's outputs, or of a labelled tensor."""
 
     what: str
     module: nn.Module | None = None
-    around: nn.Module | None = None  # the layer that it lies in
-    given: int | None = None  # by the user
+    around: nn.Module | None = None  # the layer that contains it
+    given: int | None = None  # the user's batch_dim
     timed: str | None = None  # the name of a layer of the model that has time first
 
     def check(self, args: Any, kwargs: Any) -> None:
-        """Refuse a layer that is given one sample without a batch dimension."""
+        """Raise an error if a layer is called with one sample without a batch dimension."""
         if not self._is_layer():
             return
         named = [kwargs[key] for key in ("input", "query", "src", "tgt") if key in kwargs]
@@ -529,7 +531,7 @@ class Samples:
             self._refuse_one(first)
 
     def dim_of(self, tensor: Tensor, number: int) -> int:
-        """The dimension along which the samples of output ``number`` lie."""
+        """The batch dimension of output ``number``."""
         if self._is_layer():
             return self._in_layer(number)
         if self.given is not None:
@@ -552,7 +554,7 @@ class Samples:
         return 0
 
     def _is_layer(self) -> bool:
-        """Whether it is one of PyTorch's layers, with their ``forward``."""
+        """Whether it is one of PyTorch's layers, with ``forward`` not overridden."""
         own = getattr(type(self.module), "forward", None)
         home = str(getattr(own, "__module__", ""))
         return isinstance(self.module, LAYERS) and home.startswith("torch.nn.")
@@ -590,29 +592,29 @@ HOWS: dict[str, Callable[[AblationRule, Forward, Any, Any], Any]] = {
 
 
 class MetaCopies(TorchFunctionMode):
-    """Copies of tensors get shape, dtype and device, and no data."""
+    """Makes copies of tensors fake: with shape, dtype and device, and no data."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.mode = mode
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``clone`` is how a parameter is copied."""
+        """Intercepts ``deepcopy`` of tensors, and ``clone``, by which parameters are copied."""
         if func is Tensor.__deepcopy__ or func is Tensor.clone:
             return self.mode.from_tensor(args[0].detach(), static_shapes=True)
         return func(*args, **(kwargs or {}))
 
 
 def outline(rule: AblationRule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tuple[Any, Any]]]:
-    """What a module would return, as tensors that have no data: nothing is computed or drawn.
+    """What a module would return, as fake tensors: nothing is computed, no random numbers drawn.
 
-    A copy of the module, of tensors without data, runs on such copies of the arguments, so that
-    neither sees a change. The second result tells what of these is handed on:
-    ``{id(copy): (copy, original)}``.
+    A copy of the module with fake tensors runs on fake copies of the arguments, so that neither is
+    changed. The second result maps the copies to their originals, to recognise inputs that are
+    passed through: ``{id(copy): (copy, original)}``.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {
-        id(hooks): OrderedDict()  # hooks belong to others, and may hold anything
+        id(hooks): OrderedDict()  # hooks are not copied: they may refer to anything
         for part in rule.module.modules()
         for key, hooks in vars(part).items()
         if "hooks" in key and isinstance(hooks, dict)
@@ -636,29 +638,29 @@ def outline(rule: AblationRule, args: Any, kwargs: Any) -> tuple[Any, dict[int, 
 
 
 class LabelledSlices:
-    """What becomes of the slices that ``gradtrace.label`` marks with some names."""
+    """Ablates the slices that ``gradtrace.label`` gives some names."""
 
     def __init__(
         self, how: str, values: Mapping[str, Value | None], samples: Mapping[str, Samples]
     ) -> None:
         self.how = how
-        self.values = values  # by name, as asked for
+        self.values = values  # by name or pattern, as the user gave it
         self.samples = samples
         self.seen: dict[str, None] = {}
-        self.met: set[str] = set()
+        self.matched: set[str] = set()
 
     def __call__(self, tensor: Tensor, dim: int, names: labels.Names) -> Tensor:
-        """The tensor, without the slices that were asked for."""
+        """The tensor with the requested slices ablated."""
         self.seen.update(dict.fromkeys(name for name in names if name is not None))
         for asked in self.values:
             wanted = asked.removeprefix(LABEL)
             chosen = [n is not None and (n == wanted or fnmatchcase(n, wanted)) for n in names]
             if any(chosen):
-                self.met.add(asked)
-                tensor = self._cut(asked, tensor, dim, chosen)
+                self.matched.add(asked)
+                tensor = self._ablate(asked, tensor, dim, chosen)
         return tensor
 
-    def _cut(self, asked: str, tensor: Tensor, dim: int, chosen: list[bool]) -> Tensor:
+    def _ablate(self, asked: str, tensor: Tensor, dim: int, chosen: list[bool]) -> Tensor:
         if not floats(tensor):
             raise GradtraceError(
                 f"{asked!r} marks a tensor of {tensor.dtype}, which cannot be ablated; label a "
@@ -668,10 +670,10 @@ class LabelledSlices:
         mask = torch.tensor(chosen, device=tensor.device).view(shape)
         if self.how == "zero":
             return tensor.masked_fill(mask, 0)
-        return torch.where(mask, self._instead(asked, tensor, dim), tensor)
+        return torch.where(mask, self._replacement(asked, tensor, dim), tensor)
 
-    def _instead(self, asked: str, tensor: Tensor, dim: int) -> Tensor:
-        """What the chosen slices become, broadcast along the others."""
+    def _replacement(self, asked: str, tensor: Tensor, dim: int) -> Tensor:
+        """The values that replace the chosen slices, broadcastable to the tensor."""
         value = self.values[asked]
         if value is not None:
             shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
@@ -681,12 +683,12 @@ class LabelledSlices:
                 f"{asked!r} marks elements of a tensor of one dimension, so there is none to take "
                 "the mean over; use how='zero', or give values"
             )
-        mean, size = averaged(tensor, self._along(asked, tensor, dim))
+        mean, size = averaged(tensor, self._batch_dim(asked, tensor, dim))
         _check_samples(size, repr(asked))
         return mean
 
-    def _along(self, asked: str, tensor: Tensor, dim: int) -> int:
-        """The dimension of samples, which is not the one that is labelled."""
+    def _batch_dim(self, asked: str, tensor: Tensor, dim: int) -> int:
+        """The batch dimension, which is not the labelled one."""
         samples = self.samples[asked]
         found = samples.dim_of(tensor, 0)
         if samples.given is not None and found == dim:
@@ -696,19 +698,19 @@ class LabelledSlices:
         return found if found != dim else 1 - min(dim, 1)
 
     def begin(self) -> None:
-        """From now on ``gradtrace.label`` cuts these slices."""
+        """Make ``gradtrace.label`` ablate these slices from now on."""
         if self.values:
             labels.CUTS.append(self)
 
     def end(self) -> None:
-        """From now on it does not."""
+        """Undo ``begin``."""
         if self in labels.CUTS:
             labels.CUTS.remove(self)
 
-    def complain(self) -> None:
-        """Say so, if a label never came up."""
+    def raise_if_unseen(self) -> None:
+        """Raise an error if a label was never seen."""
         for asked in self.values:
-            if asked not in self.met:
+            if asked not in self.matched:
                 name = asked.removeprefix(LABEL)
                 raise UnknownName(
                     f"no label {name!r} came up inside ablate, so nothing was ablated; "
@@ -720,17 +722,17 @@ class LabelledSlices:
 
 
 def floats(value: object) -> bool:
-    """Whether it is a tensor of numbers that have gradients."""
+    """Whether it is a real or complex floating tensor."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def floating(value: Any) -> list[Tensor]:
-    """The floating tensors in a nest, in order."""
+    """The floating tensors in a nested structure, in order."""
     return [tensor for tensor in tensors_in(value) if floats(tensor)]
 
 
 def averaged(tensor: Tensor, dim: int) -> tuple[Tensor, int]:
-    """The mean along ``dim``, which stays with size 1, and over how many it was."""
+    """The mean along ``dim``, kept with size 1, and the number of samples."""
     tensor = tensor.detach()
     return (tensor.mean(dim, keepdim=True), tensor.shape[dim]) if tensor.dim() else (tensor, 1)
 
@@ -744,7 +746,7 @@ def _check_samples(size: int, what: str) -> None:
 
 
 def broadcast(value: Any, like: Tensor, shape: Sequence[int], what: str) -> Tensor:
-    """A value given by the user, as wide as what it is to replace."""
+    """A user's value, expanded to ``shape``, with the dtype and device of ``like``."""
     found = torch.as_tensor(value).detach().to(like)
     try:
         return found.expand(tuple(shape))
@@ -756,5 +758,5 @@ def broadcast(value: Any, like: Tensor, shape: Sequence[int], what: str) -> Tens
 
 
 def _fuses(module: nn.Module, rules: Mapping[nn.Module, AblationRule]) -> bool:
-    """Whether it may pass over a module that is to be ablated."""
+    """Whether its fused fast path may skip a module that is to be ablated."""
     return isinstance(module, FUSED) and any(part in rules for part in module.modules())

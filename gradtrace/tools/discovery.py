@@ -1,4 +1,4 @@
-"""A watch over a forward pass whose model is not known beforehand."""
+"""A watch on a forward pass whose model is not known beforehand."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from gradtrace.session import Noted, join, named_modules, named_parameters, unwr
 
 
 class Discovery(watch):
-    """Watch whatever is called: ``with Discovery() as found: loss = anything()``.
+    """Watches all modules that are called: ``with Discovery() as found: loss = anything()``.
 
-    Every module that is called is noted; what each is called by the user comes to light after, in
-    ``settle``. Until then its name is a number.
+    Every called module is recorded under a number; ``resolve_names`` replaces the numbers by the
+    user's names afterwards.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,15 @@ class Discovery(watch):
         return listen_to_all(self)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
-        """A module is called, which may be one that was not seen before."""
+        """Called when a module's forward pass begins; registers a new module."""
         if id(module) not in self._modules:
             self._know(module, str(len(self._modules)))
         return super().enter(module, args, kwargs)
 
     def _name_parameters(self, module: nn.Module) -> None:
-        """torch.func.functional_call has put other tensors there, for the time of the call."""
+        """Record the tensors that ``torch.func.functional_call`` puts in place of parameters for
+        the duration of a call.
+        """
         for key, tensor in module._parameters.items():
             if isinstance(tensor, Tensor) and tensor.is_leaf:
                 self._leaves.setdefault(id(tensor), (tensor, module, key))
@@ -51,33 +53,33 @@ class Discovery(watch):
 
     # Names -----------------------------------------------------------------------------------
 
-    def settle(
+    def resolve_names(
         self, loss: Tensor, model: nn.Module | None = None, known: Mapping[str, Any] | None = None
     ) -> None:
-        """Give modules and parameters the names that ``model`` has for them, if there is one.
+        """Give modules and parameters their names in ``model``, if there is one.
 
-        ``known`` are other things that the user has a name for, such as a script's globals. What is
-        in none of them is named by its class; where one module alone has parameters, it is the
-        model. Calls are counted from the first that this loss knows of.
+        ``known`` are other named objects, such as a script's globals. Modules in none of them are
+        named by their class; if only one outermost module has parameters, it is taken as the model.
+        Calls are counted from the first one that ``loss`` depends on.
         """
         seen = [unwrapped(module) for module in self._modules.values()]
         roots = dict(self._roots(seen, model, known or {}))
         names: dict[nn.Module, str] = {}
-        atlas = NameTable()
+        table = NameTable()
         for prefix, root in roots.items():
             for name, module in named_modules(root):
                 names.setdefault(module, join(prefix, name) if name else prefix)
             for name, parameter in named_parameters(root):
-                atlas.name(parameter, join(prefix, name))
+                table.name(parameter, join(prefix, name))
         for key, (tensor, module, last) in self._leaves.items():
-            if key not in atlas.leaves:
-                atlas.name(tensor, join(names[unwrapped(module)], last))
+            if key not in table.leaves:
+                table.name(tensor, join(names[unwrapped(module)], last))
         self._kinds = {name: type(module).__name__ for module, name in names.items()}
         numbers = [self._names[key] for key in self._modules]
-        self._write(atlas, loss, dict(zip(numbers, (names[m] for m in seen))))
+        self._write_calls(table, loss, dict(zip(numbers, (names[m] for m in seen))))
 
-    def _write(self, atlas: NameTable, loss: Tensor, final: Mapping[str, str]) -> None:
-        """Keep the notes from the loss's first operator on, with the names that are final."""
+    def _write_calls(self, table: NameTable, loss: Tensor, final: Mapping[str, str]) -> None:
+        """Keep the module calls from the loss's first operator on, under their final names."""
         first = bisect_right(self.name_table.starts, _earliest(loss)) - 1
         starts, places = (
             self.name_table.starts[max(first, 0) :],
@@ -87,13 +89,13 @@ class Discovery(watch):
         for module, call in places:
             skipped[module] = min(call, skipped.get(module, call))
         for start, (module, call) in zip(starts, places):
-            atlas.enter(start, ModuleCall(final.get(module, ""), call - skipped[module]))
-        self.name_table = atlas
+            table.enter(start, ModuleCall(final.get(module, ""), call - skipped[module]))
+        self.name_table = table
 
     def _roots(
         self, seen: list[nn.Module], model: nn.Module | None, known: Mapping[str, Any]
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that hold all others, with the name of each; the model's is ``""``."""
+        """The outermost modules, each with its name; the model's is ``""``."""
         called = set(seen)
         named = {
             value: name
@@ -119,33 +121,33 @@ class Discovery(watch):
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Here ``torch.compile`` gives back what it is given: one node for a whole graph would hide it.
+    """Disables ``torch.compile``, whose single node for a whole graph would hide the operators.
 
-    To ask PyTorch for it takes an import of seconds, so where nothing was compiled before, its own
-    variable has to do.
+    Importing ``torch._dynamo`` takes seconds, so if it is not imported yet, the environment
+    variable ``TORCH_COMPILE_DISABLE`` is set instead.
     """
     if "torch._dynamo" in sys.modules:
         with import_module("torch._dynamo.config").patch(disable=True):
             yield
         return
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "1"
+    before = os.environ.get(DISABLE_VARIABLE)
+    os.environ[DISABLE_VARIABLE] = "1"
     try:
         yield
     finally:
-        os.environ.pop(VARIABLE)
+        os.environ.pop(DISABLE_VARIABLE)
         if before is not None:
-            os.environ[VARIABLE] = before
+            os.environ[DISABLE_VARIABLE] = before
         if "torch._dynamo" in sys.modules:
             config: Any = import_module("torch._dynamo.config")
             config.disable = before == "1"
 
 
-VARIABLE = "TORCH_COMPILE_DISABLE"
+DISABLE_VARIABLE = "TORCH_COMPILE_DISABLE"
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that lie in none of the others, each once."""
+    """The modules that are not inside another of them, each once."""
     inside: set[nn.Module] = set()
     found: dict[nn.Module, None] = {}
     for module in modules:

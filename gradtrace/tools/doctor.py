@@ -1,6 +1,6 @@
-"""Whether gradtrace works here: this torch, this Python, the kernels, what is not installed.
+"""Checks whether gradtrace works here: versions of torch and Python, kernels, optional packages.
 
-``internals`` looks at what autograd's attributes mean; here small models are run, and gradients,
+``internals`` checks the meaning of autograd's attributes; here small models are run, and gradients,
 hooks, checkpoints and kernels are compared with PyTorch's own. ``gradtrace doctor`` prints it.
 """
 
@@ -35,7 +35,7 @@ OPTIONAL = {
     "tensorboard": "gradtrace.integrations.tensorboard",
     "ray": "experiments on a cluster",
 }
-"""Packages that a part of gradtrace needs, and which."""
+"""Optional packages, and the part of gradtrace that needs each."""
 
 
 class CheckResult(NamedTuple):
@@ -47,7 +47,7 @@ class CheckResult(NamedTuple):
 
 
 def diagnosis() -> list[CheckResult]:
-    """All that can be looked at, in about a second. Random numbers of the user's are not used."""
+    """Run all checks, in about a second. The user's random number generators are not advanced."""
     found = [_versions()]
     wrong = internals.missing() or internals.changed()
     found.append(
@@ -71,10 +71,10 @@ def _versions() -> CheckResult:
     return CheckResult("versions", "ok", f"{installed}, {where}; tested: torch {internals.TESTED}")
 
 
-def _tried(what: str, look: Callable[[], str]) -> CheckResult:
-    """``look`` says what is wrong, or nothing."""
+def _tried(what: str, run_check: Callable[[], str]) -> CheckResult:
+    """Run a check, which returns what is wrong, or an empty text."""
     try:
-        wrong = look()
+        wrong = run_check()
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
     return CheckResult(what, _verdict(not wrong), wrong or "as PyTorch's")
@@ -116,11 +116,11 @@ MODELS: Mapping[str, Callable[[], tuple[Tensor, dict[str, Tensor]]]] = {
     "attention": _attention,
     "views and elementwise functions": _views,
 }
-"""Losses with the leaves they are derived by."""
+"""Functions that return a loss and the leaves to differentiate by."""
 
 
 def _compared(make: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> str:
-    """The gradient by walking and of the program, against PyTorch's; and it has paths."""
+    """Compare the gradients by walking and by the program with PyTorch's; check MAX is finite."""
     loss, leaves = make()
     wanted = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
     walked: Mapping[str, Any] = api.backward(loss, names=leaves)
@@ -138,7 +138,7 @@ def _compared(make: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> str:
 
 
 def _hooked() -> str:
-    """Hooks on a leaf, on a value, before and after a node run as the engine runs them."""
+    """Check that hooks on a leaf, on a value, before and after a node run as PyTorch's engine."""
     x: Any = torch.tensor([1.0, 2.0], requires_grad=True)
     y: Any = x * 3
     loss = (y * y).sum()
@@ -173,7 +173,7 @@ def _hooked() -> str:
 
 
 def _recomputed() -> str:
-    """A checkpointed part is computed once more, and no oftener."""
+    """Check that a checkpointed part is recomputed exactly once."""
     runs = []
 
     def part(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Numerical gradient check: does the gradient of autograd agree with differences of the loss?
+"""Numerical gradient check: does autograd's gradient agree with finite differences of the loss?
 
-The check runs in float64 on the user's own model, so that it sees what training sees: closures over
-the model, tied weights, custom functions. No tensor of the user's is written on: for the time
-being, stand-ins in double precision take the places of parameters and buffers.
+The check runs in float64 on the user's own model, so that it covers what training uses: closures
+over the model, tied weights, custom functions. No tensor of the user's is modified: during the
+check, stand-ins in double precision replace parameters and buffers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from gradtrace.pytorch.global_switches import DOUBLE, EAGER
 from gradtrace.session import named_parameters
 
 EPSILON = torch.finfo(torch.float64).eps
-STEP = EPSILON ** (1 / 3)
-"""Where the truncation error h² of a central difference meets its rounding error ε/h."""
-COARSER, FINER = 4.0, (1 / 16, 1 / 256)
-"""Other steps, as multiples: they tell curvature, or a kink, from a wrong gradient."""
-SAFETY = 10.0
+RELATIVE_STEP = EPSILON ** (1 / 3)
+"""Balances the truncation error h² of a central difference and its rounding error ε/h."""
+COARSER_STEP, FINER_STEPS = 4.0, (1 / 16, 1 / 256)
+"""Other steps, as multiples of the first: they distinguish curvature or a kink from a wrong
+gradient."""
+NOISE_DEVIATIONS = 10.0
 """How many standard deviations of rounding noise a difference may be off by."""
-SAMPLE = 64
-BUDGET = 1024
-"""Unless the caller says otherwise: elements checked of each parameter, and of all together."""
+SAMPLE_ELEMENTS = 64
+TOTAL_ELEMENTS = 1024
+"""Defaults: the most elements checked of each parameter, and of all parameters in total."""
 
 WIDE = {
     torch.float16: torch.float64,
@@ -51,16 +52,16 @@ CASTS: dict[Any, Callable[..., Any]] = {
     Tensor.bfloat16: Tensor.double,
     Tensor.float: Tensor.double,
 }
-RANK = ("unreached", "ok", "kink", "wrong")
-"""Verdicts, the worst last."""
+VERDICTS = ("unreached", "ok", "kink", "wrong")
+"""Verdicts, from best to worst."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One parameter: how many elements were checked, and the worst of them.
+    """The result for one parameter: how many elements were checked, and the worst of them.
 
-    ``index`` is None where the worst is not an element but the slope along random signs, taken
-    over all elements that were not sampled.
+    ``index`` is None if the worst is not an element but the slope along a direction of random
+    signs over all elements that were not sampled.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What ``check`` found: one row a parameter, the worst first."""
+    """The result of ``check``: one row for each parameter, the worst first."""
 
     rows: tuple[Row, ...]
     loss: float
@@ -102,7 +103,7 @@ class Check:
         return f"gradients agree: {count:,} elements of {len(self.rows):,} parameters{note}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which knows no NaN: those that are not finite are strings."""
+        """Values for JSON, which has no NaN: non-finite numbers are strings."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -112,7 +113,7 @@ class Check:
         }
 
     def table(self) -> list[tuple[str, ...]]:
-        """The rows as text under a header, for whoever draws a table."""
+        """The rows as texts, after a header."""
         header = ("parameter", "checked", "error", "worst at", "analytic", "numeric", "verdict")
         return [header, *map(_cells, self.rows)]
 
@@ -139,7 +140,7 @@ def check(
     tolerance: float = 1e-4,
     progress: Progress | None = None,
 ) -> Check:
-    """Compare the gradient of each parameter with differences of the loss.
+    """Compare the gradient of each parameter with finite differences of the loss.
 
     For an element x with step h = ε^(1/3) · max(|x|, 1), all in float64::
 
@@ -147,17 +148,17 @@ def check(
         error    = |analytic - numeric| / max(|analytic|, |numeric|, noise / tolerance)
         noise    = 10 σ / h        σ: the rounding error of f, measured by second differences
 
-    An error above ``tolerance`` is looked at again, with 4h and h extrapolated to 0 and with h/16
-    and h/256. If it goes away it was curvature, or a kink nearby; if the slopes to the left and
-    to the right differ, or the estimates do not settle, the point has no derivative ("kink");
+    An error above ``tolerance`` is checked again, with 4h and h extrapolated to 0 and with h/16 and
+    h/256. If it vanishes it was due to curvature, or a kink nearby; if the slopes to the left and
+    to the right differ, or the estimates do not converge, the point has no derivative ("kink");
     otherwise the gradient is wrong.
 
     ``loss_fn(model)`` (or ``loss_fn()``) returns the scalar loss. It is called some hundred times,
     each time with the same random numbers (``seed``) and the same buffers, so dropout and batch
-    norm are checked as they are in training; float32 tensors that it uses are widened as they
-    meet the model. Of a large parameter, ``sample`` elements are checked (by default 64, fewer if
-    there are many parameters): the one with the largest gradient, and random ones; and the slope
-    along random signs over all the others. The model is as before afterwards.
+    norm are checked as they are in training; float32 tensors that it uses are converted to float64.
+    Of a large parameter, ``sample`` elements are checked (by default 64, fewer if there are many
+    parameters): the one with the largest gradient, and random ones; and the slope along random
+    signs over all the others. Afterwards the model is as before.
 
     >>> import torch
     >>> from gradtrace import check
@@ -173,13 +174,13 @@ def check(
             names.setdefault(parameter, name)
     if not names:
         raise NoGraph("no parameter of the model requires grad, so there is nothing to check")
-    laboratory = _LossEvaluator(loss_fn, model, seed)
-    with laboratory.open():
-        return _Inspection(laboratory, names, tolerance, progress).run(sample, seed)
+    evaluator = _LossEvaluator(loss_fn, model, seed)
+    with evaluator.open():
+        return _Inspection(evaluator, names, tolerance, progress).run(sample, seed)
 
 
 def _refuse(loss_fn: object, model: object, sample: int | None, tolerance: float) -> None:
-    """Say what is wrong with the arguments before the model is touched."""
+    """Raise an error for invalid arguments, before the model is modified."""
     if not isinstance(model, nn.Module):
         swapped = "; the order is check(loss_fn, model)" if isinstance(loss_fn, nn.Module) else ""
         raise GradtraceError(f"check takes a torch.nn.Module, got {type(model).__name__}{swapped}")
@@ -216,7 +217,7 @@ class Probe(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What one probe showed."""
+    """The comparison of analytic and numeric slope along one probe."""
 
     verdict: str
     error: float
@@ -226,8 +227,8 @@ class Finding(NamedTuple):
 
     @property
     def badness(self) -> tuple[int, float]:
-        """Findings with the larger one are worse."""
-        return RANK.index(self.verdict), self.error
+        """Sort key: worse findings have larger ones."""
+        return VERDICTS.index(self.verdict), self.error
 
 
 class Slopes(NamedTuple):
@@ -238,34 +239,34 @@ class Slopes(NamedTuple):
     gap: float  # |slope to the right - slope to the left|: h·f'' where f is smooth
 
     def extrapolated(self, coarse: Slopes) -> Slopes:
-        """To step 0, where the truncation error c·h² is gone: ``(q² n(h) - n(qh)) / (q² - 1)``."""
+        """Richardson extrapolation to step 0, without c·h²: ``(q² n(h) - n(qh)) / (q² - 1)``."""
         square = (coarse.step / self.step) ** 2
         return self._replace(central=(square * self.central - coarse.central) / (square - 1))
 
 
 class _Inspection:
-    """One check: the gradient once, then a finding for every probe."""
+    """One check: computes the gradient once, then a finding for every probe."""
 
     def __init__(
         self,
-        laboratory: _LossEvaluator,
+        evaluator: _LossEvaluator,
         names: dict[nn.Parameter, str],
         tolerance: float,
         progress: Progress | None,
     ) -> None:
-        self.laboratory = laboratory
+        self.evaluator = evaluator
         self.names = names
         self.tolerance = tolerance
         self.progress = progress
         parameters = list(names)
-        loss, found = laboratory.gradients(parameters)
+        loss, found = evaluator.gradients(parameters)
         self.loss = loss
         self.gradients = dict(zip(parameters, found))
-        self.noise = laboratory.noise(parameters, loss)
+        self.noise = evaluator.noise(parameters, loss)
 
     def run(self, sample: int | None, seed: int) -> Check:
-        """Look along all probes."""
-        sample = sample or min(SAMPLE, max(1, BUDGET // len(self.names)))
+        """Compare the slopes along all probes."""
+        sample = sample or min(SAMPLE_ELEMENTS, max(1, TOTAL_ELEMENTS // len(self.names)))
         generator = torch.Generator().manual_seed(seed)
         plan = {
             parameter: _probes(parameter, gradient, sample, generator)
@@ -275,16 +276,16 @@ class _Inspection:
         for parameter, probes in plan.items():
             findings = []
             for probe in probes:
-                findings.append(self.look(parameter, probe))
+                findings.append(self.compare(parameter, probe))
                 done += 1
                 if self.progress:
                     self.progress(done, total)
             rows.append(self.row(parameter, findings))
-        rows.sort(key=lambda row: (RANK.index(row.verdict), row.error, row.name), reverse=True)
+        rows.sort(key=lambda row: (VERDICTS.index(row.verdict), row.error, row.name), reverse=True)
         return Check(tuple(rows), self.loss, self.tolerance)
 
     def row(self, parameter: nn.Parameter, findings: list[Finding]) -> Row:
-        """The worst of what was found about a parameter."""
+        """The worst finding of a parameter."""
         name, shape = self.names[parameter], tuple(parameter.shape)
         checked = sum(finding.place is not None for finding in findings)
         if not findings:  # a parameter without elements
@@ -294,7 +295,7 @@ class _Inspection:
             verdict = "unreached"
         return Row(name, shape, checked, error, place, analytic, numeric, verdict)
 
-    def look(self, parameter: nn.Parameter, probe: Probe) -> Finding:
+    def compare(self, parameter: nn.Parameter, probe: Probe) -> Finding:
         """Compare the slope along a probe with the gradient."""
         gradient = self.gradients[parameter]
         analytic = 0.0
@@ -304,27 +305,27 @@ class _Inspection:
         finding = self.finding(probe, analytic, first)
         if finding.verdict == "ok":
             return finding
-        coarse = self.slopes(parameter, probe, COARSER)
+        coarse = self.slopes(parameter, probe, COARSER_STEP)
         extrapolated = self.finding(probe, analytic, first.extrapolated(coarse))
         if extrapolated.verdict == "ok":
             return extrapolated
-        return self.look_closer(parameter, probe, first, finding)
+        return self.compare_finer(parameter, probe, first, finding)
 
-    def look_closer(
+    def compare_finer(
         self, parameter: nn.Parameter, probe: Probe, first: Slopes, finding: Finding
     ) -> Finding:
-        """Smaller steps, as far as rounding does not hide what is to be explained."""
+        """Try smaller steps, as long as rounding noise is small against the error found."""
         analytic = finding.analytic
         before = last = first
-        for multiple in FINER:
+        for multiple in FINER_STEPS:
             finer = self.slopes(parameter, probe, multiple)
-            if self.noise / finer.step > abs(analytic - first.central) / SAFETY:
+            if self.noise / finer.step > abs(analytic - first.central) / NOISE_DEVIATIONS:
                 break
             closer = self.finding(probe, analytic, finer)
             if closer.verdict == "ok":
                 return closer
             before, last = last, finer
-        if isfinite(analytic) and self.unsettled(analytic, before, last):
+        if isfinite(analytic) and self.unreliable(analytic, before, last):
             return finding._replace(verdict="kink")
         return finding
 
@@ -338,27 +339,29 @@ class _Inspection:
         verdict = "ok" if error <= self.tolerance else "wrong"
         return Finding(verdict, error, probe.place, analytic, numeric)
 
-    def unsettled(self, analytic: float, before: Slopes, last: Slopes) -> bool:
-        """Whether the differences may themselves be off by what they seem to find.
+    def unreliable(self, analytic: float, before: Slopes, last: Slopes) -> bool:
+        """Whether the finite differences may be wrong by as much as the error they show.
 
-        Where f is smooth, the gap between the one-sided slopes and the change from one step to
-        the next vanish with h; at a kink the gap stays.
+        Where f is smooth, the gap between the one-sided slopes and the change from one step size to
+        the next vanish with h; at a kink the gap remains.
         """
         doubt = abs(last.central - before.central) + last.gap / 2 - self.noise / last.step
         return not doubt <= 0.1 * abs(analytic - last.central)  # NaN: outside the domain of f
 
     def slopes(self, parameter: nn.Parameter, probe: Probe, multiple: float) -> Slopes:
-        """Two evaluations, a step to either side."""
-        steps, step = self.laboratory.steps(parameter, probe, multiple)
-        right = self.laboratory.value({parameter: (probe.at, steps)})
-        left = self.laboratory.value({parameter: (probe.at, -steps)})
+        """The slopes from two evaluations, one step to either side."""
+        steps, step = self.evaluator.steps(parameter, probe, multiple)
+        right = self.evaluator.value({parameter: (probe.at, steps)})
+        left = self.evaluator.value({parameter: (probe.at, -steps)})
         return Slopes(step, (right - left) / (2 * step), abs(right - 2 * self.loss + left) / step)
 
 
 def _probes(
     parameter: nn.Parameter, gradient: Tensor | None, sample: int, generator: torch.Generator
 ) -> list[Probe]:
-    """The element with the largest gradient, random others, and random signs on the rest."""
+    """Probes of the element with the largest gradient, of random others, and of random signs on
+    the rest.
+    """
     order = torch.randperm(parameter.numel(), generator=generator)
     if gradient is not None and parameter.numel():
         size = torch.nan_to_num(gradient.reshape(-1).abs(), nan=inf, posinf=inf)
@@ -380,11 +383,11 @@ def _probes(
 # Evaluating --------------------------------------------------------------------------------------
 
 Moves = dict[nn.Parameter, tuple[Tensor, Tensor]]
-"""By parameter: which elements to move, and how far."""
+"""By parameter: the indices of the elements to move, and by how much."""
 
 
 class _LossEvaluator:
-    """Evaluates a loss again and again under equal conditions, and leaves no trace."""
+    """Evaluates a loss repeatedly under equal conditions, without side effects."""
 
     def __init__(self, loss_fn: LossFn, model: nn.Module, seed: int) -> None:
         self.loss_fn = loss_fn
@@ -392,30 +395,30 @@ class _LossEvaluator:
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
         self.wide = {tensor: _wide(tensor) for tensor in tensors.values()}
         self.attributes = [_Attributes(module, tensors) for module in model.modules()]
-        self.dice = _RngSnapshot(tensors.values(), seed)
+        self.rng = _RngSnapshot(tensors.values(), seed)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """For as long as the experiments last; afterwards all is as before, whatever happens."""
+        """Context for evaluations; afterwards the model and the generators are restored."""
         try:
             with DOUBLE, EAGER, torch.enable_grad():
                 yield
         finally:
             for attributes in self.attributes:
                 attributes.restore()
-            self.dice.restore()
+            self.rng.restore()
 
     def reset(self) -> dict[Tensor, Tensor]:
-        """The same conditions as before every other evaluation, and fresh stand-ins in place."""
+        """Reset the model's attributes and the generators, and put fresh stand-ins in place."""
         stand_ins = {tensor: _stand_in(tensor, wide) for tensor, wide in self.wide.items()}
         for attributes in self.attributes:
             attributes.restore()
             attributes.exchange(stand_ins)
-        self.dice.throw()
+        self.rng.reseed()
         return stand_ins
 
     def loss(self) -> Tensor:
-        """The loss where the parameters now are, or an error that says why there is none."""
+        """Evaluate the loss at the current stand-ins; raises if it cannot be checked."""
         try:
             loss = self.loss_fn(*self.arguments)
         except (RuntimeError, ValueError) as error:
@@ -433,10 +436,10 @@ class _LossEvaluator:
         return loss
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> tuple[float, list[Tensor | None]]:
-        """The loss, and its gradient as autograd gives it.
+        """The loss, and its gradient by autograd.
 
-        A parameter that a closure hands straight to a custom function gets past its stand-in in
-        the graph, though not in the values; its gradient is the sum of both.
+        A parameter that a closure passes directly to a custom function is in the graph itself,
+        though its value is that of its stand-in; the gradient is the sum of both.
         """
         stand_ins = self.reset()
         with _Double(stand_ins):
@@ -465,9 +468,9 @@ class _LossEvaluator:
             return float(self.loss().detach())
 
     def steps(self, parameter: nn.Parameter, probe: Probe, multiple: float) -> tuple[Tensor, float]:
-        """How far to go along a probe, and how long that step is in terms of its direction."""
+        """The step of each element along a probe, and its length as a multiple of ``signs``."""
         there = self.wide[parameter].view(-1)[probe.at]
-        step = STEP * multiple * max(float(there.abs().amax()), 1.0)
+        step = RELATIVE_STEP * multiple * max(float(there.abs().amax()), 1.0)
         return probe.signs * step, step
 
     def noise(self, parameters: Sequence[nn.Parameter], loss: float) -> float:
@@ -491,10 +494,10 @@ class _LossEvaluator:
             squares.append((self.value(moves) - 2 * loss + self.value(back)) ** 2 / 6)
         measured = [square for square in squares if isfinite(square)]
         sigma = sqrt(sum(measured) / len(measured)) if measured else 0.0
-        return SAFETY * max(sigma, EPSILON * abs(loss))
+        return NOISE_DEVIATIONS * max(sigma, EPSILON * abs(loss))
 
     def jitter(self, parameter: nn.Parameter, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """All elements, a few units in the last place up or down."""
+        """Moves of all elements by 64 units in the last place, up or down at random."""
         there = self.wide[parameter].view(-1)
         signs = torch.randint(2, there.shape, generator=generator).to(there) * 2 - 1
         at = torch.arange(there.numel(), device=there.device)
@@ -502,8 +505,8 @@ class _LossEvaluator:
 
 
 def _analytic(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient under test; None where no path leads to a parameter."""
-    with torch._C.DisableTorchFunction():  # these very tensors, not their stand-ins
+    """The gradient under test; None for parameters that the loss does not depend on."""
+    with torch._C.DisableTorchFunction():  # the tensors themselves, not their stand-ins
         edges = [get_gradient_edge(parameter) for parameter in parameters]
     found = torch.autograd.grad(loss, edges, allow_unused=True)
     return [None if g is None else g.to_dense() for g in found]
@@ -518,7 +521,7 @@ def takes_model(loss_fn: LossFn) -> bool:
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):
-        return True  # written in C: no signature to go by
+        return True  # written in C: no signature
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True
     free = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
@@ -531,13 +534,13 @@ def takes_model(loss_fn: LossFn) -> bool:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """The value of a tensor in double precision, in memory of its own."""
+    """A copy of a tensor in double precision, contiguous."""
     dtype = WIDE.get(tensor.dtype, tensor.dtype)
     return tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
 
 
 def _stand_in(tensor: Tensor, wide: Tensor) -> Tensor:
-    """A fresh tensor of the same kind with that value."""
+    """A new tensor of the same kind (parameter or buffer) with the value ``wide``."""
     if not isinstance(tensor, nn.Parameter):
         return wide.clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
     parameter = nn.Parameter(wide.clone(), tensor.requires_grad)
@@ -546,9 +549,9 @@ def _stand_in(tensor: Tensor, wide: Tensor) -> Tensor:
 
 
 class _Attributes:
-    """What a module holds: attributes, and what is in its dicts and lists, as far as one level.
+    """A snapshot of a module's attributes, and of dicts and lists among them, one level deep.
 
-    Parameters and buffers are in there, and so are old-style weight norm, hidden states, counters.
+    That includes parameters, buffers, old-style weight norm, hidden states and counters.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[int, Tensor]) -> None:
@@ -560,27 +563,27 @@ class _Attributes:
             self.places += [
                 (table, k, tensors[id(x)]) for k, x in items.items() if id(x) in tensors
             ]
-        for line, entries in self.lists:
+        for sequence, entries in self.lists:
             self.places += [
-                (line, k, tensors[id(x)]) for k, x in enumerate(entries) if id(x) in tensors
+                (sequence, k, tensors[id(x)]) for k, x in enumerate(entries) if id(x) in tensors
             ]
 
     def restore(self) -> None:
-        """The same objects in the same places."""
+        """Restore the original objects."""
         for table, items in self.dicts:
             table.clear()
             table.update(items)
-        for line, entries in self.lists:
-            line[:] = entries
+        for sequence, entries in self.lists:
+            sequence[:] = entries
 
     def exchange(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
-        """Put stand-ins in the places of tensors."""
+        """Replace tensors by their stand-ins."""
         for container, key, tensor in self.places:
             container[key] = stand_ins[tensor]
 
 
 class _RngSnapshot:
-    """The random generators that a loss may draw from: thrown alike, and given back."""
+    """The random number generators that a loss may use: seeded alike, and restored at the end."""
 
     def __init__(self, tensors: Iterable[Tensor], seed: int) -> None:
         self.seed = seed
@@ -592,8 +595,8 @@ class _RngSnapshot:
         self.numpy = sys.modules.get("numpy")
         self.numpy_state = self.numpy.random.get_state() if self.numpy else None
 
-    def throw(self) -> None:
-        """Start every generator from the seed."""
+    def reseed(self) -> None:
+        """Seed every generator."""
         for generator in self.generators:
             generator.manual_seed(self.seed)
         random.seed(self.seed)
@@ -601,7 +604,7 @@ class _RngSnapshot:
             self.numpy.random.seed(self.seed % (1 << 32))
 
     def restore(self) -> None:
-        """Every generator where the user left it."""
+        """Restore the state of every generator."""
         for generator, state in zip(self.generators, self.states):
             generator.set_state(state)
         random.setstate(self.python)
@@ -610,15 +613,17 @@ class _RngSnapshot:
 
 
 class _Double(TorchFunctionMode):
-    """Inside, torch computes in double precision, whatever the dtype of what it is given.
+    """Within this mode, torch computes in double precision, whatever the dtype of its arguments.
 
-    Each narrow tensor has one wide stand-in, so what is written on it in place is seen later; the
-    model's own tensors have one too, which a closure over them must not miss.
+    Each narrow tensor has one wide stand-in, so in-place writes to it are seen later. The model's
+    own tensors have one too, so that closures over them use it.
     """
 
     def __init__(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
         super().__init__()
-        self.wide = {id(x): (x, wide) for x, wide in stand_ins.items()}  # x is kept, and so its id
+        self.wide = {
+            id(x): (x, wide) for x, wide in stand_ins.items()
+        }  # keeps x alive, so that its id stays unique
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -631,7 +636,9 @@ class _Double(TorchFunctionMode):
         if isinstance(x, Tensor):
             found = self.wide.get(id(x))
             if found is None and x.dtype in WIDE:
-                with torch.enable_grad():  # connected in the graph, wherever it is met first
+                with (
+                    torch.enable_grad()
+                ):  # connected in the graph, even if first used under no_grad
                     found = self.wide[id(x)] = (x, x.to(WIDE[x.dtype]))
             return found[1] if found else x
         if isinstance(x, torch.dtype):

@@ -1,4 +1,4 @@
-"""What is known of each ATen operation that backward formulas are made of."""
+"""A catalogue of ATen operations: how each is handled in backward formulas."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ HOW = {
 
 
 def kinds() -> Counter[str]:
-    """How many functional operations are handled in each way."""
+    """The number of functional operations by the way they are handled."""
     return Counter(
         lowering_of(func).kind for _, func in _overloads() if not func._schema.is_mutable
     )
 
 
 def listed() -> list[Op]:
-    """The rows of our own tables."""
+    """The operations in gradtrace's own rule tables."""
     exact = [Op(name, "exact", _summary(rule)) for name, rule in RULES.items()]
     return exact + [Op(name, "opened", _summary(rule)) for name, rule in OPENED.items()]
 
 
 def named(name: str) -> list[Op]:
-    """All overloads of an operation, or the one that is named."""
+    """All overloads of an operation, or the one overload named."""
     wanted = name.removeprefix("aten::").removeprefix("aten.").removesuffix(".default")
     every = dict(_overloads())
     found = [key for key in every if wanted in (key, key.partition(".")[0])]

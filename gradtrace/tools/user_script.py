@@ -1,4 +1,4 @@
-"""Python files of a user's own: imported, run, and named where something goes wrong in them."""
+"""Imports and runs a user's Python files; errors in them name the file and the line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from gradtrace.errors import GradtraceError
 
 @contextlib.contextmanager
 def running(path: Path, *, beside: bool = True) -> Iterator[None]:
-    """While a user's code runs: its folder can be imported from (unless ``beside`` is False), what
-    it prints is no result of ours, and what goes wrong in it is told with its line.
+    """Context in which a user's code runs.
+
+    Its folder is on ``sys.path`` (unless ``beside`` is False), its standard output goes to standard
+    error, so as not to mix with our results, and its errors are reported with their line.
     """
     folder = str(path.parent)
     if beside:
@@ -44,7 +46,7 @@ def blame(error: BaseException, path: Path) -> str:
 
 
 def imported(path: Path, name: str) -> ModuleType:
-    """The file as a module of this name, which should hide no other."""
+    """Import a file as a module of this name, which should not shadow another module."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise GradtraceError(f"{path.name} is not a Python script")

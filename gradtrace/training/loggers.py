@@ -1,7 +1,8 @@
-"""Where numbers go while a model trains: one small protocol, and what speaks others.
+"""Loggers that receive scalars during training: one protocol, and adapters for common ones.
 
-A logger has ``log(step, scalars)``. Taken as they are: functions of the same two, TensorBoard's
-``SummaryWriter``, Lightning's loggers, the module ``mlflow``, and runs of W&B; none is imported.
+A logger has ``log(step, scalars)``. Also accepted: functions of the same two arguments,
+TensorBoard's ``SummaryWriter``, Lightning's loggers, the module ``mlflow``, and W&B runs; none of
+these packages is imported.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ Log = Callable[[int, Mapping[str, float]], object]
 
 @runtime_checkable
 class Logger(Protocol):
-    """What results are handed to as they come."""
+    """Receives the scalars of each traced step."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> object:
-        """Take the numbers of a step."""
+        """Log the scalars of a step."""
 
 
 def adapted(logger: Any) -> Log:
-    """The function to call for a logger, whatever it speaks.
+    """A ``log(step, scalars)`` function for a logger of any accepted kind.
 
-    >>> heard = []
-    >>> adapted(lambda step, scalars: heard.append((step, scalars["loss"])))(3, {"loss": 0.5})
-    >>> heard
+    >>> logged = []
+    >>> adapted(lambda step, scalars: logged.append((step, scalars["loss"])))(3, {"loss": 0.5})
+    >>> logged
     [(3, 0.5)]
     """
     if callable(getattr(logger, "add_scalar", None)):
@@ -47,7 +48,7 @@ def adapted(logger: Any) -> Log:
 
 
 def _home(logger: Any) -> str:
-    """The package that a logger's class comes from, or the module's own name."""
+    """The top-level package of a logger's class, or of the logger itself if it is a module."""
     name = getattr(logger, "__name__", "") or type(logger).__module__
     return str(name).partition(".")[0]
 
@@ -58,7 +59,7 @@ def _one_by_one(writer: Any, step: int, scalars: Mapping[str, float]) -> None:
 
 
 class Loggers:
-    """Several loggers. One that fails is told of once, and training goes on."""
+    """Several loggers. One that fails is warned about once, and training goes on."""
 
     def __init__(self, loggers: Iterable[Any]) -> None:
         if isinstance(loggers, (str, bytes)) or not isinstance(loggers, Iterable):
@@ -72,11 +73,11 @@ class Loggers:
         return bool(self._all)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Hand the numbers to all."""
+        """Log the scalars with all loggers."""
         for logger, log in self._all:
             try:
                 log(step, scalars)
-            except Exception as error:  # whatever a service complains of
+            except Exception as error:  # a logging service may raise anything
                 if id(logger) not in self._failed:
                     self._failed.add(id(logger))
                     caution(

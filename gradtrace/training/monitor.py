@@ -1,4 +1,4 @@
-"""``Monitor``: which way gradient flows, now and then while a model trains."""
+"""``Monitor``: traces influence and gradient flow at intervals while a model trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gradtrace.tracing.components import Components, spelt
 from gradtrace.training import gathering, run_report
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Loggers
-from gradtrace.training.overhead_budget import LATER, Budget, told
+from gradtrace.training.overhead_budget import MAX_RUN_STEPS, Budget, deferral_message
 from gradtrace.training.run_report import StoredView
 from gradtrace.training.sampled_watch import SampledWatch, undisturbed
 
@@ -37,19 +37,19 @@ HOOKED = (
     "flow and influence are those before hooks"
 )
 
-FLUSH = 1_000
-"""After so many steps their times are written down, traced or not."""
+FLUSH_STEPS = 1_000
+"""Step times are written to the file at least every this many steps, traced or not."""
 
 
 class Scaler(Protocol):
-    """What ``torch.amp.GradScaler`` is here."""
+    """The part of ``torch.amp.GradScaler`` that is used here."""
 
     def get_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The factor that losses are multiplied by."""
 
 
 class Cost(NamedTuple):
-    """What monitoring took: how many traces, how many seconds, which share of training time."""
+    """The cost of monitoring: number of traces, seconds, and their share of training time."""
 
     traces: int
     seconds: float
@@ -61,7 +61,7 @@ class Cost(NamedTuple):
 
 
 class Monitor:
-    """Trace a training loop now and then: one line in the loop, before ``backward``.
+    """Trace a training loop at intervals: one line in the loop, before ``backward``.
 
     ::
 
@@ -76,23 +76,23 @@ class Monitor:
     Every ``every`` steps the influence of the model's modules (or of ``components``, as in
     ``trace.influence``) is measured with the paths of ``sample`` elements (None: of all), with the
     verdict on the gradient's flow and its norms. Other steps cost some microseconds. All traces
-    together take ``budget`` of training time at most (None: no bound): the next one is put off
-    until it can be afforded, which is said once, and ``history.skipped`` counts the steps that were
-    due. The first step is always traced. ``monitor.cost`` says what it took.
+    take at most ``budget`` of training time in total (None: no bound): the next one is deferred
+    until it is affordable, with one warning, and ``history.skipped`` counts the steps that were
+    due. The first step is always traced. ``monitor.cost`` is what tracing took so far.
 
-    Results go to the append-only ``file`` (a run that finds it there goes on with it, from step
-    ``start`` if given), to ``loggers`` (see ``gradtrace.training.loggers``), and into
-    ``monitor.history``; beside the file lies a view of a traced step, ``run.gradtrace``.
+    Results go to the append-only ``file`` (an existing file is continued, from step ``start`` if
+    given), to ``loggers`` (see ``gradtrace.training.loggers``), and into ``monitor.history``. A
+    view of a traced step is stored beside the file, as ``run.gradtrace``.
     ``monitor.report("run.html")`` writes them as a page, at any time.
 
-    A step is one of the optimiser: ``accumulate`` says how many backward passes it has, of which
-    the first is traced. Under ``torch.distributed`` each process traces its own part of the batch
-    and the first one writes the sum, as the others tell of theirs: no process waits for another,
-    and they may have different numbers of steps. Make a Monitor in every process, or say
-    ``distributed=False``.
-    Training is not disturbed: weights come out as without a Monitor, to the last bit, unless
-    kernels that cannot be opened have to be ``composed`` (on GPUs) or compiled modules run eagerly,
-    which they do in traced steps only.
+    A step is an optimiser step: ``accumulate`` is its number of backward passes, of which the first
+    is traced. Under ``torch.distributed`` each process traces its own part of the batch and sends
+    the result to rank 0, which writes the sum: no process waits for another, and they may have
+    different numbers of steps. Make a Monitor in every process, or pass ``distributed=False``.
+
+    Training is not disturbed: weights are bitwise the same as without a Monitor, unless fused
+    kernels have to be replaced by ``composed`` ones (on GPUs) or compiled modules run eagerly; both
+    happen in traced steps only.
 
     >>> import torch, gradtrace as gt
     >>> _ = torch.manual_seed(0)
@@ -127,11 +127,11 @@ class Monitor:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         _check(model, budget, rule)
-        for word, number in (("every", every), ("accumulate", accumulate), ("sample", sample)):
-            _positive(word, number)
+        for name, number in (("every", every), ("accumulate", accumulate), ("sample", sample)):
+            _positive(name, number)
         self.model = model
         self.every, self.accumulate = every, accumulate
-        self._how: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "sample": sample,
             "components": components,
             "rule": rule,
@@ -140,35 +140,39 @@ class Monitor:
         self._budget = Budget(budget, clock)
         self._shards = RankExchange(type(unwrapped(model)).__name__, distributed)
         self._gathering, self._number = self._opened(file, start, Loggers(loggers))
-        self._base: int | None = self._number  # of the numbers of steps; None if they were given
+        self._base: int | None = (
+            self._number
+        )  # number of the first step; None if steps were numbered by ``begin``
         self._page = report
         self._views = ViewCache(self._gathering.writer.path if self._gathering else None, view)
-        self._look = SampledWatch(model, composed, clock)
+        self._sampled = SampledWatch(model, composed, clock)
         self._process = os.getpid()
         self._due, self._micro = self._number, 0
-        self._steady = getattr(model, "_compiled_call_impl", None) is not None
+        self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
         self._ticked: float | None = None
         self._last: int | None = None  # the step that the last call was for
         self._times: list[float | None] = []
-        self._first = self._number  # of these times
+        self._first = self._number  # the step of the first of these times
         self._traces = 0
         self._traced_at = self._number  # the last traced step
-        self._ahead = 0  # how many steps before it the next trace is decided upon
-        self._announced = self._cautioned = self._unheard = False
+        self._lead_steps = (
+            0  # how many steps ahead the next trace is decided, so that all ranks know
+        )
+        self._announced = self._cautioned = self._disconnect_warned = False
         self._open = True
-        self._next_look()
+        self._decide_next()
         _OPEN.add(self)
 
     def _opened(
         self, file: str | os.PathLike[str] | None, start: int | None, loggers: Loggers
     ) -> tuple[Gathering | None, int]:
-        """The file, in the process that writes, and the number of the first step."""
+        """The file of the run (on rank 0, else None), and the number of the first step."""
         if not self._shards.first:
             return None, start or 0
         settings = {
             "model": type(unwrapped(self.model)).__name__,
-            **self._how,
-            "components": spelt(self._how["components"]),
+            **self._options,
+            "components": spelt(self._options["components"]),
         }
         try:
             if file is not None:
@@ -178,18 +182,18 @@ class Monitor:
             self._shards.close()
             raise
         found.base = found.writer.first
-        self._shards.tell({"first": found.base})
+        self._shards.send({"first": found.base})
         return found, found.base
 
     # The loop -----------------------------------------------------------------------------------
 
     def begin(self, step: int | None = None) -> None:
-        """A step begins, or one of its backward passes; ``step`` is its number.
+        """Begin a step, or one of its backward passes; ``step`` is the number of the step.
 
-        Needed only where the model itself is not called (its parts are), where the loss function is
+        Needed only where submodules are called and not the model itself, where the loss function is
         compiled too, or where steps have numbers of their own, as in a callback.
         """
-        self._alive()
+        self._require_open()
         if os.getpid() != self._process:
             return
         if step is not None:
@@ -197,108 +201,112 @@ class Monitor:
         if step is not None and step != self._number:
             again = step == self._last
             self._number, self._micro = step, 1 if again else 0
-            self._next_look()
-        self._steady = True
-        if self._look.wanted:
-            self._look.open()
+            self._decide_next()
+        self._open_explicitly = True
+        if self._sampled.wanted:
+            self._sampled.open()
 
     def step(self, loss: Tensor, *, scale: float | Scaler = 1.0) -> StepRecord | None:
-        """Hand over the loss of this backward pass, before ``backward``; the record, if traced.
+        """Call with the loss of this backward pass, before ``backward``; the record, if traced.
 
         ``scale`` is what the loss was multiplied by (``GradScaler.scale``, 1/k where gradients of k
-        passes are added up), as a number or as the scaler: losses and gradients are told without
-        it. Influence does not depend on it. Of several processes, each gets what it found itself.
+        passes are accumulated), as a number or as the scaler: losses and gradients are reported
+        without it. Influence does not depend on it. Each of several processes gets the record of
+        its own part of the batch.
         """
         now = self._budget.clock()
-        self._alive()
+        self._require_open()
         if os.getpid() != self._process:
-            return None  # a copy of the Monitor, in a process that was forked
+            return None  # a copy of the Monitor in a forked process
         took = self._tick(now) if self._micro == 0 and self._number != self._last else None
         self._last = self._number
-        record = self._traced(loss, scale, now, took) if self._look.wanted else None
+        record = self._traced(loss, scale, now, took) if self._sampled.wanted else None
         self._advance()
         return record
 
     def pause(self) -> None:
-        """Something else than a step happens now, such as an evaluation: do not time this step.
+        """Leave this step out of the timing, because of an evaluation, for example.
 
-        Evaluations that call the model itself without gradients are seen without it.
+        Evaluations that call the model itself without gradients are detected automatically.
         """
-        self._look.idle = True
+        self._sampled.idle = True
 
-    def _alive(self) -> None:
+    def _require_open(self) -> None:
         if not self._open:
             raise GradtraceError("this Monitor is closed; make another one to go on")
 
     def _tick(self, now: float) -> float | None:
-        """Note how long the step before took."""
-        took = self._budget.tick(now, self._ticked, clean=not self._look.idle)
+        """Record how long the previous step took; ``now`` is when this one began."""
+        took = self._budget.tick(now, self._ticked, clean=not self._sampled.idle)
         if self._last is not None:
             if self._first + len(self._times) != self._last:
                 self._flush()
                 self._first = self._last
             self._times.append(took)
-            if len(self._times) >= FLUSH:
+            if len(self._times) >= FLUSH_STEPS:
                 self._flush()
-        self._ticked, self._look.idle = now, False
+        self._ticked, self._sampled.idle = now, False
         return took
 
     def _advance(self) -> None:
-        """On to the next backward pass."""
+        """Advance to the next backward pass."""
         self._micro += 1
         if self._micro >= self.accumulate:
             self._micro = 0
             self._number += 1
-        self._next_look()
+        self._decide_next()
 
-    def _next_look(self) -> None:
-        """Whether the coming backward pass is to be traced."""
-        look = self._look
-        look.wanted = False
-        if self._shards.line is not None:
-            self._listen(self._shards.line)
-        if self._micro or self._number < self._due - self._ahead:
+    def _decide_next(self) -> None:
+        """Decide whether the next backward pass is to be traced."""
+        sampled = self._sampled
+        sampled.wanted = False
+        if self._shards.thread is not None:
+            self._listen(self._shards.thread)
+        if self._micro or self._number < self._due - self._lead_steps:
             return
         if self._traces and self._budget.share is not None and self._shards.first:
             self._plan()
-        look.wanted = self._number >= self._due
-        if look.wanted and self._steady:
-            look.open()
+        sampled.wanted = self._number >= self._due
+        if sampled.wanted and self._open_explicitly:
+            sampled.open()
 
     def _plan(self) -> None:
-        """Put the next trace off until it can be afforded, and say when it will be."""
+        """Defer the next trace until it is affordable, and send its step to the other processes."""
         wait = self._budget.wait()
-        if wait > self._ahead or not self._ahead:
+        if wait > self._lead_steps or not self._lead_steps:
             self._due = max(self._due, self._number + wait)
             if wait and self._number >= self._traced_at + self.every:
-                self._put_off()
+                self._warn_deferred()
         elif not self._announced:
-            self._due = max(self._due, self._number + self._ahead)
+            self._due = max(self._due, self._number + self._lead_steps)
             self._announced = True
-            self._shards.tell({"due": self._due - (self._base or 0)})
+            self._shards.send({"due": self._due - (self._base or 0)})
 
-    def _put_off(self) -> None:
+    def _warn_deferred(self) -> None:
         if not self._cautioned and not math.isnan(self._budget.typical):
             self._cautioned = True
-            caution(told(self._budget, self.every, self._traced_at + self.every), stacklevel=5)
-
-    def _listen(self, line: RankThread) -> None:
-        """Take what other processes have told."""
-        if line.failed and not self._unheard:
-            self._unheard = True
             caution(
-                f"process {self._shards.rank} cannot reach the others any more ({line.failed}); "
+                deferral_message(self._budget, self.every, self._traced_at + self.every),
+                stacklevel=5,
+            )
+
+    def _listen(self, thread: RankThread) -> None:
+        """Take the messages of other processes; warn once if they cannot be reached."""
+        if thread.failed and not self._disconnect_warned:
+            self._disconnect_warned = True
+            caution(
+                f"process {self._shards.rank} cannot reach the others any more ({thread.failed}); "
                 "training goes on, and what they find is not added up",
                 stacklevel=5,
             )
-        if not line.inbox:
+        if not thread.inbox:
             return
         if self._gathering is not None:
             begun = self._budget.clock()
             self._gathering.pump()
             self._budget.spend(self._budget.clock() - begun)
             return
-        for _, message in line.heard():
+        for _, message in thread.received():
             if "first" in message and self._base is not None:
                 more = message["first"] - self._base
                 self._base += more
@@ -308,9 +316,9 @@ class Monitor:
                 self._traced_at += more
                 self._last = None if self._last is None else self._last + more
             if "due" in message:
-                # One that has passed is made up for at once: processes may be at different steps.
+                # A step that has passed is traced now: processes may be at different steps.
                 self._due = max(self._number, message["due"] + (self._base or 0))
-        line.eager = self._budget.share is not None  # else there is nothing more to come
+        thread.eager = self._budget.share is not None  # otherwise no message will follow
 
     # A traced step ------------------------------------------------------------------------------
 
@@ -318,85 +326,95 @@ class Monitor:
         self, loss: Tensor, scale: float | Scaler, now: float, took: float | None
     ) -> StepRecord | None:
         try:
-            watched = self._look.take()
+            watched = self._sampled.take()
             if watched is None:
-                self._steady, self._due = True, self._number + 1  # the model itself is not called
+                self._open_explicitly, self._due = (
+                    True,
+                    self._number + 1,
+                )  # the model itself is not called
                 return None
-            trace, look = self._looked(loss, scale, watched)
-            self._refused(look)
+            trace, result = self._result_of(loss, scale, watched)
+            self._raise_or_warn(result)
             self._note_skipped()
             self._traces += 1
             self._traced_at = self._number
             self._due = self._number + self.every
             self._announced = False
-            record = self._told(look, trace, now, took)
+            record = self._publish(result, trace, now, took)
             self._schedule()
             return record
         finally:
-            self._look.seconds = 0.0
+            self._sampled.seconds = 0.0
 
-    def _looked(
+    def _result_of(
         self, loss: Tensor, scale: float | Scaler, watched: watch
     ) -> tuple[Trace | None, StepResult]:
-        """What this process finds. The first time errors are the caller's; later ones are told."""
+        """The trace and the result of this process; errors are stored in the result.
+
+        ``_raise_or_warn`` raises an error of the first trace, and warns of later ones.
+        """
         value, by = math.nan, 1.0
         try:
             value, by = _value(loss), _scale(scale)
             with undisturbed(self.model) as silence:
-                trace, found = self._found(loss, watched)
+                trace, found = self._measured(loss, watched)
             if silence.hooked:
                 found = replace(found, note=HOOKED)
             return trace, unscaled(replace(found, loss=value, scale=by))
         except NonFinite as error:
             return None, StepResult(value / by, by, note=str(error))
-        except Exception as error:  # whatever it is, it must not end a long training
+        except Exception as error:  # no error of tracing may end a long training run
             note = f"{type(error).__name__}: {error}"
             return None, StepResult(value / by, by, note=note, error=error)
 
-    def _found(self, loss: Tensor, watched: watch) -> tuple[Trace, StepResult]:
-        how = self._how
-        trace = watched.trace(loss, rule=how["rule"])
+    def _measured(self, loss: Tensor, watched: watch) -> tuple[Trace, StepResult]:
+        options = self._options
+        trace = watched.trace(loss, rule=options["rule"])
         if trace.gradients.keys().isdisjoint(name for name, _ in named_parameters(self.model)):
             raise GradtraceError(
                 f"no parameter of the {type(unwrapped(self.model)).__name__} that is monitored "
                 "takes part in this loss; pass the loss of the model that Monitor was made with, "
                 "computed from its output without detach() and with parameters that require grad"
             )
-        table = trace.influence(how["components"], sample=how["sample"], seed=how["seed"])
+        table = trace.influence(
+            options["components"], sample=options["sample"], seed=options["seed"]
+        )
         flow = trace.flow()
         return trace, StepResult(0.0, 1.0, table, flow.verdict, _norms(flow))
 
-    def _refused(self, look: StepResult) -> None:
-        """Raise what went wrong at the first trace; later, training goes on with a warning."""
-        if look.error is None:
+    def _raise_or_warn(self, result: StepResult) -> None:
+        """Raise the error of a failed first trace; of later traces, warn and let training go on."""
+        if result.error is None:
             return
         if not self._traces:
-            if isinstance(look.error, GradtraceError):
+            if isinstance(result.error, GradtraceError):
                 where = f"process {self._shards.rank}: " if self._shards.world > 1 else ""
-                raise type(look.error)(f"{where}{look.error}") from look.error
-            raise look.error
+                raise type(result.error)(f"{where}{result.error}") from result.error
+            raise result.error
         caution(
-            f"step {self._number:,} could not be traced ({look.note}); training goes on",
+            f"step {self._number:,} could not be traced ({result.note}); training goes on",
             stacklevel=4,
         )
 
-    def _told(
-        self, look: StepResult, trace: Trace | None, now: float, took: float | None
+    def _publish(
+        self, result: StepResult, trace: Trace | None, now: float, took: float | None
     ) -> StepRecord:
-        """Write down what was found, or tell it to the process that writes."""
+        """Write the result to the file, or send it to rank 0; and account for the time it took."""
         budget = self._budget
         slowed = budget.slowed(took)
-        budget.spend(self._look.seconds + slowed, within=False)
+        budget.spend(self._sampled.seconds + slowed, within=False)
         seconds = budget.clock() - now
         budget.spend(seconds)
-        budget.last = seconds + self._look.seconds + slowed
-        look = replace(look, error=None, seconds=budget.last, share=budget.ratio)
+        budget.last = seconds + self._sampled.seconds + slowed
+        result = replace(result, error=None, seconds=budget.last, share=budget.ratio)
         begun = budget.clock()
         if self._gathering is None:
-            record = merged(self._number, {0: look}, 1)
-            self._shards.tell({"look": look.to_dict(), **self._placed("step", self._number)})
+            record = merged(self._number, {0: result}, 1)
+            self._shards.send(
+                {"result": result.to_dict(), **self._step_field("step", self._number)}
+            )
         else:
-            record = self._gathering.own(self._number, look)
+            record = self._gathering.add_own(self._number, result)
             self._flush()
         written = budget.clock()
         budget.last += written - begun
@@ -405,26 +423,26 @@ class Monitor:
         budget.spend(budget.clock() - begun)
         return record
 
-    def _placed(self, word: str, step: int) -> dict[str, Any]:
-        """A step as the first process understands it."""
+    def _step_field(self, field: str, step: int) -> dict[str, Any]:
+        """A message field with a step number, as rank 0 expects it: relative, or absolute."""
         if self._base is None:
-            return {word: step, "absolute": True}
-        return {word: step - self._base}
+            return {field: step, "absolute": True}
+        return {field: step - self._base}
 
     def _schedule(self) -> None:
-        """See when the next trace has to be decided upon, and by whom."""
+        """Set how many steps ahead rank 0 decides on the next trace; other ranks wait for it."""
         if self._shards.world == 1 or self._budget.share is None:
             return
         if not self._shards.first:
-            self._due = LATER  # until the first process says
+            self._due = MAX_RUN_STEPS  # until rank 0 sends the step
             return
         typical = self._budget.typical
-        self._ahead = (
+        self._lead_steps = (
             2 if math.isnan(typical) else 1 + math.ceil(self._shards.lead / (typical or 1))
         )
 
     def _note_skipped(self) -> None:
-        """Write down how many steps were due since the last trace and not traced."""
+        """Write how many steps were due since the last trace and not traced."""
         share = self._budget.share
         if self._gathering is None or share is None or not self._traces:
             return
@@ -438,18 +456,16 @@ class Monitor:
         self._first += len(self._times)
         self._times = []
 
-    # What came out ------------------------------------------------------------------------------
+    # Results ------------------------------------------------------------------------------------
 
     @property
     def cost(self) -> Cost:
-        """What monitoring has taken so far."""
+        """The cost of monitoring so far."""
         return Cost(self._traces, self._budget.spent, self._budget.used)
 
     @property
     def history(self) -> History:
-        """What was found so far; in the process that writes, and of other processes what they have
-        told.
-        """
+        """The results so far, on rank 0; with those that other processes have sent by now."""
         if self._gathering is None:
             raise GradtraceError("the first process (rank 0) has the history of this run")
         if self._open:
@@ -458,8 +474,8 @@ class Monitor:
         return self._gathering.read()
 
     def report(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
-        """Write a page with influence over training, loss, time per step and the last view kept;
-        at any time, while training goes on.
+        """Write an HTML page with influence over training, loss, time per step and the last stored
+        view. Can be called at any time, also during training.
         """
         run_report.write_report(self.history, self._views.last(), path, name)
 
@@ -469,7 +485,7 @@ class Monitor:
     # The end ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Monitor:
-        self._alive()
+        self._require_open()
         return self
 
     def __exit__(
@@ -481,17 +497,17 @@ class Monitor:
         self.close("" if kind is None else kind.__name__)
 
     def close(self, error: str = "") -> None:
-        """Write what is left with the end mark, and leave the model as it was."""
+        """Write what is unwritten and the end line, and stop listening to the model."""
         if not self._open:
             return
         self._open = False
         _OPEN.discard(self)
-        self._look.remove()
+        self._sampled.remove()
         if os.getpid() != self._process:
-            return  # the file is that of the process this one was forked from
+            return  # the file belongs to the process this one was forked from
         if self._gathering is None:
-            self._shards.tell(self._placed("end", self._number))
-            self._shards.close(gathering.GRACE)
+            self._shards.send(self._step_field("end", self._number))
+            self._shards.close(gathering.GRACE_SECONDS)
             return
         self._flush()
         self._note_skipped()
@@ -501,7 +517,9 @@ class Monitor:
 
 
 def _written_page(found: Gathering, views: ViewCache, path: str | os.PathLike[str] | None) -> None:
-    """Write the report that was asked for. What comes after training matters more than it."""
+    """Write the report to ``path``, if given. An error becomes a warning: what the program does
+    after training matters more.
+    """
     if path is None:
         return
     try:
@@ -511,9 +529,7 @@ def _written_page(found: Gathering, views: ViewCache, path: str | os.PathLike[st
 
 
 class ViewCache:
-    """A view of a traced step, in a file beside that of the run, or in memory; later ones replace
-    it.
-    """
+    """The latest view of a traced step, in a file beside the run's file, or in memory."""
 
     def __init__(self, run: Path | None, wanted: bool) -> None:
         self.path = None if run is None else run_report.beside(run)
@@ -522,7 +538,7 @@ class ViewCache:
         self._cost: float | None = None
 
     def keep(self, trace: Trace, step: int, budget: Budget) -> None:
-        """Make a view of a trace: of the first, and of others that can be afforded."""
+        """Store a view of a trace: of the first one, and of later ones that are affordable."""
         if not self._wanted or (self._cost is not None and budget.wait(self._cost)):
             return
         begun = budget.clock()
@@ -532,13 +548,13 @@ class ViewCache:
                 self._seen = found
             else:
                 run_report.keep(self.path, found)
-        except Exception as error:  # whatever it is, it must not end a long training
+        except Exception as error:  # no error of a view may end a long training run
             self._wanted = False
             caution(f"no view was kept: {error}; training goes on", stacklevel=6)
         self._cost = budget.clock() - begun
 
     def last(self) -> StoredView | None:
-        """The last one."""
+        """The stored view, if there is one."""
         return self._seen if self.path is None else run_report.kept(self.path)
 
 
@@ -547,17 +563,17 @@ _OPEN: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """At the end of the program, which an error may have brought about."""
+    """Close all open Monitors at program exit, which may be due to an error."""
     error = getattr(sys, "last_type", None)
     for monitor in list(_OPEN):
         try:
             monitor.close("" if error is None else error.__name__)
-        except Exception as failed:  # the program's own end is what counts
+        except Exception as failed:  # must not replace the program's own exit
             print(f"gradtrace: a Monitor was not closed: {failed}", file=sys.stderr)
-    gathering.end_all(gathering.GRACE)
+    gathering.end_all(gathering.GRACE_SECONDS)
 
 
-# What is found ------------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 def _norms(flow: Flow) -> dict[str, Norms]:
@@ -595,7 +611,7 @@ def _check(model: nn.Module, budget: float | None, rule: str) -> None:
         raise GradtraceError(f"rule is 'greedy' or 'viterbi', not {rule!r}")
 
 
-def _positive(word: str, number: int | None) -> None:
-    allowed = number is None and word == "sample"
+def _positive(name: str, number: int | None) -> None:
+    allowed = number is None and name == "sample"
     if not allowed and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-        raise GradtraceError(f"{word} is a whole number from 1 on, not {number!r}")
+        raise GradtraceError(f"{name} is a whole number from 1 on, not {number!r}")

@@ -1,4 +1,4 @@
-"""How much of a loop's time may go into watching it."""
+"""The overhead budget: which share of a training loop's time tracing may take."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ from math import ceil, inf, nan
 from statistics import median
 from time import perf_counter
 
-RECENT = 101
-"""So many steps tell how long one takes."""
+RECENT_STEPS = 101
+"""The typical step time is the median of this many recent steps."""
 
-MOST = 10
-"""The slow-down of a watched step counts up to so many steps; more is something else, such as an
-evaluation."""
+MAX_SLOWDOWN_STEPS = 10
+"""The slow-down of a watched step is counted up to this many typical steps; anything longer has
+another cause, such as an evaluation."""
 
 
 class Budget:
-    """Measures a loop and what watching it takes, and says when the next look can be afforded.
+    """Measures a training loop and its tracing overhead, and says when a trace is affordable.
 
-    ``spent`` are the seconds that looks took; ``total`` those since the first step; training is the
-    rest. A look that is expected to take as long as the last one is affordable once
-    ``spent + last <= share * training``. The first look is always taken.
+    ``spent`` is the seconds that traces took, ``total`` the seconds since the first step began, and
+    ``training = total - spent``. A trace is expected to take as long as the last one; it is
+    affordable once ``spent + last <= share * training``. The first trace is always taken.
     """
 
     def __init__(self, share: float | None, clock: Callable[[], float] = perf_counter) -> None:
         self.share, self.clock = share, clock
         self.spent = 0.0
         self.last = 0.0
-        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._begun: float | None = None
-        self._steps = 0  # that have come to their end
+        self._steps = 0  # finished steps
         self._open: float | None = None  # since when time is being spent
-        self._own = 0.0  # spent since the last step began
+        self._own = 0.0  # seconds spent since the last step began
 
     # Steps ---------------------------------------------------------------------------------------
 
     def tick(self, now: float, before: float | None, clean: bool = True) -> float | None:
-        """A step begins; how long the one before took, without what was spent in it. None if there
-        was none, or if something else than a step happened in it, so that it is not ``clean``.
+        """Begin a step at time ``now``; the seconds that the previous one took, without tracing.
+
+        ``before`` is when the previous step began. None if there was none, or if it was not
+        ``clean``: something other than a training step happened in it.
         """
         own, self._own = self._own, 0.0
         if self._begun is None:
@@ -53,19 +55,22 @@ class Budget:
 
     @property
     def typical(self) -> float:
-        """Seconds that a step takes; NaN if nobody knows."""
+        """The median seconds of recent steps; NaN before any was measured."""
         return median(self.recent) if self.recent else nan
 
     def slowed(self, seconds: float | None) -> float:
-        """What being watched added to a step that took so long, as far as one can tell."""
+        """An estimate of the seconds that being watched added to a step that took ``seconds``."""
         if seconds is None or len(self.recent) < 3:
             return 0.0
-        return min(max(0.0, seconds - self.typical), MOST * self.typical)
+        return min(max(0.0, seconds - self.typical), MAX_SLOWDOWN_STEPS * self.typical)
 
     # Spending ------------------------------------------------------------------------------------
 
     def spend(self, seconds: float, within: bool = True) -> None:
-        """So much went into watching; ``within`` the time between two ticks, not yet taken off."""
+        """Count seconds as overhead.
+
+        ``within``: they fall between two ticks, so the next tick has to subtract them.
+        """
         self.spent += seconds
         if within:
             self._own += seconds
@@ -77,22 +82,22 @@ class Budget:
 
     @property
     def training(self) -> float:
-        """Seconds since then that were not spent."""
+        """Seconds since the first step began, without overhead."""
         return max(0.0, self.total - self.spent)
 
     @property
     def used(self) -> float:
-        """The share of training time that was spent; NaN if no time of training has passed."""
+        """Overhead as a share of training time; NaN before the first step has ended."""
         return self.ratio if self._steps and self.training else nan
 
     @property
     def ratio(self) -> float:
-        """The same at any time; infinite in the first step, if there was no training time yet."""
+        """Like ``used``, but at any time; infinite while there was overhead and no training."""
         training = self.training
         return self.spent / training if training else (inf if self.spent else nan)
 
     def wait(self, cost: float | None = None) -> int:
-        """In how many steps a look that takes ``cost`` (or as long as the last) is affordable."""
+        """In how many steps a trace of ``cost`` seconds (default: of the last) is affordable."""
         if self.share is None:
             return 0
         cost = self.last if cost is None else cost
@@ -101,15 +106,21 @@ class Budget:
         if missing <= 0:
             return 0
         if each != each:
-            return 1  # too early to tell: look again
-        return ceil(missing / each) if missing < each * LATER else LATER
+            return 1  # no step was timed yet: ask again at the next one
+        return ceil(missing / each) if missing < each * MAX_RUN_STEPS else MAX_RUN_STEPS
 
 
-def told(budget: Budget, every: int, step: int) -> str:
+def deferral_message(budget: Budget, every: int, step: int) -> str:
     """Why a step that was due is not traced, and what would change that."""
     share = budget.share or 1.0
-    rate = max(1, ceil(budget.last / (share * budget.typical))) if budget.typical > 0 else LATER
-    often = f"so about one in {rate:,} is affordable" if rate < LATER else "which is too little"
+    rate = (
+        max(1, ceil(budget.last / (share * budget.typical)))
+        if budget.typical > 0
+        else MAX_RUN_STEPS
+    )
+    often = (
+        f"so about one in {rate:,} is affordable" if rate < MAX_RUN_STEPS else "which is too little"
+    )
     return (
         f"step {step:,} was due (every={every:,}) and is not traced yet: a trace takes "
         f"{budget.last:.2g} s, a step {budget.typical:.2g} s, and traces may take {share:g} of "
@@ -118,5 +129,5 @@ def told(budget: Budget, every: int, step: int) -> str:
     )
 
 
-LATER = 1 << 40
-"""More steps than any run has."""
+MAX_RUN_STEPS = 1 << 40
+"""More steps than any run has, for "never"."""

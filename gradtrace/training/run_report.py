@@ -1,4 +1,4 @@
-"""Reports of training runs: the file of a run, and the view of a traced step beside it."""
+"""Reports of training runs, from a run's file and the view of a traced step stored beside it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ VIEW = "view"
 
 
 class StoredView(NamedTuple):
-    """What a report shows of a traced step."""
+    """The view of a traced step that a report shows."""
 
     step: int
     view: View
 
 
 def beside(run: str | os.PathLike[str]) -> Path:
-    """Where the view of a run lies: ``run.gradtrace`` beside ``run.jsonl``."""
+    """The path of a run's view: ``run.gradtrace`` beside ``run.jsonl``."""
     return Path(run).expanduser().with_suffix(".gradtrace")
 
 
 def seen(trace: Trace, step: int, sample: int = 1000) -> StoredView:
-    """A view of a trace, which is no longer needed after it."""
+    """A view of a trace; it does not keep the trace alive."""
     return StoredView(step, trace._view(sample))
 
 
 def keep(path: str | os.PathLike[str], found: StoredView) -> None:
-    """Write a view, in place of an older one; the file is whole at any time."""
+    """Write a view to a file, replacing an older one atomically."""
     container.write(path, KIND, {"step": found.step}, {VIEW: saved(found.view)})
 
 
 def kept(path: str | os.PathLike[str]) -> StoredView | None:
-    """The view in a file; None if there is no file."""
+    """Read the view in a file; None if the file does not exist."""
     try:
         with container.about(path):
             contents = container.read(path, KIND, schemas.VIEW)
@@ -55,7 +55,7 @@ def kept(path: str | os.PathLike[str]) -> StoredView | None:
 def write_report(
     run: History, view: StoredView | None, path: str | os.PathLike[str], name: str | None = None
 ) -> None:
-    """Write a page with influence over a run, its time per step, and the view."""
+    """Write an HTML page with influence over a run, its time per step, and the view."""
     model = str(run.header.get("settings", {}).get("model", "training"))
     called = name or model
     views = [] if view is None else [view.view]
@@ -66,7 +66,7 @@ def write_report(
 def report_run(
     run: str | os.PathLike[str], path: str | os.PathLike[str], name: str | None = None
 ) -> History:
-    """Write the page of a run's file, with the view beside it; the run may go on."""
+    """Write the HTML page of a run's file and its view; the run may still be going on."""
     found = history.read(run)
     write_report(found, kept(beside(run)), path, name)
     return found

@@ -1,4 +1,4 @@
-"""Opens a watch in those forward passes of a training loop that are to be traced."""
+"""Opens a watch only in the forward passes of a training loop that are to be traced."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from gradtrace.pytorch.module_calls import Listener, listen
 from gradtrace.pytorch.side_effects import restored, same_draws, undoing
 from gradtrace.session import unwrapped, watch
 
-MANY = 1 << 20
-"""A watch that has noted so many module calls is replaced: none of them led to a step."""
+MAX_NOTED_CALLS = 1 << 20
+"""A watch that has recorded more module calls than this is replaced: none of them led to a step."""
 
 
 class SampledWatch:
-    """Is told of the forward passes of a model, whose attributes stay as they are.
+    """Listens to the forward passes of a model, without changing the model's attributes.
 
-    While ``wanted``, a forward pass that builds a graph is watched from its start to its end;
-    ``open`` watches from now on until ``take``. ``idle`` is set by passes without a graph, such as
-    an evaluation.
+    While ``wanted``, a forward pass that builds a graph is watched from its start to its end.
+    ``open`` watches from the call on, until ``take``. ``idle`` is set by passes without a graph,
+    such as those of an evaluation.
     """
 
     def __init__(self, model: nn.Module, composed: bool | None, clock: Callable[[], float]) -> None:
         self.model = model
         self.wanted = self.idle = False
-        self.seconds = 0.0  # that opening and closing took
+        self.seconds = 0.0  # spent opening and closing watches
         self._composed, self._clock = composed, clock
         self._watch: watch | None = None
         self._open = False
-        self._steady = False  # opened by ``open``
+        self._explicit = False  # opened by ``open``
         self._depth = 0
-        self._end = weakref.finalize(self, listen(Relay(self), [model]))
+        self._unlisten = weakref.finalize(self, listen(Relay(self), [model]))
 
     def enter(self, module: nn.Module) -> bool:
-        """A forward pass begins; whether ``leave`` is to be told of its end."""
+        """Called when a forward pass begins; whether ``leave`` is to be called at its end."""
         if not torch.is_grad_enabled():
             self.idle = True
             return False
-        if not self.wanted or self._steady or backward_runs():
+        if not self.wanted or self._explicit or backward_runs():
             return False
         if self._depth:
-            self._depth += 1  # a pass within a pass
+            self._depth += 1  # a nested forward pass
         else:
             self._start(module)
         return True
 
     def _start(self, module: nn.Module) -> None:
         begun = self._clock()
-        self._stop()
-        self._begin()
+        self._close_watch()
+        self._open_watch()
         assert self._watch is not None
         self._depth = 1
         if unwrapped(module) is module:
@@ -63,76 +63,77 @@ class SampledWatch:
         self.seconds += self._clock() - begun
 
     def leave(self) -> None:
-        """A forward pass ends."""
+        """Called when a watched forward pass ends."""
         self._depth -= 1
         if self._depth == 0:
             begun = self._clock()
-            self._stop()
+            self._close_watch()
             self.seconds += self._clock() - begun
 
     def open(self) -> None:
-        """Watch from now on."""
+        """Watch from now on, until ``take``."""
         begun = self._clock()
-        self._stop()
-        self._begin()
-        self._steady = True
+        self._close_watch()
+        self._open_watch()
+        self._explicit = True
         self.seconds += self._clock() - begun
 
     def take(self) -> watch | None:
-        """What was watched since the last time, if anything was; the model is free of it."""
-        self._stop()
+        """The watch since the last call, closed; None if no forward pass was watched."""
+        self._close_watch()
         found, self._watch = self._watch, None
         return found
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Close the watch and stop listening to the model."""
         self.take()
-        self._end()
+        self._unlisten()
 
-    def _begin(self) -> None:
-        if self._watch is None or len(self._watch.name_table.starts) > MANY:
-            self._watch = watch(self.model, composed=self._apart())
+    def _open_watch(self) -> None:
+        if self._watch is None or len(self._watch.name_table.starts) > MAX_NOTED_CALLS:
+            self._watch = watch(self.model, composed=self._use_composed())
         self._watch.__enter__()
         self._open = True
 
-    def _apart(self) -> bool:
-        """Whether kernels are to be composed: on a CPU they can be opened as they are."""
+    def _use_composed(self) -> bool:
+        """Whether to replace fused kernels by composed ones: needed on other devices than a CPU."""
         if self._composed is None:
             return any(tensor.device.type != "cpu" for tensor in self.model.parameters())
         return self._composed
 
-    def _stop(self) -> None:
-        self._depth, self._steady = 0, False
+    def _close_watch(self) -> None:
+        self._depth, self._explicit = 0, False
         if self._open and self._watch is not None:
             self._open = False
             self._watch.__exit__(None, None, None)
 
 
 class Relay(Listener):
-    """Tells a lookout, and does not keep it alive."""
+    """Forwards module calls to a ``SampledWatch``, holding only a weak reference to it."""
 
-    def __init__(self, lookout: SampledWatch) -> None:
-        self._lookout = weakref.ref(lookout)
+    def __init__(self, sampled: SampledWatch) -> None:
+        self._sampled = weakref.ref(sampled)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> SampledWatch | None:
-        """A forward pass begins."""
-        lookout = self._lookout()
-        return lookout if lookout is not None and lookout.enter(module) else None
+        """Called when a forward pass begins."""
+        sampled = self._sampled()
+        return sampled if sampled is not None and sampled.enter(module) else None
 
     def leave(self, entered: SampledWatch | None, result: Any) -> None:
-        """It ends."""
+        """Called when the forward pass ends."""
         if entered is not None:
             entered.leave()
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
-    """Within, tracing cannot be noticed by training: random numbers, tensors and the attributes of
-    modules are as before after it, no mixed precision applies to it, and hooks on gradients do not
-    run.
+    """Within this context, tracing has no side effects on training.
+
+    The state of random number generators, tensors and the attributes of modules are restored
+    afterwards, autocast is disabled, and hooks on gradients do not run.
 
     Checkpointed parts of a model run again when they are traced: batch norms would count the batch
-    once more, and a dropout without ``preserve_rng_state`` would draw.
+    once more, and a dropout without ``preserve_rng_state`` would draw random numbers.
     """
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     kinds = {"cpu", *(device.type for device in devices)}

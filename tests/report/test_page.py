@@ -104,7 +104,7 @@ def test_names_are_never_markup(tmp_path: Path, name: str) -> None:
 
 
 def test_a_title_is_cut(tmp_path: Path) -> None:
-    assert page.filled(FRAME, "x" * 500, "").count("x") == page.LONGEST - 1
+    assert page.filled(FRAME, "x" * 500, "").count("x") == page.TITLE_MAX_CHARS - 1
 
 
 @pytest.mark.parametrize("name", ["</script>.html", "a b'\".html", "🙂.html"])
@@ -265,12 +265,12 @@ def test_a_trace_in_a_notebook(tmp_path: Path, name: str) -> None:
 def test_a_large_report_in_a_notebook_has_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trace()
     whole = made._repr_html_()
-    monkeypatch.setattr(inline, "MOST", len(framed(whole)) - 1)
+    monkeypatch.setattr(inline, "PAGE_MAX_CHARS", len(framed(whole)) - 1)
     data = decoded(re.findall(r"<script>(.*)</script>", framed(made._repr_html_()))[0])
     (told,) = data["traces"]
     assert told["forest"]["next"] == [] and any("left out" in note for note in told["notes"])
     assert {start for leaf in told["leaves"] for start in leaf["map"]["start"]} <= {-1, -2}
-    monkeypatch.setattr(inline, "MOST", 100)
+    monkeypatch.setattr(inline, "PAGE_MAX_CHARS", 100)
     assert "too large for a notebook" in made._repr_html_()
 
 

@@ -1,5 +1,5 @@
-"""What runs experiments: what one is, its journal, processes and machines, results and pages.
+"""The harness of experiments: their interface, journal, worker processes, results and pages.
 
-``gradtrace.experiments`` holds those of the sources; a file of your own that follows
+``gradtrace.experiments`` has the experiments of the sources; a user's file with the interface in
 ``gradtrace.experiments.harness.findings`` is run by the same command.
 """

@@ -1,9 +1,9 @@
-"""A digest of the code that measures a cell: rows of other code are not rows of this experiment.
+"""A digest of the code that measures a cell, so that rows of other code are not used.
 
-Code is read, not run. What counts is ``measure`` and all that it refers to: in its module, in
-modules beside the file, in ``gradtrace.experiments`` with its harness, and the versions of
-gradtrace and torch. Comments, docstrings and ``conclude`` do not count, so a text or a figure
-can be changed without measuring again.
+Code is parsed, not run. The digest covers ``measure`` and everything that it refers to in its
+module, in modules beside the file and in ``gradtrace.experiments`` with its harness, and the
+versions of gradtrace and torch. Comments, docstrings and ``conclude`` do not count, so a text or a
+figure can be changed without measuring again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def code(source: ExperimentSource) -> str:
 
 
 def refresh(source: ExperimentSource) -> None:
-    """See that the code of a file that was edited since it was loaded is loaded again."""
+    """Reload the code of a user's file if it was edited since it was loaded."""
     if not source.own:
         return
     found = _found(source)
@@ -84,7 +84,7 @@ def _home(source: ExperimentSource) -> CodeLocation:
 
 
 def _follow(place: CodeLocation, name: str, found: dict[tuple[str, str], str]) -> None:
-    """Add what defines a name in a module, and all that this refers to."""
+    """Add the definition of a name in a module, and everything that it refers to."""
     waiting = [(place, name)]
     while waiting:
         at, wanted = waiting.pop()
@@ -107,7 +107,7 @@ def _follow(place: CodeLocation, name: str, found: dict[tuple[str, str], str]) -
 
 @cache
 def _parsed(file: Path) -> list[ast.stmt]:
-    """The statements of a file without docstrings; none if it cannot be imported either."""
+    """The statements of a file without docstrings; none if it cannot be parsed."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -124,7 +124,7 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def _defined(statement: ast.stmt) -> list[str]:
-    """The names that a statement defines; none if it is there for what it does."""
+    """The names that a statement defines; none if it is there for its side effects."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return [statement.name]
@@ -151,7 +151,7 @@ def _used(statement: ast.stmt) -> Iterator[str]:
 def _imported(
     statement: ast.Import | ast.ImportFrom, at: CodeLocation, wanted: str | None
 ) -> Iterator[tuple[CodeLocation, str]]:
-    """What a statement imports from modules that count, by one name or all of it."""
+    """The imports of a statement from modules that count: of one name, or all."""
     for alias in statement.names:
         called = alias.asname or alias.name.partition(".")[0]
         if wanted is not None and wanted != called and alias.name != ALL:
@@ -168,7 +168,7 @@ def _imported(
 
 
 def _base(statement: ast.ImportFrom, at: CodeLocation) -> str:
-    """The module that is imported from, with its full name."""
+    """The full name of the module that is imported from."""
     if not statement.level:
         return statement.module or ""
     parts = at.name.split(".") + ([""] if at.file.name == "__init__.py" else [])
@@ -176,7 +176,7 @@ def _base(statement: ast.ImportFrom, at: CodeLocation) -> str:
 
 
 def _resolved(name: str, at: CodeLocation) -> CodeLocation | None:
-    """A module beside the experiment, or one of ours that experiments are made of."""
+    """The location of a module that counts: beside the experiment, or in ``OURS``; else None."""
     if not name:
         return None
     ours = name.startswith(OURS)

@@ -1,4 +1,4 @@
-"""``gradtrace experiment``: from what was typed to what is run."""
+"""Implements ``gradtrace experiment``: from the command's options to runs."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class ExperimentOptions:
 
     @property
     def form(self) -> str:
-        """The form's name."""
+        """The name of the form: quick or full."""
         return "quick" if self.quick else "full"
 
     @property
     def folder(self) -> Path:
-        """Where all goes; both forms have a place of their own."""
+        """The output folder; by default, each form has its own."""
         return self.out or OUT / self.form
 
 
 @dataclass
 class ExperimentOutcome:
-    """What came out: results by name, what failed and why, and the page to look at."""
+    """Results by name, errors by name, and the page that shows them."""
 
     page: Path
     spoken: bool = True  # False on ranks that do not conclude
@@ -75,7 +75,7 @@ def listed() -> list[dict[str, str]]:
 
 
 def sources(name: str | None, every: bool) -> list[ExperimentSource]:
-    """The experiments that are meant."""
+    """The experiments to run: one by its name or file, or all."""
     known = available()
     if every == (name is not None):
         raise GradtraceError("give the name of an experiment, or --all, or --list")
@@ -94,7 +94,7 @@ def sources(name: str | None, every: bool) -> list[ExperimentSource]:
 def run(
     chosen: Iterable[ExperimentSource], asked: ExperimentOptions, say: Say
 ) -> ExperimentOutcome:
-    """Run one experiment, or many: of many, one that fails leaves the others running."""
+    """Run one or more experiments; of several, a failed one does not stop the others."""
     chosen = list(chosen)
     _check_name(asked.name, chosen)
     if not drawing.possible():
@@ -128,7 +128,7 @@ def _one(one: RunPlan, asked: ExperimentOptions, done: ExperimentOutcome, say: S
 
 
 def _check_name(name: str | None, chosen: list[ExperimentSource]) -> None:
-    """A name is a folder's and a page's; one that ends up elsewhere, or on all, is refused."""
+    """Check ``--name``, which becomes the name of a folder and a page, and applies to one run."""
     if name is None:
         return
     if len(chosen) > 1:
@@ -143,11 +143,11 @@ def _check_name(name: str | None, chosen: list[ExperimentSource]) -> None:
 
 
 def _quiet(line: str) -> None:
-    """Ranks other than the first say nothing."""
+    """Print nothing: for ranks other than the first."""
 
 
 def plan(source: ExperimentSource, asked: ExperimentOptions, ranks: Ranks) -> RunPlan:
-    """An experiment with its settings and what was asked."""
+    """The plan of a run, from an experiment and the command's options."""
     refresh(source)
     experiment = load(source)
     seeds = experiment.SEEDS.quick if asked.quick else experiment.SEEDS.full
@@ -168,13 +168,13 @@ def plan(source: ExperimentSource, asked: ExperimentOptions, ranks: Ranks) -> Ru
 
 
 def _changed(settings: Mapping[str, Any], experiment: Experiment, quick: bool) -> dict[str, Any]:
-    """Those settings that are not the form's own."""
+    """The settings that differ from the form's defaults."""
     own = json.loads(json.dumps(dict(experiment.QUICK if quick else experiment.FULL)))
     return {key: value for key, value in settings.items() if value != own[key]}
 
 
 def _command(source: ExperimentSource, asked: ExperimentOptions, changed: Mapping[str, Any]) -> str:
-    """What to type to get the same results: how many do the work, and where, does not count."""
+    """The command that reproduces the results, without options on workers and folders."""
     words = ["gradtrace", "experiment", source.typed]
     words += ["--quick"] if asked.quick else []
     words += ["--seeds", str(asked.seeds)] if asked.seeds else []
@@ -188,7 +188,7 @@ def _command(source: ExperimentSource, asked: ExperimentOptions, changed: Mappin
 
 
 def _settings(experiment: Experiment, name: str, asked: ExperimentOptions) -> dict[str, Any]:
-    """The form's settings with what ``--set`` and ``--text`` change."""
+    """The form's settings, changed by ``--set`` and ``--text``."""
     own = experiment.QUICK if asked.quick else experiment.FULL
     found: dict[str, Any] = json.loads(json.dumps(dict(own)))
     given = dict(_parsed(item) for item in asked.settings)
@@ -206,7 +206,7 @@ def _settings(experiment: Experiment, name: str, asked: ExperimentOptions) -> di
 
 
 def _parsed(item: str) -> tuple[str, Any]:
-    """``key=value``; a value that is not JSON is text."""
+    """Parse ``key=value``; a value that is not JSON is text."""
     key, equals, value = item.partition("=")
     if not equals or not key:
         raise GradtraceError(f"--set {item!r}: write --set key=value, such as --set rounds=9")
@@ -217,7 +217,7 @@ def _parsed(item: str) -> tuple[str, Any]:
 
 
 def _check(key: str, value: Any, default: Any) -> None:
-    """A setting keeps its kind; where the default is null, anything goes."""
+    """Check that a setting has the type of its default; any type if that is null."""
     if default is not None and _kind(value) != _kind(default):
         raise GradtraceError(
             f"--set {key}={json.dumps(value)}: {key} is {_kind(default)}, as in "

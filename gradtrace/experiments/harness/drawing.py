@@ -1,4 +1,4 @@
-"""Plots as PNG, with matplotlib, in one calm style (extra ``experiments``)."""
+"""Draws plots as PNG with matplotlib, in one style (extra ``experiments``)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STYLE: dict[str, Any] = {
 }
 DPI = 150
 WIDE = 12
-"""Letters of a category after which names are turned."""
+"""Characters of a category's name from which on names are rotated."""
 LEGEND = 80
-"""Letters that fit below a figure."""
+"""Characters of a legend row that fit below a figure."""
 FEW = 2
-"""Decades of a logarithmic axis that get more numbers than the powers of ten."""
+"""Logarithmic axes of fewer decades get more tick labels than the powers of ten."""
 
 
 def possible() -> bool:
@@ -40,7 +40,7 @@ def possible() -> bool:
 
 
 def png(plot: Plot) -> bytes:
-    """The picture of a plot; the same plot gives the same bytes."""
+    """Draw a plot; the same plot gives the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -63,12 +63,12 @@ def png(plot: Plot) -> bytes:
 
 
 def plain(text: str) -> str:
-    """Text that matplotlib takes as it is: no formula, and no secret of the legend."""
+    """Escape a text for matplotlib: ``$`` starts a formula, ``_`` hides a label in the legend."""
     return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
 
 
 def _colour(plot: Plot, number: int) -> str:
-    """One for each series that is like no other."""
+    """The colour of a series: that of the series it is ``like``, or its own."""
     own = [series.label for series in plot.series if not series.like]
     series = plot.series[number]
     label = series.like if series.like in own else series.label
@@ -76,13 +76,13 @@ def _colour(plot: Plot, number: int) -> str:
 
 
 def _columns(plot: Plot) -> int:
-    """As many columns of the legend as fit."""
+    """The number of columns of the legend that fit."""
     longest = max(len(series.label) for series in plot.series)
     return max(1, min(3, len(plot.series), LEGEND // (longest + 8)))
 
 
 def _categories(plot: Plot) -> list[str]:
-    """The texts on the x axis, if it has texts, in the order in which they come."""
+    """The category names on the x axis, in order of appearance; empty if x is numeric."""
     found = [x for series in plot.series for x in series.x]
     if not any(isinstance(x, str) for x in found):
         return []
@@ -113,7 +113,7 @@ def _add(axes: Any, plot: Plot, number: int, names: Sequence[str]) -> None:
 def _bars(
     axes: Any, plot: Plot, number: int, points: tuple[list[float], list[float]], label: str
 ) -> None:
-    """Bars of several series stand side by side."""
+    """Draw the bars of a series beside those of the others."""
     barred = [k for k, series in enumerate(plot.series) if series.style == "bars"]
     x, y = points
     gaps = [b - a for a, b in zip(sorted(set(x)), sorted(set(x))[1:])]
@@ -128,13 +128,13 @@ def _bars(
 
 
 def _reach(series: Series, y: Sequence[float]) -> list[list[float]]:
-    """How far intervals reach below and above, as matplotlib wants it."""
+    """The lengths of error bars below and above, for matplotlib."""
     below = [max(v - low, 0.0) for v, low in zip(y, series.low)]
     return [below, [max(high - v, 0.0) for v, high in zip(y, series.high)]]
 
 
 def _scale(axes: Any, plot: Plot, names: Sequence[str]) -> None:
-    """Logarithmic where asked and possible, with numbers written out: 1,000 and 0.1."""
+    """Set the scales and tick labels: logarithmic if requested and possible; 1,000 and 0.1."""
     low_high = [v for s in plot.series for part in (s.y, s.low, s.high) for v in part]
     _numbers(axes, "y", low_high, plot.log_y)
     if not names:
@@ -146,7 +146,7 @@ def _scale(axes: Any, plot: Plot, names: Sequence[str]) -> None:
 
 
 def _numbers(axes: Any, letter: str, values: Sequence[Any], log: bool) -> None:
-    """The scale of an axis and where its numbers stand."""
+    """Set the scale of one axis and its tick positions."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axis = axes.yaxis if letter == "y" else axes.xaxis
@@ -155,7 +155,7 @@ def _numbers(axes: Any, letter: str, values: Sequence[Any], log: bool) -> None:
     if log and positive:
         axes.set(**{f"{letter}scale": "log"})
         decades = log10(max(positive) / min(positive))
-        if decades < FEW:  # powers of ten alone would leave it without numbers
+        if decades < FEW:  # powers of ten alone would leave it without labels
             axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades > 1 else range(1, 10)))
         axis.set_minor_formatter(NullFormatter())
     elif seen and all(v == int(v) for v in seen):
@@ -164,5 +164,5 @@ def _numbers(axes: Any, letter: str, values: Sequence[Any], log: bool) -> None:
 
 
 def _power(number: float, _: object) -> str:
-    """1,000 and 0.1, but 1e-12."""
+    """A tick label: 1,000 and 0.1, but 1e-12."""
     return f"{number:,.10g}" if number == 0 or 1e-4 <= abs(number) < 1e7 else f"{number:.3g}"

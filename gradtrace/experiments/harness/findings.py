@@ -1,4 +1,4 @@
-"""What an experiment is, and what it finds.
+"""The interface of an experiment, and its findings.
 
 An experiment is a module with these names; the first four paragraphs of its docstring start with
 ``Question:``, ``Expectation:``, ``Method:`` and ``Seeds:``::
@@ -12,10 +12,10 @@ An experiment is a module with these names; the first four paragraphs of its doc
     def measure(cell, tick): ...     # a JSON object: what was measured of one cell
     def conclude(rows): ...          # Findings, from rows {"cell": ..., "result": ...}
 
-``cells`` of equal arguments are equal, and a cell says all that ``measure`` has to know: it is
-measured in any process, in any order, and a result that was journaled is not measured again.
-``measure`` draws all its random numbers from seeds in the cell, and calls ``tick(text)`` now and
-then. ``conclude`` needs no torch, and gives the same for rows in any order.
+``cells`` is deterministic, and a cell contains everything that ``measure`` needs: it is measured in
+any process, in any order, and a result in the journal is not measured again. ``measure`` takes all
+its random numbers from seeds in the cell, and calls ``tick(text)`` to report progress. ``conclude``
+needs no torch, and does not depend on the order of rows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Cell: TypeAlias = dict[str, Any]
 """A piece of work, as JSON."""
 
 Result: TypeAlias = dict[str, Any]
-"""What was measured, as JSON."""
+"""The measurements of a cell, as JSON."""
 
 Tick: TypeAlias = Callable[[str], None]
-"""Tell the progress bar what is going on."""
+"""Sets the text of the progress bar."""
 
 
 class Seeds(NamedTuple):
-    """How many seeds the two forms of an experiment take."""
+    """The default numbers of seeds of the two forms of an experiment."""
 
     quick: int = 1
     full: int = 1
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers and words under headers."""
+    """A table of numbers and text."""
 
     title: str
     columns: tuple[str, ...]
@@ -60,9 +60,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one kind: ``y`` over ``x``, with intervals ``low`` to ``high`` if there are any.
+    """A series of points ``y`` over ``x``, with intervals ``low`` to ``high`` if given.
 
-    One that belongs to another is drawn in the colour of that label, which it is ``like``.
+    ``like`` is the label of another series whose colour it is drawn in.
     """
 
     label: str
@@ -76,7 +76,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure: one panel. Texts of ``x`` are categories."""
+    """A figure with one panel. Texts in ``x`` are categories."""
 
     name: str
     title: str
@@ -89,11 +89,11 @@ class Plot:
 
 @dataclass(frozen=True)
 class Findings:
-    """What an experiment found.
+    """The results of an experiment.
 
-    ``sentence`` says it in plain words, with numbers, also where it contradicts the source.
-    ``facts`` are what does not depend on the machine or on noise and can be asserted, and the
-    numbers behind the sentence. ``drawings`` are pictures that are no plots, as SVG, by title.
+    ``sentence`` states the result with numbers, also where it contradicts the source. ``facts`` are
+    values that do not depend on the machine or on noise and can be asserted, and the numbers behind
+    the sentence. ``drawings`` are pictures that are not plots, as SVG, by title.
     """
 
     sentence: str
@@ -104,7 +104,7 @@ class Findings:
 
 
 class Experiment(Protocol):
-    """The names that a module of an experiment has."""
+    """The names that the module of an experiment must define."""
 
     __doc__: str | None
     QUICK: Mapping[str, Any]
@@ -113,10 +113,10 @@ class Experiment(Protocol):
     TIMED: bool
 
     def cells(self, settings: Mapping[str, Any], seeds: int) -> list[Cell]:
-        """All pieces of work."""
+        """All independent pieces of work."""
 
     def measure(self, cell: Cell, tick: Tick) -> Result:
-        """One of them, done."""
+        """Measure one cell."""
 
     def conclude(self, rows: Sequence[Row]) -> Findings:
-        """What came out."""
+        """The findings from all rows."""

@@ -1,13 +1,13 @@
-"""What was measured, row by row: append-only files that outlive a killed run.
+"""The journal of an experiment: append-only files of measured rows, which survive a killed run.
 
-Each process that measures writes a file of its own in ``rows/``: a header, then one line a cell::
+Each process that measures writes its own file in ``rows/``: a header, then one line for each cell::
 
     {"schema": 1, "experiment": "layers", "form": "quick", "settings": {...}, "code": "9f2c", ...}
     {"cell": {...}, "result": {...}, "seconds": 0.8}
 
 Rows of other code (see ``code``) do not count: their cells are measured again. A row is on disk
-before the next cell is begun. A last line without its end (the process was killed
-as it wrote) is no row. Nothing is ever deleted: ``set_aside`` renames the folder.
+before the next cell begins. An incomplete last line (the process was killed while it wrote) is
+ignored. Nothing is ever deleted: ``set_aside`` renames the folder.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gradtrace.io.validation import SchemaMismatch, parse
 
 SCHEMA = 1
 ASKED = ("experiment", "form", "settings", "files")
-"""Parts of a header that must be the same for rows to belong together. The number of seeds is not
-among them: cells are independent, so a run with more seeds goes on from one with fewer.
+"""Fields of a header that must be equal for rows to belong to one run. The number of seeds is not
+among them: cells are independent, so a run with more seeds continues one with fewer.
 """
 
 
 class OtherSettings(GradtraceError):
-    """A folder that holds rows of another question."""
+    """A folder contains rows of other settings."""
 
 
 class JournalEntry(NamedTuple):
@@ -45,7 +45,7 @@ class JournalEntry(NamedTuple):
 
 
 def key(cell: Cell) -> str:
-    """A cell as text, the same for equal cells."""
+    """A cell as canonical text, the same for equal cells."""
     return json.dumps(cell, sort_keys=True)
 
 
@@ -72,8 +72,8 @@ class Journal:
     def read(self) -> tuple[dict[str, JournalEntry], list[dict[str, Any]]]:
         """All entries by the key of their cell, and the headers of their files.
 
-        Of a cell that was measured twice, by two runs at a time, the first in the order of file
-        names counts.
+        If a cell was measured twice, by two concurrent runs, the first in the order of file names
+        counts.
         """
         found: dict[str, JournalEntry] = {}
         headers = []
@@ -82,7 +82,7 @@ class Journal:
                 lines = _lines(path)
                 header = next(lines, None)
                 if header is None:
-                    continue  # killed before the header was whole
+                    continue  # killed before the header was complete
                 self._check(header)
                 if header.get("code") != self.header.get("code"):
                     self.stale |= {key(row["cell"]) for row in lines}
@@ -94,7 +94,7 @@ class Journal:
         return found, headers
 
     def append(self, cell: Cell, entry: JournalEntry) -> None:
-        """Write a row, and see it on disk."""
+        """Write a row and flush it to disk."""
         line = _line({"cell": cell, "result": entry.result, "seconds": round(entry.seconds, 6)})
         with self._about("write to"):
             if self._file is None:
@@ -105,14 +105,14 @@ class Journal:
             self._put(line)
 
     def close(self) -> None:
-        """Close the file; a later row begins another."""
+        """Close the file; a later row begins a new one."""
         if self._file is not None:
             file, self._file = self._file, None
             with suppress(OSError):
                 file.close()
 
     def set_aside(self) -> Path | None:
-        """Begin anew: rename what is there; where to."""
+        """Rename the folder of rows, to start over; its new path."""
         if not self.rows.exists():
             return None
         self.close()
@@ -138,8 +138,8 @@ class Journal:
 
     @contextmanager
     def _about(self, doing: str) -> Iterator[None]:
-        """Tell what cannot be done. After a failed write the file is left as it is: a torn last
-        line is ignored, and a further row would begin another file.
+        """Report errors of reading or writing. After a failed write the file is closed: its torn
+        last line is ignored, and a further row would begin a new file.
         """
         try:
             yield
@@ -162,10 +162,10 @@ def _line(data: dict[str, Any]) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file, each of the form it should have."""
+    """The complete lines of a file, parsed and validated."""
     for number, line in enumerate(atomic_files.lines(path), 1):
         if not line.endswith(b"\n"):
-            return  # the last was never finished
+            return  # an incomplete last line
         try:
             row = parse(line, nan=True)
             if number == 1:
@@ -180,7 +180,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_version(header: Any, path: Path) -> None:
-    """Rows of another version may have another form."""
+    """Raise an error for a file of another schema version."""
     version = header.get("schema") if isinstance(header, dict) else None
     if type(version) is int and version != SCHEMA:
         raise GradtraceError(
@@ -190,7 +190,7 @@ def _check_version(header: Any, path: Path) -> None:
 
 
 def _differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """``rounds 3, not 9``, of all that is not the same."""
+    """All differences as text, such as ``rounds 3, not 9``."""
     told = []
     for name in sorted({*there, *wanted}):
         a, b = there.get(name), wanted.get(name)

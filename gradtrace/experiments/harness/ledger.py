@@ -1,4 +1,4 @@
-"""A count of the bytes that are alive, kept by looking at every operation: exact, without noise."""
+"""Counts the bytes of live tensors by intercepting every operation: exact, without noise."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, the storage of every tensor that an operation puts out is written down.
+    """Within this mode, the storage of every operation's output is recorded.
 
-    ``now`` is how many bytes of them are alive; ``peak`` the most that were, after any operation;
+    ``now`` is the number of bytes that are alive; ``peak`` the maximum after any operation;
     ``held`` the same without the gradients (``.grad``) of ``known``. The storages of ``known``
-    tensors do not count, nor do views count twice.
+    tensors do not count, and views do not count twice.
 
     >>> x = torch.ones(4)
-    >>> with LiveBytes([x]) as ledger:
+    >>> with LiveBytes([x]) as live:
     ...     y = (x + 1) + x.view(2, 2).flatten()
-    >>> ledger.now(), ledger.peak
+    >>> live.now(), live.peak
     (16, 32)
     """
 
@@ -47,27 +47,27 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        # A weak reference keeps the address from being used again.
+        # A weak reference prevents the address from being reused.
         if storage._cdata not in self._given:
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._seen[storage._cdata] = (weak, storage.nbytes())
 
     def note_all(self) -> None:
-        """Write down every tensor that Python holds: also those made where no mode sees operations,
-        as by gradtrace, whose passes run without the caller's modes.
+        """Record all live Python tensors, also those made by operations that no mode intercepts,
+        such as gradtrace's passes, which run without the caller's modes.
 
         >>> y = torch.ones(3)
-        >>> ledger = LiveBytes(tensors_alive())
+        >>> live = LiveBytes(tensors_alive())
         >>> z = torch.ones(4)
-        >>> ledger.note_all()
-        >>> ledger.now()
+        >>> live.note_all()
+        >>> live.now()
         16
         """
         for tensor in tensors_alive():
             self._note(tensor.untyped_storage())
 
     def now(self) -> int:
-        """Bytes alive."""
+        """The number of live bytes."""
         gone = [key for key, (weak, _) in self._seen.items() if weak.expired()]  # type: ignore[no-untyped-call]
         for key in gone:
             del self._seen[key]
@@ -80,6 +80,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_alive() -> list[Tensor]:
-    """All tensors that Python holds, and whose memory can be told."""
+    """All live strided tensors, by the garbage collector."""
     kinds = (Tensor, torch.nn.Parameter)
     return [x for x in gc.get_objects() if type(x) in kinds and x.layout is torch.strided]

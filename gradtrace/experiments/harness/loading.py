@@ -1,4 +1,4 @@
-"""An experiment by its name or file, imported and checked."""
+"""Imports an experiment by its name or file, and checks its interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradtrace.experiments.harness.findings import Experiment
 from gradtrace.tools import user_script
 
 PARTS = ("Question", "Expectation", "Method", "Seeds")
-"""What paragraphs of a docstring start with."""
+"""The first words of the paragraphs of an experiment's docstring."""
 
 KINDS: dict[str, tuple[Any, str]] = {
     "QUICK": (Mapping, "a dict of settings"),
@@ -27,34 +27,34 @@ KINDS: dict[str, tuple[Any, str]] = {
     "measure": (Callable, "a function of a cell and a tick"),
     "conclude": (Callable, "a function of rows"),
 }
-"""The names that a module must have, and what each is."""
+"""The names that a module must define, with their types."""
 
 
 class ExperimentSource(NamedTuple):
-    """Where an experiment comes from: all that another process needs to load it."""
+    """The location of an experiment: what another process needs to load it."""
 
     name: str
     place: str  # a module's dotted name, or a path that ends in .py
 
     @classmethod
     def of(cls, path: Path) -> ExperimentSource:
-        """A file of the user's."""
+        """The source of a user's file."""
         if not path.is_file():
             raise GradtraceError(f"there is no file {str(path)!r} (in {Path.cwd()})")
         return cls(path.stem, str(path.resolve()))
 
     @property
     def typed(self) -> str:
-        """As one types it; of a file its name alone, since a page is no place for one's folders."""
+        """The name in the command; for a file without its folder, which should not be on a page."""
         return Path(self.place).name if self.own else self.name
 
     @property
     def own(self) -> bool:
-        """Whether it is a file of the user's."""
+        """Whether it is a user's file."""
         return self.place.endswith(".py")
 
     def running(self) -> AbstractContextManager[None]:
-        """Around code of the experiment: see ``scripts.running``."""
+        """Context in which the experiment's code runs: see ``user_script.running``."""
         if self.own:
             return user_script.running(Path(self.place))
         module = import_module(self.place)
@@ -63,7 +63,7 @@ class ExperimentSource(NamedTuple):
 
 @cache
 def load(source: ExperimentSource) -> Experiment:
-    """The module of an experiment; an error says what it lacks."""
+    """The module of an experiment; raises an error that names what is missing."""
     with source.running():
         if source.own:
             path = Path(source.place)

@@ -1,4 +1,4 @@
-"""Where it ran: machine, versions, load."""
+"""Describes the machine: processor, versions, load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("numpy", "transformers", "torch-semiring-einsum", "matplotlib")
 
 
 def machine() -> dict[str, str | int]:
-    """The computer."""
+    """The system, processor, cores and threads of this machine."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -30,7 +30,7 @@ def machine() -> dict[str, str | int]:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Of Python and of all packages that take part."""
+    """The versions of Python, torch, gradtrace, its kernels and some packages."""
     found = {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -46,7 +46,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def gpu(device: torch.device) -> str:
-    """A device in words: name, memory, driver; of a CPU, the processor."""
+    """A description of a device: name, memory, driver; for a CPU, the processor."""
     if device.type != "cuda":
         return _processor()
     about = torch.cuda.get_device_properties(device)
@@ -71,7 +71,7 @@ def _driver() -> str:
 
 
 def load() -> float:
-    """How many processes wanted to run, over the last minute."""
+    """The system's load average over the last minute; -1 if unknown."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else -1.0
 
 

@@ -1,4 +1,4 @@
-"""The pages that an experiment leaves: HTML that needs no other file, and Markdown for the docs."""
+"""The pages of an experiment: self-contained HTML, and Markdown for the docs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def alone(data: Data, pictures: Mapping[str, bytes]) -> str:
 
 
 def several(found: Iterable[tuple[Data, Mapping[str, bytes]]]) -> str:
-    """One page for many experiments: what each found, then each in full."""
+    """One page for several experiments: the sentence of each, then each in full."""
     listed = list(found)
     items = [
         f'<dt><a href="#{escape(anchor(data))}">{escape(name(data))}</a> '
@@ -82,12 +82,12 @@ def several(found: Iterable[tuple[Data, Mapping[str, bytes]]]) -> str:
 
 
 def anchor(data: Data) -> str:
-    """Where an experiment is on a page."""
+    """The HTML id of an experiment on a page."""
     return re.sub(r"[^\w-]", "-", name(data))
 
 
 def section(data: Data, pictures: Mapping[str, bytes]) -> str:
-    """What one experiment found, and how."""
+    """The results and the method of one experiment."""
     about = data["about"]
     parts = [
         f'<p class="found">{_inline(data["sentence"])}</p>',
@@ -108,7 +108,7 @@ def section(data: Data, pictures: Mapping[str, bytes]) -> str:
 
 
 def _inline(text: str) -> str:
-    """Text with ``code`` in it."""
+    """Text as HTML, with ``code`` in double backticks."""
     return re.sub(r"``(.+?)``", r"<code>\1</code>", escape(text))
 
 
@@ -120,7 +120,7 @@ def _figure(plot: Data, pictures: Mapping[str, bytes]) -> str:
 
 
 def _drawing(title: str, svg: str) -> str:
-    """As an image, in which no script runs, whatever the SVG holds."""
+    """An SVG as an image, in which no script can run."""
     return _image(escape(title), "svg+xml", svg.encode())
 
 
@@ -179,7 +179,7 @@ def markdown(data: Data, files: Mapping[str, str]) -> str:
 
 
 def command(data: Data) -> str:
-    """What to type to get this; the page of an older run names the form alone."""
+    """The command that reproduces a run; for an older run, only with its form."""
     form = " --quick" if data["form"] == "quick" else ""
     return str(data.get("command") or f"gradtrace experiment {data['experiment']}{form}")
 
@@ -210,7 +210,7 @@ def _grid(table: Data) -> list[str]:
 
 
 def _quiet(text: str) -> str:
-    """Text that Markdown takes as text; ``code`` stays code."""
+    """Escape Markdown in a text; ``code`` stays code."""
     parts = re.split(r"``(.+?)``", " ".join(text.split()))
     for k in range(0, len(parts), 2):
         parts[k] = re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", parts[k])

@@ -1,4 +1,4 @@
-"""An experiment of several parts, each with cells, a measure and a conclusion of its own."""
+"""Experiments of several parts, each with its own cells, measure and conclusion."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, 
 
 
 class ResultPart(Protocol):
-    """An experiment in the small."""
+    """One part of an experiment, with an experiment's interface."""
 
     def cells(self, settings: Mapping[str, Any], seeds: int) -> list[Cell]:
-        """Its pieces of work."""
+        """Its independent pieces of work."""
 
     def measure(self, cell: Cell, tick: Tick) -> Result:
-        """One of them, done."""
+        """Measure one cell."""
 
     def conclude(self, rows: Sequence[Row]) -> Findings:
-        """What came out."""
+        """The findings from all rows."""
 
 
 def all_cells(
     parts: Mapping[str, ResultPart], settings: Mapping[str, Any], seeds: int
 ) -> list[Cell]:
-    """Those of all parts that have settings; each says its part."""
+    """The cells of all parts that have settings, each with the name of its part."""
     return [
         {"part": name} | cell
         for name, part in parts.items()
@@ -35,9 +35,9 @@ def all_cells(
 
 
 def all_findings(parts: Mapping[str, ResultPart], rows: Sequence[Row]) -> Findings:
-    """The findings of all parts that have rows, one after another; facts by part.
+    """The findings of all parts that have rows, concatenated; facts by part.
 
-    A part gets its rows in the same order however they come.
+    Rows are sorted, so that a part gets them in the same order in every run.
     """
     ordered = sorted(rows, key=lambda row: json.dumps(row.cell, sort_keys=True))
     found = {

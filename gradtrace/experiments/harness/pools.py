@@ -1,7 +1,7 @@
-"""Ways to get cells done: one after the other, in processes, on a Ray cluster.
+"""Measures cells serially, in worker processes, or on a Ray cluster.
 
-Each is an iterator over cells that are done, with the error of those that failed. What stops it
-(Ctrl-C, a full disk) ends the processes at once; rows that are written stay.
+Each function is an iterator over finished cells, with the error of those that failed. If it is
+stopped (Ctrl-C, a full disk), the worker processes end at once; rows already written are kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FinishedTask(NamedTuple):
 def serial(
     work: TaskSpec, cells: Sequence[Cell], tick: Tick
 ) -> Generator[FinishedTask, None, None]:
-    """One after the other, in this process."""
+    """Measure cells one after the other, in this process."""
     for cell in cells:
         try:
             work.do(cell, tick)
@@ -52,7 +52,7 @@ def serial(
 def processes(
     work: TaskSpec, cells: Sequence[Cell], workers: int
 ) -> Generator[FinishedTask, None, None]:
-    """In so many processes, each of one thread and with a journal file of its own."""
+    """Measure cells in ``workers`` processes, each with one thread and its own journal file."""
     context = get_context("spawn")
     alive, leash = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(min(workers, len(cells)), context, _begin, (alive, work))
@@ -67,14 +67,14 @@ def processes(
             "the same command again, perhaps with fewer --workers"
         ) from error
     finally:
-        leash.close()  # workers see it and end, at whatever they are
+        leash.close()  # workers detect it and exit, whatever they are doing
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that are started meanwhile hear no Ctrl-C, from their first moment on: one that
-    came as they import torch would end in a traceback. This one hears it afterwards.
+    """Block SIGINT, so that processes started meanwhile ignore Ctrl-C from the beginning: during
+    their import of torch it would print a traceback. This process receives it afterwards.
     """
     mask = getattr(signal, "pthread_sigmask", None)  # not on Windows
     if mask is None:
@@ -96,11 +96,11 @@ def _error(future: Future[None]) -> Failed | None:
 
 
 _work: TaskSpec | None = None
-"""Of a worker process."""
+"""The task of a worker process."""
 
 
 def _begin(alive: Connection, work: TaskSpec) -> None:
-    """Set up a worker: it ends when its parent does, however that ends, and leaves Ctrl-C to it."""
+    """Set up a worker: it ignores Ctrl-C, and exits when its parent ends for whatever reason."""
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -110,7 +110,7 @@ def _begin(alive: Connection, work: TaskSpec) -> None:
 
 
 def _watch(alive: Connection) -> None:
-    """Nothing is ever sent: that there is something to read is the end of the other side."""
+    """Exit when the pipe becomes readable: nothing is ever sent, so the parent has ended."""
     alive.poll(None)
     os._exit(1)
 
@@ -121,14 +121,14 @@ def _do(cell: Cell) -> None:
 
 
 def _silent(text: str) -> None:
-    """A worker's ticks are not shown."""
+    """Ignore the ticks of a worker."""
 
 
 # Ray ----------------------------------------------------------------------------------------------
 
 
 def needs_ray() -> Any:
-    """The module, or an error that says how to get it."""
+    """The module ``ray``; raises an error that says how to install it."""
     if importlib.util.find_spec("ray") is None:
         raise GradtraceError(needs("--ray", "ray"))
     return importlib.import_module("ray")
@@ -137,8 +137,8 @@ def needs_ray() -> Any:
 def clustered(
     work: TaskSpec, cells: Sequence[Cell], workers: int | None
 ) -> Generator[FinishedTask, None, None]:
-    """On a Ray cluster (RAY_ADDRESS names one; else one is started here); the rows are written by
-    this process. Each task takes one CPU.
+    """Measure cells on a Ray cluster (that of RAY_ADDRESS, or one started here); this process
+    writes the rows. Each task takes one CPU.
     """
     ray = needs_ray()
     began = not ray.is_initialized()
@@ -164,7 +164,7 @@ def clustered(
 
 
 def _remote(source: Any, cell: Cell) -> Any:
-    """The entry, or the error as a value: Ray would wrap what is raised."""
+    """The entry, or the error as a value: Ray would wrap a raised error."""
     try:
         return measured(source, cell, _silent)
     except Failed as error:

@@ -1,4 +1,4 @@
-"""Files that an experiment leaves behind: results, pictures, pages."""
+"""Writes the output files of experiments: results, pictures, pages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gather(out: Path) -> Path:
 
 
 def document(data: dict[str, Any], folder: Path, docs: Path) -> None:
-    """Write an experiment's Markdown, JSON and pictures, and the list of all that are there."""
+    """Write an experiment's Markdown, JSON and pictures, and the list of all in the folder."""
     name = results.name(data)
     files = {}
     for title, kind in [*((p["name"], "png") for p in data["plots"]),
@@ -55,7 +55,7 @@ def document(data: dict[str, Any], folder: Path, docs: Path) -> None:
 
 
 def file_name(name: str) -> str:
-    """A name as part of a path."""
+    """A name reduced to characters that are safe in a file name."""
     return re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-").lower()[:80] or "plot"
 
 
@@ -68,7 +68,7 @@ def pictures(data: dict[str, Any], folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _order(data: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Ours as they are listed, then others; each with what it was on other data behind it."""
+    """Sort key: our experiments in their listed order, then others; runs on other data follow."""
     names, experiment = list(EXPERIMENTS), data["experiment"]
     place = names.index(experiment) if experiment in names else len(names)
     return place, experiment, results.name(data)

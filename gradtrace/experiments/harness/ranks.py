@@ -1,6 +1,6 @@
-"""Many processes that were started together, by ``torchrun``: who they are, and what they agree on.
+"""The ranks of a run that was started by ``torchrun``, and their collective operations.
 
-Each is a rank with its share of the cells; all write into one folder, and rank 0 concludes.
+Each rank measures its share of the cells; all write to one folder, and rank 0 concludes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from gradtrace.errors import GradtraceError
 T = TypeVar("T")
 
 GATHER = timedelta(minutes=5)
-"""How long all ranks may take to start."""
+"""Timeout for all ranks to start."""
 
 PATIENCE = timedelta(days=30)
-"""How long a rank may wait for one that has more to do."""
+"""How long a rank waits for one that has more to do."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process among others; one that was started by itself is rank 0 of one."""
+    """One rank; a process without torchrun is rank 0 of one."""
 
     rank: int = 0
     world: int = 1
@@ -33,15 +33,15 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that speaks."""
+        """Whether this is rank 0, which prints and concludes."""
         return self.rank == 0
 
     def share(self, cells: Sequence[T]) -> Sequence[T]:
-        """The part of this rank."""
+        """The cells of this rank: every ``world``-th."""
         return cells[self.rank :: self.world]
 
     def agree(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on all ranks; its error too."""
+        """Call ``make`` on rank 0 and broadcast its result, or its error, to all ranks."""
         if self.world == 1:
             return make()
         made: list[Any] = [None, None]
@@ -57,7 +57,7 @@ class Ranks:
         return made[0]  # type: ignore[no-any-return]
 
     def end(self, error: str | None) -> None:
-        """Wait for all; if any rank failed, all fail, and say which."""
+        """Wait for all ranks; if any failed, raise an error on all that names them."""
         if self.world == 1:
             if error is not None:
                 raise GradtraceError(error)
@@ -72,7 +72,7 @@ class Ranks:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that this process was started with: RANK and WORLD_SIZE in the environment."""
+    """Initialise the process group by RANK and WORLD_SIZE in the environment, if set."""
     world = os.environ.get("WORLD_SIZE", "1")
     if world == "1":
         yield Ranks()
@@ -103,7 +103,7 @@ def _distributed() -> Any:
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """Whatever goes wrong in here is another rank's end."""
+    """Reports errors of collectives as the end of another rank."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes: by the system's own count, in a process of its own."""
+"""Peak memory of a piece of work: measured by the operating system, in a separate process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ RESET_PEAK = "5"
 EXACT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",  # the GNU library
     "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MIMALLOC_PURGE_DELAY": "0",  # what torch brings along on ARM
+    "MIMALLOC_PURGE_DELAY": "0",  # torch's allocator on ARM
 }
-"""Settings by which freed memory goes back to the system at once, so that what a process has in
-memory is what it uses.
+"""Environment variables by which freed memory is returned to the system at once, so that resident
+memory is memory in use.
 """
 
 CHILD = (
@@ -37,17 +37,17 @@ CHILD = (
 
 
 def resident() -> float:
-    """MiB of this process in memory now (where that cannot be told: at most so far)."""
+    """Resident MiB of this process now (the peak so far, if the system does not report that)."""
     return _status("VmRSS") or _peak_ever()
 
 
 def peak() -> float:
-    """The most MiB this process had in memory, since ``forget_peak`` where that worked."""
+    """Peak resident MiB of this process, since the last successful ``forget_peak``."""
     return _status("VmHWM") or _peak_ever()
 
 
 def forget_peak() -> bool:
-    """Let ``peak`` begin anew, after giving unused memory back; whether the system allows it."""
+    """Return unused memory to the system and reset ``peak``; whether the system supports it."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not the GNU library
         ctypes.CDLL(None).malloc_trim(0)
     try:
@@ -58,15 +58,15 @@ def forget_peak() -> bool:
 
 
 def beyond(run: Callable[[], object]) -> tuple[float, float]:
-    """MiB in memory before ``run()``, and how far the peak rises above them in it."""
+    """Resident MiB before ``run()``, and by how much the peak in it exceeds them."""
     gc.collect()
     forget_peak()
     before, highest = resident(), peak()
     start = before if forget_peak() else highest
-    result = run()  # what it hands over counts
+    result = run()  # the result counts: it is alive until the peak is read
     most = peak()
     del result
-    return before, max(most - start, 0.0)  # the system may have taken pages of code away
+    return before, max(most - start, 0.0)  # the system may have evicted pages of code
 
 
 def _status(word: str) -> float | None:
@@ -83,15 +83,15 @@ def _peak_ever() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-# A new process -----------------------------------------------------------------------------------
+# A separate process ------------------------------------------------------------------------------
 
 
 def apart(function: str, *arguments: Any, exact: bool = True) -> Any:
-    """Call ``"module:function"`` in a new process, where freed memory is given back at once, unless
-    it is not ``exact``: that costs time, which matters where time is measured.
+    """Call ``"module:function"`` in a new process. If ``exact``, freed memory is returned to the
+    system at once, which costs time: turn it off where time is measured.
 
-    Arguments and the result are JSON. The new process ends with this one, however that ends: one
-    that was left behind would run beside what is measured next.
+    Arguments and the result are JSON. The new process ends with this one, even if this one is
+    killed: an orphan would disturb the next measurement.
     """
     command = [sys.executable, "-c", CHILD, function, json.dumps(arguments)]
     own = {**(EXACT if exact else {}), "OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -110,8 +110,8 @@ def apart(function: str, *arguments: Any, exact: bool = True) -> Any:
 
 
 def _said(child: subprocess.Popen[str]) -> tuple[str, str]:
-    """All that a process says; its input, on which it hangs, stays open until then."""
-    leash, child.stdin = child.stdin, None  # or communicate would close it
+    """The output of a process. Its stdin stays open until then: the child exits when it closes."""
+    leash, child.stdin = child.stdin, None  # otherwise communicate would close it
     try:
         return child.communicate()
     finally:
@@ -120,13 +120,13 @@ def _said(child: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def answer(function: str, arguments: str) -> None:
-    """In the new process: call, and print what came out."""
+    """Runs in the new process: call the function and print its result."""
     threading.Thread(target=_watch, daemon=True).start()
     module, name = function.split(":")
     print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(arguments))))
 
 
 def _watch() -> None:
-    """Nothing is ever sent: the end of the input is the end of the process that waits."""
+    """Exit when stdin is closed: nothing is ever sent, so the parent process has ended."""
     os.read(0, 1)
     os._exit(1)

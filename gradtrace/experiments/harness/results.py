@@ -1,4 +1,4 @@
-"""What an experiment found, as JSON: ``results.json``."""
+"""The results of an experiment as JSON: ``results.json``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gradtrace.io.validation import SchemaMismatch, parse
 SCHEMA = 1
 FILE = "results.json"
 MOST = 100_000_000
-"""The most bytes of such a file."""
+"""The most bytes of a ``results.json``."""
 
 
 def found(findings: Findings, name: str) -> dict[str, Any]:
-    """Findings as JSON; a number that is not finite is null."""
+    """Check findings and convert them to JSON values; non-finite numbers become null."""
     for table in findings.tables:
         _check_table(table, name)
     for plot in findings.plots:
@@ -57,7 +57,7 @@ def _check_series(series: Series, name: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tuples, null for what is not finite."""
+    """Convert tuples to lists, and non-finite numbers to None."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -68,12 +68,12 @@ def _plain(value: Any) -> Any:
 
 
 def text(data: Mapping[str, Any]) -> str:
-    """The file's content."""
+    """The content of the file."""
     return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """A file of this schema, or None."""
+    """Read a file; None if it is not of this schema."""
     try:
         data = parse(atomic_files.content(path, MOST))
         RESULTS(data)
@@ -83,7 +83,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file, all of it or nothing."""
+    """Write a file atomically."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         container.put(path, content)
@@ -96,15 +96,15 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def name(data: Mapping[str, Any]) -> str:
-    """What it is called: the experiment, or what ``--name`` said, for it on other data."""
+    """The name of a run: the experiment's, or that of ``--name``, for runs on other data."""
     return str(data.get("name") or data["experiment"])
 
 
-# Words --------------------------------------------------------------------------------------------
+# Text ---------------------------------------------------------------------------------------------
 
 
 def told(value: Any) -> str:
-    """A cell of a table as it is written: 1,234, 0.0123, or – where there is nothing to say."""
+    """A table cell as text: 1,234, 0.0123, or – for None and non-finite numbers."""
     if value is None or (isinstance(value, float) and not isfinite(value)):
         return "–"
     if isinstance(value, bool):
@@ -117,13 +117,13 @@ def told(value: Any) -> str:
 
 
 def numeric(table: Mapping[str, Any], column: int) -> bool:
-    """Whether a column of a table holds numbers, which stand at the right."""
+    """Whether a column of a table contains numbers, which are right-aligned."""
     cells = [row[column] for row in table["rows"] if row[column] is not None]
     return bool(cells) and all(isinstance(cell, (int, float)) for cell in cells)
 
 
 def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How it was run, name by name."""
+    """How an experiment was run, as (name, text) pairs."""
     told_machines = "; ".join(
         f"{m['processor']}, {m['cores']} cores ({m['system']})" for m in data["machines"]
     )

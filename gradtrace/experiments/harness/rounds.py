@@ -1,4 +1,4 @@
-"""Interleaved timing: every way once, then every way again, and the best of each."""
+"""Interleaved timing: rounds in which every variant (way) runs once; the best time of each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from statistics import median
 
 Way = Callable[[], Callable[[], object]]
-"""Prepares, which is not timed, and hands over what is."""
+"""A variant to time: prepares, which is not timed, and returns the function that is."""
 
 Ways = Mapping[str, Way]
 
 PATIENCE = 45.0
-"""Seconds after which no further round is begun."""
+"""Seconds after which no further round begins."""
 
 Clock = Callable[[Callable[[], object]], float]
-"""Runs something, and says how many seconds it took."""
+"""Runs a function, and returns the seconds it took."""
 
 
 def wall(run: Callable[[], object]) -> float:
-    """By the clock of the process; what was computed is freed afterwards."""
+    """Wall-clock seconds of a call; the result is freed after the clock is read."""
     start = time.perf_counter()
     result = run()
     taken = time.perf_counter() - start
@@ -32,15 +32,13 @@ def wall(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Timed:
-    """The times of each way, round by round, in seconds; the first way is what others are
-    compared with.
-    """
+    """The times of each way by round, in seconds; the first way is the baseline."""
 
     seconds: dict[str, list[float]]
 
     @property
     def rounds(self) -> int:
-        """How often each way was run."""
+        """The number of rounds."""
         return len(self._base)
 
     @property
@@ -70,7 +68,7 @@ class Timed:
 
 
 def quotient(a: float, b: float) -> float:
-    """``a / b``; NaN where b is 0, as a clock that is too coarse tells nothing of a ratio.
+    """``a / b``; NaN where b is 0: the clock was too coarse for a ratio.
 
     >>> quotient(3.0, 2.0), quotient(3.0, 0.0)
     (1.5, nan)
@@ -79,7 +77,7 @@ def quotient(a: float, b: float) -> float:
 
 
 def told(value: float, form: str) -> str:
-    """A measured number in a sentence; one that could not be told is "?".
+    """A measured number in a sentence; "?" if it is not finite.
 
     >>> told(1.25, ".1f"), told(math.nan, ".1f")
     ('1.2', '?')
@@ -95,10 +93,10 @@ def interleaved(
     collect: bool = True,
     clock: Clock = wall,
 ) -> Timed:
-    """Time each way in turns, ``rounds`` times, or until ``patience`` is at an end.
+    """Time each way in turn, for ``rounds`` rounds, or until ``patience`` seconds have passed.
 
-    Garbage is collected before each, unless ``collect`` is False: that takes longer than what takes
-    a few milliseconds.
+    Garbage is collected before each, unless ``collect`` is False: for functions of a few
+    milliseconds, collecting would take longer than what is timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     begun = time.perf_counter()
@@ -129,7 +127,7 @@ class Fit:
 def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
     """``R² = 1 - Σ (y - line)² / Σ (y - mean)²``; 1 where all y are equal, since the line is exact.
 
-    Where all x are equal, or y is not finite, there is no one line: slope and R² are NaN.
+    Where all x are equal, or y is not finite, the line is not unique: slope and R² are NaN.
 
     >>> linear_fit([1, 2, 4], [5, 5, 5])
     Fit(slope=0.0, r2=1.0, intercept=5.0)

@@ -1,7 +1,7 @@
-"""Run an experiment: cells that are not journaled yet are measured, then it concludes.
+"""Runs an experiment: measures the cells that are not in its journal, then concludes.
 
-A run that was killed goes on where it was when the same command is given again; a run of which all
-is measured concludes and draws anew, which takes seconds.
+A killed run continues when the same command is given again; a run whose cells are all measured only
+concludes and draws again, which takes seconds.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from gradtrace.printable import printable
 
 PACKAGES = ("numpy",)
 PATIENCE = 3
-"""Cells that may fail before the run is given up."""
+"""The number of failed cells after which a run is aborted."""
 
 Say = Callable[[str], None]
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with a word on what is kept and how to go on."""
+    """Ctrl-C, with a message on what is kept and how to continue."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What to run, how, and where to."""
+    """An experiment to run, with its settings and output folder."""
 
     source: ExperimentSource
     form: str  # quick or full
@@ -51,21 +51,21 @@ class RunPlan:
     ray: bool = False
     restart: bool = False
     ranks: Ranks = field(default_factory=Ranks)
-    name: str = ""  # unless it is the experiment's
-    command: str = ""  # what to type to get the same
+    name: str = ""  # if it differs from the experiment's
+    command: str = ""  # the command that reproduces the run
 
     @property
     def title(self) -> str:
-        """What it is called."""
+        """The name of the run."""
         return self.name or self.source.name
 
     @property
     def folder(self) -> Path:
-        """Where this experiment's files are."""
+        """The folder of this experiment's files."""
         return self.out / self.title
 
     def header(self) -> dict[str, Any]:
-        """What journal files start with."""
+        """The header of the journal's files."""
         return {
             "experiment": self.source.name,
             "form": self.form,
@@ -78,15 +78,15 @@ class RunPlan:
 
 
 class Outcome(NamedTuple):
-    """What was found: as in ``results.json``, and what is to be drawn."""
+    """The content of ``results.json``, and the plots to draw."""
 
     data: dict[str, Any]
     plots: tuple[Plot, ...]
 
 
 def run(plan: RunPlan, say: Say) -> Outcome | None:
-    """What was found; None on ranks that do not conclude."""
-    header = plan.header()  # before its code is loaded, which may be edited at any time
+    """Run an experiment; None on ranks that do not conclude."""
+    header = plan.header()  # before the code is loaded, since it may be edited at any time
     load(plan.source)
     if plan.ray:
         pools.needs_ray()
@@ -131,7 +131,7 @@ def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
 
 
 def _cells(plan: RunPlan) -> list[Cell]:
-    """All pieces of work, as JSON has them."""
+    """All cells, as JSON values."""
     experiment, name = load(plan.source), plan.source.name
     with plan.source.running():
         cells = experiment.cells(plan.settings, plan.seeds)
@@ -164,7 +164,7 @@ def _todo(plan: RunPlan, journal: Journal, cells: list[Cell], say: Say) -> list[
 
 
 def _measure(plan: RunPlan, work: TaskSpec, todo: list[Cell], say: Say) -> str | None:
-    """Do this rank's cells; what went wrong, in words."""
+    """Measure this rank's cells; the text of what went wrong, or None."""
     name, ranks, many = plan.source.name, plan.ranks, plan.workers or 1
     timed = load(plan.source).TIMED
     if timed and (many > 1 or plan.ray or ranks.world > 1) and ranks.first:
@@ -206,12 +206,12 @@ def _measure(plan: RunPlan, work: TaskSpec, todo: list[Cell], say: Say) -> str |
 
 
 def _where() -> dict[str, Any]:
-    """The machine; how many threads torch would take is no matter, as a cell has one."""
+    """The machine, without torch's number of threads, since a cell uses one."""
     return {name: value for name, value in machine.machine().items() if name != "threads"}
 
 
 def _digests(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What a text file holds is part of the question, not only its name."""
+    """The digest of the text file in the settings: its content matters, not only its name."""
     path = settings.get("text")
     if not isinstance(path, str) or not Path(path).is_file():
         return {}
@@ -226,13 +226,13 @@ def _distinct(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Bar:
-    """A progress bar that is not there."""
+    """A progress bar that shows nothing."""
 
     def step(self) -> None:
-        """A cell is done."""
+        """Count a finished cell."""
 
     def tick(self, text: str) -> None:
-        """Something is going on."""
+        """Show a text beside the bar."""
 
 
 class Shown(Bar):
@@ -242,17 +242,17 @@ class Shown(Bar):
         self.progress, self.task = progress, task
 
     def step(self) -> None:
-        """A cell is done."""
+        """Count a finished cell."""
         self.progress.advance(self.task)
 
     def tick(self, text: str) -> None:
-        """Something is going on."""
+        """Show a text beside the bar."""
         self.progress.update(self.task, text=printable(str(text)[:40]))
 
 
 @contextmanager
 def _bar(name: str, total: int, wanted: bool) -> Iterator[Bar]:
-    """On stderr, where that is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     if not wanted or not total or not sys.stderr.isatty():
         yield Bar()
         return

@@ -1,6 +1,6 @@
-"""How sure a number is: rank correlations, trends, and intervals, on numpy alone.
+"""Rank correlations, trends and confidence intervals, with numpy only.
 
-Every function is a formula of a textbook; the tests hold them against scipy.
+Every function is a textbook formula; the tests compare them with scipy.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def bootstrap(
 ) -> Interval:
     """The percentile interval of a statistic over clusters that were drawn independently.
 
-    Each round draws as many clusters as there are, with replacement, and takes the statistic of
-    them. What lies in one cluster stays together, so it need not be independent. Draws whose
-    statistic is not finite are left out; with fewer than two clusters nothing can be told.
+    Each round draws as many clusters as there are, with replacement, and computes their statistic.
+    Clusters are drawn as a whole, so values in one need not be independent. Draws whose statistic
+    is not finite are left out; with fewer than two clusters the interval is infinite.
 
     >>> mean = lambda clusters: sum(map(sum, clusters)) / sum(map(len, clusters))
     >>> bootstrap([[1, 2], [3, 4], [5, 6]], mean, seed=1)
@@ -125,12 +125,12 @@ def bootstrap(
 
 
 def resample(clusters: int, rounds: int = 2000, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Which clusters each round draws: (rounds, clusters)."""
+    """The indices of the clusters that each round draws: (rounds, clusters)."""
     return np.random.default_rng(seed).integers(clusters, size=(rounds, clusters))
 
 
 def percentiles(value: float, found: Floats, level: float = 0.95) -> Interval:
-    """The middle ``level`` of what the rounds found; what is not finite is left out."""
+    """The central ``level`` interval of the rounds' statistics; non-finite ones are left out."""
     found = found[np.isfinite(found)]
     if not len(found):
         return Interval(value, -np.inf, np.inf)
@@ -142,10 +142,10 @@ def percentiles(value: float, found: Floats, level: float = 0.95) -> Interval:
 
 
 def _tied(values: Floats) -> float:
-    """How many pairs of equal values there are."""
+    """The number of pairs of equal values."""
     counts = groups(values)
     return float((counts * (counts - 1) / 2).sum())
 
 
 def _clipped(rho: float) -> float:
-    return max(-1.0, min(1.0, rho))  # rounding may pass 1 by a bit
+    return max(-1.0, min(1.0, rho))  # rounding may slightly exceed 1

@@ -1,4 +1,4 @@
-"""The experiments that gradtrace comes with, by name."""
+"""The experiments included in gradtrace, by name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EXPERIMENTS = {
     "path-entropy": "gradtrace.experiments.path_entropy",
     "memory": "gradtrace.experiments.memory",
 }
-"""Where each is; a module is imported when it is asked for."""
+"""The module of each experiment, imported on demand."""
 
 
 def available() -> dict[str, str]:
-    """Those that are installed here."""
+    """The experiments that are installed."""
     return {name: place for name, place in EXPERIMENTS.items() if find_spec(place) is not None}

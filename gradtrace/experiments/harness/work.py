@@ -1,4 +1,4 @@
-"""One cell, measured and journaled, in whatever process."""
+"""Measures one cell and writes it to the journal, in any process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Failed(GradtraceError):
 
 @dataclass
 class TaskSpec:
-    """An experiment with its journal: what a process needs to do a cell."""
+    """An experiment with its journal: what a process needs to measure a cell."""
 
     source: ExperimentSource
     journal: Journal
-    _same: bool = False  # whether this process has the code that the journal is of
+    _same: bool = False  # whether this process's code was checked to be the journal's
 
     def do(self, cell: Cell, tick: Tick) -> None:
         """Measure a cell and write its row."""
@@ -37,13 +37,13 @@ class TaskSpec:
             raise GradtraceError(
                 f"{self.source.name} was edited after this run began; give the same command again"
             )
-        self._same = True  # it is loaded by now, or in a moment
+        self._same = True  # the code is loaded by now, or by the next line
         self.journal.append(cell, measured(self.source, cell, tick))
 
 
 def measured(source: ExperimentSource, cell: Cell, tick: Tick) -> JournalEntry:
-    """One cell's result, as JSON has it, by one thread: sums of floats depend on how many there
-    are, and a result must not.
+    """One cell's result, as JSON values; with one thread, since sums of floats depend on the number
+    of threads, and a result must not.
     """
     experiment = load(source)
     try:
@@ -70,7 +70,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _seeded(text: str) -> Iterator[None]:
-    """Code that takes numbers from the global generators gets the same in every process too."""
+    """Seed the global generators from a text, so that code that uses them is reproducible."""
     seed = int.from_bytes(sha256(text.encode()).digest()[:4], "big")
     before = random.getstate()
     with torch.random.fork_rng(devices=[]):
