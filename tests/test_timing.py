@@ -20,7 +20,7 @@ from gradtrace.errors import GradtraceError, NoGraph
 from gradtrace.profiling import resource_meters
 from gradtrace.profiling.summary import MeterSeries, Pace, pace
 
-MODULE = import_module("gradtrace.timing")  # its name is taken by the class
+MODULE = import_module("gradtrace.profiling.timing")  # its name is taken by the class
 
 
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
