@@ -72,17 +72,17 @@ def _normalised(
     how: steps.LowRankLines,
     marks: Tensor | None = None,
     value: bool = True,
-    lies: cuda_steps.LineLayout | None = None,
+    layout: cuda_steps.LineLayout | None = None,
 ) -> steps.LargestEntry:
-    """As ``maps.normaliser`` has it, where no kernel can serve."""
+    """As ``linops.diag_low_rank`` has it, where no kernel can serve."""
     rank, shape = len(how.left), tuple(how.x.shape)
     diagonal, x, *rest = (how.diagonal, how.x, *how.left, *how.right, *_given(marks))
-    if lies is not None:
-        lines, n, shape, each = lies[0], lies[1], tuple(lies[2]), lies[3]
+    if layout is not None:
+        lines, n, shape, each = layout[0], layout[1], tuple(layout[2]), layout[3]
         tensors = zip((diagonal, x, *rest), each)
         diagonal, x, *rest = (part.as_strided((lines, n), step) for part, step in tensors)
     pairs = list(zip(rest[:rank], rest[rank : 2 * rank]))
-    most, place = Normaliser(diagonal, pairs, (1,), tuple(x.shape))._chosen(x)
+    most, place = Normaliser(diagonal, pairs, (1,), tuple(x.shape))._best_places(x)
     if marks is None:
         return steps.LargestEntry(most.reshape(shape), place.reshape(shape), None)
     found = rest[-1].gather(1, place.clamp(min=0)).masked_fill((most == 0) | (place < 0), 0)
@@ -136,7 +136,7 @@ IN_PLACE = {steps.merge}
 """Kernels that write to their first two operands."""
 
 DERIVED = {
-    *("largest", "winner", "magnitude", "summed", "together", "reduction", "on_gpu", "joint"),
+    *("largest", "winner", "magnitude", "summed", "flattened", "reduction", "on_gpu", "batchable"),
     *("survivors", "compiled", "isa", "isas", "use_isa", "flat", "serving"),
 }
 """Functions of the kernels' modules that are made of these, or only tell something."""

@@ -258,8 +258,8 @@ def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.Mo
     apart([(job.at, job.id_count) for job in given], entries)
     assert {job.out for job in lines} < {job.marks for job in given}
     assert len(lines) == 9 and all(job.reduce_plan.combine_blocks for job in lines) and held
-    parts = [(job.most, 16 * job.cut.places) for job in lines]
-    apart(parts + [(job.out, 4 * job.cut.results) for job in lines], 1 << 62)
+    parts = [(job.most, 16 * job.reduce_plan.places) for job in lines]
+    apart(parts + [(job.out, 4 * job.reduce_plan.results) for job in lines], 1 << 62)
 
 
 def test_work_is_held_until_the_launch(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.report.training import NUMBERS, timing, training
+from gradtrace.report.training import MAX_SHARES, timing, training
 from gradtrace.runs import history
 from gradtrace.runs.history import Norms, StepRecord, Writer
 from gradtrace.tracing.influence import Influence, Moments, Row
@@ -372,7 +372,7 @@ def test_long_runs_are_thinned() -> None:
     header = {"settings": {}}
     found = history.History(header, records, tuple(range(20_000)), (0.1,) * 20_000)
     shown, times = training(found), timing(found)
-    assert shown is not None and len(shown.step) * 100 <= NUMBERS
+    assert shown is not None and len(shown.step) * 100 <= MAX_SHARES
     assert shown.step[0] == 0 and shown.step[-1] == 1199
     assert "1,000 of 1,200 traced steps" in shown.notes[0]
     assert times is not None and len(times.step) <= 5_000 and times.grows is False
