@@ -16,7 +16,7 @@ BYTES = 1 << 20
 RATE = 1e-3
 
 
-class CorpusReader(NamedTuple):
+class TrainedProducts(NamedTuple):
     """Pairs of factors by name, and the loss before and after training."""
 
     factors: dict[str, tuple[Tensor, Tensor]]
@@ -61,7 +61,7 @@ class Reader(nn.Module):
         return found
 
 
-def products(steps: int, size: int, seed: int = 0) -> CorpusReader:
+def products(steps: int, size: int, seed: int = 0) -> TrainedProducts:
     """Train, and take what the linear layers multiply in the backward pass of one more batch."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -74,7 +74,7 @@ def products(steps: int, size: int, seed: int = 0) -> CorpusReader:
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             losses.append(loss.item())
-        return CorpusReader(_factors(model, letters), losses[0], losses[-1])
+        return TrainedProducts(_factors(model, letters), losses[0], losses[-1])
 
 
 def _loss(model: Reader, letters: Tensor) -> Tensor:

@@ -78,14 +78,14 @@ def components(given: Sequence[str]) -> Components:
 # The function's return value ---------------------------------------------------------------------
 
 
-class LossRecord(NamedTuple):
+class WatchedLoss(NamedTuple):
     """A loss, and the watch under which it was computed."""
 
     loss: Tensor
     watch: watch
 
 
-def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> LossRecord:
+def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> WatchedLoss:
     """Call the function while watching all modules, and interpret its return value."""
     with Discovery() as discovery:
         returned = call()
@@ -93,7 +93,7 @@ def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> LossRe
     loss = _loss(rest)
     if loss is not None:
         discovery.resolve_names(loss, model, known)
-        return LossRecord(loss, discovery)
+        return WatchedLoss(loss, discovery)
     if model is None or not callable(rest):
         raise GradtraceError(f"{name} returned {_kind(returned)}; {RETURNS}")
     with watch(model) as watched:
@@ -101,7 +101,7 @@ def made(call: Callable[[], Any], name: str, known: Mapping[str, Any]) -> LossRe
     loss = _loss(found)
     if loss is None:
         raise GradtraceError(f"the loss_fn that {name} returned gave {_kind(found)}, not a loss")
-    return LossRecord(loss, watched)
+    return WatchedLoss(loss, watched)
 
 
 def _parted(returned: Any, name: str) -> tuple[nn.Module | None, Any]:
@@ -143,7 +143,7 @@ class TraceOutcome(NamedTuple):
     paths: tuple[GradientPath, ...]
 
 
-def found(made: LossRecord, asked: TraceOptions, work: ProgressBar) -> TraceOutcome:
+def found(made: WatchedLoss, asked: TraceOptions, work: ProgressBar) -> TraceOutcome:
     """Trace the loss and measure."""
     work.begin("tracing")
     trace = made.watch.trace(made.loss, rule=asked.rule, granularity=asked.granularity)

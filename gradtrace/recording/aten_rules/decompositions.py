@@ -158,10 +158,11 @@ def lstm_cell(
     i, f, g, o = _halves_as_floats(workspace).chunk(4, 1)
     squashed = _halves_as_floats(after).tanh()
     slope = o * (1 - squashed * squashed)
+    none = torch.zeros_like(f)
     into = torch.stack(
-        [g * i * (1 - i), _halves_as_floats(before) * f * (1 - f), i * (1 - g * g), f * 0], 1
+        [g * i * (1 - i), _halves_as_floats(before) * f * (1 - f), i * (1 - g * g), none], 1
     )
-    last = torch.stack([f * 0, f * 0, f * 0, squashed * o * (1 - o)], 1)
+    last = torch.stack([none, none, none, squashed * o * (1 - o)], 1)
     each = (to_h, into * slope.unsqueeze(1) + last, slope * f), (to_c, into, f)
     given = [(_halves_as_floats(x), gate, cell) for x, gate, cell in each if x is not None]
     parts = [(x.unsqueeze(1) * gate).flatten(1) for x, gate, _ in given]
