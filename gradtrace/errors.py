@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from gradtrace.printable import printable
 
 
-def close(name: str, known: Iterable[str], most: int = 8) -> str:
-    """``; did you mean ...?`` for similar names; else all known names, if there are at most
-    ``most``; else nothing.
+def did_you_mean(
+    name: str, known: Iterable[str], most: int = 8, show: Callable[[str], str] = str
+) -> str:
+    """``; did you mean ...?`` for similar names; else a list of the first ``most`` that are known.
 
-    >>> close("lsmt", ["lstm", "gru"]), close("x", ["lstm", "gru"])
-    ('; did you mean lstm?', '; there are lstm, gru')
+    >>> did_you_mean("lsmt", ["lstm", "gru"]), did_you_mean("x", ["lstm", "gru"], 1, repr)
+    ('; did you mean lstm?', "; there are 'lstm', ...")
     """
-    listed = list(known)
-    found = get_close_matches(name, listed, n=3)
-    if found:
-        return f"; did you mean {' or '.join(found)}?"
-    return f"; there are {', '.join(listed)}" if 0 < len(listed) <= most else ""
+    names = [each for each in known if each]
+    if found := get_close_matches(name, names, n=3):
+        return f"; did you mean {' or '.join(map(show, found))}?"
+    listed = [*map(show, names[:most]), *(["..."] if names[most:] else [])]
+    return f"; there are {', '.join(listed) or 'none'}" if most else ""
 
 
 UPDATE = "update gradtrace (pull its clone and pip install . again, or take a newer release)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import count
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradtrace.autodiff.nodes import Node, explain, name_of, sequence_of
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.printable import printable
 
 
@@ -211,8 +210,4 @@ class LazyGradients(Mapping[str, Tensor]):
 
 def unknown(kind: str, name: str, known: Mapping[str, object]) -> str:
     """The error message for a name that is not among ``known``."""
-    close = get_close_matches(name, list(known), n=3)
-    if close:
-        return f"no {kind} {name!r} takes part in this loss; did you mean {' or '.join(close)}?"
-    listed = ", ".join(list(known)[:8]) + (", ..." if len(known) > 8 else "")
-    return f"no {kind} {name!r} takes part in this loss; there are {listed or 'none'}"
+    return f"no {kind} {name!r} takes part in this loss{did_you_mean(name, known)}"

@@ -18,7 +18,7 @@ from gradtrace.benchmarks.page import markdown
 from gradtrace.benchmarks.results import Absent, Section, Setting, say
 from gradtrace.benchmarks.table import ELSEWHERE, section
 from gradtrace.benchmarks.table import SECTIONS as NAMES
-from gradtrace.errors import GradtraceError, close
+from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.experiments.harness import machine
 
 SECTIONS: dict[str, Callable[[Setting], Section]] = {name: section(name) for name in NAMES}
@@ -153,6 +153,6 @@ def known(names: Iterable[str]) -> list[str]:
     for name in names:
         if name not in SECTIONS:
             raise GradtraceError(
-                f"there is no section {name!r}{close(name, sorted(SECTIONS), most=99)}"
+                f"there is no section {name!r}{did_you_mean(name, sorted(SECTIONS), 99)}"
             )
     return names or list(SECTIONS)

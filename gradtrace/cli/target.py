@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradtrace.errors import GradtraceError, close
+from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.tools import user_script
 
 SCRIPT = "gradtrace_script"
@@ -88,7 +88,7 @@ class Target:
         if callable(found):
             return found  # type: ignore[no-any-return]
         own = [key for key, value in vars(script).items() if inspect.isfunction(value)]
-        where, near = self.path.name, close(self.name, own)
+        where, near = self.path.name, did_you_mean(self.name, own)
         raise GradtraceError(f"{where} has no function {self.name!r}{near}")
 
 

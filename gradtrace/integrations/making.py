@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.training.monitor import Monitor
 
 TRAINER_ARGUMENTS = {"model", "start", "accumulate", "clock"}
@@ -24,9 +23,8 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Check the names of arguments for a Monitor when the callback is made."""
     for name in options:
         if name not in ARGUMENTS:
-            close = get_close_matches(name, ARGUMENTS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(ARGUMENTS)}"
-            raise GradtraceError(f"GradTrace has no argument {name!r}; {hint}")
+            hint = did_you_mean(name, ARGUMENTS, most=len(ARGUMENTS))
+            raise GradtraceError(f"GradTrace has no argument {name!r}{hint}")
     return dict(options)
 
 

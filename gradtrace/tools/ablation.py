@@ -8,7 +8,6 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import count
 from types import TracebackType
@@ -21,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import labels
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.pytorch.global_switches import UNFUSED, eager
 from gradtrace.pytorch.module_calls import Forward, Listener, listen
 from gradtrace.pytorch.nested import mapped, tensors_in
@@ -136,7 +135,8 @@ class ablate:
         for word, given in (("values", self.values), ("batch_dim", dims)):
             for name in given:
                 if name not in known:
-                    raise UnknownName(f"{word}[{name!r}] is not ablated; {_hint(name, known)}")
+                    hint = did_you_mean(name, known, show=repr)
+                    raise UnknownName(f"{word}[{name!r}] is not ablated{hint}")
 
     def _rules_of(self, modules: Modules) -> dict[nn.Module, AblationRule]:
         """One rule for each module, even if several names refer to it."""
@@ -236,7 +236,8 @@ def _found(asked: str, modules: Modules) -> Modules:
     pattern = asked.split(".")
     found = {n: m for n, m in modules.items() if n and matches(pattern, n.split("."))}
     if not found:
-        raise UnknownName(f"no module {asked!r} in this model; {_hint(asked, list(modules))}")
+        hint = did_you_mean(asked, modules, show=repr)
+        raise UnknownName(f"no module {asked!r} in this model{hint}")
     running = {name: module for name, module in found.items() if _runs(module)}
     return {name: _callable(name, module) for name, module in (running or found).items()}
 
@@ -273,13 +274,6 @@ def _callable(name: str, module: nn.Module) -> nn.Module:
 def _runs(module: nn.Module) -> bool:
     """Whether it defines ``forward``, which nn.ModuleList does not."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    if close := get_close_matches(name, known, n=3):
-        return f"did you mean {' or '.join(map(repr, close))}?"
-    listed = [repr(each) for each in known if each]
-    return f"there are {', '.join(listed[:8]) or 'none'}{', ...' if listed[8:] else ''}"
 
 
 def _never_called(asked: str, rules: Sequence[AblationRule]) -> str:
@@ -713,8 +707,8 @@ class LabelledSlices:
             if asked not in self.matched:
                 name = asked.removeprefix(LABEL)
                 raise UnknownName(
-                    f"no label {name!r} came up inside ablate, so nothing was ablated; "
-                    f"{_hint(name, list(self.seen))}"
+                    f"no label {name!r} came up inside ablate, so nothing was ablated"
+                    f"{did_you_mean(name, self.seen, show=repr)}"
                 )
 
 

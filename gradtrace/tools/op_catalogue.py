@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradtrace.errors import GradtraceError, close
+from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.recording.aten_rules import OPENED, RULES
 from gradtrace.recording.dispatch import lowering_of
 
@@ -50,7 +50,8 @@ def named(name: str) -> list[Op]:
     found = [key for key in every if wanted in (key, key.partition(".")[0])]
     if not found:
         known = {*every, *(key.partition(".")[0] for key in every)}
-        raise GradtraceError(f"there is no ATen operation {name!r}{close(wanted, sorted(known))}")
+        hint = did_you_mean(wanted, sorted(known), most=0)
+        raise GradtraceError(f"there is no ATen operation {name!r}{hint}")
     functional = [key for key in found if not every[key]._schema.is_mutable]
     return [_op(key, every[key]) for key in sorted(functional or found)]
 

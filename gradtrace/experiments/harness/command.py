@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from gradtrace.errors import GradtraceError, close, needs
+from gradtrace.errors import GradtraceError, did_you_mean, needs
 from gradtrace.experiments.harness import drawing
 from gradtrace.experiments.harness.code import refresh
 from gradtrace.experiments.harness.findings import Experiment
@@ -85,7 +85,7 @@ def sources(name: str | None, every: bool) -> list[ExperimentSource]:
         return [ExperimentSource(name, known[name])]
     if name.endswith(".py"):
         return [ExperimentSource.of(Path(name))]
-    near = close(name, known, most=99)
+    near = did_you_mean(name, known, 99)
     raise GradtraceError(
         f"there is no experiment {name!r}{near} (one of your own is given by its file: mine.py)"
     )
@@ -199,7 +199,7 @@ def _settings(experiment: Experiment, name: str, asked: ExperimentOptions) -> di
     for key, value in given.items():
         if key not in found:
             what = "takes no --text" if key == "text" else f"has no setting {key!r}"
-            raise GradtraceError(f"{name} {what}{close(key, found, most=99)}")
+            raise GradtraceError(f"{name} {what}{did_you_mean(key, found, 99)}")
         _check(key, value, found[key])
         found[key] = value
     return found
