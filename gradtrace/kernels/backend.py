@@ -1,0 +1,232 @@
+"""What the rest of the library may ask of a device: the protocol ``Backend``.
+
+``Reference`` defines every operation in plain torch; ``Cpu`` and ``Cuda`` override those for which
+they have kernels, and return the same bits. ``gradtrace.kernels.backend_of`` chooses one for each
+device, once. Where an operation takes several tensors, the backend is that of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradtrace.kernels.cuda_batched_tally import BatchedTally
+from gradtrace.kernels.cuda_contraction import MatrixLayout
+from gradtrace.kernels.cuda_steps import LineLayout
+from gradtrace.kernels.reference import Contraction, Matrices
+from gradtrace.kernels.rows import TensorLines
+from gradtrace.kernels.steps import Compressed, LargestEntry, LowRankLines, Selected
+from gradtrace.kernels.sync import AsyncCopy, DeferredChecks
+
+
+class Backend(Protocol):
+    """Operations on the tensors of one device.
+
+    ``synchronises``: whether reading an element waits for queued work, so that it is avoided.
+    ``host``: whether tensors are in the memory of the processor that runs Python.
+    ``table_entries``: how many entries of a table to compute at a time.
+    """
+
+    device: torch.device
+    synchronises: bool
+    host: bool
+    max_top_k: int
+    table_entries: int
+
+    # The largest contribution, with its index or provenance id -----------------------------------
+
+    def contract(
+        self,
+        a: Matrices,
+        b: Matrices,
+        *,
+        value: bool = True,
+        index: bool = False,
+        ids: Matrices | None = None,
+        of_b: bool = False,
+    ) -> Contraction:
+        """``value[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``, 0 if k is empty.
+
+        ``index`` is the lowest k that attains the maximum, undefined where the value is 0. The
+        provenance ids of the result are ``ids[i, m, index]``, or ``ids[i, index, n]`` if the ids
+        belong to b (``of_b``); 0 where the value is 0. NaN counts as the largest value. The rows of
+        an ``Operand`` given as ``b`` are its n.
+        """
+
+    def contract_strided(
+        self,
+        a: Tensor,
+        b: Tensor,
+        ids: Tensor,
+        layout: MatrixLayout,
+        shape: tuple[int, ...],
+        value: bool,
+    ) -> Contraction:
+        """``contract`` with provenance ids, of tensors read by the strides in ``layout``. Results
+        have the given shape, with as many elements as (i, m, n).
+        """
+
+    def contract_lines(self, a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
+        """``maxₖ |a[n, k]·b[n, k]|`` along every line and the lowest k that attains it; the k is
+        undefined where the value is 0.
+        """
+
+    def contract_top(self, parts: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...] | None:
+        """The ``len(parts)`` largest of ``parts[p][i, m, k] · weight[i, k, n]`` over k and p, in
+        descending order, each (i, m, n). Values are nonnegative, and ``parts[p]`` descends in p.
+        None if there is no kernel for it; there is none for more than ``max_top_k`` parts.
+        """
+
+    def reduce(self, x: Tensor, ids: Tensor, dims: Sequence[int]) -> Selected:
+        """The largest |x| over ``dims``, which are removed, and the provenance id of its first
+        occurrence.
+        """
+
+    def scatter(self, x: Tensor, ids: Tensor, target: Tensor, size: int) -> Selected:
+        """``max |x[j]|`` over all j with ``target[j] = i`` (-1: dropped) for each i below ``size``,
+        and the provenance id of its first occurrence. All tensors are flat.
+        """
+
+    def sparse(self, matrices: Compressed, x: Tensor, ids: Tensor) -> Selected:
+        """The largest ``|weight[e]·x[source[e]]|`` over the entries e of each row, and the
+        provenance id of its first occurrence. Returned flat.
+        """
+
+    def sparse_sum(self, matrices: Compressed, x: Tensor) -> Tensor:
+        """``Σₑ weight[e]·x[source[e]]`` over the entries e of each row, in order. Returned flat."""
+
+    def normalise(
+        self,
+        lines: LowRankLines,
+        ids: Tensor | None = None,
+        value: bool = True,
+        layout: LineLayout | None = None,
+    ) -> LargestEntry | None:
+        """``maxⱼ |J[i, j]·x[j]|`` for each element i of every line, with its index j or, given
+        provenance ids, the id at j. With a layout, tensors may have other shapes than (lines, n).
+        None if there is no kernel for it; ``linops.diag_low_rank`` has it in plain torch.
+        """
+
+    def normalise_at(
+        self, left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """For ``w[n, k] = Σᵣ left[r, n]·right[r, line[n], k]``: the largest
+        ``|w[n, k]·x[line[n], k]|`` over ``k ≠ skip[n]`` and the lowest k that attains it. Lines
+        have at least two elements.
+        """
+
+    # Provenance ids ------------------------------------------------------------------------------
+
+    def merge(
+        self, size: Tensor, ids: Tensor, value: Tensor, other: Tensor | int, shift: int = 0
+    ) -> None:
+        """Elementwise maximum with another term, in place: where ``|value| > size``, set
+        ``size = |value|`` and ``ids = other + shift``.
+
+        NaN counts as the largest value, and the first NaN stays. ``other`` is one provenance id or
+        one per element; where it is 0, and where the value is 0, nothing changes.
+        """
+
+    def fuses(self, value: Tensor, *others: Tensor) -> bool:
+        """Whether ``merge_pair`` and ``batched_tally`` have kernels for these tensors."""
+
+    def merge_pair(
+        self,
+        first: Tensor,
+        ids: Tensor | int,
+        unmasked: bool,
+        second: Tensor,
+        others: Tensor | int,
+        shift: int,
+    ) -> Tensor | None:
+        """``others + shift`` where ``others`` is not 0 and |second| > |first|, else ``ids``.
+
+        ``ids`` and ``others`` are provenance ids, one per element or one for all. If ``unmasked``,
+        an id in ``ids`` counts only where its element is not 0. NaN counts as the largest value,
+        and of equals the first stays. None if there is no kernel for it; then ``merge`` computes
+        the same in several passes.
+        """
+
+    def masked(self, ids: Tensor, value: Tensor) -> Tensor:
+        """The ids, 0 where the value is 0."""
+
+    def used(self, ids: Tensor, count: int) -> Tensor:
+        """Which ids below ``count`` occur: flags, on the CPU."""
+
+    def close_gaps(self, ids: Tensor, count: int) -> tuple[Tensor, Callable[[], Tensor]] | None:
+        """The ids renumbered to 1, 2, ... without gaps, in order, without a sync; and a function
+        that returns what ``used`` does. None if there is no kernel for it.
+        """
+
+    def renumber(self, ids: Tensor, table: Tensor) -> Tensor:
+        """``table[ids]``; the table, int32, may be on the CPU."""
+
+    # Counts and sums -----------------------------------------------------------------------------
+
+    def tally(self, ids: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """``counts[m]`` (int64) and ``sums[m] = Σ |gradient|`` (float64) over the elements with
+        provenance id m, for m below ``count``; on the device of the ids, without a sync.
+
+        Sums are exact and rounded once, so that they are the same bits on every device and in any
+        order of elements; leaves larger than ``PIECE_ELEMENTS`` are summed piece by piece. An id
+        that is not below ``count`` is an error; on a GPU, where checking would need a sync, its
+        element is ignored.
+        """
+
+    def measure(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of nonzero elements (int64) and ``Σ |gradient|`` (float64, exact as in
+        ``tally``); both 0-d, on the device of the gradient, without a sync.
+        """
+
+    def batched_tally(self, gradient: Tensor) -> BatchedTally | None:
+        """An empty batch of leaves, if leaves like this one can be tallied many at a time."""
+
+    def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:
+        """``total[index[n]] += rows[n]``, in the order of n, so that sums are always the same
+        bits.
+        """
+
+    def finite_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Scalars that are all finite only if all elements of these tensors are."""
+
+    # Reading results -----------------------------------------------------------------------------
+
+    def fetch(self, scalars: Sequence[Tensor]) -> list[float]:
+        """The values of one-element tensors as floats, with one synchronisation per device."""
+
+    def copy(self, x: Tensor) -> AsyncCopy:
+        """An asynchronous copy of a small tensor to the CPU."""
+
+    def checks(self) -> DeferredChecks | None:
+        """A list for conditions that are fetched later; None where they are evaluated at once."""
+
+    def check(self, checks: DeferredChecks | None, holds: Callable[[], Tensor]) -> bool:
+        """Whether all elements of a condition hold. If that would synchronise and there is a list
+        to defer it to, it is added there and taken to hold.
+        """
+
+    # Memory --------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """The device's name for error messages."""
+
+    def free_bytes(self) -> int | None:
+        """How many bytes can still be allocated; None if unknown."""
+
+    def held_bytes(self) -> int | None:
+        """How many bytes this process holds; None if unknown."""
+
+    def spare_bytes(self) -> int | None:
+        """``free_bytes`` of a memory that usually has one user, as that of a GPU; else None."""
+
+    def workspace_bytes(self, shape: tuple[int, int, int], k: int) -> int:
+        """Upper bound of what ``contract`` allocates besides its results, for sizes (i, m, n) and k
+        and any layout of the operands; of the smallest parts if it can be split.
+        """
+
+    def workspace_max_bytes(self) -> int:
+        """The most bytes that ``contract`` allocates besides its results."""
