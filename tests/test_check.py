@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
+from gradtrace.tools import tuning
 from gradtrace.tools.gradcheck import Check, Row, check
 
 Made = tuple[Callable[..., Tensor], nn.Module]
@@ -440,6 +440,16 @@ def test_a_loss_that_writes_on_grad_and_weights(stateful: Stateful) -> None:
     assert snapshot(stateful) == before
 
 
+def test_a_loss_that_registers_hooks_and_modules(stateful: Stateful) -> None:
+    def loss(m: Any) -> Tensor:
+        m.linear.register_forward_hook(lambda m, a, out: out * 1.5)
+        m.extra = nn.Linear(1, 1)
+        return m.linear(torch.ones(3)).pow(2).sum()
+
+    assert check(loss, stateful).ok
+    assert not stateful.linear._forward_hooks and "extra" not in stateful._modules
+
+
 def test_the_seed_decides_the_result() -> None:
     torch.manual_seed(0)
     loss_fn, model = noisy()
@@ -538,7 +548,7 @@ def test_the_worst_come_first_and_json_holds_all() -> None:
 
 
 def test_many_parameters_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[check.__module__], "TOTAL_ELEMENTS", 30)
+    monkeypatch.setattr(tuning, "TOTAL_ELEMENTS", 30)
     model = nn.ParameterList([torch.ones(70) for _ in range(7)])
     seen: list[tuple[int, int]] = []
 

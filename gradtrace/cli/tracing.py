@@ -17,7 +17,7 @@ from gradtrace.flow import Flow
 from gradtrace.io.table import TextTable
 from gradtrace.session import watch
 from gradtrace.tools.discovery import Discovery
-from gradtrace.tools.gradcheck import takes_model
+from gradtrace.tools.loss_evaluator import takes_model
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import KINDS, Components
 from gradtrace.tracing.influence import Influence, Row

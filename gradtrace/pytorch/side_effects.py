@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -142,15 +142,15 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 # Python state -------------------------------------------------------------------------------------
 
 CONTAINERS = (list, dict, set, deque)
-SKIPPED_ATTRIBUTES = frozenset({"_modules"})
 
 
 class WriteLog:
     """A snapshot of the attributes of a model's modules (also of modules in plain lists) and of the
-    contents of their lists, dictionaries and sets, except hooks and the tables of submodules.
+    contents of their lists, dictionaries and sets; only with ``structure`` also of the tables of
+    hooks and submodules.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, structure: bool = False) -> None:
         self._modules: dict[nn.Module, tuple[type, dict[str, Any]]] = {}
         self._inside: list[tuple[Any, Any]] = []
         self._memory: list[tuple[Tensor, Tensor]] = []
@@ -163,7 +163,7 @@ class WriteLog:
             self._modules[module] = (type(module), dict(module.__dict__))
             for name, value in module.__dict__.items():
                 waiting += _modules_in(value)
-                if name not in SKIPPED_ATTRIBUTES and not name.endswith("_hooks"):
+                if structure or not (name == "_modules" or name.endswith("_hooks")):
                     self._note(value)
 
     def _note(self, value: Any) -> None:
@@ -236,12 +236,28 @@ def restored(model: nn.Module) -> Iterator[Undo]:
 
 
 @contextmanager
-def same_draws() -> Iterator[None]:
-    """Restores the random generators of Python and NumPy on exit."""
+def same_draws(model: nn.Module) -> Iterator[Callable[[int], None]]:
+    """Restores the random generators of Python, NumPy and PyTorch (of the CPU, and of the GPUs that
+    the model is on) on exit. Yields a function that seeds them.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     numpy = sys.modules.get("numpy")
     ours, theirs = random.getstate(), None if numpy is None else numpy.random.get_state()
+
+    def seed(number: int) -> None:
+        for generator in (
+            torch.default_generator,
+            *(torch.cuda.default_generators[n] for n in devices),
+        ):
+            generator.manual_seed(number)
+        random.seed(number)
+        if numpy is not None:
+            numpy.random.seed(number % (1 << 32))
+
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield seed
     finally:
         random.setstate(ours)
         if numpy is not None:

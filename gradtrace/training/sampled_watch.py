@@ -135,11 +135,9 @@ def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
     Checkpointed parts of a model run again when they are traced: batch norms would count the batch
     once more, and a dropout without ``preserve_rng_state`` would draw random numbers.
     """
-    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    kinds = {"cpu", *(device.type for device in devices)}
+    kinds = {"cpu", *("cuda" for tensor in model.parameters() if tensor.is_cuda)}
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([d.index or 0 for d in devices]))
-        stack.enter_context(same_draws())
+        stack.enter_context(same_draws(model))
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(undoing(stack.enter_context(restored(model))))
