@@ -14,7 +14,7 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.graphs.operators import Edge, Operator
-from gradtrace.graphs.svg import DRAWN_MAX_OPERATORS, draw
+from gradtrace.graphs.tuning import DRAWN_MAX_OPERATORS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -94,7 +94,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
 
 
 def test_every_argument_is_below_its_user(graph: Graph) -> None:
-    drawn = vertices(draw(graph))
+    drawn = vertices(graph.draw())
     assert drawn.keys() == {operator.index for operator in graph}
     others = [top(vertex)[1] for index, vertex in drawn.items() if index]
     assert top(drawn[0])[1] < min(others)
@@ -104,13 +104,13 @@ def test_every_argument_is_below_its_user(graph: Graph) -> None:
 
 
 def test_no_two_vertices_overlap(graph: Graph) -> None:
-    boxes = sorted(map(extent, vertices(draw(graph)).values()), key=lambda box: (box[1], box[0]))
+    boxes = sorted(map(extent, vertices(graph.draw()).values()), key=lambda box: (box[1], box[0]))
     for (_, above, right, _), (left, below, _, _) in pairwise(boxes):
         assert above != below or right < left
 
 
 def test_everything_lies_on_the_page(graph: Graph) -> None:
-    svg = draw(graph)
+    svg = graph.draw()
     root = ElementTree.fromstring(svg)
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     assert (root.attrib["width"], root.attrib["height"]) == (f"{width:g}", f"{height:g}")
@@ -120,7 +120,7 @@ def test_everything_lies_on_the_page(graph: Graph) -> None:
 
 def test_each_link_starts_at_a_user_and_ends_at_an_argument() -> None:
     graph = two_layers()
-    svg = draw(graph)
+    svg = graph.draw()
     ends = set()
     for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
         if path.attrib["class"] == "link":
@@ -135,7 +135,7 @@ def test_each_link_starts_at_a_user_and_ends_at_an_argument() -> None:
 
 def test_a_vertex_shows_operator_and_shape_and_a_leaf_its_name() -> None:
     graph = two_layers()
-    drawn = vertices(draw(graph))
+    drawn = vertices(graph.draw())
     assert texts(drawn[0]) == ["MseLoss", "()"]
     assert drawn[0].attrib["class"] == "root"
     shown = sorted(tuple(texts(vertex)) for vertex in drawn.values())
@@ -146,7 +146,7 @@ def test_a_vertex_shows_operator_and_shape_and_a_leaf_its_name() -> None:
 
 
 def test_arguments_have_positions_and_those_without_gradient_say_none() -> None:
-    svg = draw(two_layers())
+    svg = two_layers().draw()
     positions = re.findall(r'class="position"[^>]*>([^<]*)<', svg)
     assert sorted(positions) == sorted("01" + "012" + "0" + "012")
     assert aside(svg) == ["None", "None"]
@@ -154,7 +154,7 @@ def test_arguments_have_positions_and_those_without_gradient_say_none() -> None:
 
 def test_a_value_used_twice_by_one_operator_has_both_positions() -> None:
     x = torch.ones(2, requires_grad=True)
-    svg = draw(build((x * x).sum(), NameTable.of({"x": x}), HookWatch()))
+    svg = build((x * x).sum(), NameTable.of({"x": x}), HookWatch()).draw()
     assert re.findall(r'class="position"[^>]*>([^<]*)<', svg) == ["0", "0, 1"]
 
 
@@ -165,7 +165,7 @@ def test_tied_names_and_module_calls_are_told() -> None:
         Operator(2, "MulBackward0", ((2,),), "cell", 0),
         Operator(3, "AccumulateGrad", ((2,),), leaf="embed", names=("embed", "head")),
     ]
-    drawn = vertices(draw(by_hand(operators, [Edge(0, 1, 0), Edge(1, 2, 0), Edge(2, 3, 0)])))
+    drawn = vertices(by_hand(operators, [Edge(0, 1, 0), Edge(1, 2, 0), Edge(2, 3, 0)]).draw())
     assert [texts(drawn[i])[-1] for i in (1, 2)] == ["in cell, call 2", "in cell, call 1"]
     assert texts(drawn[3])[0] == "embed = head"
 
@@ -189,7 +189,7 @@ def test_names_stay_text(name: str) -> None:
         Operator(0, name, ((),), module=name),
         Operator(1, "AccumulateGrad", ((2,),), leaf=name, names=(name, name)),
     ]
-    svg = draw(by_hand(operators, [Edge(0, 1, 0)]))
+    svg = by_hand(operators, [Edge(0, 1, 0)]).draw()
     svg.encode()
     tags = {element.tag.removeprefix(SVG) for element in ElementTree.fromstring(svg).iter()}
     assert tags == {"svg", "title", "style", "rect", "g", "path", "text"}
@@ -202,7 +202,7 @@ def test_names_stay_text(name: str) -> None:
 def test_a_long_name_is_shortened_on_the_vertex_and_told_in_its_title() -> None:
     name = ".".join(f"layer{i}" for i in range(12)) + ".weight"
     leaf = Operator(0, "AccumulateGrad", ((2,),), leaf=name, names=(name,))
-    vertex = vertices(draw(by_hand([leaf], [])))[0]
+    vertex = vertices(by_hand([leaf], []).draw())[0]
     shown = texts(vertex)[0]
     assert "…" in shown and len(shown) <= 30 and shown.endswith("layer11.weight")
     assert name in (vertex.findtext(f"{SVG}title") or "")
@@ -211,7 +211,7 @@ def test_a_long_name_is_shortened_on_the_vertex_and_told_in_its_title() -> None:
 def test_a_long_chain_is_cut_soon_and_says_so() -> None:
     graph = chain(100_000)
     start = time.process_time()  # of this process: another's load does not count
-    svg = draw(graph)
+    svg = graph.draw()
     assert time.process_time() - start < 10
     assert vertices(svg).keys() == set(range(DRAWN_MAX_OPERATORS))
     assert f"{100_000 - DRAWN_MAX_OPERATORS:,} more" in svg
@@ -222,7 +222,7 @@ def test_what_is_kept_of_a_wide_graph_is_nearest_the_root() -> None:
     width = 3 * DRAWN_MAX_OPERATORS
     operators = [Operator(i, "StackBackward0", ((1,),)) for i in range(width + 2)]
     edges = [Edge(0, i, i - 1) for i in range(1, width + 1)] + [Edge(1, width + 1, 0)]
-    svg = draw(by_hand(operators, edges))
+    svg = by_hand(operators, edges).draw()
     assert vertices(svg).keys() == set(range(DRAWN_MAX_OPERATORS))
     assert f"{width + 2 - DRAWN_MAX_OPERATORS:,} more" in svg
     assert f"{width + 1 - DRAWN_MAX_OPERATORS:,} left out" in aside(svg)
@@ -231,7 +231,7 @@ def test_what_is_kept_of_a_wide_graph_is_nearest_the_root() -> None:
 def test_many_edges_between_few_operators_stay_few_lines() -> None:
     operators = [Operator(i, "StackBackward0", ((1,),)) for i in range(2)]
     edges = [Edge(0, 1 if i % 2 else None, i) for i in range(20_000)]
-    svg = draw(by_hand(operators, edges))
+    svg = by_hand(operators, edges).draw()
     assert svg.count('class="link"') == 2
     assert aside(svg) == ["10,000 None"]
 
@@ -241,11 +241,11 @@ def test_an_argument_far_down_is_named_beside_its_user() -> None:
     operators = [Operator(i, "MulBackward0", ((1,),)) for i in range(last)]
     operators.append(Operator(last, "AccumulateGrad", ((1,),), leaf="w", names=("w",)))
     edges = [Edge(i, i + 1, 0) for i in range(last)] + [Edge(0, last, 1), Edge(1, 150, 1)]
-    assert aside(draw(by_hand(operators, edges))) == ["↓ w", "↓ Mul (operator 150)"]
+    assert aside(by_hand(operators, edges).draw()) == ["↓ w", "↓ Mul (operator 150)"]
 
 
 def test_drawings_in_one_page_share_no_id_and_style_nothing_else() -> None:
-    one, two = draw(two_layers()), draw(chain(3))
+    one, two = two_layers().draw(), chain(3).draw()
     ids = [set(re.findall(r'\bid="([^"]*)"', svg)) for svg in (one, two)]
     assert ids[0] and ids[1] and ids[0].isdisjoint(ids[1])
     rules = re.findall(r"^([^{}@\n]+)\{", one, flags=re.MULTILINE)
@@ -255,7 +255,7 @@ def test_drawings_in_one_page_share_no_id_and_style_nothing_else() -> None:
 
 
 def test_it_has_a_name_for_those_who_cannot_see_it() -> None:
-    root = ElementTree.fromstring(draw(two_layers()))
+    root = ElementTree.fromstring(two_layers().draw())
     title = root.find(f"{SVG}title")
     assert root.attrib["role"] == "img" and title is not None
     assert root.attrib["aria-labelledby"] == title.attrib["id"]
@@ -263,4 +263,4 @@ def test_it_has_a_name_for_those_who_cannot_see_it() -> None:
 
 
 def test_the_same_graph_gives_the_same_text() -> None:
-    assert draw(two_layers()) == draw(two_layers())
+    assert two_layers().draw() == two_layers().draw()

@@ -24,8 +24,6 @@ from gradtrace.io import container
 if TYPE_CHECKING:
     import networkx
 
-    from gradtrace.ir.program import Program
-
 
 @dataclass
 class Graph:
@@ -68,27 +66,23 @@ class Graph:
         return self.operators[0]
 
     @cached_property
-    def _arguments(self) -> dict[int, list[Edge]]:
-        found: dict[int, list[Edge]] = {}
+    def _by_end(self) -> tuple[dict[int, list[Edge]], dict[int, list[Edge]]]:
+        """The edges by consumer, and by producer."""
+        consumers: dict[int, list[Edge]] = {}
+        producers: dict[int, list[Edge]] = {}
         for edge in self.edges:
-            found.setdefault(edge.consumer, []).append(edge)
-        return found
-
-    @cached_property
-    def _uses(self) -> dict[int, list[Edge]]:
-        found: dict[int, list[Edge]] = {}
-        for edge in self.edges:
+            consumers.setdefault(edge.consumer, []).append(edge)
             if edge.producer is not None:
-                found.setdefault(edge.producer, []).append(edge)
-        return found
+                producers.setdefault(edge.producer, []).append(edge)
+        return consumers, producers
 
     def arguments(self, operator: Operator) -> list[Edge]:
         """The edges to the operator's arguments, by position."""
-        return self._arguments.get(operator.index, [])
+        return self._by_end[0].get(operator.index, [])
 
     def uses(self, operator: Operator) -> list[Edge]:
         """The edges from the operator's users."""
-        return self._uses.get(operator.index, [])
+        return self._by_end[1].get(operator.index, [])
 
     @property
     def scalar_vertices(self) -> int:
@@ -103,13 +97,10 @@ class Graph:
         by k×n has m·n·k for each operand that needs a gradient. Costs about a backward pass.
         """
         from gradtrace.ir.cost import count_edges
-
-        return count_edges(self._program())
-
-    def _program(self) -> Program:
         from gradtrace.recording.record import record
 
-        return record(self._loss, torch.ones_like(self._loss), self._table, self._watch)
+        seed = torch.ones_like(self._loss)
+        return count_edges(record(self._loss, seed, self._table, self._watch))
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """The graph with an edge from each operator to each argument, keyed by position."""
@@ -130,7 +121,7 @@ class Graph:
 
         Also written to ``path``, if given.
         """
-        svg = draw(self)
+        svg = draw(self.operators, self._by_end[0])
         if path is not None:
             container.put(path, svg)
         return svg
@@ -145,28 +136,22 @@ class Graph:
 
 def build(loss: Tensor, table: NameTable, watch: HookWatch) -> Graph:
     """The computation graph of a loss."""
-    order: dict[Node, int] = {}
-    arguments = {}
-
-    def visit(node: Node, edges: nodes.Edges) -> None:
-        order[node] = len(order)
-        arguments[node] = edges
-
-    walk(loss, visit)
-    leaves = {n.variable: n for n in order if type(n) is ACCUMULATE}
-    named = {leaves[leaf]: label for leaf, label in table.label(leaves).items()}
-    operators = []
+    arguments: dict[Node, nodes.Edges] = {}
+    walk(loss, arguments.__setitem__)
+    order = {node: index for index, node in enumerate(arguments)}
+    leaves = {node.variable: node for node in order if type(node) is ACCUMULATE}
+    labels = {leaves[leaf]: label for leaf, label in table.label(leaves).items()}
     others = off_thread_calls(loss, table)
+    operators = []
     for node, index in order.items():
-        place, label = others.get(node) or table.place_of(node), named.get(node)
+        place, label = others.get(node) or table.place_of(node), labels.get(node)
         names = () if label is None else table.names_of(node.variable) or (label,)
         shapes = nodes.shapes_of(node)
-        name = nodes.name_of(node)
-        operators.append(Operator(index, name, shapes, place.module, place.call, label, names))
+        operators.append(Operator(index, nodes.name_of(node), shapes, *place, label, names))
     edges = [
         Edge(order[node], None if child is None else order[child], position, slot)
         for node, out in arguments.items()
         for position, (child, slot) in enumerate(out)
     ]
-    ends = {o.leaf: o for o in operators if o.leaf is not None}
+    ends = {operator.leaf: operator for operator in operators if operator.leaf is not None}
     return Graph(operators, edges, ends, loss, table, watch)

@@ -8,19 +8,21 @@ iterative, and linear in the number of boxes and bends up to sorting.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple, TypeAlias
 
+from gradtrace.graphs.tuning import (
+    BEND_WIDTH_PX,
+    BOX_DISTANCE_PX,
+    HOME_WEIGHT,
+    LAYOUT_SWEEPS,
+    RANK_MIN_DISTANCE_PX,
+)
+
 Link: TypeAlias = tuple[int, int]  # (upper box, lower box)
 Point: TypeAlias = tuple[float, float]
-
-BEND_WIDTH = 12.0
-SPACE = 22.0  # horizontal distance between boxes of a rank
-GAP = 36.0  # least vertical distance between ranks
-SWEEPS = 8
-HOME = 0.02  # weight of an item's initial position, relative to its ties
 
 
 class Box(NamedTuple):
@@ -32,27 +34,33 @@ class Box(NamedTuple):
 
 
 class GraphLayout(NamedTuple):
-    """The centre of each box's upper side, the points each link bends at, and the extent."""
+    """The centre of each box's upper side, the points of each link after its start, the extent.
+
+    A link passes a rank in two points: where it enters, and where it leaves. Its last point is the
+    top of its lower box.
+    """
 
     tops: list[Point]
-    bends: dict[Link, list[Point]]  # in pairs: where the link enters a rank, and where it leaves
+    points: dict[Link, list[Point]]
     width: float
     height: float
 
 
 def layered(boxes: Sequence[Box], links: Iterable[Link]) -> GraphLayout:
     """Place boxes by rank; the links go from lower to higher ranks, each given once."""
-    lattice = _Lattice(boxes)
     links = list(links)
-    for upper, lower in links:
-        lattice.link(upper, lower)
+    lattice = _Lattice(boxes, links)
     ranks = _ordered(lattice)
     x = _abscissas(lattice, ranks)
     bands = _bands(lattice, ranks, x)
-    bends = {link: _bends(lattice, link, x, bands) for link in links}
     tops = [(x[i], bands[box.rank][0]) for i, box in enumerate(boxes)]
+    points = {}
+    for upper, lower in links:
+        passed = range(boxes[upper].rank + 1, boxes[lower].rank)
+        bends = [(x[lattice.lanes[lower, rank]], y) for rank in passed for y in bands[rank]]
+        points[upper, lower] = [*bends, tops[lower]]
     width = max(at + box.width / 2 for at, box in zip(x, lattice.boxes, strict=True))
-    return GraphLayout(tops, bends, width, bands[-1][1])
+    return GraphLayout(tops, points, width, bands[-1][1])
 
 
 class _Lattice:
@@ -62,31 +70,26 @@ class _Lattice:
     used at fifty time steps takes one lane, not fifty.
     """
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
+    def __init__(self, boxes: Sequence[Box], links: Iterable[Link]) -> None:
         self.boxes = list(boxes)
         self.count = len(boxes)  # items from here on are bends
         self.above: list[list[int]] = [[] for _ in boxes]
         self.below: list[list[int]] = [[] for _ in boxes]
         self.lanes: dict[tuple[int, int], int] = {}  # (lower box, rank) -> bend
-
-    def link(self, upper: int, lower: int) -> None:
-        """Connect two boxes through bends, joining an existing lane to the lower one."""
-        at = upper
-        for rank in range(self.boxes[upper].rank + 1, self.boxes[lower].rank):
-            known = self.lanes.get((lower, rank))
-            bend = self._bend(lower, rank) if known is None else known
-            self._tie(at, bend)
-            if known is not None:
-                return
-            at = bend
-        self._tie(at, lower)
-
-    def _bend(self, lower: int, rank: int) -> int:
-        bend = self.lanes[lower, rank] = len(self.boxes)
-        self.boxes.append(Box(BEND_WIDTH, 0, rank))
-        self.above.append([])
-        self.below.append([])
-        return bend
+        for at, lower in links:
+            for rank in range(boxes[at].rank + 1, boxes[lower].rank):
+                new = len(self.boxes)
+                bend = self.lanes.setdefault((lower, rank), new)
+                if bend == new:
+                    self.boxes.append(Box(BEND_WIDTH_PX, 0, rank))
+                    self.above.append([])
+                    self.below.append([])
+                self._tie(at, bend)
+                if bend != new:  # joins the lane of an earlier link
+                    break
+                at = bend
+            else:
+                self._tie(at, lower)
 
     def _tie(self, upper: int, lower: int) -> None:
         self.below[upper].append(lower)
@@ -97,16 +100,25 @@ class _Lattice:
 
 
 def _ordered(lattice: _Lattice) -> list[list[int]]:
-    """The items of each rank from left to right: the best order of ``SWEEPS`` sweeps."""
+    """The items of each rank from left to right: the order with the fewest crossings of several
+    sweeps, down and up, that sort each rank by the mean place of its neighbours in the one before.
+    """
     ranks = _preorder(lattice)
     best, fewest = [list(rank) for rank in ranks], _crossings(lattice, ranks)
-    for sweep in range(SWEEPS):
+    for sweep in range(LAYOUT_SWEEPS):
         if not fewest:
             break
         down = sweep % 2 == 0
         near = lattice.above if down else lattice.below
-        for fixed, free in _pairs(ranks, down):
-            _sort_by_barycentre(free, fixed, near)
+        for fixed, free in pairwise(ranks if down else ranks[::-1]):
+            place = {item: i for i, item in enumerate(fixed)}
+            own = {item: i * len(fixed) / len(free) for i, item in enumerate(free)}
+            means = {
+                item: sum(place[other] for other in near[item]) / len(near[item])
+                for item in free
+                if near[item]
+            }
+            free.sort(key=(own | means).__getitem__)
         crossings = _crossings(lattice, ranks)
         if crossings < fewest:
             best, fewest = [list(rank) for rank in ranks], crossings
@@ -120,28 +132,11 @@ def _preorder(lattice: _Lattice) -> list[list[int]]:
     stack = [i for i, above in enumerate(lattice.above) if not above][::-1]
     while stack:
         item = stack.pop()
-        if seen[item]:
-            continue
-        seen[item] = True
-        ranks[lattice.boxes[item].rank].append(item)
-        stack += reversed(lattice.below[item])
+        if not seen[item]:
+            seen[item] = True
+            ranks[lattice.boxes[item].rank].append(item)
+            stack += reversed(lattice.below[item])
     return ranks
-
-
-def _pairs(ranks: list[list[int]], down: bool) -> Iterable[tuple[list[int], list[int]]]:
-    """Each rank after its neighbour, from the top or from the bottom."""
-    return pairwise(ranks) if down else pairwise(reversed(ranks))
-
-
-def _sort_by_barycentre(free: list[int], fixed: list[int], near: list[list[int]]) -> None:
-    place = {item: i for i, item in enumerate(fixed)}
-    own = {item: i * len(fixed) / len(free) for i, item in enumerate(free)}
-    keys = {i: _mean([place[j] for j in near[i]], own[i]) for i in free}
-    free.sort(key=keys.__getitem__)
-
-
-def _mean(values: list[int], default: float) -> float:
-    return sum(values) / len(values) if values else default
 
 
 def _crossings(lattice: _Lattice, ranks: list[list[int]]) -> int:
@@ -164,12 +159,12 @@ def _crossings(lattice: _Lattice, ranks: list[list[int]]) -> int:
 def _abscissas(lattice: _Lattice, ranks: list[list[int]]) -> list[float]:
     """The x of each item: near its neighbours, in the given order, without overlaps."""
     places = _Positions(lattice, ranks)
-    for sweep in range(SWEEPS):
+    for sweep in range(LAYOUT_SWEEPS):
         down = sweep % 2 == 0
-        if sweep < SWEEPS // 2:
-            places.sweep(down, sides=(down, not down))
+        if sweep < LAYOUT_SWEEPS // 2:
+            places.sweep(down, [lattice.above if down else lattice.below])
         else:
-            places.sweep(down, sides=(True, True))
+            places.sweep(down, [lattice.above, lattice.below])
             places.straighten()
     left = min(x - box.width / 2 for x, box in zip(places.x, lattice.boxes, strict=True))
     return [x - left for x in places.x]
@@ -179,42 +174,43 @@ class _Positions:
     """Optimises the x of each item; initially each rank is packed and centred."""
 
     def __init__(self, lattice: _Lattice, ranks: list[list[int]]) -> None:
-        self.lattice = lattice
-        self.ranks = ranks
-        self.offsets = [_offsets(lattice, rank) for rank in ranks]
-        self.x = [0.0] * len(lattice.boxes)
+        self.lattice, self.ranks = lattice, ranks
+        self.offsets: list[list[float]] = []  # of each item from the first of its rank, at least
         self.left: dict[int, tuple[int, float]] = {}  # item -> (neighbour, distance to keep)
         self.right: dict[int, tuple[int, float]] = {}
-        for rank, offsets in zip(ranks, self.offsets, strict=True):
+        self.x = [0.0] * len(lattice.boxes)
+        for rank in ranks:
+            offsets = [0.0]
+            for left, right in pairwise(rank):
+                bends = (left >= lattice.count) + (right >= lattice.count)
+                apart = (lattice.boxes[left].width + lattice.boxes[right].width) / 2
+                offsets.append(offsets[-1] + apart + BOX_DISTANCE_PX * (1 - bends / 2))
             for item, offset in zip(rank, offsets, strict=True):
                 self.x[item] = offset - offsets[-1] / 2
             for (a, b), (start, end) in zip(pairwise(rank), pairwise(offsets), strict=True):
                 self.left[b], self.right[a] = (a, end - start), (b, end - start)
+            self.offsets.append(offsets)
         self.home = list(self.x)
-        self.chains = list(_chains(lattice, ranks))
+        self.chains = _chains(lattice, ranks)
         self.straight = {tie for line in self.chains for tie in pairwise(line)}
 
-    def sweep(self, down: bool, sides: tuple[bool, bool]) -> None:
-        """Move each rank towards its neighbours; ``sides`` says whether (above, below) count."""
+    def sweep(self, down: bool, sides: Sequence[list[list[int]]]) -> None:
+        """Move each rank towards its neighbours on some ``sides`` (above, below)."""
         for r in range(len(self.ranks))[:: 1 if down else -1]:
             preferred = [self._preferred(item, sides) for item in self.ranks[r]]
             for item, x in zip(self.ranks[r], spaced(preferred, self.offsets[r]), strict=True):
                 self.x[item] = x
 
-    def _preferred(self, item: int, sides: tuple[bool, bool]) -> Point:
-        """The preferred x of an item, the weighted mean of its neighbours, and its weight.
-
-        The initial position has a small weight, so that long graphs do not drift sideways.
-        """
-        lattice, (up, down) = self.lattice, sides
+    def _preferred(self, item: int, sides: Sequence[list[list[int]]]) -> Point:
+        """The preferred x of an item, the weighted mean of its neighbours, and its weight."""
         ties = []
-        if up:
-            ties += [(self.x[i], self._weight(i, item)) for i in lattice.above[item]]
-        if down:
-            ties += [(self.x[i], self._weight(item, i)) for i in lattice.below[item]]
+        for side in sides:
+            for other in side[item]:
+                tie = (other, item) if side is self.lattice.above else (item, other)
+                ties.append((self.x[other], self._weight(*tie)))
         weight = sum(w for _, w in ties) or 1e-3
-        pull = sum(x * w for x, w in ties) + self.home[item] * weight * HOME
-        return pull / (weight + weight * HOME), weight
+        pull = sum(x * w for x, w in ties) + self.home[item] * weight * HOME_WEIGHT
+        return pull / (weight + weight * HOME_WEIGHT), weight
 
     def _weight(self, upper: int, lower: int) -> float:
         """The weight of a tie in keeping vertical: most along a chain, least to final boxes."""
@@ -224,61 +220,43 @@ class _Positions:
     def straighten(self) -> None:
         """Align the items of each chain vertically, in as few pieces as their neighbours allow."""
         for line in self.chains:
-            piece: list[int] = []
-            low, high = -inf, inf
+            pieces: list[tuple[list[int], float, float]] = []  # items, least x, greatest x
             for item in line:
-                left, right = self._limits(item)
-                if piece and max(low, left) > min(high, right):
-                    self._align(piece, low, high)
-                    piece, low, high = [], -inf, inf
-                piece.append(item)
-                low, high = max(low, left), min(high, right)
-            self._align(piece, low, high)
-
-    def _limits(self, item: int) -> Point:
-        """The least and the greatest x of an item, given its neighbours in the rank."""
-        left, right = self.left.get(item), self.right.get(item)
-        return (
-            -inf if left is None else self.x[left[0]] + left[1],
-            inf if right is None else self.x[right[0]] - right[1],
-        )
-
-    def _align(self, piece: list[int], low: float, high: float) -> None:
-        mean = sum(self.x[item] for item in piece) / len(piece)
-        for item in piece:
-            self.x[item] = min(max(mean, low), high)
+                left, right = self.left.get(item), self.right.get(item)
+                low = self.x[left[0]] + left[1] if left else -inf
+                high = self.x[right[0]] - right[1] if right else inf
+                piece, least, most = pieces[-1] if pieces else ([], inf, -inf)
+                if max(low, least) <= min(high, most):
+                    piece.append(item)
+                    pieces[-1] = (piece, max(low, least), min(high, most))
+                else:
+                    pieces.append(([item], low, high))
+            for piece, low, high in pieces:
+                mean = sum(self.x[item] for item in piece) / len(piece)
+                for item in piece:
+                    self.x[item] = min(max(mean, low), high)
 
 
-def _offsets(lattice: _Lattice, rank: list[int]) -> list[float]:
-    """The least distance of each item from the first of its rank."""
-    offsets = [0.0]
-    for left, right in pairwise(rank):
-        bends = (left >= lattice.count) + (right >= lattice.count)
-        apart = (lattice.boxes[left].width + lattice.boxes[right].width) / 2
-        offsets.append(offsets[-1] + apart + SPACE * (1 - bends / 2))
-    return offsets
+def _chains(lattice: _Lattice, ranks: list[list[int]]) -> list[list[int]]:
+    """Chains of items one below the other, from the top; each item is in one chain.
 
-
-def _chains(lattice: _Lattice, ranks: list[list[int]]) -> Iterator[list[int]]:
-    """Chains of items one below the other, from the top; each item is in one chain."""
+    A chain goes on to the only item below, or to the first box with items below.
+    """
     taken: set[int] = set()
-    for start in chain.from_iterable(ranks):
-        line: list[int] = []
-        item: int | None = start
-        while item is not None and item not in taken:
-            taken.add(item)
-            line.append(item)
-            item = _onward(lattice, item)
-        if line:
-            yield line
-
-
-def _onward(lattice: _Lattice, item: int) -> int | None:
-    """The item below that continues the chain: the only one, or the first with items below."""
-    below = lattice.below[item]
-    if len(below) == 1:
-        return below[0]
-    return next((i for i in below if i < lattice.count and lattice.below[i]), None)
+    chains = []
+    for rank in ranks:
+        for item in rank:
+            line: list[int] = []
+            onward = [item]
+            while onward and onward[0] not in taken:
+                line.append(onward[0])
+                taken.add(onward[0])
+                below = lattice.below[onward[0]]
+                boxes = [i for i in below if i < lattice.count and lattice.below[i]]
+                onward = below if len(below) == 1 else boxes
+            if line:
+                chains.append(line)
+    return chains
 
 
 def spaced(
@@ -309,14 +287,5 @@ def _bands(lattice: _Lattice, ranks: list[list[int]], x: list[float]) -> list[Po
         bottom = top + max(lattice.boxes[item].height for item in rank)
         bands.append((top, bottom))
         sideways = max((abs(x[i] - x[j]) for i in rank for j in lattice.below[i]), default=0.0)
-        top = bottom + GAP + min(80.0, sideways / 16)
+        top = bottom + RANK_MIN_DISTANCE_PX + min(80.0, sideways / 16)
     return bands
-
-
-def _bends(lattice: _Lattice, link: Link, x: list[float], bands: list[Point]) -> list[Point]:
-    upper, lower = link
-    points = []
-    for rank in range(lattice.boxes[upper].rank + 1, lattice.boxes[lower].rank):
-        at = x[lattice.lanes[lower, rank]]
-        points += [(at, y) for y in bands[rank]]
-    return points

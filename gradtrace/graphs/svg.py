@@ -5,32 +5,27 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from itertools import groupby, pairwise
+from math import copysign
+from operator import itemgetter
+from typing import NamedTuple
 
 from gradtrace.graphs.layout import Box, GraphLayout, Link, Point, layered, spaced
 from gradtrace.graphs.operators import Edge, Operator
+from gradtrace.graphs.tuning import (
+    DRAWN_MAX_OPERATORS,
+    LINK_MAX_RANKS,
+    LISTED_MAX,
+    MARGIN_PX,
+    NAME_MAX_CHARS,
+    TOOLTIP_MAX_ARGUMENTS,
+    TOOLTIP_MAX_CHARS,
+)
 from gradtrace.printable import printable
-
-DRAWN_MAX_OPERATORS = 2_000
-"""The most operators drawn; larger drawings are unreadable and slow to lay out."""
-
-LINK_MAX_RANKS = 24
-"""An argument more ranks below its user than this is named there, without a link to it."""
-
-LISTED_MAX = 3
-"""The most items listed one by one: named arguments with their own vertex (more share one),
-shapes, and positions.
-"""
-
-NAME_MAX_CHARS, TOOLTIP_MAX_CHARS = 30, 400
-"""The most characters of a name on a vertex, and in its tooltip."""
-
-MARGIN = 24.0
 
 STYLE = """
 .gradtrace-graph{font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
@@ -69,37 +64,6 @@ stroke-width:3px;paint-order:stroke}
 # else in the page changes. The page rectangle sets the background, so that text stays readable.
 
 
-class DrawableGraph(Protocol):
-    """The interface of ``gradtrace.graphs.graph.Graph`` that drawing needs."""
-
-    @property
-    def leaves(self) -> Mapping[str, Operator]:
-        """The leaves by name."""
-
-    def __iter__(self) -> Iterator[Operator]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, key: int) -> Operator: ...
-
-    def arguments(self, operator: Operator) -> list[Edge]:
-        """The edges to the operator's arguments, by position."""
-
-
-def draw(graph: DrawableGraph) -> str:
-    """The graph as SVG text: the root on top, each argument below the operators that use it.
-
-    Of a large graph only the operators nearest the root are drawn, and a note says how many are
-    missing.
-    """
-    sheet = _plan(graph)
-    layout = layered([vertex.box for vertex in sheet.vertices], sheet.links)
-    return _frame(sheet, layout, "\n".join(_body(sheet, layout)))
-
-
-# What is drawn ---------------------------------------------------------------------------------
-
-
 class TextLine(NamedTuple):
     """A line of text on a vertex: its style, the text, and the size of its type."""
 
@@ -133,157 +97,132 @@ class Vertex:
         return Box(max(width, self.ports), height, self.rank)
 
 
-@dataclass
-class Sheet:
-    """Vertices, and the label of each link between two of them."""
+def draw(operators: Sequence[Operator], arguments: Mapping[int, Sequence[Edge]]) -> str:
+    """A graph as SVG text: the root on top, each argument below the operators that use it.
 
-    title: str
-    note: str
-    vertices: list[Vertex] = field(default_factory=list)
-    links: dict[Link, TextLine] = field(default_factory=dict)
-
-    def add(self, vertex: Vertex) -> int:
-        """Add a vertex; returns its index."""
-        self.vertices.append(vertex)
-        return len(self.vertices) - 1
-
-
-def _plan(graph: DrawableGraph) -> Sheet:
-    ranks = _ranks(graph)
-    kept = _nearest(graph, ranks)
-    sheet = Sheet(_title(graph), _note(len(kept), len(graph) - len(kept)))
-    again = {operator.module for operator in graph if operator.call}
-    at = {index: sheet.add(_vertex(graph[index], ranks[index], again)) for index in kept}
-    for index in kept:
-        links = {
-            sheet.add(end) if isinstance(end, Vertex) else end: _positions(edges)
-            for end, edges in _ends(graph, index, ranks, at)
-        }
-        sheet.vertices[at[index]].ports = (len(links) - 1) * _step(links.values()) + 16
-        sheet.links |= {(at[index], end): label for end, label in links.items()}
-    return sheet
-
-
-def _title(graph: DrawableGraph) -> str:
-    leaves = len(graph.leaves)
-    return (
-        f"Computation graph: {len(graph) - leaves:,} operators and "
+    ``arguments`` are the edges by consumer. Of a large graph only the operators nearest the root
+    are drawn, and a note says how many are missing.
+    """
+    plan = _Plan(operators, arguments)
+    layout = layered([vertex.box for vertex in plan.vertices], plan.links)
+    leaves = sum(operator.leaf is not None for operator in operators)
+    title = (
+        f"Computation graph: {len(operators) - leaves:,} operators and "
         f"{leaves:,} {'leaf' if leaves == 1 else 'leaves'}, the loss on top"
     )
+    shown, missing = f"{len(plan.at):,}", len(operators) - len(plan.at)
+    note = f"Shown: the {shown} vertices nearest the loss. Left out: {missing:,} more below them."
+    return _frame(title, note if missing else "", layout, "\n".join(_body(plan, layout)))
 
 
-def _note(kept: int, missing: int) -> str:
-    if not missing:
-        return ""
-    return f"Shown: the {kept:,} vertices nearest the loss. Left out: {missing:,} more below them."
+# What is drawn ---------------------------------------------------------------------------------
 
 
-def _ranks(graph: DrawableGraph) -> list[int]:
-    """The length of the longest path from the root to each operator."""
-    ranks = [0] * len(graph)
-    for operator in graph:
-        below = ranks[operator.index] + 1
-        for edge in graph.arguments(operator):
-            if edge.producer is not None and ranks[edge.producer] < below:
-                ranks[edge.producer] = below
-    return ranks
+class _Plan:
+    """Vertices, and the label of each link between two of them."""
 
+    def __init__(
+        self, operators: Sequence[Operator], arguments: Mapping[int, Sequence[Edge]]
+    ) -> None:
+        self.operators, self.arguments = operators, arguments
+        self.ranks = [0] * len(operators)  # the length of the longest path from the root
+        for edge in (edge for index in range(len(operators)) for edge in arguments.get(index, ())):
+            if edge.producer is not None:
+                below = self.ranks[edge.consumer] + 1
+                self.ranks[edge.producer] = max(self.ranks[edge.producer], below)
+        kept = self._nearest()
+        again = {operator.module for operator in operators if operator.call}
+        self.vertices = [_vertex(operators[i], self.ranks[i], again) for i in kept]
+        self.at = {index: n for n, index in enumerate(kept)}  # operator -> vertex
+        self.links: dict[Link, TextLine] = {}
+        for upper, index in enumerate(kept):
+            ends = {lower: _positions(edges) for lower, edges in self._ends(index)}
+            self.vertices[upper].ports = (len(ends) - 1) * _step(ends.values()) + 16
+            self.links |= {(upper, lower): label for lower, label in ends.items()}
 
-def _nearest(graph: DrawableGraph, ranks: list[int]) -> list[int]:
-    """The operators to draw, by rank; all users of a drawn operator are drawn."""
-    kept: list[int] = []
-    edges = 0
-    for index in sorted(range(len(graph)), key=ranks.__getitem__):
-        if len(kept) == DRAWN_MAX_OPERATORS or edges > 4 * DRAWN_MAX_OPERATORS:
-            break
-        kept.append(index)
-        edges += len({edge.producer for edge in graph.arguments(graph[index])})
-    return kept
+    def _nearest(self) -> list[int]:
+        """The operators to draw, by rank; all users of a drawn operator are drawn."""
+        kept: list[int] = []
+        edges = 0
+        for index in sorted(range(len(self.operators)), key=self.ranks.__getitem__):
+            if len(kept) == DRAWN_MAX_OPERATORS or edges > 4 * DRAWN_MAX_OPERATORS:
+                break
+            kept.append(index)
+            edges += len({edge.producer for edge in self.arguments.get(index, ())})
+        return kept
+
+    def _ends(self, index: int) -> Iterator[tuple[int, list[Edge]]]:
+        """The lower vertices of an operator's links, each with the edges it represents.
+
+        Arguments that need no gradient, are left out, or are too many ranks below get an aside
+        vertex of their own, or one together if they are many.
+        """
+        groups: dict[tuple[str, int | None], list[Edge]] = {}
+        for edge in self.arguments.get(index, ()):
+            groups.setdefault(self._kind(edge), []).append(edge)
+        kinds = Counter(kind for kind, _ in groups)
+        merged: dict[tuple[str, int | None], list[Edge]] = {}
+        for (kind, which), edges in groups.items():
+            crowded = kind != "near" and kinds[kind] > LISTED_MAX
+            merged.setdefault((kind, None if crowded else which), []).extend(edges)
+        for (kind, which), edges in merged.items():
+            if kind == "near" and which is not None:
+                yield self.at[which], edges
+            else:
+                self.vertices.append(self._aside(kind, edges, self.ranks[index] + 1))
+                yield len(self.vertices) - 1, edges
+
+    def _kind(self, edge: Edge) -> tuple[str, int | None]:
+        """How to draw an edge, and the key by which edges share a link."""
+        if edge.producer is None:
+            return "none", edge.position
+        if edge.producer not in self.at:
+            return "cut", None
+        far = self.ranks[edge.producer] - self.ranks[edge.consumer] > LINK_MAX_RANKS
+        return "far" if far else "near", edge.producer
+
+    def _aside(self, kind: str, edges: list[Edge], rank: int) -> Vertex:
+        """A vertex with text that stands for arguments."""
+        below = list(dict.fromkeys(e.producer for e in edges if e.producer is not None))
+        if kind == "none":
+            text = "None" if len(edges) == 1 else f"{len(edges):,} None"
+            tooltip = "needs no gradient"
+        elif kind == "cut":
+            text, tooltip = f"{len(below):,} left out", "not drawn: the graph is too large"
+        else:
+            names = [_called(self.operators[i]) for i in below[:TOOLTIP_MAX_ARGUMENTS]]
+            text = f"↓ {names[0] if len(below) == 1 else f'{len(below):,} further down'}"
+            tooltip = _brief(f"further down: {', '.join(names)}", TOOLTIP_MAX_CHARS)
+        return Vertex("aside", rank, [TextLine("name", _brief(text, NAME_MAX_CHARS), 10)], tooltip)
 
 
 def _vertex(operator: Operator, rank: int, again: set[str]) -> Vertex:
-    """The vertex of an operator (with output shapes and module) or of a leaf (with its names)."""
-    shapes = ", ".join(map(str, operator.shapes[:LISTED_MAX]))
-    more = len(operator.shapes) - LISTED_MAX
+    """The vertex of an operator (with output shapes and module) or of a leaf (with its names); the
+    tooltip has the full text of what is shortened, and the operator's index.
+    """
+    shapes = [str(shape) for shape in operator.shapes]
+    more = f" and {len(shapes) - LISTED_MAX} more" if len(shapes) > LISTED_MAX else ""
     if operator.leaf is None:
         name, kind = _short(operator.name), "root" if rank == 0 else "operator"
+        what = f"operator {operator.index}"
     else:
-        name, kind = " = ".join(operator.names or (operator.leaf,)), "leaf"
+        name, kind, what = " = ".join(operator.names or (operator.leaf,)), "leaf", "leaf"
     lines = [
         TextLine("name", _brief(name, NAME_MAX_CHARS), 13),
-        TextLine("shape", f"{shapes} and {more} more" if more > 0 else shapes, 11),
+        TextLine("shape", ", ".join(shapes[:LISTED_MAX]) + more, 11),
     ]
-    call = f", call {operator.call + 1}" if operator.module in again else ""
+    tooltip = [f"{name} ({what})", f"shape {', '.join(shapes)}"]
     if operator.module:
+        call = f", call {operator.call + 1}" if operator.module in again else ""
         lines.append(TextLine("place", f"in {_brief(operator.module, NAME_MAX_CHARS)}{call}", 10))
-    return Vertex(kind, rank, lines, _tooltip(operator, name), operator.index)
-
-
-def _tooltip(operator: Operator, name: str) -> str:
-    """The tooltip: the full text of what is shortened on the vertex, and the operator's index."""
-    what = f"operator {operator.index}" if operator.leaf is None else "leaf"
-    parts = [f"{name} ({what})", f"shape {', '.join(map(str, operator.shapes))}"]
-    if operator.module:
-        parts.append(f"in call {operator.call + 1} of {operator.module}")
-    return "\n".join(_brief(part, TOOLTIP_MAX_CHARS) for part in parts)
+        tooltip.append(f"in call {operator.call + 1} of {operator.module}")
+    text = "\n".join(_brief(part, TOOLTIP_MAX_CHARS) for part in tooltip)
+    return Vertex(kind, rank, lines, text, operator.index)
 
 
 def _short(name: str) -> str:
     """``AddmmBackward0`` -> ``Addmm``: all of them are backward nodes."""
     return re.sub(r"Backward\d*$", "", name) or name
-
-
-def _ends(
-    graph: DrawableGraph, index: int, ranks: list[int], at: dict[int, int]
-) -> Iterator[tuple[int | Vertex, list[Edge]]]:
-    """The ends of an operator's links, each with the edges it represents.
-
-    An end is a vertex of the sheet, or a new aside vertex: for arguments that need no gradient, are
-    left out, or are too many ranks below.
-    """
-    groups: dict[tuple[str, int | None], list[Edge]] = {}
-    for edge in graph.arguments(graph[index]):
-        groups.setdefault(_link_kind(edge, ranks, at), []).append(edge)
-    kinds = Counter(kind for kind, _ in groups)
-    merged: dict[tuple[str, int | None], list[Edge]] = {}
-    for (kind, which), edges in groups.items():
-        crowded = kind != "near" and kinds[kind] > LISTED_MAX
-        merged.setdefault((kind, None if crowded else which), []).extend(edges)
-    for (kind, which), edges in merged.items():
-        if kind == "near" and which is not None:
-            yield at[which], edges
-        else:
-            yield _aside(kind, edges, graph, ranks[index] + 1), edges
-
-
-def _link_kind(edge: Edge, ranks: list[int], at: dict[int, int]) -> tuple[str, int | None]:
-    """How to draw an edge, and the key by which edges share a link."""
-    if edge.producer is None:
-        return "none", edge.position
-    if edge.producer not in at:
-        return "cut", None
-    far = ranks[edge.producer] - ranks[edge.consumer] > LINK_MAX_RANKS
-    return "far" if far else "near", edge.producer
-
-
-def _aside(kind: str, edges: list[Edge], graph: DrawableGraph, rank: int) -> Vertex:
-    """A vertex with text that stands for arguments."""
-    producers = [graph[i] for i in dict.fromkeys(e.producer for e in edges) if i is not None]
-    if kind == "none":
-        text = "None" if len(edges) == 1 else f"{len(edges):,} None"
-        tooltip = "needs no gradient"
-    elif kind == "cut":
-        text, tooltip = f"{len(producers):,} left out", "not drawn: the graph is too large"
-    elif len(producers) == 1:
-        text = f"↓ {_called(producers[0])}"
-        tooltip = f"further down: {_brief(_called(producers[0]), TOOLTIP_MAX_CHARS)}"
-    else:
-        text = f"↓ {len(producers):,} further down"
-        tooltip = _brief(
-            "further down: " + ", ".join(map(_called, producers[:LINK_MAX_RANKS])),
-            TOOLTIP_MAX_CHARS,
-        )
-    return Vertex("aside", rank, [TextLine("name", _brief(text, NAME_MAX_CHARS), 10)], tooltip)
 
 
 def _called(operator: Operator) -> str:
@@ -303,18 +242,15 @@ def _step(labels: Iterable[TextLine]) -> float:
     return max((label.width for label in labels), default=0.0) * 2 + 14
 
 
-# Text ------------------------------------------------------------------------------------------
-
-
 def _brief(text: str, limit: int) -> str:
-    """At most ``limit`` printable characters; cut before escaping as well, for speed."""
-    return _cut(printable(_cut(text, limit)), limit)
-
-
-def _cut(text: str, limit: int) -> str:
-    """Shorten to ``limit``, keeping more of the end than of the start: names differ there."""
+    """At most ``limit`` printable characters, more of the end than of the start: names differ
+    there. Also cut before escaping, for speed.
+    """
     start = limit // 3
-    return text if len(text) <= limit else f"{text[:start]}…{text[start + 1 - limit :]}"
+    for convert in (printable, str):
+        short = text if len(text) <= limit else f"{text[:start]}…{text[start + 1 - limit :]}"
+        text = convert(short)
+    return text
 
 
 def _breadth(char: str) -> float:
@@ -329,88 +265,61 @@ def _breadth(char: str) -> float:
 # The picture -----------------------------------------------------------------------------------
 
 
-def _frame(sheet: Sheet, layout: GraphLayout, body: str) -> str:
+def _frame(title: str, note: str, layout: GraphLayout, body: str) -> str:
     """The SVG element; its id is a hash of its content, so drawings in a page do not collide."""
-    note = TextLine("note", sheet.note, 13)
-    above = MARGIN + (30 if sheet.note else 0)
-    width = round(max(layout.width, note.width) + 2 * MARGIN)
-    height = round(layout.height + above + MARGIN)
-    title = escape(f"{sheet.title}. {sheet.note}".strip())
+    above = MARGIN_PX + (30 if note else 0)
+    width = round(max(layout.width, TextLine("note", note, 13).width) + 2 * MARGIN_PX)
+    height = round(layout.height + above + MARGIN_PX)
+    title = escape(f"{title}. {note}".strip())
     key = "gradtrace-" + sha256(f"{title}\n{body}".encode()).hexdigest()[:16]
-    words = f'<text class="note" x="{MARGIN:g}" y="{MARGIN + 13:g}">{escape(sheet.note)}</text>'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="gradtrace-graph" role="img" '
-            f'aria-labelledby="{key}" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}">',
-            f'<title id="{key}">{title}</title>',
-            f"<style>{STYLE}</style>",
-            f'<rect class="page" width="{width}" height="{height}" rx="8"/>',
-            *([words] if sheet.note else []),
-            f'<g transform="translate({(width - layout.width) / 2:g} {above:g})">',
-            body,
-            "</g>",
-            "</svg>",
-        ]
-    )
+    words = f'<text class="note" x="{MARGIN_PX:g}" y="{MARGIN_PX + 13:g}">{escape(note)}</text>\n'
+    return f"""\
+<svg xmlns="http://www.w3.org/2000/svg" class="gradtrace-graph" role="img" \
+aria-labelledby="{key}" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
+<title id="{key}">{title}</title>
+<style>{STYLE}</style>
+<rect class="page" width="{width}" height="{height}" rx="8"/>
+{words if note else ""}<g transform="translate({(width - layout.width) / 2:g} {above:g})">
+{body}
+</g>
+</svg>"""
 
 
-def _body(sheet: Sheet, layout: GraphLayout) -> Iterator[str]:
+def _body(plan: _Plan, layout: GraphLayout) -> Iterator[str]:
     """Links first, then vertices, then argument positions, so that no text is covered."""
-    starts = _starts(sheet, layout)
-    for link in sheet.links:
-        yield _curve([starts[link], *layout.bends[link], layout.tops[link[1]]])
-    for end in sorted({end for _, end in sheet.links}):
+    starts = _starts(plan, layout)
+    for link, points in layout.points.items():
+        yield _curve([starts[link], *points])
+    for end in sorted({end for _, end in plan.links}):
         x, y = layout.tops[end]
         yield f'<path class="head" d="M{x:.1f} {y:.1f}l-3.5 -7h7z"/>'
-    for vertex, top in zip(sheet.vertices, layout.tops, strict=True):
+    for vertex, top in zip(plan.vertices, layout.tops, strict=True):
         yield _vertex_svg(vertex, top)
-    for link, label in sheet.links.items():
-        yield _position(label.text, starts[link], _goal(link, layout))
+    for link, label in plan.links.items():  # on the side that the link does not turn to
+        (x, y), (goal, _) = starts[link], layout.points[link][0]
+        side, anchor = (-4, "end") if goal > x + 1 else (4, "start")
+        where = f'x="{x + side:.1f}" y="{y + 12:.1f}" text-anchor="{anchor}"'
+        yield f'<text class="position" {where}>{label.text}</text>'
 
 
-def _position(text: str, start: Point, goal: float) -> str:
-    """The label of a link, on the side the link does not turn to."""
-    x, y = start
-    side, anchor = (-4, "end") if goal > x + 1 else (4, "start")
-    where = f'x="{x + side:.1f}" y="{y + 12:.1f}" text-anchor="{anchor}"'
-    return f'<text class="position" {where}>{text}</text>'
-
-
-def _starts(sheet: Sheet, layout: GraphLayout) -> dict[Link, Point]:
-    """Where links leave the lower side of a vertex: above their targets, where possible."""
-    leaving: dict[int, list[Link]] = {}
-    for link in sheet.links:
-        leaving.setdefault(link[0], []).append(link)
-    starts = {}
-    for upper, links in leaving.items():
-        (x, top), box = layout.tops[upper], sheet.vertices[upper].box
-        step = _step(sheet.links[link] for link in links)
-        half = box.width / 2 - 8
-        goals = {link: _goal(link, layout) for link in links}
-        links.sort(key=goals.__getitem__)
-        preferred = [_preferred(goals[link], x, half) for link in links]
-        offsets = [step * i for i in range(len(links))]
-        for link, start in zip(
-            links, spaced(preferred, offsets, (x - half, x + half)), strict=True
-        ):
-            starts[link] = (start, top + box.height)
-    return starts
-
-
-def _goal(link: Link, layout: GraphLayout) -> float:
-    """The x of the first point after the start of a link."""
-    (x, _), *_ = [*layout.bends[link], layout.tops[link[1]]]
-    return x
-
-
-def _preferred(goal: float, x: float, half: float) -> Point:
-    """The preferred start (x, weight) of a link: above a goal below the vertex, with a large
-    weight; else at the end of that side, with a small one.
+def _starts(plan: _Plan, layout: GraphLayout) -> dict[Link, Point]:
+    """Where links leave the lower side of a vertex: above their next points, where possible, else
+    towards the end of that side.
     """
-    if abs(goal - x) <= half:
-        return goal, 1e6
-    return x + (half if goal > x else -half), 1.0
+    starts: dict[Link, Point] = {}
+    for upper, leaving in groupby(plan.links, key=itemgetter(0)):
+        (x, top), box = layout.tops[upper], plan.vertices[upper].box
+        half = box.width / 2 - 8
+        links = sorted(leaving, key=lambda link: layout.points[link][0][0])
+        preferred = [
+            (goal, 1e6) if abs(goal - x) <= half else (x + copysign(half, goal - x), 1.0)
+            for goal in (layout.points[link][0][0] for link in links)
+        ]
+        step = _step(plan.links[link] for link in links)
+        offsets = [step * i for i in range(len(links))]
+        found = spaced(preferred, offsets, (x - half, x + half))
+        starts |= {link: (at, top + box.height) for link, at in zip(links, found, strict=True)}
+    return starts
 
 
 def _curve(points: list[Point]) -> str:
@@ -428,16 +337,15 @@ def _vertex_svg(vertex: Vertex, top: Point) -> str:
     """The box with its text; leaves have round ends, to be recognised without colour."""
     width, height, _ = vertex.box
     radius = 7 if vertex.kind in ("root", "operator") else height / 2
-    x, y = top
-    parts = [
-        f"<title>{escape(vertex.tooltip)}</title>",
-        f'<rect class="box" x="{-width / 2:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'rx="{radius:.1f}"/>',
-    ]
     base = (height - sum(line.size + 4 for line in vertex.lines)) / 2
+    texts = []
     for line in vertex.lines:
         base += line.size + 4
-        parts.append(f'<text class="{line.style}" y="{base - 4:.1f}">{escape(line.text)}</text>')
+        texts.append(f'<text class="{line.style}" y="{base - 4:.1f}">{escape(line.text)}</text>')
     attribute = "" if vertex.operator is None else f' data-operator="{vertex.operator}"'
-    where = f'transform="translate({x:.1f} {y:.1f})"'
-    return f'<g class="{vertex.kind}"{attribute} {where}>{"".join(parts)}</g>'
+    return (
+        f'<g class="{vertex.kind}"{attribute} transform="translate({top[0]:.1f} {top[1]:.1f})">'
+        f"<title>{escape(vertex.tooltip)}</title>"
+        f'<rect class="box" x="{-width / 2:.1f}" width="{width:.1f}" height="{height:.1f}" '
+        f'rx="{radius:.1f}"/>{"".join(texts)}</g>'
+    )
