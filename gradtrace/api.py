@@ -21,6 +21,7 @@ from gradtrace.errors import GradtraceError, NonFinite, NotScalar, UnknownName, 
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.ir import interpreter, memory
 from gradtrace.ir.lazy_gradient import LazyGradient, sizes_of
+from gradtrace.ir.optimise import simplified
 from gradtrace.ir.program import Leaf, Program
 from gradtrace.kernels import sync
 from gradtrace.kernels.sync import fetch_scalars
@@ -196,7 +197,7 @@ def backward_of(
         found = gradient(loss, seed, table, watch, schedule)
     else:
         memory.see_recording(loss)
-        recorded = record(loss, seed, table, watch, schedule, bare=True)
+        recorded = simplified(record(loss, seed, table, watch, schedule, bare=True))
         found = list(interpreter.run(recorded, semiring).items())
         notes = tuple(dict.fromkeys(recorded.notes()))
     RECENT.refresh()
@@ -237,7 +238,7 @@ def trace_of(
     seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
     opaque, keep = granularity == "operator", kept_gradient_bytes(table, loss.device)
     memory.see_recording(loss, keep)
-    recorded = record(loss, seed, table, watch, "kahn", dense_limit, opaque, keep)
+    recorded = simplified(record(loss, seed, table, watch, "kahn", dense_limit, opaque, keep))
     RECENT.refresh()
     found = [(leaf.tensor, leaf) for leaf in recorded.leaves]
     named, others = _named(found, table, loss)
@@ -284,6 +285,7 @@ def program_of(
     _check(SUM, cotangent, "raise")
     admit(loss, table)
     recorded = record(loss, seed_of(loss, cotangent), table, watch, schedule, dense_limit)
+    recorded = simplified(recorded)
     RECENT.refresh()
     return recorded
 

@@ -570,10 +570,9 @@ def _indices(index: int | Sequence[int]) -> tuple[int, ...]:
 def weights_of(program: Program) -> Iterator[Tensor]:
     """The tensors that the program's maps refer to, each once."""
     seen: set[int] = set()
-    for step in program.steps():
-        for map_, _ in step.terms:
-            for name in map_.tensors():
-                tensor = getattr(map_, name)
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield tensor
+    for map_ in program.maps:
+        for name in map_.tensors():
+            tensor = getattr(map_, name)
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor

@@ -16,7 +16,7 @@ import gradtrace
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.flow import Flow, flow_of, sizing
 from gradtrace.flow.sizing import OperatorGraph, measure, sizes
-from gradtrace.ir.program import Program, Step
+from gradtrace.ir.program import MapTable, Program, Step
 
 WIDTH = 32
 Loss = Callable[[nn.Module], Tensor]
@@ -842,10 +842,10 @@ def most_held(program: Program, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most cotangents that are there at a time."""
     most, before = 0, sizing.gradient_of
 
-    def counted(step: Step, values: dict[int, Tensor]) -> Tensor:
+    def counted(step: Step, maps: MapTable, values: dict[int, Tensor]) -> Tensor:
         nonlocal most
         most = max(most, len(values))
-        return before(step, values)
+        return before(step, maps, values)
 
     monkeypatch.setattr(sizing, "gradient_of", counted)
     measure(program, program.seed)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import gradtrace as gt
 from gradtrace.ir import interpreter
-from gradtrace.ir.fuse_moves import composed
-from gradtrace.ir.program import Block
+from gradtrace.ir.passes.fuse_moves import composed
+from gradtrace.ir.program import Block, Program
 from gradtrace.linops import Identity, Index, Scale
 from gradtrace.semirings import COUNT, MAX, SUM
 
@@ -33,39 +33,42 @@ class Formula(torch.autograd.Function):
         return ctx.formula(g), None
 
 
-def block_of(formula: Function, x: Tensor) -> Block:
+def block_of(formula: Function, x: Tensor) -> tuple[Block, Program]:
     x = x.detach().requires_grad_()
     cotangent = torch.randn(x.shape, dtype=x.dtype)
     program = gt.program(Formula.apply(x, formula), cotangent=cotangent)
     (block,) = program.blocks
     assert torch.equal(interpreter.run(program, SUM)[x], formula(cotangent))
-    return block
+    return block, program
 
 
-def kinds(block: Block) -> list[type]:
-    return [type(term.map) for step in block.steps for term in step.terms]
+def kinds(block: Block, program: Program) -> list[type]:
+    assert len(program.maps) == sum(len(step.terms) for step in block.steps)  # no others are kept
+    return [type(map_) for step in block.steps for map_ in program.maps.of(step)]
 
 
 def test_movements_become_one() -> None:
     def turned(g: Tensor) -> Tensor:
         return g.t().flip(0).reshape(2, 6).roll(1, 1).reshape(3, 4)
 
-    block = block_of(turned, torch.randn(3, 4))
-    assert kinds(block) == [Index]
+    block, program = block_of(turned, torch.randn(3, 4))
+    assert kinds(block, program) == [Index]
     (term,) = block.steps[0].terms
     assert term.value in block.takes.values()
     numbers = torch.arange(12).reshape(3, 4)
-    assert torch.equal(term.map.source(), turned(numbers))
+    assert torch.equal(program.maps[term.map].source(), turned(numbers))  # type: ignore[attr-defined]
 
 
 def test_shapes_alone_stay_an_identity() -> None:
-    block = block_of(lambda g: g.reshape(6, 2).reshape(12).reshape(3, 4), torch.randn(3, 4))
-    assert kinds(block) == [Identity]
+    block, program = block_of(
+        lambda g: g.reshape(6, 2).reshape(12).reshape(3, 4), torch.randn(3, 4)
+    )
+    assert kinds(block, program) == [Identity]
 
 
 def test_scales_are_not_folded_and_end_a_chain() -> None:
-    block = block_of(lambda g: (g.flip(0).flip(1) * 3.0 * 0.1).t().t(), torch.randn(3, 4))
-    assert kinds(block) == [Index, Scale, Scale, Index]
+    block, program = block_of(lambda g: (g.flip(0).flip(1) * 3.0 * 0.1).t().t(), torch.randn(3, 4))
+    assert kinds(block, program) == [Index, Scale, Scale, Index]
 
 
 def test_what_two_use_stays() -> None:
@@ -73,13 +76,13 @@ def test_what_two_use_stays() -> None:
         turned = g.flip(0)
         return turned.roll(1, 0) + turned.roll(2, 0)
 
-    block = block_of(both, torch.randn(5))
+    block, _ = block_of(both, torch.randn(5))
     used = [term.value for step in block.steps for term in step.terms]
     assert max(map(used.count, used)) == 2  # what is turned, or what turns it
 
 
 def test_a_rounding_between_two_movements_stays() -> None:
-    block = block_of(lambda g: g.flip(0).half().roll(1, 0).float(), torch.randn(5) * 1e-6)
+    block, _ = block_of(lambda g: g.flip(0).half().roll(1, 0).float(), torch.randn(5) * 1e-6)
     assert len(block.steps) >= 2
 
 

@@ -16,7 +16,7 @@ import gradtrace as gt
 from gradtrace import semirings
 from gradtrace.autodiff.names import NameTable
 from gradtrace.errors import Unsupported
-from gradtrace.ir import merge_routes
+from gradtrace.ir.passes import merge_routes
 from gradtrace.kernels import cpu_library, steps
 from gradtrace.linops import Scale
 from gradtrace.linops.indexing import nearby, picked

@@ -303,7 +303,7 @@ def test_a_row_gives_what_its_formula_gives(
         assert (one.operator, one.note, one.opened) == (other.operator, other.note, other.opened)
         assert set(one.gives) >= set(other.gives)  # x**0 gives zeros, or nothing
         if set(one.gives) == set(other.gives):
-            assert block_edges(one) == block_edges(other)
+            assert block_edges(one, short.maps) == block_edges(other, watched.maps)
     for found, rounded in (
         (lambda p: interpreter.run(p, MAX), ROUNDED),
         (lambda p: interpreter.run(p, COUNT), ROUNDED),
@@ -412,8 +412,9 @@ def test_nodes_that_are_alike_share_their_maps() -> None:
     for _ in range(2):
         loss = loss.transpose(0, -1).flatten(1).view(4, 3, 2).permute(-1, 1, 0)
     maps: dict[str, list[object]] = {}
-    for block in gradtrace.program(loss.sum()).blocks[1:]:
-        maps.setdefault(block.operator, []).append(block.steps[0].terms[0].map)
+    program = gradtrace.program(loss.sum())
+    for block in program.blocks[1:]:
+        maps.setdefault(block.operator, []).append(program.maps.of(block.steps[0])[0])
     assert {"TransposeBackward0", "PermuteBackward0"} <= set(maps)
     for name in ("TransposeBackward0", "PermuteBackward0"):
         first, second = maps[name]
@@ -442,9 +443,10 @@ def test_rows_with_infinite_cotangents(
 def test_a_split_of_which_only_a_part_is_used() -> None:
     x = torch.arange(10.0).requires_grad_()
     loss = (x.split([2, 3, 5])[1] ** 2).sum()
-    (slot,) = gradtrace.program(loss).blocks[-1].steps[0].terms
-    assert (slot.map.in_shape, slot.map.out_shape) == ((3,), (10,))
-    found = interpreter.run(gradtrace.program(loss), gradtrace.SUM)[x]
+    program = gradtrace.program(loss)
+    (slot,) = program.maps.of(program.blocks[-1].steps[0])
+    assert (slot.in_shape, slot.out_shape) == ((3,), (10,))
+    found = interpreter.run(program, gradtrace.SUM)[x]
     assert found.tolist() == [0, 0, 4, 6, 8, 0, 0, 0, 0, 0]
 
 
@@ -467,8 +469,8 @@ def test_a_number_is_told_from_a_tensor() -> None:
     tensors.append(x.double() * torch.tensor(2.5, dtype=torch.float64))
     for y, told in [(y, True) for y in numbers] + [(y, False) for y in tensors]:
         assert is_number(y.grad_fn._saved_other) is told  # type: ignore[union-attr]
-    (block,) = gradtrace.program(x * 0.1, cotangent=torch.ones(2)).blocks
-    assert block.steps[0].terms[0].map.weight == 0.1  # type: ignore[attr-defined]
+    (map_,) = gradtrace.program(x * 0.1, cotangent=torch.ones(2)).maps
+    assert map_.weight == 0.1  # type: ignore[attr-defined]
 
 
 def test_hooks_are_looked_for_before_rows_are() -> None:

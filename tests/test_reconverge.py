@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 import gradtrace
-from gradtrace.ir import interpreter, merge_routes
-from gradtrace.ir.merge_routes import NOTE
+from gradtrace.ir import interpreter
+from gradtrace.ir.passes import merge_routes
+from gradtrace.ir.passes.merge_routes import NOTE
 from gradtrace.ir.program import Block, Program
-from gradtrace.linops import Dense, Index, Scale
+from gradtrace.linops import Dense, Index, Map, Scale
 from gradtrace.semirings import SUM
 
 Function = Callable[..., Tensor]
@@ -39,15 +40,16 @@ def symmetric(x: Tensor) -> Tensor:
 # Multiplying out ---------------------------------------------------------------------------------
 
 
-def spread(block: Block, sizes: dict[int, int], pattern: bool) -> dict[int, Matrices]:
+def spread(block: Block, program: Program, pattern: bool) -> dict[int, Matrices]:
     """For every value of a block, its matrix from each cotangent (or how many routes there are)."""
+    sizes = sizes_in(program)
     found: dict[int, Matrices] = {
         take: {take: torch.eye(sizes[take], dtype=torch.float64)} for take in block.takes.values()
     }
     for step in block.steps:
         total: Matrices = {}
         for term in step.terms:
-            matrix = term.map.dense().double()
+            matrix = program.maps[term.map].dense().double()
             if pattern:
                 matrix = (matrix != 0).double()
             for take, before in found[term.value].items():
@@ -55,6 +57,10 @@ def spread(block: Block, sizes: dict[int, int], pattern: bool) -> dict[int, Matr
                 total[take] = total[take] + part if take in total else part
         found[step.out] = total
     return found
+
+
+def maps_in(block: Block, program: Program) -> list[Map]:
+    return [map_ for step in block.steps for map_ in program.maps.of(step)]
 
 
 def sizes_in(program: Program) -> dict[int, int]:
@@ -69,18 +75,18 @@ def multiplied_out(program: Program) -> dict[Tensor, Tensor]:
     sizes = sizes_in(program)
     matrices: Matrices = {program.root: torch.eye(sizes[program.root], dtype=torch.float64)}
     for block in program.blocks:
-        inside = spread(block, sizes, pattern=False)
+        inside = spread(block, program, pattern=False)
         for value in block.gives.values():
             matrices[value] = sum(m @ matrices[take] for take, m in inside[value].items())
         for step in block.merges:
-            parts = [term.map.dense().double() @ matrices[term.value] for term in step.terms]
+            parts = [program.maps[at].dense().double() @ matrices[v] for at, v in step.terms]
             matrices[step.out] = sum(parts)
     return {leaf.tensor: matrices[leaf.value] for leaf in program.leaves}
 
 
 def most_routes(block: Block, program: Program) -> int:
     """The most routes by which one element of a cotangent reaches one of an argument."""
-    inside = spread(block, sizes_in(program), pattern=True)
+    inside = spread(block, program, pattern=True)
     given = [m for value in block.gives.values() for m in inside[value].values() if m.numel()]
     return max((int(m.max()) for m in given), default=0)
 
@@ -294,7 +300,7 @@ def test_the_steps_of_an_opened_operator_have_one_route_each(recorded: Recorded)
         for step in block.steps if block.opened else ():
             routes: Matrices = {}
             for term in step.terms:
-                there = (term.map.dense() != 0).double()
+                there = (program.maps[term.map].dense() != 0).double()
                 routes[term.value] = routes.get(term.value, torch.zeros_like(there)) + there
             assert all(int(r.max()) <= 1 for r in routes.values())
 
@@ -347,15 +353,15 @@ def block_of(formula: Function, x: Tensor) -> tuple[Block, Program]:
 def matrix_of(block: Block, program: Program) -> Tensor:
     (take,) = block.takes.values()
     (value,) = block.gives.values()
-    return spread(block, sizes_in(program), pattern=False)[value][take]
+    return spread(block, program, pattern=False)[value][take]
 
 
 def test_routes_that_scale_are_merged_by_adding_their_weights() -> None:
     a, b = tensor(4), tensor(4, seed=1)
     block, program = block_of(lambda g: g * a + g * b, tensor(4))
     assert most_routes(block, program) == 1
-    assert not any(isinstance(t.map, Dense) for s in block.steps for t in s.terms)
-    weights = [t.map.weight for s in block.steps for t in s.terms if isinstance(t.map, Scale)]
+    assert not any(isinstance(m, Dense) for m in maps_in(block, program))
+    weights = [m.weight for m in maps_in(block, program) if isinstance(m, Scale)]
     assert len(weights) == 1
     assert torch.equal(weights[0], a + b)
 
@@ -366,7 +372,7 @@ def test_routes_from_different_elements_stay_apart() -> None:
     assert most_routes(block, program) == 1
     wanted = torch.eye(5).double() + 2 * torch.eye(5).flip(0).double()
     assert torch.equal(matrix_of(block, program), wanted)
-    assert not any(isinstance(t.map, Dense) for s in block.steps for t in s.terms)
+    assert not any(isinstance(m, Dense) for m in maps_in(block, program))
 
 
 def test_routes_that_cancel_leave_a_zero() -> None:
@@ -404,7 +410,7 @@ def test_products_from_both_sides_are_left_as_they_are() -> None:
     a, b = tensor(2, 2), tensor(3, 3)
     block, program = block_of(lambda g: a @ g @ b, tensor(2, 3))
     assert most_routes(block, program) == 1
-    assert not any(isinstance(t.map, Dense) for s in block.steps for t in s.terms)
+    assert not any(isinstance(m, Dense) for m in maps_in(block, program))
     torch.testing.assert_close(matrix_of(block, program), torch.kron(a, b.T.contiguous()))
 
 
@@ -455,7 +461,7 @@ def test_the_parts_of_a_cat_stay_movements() -> None:
     """A backward formula that takes a gradient apart and puts it together again."""
     block, program = block_of(lambda g: torch.cat([g[2:], g[:2] * 3]), tensor(4))
     assert block.note == ""
-    assert all(isinstance(t.map, (Index, Scale)) for s in block.steps for t in s.terms)
+    assert all(isinstance(m, (Index, Scale)) for m in maps_in(block, program))
     assert most_routes(block, program) == 1
 
 
@@ -464,8 +470,8 @@ def test_values_without_reconvergence_are_not_rewritten() -> None:
     block, program = block_of(lambda g: (g * 2) @ w @ w.T.flip(1) * 1.5, tensor(2, 3))
     assert block.note == ""
     assert most_routes(block, program) == 1
-    plain, _ = block_of(lambda g: ((g * 2).T @ torch.eye(2).double()).T * 1.5, tensor(2, 3))
-    assert not any(isinstance(t.map, Dense) for s in plain.steps for t in s.terms)
+    plain, program = block_of(lambda g: ((g * 2).T @ torch.eye(2).double()).T * 1.5, tensor(2, 3))
+    assert not any(isinstance(m, Dense) for m in maps_in(plain, program))
 
 
 def test_several_cotangents_of_one_operator_are_merged_apart() -> None:

@@ -183,7 +183,7 @@ def test_formula(name: str) -> None:
         assert_agree(way(loss), [x], wanted)
     program = gradtrace.program(loss)
     block = next(b for b in program.blocks if b.operator == "FunctionBackward")
-    maps = [term.map for step in block.steps for term in step.terms]
+    maps = [map_ for step in block.steps for map_ in program.maps.of(step)]
     merged = (isinstance(m, (Dense, Sparse)) or getattr(m, "spec", "") == BATCHED for m in maps)
     assert any(merged) == (name in MERGED)
     assert not block.note

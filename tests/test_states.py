@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.api import program
-from gradtrace.ir.program import Program, Step, Term, single
+from gradtrace.ir.program import Constants, MapTable, Program, Step
 from gradtrace.kernels import sync
 from gradtrace.linops import Contract, Identity, Index, Map, tiling
 from gradtrace.linops.diag_low_rank import Normaliser, _line_layout
@@ -48,7 +48,7 @@ def moved(
     state: TracedValue, map_: Map, dtype: torch.dtype, known: Tensor | None = None
 ) -> TracedValue:
     scope = NOTHING if known is None else StepContext({1: known}, frozenset())
-    return Greedy().through(map_, state, single(1, map_, 0, dtype), scope)
+    return Greedy().through(map_, state, MapTable().single(1, map_, 0, dtype), scope)
 
 
 def test_what_becomes_0_by_rounding_keeps_its_path() -> None:
@@ -100,7 +100,7 @@ def tiled(rule: str, rows: int = 2) -> TracedValue:
 
 
 def empty() -> Program:
-    return Program(torch.ones(()), 0, [], [])
+    return Program(0, 1, [], Constants(torch.ones(()), MapTable(), []))
 
 
 @pytest.mark.parametrize("rule", ["greedy", "viterbi"])
@@ -222,8 +222,8 @@ def slowly(given: Program) -> set[int]:
             value
             for step in given.steps()
             if step.out in found
-            for map_, value in step.terms
-            if map_.is_gather and uses[value] == 1
+            for at, value in step.terms
+            if given.maps[at].is_gather and uses[value] == 1
         } - found
         if not more:
             return found
@@ -245,7 +245,8 @@ def test_a_value_added_to_itself_is_no_tail() -> None:
     here = next(leaf.value for leaf in given.leaves)
     maker = next(step for step in given.steps() if step.out == here)
     maker_map = Identity(maker.shape)
-    twice = Step(here + 100, (Term(maker_map, here), Term(maker_map, here)), maker.shape, x.dtype)
+    both = tuple(given.maps.term(maker_map, here) for _ in range(2))
+    twice = Step(here + 100, both, maker.shape, x.dtype)
     given.blocks[-1].steps.append(twice)
     given.leaves[0].value = here + 100
     assert tails(given) == slowly(given) == {here + 100}

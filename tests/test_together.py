@@ -22,7 +22,7 @@ def recorded(loss: Tensor) -> Program:
 
 def tensors(program: Program) -> list[list[Tensor]]:
     """All that the maps refer to, map by map."""
-    maps = [term.map for step in program.steps() for term in step.terms]
+    maps = program.maps
     return [
         [x for x in _values(map_) if isinstance(x, Tensor)] for map_ in maps if list(map_.tensors())
     ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.ir import memory
 from gradtrace.ir.interpreter import gradient_of
+from gradtrace.ir.program import MapTable, Step
 from gradtrace.ir.recompute import RecomputedValues
 from gradtrace.trace import Trace
 from gradtrace.tracing.paths import Path
@@ -93,9 +94,9 @@ def test_a_value_is_computed_twice_at_most_in_one_sweep() -> None:
     program = traced("greedy").program
     calls: dict[int, int] = {}
 
-    def counted(step: object, values: dict[int, Tensor]) -> Tensor:
-        calls[step.out] = calls.get(step.out, 0) + 1  # type: ignore[attr-defined]
-        return gradient_of(step, values)  # type: ignore[arg-type]
+    def counted(step: Step, maps: MapTable, values: dict[int, Tensor]) -> Tensor:
+        calls[step.out] = calls.get(step.out, 0) + 1
+        return gradient_of(step, maps, values)
 
     values = RecomputedValues(program, program.seed, counted, 4_000)
     for step in reversed(list(program.steps())):

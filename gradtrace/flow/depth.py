@@ -203,7 +203,7 @@ class Modules:
     def _dropped(self, edge: PassedGradient) -> float:
         """The share of nonzero entries that an elementwise operator set to 0."""
         block = self.flow.wiring.blocks[edge.giver]
-        if not elementwise(block):
+        if not elementwise(block, self.flow.wiring.program):
             return 0.0
         (take,) = block.takes.values()
         return _share(self.flow.size[take].nonzero, self.flow.size[edge.value].nonzero)

@@ -40,7 +40,7 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
         found[program.root] = sizes(seed)
         for n, step in enumerate(program.steps()):
             known = kept.get(step.out)
-            values[step.out] = gradient_of(step, values) if known is None else known
+            values[step.out] = gradient_of(step, program.maps, values) if known is None else known
             if step.out in wanted:
                 found[step.out] = sizes(values[step.out])
                 shapes[step.out] = (prod(step.shape), step.dtype)
@@ -133,7 +133,7 @@ class OperatorGraph:
             sum(self.size[value].nonzero for value in values.values())
             for values in (block.takes, block.gives)
         )
-        return taken == given and all(m.is_gather for m in maps_of(block))
+        return taken == given and all(m.is_gather for m in maps_of(block, self.program))
 
     def _edges(self) -> Iterator[PassedGradient]:
         for number, block in enumerate(self.blocks):
@@ -162,16 +162,16 @@ class OperatorGraph:
         return edge.taker
 
 
-def maps_of(block: Block) -> Iterator[Map]:
+def maps_of(block: Block, program: Program) -> Iterator[Map]:
     """The maps of an operator's formula."""
-    return (term.map for step in block.steps for term in step.terms)
+    return (map_ for step in block.steps for map_ in program.maps.of(step))
 
 
-def elementwise(block: Block) -> bool:
+def elementwise(block: Block, program: Program) -> bool:
     """Whether an operator scales or drops each element separately, as activation functions do."""
     single = len(block.takes) == 1 == len(block.gives)
     return single and all(
-        m.inputs == m.outputs and (m.is_diagonal or m.is_gather) for m in maps_of(block)
+        m.inputs == m.outputs and (m.is_diagonal or m.is_gather) for m in maps_of(block, program)
     )
 
 
@@ -194,7 +194,9 @@ def losses_of(wiring: OperatorGraph, size: Mapping[int, Size]) -> dict[int, Vani
         alive = [size[value] for value in takes if size[value].largest]
         for value in block.gives.values():
             if size[value].entries and not size[value].nonzero:
-                here = VanishedGradient(number, underflows(block, alive, size[value]))
+                here = VanishedGradient(
+                    number, underflows(maps_of(block, wiring.program), alive, size[value])
+                )
                 lost[value] = here if alive or not before else _of(before)
         for step in block.merges:
             if all(term.value in lost for term in step.terms):
@@ -202,10 +204,10 @@ def losses_of(wiring: OperatorGraph, size: Mapping[int, Size]) -> dict[int, Vani
     return lost
 
 
-def underflows(block: Block, takes: Sequence[Size], give: Size) -> bool:
+def underflows(maps: Iterable[Map], takes: Sequence[Size], give: Size) -> bool:
     """Whether the gradient passed on by an operator is 0 by underflow."""
     if not takes or (
-        all(m.is_gather for m in maps_of(block)) and all(take.dtype is give.dtype for take in takes)
+        all(m.is_gather for m in maps) and all(take.dtype is give.dtype for take in takes)
     ):
         return False
     kind = torch.finfo(give.dtype)

@@ -160,12 +160,14 @@ class FlowText:
         reached = sum(self.flow.size[value].nonzero for value in block.takes.values())
         if lost.faint:
             return f"It falls below the smallest float at {where}. {KEEP}"
-        if elementwise(block) and not block.operator.startswith(("Mul", "Div")):
+        if elementwise(block, self.flow.wiring.program) and not block.operator.startswith(
+            ("Mul", "Div")
+        ):
             return (
                 f"{where} has slope 0 at all {_count(reached, 'entry')} that the gradient comes to "
                 f"(a dead ReLU, a saturated unit, a closed gate?). {REVIVE}"
             )
-        if all(m.is_gather for m in maps_of(block)):
+        if all(m.is_gather for m in maps_of(block, self.flow.wiring.program)):
             return f"{where} cuts it off: the loss does not use that part."
         return f"{where} multiplies it with zeros (weights or factors that start at 0?)."
 

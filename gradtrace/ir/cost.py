@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from gradtrace.ir.program import HOOKS, Block, Program
+from gradtrace.ir.program import HOOKS, Block, MapTable, Program
 from gradtrace.linops import Identity, Index, Map
 from gradtrace.linops.base import Count
 from gradtrace.types import Shape
@@ -12,17 +12,17 @@ from gradtrace.types import Shape
 
 def count_edges(program: Program) -> int:
     """|E'|: the number of pairs of scalars that an operator connects, summed over operators."""
-    return sum(block_edges(block) for block in program.blocks)
+    return sum(block_edges(block, program.maps) for block in program.blocks)
 
 
-def block_edges(block: Block) -> int:
+def block_edges(block: Block, maps: MapTable) -> int:
     """How many pairs of scalars one operator connects. For a decomposed operator, the sum over its
     steps.
     """
     if block.operator == HOOKS:
         return 0
     if block.opened:
-        steps = [term.map for step in block.steps for term in step.terms]
+        steps = [map_ for step in block.steps for map_ in maps.of(step)]
         return sum(
             _total(step.routes(1), step.out_shape) for step in steps if not _is_relayout(step)
         )
@@ -31,7 +31,7 @@ def block_edges(block: Block) -> int:
     for step in block.steps:
         total: Count = 0
         for term in step.terms:
-            total = total + term.map.routes(counts[term.value])
+            total = total + maps[term.map].routes(counts[term.value])
         counts[step.out] = total
         shapes[step.out] = step.shape
     return sum(_total(counts[value], shapes[value]) for value in block.gives.values())

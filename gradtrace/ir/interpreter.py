@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import frexp, isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradtrace.ir.program import Program, Step
-from gradtrace.linops import tiled, tiling
+from gradtrace.ir.program import MapTable, Program, Step
+from gradtrace.linops import Map, tiled, tiling
 from gradtrace.semirings import Semiring, Value
 
 RESCALE_EXPONENT = 24
@@ -31,14 +32,14 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     Returns a tensor for each leaf, or a tuple of tensors for semirings whose values have several
     parts. Values are freed after their last use, so memory is as for a backward pass.
     """
-    last = program.last_uses
+    last, maps = program.last_uses, program.maps
     keep = {leaf.value for leaf in program.leaves}
     ends = keep - last.keys()  # no step reads them, so they need no rescaling
     with torch.no_grad():
         values = {program.root: ScaledValue(semiring.weigh(program.seed), 0)}
         for n, step in enumerate(program.steps()):
-            held = value_of(step, values, semiring)
-            same = step.out in ends or (len(step.terms) == 1 and step.terms[0].map.is_gather)
+            held = value_of(step, maps, values, semiring)
+            same = step.out in ends or (len(step.terms) == 1 and maps[step.terms[0].map].is_gather)
             values[step.out] = held if same else balanced(held, semiring)
             for term in step.terms:
                 if last[term.value] == n and term.value not in keep:
@@ -48,14 +49,17 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
     return {leaf: x[0] if len(x) == 1 else x for leaf, x in done.items()}
 
 
-def value_of(step: Step, values: dict[int, ScaledValue], semiring: Semiring) -> ScaledValue:
+def value_of(
+    step: Step, maps: MapTable, values: Mapping[int, ScaledValue], semiring: Semiring
+) -> ScaledValue:
     """``⊕`` over the terms of one step."""
-    if len(step.terms) > 1 and (order := tiling([term.map for term in step.terms])):
-        return _tiled(step, [values[term.value] for term in step.terms], order, semiring)
-    (map_, value), *rest = step.terms
-    out, exponent = map_.apply_in(values[value].value, semiring), values[value].exponent
-    for map_, value in rest:
-        other, power = map_.apply_in(values[value].value, semiring), values[value].exponent
+    if len(step.terms) > 1 and (order := tiling(maps.of(step))):
+        held = [values[term.value] for term in step.terms]
+        return _tiled(step, maps.of(step), held, order, semiring)
+    (at, value), *rest = step.terms
+    out, exponent = maps[at].apply_in(values[value].value, semiring), values[value].exponent
+    for at, value in rest:
+        other, power = maps[at].apply_in(values[value].value, semiring), values[value].exponent
         if power < exponent:
             other = semiring.scale(other, power - exponent)
         elif power > exponent:
@@ -65,7 +69,7 @@ def value_of(step: Step, values: dict[int, ScaledValue], semiring: Semiring) -> 
 
 
 def _tiled(
-    step: Step, held: list[ScaledValue], order: list[int], semiring: Semiring
+    step: Step, maps: list[Map], held: list[ScaledValue], order: list[int], semiring: Semiring
 ) -> ScaledValue:
     """``value_of`` for terms that are the parts of a concatenation, in ``order``."""
     exponent = max(each.exponent for each in held)
@@ -75,7 +79,6 @@ def _tiled(
         else semiring.scale(each.value, each.exponent - exponent)
         for each in held
     ]
-    maps = [term.map for term in step.terms]
     out = tuple(tiled(maps, part, order) for part in zip(*parts))
     return ScaledValue(semiring.settle(out, step.dtype), exponent)
 
@@ -91,13 +94,13 @@ def balanced(held: ScaledValue, semiring: Semiring) -> ScaledValue:
     return ScaledValue(semiring.scale(held.value, -power), held.exponent + power)
 
 
-def gradient_of(step: Step, values: dict[int, Tensor]) -> Tensor:
+def gradient_of(step: Step, maps: MapTable, values: Mapping[int, Tensor]) -> Tensor:
     """One step in SUM, without scaling: the ordinary gradient."""
-    if len(step.terms) > 1 and (order := tiling([term.map for term in step.terms])):
+    if len(step.terms) > 1 and (order := tiling(maps.of(step))):
         parts = [values[term.value] for term in step.terms]
-        return tiled([term.map for term in step.terms], parts, order).to(step.dtype)
-    (map_, value), *rest = step.terms
-    out = map_.apply(values[value])
-    for map_, value in rest:
-        out = out + map_.apply(values[value])
+        return tiled(maps.of(step), parts, order).to(step.dtype)
+    (at, value), *rest = step.terms
+    out = maps[at].apply(values[value])
+    for at, value in rest:
+        out = out + maps[at].apply(values[value])
     return out.to(step.dtype)

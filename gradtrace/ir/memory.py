@@ -59,7 +59,7 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
         if compact_saving:
             here += compact_saving * sum(sizes.get(term.value, 0) for term in step.terms)
         if processors:
-            here += max((workspace(t.map, processors) for t in step.terms), default=0)
+            here += max((workspace(m, processors) for m in program.maps.of(step)), default=0)
         if now + here > most:
             most = now + here
         if out in last:

@@ -17,9 +17,9 @@ from gradtrace.types import Shape
 
 
 class Term(NamedTuple):
-    """One map applied to one value."""
+    """One map applied to one value; the map by its index in ``Constants.maps``."""
 
-    map: Map
+    map: int
     value: int
 
 
@@ -34,18 +34,25 @@ class Step(NamedTuple):
     dtype: torch.dtype
 
 
-def single(out: int, map_: Map, value: int, dtype: torch.dtype) -> Step:
-    """A step with one term. Nearly every node has one, so this calls ``tuple.__new__`` directly:
-    NamedTuple constructors are Python code and take three times as long.
-    """
-    term = _tuple(Term, (map_, value))
-    return _tuple(Step, (out, (term,), map_.out_shape, dtype))
+class MapTable(list[Map]):
+    """The maps of a program; steps refer to them by index."""
 
+    def term(self, map_: Map, value: int) -> Term:
+        """A term with this map, which is added to the table."""
+        self.append(map_)
+        return _tuple(Term, (len(self) - 1, value))
 
-def double(out: int, map_: Map, values: tuple[int, int], dtype: torch.dtype) -> Step:
-    """A step with two terms: the sum of two values, both through the same map."""
-    terms = tuple([_tuple(Term, (map_, value)) for value in values])
-    return _tuple(Step, (out, terms, map_.out_shape, dtype))
+    def single(self, out: int, map_: Map, value: int, dtype: torch.dtype) -> Step:
+        """A step with one term. Nearly every node has one, so this calls ``tuple.__new__``
+        directly: NamedTuple constructors are Python code and take three times as long.
+        """
+        term = _tuple(Term, (len(self), value))
+        self.append(map_)
+        return _tuple(Step, (out, (term,), map_.out_shape, dtype))
+
+    def of(self, step: Step) -> list[Map]:
+        """The maps of a step's terms."""
+        return [self[term.map] for term in step.terms]
 
 
 _tuple = tuple.__new__
@@ -60,9 +67,10 @@ class Block:
 
     ``takes`` maps output slots to the values of their cotangents, ``gives`` maps argument positions
     to the values of their cotangents. ``merges`` are the steps that add these to the contributions
-    of earlier users of the same argument. ``opened`` is set if a fused operator was decomposed, so
-    that each step counts as an operator. ``note`` says what is not exact for semirings other than
-    SUM.
+    of earlier users of the same argument. ``composed`` is set if the formula was recorded operation
+    by operation, so that two elements may be connected by several routes. ``opened`` is set if a
+    fused operator was decomposed, so that each step counts as an operator. ``note`` says what is
+    not exact for semirings other than SUM.
     """
 
     operator: str
@@ -71,6 +79,7 @@ class Block:
     steps: list[Step] = field(default_factory=list)
     gives: dict[int, int] = field(default_factory=dict)
     merges: Sequence[Step] = ()  # most blocks have none
+    composed: bool = False
     opened: bool = False
     note: str = ""
     label: tuple[int, tuple[str | None, ...]] | None = None
@@ -97,19 +106,52 @@ class Leaf:
 
 
 @dataclass
-class Program:
-    """A backward pass as data. Run it with ``gradtrace.ir.interpreter.run``.
+class Constants:
+    """All that holds a tensor; programs and plans refer to it by index.
 
-    It refers to the weights and activations of the forward pass, so it is valid until these are
-    changed in place. ``seed`` is the cotangent of the loss, ``root`` the number of its value.
-    ``kept`` are gradients of values that recording computed anyway, by value number.
+    Losses of the same structure have equal programs, and each its own constants. ``seed`` is the
+    cotangent of the loss. ``kept`` are gradients that recording computed anyway, by value number.
     """
 
     seed: Tensor
-    root: int
-    blocks: list[Block]
+    maps: MapTable
     leaves: list[Leaf]
     kept: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    """A backward pass as data. Run it with ``gradtrace.ir.interpreter.run``.
+
+    ``constants`` refer to the weights and activations of the forward pass, so a program is valid
+    until these are changed in place. ``root`` is the number of the loss's cotangent; values have
+    numbers below ``size``.
+    """
+
+    root: int
+    size: int
+    blocks: list[Block]
+    constants: Constants
+
+    @property
+    def seed(self) -> Tensor:
+        """The cotangent of the loss."""
+        return self.constants.seed
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The leaves that have a gradient."""
+        return self.constants.leaves
+
+    @property
+    def kept(self) -> dict[int, Tensor]:
+        """Gradients that recording kept, by value number."""
+        return self.constants.kept
+
+    @property
+    def maps(self) -> MapTable:
+        """The maps that steps refer to."""
+        return self.constants.maps
 
     def steps(self) -> list[Step]:
         """All steps, in execution order."""

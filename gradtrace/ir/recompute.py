@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from gradtrace.ir.program import Program, Step
+from gradtrace.ir.program import MapTable, Program, Step
 
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
@@ -30,7 +30,7 @@ class Values(Protocol[V_co]):
 
 
 class RecomputedValues(Generic[V]):
-    """Values of a program by ``compute(step, values so far)``, in about ``budget`` bytes.
+    """Values of a program by ``compute(step, maps, values so far)``, in about ``budget`` bytes.
 
     A segment is as many steps as have values of half the budget. The values kept at its boundaries
     are those that are live there in any backward pass. ``here`` are the values of the segment that
@@ -41,10 +41,11 @@ class RecomputedValues(Generic[V]):
         self,
         program: Program,
         root: V,
-        compute: Callable[[Step, dict[int, V]], V],
+        compute: Callable[[Step, MapTable, dict[int, V]], V],
         budget: int,
     ) -> None:
         self.compute = compute
+        self.maps = program.maps
         self.steps = [*program.steps()]
         self.last = program.last_uses
         self.segment_of, self.starts = _segments(self.steps, budget // 2)
@@ -75,7 +76,7 @@ class RecomputedValues(Generic[V]):
         with torch.no_grad():
             for step in self.steps[start:end]:
                 if step.out not in self.kept:
-                    known[step.out] = found[step.out] = self.compute(step, known)
+                    known[step.out] = found[step.out] = self.compute(step, self.maps, known)
         return found
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrace.autodiff import nodes
 from gradtrace.errors import NotLinear
-from gradtrace.ir.program import Step, Term
+from gradtrace.ir.program import MapTable, Step
 from gradtrace.kernels import sync
 from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.linops import Identity, gather
@@ -105,6 +105,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values: dict[int, int] = {}  # value number by id of a tensor
         self.alive: list[Any] = []  # keeps the tensors alive, so that their ids stay unique
         self.steps: list[Step] = []
+        self.maps = MapTable()
         self.opened = False
 
     def begin(self, steps: list[Step]) -> None:
@@ -203,7 +204,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Append steps for the sum of the chains; the value of the sum, or None without chains."""
         if not chains:
             return None
-        values, dtype, steps = self.values, out.dtype, self.steps
+        values, dtype, steps, table = self.values, out.dtype, self.steps, self.maps
         if dtype.is_complex:
             dtype = dtype.to_real()
         terms = []
@@ -212,13 +213,13 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not maps:
                 if len(chains) == 1 and dep.dtype is out.dtype:
                     return value
-                terms.append(Term(Identity(shape_of(dep), shape_of(out)), value))
+                terms.append(table.term(Identity(shape_of(dep), shape_of(out)), value))
                 continue
             for step in maps[:-1]:
                 intermediate = self.new()
-                steps.append(Step(intermediate, (Term(step, value),), step.out_shape, dtype))
+                steps.append(table.single(intermediate, step, value, dtype))
                 value = intermediate
-            terms.append(Term(maps[-1], value))
+            terms.append(table.term(maps[-1], value))
         result = self.new()
         steps.append(Step(result, tuple(terms), shape_of(out), dtype))
         return result
@@ -281,9 +282,9 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = torch.stack([2 * source, 2 * source + 1], -1).clamp(min=-1)
             spared = spared.unsqueeze(-1)
         if old is not None and bool(spared.any()):
-            terms.append(Term(aten_rules.mask_map(spared, shape), old))
+            terms.append(self.maps.term(aten_rules.mask_map(spared, shape), old))
         if value is not None:
-            terms.append(Term(gather(source, shape_of(target)), value))
+            terms.append(self.maps.term(gather(source, shape_of(target)), value))
         if not terms:
             self.values.pop(id(alias), None)
             return
@@ -296,12 +297,11 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(target, Tensor):
             return
         storage = target.untyped_storage()
-        for step in self.steps:
-            for term in step.terms:
-                for name in term.map.tensors():
-                    weight = getattr(term.map, name)
-                    if _shares(weight, storage):
-                        setattr(term.map, name, weight.clone())
+        for map_ in (map_ for step in self.steps for map_ in self.maps.of(step)):
+            for name in map_.tensors():
+                weight = getattr(map_, name)
+                if _shares(weight, storage):
+                    setattr(map_, name, weight.clone())
 
     def _tensors(self) -> Iterable[Tensor]:
         for x in self.alive:

@@ -20,10 +20,8 @@ from gradtrace.autodiff.labels import labels_of
 from gradtrace.autodiff.nodes import FACTS, Edges, Grads, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import recomputed_once
 from gradtrace.errors import NotLinear, TooLarge
-from gradtrace.ir.fuse_moves import fold
 from gradtrace.ir.interpreter import gradient_of
-from gradtrace.ir.merge_routes import resolve
-from gradtrace.ir.program import Block, Step, Term
+from gradtrace.ir.program import Block, Step
 from gradtrace.kernels import sync
 from gradtrace.linops import Dense, Identity, Opaque
 from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
@@ -76,11 +74,8 @@ class FormulaRecorder:
         with self.recorder:
             outs = self._formula(node, arrived, block)
             results = self._results(node, edges, outs, block)
+        block.composed = True
         block.opened = self.recorder.opened or block.operator in SEVERAL
-        if not block.opened:
-            shapes = {value: shape_of(tensor) for tensor, value in arrived.values()}
-            resolve(block, self.recorder.new, shapes, next(iter(arrived.values()))[0].device)
-            fold(block)
         return [(position, out, block.gives[position]) for position, out in results]
 
     def _results(
@@ -103,8 +98,8 @@ class FormulaRecorder:
                 continue  # a constant, which does not depend on the cotangent
             if value in taken:
                 shape, same = shape_of(out), self.recorder.new()
-                terms = (Term(Identity(shape), value),)
-                block.steps.append(Step(same, terms, shape, real_dtype(out)))
+                step = self.recorder.maps.single(same, Identity(shape), value, real_dtype(out))
+                block.steps.append(step)
                 value = same
             taken.add(value)
             block.gives[position] = value
@@ -178,7 +173,7 @@ class FormulaRecorder:
         with _disable_current_modes():
             known = {values[id(x)]: as_real(x) for x in given if id(x) in values and x is not None}
             for step in steps:
-                known[step.out] = gradient_of(step, known)
+                known[step.out] = gradient_of(step, self.recorder.maps, known)
             most = max((float(x.abs().amax()) for x in known.values() if x.numel()), default=0.0)
             for x in wanted:
                 here = known.get(values.get(id(x), -1))
@@ -238,7 +233,9 @@ class FormulaRecorder:
                 continue
             recorder.alive.append(out)
             dense = [
-                Term(Dense(matrix, shape_of(grad), shape_of(out)), recorder.values[id(grad)])
+                recorder.maps.term(
+                    Dense(matrix, shape_of(grad), shape_of(out)), recorder.values[id(grad)]
+                )
                 for slot, matrix in terms
                 if (grad := grads[slot]) is not None and id(grad) in recorder.values
             ]
@@ -264,7 +261,7 @@ class FormulaRecorder:
                 continue
             recorder.alive.append(out)
             terms = tuple(
-                Term(
+                recorder.maps.term(
                     Opaque(single(f, grads, slot, k), shape_of(grad), shape_of(out), reason),
                     recorder.values[id(grad)],
                 )

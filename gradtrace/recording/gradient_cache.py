@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradtrace.ir.program import Block
+from gradtrace.ir.program import Block, MapTable
 from gradtrace.linops import Contract, Convolve
 from gradtrace.recording.aten_rules import as_real
 
@@ -16,8 +16,9 @@ class GradientCache:
     is reserved for them.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, maps: MapTable) -> None:
         self.budget = budget
+        self.maps = maps
         self.bytes_left = budget
         self.values: dict[int, Tensor] = {}
         self.storages: set[int] = set()
@@ -34,7 +35,7 @@ class GradientCache:
             left = self.bytes_left - storage.nbytes()
             if left < self.budget // 2:
                 if isinstance(expensive, Block):
-                    expensive = _is_expensive(expensive)
+                    expensive = self._is_expensive(expensive)
                 if left < 0 or not expensive:
                     return
             self.bytes_left = left
@@ -56,7 +57,7 @@ class GradientCache:
             self.bytes_left -= storage.nbytes()
         self.values[value] = as_real(tensor)
 
-
-def _is_expensive(block: Block) -> bool:
-    """Whether a block contains a matrix product or a convolution."""
-    return any(isinstance(term.map, Contract | Convolve) for s in block.steps for term in s.terms)
+    def _is_expensive(self, block: Block) -> bool:
+        """Whether a block contains a matrix product or a convolution."""
+        maps = (map_ for step in block.steps for map_ in self.maps.of(step))
+        return any(isinstance(map_, Contract | Convolve) for map_ in maps)

@@ -25,7 +25,7 @@ from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
-from gradtrace.ir.program import HOOKS, Block, Leaf, Program, Step, Term, double, single
+from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, Program, Step
 from gradtrace.kernels import sync
 from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.pytorch.plain_tensors import plain
@@ -160,10 +160,10 @@ class ProgramRecorder:
     ) -> None:
         self.name_table = name_table
         self.off_thread: dict[Node, ModuleCall] = {}  # nodes made on other threads
-        self.cache = GradientCache(keep)
         self.sums: set[int] = set()
         self.clear_since = watch.clear_since()
         self.recorder = DispatchRecorder(limit, bare, checks)
+        self.cache = GradientCache(keep, self.recorder.maps)
         self.outputs = Outputs()
         self.formulas = FormulaRecorder(self.recorder, self.clear_since, opaque, self.outputs)
         self.bare = bare
@@ -177,7 +177,7 @@ class ProgramRecorder:
         self.blocks: list[Block] = []
         self.leaves: list[Leaf] = []
         self.kinds: dict[type, NodeKind] = {}
-        self.new = self.recorder.new
+        self.new, self.maps = self.recorder.new, self.recorder.maps
         # nodes with sequence numbers in [start, end) were made by the module call ``place``
         self.place, self.start, self.end = NO_MODULE, 0, 0
 
@@ -286,7 +286,7 @@ class ProgramRecorder:
         dtype = out.dtype
         for step in chain or same(out.shape, out.shape):
             result = self.new()
-            block.steps.append(single(result, step, value, dtype))
+            block.steps.append(self.maps.single(result, step, value, dtype))
             value = result
         return value
 
@@ -323,7 +323,7 @@ class ProgramRecorder:
         if any(grad.is_complex() for grad in grads.values()):
             return False
         out, slots = MULTI_OUTPUT_RULES[block.operator](node, grads)
-        terms = tuple([Term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
+        terms = tuple([self.maps.term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
         result = self.new()
         block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
         self._pass_on(block, 0, edges[0], out, result)
@@ -369,7 +369,8 @@ class ProgramRecorder:
             for tensor, number in (there, (out, value)):
                 self.cache.add(number, tensor, True)
         (move,) = same(shape, shape)
-        step = double(result, move, (there[1], value), real_dtype(out))
+        terms = tuple([self.maps.term(move, number) for number in (there[1], value)])
+        step = Step(result, terms, shape, real_dtype(out))
         if isinstance(block.merges, list):
             block.merges.append(step)
         else:
@@ -434,7 +435,8 @@ def record(
         if checks is not None and not checks.fulfilled():
             return None
         kept = {} if bare else recorder.cache.values
-        return Program(seed, recorder.first, recorder.blocks, recorder.leaves, kept)
+        constants = Constants(seed, recorder.maps, recorder.leaves, kept)
+        return Program(recorder.first, recorder.new(), recorder.blocks, constants)
 
     others = off_thread_calls(loss, name_table)
 

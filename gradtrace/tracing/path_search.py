@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace.ir.bound import BoundTerm
 from gradtrace.ir.interpreter import ScaledValue, balanced, gradient_of, value_of
-from gradtrace.ir.nested_sums import NestedSum, nested
-from gradtrace.ir.program import Block, Program, Step, Term
+from gradtrace.ir.passes.nested_sums import NestedSum, nested
+from gradtrace.ir.program import Block, MapTable, Program, Step
 from gradtrace.ir.recompute import RecomputedValues, Values
 from gradtrace.kernels import sync
 from gradtrace.linops import Identity, Index, Map, Scale
@@ -53,6 +54,7 @@ class GradientValues(dict[int, Tensor]):
         super().__init__(kept_by(program) if seed is program.seed else {})
         self[program.root] = seed
         self.steps = {step.out: step for step in program.steps()}
+        self.maps = program.maps
 
     def __missing__(self, value: int) -> Tensor:
         stack = [value]
@@ -65,7 +67,7 @@ class GradientValues(dict[int, Tensor]):
                 else:
                     stack.pop()
                     if step.out not in self:
-                        self[step.out] = gradient_of(step, self)
+                        self[step.out] = gradient_of(step, self.maps, self)
         return self[value]
 
 
@@ -102,19 +104,20 @@ class PathFollower:
         values = {self.program.root: root}
         with torch.no_grad():
             for step in self.program.steps():
-                values[step.out] = _largest(step, values)
+                values[step.out] = _largest(step, self.program.maps, values)
         return values
 
     @cached_property
-    def makers(self) -> dict[int, tuple[Term, ...]]:
+    def makers(self) -> dict[int, tuple[BoundTerm, ...]]:
         """The terms that make each value; chained merges as one sum over all users."""
-        made: dict[int, tuple[Term, ...]] = {}
-        sums: dict[int, list[Term]] = {}
+        made: dict[int, tuple[BoundTerm, ...]] = {}
+        sums: dict[int, list[BoundTerm]] = {}
+        maps = self.program.maps
         for block in self.program.blocks:
             for step in block.steps:
-                made[step.out] = step.terms
+                made[step.out] = tuple([BoundTerm(maps[at], value) for at, value in step.terms])
             for step in block.merges:
-                first, *rest = step.terms
+                first, *rest = (BoundTerm(maps[at], value) for at, value in step.terms)
                 terms = sums.pop(first.value, None)  # extended in place: there may be thousands
                 if terms is None:
                     terms = [first]
@@ -138,7 +141,7 @@ class PathFollower:
     @cached_property
     def nested(self) -> dict[int, NestedSum]:
         """The nested sums, by the outputs of their steps."""
-        found = filter(None, map(nested, self.program.blocks))
+        found = filter(None, (nested(block, self.program.maps) for block in self.program.blocks))
         return {step.out: part for part in found for step in part.steps}
 
     def _within_nested(self, part: NestedSum) -> dict[int, ScaledValue]:
@@ -146,7 +149,7 @@ class PathFollower:
         if self._nested_cache is None or self._nested_cache[0] is not part:
             values = {v: ScaledValue((wide(self.gradients[v]).abs(),), 0) for v in part.takes}
             for step in part.steps:
-                values[step.out] = _largest(step, values)
+                values[step.out] = _largest(step, self.program.maps, values)
             self._nested_cache = part, values
         return self._nested_cache[1]
 
@@ -184,7 +187,11 @@ class PathFollower:
         return None if part is None else self._within_nested(part)
 
     def _onward(
-        self, terms: tuple[Term, ...], at: Tensor, held: Values[ScaledValue] | None, alive: bool
+        self,
+        terms: tuple[BoundTerm, ...],
+        at: Tensor,
+        held: Values[ScaledValue] | None,
+        alive: bool,
     ) -> Iterator[ElementEdges]:
         """Edges from the elements ``at`` to the next; ``alive`` if all their gradients are known
         and nonzero.
@@ -205,7 +212,7 @@ class PathFollower:
                 yield _edges(term, at[mine], offer.source[mine], mine)
 
     def _single_term(
-        self, term: Term, at: Tensor, held: Values[ScaledValue] | None
+        self, term: BoundTerm, at: Tensor, held: Values[ScaledValue] | None
     ) -> Iterator[ElementEdges]:
         """The edges of a step of one term."""
         if isinstance(term.map, Identity):
@@ -222,7 +229,7 @@ class PathFollower:
         if there.numel():
             yield _edges(term, at[there], source[there], there)
 
-    def _offer(self, term: Term, at: Tensor, held: Values[ScaledValue] | None) -> Best:
+    def _offer(self, term: BoundTerm, at: Tensor, held: Values[ScaledValue] | None) -> Best:
         """The largest |contribution| of one of several terms to the elements ``at``."""
         if held is not None or not term.map.is_gather or term.value in self.gradients:
             return term.map.best(self._value(term.value, held), at)
@@ -267,7 +274,7 @@ class PathFollower:
 
     def _sizes(
         self,
-        terms: tuple[Term, ...],
+        terms: tuple[BoundTerm, ...],
         offers: list[Best],
         at: Tensor,
         held: Values[ScaledValue] | None,
@@ -278,7 +285,7 @@ class PathFollower:
         powers = [held[term.value].exponent for term in terms]
         return [shifted(offer.value, p - max(powers)) for offer, p in zip(offers, powers)]
 
-    def _total(self, term: Term, largest: Tensor, at: Tensor) -> Tensor:
+    def _total(self, term: BoundTerm, largest: Tensor, at: Tensor) -> Tensor:
         """|Σ contributions| of a term to the elements ``at``; 0 where all contributions are 0."""
         if term.map.is_gather or term.map.is_diagonal:
             return largest
@@ -356,11 +363,11 @@ class PathFollower:
             stack += reversed(onward)
 
 
-def _largest(step: Step, values: dict[int, ScaledValue]) -> ScaledValue:
-    return balanced(value_of(step, values, MAX), MAX)
+def _largest(step: Step, maps: MapTable, values: dict[int, ScaledValue]) -> ScaledValue:
+    return balanced(value_of(step, maps, values, MAX), MAX)
 
 
-def _edges(term: Term, at: Tensor, source: Tensor, mine: Tensor | None) -> ElementEdges:
+def _edges(term: BoundTerm, at: Tensor, source: Tensor, mine: Tensor | None) -> ElementEdges:
     """The edges of one term, from some (None: all) of the elements of a stage."""
     weight = None if term.map.is_gather else term.map.entry(at, source)
     return ElementEdges(term.value, source, weight, mine, _injective(term.map))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.ir.nested_sums import nested
+from gradtrace.ir.passes.nested_sums import nested
 from gradtrace.ir.program import Program, Step
 from gradtrace.linops import Map
 
@@ -34,11 +34,11 @@ class Pairs:
         spans = {program.root: (up, up.flip(0))}
         apart, of = {program.root}, {}
         chains = Chains(program)
-        last = program.last_uses
+        last, maps = program.last_uses, program.maps
         leaves = {leaf.value for leaf in program.leaves}
         n = -1
         for block in program.blocks:
-            part = nested(block)
+            part = nested(block, maps)
             taken = {v: spans[v][0] for v in block.takes.values() if v in apart} if part else {}
             for step in (*block.steps, None, *block.merges):
                 if step is None:  # a nested sum is computed as a whole
@@ -49,7 +49,7 @@ class Pairs:
                 n += 1
                 if all(term.value in apart for term in step.terms):
                     high, low = (
-                        _most([term.map.max_source(spans[term.value][k]) for term in step.terms])
+                        _most([maps[at].max_source(spans[value][k]) for at, value in step.terms])
                         for k in (0, 1)
                     )
                     if bool(((high == 0) | (high + low == count + 1)).all()):
@@ -75,7 +75,7 @@ class Pairs:
             if step.out in mixed:
                 for term in step.terms:
                     if term.value in self.apart:
-                        takers.setdefault(term.value, []).append(term.map)
+                        takers.setdefault(term.value, []).append(program.maps[term.map])
         found: dict[int, int | None] = {}
         for value, maps in takers.items():
             first = self.of[value] == 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.ir.program import Block, Program, Step
+from gradtrace.ir.program import Block, MapTable, Program, Step
 from gradtrace.semirings.base import wide
 
 
@@ -77,7 +77,7 @@ class TensorPaths:
     def _give(self, number: int, block: Block, values: dict[int, Tensor]) -> None:
         """Compute a block's contributions to its arguments, and the output that gives the most."""
         takes = list(dict.fromkeys(block.takes.values()))
-        alone = [run_block(block, {take: values[take]}) for take in takes]
+        alone = [run_block(block, self.program.maps, {take: values[take]}) for take in takes]
         for position, value in block.gives.items():
             parts = {t: found[value] for t, found in zip(takes, alone) if value in found}
             sizes = {take: _size(part) for take, part in parts.items()}
@@ -114,11 +114,11 @@ def _uses(block: Block) -> Iterator[int]:
             yield term.value
 
 
-def run_block(block: Block, values: dict[int, Tensor]) -> dict[int, Tensor]:
+def run_block(block: Block, maps: MapTable, values: dict[int, Tensor]) -> dict[int, Tensor]:
     """A block's gradients from some of its cotangents; values these do not reach are left out."""
     found = dict(values)
     for step in block.steps:
-        parts = [term.map.apply(found[term.value]) for term in step.terms if term.value in found]
+        parts = [maps[at].apply(found[value]) for at, value in step.terms if value in found]
         if parts:
             found[step.out] = _sum(parts).to(step.dtype)
     return found

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.ir.nested_sums import NestedSum, nested
+from gradtrace.ir.passes.nested_sums import NestedSum, nested
 from gradtrace.ir.program import Leaf, Program, Step
 from gradtrace.linops import Map, copied, narrowed, tiled, tiling
 from gradtrace.linops.indexing import each_at, nearby
@@ -96,6 +96,7 @@ class Tracer:
         narrow: bool = False,
     ) -> None:
         self.program = program
+        self.maps = program.maps
         self.narrow = narrow
         self.rule = RULES[rule]
         self.absolute = rule == "viterbi"
@@ -110,14 +111,14 @@ class Tracer:
         self.nested: dict[int, NestedSum] = {}  # by block
         if isinstance(self.rule, Greedy):
             for number, block in enumerate(program.blocks):
-                if (part := nested(block)) is not None:
+                if (part := nested(block, self.maps)) is not None:
                     self.nested[number] = part
         # While pairs are batched along a first dimension: the batch size (0: not batched); for a
-        # value, a dimension and the indices along it of each pair's elements; by id of a map, the
-        # map and its batched version.
+        # value, a dimension and the indices along it of each pair's elements; by id of a map,
+        # its batched version.
         self.count = 0
         self.places: dict[int, tuple[int, Tensor]] = {}
-        self.copied: dict[int, tuple[Map, Map]] = {}
+        self.copied: dict[int, Map] = {}
 
     def run(self, seed: Tensor) -> Iterator[TracedLeaf]:
         """The leaves of one loss, each yielded as soon as it is complete."""
@@ -201,7 +202,7 @@ class Tracer:
         if self.program.root in self.leaves and values is None:
             yield self.leaves[self.program.root]
         n, leaves, positions = -1, self.leaves, self.marks.position
-        unbatched, through = not self.count, self.rule.through
+        unbatched, through, maps = not self.count, self.rule.through, self.maps
         for number, block in enumerate(self.program.blocks):
             self._add_block_bits(number, block.takes, states)
             part = self.nested.get(number)
@@ -218,8 +219,8 @@ class Tracer:
                     states[out] = self._summed(step, states, context)
                     _drop(step, n, states, last, keep)
                 elif unbatched and len(terms) == 1:
-                    map_, value = terms[0]
-                    states[out] = through(map_, states[value], step, context)
+                    at, value = terms[0]
+                    states[out] = through(maps[at], states[value], step, context)
                     if last[value] == n and value not in keep:
                         del states[value]
                 else:
@@ -265,9 +266,9 @@ class Tracer:
         self, step: Step, states: dict[int, TracedValue], context: StepContext
     ) -> TracedValue:
         if len(step.terms) == 1:
-            map_, value = step.terms[0]
-            return self.rule.through(self._map(map_, value), states[value], step, context)
-        maps = [self._map(map_, value) for map_, value in step.terms]
+            at, value = step.terms[0]
+            return self.rule.through(self._map(at, value), states[value], step, context)
+        maps = [self._map(at, value) for at, value in step.terms]
         if order := tiling(maps):
             known = context.known.get(step.out)
             return self._tiled(maps, [states[value] for _, value in step.terms], order, known)
@@ -299,8 +300,8 @@ class Tracer:
         self, rule: Rule, step: Step, states: Mapping[int, TracedValue], context: StepContext
     ) -> TracedValue:
         found = [
-            rule.through(self._map(map_, value), states[value], step, context)
-            for map_, value in step.terms
+            rule.through(self._map(at, value), states[value], step, context)
+            for at, value in step.terms
         ]
         return found[0] if len(found) == 1 else rule.join(found, step, context)
 
@@ -347,7 +348,7 @@ class Tracer:
         """Add one more term to the sum over a value's users; ``sums`` holds partial sums."""
         found: list[TracedValue] = []
         checked = 0  # how many leading terms are known to be uniform and equal
-        for map_, value in step.terms:
+        for at, value in step.terms:
             if value in sums:
                 some = sums.pop(value)
                 if found or len(some) == 1:
@@ -356,7 +357,7 @@ class Tracer:
                     found, checked = some, len(some)
             else:
                 state = states[value]
-                found.append(self._term(self._map(map_, value), state, step, not found))
+                found.append(self._term(self._map(at, value), state, step, not found))
         if step.out not in self.partial:
             states[step.out] = _ended(self.rule.join(found, step, context))
         elif alike(found, checked) or (
@@ -367,15 +368,16 @@ class Tracer:
             total = self.rule.join(found, step, NO_CONTEXT, on=True)
             sums[step.out] = [packed(total) if self.narrow else total]
 
-    def _map(self, map_: Map, value: int) -> Map:
+    def _map(self, at: int, value: int) -> Map:
+        map_ = self.maps[at]
         if not self.count:
             return map_
         if value in self.places:
             return narrowed(map_, *self.places[value])
-        known = self.copied.get(id(map_))
-        if known is None:
-            self.copied[id(map_)] = known = map_, copied(map_, self.count)
-        return known[1]
+        found = self.copied.get(id(map_))
+        if found is None:
+            found = self.copied[id(map_)] = copied(map_, self.count)
+        return found
 
 
 def _sizes(state: TracedValue) -> TracedValue:
@@ -420,10 +422,10 @@ def tails(program: Program) -> set[int]:
     found, used = set(ends), set[int]()
     for out, terms, _, _ in reversed(program.steps()):  # users of a value come before its maker
         on = out in found
-        for map_, value in terms:
+        for at, value in terms:
             if value not in used:
                 used.add(value)
-                if on and map_.is_gather:
+                if on and program.maps[at].is_gather:
                     found.add(value)
             elif value in found and value not in ends:
                 found.remove(value)  # it has another user

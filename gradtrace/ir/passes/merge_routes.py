@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from math import prod
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from gradtrace.ir.program import Block, Step, Term
+from gradtrace.ir.bound import BoundStep, BoundTerm, Formula, bind, unbind
+from gradtrace.ir.program import Block, Program
 from gradtrace.linops import (
     Contract,
     Dense,
@@ -72,39 +73,53 @@ class _Origin:
     suspect: bool = False
 
 
-def resolve(
-    block: Block, new: Callable[[], int], shapes: dict[int, Shape], device: torch.device
-) -> None:
-    """Rewrite a block so that every pair of elements has one weight, or set ``block.note``.
-
-    ``new`` returns a fresh value number. ``shapes`` are those of the values that the block takes,
-    which are on ``device``.
+def merge_routes(program: Program) -> Program:
+    """The program with one weight for every pair of elements of an operator, or with a note where
+    that would be too large.
     """
-    if len(block.steps) == len(block.gives) and all(len(s.terms) == 1 for s in block.steps):
-        return  # one map for each argument
+    todo = [n for n, block in enumerate(program.blocks) if _is_candidate(block)]
+    if not todo:
+        return program
+    shapes = {step.out: step.shape for step in program.steps()}
+    shapes[program.root] = tuple(program.seed.shape)
+    blocks, numbers, device = list(program.blocks), count(program.size), program.seed.device
     # Tensors made here without a device are to be on that of the values, not the caller's default.
-    same = torch.get_default_device().type == device.type == "cpu"
-    with nullcontext() if same else device, _disable_current_modes():
-        origins = _origins(block)
-        suspects = [value for value in block.gives.values() if origins[value].suspect]
-        if suspects:
-            _rewrite(block, suspects, new, shapes)
-        _join_sums(block, new)
-        _unflip_scans(block)
+    same = torch.get_default_device() == device == torch.device("cpu")
+    with torch.no_grad(), nullcontext() if same else device:
+        for n in todo:
+            formula = bind(blocks[n], program.maps)
+            _resolve(formula, numbers.__next__, shapes)
+            blocks[n] = unbind(formula, blocks[n], program.maps)
+    return replace(program, blocks=blocks, size=next(numbers))
 
 
-def _rewrite(
-    block: Block, suspects: list[int], new: Callable[[], int], shapes: dict[int, Shape]
-) -> None:
-    for position, value in block.gives.items():
-        if value in suspects:
-            block.gives[position] = _merge(block, value, new, shapes)
-    _drop_unused(block)
+def _is_candidate(block: Block) -> bool:
+    """Whether a formula was recorded operation by operation and is more than a map for each
+    argument.
+    """
+    if not block.composed or block.opened:
+        return False
+    return len(block.steps) != len(block.gives) or any(len(s.terms) > 1 for s in block.steps)
 
 
-def _origins(block: Block) -> dict[int, _Origin]:
-    found = {value: _Origin(frozenset([value])) for value in block.takes.values()}
-    for step in block.steps:
+def _resolve(formula: Formula, new: Callable[[], int], shapes: dict[int, Shape]) -> None:
+    """Rewrite a formula so that every pair of elements has one weight, or set its note.
+
+    ``new`` returns a fresh value number. ``shapes`` are those of the values that it takes.
+    """
+    origins = _origins(formula)
+    suspects = [value for value in formula.gives if origins[value].suspect]
+    for value in suspects:
+        _merge(formula, value, new, shapes)
+    if suspects:
+        _drop_unused(formula)
+    _join_sums(formula, new)
+    _unflip_scans(formula)
+
+
+def _origins(formula: Formula) -> dict[int, _Origin]:
+    found = {value: _Origin(frozenset([value])) for value in formula.takes}
+    for step in formula.steps:
         if len(step.terms) == 1:
             found[step.out] = _extended(found[step.terms[0].value], step.terms[0].map)
             continue
@@ -116,7 +131,7 @@ def _origins(block: Block) -> dict[int, _Origin]:
     return found
 
 
-def _disjoint(step: Step) -> bool:
+def _disjoint(step: BoundStep) -> bool:
     """Whether no element of the result comes from two terms (the parts of a ``cat``)."""
     taken = torch.zeros(step.shape, dtype=torch.bool)
     for term in step.terms:
@@ -226,37 +241,39 @@ def _slice_numbers(shape: Shape, over: set[int]) -> Tensor:
     return number.reshape([1 if d in over else n for d, n in enumerate(shape)])
 
 
-def _merge(block: Block, value: int, new: Callable[[], int], shapes: dict[int, Shape]) -> int:
-    """A value equal in SUM with one weight for each pair; or the same value, and a note."""
-    step = next(step for step in block.steps if step.out == value)
-    terms: list[Term] = []
-    for take in dict.fromkeys(block.takes.values()):
-        routes = _routes(block, value, take)
+def _merge(formula: Formula, value: int, new: Callable[[], int], shapes: dict[int, Shape]) -> None:
+    """Replace the step that makes a value by steps that are equal in SUM and give each pair one
+    weight; or set the note.
+    """
+    step = next(step for step in formula.steps if step.out == value)
+    made: list[BoundStep] = []
+    terms: list[BoundTerm] = []
+    for take in dict.fromkeys(formula.takes):
+        routes = _routes(formula, value, take)
         if not routes:
             continue
         merged = (
             _merged_gathers(routes, shapes[take], step.dtype)
             or _merged_sparse(routes, shapes[take], step)
-            or _merged_matrix(block, value, take, shapes[take], step)
+            or _merged_matrix(formula, value, take, shapes[take], step)
         )
         if merged is None:
-            block.note = NOTE
-            return value
+            formula.note = NOTE
+            return
         for chain in merged:
             at = take
             for link in chain[:-1]:
                 middle = new()
-                block.steps.append(Step(middle, (Term(link, at),), link.out_shape, step.dtype))
+                made.append(BoundStep(middle, (BoundTerm(link, at),), link.out_shape, step.dtype))
                 at = middle
-            terms.append(Term(chain[-1], at))
-    result = new()
-    block.steps.append(Step(result, tuple(terms), step.shape, step.dtype))
-    return result
+            terms.append(BoundTerm(chain[-1], at))
+    formula.steps.remove(step)
+    formula.steps += [*made, step._replace(terms=tuple(terms))]
 
 
-def _routes(block: Block, value: int, take: int) -> list[list[Map]]:
+def _routes(formula: Formula, value: int, take: int) -> list[list[Map]]:
     """The chains of maps from a cotangent to a value; stops after ``MAX_ROUTES + 1``."""
-    steps = {step.out: step for step in block.steps}
+    steps = {step.out: step for step in formula.steps}
     found: list[list[Map]] = []
     stack: list[tuple[int, list[Map]]] = [(value, [])]
     while stack and len(found) <= MAX_ROUTES:
@@ -292,7 +309,9 @@ def _merged_gathers(
     ]
 
 
-def _merged_sparse(routes: list[list[Map]], shape: Shape, step: Step) -> list[list[Map]] | None:
+def _merged_sparse(
+    routes: list[list[Map]], shape: Shape, step: BoundStep
+) -> list[list[Map]] | None:
     """Merge routes that move and scale elements and then sum some, into one sparse matrix; weights
     of entries for the same pair are added. None if others are among them, or it is too large.
     """
@@ -342,7 +361,7 @@ def _weight(chain: list[Map], shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def _merged_matrix(
-    block: Block, value: int, take: int, shape: Shape, step: Step
+    formula: Formula, value: int, take: int, shape: Shape, step: BoundStep
 ) -> list[list[Map]] | None:
     """The formula as matrices, computed from unit cotangents; None if they are too large. One for
     each index along the leading dimensions that it does not mix (batch dimensions), or one for all.
@@ -353,13 +372,13 @@ def _merged_matrix(
     shared = [
         n for n, (a, b) in enumerate(zip(shape, step.shape), 1) if shape[:n] == step.shape[:n]
     ]
-    work = sum(prod(each.shape) for each in block.steps) // MAX_WORK_PER_ENTRY
+    work = sum(prod(each.shape) for each in formula.steps) // MAX_WORK_PER_ENTRY
     for kept in (*reversed(shared), 0):
         batch = prod(shape[:kept])
         if inputs // batch * max(outputs, work) > DENSE_MAX_ENTRIES or (kept and batch == 1):
             continue
-        matrices = _columns(block, value, take, shape, step, kept)  # (column, batch, row)
-        if kept and not _is_block_diagonal(block, value, take, matrices, shape, step):
+        matrices = _columns(formula, value, take, shape, step, kept)  # (column, batch, row)
+        if kept and not _is_block_diagonal(formula, value, take, matrices, shape, step):
             continue
         if batch == 1:
             return [[Dense(matrices.squeeze(1).t().to(step.dtype), shape, step.shape)]]
@@ -376,7 +395,9 @@ def _merged_matrix(
     return None
 
 
-def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept: int) -> Tensor:
+def _columns(
+    formula: Formula, value: int, take: int, shape: Shape, step: BoundStep, kept: int
+) -> Tensor:
     """The results for unit cotangents, of shape (column, batch, row). Each unit is repeated along
     the first ``kept`` dimensions, the batch.
     """
@@ -385,7 +406,7 @@ def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept
 
     def column(unit: Tensor) -> Tensor:
         given = unit.reshape(*[1] * kept, *shape[kept:]).expand(shape)
-        return _run(block, {take: given}, value).reshape(batch, -1)
+        return _run(formula, {take: given}, value).reshape(batch, -1)
 
     try:
         return torch.func.vmap(column)(units)
@@ -394,7 +415,7 @@ def _columns(block: Block, value: int, take: int, shape: Shape, step: Step, kept
 
 
 def _is_block_diagonal(
-    block: Block, value: int, take: int, matrices: Tensor, shape: Shape, step: Step
+    formula: Formula, value: int, take: int, matrices: Tensor, shape: Shape, step: BoundStep
 ) -> bool:
     """Whether the formula is block-diagonal over the batch, so that these matrices are all of it:
     checked on a random cotangent, which an operator that mixes samples maps differently.
@@ -404,34 +425,34 @@ def _is_block_diagonal(
     given = given.to(matrices.device)
     batch = matrices.shape[1]
     found = torch.einsum("bj,jbi->bi", given.reshape(batch, -1), matrices)
-    wanted = _run(block, {take: given}, value).reshape(batch, -1)
+    wanted = _run(formula, {take: given}, value).reshape(batch, -1)
     size = torch.einsum("bj,jbi->bi", given.reshape(batch, -1), matrices.abs())
     slack = 64 * torch.finfo(torch.float64).eps * float(size.nan_to_num(0, 0, 0).amax())
     return torch.allclose(found, wanted, rtol=0, atol=slack, equal_nan=True)
 
 
-def _run(block: Block, values: dict[int, Tensor], wanted: int) -> Tensor:
+def _run(formula: Formula, values: dict[int, Tensor], wanted: int) -> Tensor:
     """A block's value in SUM, in float64, for these cotangents; missing ones count as zero."""
-    for step in block.steps:
+    for step in formula.steps:
         parts = [t.map.apply(values[t.value]) for t in step.terms if t.value in values]
         if parts:
             values[step.out] = torch.stack([part.double() for part in parts]).sum(0)
     return values[wanted]
 
 
-def _join_sums(block: Block, new: Callable[[], int]) -> None:
+def _join_sums(formula: Formula, new: Callable[[], int]) -> None:
     """Merge sums of sums into one scatter: an operator selects among all elements that it sums, not
     first within groups.
 
     (The backward of ``repeat`` sums over the repetitions of one dimension after the other.)
     """
-    sums = [term.map for step in block.steps for term in step.terms]
+    sums = [term.map for step in formula.steps for term in step.terms]
     if sum(isinstance(map_, (Reduce, Scatter)) and not map_.single_source for map_ in sums) < 2:
         return
-    made = {step.out: step for step in block.steps}
-    uses = Counter(term.value for step in block.steps for term in step.terms)
-    uses.update(block.gives.values())
-    for n, step in reversed(list(enumerate(block.steps))):
+    made = {step.out: step for step in formula.steps}
+    uses = Counter(term.value for step in formula.steps for term in step.terms)
+    uses.update(formula.gives)
+    for n, step in reversed(list(enumerate(formula.steps))):
         chain, at = _sum_chain(step, made, uses)
         if (
             sum(not link.single_source for link in chain) < 2
@@ -440,22 +461,25 @@ def _join_sums(block: Block, new: Callable[[], int]) -> None:
             continue
         target, weight = _targets_and_weights(chain, step.dtype)
         middle = new()
-        scale = Step(
-            middle, (Term(Scale(weight, chain[0].in_shape), at),), chain[0].in_shape, step.dtype
+        scale = BoundStep(
+            middle,
+            (BoundTerm(Scale(weight, chain[0].in_shape), at),),
+            chain[0].in_shape,
+            step.dtype,
         )
-        total = Term(Scatter(target, step.shape), middle)
-        block.steps[n : n + 1] = [scale, Step(step.out, (total,), step.shape, step.dtype)]
-        _drop_unused(block)
-        return _join_sums(block, new)
+        total = BoundTerm(Scatter(target, step.shape), middle)
+        formula.steps[n : n + 1] = [scale, BoundStep(step.out, (total,), step.shape, step.dtype)]
+        _drop_unused(formula)
+        return _join_sums(formula, new)
 
 
-def _unflip_scans(block: Block) -> None:
+def _unflip_scans(formula: Formula) -> None:
     """Replace flip, cumulative sum, flip by one reversed cumulative sum.
 
     (The backward of ``cumsum``. With it, ties go to the lowest element, not to the last.)
     """
-    made = {step.out: step for step in block.steps}
-    for n, step in enumerate(block.steps):
+    made = {step.out: step for step in formula.steps}
+    for n, step in enumerate(formula.steps):
         last = step.terms[0]
         middle = made.get(last.value)
         if len(step.terms) > 1 or middle is None or len(middle.terms) > 1:
@@ -465,8 +489,8 @@ def _unflip_scans(block: Block) -> None:
             continue
         if _flips(first.terms[0].map, scan) and _flips(last.map, scan):
             turned = Scan(scan.dim, scan.in_shape, not scan.reverse)
-            block.steps[n] = step._replace(terms=(Term(turned, first.terms[0].value),))
-    _drop_unused(block)
+            formula.steps[n] = step._replace(terms=(BoundTerm(turned, first.terms[0].value),))
+    _drop_unused(formula)
 
 
 def _flips(step: Map, scan: Scan) -> bool:
@@ -477,7 +501,9 @@ def _flips(step: Map, scan: Scan) -> bool:
     return torch.equal(step.source(own.device), own.flip(scan.dim))
 
 
-def _sum_chain(step: Step, made: dict[int, Step], uses: Counter[int]) -> tuple[list[Map], int]:
+def _sum_chain(
+    step: BoundStep, made: dict[int, BoundStep], uses: Counter[int]
+) -> tuple[list[Map], int]:
     """The longest chain of single-target maps that ends at a step, and the value it starts from."""
     chain: list[Map] = []
     at = step.out
@@ -517,12 +543,12 @@ def _targets_and_weights(chain: list[Map], dtype: torch.dtype) -> tuple[Tensor, 
     return target.reshape(shape), weight.reshape(shape)
 
 
-def _drop_unused(block: Block) -> None:
+def _drop_unused(formula: Formula) -> None:
     """Remove steps that no result of the block depends on."""
-    used = set(block.gives.values())
-    kept: list[Step] = []
-    for step in reversed(block.steps):
+    used = set(formula.gives)
+    kept: list[BoundStep] = []
+    for step in reversed(formula.steps):
         if step.out in used:
             kept.append(step)
             used.update(term.value for term in step.terms)
-    block.steps[:] = reversed(kept)
+    formula.steps[:] = reversed(kept)

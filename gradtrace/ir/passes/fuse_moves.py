@@ -9,40 +9,52 @@ of paths and belongs to a component. Nor would that save time: the gathers of a 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TypeAlias
 
 from torch import Tensor
 
-from gradtrace.ir.program import Block, Step, Term
+from gradtrace.ir.program import Block, MapTable, Program, Step
 from gradtrace.linops import Identity, Index
 
 Move: TypeAlias = Identity | Index
 
 
-def fold(block: Block) -> None:
-    """Fold the chains of a block in place. Values with other uses, and those that the block gives
-    to its arguments, are kept.
-    """
+def fuse_moves(program: Program) -> Program:
+    """The program with chains of gathers in recorded formulas replaced by one gather each."""
+    maps = program.maps
+    blocks = [
+        _fused(block, maps)
+        if block.composed and not block.opened and len(block.steps) > 1
+        else block
+        for block in program.blocks
+    ]
+    return replace(program, blocks=blocks)
+
+
+def _fused(block: Block, maps: MapTable) -> Block:
+    """Values with other uses, and those that the block gives to its arguments, are kept."""
     uses = Counter(term.value for step in block.steps for term in step.terms)
     uses.update(block.gives.values())
     made: dict[int, Step] = {}
     for step in block.steps:
         before = made.get(step.terms[0].value)
-        if before is not None and uses[before.out] == 1 and (both := _folded(before, step)):
+        if before is not None and uses[before.out] == 1 and (both := _folded(before, step, maps)):
             del made[before.out]
             step = both
         made[step.out] = step
-    block.steps[:] = made.values()
+    return block if len(made) == len(block.steps) else replace(block, steps=[*made.values()])
 
 
-def _folded(before: Step, step: Step) -> Step | None:
+def _folded(before: Step, step: Step, maps: MapTable) -> Step | None:
     """One step in place of two, if both only move elements and have the same dtype; else None."""
     if len(before.terms) > 1 or len(step.terms) > 1 or before.dtype != step.dtype:
         return None
     (first, value), (second, _) = before.terms[0], step.terms[0]
-    if not isinstance(first, Move) or not isinstance(second, Move):
+    one, other = maps[first], maps[second]
+    if not isinstance(one, Move) or not isinstance(other, Move):
         return None
-    return step._replace(terms=(Term(composed(first, second), value),))
+    return step._replace(terms=(maps.term(composed(one, other), value),))
 
 
 def composed(first: Move, second: Move) -> Move:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gradtrace.ir.program import Block, Step
+from gradtrace.ir.program import Block, MapTable, Step
 from gradtrace.linops import tiling
 
 
@@ -29,7 +29,7 @@ class NestedSum(NamedTuple):
     alone: frozenset[int]
 
 
-def nested(block: Block) -> NestedSum | None:
+def nested(block: Block, maps: MapTable) -> NestedSum | None:
     """The part of a block in which contributions pass through more than one sum; None if there is
     none. In a decomposed block each step is an operator that selects by itself, so it has none.
     """
@@ -39,9 +39,9 @@ def nested(block: Block) -> NestedSum | None:
     sums: dict[int, int] = {}  # the most sums on any route to each value
     for out, terms, _, _ in steps:
         most = 0
-        for map_, value in terms:
-            most = max(most, sums.get(value, 0) + (not map_.single_source))
-        if len(terms) > 1 and tiling([map_ for map_, _ in terms]) is None:
+        for at, value in terms:
+            most = max(most, sums.get(value, 0) + (not maps[at].single_source))
+        if len(terms) > 1 and tiling([maps[at] for at, _ in terms]) is None:
             most += 1
         sums[out] = most
     gives = frozenset(value for value in block.gives.values() if sums.get(value, 0) > 1)
