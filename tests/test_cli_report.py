@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fresh
 import pytest
@@ -18,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 import gradtrace as gt
 from gradtrace.cli import app as typed
-from gradtrace.cli import main, reporting
+from gradtrace.cli import main, report
 from gradtrace.cli.bench import sections
 from gradtrace.cli.codes import BUG, INTERRUPTED, MEANING, UNREAD, WRONG
 from gradtrace.cli.experiment import names
@@ -134,15 +135,15 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.Monk
         lambda: None,  # nothing new: nothing written
         lambda: path.write_bytes(path.read_bytes() + b'{"kind": "end", "step": 1}\n'),
     ]
-    monkeypatch.setattr(reporting.time, "sleep", lambda _: acts.pop(0)())
-    real = reporting.make
+    monkeypatch.setattr(report.time, "sleep", lambda _: acts.pop(0)())
+    real = report.write_page
 
-    def counted(asked: reporting.ReportOptions) -> reporting.WrittenReport:
-        done = real(asked)
-        pages.append(done.summary)
+    def counted(*asked: Any) -> tuple[str, bool | None]:
+        done = real(*asked)
+        pages.append(done[0])
         return done
 
-    monkeypatch.setattr(reporting, "make", counted)
+    monkeypatch.setattr(report, "write_page", counted)
     result = run("report", path, "--watch", "--every", 0.1)
     assert result.exit_code == 0, result.stderr
     assert "waiting for" in result.stderr and acts == []
@@ -153,7 +154,7 @@ def test_ctrl_c_ends_a_watch(saved: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def stop(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reporting.time, "sleep", stop)
+    monkeypatch.setattr(report.time, "sleep", stop)
     result = run("report", saved, "--watch")
     assert result.exit_code == INTERRUPTED and "gradtrace: stopped" in result.stderr
 
@@ -182,10 +183,10 @@ def test_typos_in_commands() -> None:
 
 
 def test_a_bug_is_called_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: object) -> None:
+    def broken(*_: object) -> None:
         raise TypeError("unforeseen")
 
-    monkeypatch.setattr(reporting, "make", broken)
+    monkeypatch.setattr(report, "write_page", broken)
     result = run("report", saved)
     assert result.exit_code == BUG and "Traceback" not in result.stderr
     assert "this is a bug: TypeError: unforeseen" in result.stderr
@@ -300,7 +301,7 @@ def test_a_script_can_do_as_it_likes(tmp_path: Path) -> None:
     assert all(word in done.stderr for word in ("printed", "echoed", "written"))
     done = fresh.python("-m", "gradtrace", "trace", f"{script}:fails", "--debug")
     assert done.returncode == WRONG and done.stdout == ""
-    assert "raise ValueError('own')" in done.stderr and "tracing.py" not in done.stderr
+    assert "raise ValueError('own')" in done.stderr and "trace.py" not in done.stderr
     assert "loud.py, line 8: ValueError: own" in done.stderr
 
 

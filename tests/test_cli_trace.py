@@ -16,9 +16,9 @@ from typer.testing import CliRunner, Result
 
 import gradtrace as gt
 from gradtrace.cli import app
-from gradtrace.cli.options import KINDS, kinds
+from gradtrace.cli.influence import KINDS, kinds, parsed
 from gradtrace.cli.target import functions
-from gradtrace.cli.tracing import Element, components
+from gradtrace.cli.trace import element
 from gradtrace.errors import GradtraceError
 from gradtrace.tracing.components import KINDS as KNOWN
 
@@ -347,28 +347,28 @@ def test_debug_may_stand_anywhere(script: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "element"),
+    ("text", "wanted"),
     [
-        ("w", Element("w", None)),
-        ("a.w[2]", Element("a.w", (2,))),
-        ("w[2, -3]", Element("w", (2, -3))),
-        ("w[2][3]", Element("w", (2, 3))),
-        ("w[]", Element("w", ())),
+        ("w", ("w", None)),
+        ("a.w[2]", ("a.w", (2,))),
+        ("w[2, -3]", ("w", (2, -3))),
+        ("w[2][3]", ("w", (2, 3))),
+        ("w[]", ("w", ())),
     ],
 )
-def test_elements(text: str, element: Element) -> None:
-    assert Element.of(text) == element
+def test_elements(text: str, wanted: tuple[str, tuple[int, ...] | None]) -> None:
+    assert element(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "w[1", "w]1[", "w[1]x"])
 def test_what_is_no_element(text: str) -> None:
     with pytest.raises(GradtraceError, match="write NAME"):
-        Element.of(text)
+        element(text)
 
 
 def test_components() -> None:
-    assert components([]) is None and components(["classes"]) == "classes"
-    assert components(["a", "g=b,c.*"]) == {"a": ["a"], "g": ["b", "c.*"]}
+    assert parsed([]) is None and parsed(["classes"]) == "classes"
+    assert parsed(["a", "g=b,c.*"]) == {"a": ["a"], "g": ["b", "c.*"]}
 
 
 def test_completion(script: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace.cli.reporting import ReportOptions, wait
+from gradtrace.cli.report import wait
 from gradtrace.io import atomic_files, container
 from gradtrace.io.atomic_files import BadFile
 from gradtrace.runs import history
@@ -65,7 +65,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "view": run_report.kept,
     "influence": lambda path: counted(path),
     "report of a run": lambda path: run_report.report_run(path, path.parent / "x.html"),
-    "report --watch": lambda path: wait(ReportOptions(path, None, path), 0.01, print),
+    "report --watch": lambda path: wait([path], 0.01),
 }
 
 WRITERS: dict[str, Callable[[Path], object]] = {

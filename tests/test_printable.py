@@ -200,12 +200,12 @@ def test_files_print_no_controls(tmp_path: Path) -> None:
 
 
 def test_progress_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
-    said: list[str] = []
-    work = printing.ProgressBar(lambda what, done, total: said.append(what))
+    said: list[dict[str, object]] = []
+    work = printing.ProgressBar(lambda **shown: said.append(shown))
     work.begin("saving \x1b[31m")
     work.advance(1, 2)
     printing.say("a\x1b[31m\u202eb\x9b")
     printing.write_json({"a": "\x7f\x1b"})
     out, err = capsys.readouterr()
-    assert said == ["saving \\x1b[31m"] * 2 and unprintable(err + out) == []
+    assert said[0]["description"] == "saving \\x1b[31m" and unprintable(err + out) == []
     assert json.loads(out) == {"a": "\x7f\x1b"}

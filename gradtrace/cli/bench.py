@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Exit, Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import FAILED
@@ -29,24 +29,24 @@ def sections(incomplete: str) -> list[str]:
 def bench(
     only: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Run this section only, and keep the others of the page; may be given again.",
             autocompletion=sections,
         ),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds, in place of each section's own.", min=1)
+        int | None, Option(help="Rounds, in place of each section's own.", min=1)
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small cases, under a minute: to try the tool.")
+        bool, Option("--quick", help="Small cases, under a minute: to try the tool.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write a Markdown page, and beside it the same as JSON.")
+        Path | None, Option(help="Write a Markdown page, and beside it the same as JSON.")
     ] = None,
-    figures: Annotated[Path | None, typer.Option(help="Draw the curves into this folder.")] = None,
+    figures: Annotated[Path | None, Option(help="Draw the curves into this folder.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Where sections for a GPU run, in place of the first; cpu to try them."),
+        Option(help="Where sections for a GPU run, in place of the first; cpu to try them."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -60,4 +60,4 @@ def bench(
         write_json(found.data())
     else:
         print(page.markdown(found.data()))
-    raise typer.Exit(FAILED if found.failed else 0)
+    raise Exit(FAILED if found.failed else 0)

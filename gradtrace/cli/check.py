@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-import typer
+from typer import Exit, Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import FAILED
 from gradtrace.cli.printing import STYLES, Json, console, table, working, write_json
-from gradtrace.cli.target import Arguments, Target, functions
+from gradtrace.cli.target import Arguments, Target, script_function
 from gradtrace.errors import GradtraceError
-
-if TYPE_CHECKING:
-    from gradtrace.tools.gradcheck import Check
 
 
 @app.command(
@@ -24,47 +21,32 @@ if TYPE_CHECKING:
     )
 )
 def check(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT.py:FUNCTION",
-            help="A function that returns (loss_fn, model).",
-            autocompletion=functions,
-        ),
-    ],
+    target: Annotated[str, script_function("A function that returns (loss_fn, model).")],
     args: Arguments = None,
     sample: Annotated[
-        int | None, typer.Option(help="Elements to check of each parameter.", min=1)
+        int | None, Option(help="Elements to check of each parameter.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="For the sample and for dropout.")] = 0,
-    tolerance: Annotated[float, typer.Option(help="The relative error allowed.")] = 1e-4,
+    seed: Annotated[int, Option(help="For the sample and for dropout.")] = 0,
+    tolerance: Annotated[float, Option(help="The relative error allowed.")] = 1e-4,
     as_json: Json = False,
 ) -> None:
     """Compare gradients with differences of the loss; exit code 1 if one is wrong."""
     from gradtrace.tools.gradcheck import check as check_gradients
 
-    wanted = Target.of(target)
-    with working(f"running {wanted.name}") as work, wanted.running(args or []) as script:
-        loss_fn, model = _pair(wanted.call(script, args or []), wanted.name)
+    wanted = Target.of(target, args)
+    with working(f"running {wanted.name}") as work, wanted.running() as script:
+        made = wanted.call(script)
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            kind = type(made).__name__
+            raise GradtraceError(f"{wanted.name} returned {kind}; return (loss_fn, model)")
         work.begin("checking")
         result = check_gradients(
-            loss_fn, model, sample=sample, seed=seed, tolerance=tolerance, progress=work.advance
+            *made, sample=sample, seed=seed, tolerance=tolerance, progress=work.advance
         )
     if as_json:
         write_json(result.to_dict())
     else:
-        _write(result)
-    raise typer.Exit(0 if result.ok else FAILED)
-
-
-def _pair(made: Any, name: str) -> tuple[Any, Any]:
-    """``(loss_fn, model)`` from the function's return value."""
-    if not isinstance(made, (tuple, list)) or len(made) != 2:
-        raise GradtraceError(f"{name} returned {type(made).__name__}; return (loss_fn, model)")
-    return made[0], made[1]
-
-
-def _write(result: Check) -> None:
-    out = console()
-    out.print(table(result.table(), right=(1, 2, 4, 5), styles=STYLES))
-    out.print(result.verdict, style=STYLES["ok" if result.ok else "wrong"])
+        out = console()
+        out.print(table(result.table(), right=(1, 2, 4, 5), styles=STYLES))
+        out.print(result.verdict, style=STYLES["ok" if result.ok else "wrong"])
+    raise Exit(0 if result.ok else FAILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.experiment import write_found
@@ -14,9 +14,7 @@ from gradtrace.cli.printing import Json, console, say, table, write, write_json
 
 @app.command(epilog=examples("gradtrace demo", "gradtrace demo --out out/demo.html --json"))
 def demo(
-    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path(
-        "gradtrace-demo.html"
-    ),
+    out: Annotated[Path, Option(help="The HTML file to write.")] = Path("gradtrace-demo.html"),
     as_json: Json = False,
 ) -> None:
     """Let an RNN, an LSTM and a GRU compete, look at a small network, and write a report."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import typer
+from typer import Exit
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import FAILED
@@ -20,4 +20,4 @@ def doctor(as_json: Json = False) -> None:
     else:
         console().print(table([checks.CheckResult._fields, *found], styles=STYLES))
     if any(finding.verdict == "wrong" for finding in found):
-        raise typer.Exit(FAILED)
+        raise Exit(FAILED)

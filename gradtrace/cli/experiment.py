@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import FAILED
@@ -19,6 +19,32 @@ def names(incomplete: str) -> list[str]:
     return [name for name in available() if name.startswith(incomplete)]
 
 
+Name = Annotated[
+    str | None,
+    Argument(
+        metavar="[NAME | FILE.py]",
+        help="Which one; --list says what there is.",
+        autocompletion=names,
+    ),
+]
+Quick = Annotated[bool, Option("--quick", help="The small form, under a minute on two cores.")]
+Out = Annotated[
+    Path | None,
+    Option(help="The folder for rows, results and pages; a run that finds rows goes on."),
+]
+Settings = Annotated[
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="Change a setting; may be given again."),
+]
+Text = Annotated[Path | None, Option(help="A text file to take for the embedded data.")]
+Docs = Annotated[Path | None, Option(help="Write Markdown, JSON and pictures here as well.")]
+Title = Annotated[
+    str | None, Option("--name", help="What to call it, if it is on other data or settings.")
+]
+Restart = Annotated[bool, Option("--restart", help="Set earlier rows aside and begin anew.")]
+OnRay = Annotated[bool, Option("--ray", help="Measure on a Ray cluster (extra ray).")]
+
+
 @app.command(
     epilog=examples(
         "gradtrace experiment --list",
@@ -29,45 +55,19 @@ def names(incomplete: str) -> list[str]:
     )
 )
 def experiment(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME | FILE.py]",
-            help="Which one; --list says what there is.",
-            autocompletion=names,
-        ),
-    ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Run all of them.")] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="The small form, under a minute on two cores.")
-    ] = False,
-    seeds: Annotated[int | None, typer.Option(help="How many seeds.", min=1)] = None,
-    workers: Annotated[int | None, typer.Option(help="How many processes.", min=1)] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The folder for rows, results and pages; a run that finds rows goes on."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be given again."),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A text file to take for the embedded data.")
-    ] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="Write Markdown, JSON and pictures here as well.")
-    ] = None,
-    called: Annotated[
-        str | None,
-        typer.Option("--name", help="What to call it, if it is on other data or settings."),
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Set earlier rows aside and begin anew.")
-    ] = False,
-    on_ray: Annotated[
-        bool, typer.Option("--ray", help="Measure on a Ray cluster (extra ray).")
-    ] = False,
+    name: Name = None,
+    listed: Annotated[bool, Option("--list", help="List the experiments.")] = False,
+    every: Annotated[bool, Option("--all", help="Run all of them.")] = False,
+    quick: Quick = False,
+    seeds: Annotated[int | None, Option(help="How many seeds.", min=1)] = None,
+    workers: Annotated[int | None, Option(help="How many processes.", min=1)] = None,
+    out: Out = None,
+    settings: Settings = None,
+    text: Text = None,
+    docs: Docs = None,
+    called: Title = None,
+    restart: Restart = False,
+    on_ray: OnRay = False,
     as_json: Json = False,
 ) -> None:
     """Run an experiment, or go on with one; under torchrun, many processes do one together."""
@@ -77,16 +77,7 @@ def experiment(
         _write_list(command.listed(), as_json)
         return
     asked = command.ExperimentOptions(
-        quick=quick,
-        seeds=seeds,
-        workers=workers,
-        out=out,
-        settings=tuple(settings or ()),
-        text=text,
-        docs=docs,
-        restart=restart,
-        ray=on_ray,
-        name=called,
+        quick, seeds, workers, out, tuple(settings or ()), text, docs, restart, on_ray, called
     )
     done = command.run(command.sources(name, every), asked, say)
     if done.spoken and as_json:
@@ -94,7 +85,7 @@ def experiment(
     elif done.spoken:
         write_found(done.found)
         write(f"Tables, figures and how it was run are in {done.page}")
-    raise typer.Exit(FAILED if done.failed else 0)
+    raise Exit(FAILED if done.failed else 0)
 
 
 def _write_list(found: list[dict[str, str]], as_json: bool) -> None:

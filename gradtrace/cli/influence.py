@@ -1,17 +1,70 @@
-"""``gradtrace influence``: measures the influence of components over a data set."""
+"""``gradtrace influence``: measures the influence of components over a data set.
+
+Also what ``gradtrace trace`` shares with it: the options, and the table that is printed.
+"""
 
 from __future__ import annotations
 
+import math
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import typer
+from typer import Exit, Option
 
 from gradtrace.cli.app import app, examples
-from gradtrace.cli.codes import INTERRUPTED
-from gradtrace.cli.options import Components, Granularity, Rule, Top, Weight
-from gradtrace.cli.printing import Json, write_json
-from gradtrace.cli.target import Arguments, Target, functions
+from gradtrace.cli.codes import INTERRUPTED, WRONG
+from gradtrace.cli.printing import Json, write, write_json, write_table
+from gradtrace.cli.target import Arguments, Target, kind_of, script_function
+from gradtrace.errors import GradtraceError, RankFailed
+
+if TYPE_CHECKING:
+    from gradtrace.experiments.harness.ranks import Ranks
+    from gradtrace.tracing import components as component_names
+    from gradtrace.tracing.influence import Influence
+
+T = TypeVar("T")
+
+DEFAULT_TOP = 20
+KINDS = ("modules", "classes", "operators", "labels", "arguments")
+RETURNS = "return (model, loss_fn, loader), where loss_fn(model, batch) gives a loss"
+
+
+def kinds(incomplete: str) -> list[str]:
+    """Shell completion."""
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
+
+
+Rule = Annotated[
+    Literal["greedy", "viterbi"],
+    Option(help="Follow the largest contribution, or the largest product."),
+]
+Granularity = Annotated[
+    Literal["scalar", "operator"], Option(help="Follow elements, or whole tensors.")
+]
+Components = Annotated[
+    list[str] | None,
+    Option(
+        help="Influence of modules, classes, operators, labels, arguments (of sums); or of a "
+        "module by name or pattern; or of a group: NAME=PATTERN,PATTERN. May be given again.",
+        autocompletion=kinds,
+    ),
+]
+Weight = Annotated[
+    Literal["count", "gradient"],
+    Option(help="Count every element as one, or with its |gradient|."),
+]
+Top = Annotated[int | None, Option(help="Show so many components, those of most influence.", min=1)]
+PartsFunction = Annotated[
+    str,
+    script_function(
+        "A function that returns (model, loss_fn, loader); loss_fn(model, batch) gives a loss, or "
+        "one for each sample."
+    ),
+]
 
 
 @app.command(
@@ -23,15 +76,7 @@ from gradtrace.cli.target import Arguments, Target, functions
     )
 )
 def influence(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT.py:FUNCTION",
-            help="A function that returns (model, loss_fn, loader); loss_fn(model, batch) gives a "
-            "loss, or one for each sample.",
-            autocompletion=functions,
-        ),
-    ],
+    target: PartsFunction,
     args: Arguments = None,
     rule: Rule = "greedy",
     granularity: Granularity = "scalar",
@@ -40,23 +85,157 @@ def influence(
     top: Top = None,
     journal: Annotated[
         Path | None,
-        typer.Option(help="Keep what is counted in this file; a run that finds it goes on."),
+        Option(help="Keep what is counted in this file; a run that finds it goes on."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure influence over a data set; under torchrun, many processes do it together."""
-    from gradtrace.cli import measuring, tracing
+    options = {
+        "components": parsed(components or []),
+        "weight": weight,
+        "rule": rule,
+        "granularity": granularity,
+        "checkpoint": journal,
+    }
+    table, spoken = _measured(Target.of(target, args), options)
+    if spoken and as_json:
+        write_json(
+            {
+                "rule": table.rule,
+                "granularity": granularity,
+                "weight": table.weight,
+                "pairs": table.pairs,
+                "influence": rows(table, top),
+                "notes": list(table.notes),
+                "interrupted": table.interrupted,
+                "journal": None if journal is None else str(journal),
+            }
+        )
+    elif spoken:
+        write_influence(table, top)
+        if table.interrupted:
+            write("Stopped before all batches were counted")
+    raise Exit(INTERRUPTED if table.interrupted else 0)
 
-    asked = measuring.InfluenceOptions(
-        rule=rule,
-        granularity=granularity,
-        components=tracing.components(components or []),
-        weight=weight,
-        journal=journal,
-    )
-    found = measuring.found(Target.of(target), args or [], asked)
-    if found.spoken and as_json:
-        write_json(measuring.data(found.table, asked, top))
-    elif found.spoken:
-        measuring.show(found.table, top)
-    raise typer.Exit(INTERRUPTED if found.table.interrupted else 0)
+
+def parsed(given: Sequence[str]) -> component_names.Components:
+    """A kind of component, or names, patterns and groups of them."""
+    if not given:
+        return None
+    if len(given) == 1 and given[0] in KINDS:
+        return given[0]
+    groups: dict[str, list[str]] = {}
+    for text in given:
+        name, equals, parts = text.partition("=")
+        groups[name] = parts.split(",") if equals else [text]
+    return groups
+
+
+# The table ---------------------------------------------------------------------------------------
+
+
+def write_influence(found: Influence, top: int | None) -> None:
+    """Print the table of the largest components."""
+    table = _largest(found, top or DEFAULT_TOP).table()
+    more = len(found) - len(table.rows)
+    left = (f"… and {more:,} more components (--top {len(found)} shows all)",) if more else ()
+    write_table(replace(table, notes=(*left, *table.notes)))
+
+
+def rows(found: Influence, top: int | None) -> list[dict[str, Any]]:
+    """The rows of the largest components (None: all, in the model's order), for ``--json``."""
+    table = found if top is None else _largest(found, top)
+    return [
+        {key.removeprefix("± "): value for key, value in row.items()}
+        for row in table.table().to_dicts()
+    ]
+
+
+def _largest(found: Influence, top: int) -> Influence:
+    """The ``top`` components by influence, the largest first."""
+    shares = {name: -1.0 if math.isnan(x) else x for name, x in found.shares.items()}
+    ranked = sorted(found.rows, key=lambda row: shares[row.name], reverse=True)
+    return replace(found, rows=tuple(ranked[:top]))
+
+
+# Measuring ---------------------------------------------------------------------------------------
+
+
+def _measured(target: Target, options: dict[str, Any]) -> tuple[Influence, bool]:
+    """Run the script's function and measure the model that it returned: the table, and whether this
+    process prints it.
+
+    Under torchrun the process group is initialised first, so that the script may wrap its model. An
+    error that all ranks share is printed by rank 0; if rank 0 is gone, by the others.
+    """
+    from gradtrace.distributed import dataset_influence
+    from gradtrace.experiments.harness.ranks import joined
+
+    with joined() as ranks, _sigterm_as_failure(ranks):
+        try:
+            with target.running() as script:
+                parts = _on_all_ranks(ranks, lambda: _parts(target.call(script), target.name))
+                return dataset_influence.influence(*parts, **options), ranks.first
+        except RankFailed as error:
+            if ranks.first or str(error).startswith("rank 0 ended"):
+                raise
+            raise Exit(WRONG) from error
+
+
+@contextmanager
+def _sigterm_as_failure(ranks: Ranks) -> Iterator[None]:
+    """Turn SIGTERM, by which torchrun stops all ranks after one has ended, into RankFailed."""
+    if ranks.world == 1:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise RankFailed("torchrun stopped this rank, as another one ended")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _on_all_ranks(ranks: Ranks, make: Callable[[], T]) -> T:
+    """The result of a function; if it fails on one rank, it fails on all."""
+    try:
+        made = make()
+    except (Exception, SystemExit) as error:
+        with suppress(GradtraceError):
+            ranks.end(f"{type(error).__name__}: {error}")
+        raise
+    try:
+        ranks.end(None)
+    except GradtraceError as error:
+        raise RankFailed(str(error)) from error
+    return made
+
+
+def _parts(made: Any, name: str) -> tuple[Any, Any, Any]:
+    """The model, the loss function and the loader that a function returned, in any order."""
+    from torch import nn
+    from torch.utils.data import Dataset, IterableDataset
+
+    if not isinstance(made, (tuple, list)) or len(made) != 3:
+        size = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
+        raise GradtraceError(f"{name} returned a {type(made).__name__}{size}; {RETURNS}")
+    found: dict[str, list[Any]] = {"model": [], "function": [], "loader": []}
+    for x in made:
+        if isinstance(x, nn.Module):
+            found["model"].append(x)
+        elif isinstance(x, Iterable) or hasattr(x, "__getitem__"):
+            found["loader"].append(x)
+        elif callable(x):
+            found["function"].append(x)
+    if any(len(some) != 1 for some in found.values()):
+        raise GradtraceError(f"{name} returned {kind_of(tuple(made))}; {RETURNS}")
+    ((model,), (function,), (loader,)) = found.values()
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise GradtraceError(
+            f"{name} returned a {type(loader).__name__}, which has samples and no batches: "
+            "return DataLoader(data, batch_size=...)"
+        )
+    return model, function, loader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.printing import Json, console, table, write_json
@@ -15,7 +15,7 @@ from gradtrace.cli.printing import Json, console, table, write_json
 )
 def ops(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Such as mul.Tensor.")
+        list[str] | None, Argument(metavar="[NAME]...", help="Such as mul.Tensor.")
     ] = None,
     as_json: Json = False,
 ) -> None:

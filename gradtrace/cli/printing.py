@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,12 +24,7 @@ if TYPE_CHECKING:
     from gradtrace.io.table import TextTable as Data
 
 PIPE_WIDTH = 160
-STYLES = {
-    "wrong": "bold red",
-    "kink": "yellow",
-    "ok": "green",
-    "unreached": "dim",
-}
+STYLES = {"wrong": "bold red", "kink": "yellow", "ok": "green", "unreached": "dim"}
 """Styles of verdicts."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
@@ -77,14 +73,14 @@ def table(
     return found
 
 
-def write_table(data: Data, limit: int | None = None) -> None:
-    """Print a table: its title, at most ``limit`` rows, and its notes."""
+def write_table(data: Data) -> None:
+    """Print a table: its title, all rows, and its notes."""
     out = console()
     if data.title:
         out.print(data.heading, soft_wrap=True)
     right = [k for k, column in enumerate(data.columns) if column.side == "right"]
-    out.print(table(data.lines(limit), right))
-    for note in data.words(limit):
+    out.print(table(data.lines(None), right))
+    for note in data.words(None):
         out.print(note, soft_wrap=True)
 
 
@@ -100,20 +96,18 @@ def say(line: str) -> None:
 
 
 class ProgressBar:
-    """Progress as a bar or a spinner, drawn by ``show(text, done, total)``."""
+    """Progress of a task as a bar or a spinner, drawn by ``update``; see rich's Progress.update."""
 
-    def __init__(self, show: Callable[[str, int, int | None], None]) -> None:
-        self._show = show
-        self._now = ""
+    def __init__(self, update: Callable[..., None]) -> None:
+        self._update = update
 
     def begin(self, what: str) -> None:
         """Begin another task."""
-        self._now = printable(what)
-        self._show(self._now, 0, None)
+        self._update(description=printable(what), completed=0)
 
     def advance(self, done: int, total: int) -> None:
         """Update the progress of the task."""
-        self._show(self._now, done, total)
+        self._update(completed=done, total=total)
 
 
 @contextmanager
@@ -130,9 +124,4 @@ def working(what: str) -> Iterator[ProgressBar]:
     )
     off = not out.is_terminal or out.is_dumb_terminal
     with Progress(*columns, console=out, transient=True, disable=off) as bar:
-        task = bar.add_task(printable(what), total=None)
-        work = ProgressBar(
-            lambda now, done, total: bar.update(task, description=now, completed=done, total=total)
-        )
-        work.begin(what)
-        yield work
+        yield ProgressBar(partial(bar.update, bar.add_task(printable(what), total=None)))

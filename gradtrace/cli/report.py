@@ -1,14 +1,39 @@
-"""``gradtrace report``: writes the page of a saved trace or a training run."""
+"""``gradtrace report``: the page of saved traces or of a training run, once or at every change."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.printing import Json, say, working, write, write_json
+from gradtrace.errors import GradtraceError
+
+RUN = ".jsonl"
+
+Input = Annotated[
+    Path,
+    Argument(metavar="FILE", help="A .gradtrace file, or the .jsonl file of a gt.Monitor."),
+]
+OtherInput = Annotated[
+    Path | None,
+    Argument(metavar="[OTHER]", help="A second .gradtrace file, to compare with."),
+]
+Page = Annotated[Path | None, Option(help="The HTML file to write; FILE.html, here, if not said.")]
+Names = Annotated[
+    list[str] | None,
+    Option(help="What the report calls FILE; given again, what it calls OTHER."),
+]
+Watched = Annotated[
+    bool,
+    Option("--watch", help="Write it again when a file changes, until training ends or Ctrl-C."),
+]
+Every = Annotated[float, Option(help="Seconds between looks at the file.", min=0.05)]
 
 
 @app.command(
@@ -20,51 +45,103 @@ from gradtrace.cli.printing import Json, say, working, write, write_json
     )
 )
 def report(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="A .gradtrace file, or the .jsonl file of a gt.Monitor."
-        ),
-    ],
-    other: Annotated[
-        Path | None,
-        typer.Argument(metavar="[OTHER]", help="A second .gradtrace file, to compare with."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The HTML file to write; FILE.html, here, if not said.")
-    ] = None,
-    name: Annotated[
-        list[str] | None,
-        typer.Option(help="What the report calls FILE; given again, what it calls OTHER."),
-    ] = None,
-    opened: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
-    watched: Annotated[
-        bool,
-        typer.Option(
-            "--watch",
-            help="Write it again when a file changes, until training ends or Ctrl-C.",
-        ),
-    ] = False,
-    every: Annotated[
-        float, typer.Option(help="Seconds between looks at the file.", min=0.05)
-    ] = 2.0,
+    file: Input,
+    other: OtherInput = None,
+    out: Page = None,
+    name: Names = None,
+    opened: Annotated[bool, Option("--open", help="Open it in a browser.")] = False,
+    watched: Watched = False,
+    every: Every = 2.0,
     as_json: Json = False,
 ) -> None:
     """Write a report, one HTML file, of a saved trace, of two, or of a monitored training."""
-    from gradtrace.cli import reporting
-
-    asked = reporting.ReportOptions.of(file, other, out, tuple(name or ()))
-    with working(f"writing {asked.out}"):
+    files, names = [file] if other is None else [file, other], name or []
+    page = out or Path(file.with_suffix(".html").name)
+    _check(files, page, names)
+    with working(f"writing {page}"):
         if watched:
-            reporting.wait(asked, every, say)
-        done = reporting.make(asked)
+            wait(files, every)
+        state = _state(files)
+        summary, running = write_page(files, page, names)
     if opened:
-        typer.launch(asked.out.resolve().as_uri())
-    if watched and done.running is not False:
+        typer.launch(page.resolve().as_uri())
+    if watched and running is not False:
         with working(f"watching {file}; Ctrl-C ends it"):
-            done = reporting.follow(asked, every, done)
+            while running is not False:
+                time.sleep(every)
+                before, state = state, _state(files)
+                if state != before:
+                    summary, running = write_page(files, page, names)
     if as_json:
-        write_json({"report": str(asked.out), "running": done.running, "summary": done.summary})
+        write_json({"report": str(page), "running": running, "summary": summary})
         return
-    write(done.summary)
-    write(f"The report is in {asked.out}")
+    write(summary)
+    write(f"The report is in {page}")
+
+
+def _check(files: Sequence[Path], page: Path, names: Sequence[str]) -> None:
+    runs = [each for each in files if each.suffix == RUN]
+    if runs and len(files) > 1:
+        raise GradtraceError(
+            f"{runs[0]} is a training run, and only traces are compared; give it alone, or two "
+            ".gradtrace files"
+        )
+    if len(names) > len(files):
+        raise GradtraceError(f"{len(names)} names; give --name once for each file")
+    if page.resolve() in [each.resolve() for each in files]:
+        raise GradtraceError(f"--out {page} is the file that is read; give another name")
+
+
+def write_page(files: Sequence[Path], page: Path, names: Sequence[str]) -> tuple[str, bool | None]:
+    """Write the page: a summary of it, and whether training goes on (None for traces)."""
+    from gradtrace.report.saving import load
+    from gradtrace.training.run_report import report_run
+
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if files[0].suffix == RUN:
+        run = report_run(files[0], page, names[0] if names else None)
+        state = "goes on, or was stopped" if run.running else "has ended"
+        summary = f"{len(run):,} traced steps, up to step {run.last or 0:,}; training {state}"
+        return summary, run.running
+    traces = [load(each) for each in files]
+    titles = [*names, *(each.stem for each in files[len(names) :])]
+    traces[0].report(page, compare=traces[1] if len(traces) > 1 else None, name=titles)
+    summaries = []
+    for title, trace in zip(titles, traces):
+        elements = sum(gradient.numel() for gradient in trace.gradients.values())
+        leaves = f"{len(trace.gradients):,} leaves of {elements:,} elements"
+        summaries.append(f"{title}: {trace.rule}, {leaves}")
+    return "; ".join(summaries), None
+
+
+# While training goes on --------------------------------------------------------------------------
+
+
+def wait(files: Sequence[Path], every: float) -> None:
+    """Wait until the files have content."""
+    if not all(map(_begun, files)):
+        say(f"waiting for {' and '.join(map(str, files))}")
+    while not all(map(_begun, files)):
+        time.sleep(every)
+
+
+def _begun(path: Path) -> bool:
+    """Whether a file has content; raises for a pipe or a device, which never have a size."""
+    from gradtrace.io import atomic_files
+
+    try:
+        with atomic_files.opened(path) as file:
+            return bool(file.read(1))
+    except atomic_files.NoFile:
+        return False
+    except atomic_files.BadFile as error:
+        raise atomic_files.BadFile(f"{str(path)!r} {error}") from error.__cause__
+
+
+def _state(files: Sequence[Path]) -> list[tuple[int, ...]]:
+    """Modification time, size and inode of the files, to detect changes."""
+    from gradtrace.training.run_report import beside
+
+    also = [beside(each) for each in files if each.suffix == RUN]
+    stats = [each.stat() for each in (*files, *also) if each.exists()]
+    return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats]

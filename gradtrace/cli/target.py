@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
-import typer
+from typer import Argument
 
 from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.tools import user_script
@@ -22,7 +22,7 @@ SCRIPT = "gradtrace_script"
 """The name under which a user's script is imported, so that it shadows no other module."""
 
 Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Passed to it, as strings.")
+    list[str] | None, Argument(metavar="[-- ARGS]", help="Passed to it, as strings.")
 ]
 
 
@@ -41,63 +41,70 @@ def functions(incomplete: str) -> list[str]:
     return [f"{path}:{name}" for name in names if name.startswith(start)]
 
 
+def script_function(text: str) -> Any:
+    """The argument that names a function, with the help text for what it returns."""
+    return Argument(metavar="SCRIPT.py:FUNCTION", help=text, autocompletion=functions)
+
+
 @dataclass(frozen=True)
 class Target:
-    """A function in a script."""
+    """A function in a script, and the arguments to call it with."""
 
     path: Path
     name: str
+    args: Sequence[str]
 
     @classmethod
-    def of(cls, text: str) -> Target:
+    def of(cls, text: str, args: Sequence[str] | None) -> Target:
         """Parse ``path/script.py:function``, where the path may contain a drive letter's colon."""
         path, colon, name = text.rpartition(":")
         if not colon or not name.isidentifier():
             raise GradtraceError(f"{text!r} names no function; write script.py:function")
         if not Path(path).is_file():
             raise GradtraceError(f"there is no script {path!r} (in {Path.cwd()})")
-        return cls(Path(path).resolve(), name)
+        return cls(Path(path).resolve(), name, args or ())
 
     @contextlib.contextmanager
-    def running(self, args: Sequence[str]) -> Iterator[ModuleType]:
+    def running(self) -> Iterator[ModuleType]:
         """Context with the script imported, in which its code can run."""
         argv = sys.argv
         with user_script.running(self.path), _stdout_is_stderr():
-            sys.argv = [str(self.path), *args]  # for scripts that parse it at import
+            sys.argv = [str(self.path), *self.args]  # for scripts that parse it at import
             try:
                 yield user_script.imported(self.path, SCRIPT)
             finally:
                 sys.argv = argv
                 sys.modules.pop(SCRIPT, None)
 
-    def call(self, script: ModuleType, args: Sequence[str]) -> Any:
+    def call(self, script: ModuleType) -> Any:
         """Call the function; its return value."""
         function = self._function(script)
-        signature = _signature(function)
         try:
-            if signature is not None:
-                signature.bind(*args)
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # written in C
+            return function(*self.args)
+        try:
+            signature.bind(*self.args)
         except TypeError as error:
             raise GradtraceError(
-                f"{self.name}{signature} was given {len(args)} arguments after --: {error}"
+                f"{self.name}{signature} was given {len(self.args)} arguments after --: {error}"
             ) from error
-        return function(*args)
+        return function(*self.args)
 
     def _function(self, script: ModuleType) -> Callable[..., Any]:
         found = getattr(script, self.name, None)
         if callable(found):
             return found  # type: ignore[no-any-return]
         own = [key for key, value in vars(script).items() if inspect.isfunction(value)]
-        where, near = self.path.name, did_you_mean(self.name, own)
-        raise GradtraceError(f"{where} has no function {self.name!r}{near}")
+        hint = did_you_mean(self.name, own)
+        raise GradtraceError(f"{self.path.name} has no function {self.name!r}{hint}")
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a function; None for those in C that have none."""
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
+def kind_of(value: Any) -> str:
+    """The type of what a function returned, or the types in a tuple or list, for messages."""
+    if type(value) in (tuple, list):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return type(value).__name__
 
 
 @contextlib.contextmanager
