@@ -26,7 +26,8 @@ from gradtrace.autodiff.hooks import NEVER, HookWatch
 from gradtrace.autodiff.labels import CUTS, label, labels_of
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.pytorch.module_calls import listeners_of
-from gradtrace.tools.ablation import AblationRule, ablate
+from gradtrace.tools.ablation import ablate
+from gradtrace.tools.ablation_rules import ModuleRule
 
 
 @pytest.fixture(autouse=True)
@@ -830,7 +831,7 @@ def test_names_and_patterns(asked: list[str], found: tuple[str, ...]) -> None:
     with ablate(model, *asked) as names:
         assert names == found
         for name, module in modules.items():
-            heard = [each for each in listeners_of(module) if isinstance(each, AblationRule)]
+            heard = [each for each in listeners_of(module) if isinstance(each, ModuleRule)]
             assert bool(heard) == (name in found)
         model(torch.randn(2, 3))
 
@@ -955,11 +956,12 @@ def test_an_error_while_entering(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     before = state_of(model)
 
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+    class Interrupted(list[Any]):
+        def append(self, _: object) -> None:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("gradtrace.tools.ablation.LabelledSlices.begin", interrupt)
+        patch.setattr("gradtrace.autodiff.labels.CUTS", Interrupted())
         with pytest.raises(KeyboardInterrupt), ablate(model, "embed", "head", "label:a"):
             pass
     assert state_of(model) == before

@@ -12,13 +12,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of nested tuples, lists, dicts and dataclasses, with ``change`` applied to each leaf.
+    """A copy of nested tuples, lists, dicts and dataclasses, with ``change`` applied to each leaf
+    (a packed sequence is one).
 
     >>> mapped({"a": [1, 2], "b": (3, None)}, lambda v: v and -v)
     {'a': [-1, -2], 'b': (-3, None)}
     """
     if isinstance(value, PackedSequence):
-        return value._replace(data=change(value.data))
+        return change(value)
     if isinstance(value, (tuple, list)):
         items = [mapped(item, change) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)

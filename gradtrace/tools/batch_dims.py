@@ -1,0 +1,117 @@
+"""The batch dimension of what a module returns, or of a labelled tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradtrace.errors import GradtraceError
+
+LAYERS = (
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoderLayer,
+    nn.TransformerDecoder,
+    nn.Transformer,
+)
+"""Layers with a known batch dimension, for their outputs and for the modules inside them."""
+
+
+def batch_first(module: nn.Module) -> bool | None:
+    """Whether the batch dimension comes before time, in ``LAYERS``; None for other modules."""
+    if isinstance(module, nn.RNNCellBase):
+        return True
+    parts = module.modules() if isinstance(module, LAYERS) else ()
+    own = (m.batch_first for m in parts if isinstance(m, (nn.RNNBase, nn.MultiheadAttention)))
+    return next(own, None)
+
+
+def _spatial(module: nn.Module | None) -> int | None:
+    """The number of spatial dimensions of PyTorch's layers that accept unbatched input, or None."""
+    kinds = [k for k in type(module).__mro__ if k.__module__.startswith("torch.nn.modules.")]
+    for kind in kinds:
+        if kind.__name__[-2:] in ("1d", "2d", "3d") and "BatchNorm" not in kind.__name__:
+            return int(kind.__name__[-2])
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class BatchDim:
+    """Finds the batch dimension of a module's outputs, or of a labelled tensor."""
+
+    what: str
+    module: nn.Module | None = None
+    above: Sequence[nn.Module] = ()  # the modules that contain it, outermost first
+    given: int | None = None  # the user's batch_dim
+    timed: str | None = None  # the name of a layer of the model that has time first
+
+    def check(self, args: Any, kwargs: Any) -> None:
+        """Raise an error if a layer is called with one sample without a batch dimension."""
+        if not self._is_layer():
+            return
+        named = [kwargs[key] for key in ("input", "query", "src", "tgt") if key in kwargs]
+        first = next(iter((*args, *named)), None)
+        whole = 2 if isinstance(self.module, nn.RNNCellBase) else 3
+        if isinstance(first, Tensor) and first.dim() == whole - 1:
+            self._refuse_one(first)
+
+    def of(self, tensor: Tensor, number: int) -> int:
+        """The batch dimension of output ``number``."""
+        if self._is_layer():
+            return self._in_layer(number)
+        if self.given is not None:
+            return self._as_given(self.given, tensor)
+        size = _spatial(self.module)
+        if size is not None and tensor.dim() == size + 2:
+            return 0
+        if size is not None and tensor.dim() == size + 1:
+            self._refuse_one(tensor)
+        firsts = (batch_first(module) for module in reversed(self.above))
+        first = next((each for each in firsts if each is not None), None)
+        if first is not None:
+            if tensor.dim() == 2:
+                self._refuse_one(tensor)
+            return 0 if first or tensor.dim() != 3 else 1
+        if tensor.dim() > 2 and self.timed is not None:
+            raise GradtraceError(
+                f"{self.what} has shape {tuple(tensor.shape)}, where dimension 0 may be samples or "
+                f"time, as in {repr(self.timed) if self.timed else 'the model itself'}: say with "
+                "batch_dim=0 or batch_dim=1 which dimension samples are"
+            )
+        return 0
+
+    def _is_layer(self) -> bool:
+        """Whether it is one of PyTorch's layers, with ``forward`` not overridden."""
+        own = getattr(type(self.module), "forward", None)
+        home = str(getattr(own, "__module__", ""))
+        return isinstance(self.module, LAYERS) and home.startswith("torch.nn.")
+
+    def _in_layer(self, number: int) -> int:
+        assert self.module is not None
+        if isinstance(self.module, nn.RNNBase) and number:
+            return 1  # states have layers first
+        if isinstance(self.module, nn.MultiheadAttention) and number:
+            return 0  # weights have samples first
+        return 0 if batch_first(self.module) else 1
+
+    def _as_given(self, dim: int, tensor: Tensor) -> int:
+        dims = max(tensor.dim(), 1)
+        if not -dims <= dim < dims:
+            raise GradtraceError(
+                f"{self.what} has shape {tuple(tensor.shape)}, and so no dimension {dim}, as "
+                "batch_dim says"
+            )
+        return dim % dims
+
+    def _refuse_one(self, tensor: Tensor) -> None:
+        raise GradtraceError(
+            f"{self.what} works on one sample without a batch dimension here (shape "
+            f"{tuple(tensor.shape)}), and one sample has no mean over samples; use batches, "
+            "how='zero', or give values"
+        )
