@@ -5,23 +5,20 @@ from __future__ import annotations
 import gc
 import os
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-STATM = Path("/proc/self/statm")
-WORK_RANGE = range(2_000)
-READ_STEPS_FACTOR = 2
-"""Gauges are read at least whenever the number of steps has grown by this factor, ..."""
+from gradtrace.profiling import tuning
 
-MAX_READING_SHARE = 0.1
-"""... unless readings have taken this share of the time, as they would in a short loop."""
+STATM = Path("/proc/self/statm")
+Read = Callable[..., Sequence[float] | None]
 
 
 @dataclass(frozen=True)
@@ -30,126 +27,64 @@ class MeterKind:
 
     Growth is reported if it is at least ``floor`` a step and a share of ``least`` in total. An
     ``exact`` count that is higher at each reading grows, however few readings there are.
-    ``advice`` names likely causes.
     """
 
     name: str
-    unit: str  # "", "bytes" or "s"
+    unit: Literal["", "bytes", "s"]
     floor: float
     least: float
-    advice: str
     exact: bool = False
 
 
-TENSORS = MeterKind(
-    "live tensors",
-    "",
-    0.01,
-    0.0,
-    "a list that keeps losses or outputs? keep loss.item() or output.detach() in their place",
-    exact=True,
-)
-STORAGE = MeterKind(
-    "bytes in live tensors",
-    "bytes",
-    1.0,
-    0.001,
-    "results that are kept from step to step?",
-    exact=True,
-)
-GRAPH = MeterKind(
-    "operators in the graph",
-    "",
-    0.01,
-    0.0,
-    "a state or a sum of losses that is carried over? detach() it, so that a step's graph ends",
-    exact=True,
-)
-OBJECTS = MeterKind(
-    "live Python objects",
-    "",
-    0.5,
-    0.002,
-    "lists, dictionaries, hooks or closures that only get more?",
-    exact=True,
-)
-RESIDENT = MeterKind(
-    "resident memory",
-    "bytes",
-    100.0,
-    0.01,
-    "graphs that are kept alive (losses in a list, retain_graph=True), or a cache?",
-)
-CUDA = MeterKind(
-    "CUDA memory",
-    "bytes",
-    1.0,
-    0.001,
-    "losses or outputs that are kept, and their graphs with them?",
-)
-COLLECTOR = MeterKind(
-    "garbage collection a step",
-    "s",
-    1e-10,
-    0.05,
-    "the collector looks through all objects that live: what makes them more?",
-)
-LOADING = MeterKind(
-    "loading a step",
-    "s",
-    1e-10,
-    0.05,
-    "the loader itself becomes slower; it is not in the time of a step",
-)
-MACHINE = MeterKind(
-    "a fixed piece of work",
-    "s",
-    0.0,
-    0.03,
-    "the machine itself becomes slower: other processes, or heat",
-)
+TENSORS = MeterKind("live tensors", "", 0.01, 0.0, exact=True)
+STORAGE = MeterKind("bytes in live tensors", "bytes", 1.0, 0.001, exact=True)
+GRAPH = MeterKind("operators in the graph", "", 0.01, 0.0, exact=True)
+OBJECTS = MeterKind("live Python objects", "", 0.5, 0.002, exact=True)
+RESIDENT = MeterKind("resident memory", "bytes", 100.0, 0.01)
+CUDA = MeterKind("CUDA memory", "bytes", 1.0, 0.001)
+COLLECTOR = MeterKind("garbage collection a step", "s", 1e-10, 0.05)
+LOADING = MeterKind("loading a step", "s", 1e-10, 0.05)
+MACHINE = MeterKind("a fixed piece of work", "s", 0.0, 0.03)
 
 
-@dataclass
-class Readings:
-    """Values of one kind with the steps at which they were read.
-
-    They are stored in arrays, so as not to add to the number of Python objects that is measured.
-    """
+class MeterSeries(NamedTuple):
+    """The readings of one kind, and their steps."""
 
     kind: MeterKind
-    steps: array[int] = field(default_factory=lambda: array("q"), init=False)
-    values: array[float] = field(default_factory=lambda: array("d"), init=False)
-
-    def note(self, step: int, value: float) -> None:
-        """Record a value, unless there is one for this step."""
-        if not self.steps or self.steps[-1] != step:
-            self.steps.append(step)
-            self.values.append(value)
+    steps: list[int]
+    values: list[float]
 
 
-@dataclass
-class Gauge(Readings):
-    """A meter that limits how often it is read.
+class Gauge:
+    """Reads one or more kinds at a time, and limits how often.
 
     After a reading that took c seconds, none is due for c / ``share`` seconds, so that all readings
-    take at most that share of the time.
+    take at most that share of the time. ``read`` returns a value for each kind, or None.
     """
 
-    read: Callable[[int], float | None]
-    share: float
-    due: float = 0.0
-    spent: float = 0.0
+    def __init__(self, kinds: Sequence[MeterKind], read: Read, share: float) -> None:
+        self._kinds, self._read, self._share = kinds, read, share
+        self.due = self.spent = 0.0
+        # Arrays, so as not to add to the number of Python objects that is measured.
+        self._steps, self._values = array("q"), [array("d") for _ in kinds]
 
-    def take(self, step: int) -> None:
-        """Take a reading, and set when the next one is due."""
+    def take(self, step: int, *args: object) -> None:
+        """Take a reading, and set when the next one is due; a step has at most one."""
         begun = perf_counter()
-        value = self.read(step)
-        if value is not None:
-            self.note(step, value)
+        values = self._read(*args)
+        if values is not None and (not self._steps or self._steps[-1] != step):
+            self._steps.append(step)
+            for series, value in zip(self._values, values):
+                series.append(value)
         done = perf_counter()
         self.spent += done - begun
-        self.due = done + (done - begun) / self.share if self.share else inf
+        self.due = done + (done - begun) / self._share if self._share else inf
+
+    def series(self) -> Iterator[MeterSeries]:
+        """The readings of each kind, if there are any."""
+        for kind, values in zip(self._kinds, self._values):
+            if self._steps:
+                yield MeterSeries(kind, list(self._steps), list(values))
 
 
 class Pauses:
@@ -180,17 +115,26 @@ class Pauses:
 class Rate:
     """The increase of a total per step since the last call."""
 
-    def __init__(self, total: Callable[[], float]) -> None:
-        self._total, self._step, self._last = total, 0, total()
+    def __init__(self, total: Callable[[], float], steps: Callable[[], int]) -> None:
+        self._total, self._steps = total, steps
+        self._before = (total(), steps())
 
-    def __call__(self, step: int) -> float | None:
-        """``(total - last total) / (step - last step)``."""
-        steps, now = step - self._step, self._total()
-        if not steps:
+    def __call__(self) -> tuple[float] | None:
+        """``(total - last total) / (steps - last steps)``."""
+        now, before = (self._total(), self._steps()), self._before
+        if now[1] == before[1]:
             return None
-        rate = (now - self._last) / steps
-        self._step, self._last = step, now
-        return rate
+        self._before = now
+        return ((now[0] - before[0]) / (now[1] - before[1]),)
+
+
+# Readings -----------------------------------------------------------------------------------------
+
+
+def live() -> tuple[int, int, int]:
+    """The number of live tensors, their bytes, and the number of live Python objects."""
+    tensors, objects = scan()
+    return len(tensors), bytes_of(tensors), objects
 
 
 def scan() -> tuple[list[Tensor], int]:
@@ -212,23 +156,33 @@ def bytes_of(some: list[Tensor]) -> int:
     return sum(found.values())
 
 
-def resident() -> int | None:
+def resident() -> tuple[int] | None:
     """Resident bytes of this process; None if the system does not report them."""
     try:
-        return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return (int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE"),)
     except (OSError, ValueError, IndexError):
         return None
 
 
-def cuda() -> int | None:
+def cuda() -> tuple[int] | None:
     """Bytes allocated on all GPUs; None if CUDA is not in use."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not _cuda_in_use():
         return None
-    return sum(torch.cuda.memory_allocated(at) for at in range(torch.cuda.device_count()))
+    return (sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))),)
 
 
-def work() -> float:
+def synchronize() -> None:
+    """Wait until the GPU has done what it was given."""
+    if _cuda_in_use():
+        torch.cuda.synchronize()
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def work() -> tuple[float]:
     """Seconds that a fixed piece of work takes, to measure the machine's speed."""
     begun = perf_counter()
-    sum(WORK_RANGE)
-    return perf_counter() - begun
+    sum(range(tuning.WORK_ADDITIONS))
+    return (perf_counter() - begun,)

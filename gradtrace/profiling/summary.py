@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from gradtrace.io.table import IGNORE, TextColumn, TextTable
 from gradtrace.printable import printable
-from gradtrace.profiling.resource_meters import MeterKind
+from gradtrace.profiling import resource_meters as meters
+from gradtrace.profiling import tuning
+from gradtrace.profiling.resource_meters import MeterKind, MeterSeries
 from gradtrace.profiling.trend_tests import (
-    LEVEL,
-    MIN_POINTS,
     Interval,
     Shift,
     Trend,
@@ -27,22 +27,28 @@ from gradtrace.profiling.trend_tests import (
 )
 from gradtrace.pytorch.memory_limits import spelt
 
-MAX_STEADY_CHANGE = 0.05
-"""If the upper end of the relative change over all steps is below this, steps do not slow down."""
+ADVICE = {
+    meters.TENSORS: (
+        "a list that keeps losses or outputs? keep loss.item() or output.detach() in their place"
+    ),
+    meters.STORAGE: "results that are kept from step to step?",
+    meters.GRAPH: (
+        "a state or a sum of losses that is carried over? detach() it, so that a step's graph ends"
+    ),
+    meters.OBJECTS: "lists, dictionaries, hooks or closures that only get more?",
+    meters.RESIDENT: (
+        "graphs that are kept alive (losses in a list, retain_graph=True), or a cache?"
+    ),
+    meters.CUDA: "losses or outputs that are kept, and their graphs with them?",
+    meters.COLLECTOR: "the collector looks through all objects that live: what makes them more?",
+    meters.LOADING: "the loader itself becomes slower; it is not in the time of a step",
+    meters.MACHINE: "the machine itself becomes slower: other processes, or heat",
+}
+"""Likely causes of growth."""
 
-MIN_READINGS, MIN_EXACT_READINGS = 5, 3
-"""The fewest readings of a gauge for a result; and of an exact count."""
-
-PER_THOUSAND_FROM = 200
-"""From this many steps on, changes are stated per 1,000 steps; also the most blocks of counts."""
-
-
-class MeterSeries(NamedTuple):
-    """The readings of one kind, and their steps."""
-
-    kind: MeterKind
-    steps: list[int]
-    values: list[float]
+LEVEL = f"{tuning.CONFIDENCE_LEVEL:.0%}"
+GROWS = {1: "yes", 0: "no", -1: "falls"}
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 class RateOfChange(NamedTuple):
@@ -61,7 +67,7 @@ class RateOfChange(NamedTuple):
         """Whether growth is significant, and above the thresholds of its kind."""
         gain = self.rate.value * self.steps
         enough = self.rate.value >= self.kind.floor and gain >= self.kind.least * abs(self.first)
-        return self.p < 1 - LEVEL and self.rate.low > 0 and enough
+        return self.p < 1 - tuning.CONFIDENCE_LEVEL and self.rate.low > 0 and enough
 
     @property
     def share(self) -> float:
@@ -110,10 +116,10 @@ class Pace:
         return " ".join(self._sentences())
 
     def _sentences(self) -> Iterator[str]:
-        if self.steps < MIN_POINTS:
+        if self.steps < tuning.MIN_TREND_POINTS:
             yield (
                 f"Too few steps to tell: {self.steps} after {self.left} of warm-up, and at least "
-                f"{MIN_POINTS} are needed."
+                f"{tuning.MIN_TREND_POINTS} are needed."
             )
         else:
             yield from self._times()
@@ -126,21 +132,19 @@ class Pace:
 
     def _times(self) -> Iterator[str]:
         span, unit = (1000, "per 1,000 steps")
-        if self.steps < PER_THOUSAND_FROM:
+        if self.steps < tuning.PER_THOUSAND_FROM_STEPS:
             span, unit = self.steps, f"over these {self.steps} steps"
         each = f"{_spell(self.trend.middle, 's')} each"
         change = f"{_change(self.trend.relative(span))} {unit}"
-        if self.slower > 0:
-            yield f"Steps slow down: {each}, {change}."
-        elif self.slower < 0:
-            yield f"Steps speed up: {each}, {change}."
+        if self.slower:
+            yield f"Steps {'slow down' if self.slower > 0 else 'speed up'}: {each}, {change}."
         elif self.jump is not None:
             yield (
                 f"Steps do not slow down steadily ({change}), but change at about step "
                 f"{self.jump.at + self.left:,.0f}: from {_spell(self.jump.before, 's')} to "
                 f"{_spell(self.jump.after, 's')} each."
             )
-        elif self.trend.relative(self.steps).high < MAX_STEADY_CHANGE:
+        elif self.trend.relative(self.steps).high < tuning.MAX_STEADY_CHANGE_SHARE:
             yield f"Steps do not slow down: {each}, {change}."
         else:
             yield f"It cannot be told whether steps slow down: {each}, {change}."
@@ -148,7 +152,7 @@ class Pace:
     def _growing(self) -> Iterator[str]:
         listed = ", ".join(map(str, self.growing))
         if self.growing:
-            advice = self.growing[0].kind.advice
+            advice = ADVICE[self.growing[0].kind]
             start = "What grows with them" if self.slower > 0 else "What grows"
             yield f"{start}: {listed} ({advice})."
         elif self.slower > 0 and self.growths:
@@ -158,27 +162,19 @@ class Pace:
 
     def table(self) -> TextTable:
         """Every measure with its change per step, the interval of that, and the p of no trend."""
-        columns = (
-            TextColumn("what"),
-            TextColumn("first"),
-            TextColumn("last"),
-            TextColumn("a step"),
-            TextColumn("low"),
-            TextColumn("high"),
-            TextColumn("p", "number"),
-            TextColumn("grows"),
-        )
-        first = self.trend
-        rows = [_row("time of a step", "s", first.middle, None, first.slope, first.p, first.sign)]
-        for growth in self.growths:
-            kind, ends = growth.kind, (growth.first, growth.last)
-            rows.append(_row(kind.name, kind.unit, *ends, growth.rate, growth.p, growth.grows))
+        names = ("what", "first", "last", "a step", "low", "high", "p", "grows")
+        columns = tuple(TextColumn(name, "number" if name == "p" else "text") for name in names)
+        found = self.trend
+        rows = [_row("time of a step", "s", found.middle, None, found.slope, found.p, found.sign)]
+        for each in self.growths:
+            kind, ends = each.kind, (each.first, each.last)
+            rows.append(_row(kind.name, kind.unit, *ends, each.rate, each.p, each.grows))
         return TextTable("", columns, tuple(rows), (self._method_note(), self._cost_note()))
 
     def _method_note(self) -> str:
         return (
-            f"Theil-Sen slopes with {LEVEL:.0%} intervals and Mann-Kendall tests; of times, those "
-            f"of medians of {self.trend.points} blocks, the variance enlarged "
+            f"Theil-Sen slopes with {LEVEL} intervals and Mann-Kendall tests; of times, those of "
+            f"medians of {self.trend.points} blocks, the variance enlarged "
             f"{self.trend.inflation:.1f}-fold for what neighbours have in common. "
             f"{self.left} steps of warm-up are left out; the time's first is its median."
         )
@@ -192,31 +188,35 @@ class Pace:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON; non-finite numbers are None."""
-        return {
-            "verdict": self.verdict,
-            "steps": self.steps,
-            "warmup": self.left,
-            "slower": self.slower,
-            "seconds": _plain(self.trend.middle),
-            "trend": _trend(self.trend),
-            "jump": None if self.jump is None else self.jump._asdict(),
-            "epochs": None if self.epochs is None else _trend(self.epochs),
-            "measures": [
-                {
-                    "name": growth.kind.name,
-                    "unit": growth.kind.unit,
-                    "first": growth.first,
-                    "last": growth.last,
-                    "rate": list(map(_plain, growth.rate)),
-                    "p": growth.p,
-                    "readings": growth.readings,
-                    "grows": growth.grows,
-                }
-                for growth in self.growths
-            ],
-            "overhead": self.overhead,
-            "reading": self.reading,
-        }
+        measures = [
+            {
+                "name": growth.kind.name,
+                "unit": growth.kind.unit,
+                "first": growth.first,
+                "last": growth.last,
+                "rate": growth.rate,
+                "p": growth.p,
+                "readings": growth.readings,
+                "grows": growth.grows,
+            }
+            for growth in self.growths
+        ]
+        found: dict[str, Any] = _json(
+            {
+                "verdict": self.verdict,
+                "steps": self.steps,
+                "warmup": self.left,
+                "slower": self.slower,
+                "seconds": self.trend.middle,
+                "trend": self.trend._asdict(),
+                "jump": self.jump and self.jump._asdict(),
+                "epochs": self.epochs and self.epochs._asdict(),
+                "measures": measures,
+                "overhead": self.overhead,
+                "reading": self.reading,
+            }
+        )
+        return found
 
     def __str__(self) -> str:
         return f"{printable(self.verdict)}\n{self.table()}"
@@ -251,7 +251,7 @@ def pace(
         total=sum(times),
         trend=trend(rest),
         jump=shift(rest),
-        epochs=trend(means) if len(means) >= MIN_POINTS else None,
+        epochs=trend(means) if len(means) >= tuning.MIN_TREND_POINTS else None,
         rounds=len(means),
         growths=tuple(found for found in growths if found is not None),
         overhead=overhead,
@@ -266,26 +266,21 @@ def growth(seen: MeterSeries, left: int, total: int) -> RateOfChange | None:
     exact count that always rises needs no test: the interval is then the range of its rates.
     """
     kept = [(step, value) for step, value in zip(seen.steps, seen.values) if step > left]
-    if len(kept) < (MIN_EXACT_READINGS if seen.kind.exact else MIN_READINGS):
+    if len(kept) < (tuning.MIN_EXACT_READINGS if seen.kind.exact else tuning.MIN_READINGS):
         return None
     x, y = ([float(pair[at]) for pair in kept] for at in (0, 1))
     if seen.kind.unit == "s":
         found = trend(y, x)
         rate, p = found.slope, found.p
     else:
-        rate, p = (
-            theil_sen(medians(x, PER_THOUSAND_FROM), medians(y, PER_THOUSAND_FROM)),
-            mann_kendall(medians(y, PER_THOUSAND_FROM)).p,
-        )
+        a, b = (medians(each, tuning.MAX_COUNT_BLOCKS) for each in (x, y))
+        rate, p = theil_sen(a, b), mann_kendall(b).p
     if seen.kind.exact and all(a < b for a, b in pairwise(y)):
-        rate, p = Interval(rate.value, min(diffs := _rates(x, y)), max(diffs)), 0.0
+        rates = [(d - b) / (c - a) for (a, b), (c, d) in pairwise(zip(x, y))]
+        rate, p = Interval(rate.value, min(rates), max(rates)), 0.0
     some = max(len(y) // 5, 1)
     first, last = (float(medians(part, 1)[0]) for part in (y[:some], y[-some:]))
     return RateOfChange(seen.kind, rate, p, first, last, len(kept), total - left)
-
-
-def _rates(x: Sequence[float], y: Sequence[float]) -> list[float]:
-    return [(d - b) / (c - a) for (a, b), (c, d) in pairwise(zip(x, y))]
 
 
 def _means(times: Sequence[float], epochs: Sequence[int], left: int) -> list[float]:
@@ -303,7 +298,7 @@ def _change(change: Interval) -> str:
     if not all(map(isfinite, change)):
         return "by a share that cannot be told"
     value, low, high = (f"{part:+.1%}" if abs(part) < 0.1 else f"{part:+.0%}" for part in change)
-    return f"{value} ({LEVEL:.0%} interval {low} to {high})"
+    return f"{value} ({LEVEL} interval {low} to {high})"
 
 
 def _spell(value: float, unit: str) -> str:
@@ -317,39 +312,24 @@ def _spell(value: float, unit: str) -> str:
     sign = "-" if value < 0 else ""
     size = abs(value)
     if unit == "s":
-        scale, word = next((s, w) for s, w in SCALES if size >= s or s == SCALES[-1][0])
+        scale, word = next((pair for pair in SECONDS if size >= pair[0]), SECONDS[-1])
         return f"{sign}{size / scale:.3g} {word}"
     if unit == "bytes":
         return sign + spelt(round(size))
     return sign + (f"{size:,.0f}" if size >= 100 else f"{size:.3g}")
 
 
-SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+def _row(name: str, unit: str, *values: Any) -> tuple[object, ...]:
+    """A row of the table, from the first and last value, the rate, its p, and whether it grows."""
+    first, last, rate, p, grows = values
+    texts = (None if value is None else _spell(value, unit) for value in (first, last, *rate))
+    return (name, *texts, p, GROWS[grows])
 
 
-def _row(
-    name: str,
-    unit: str,
-    first: float,
-    last: float | None,
-    rate: Interval,
-    p: float,
-    grows: int,
-) -> tuple[object, ...]:
-    ends = (None if value is None else _spell(value, unit) for value in (first, last))
-    word = {1: "yes", 0: "no", -1: "falls"}[int(grows)]
-    return (name, *ends, *(_spell(value, unit) for value in rate), p, word)
-
-
-def _trend(found: Trend) -> dict[str, Any]:
-    return {
-        "slope": list(map(_plain, found.slope)),
-        "p": found.p,
-        "middle": _plain(found.middle),
-        "inflation": found.inflation,
-        "points": found.points,
-    }
-
-
-def _plain(value: float) -> float | None:
-    return value if isfinite(value) else None
+def _json(value: Any) -> Any:
+    """A value with tuples as lists, and None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _json(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_json, value))
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import inf
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from gradtrace.autodiff.nodes import root_of
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError
-from gradtrace.profiling import resource_meters
-from gradtrace.profiling.resource_meters import Gauge, MeterKind, Pauses, Rate, Readings
-from gradtrace.profiling.summary import MeterSeries, Pace, pace
+from gradtrace.profiling import resource_meters, tuning
+from gradtrace.profiling.resource_meters import (
+    Gauge,
+    MeterKind,
+    MeterSeries,
+    Pauses,
+    Rate,
+    Read,
+    synchronize,
+)
+from gradtrace.profiling.summary import Pace, pace
 
 T = TypeVar("T")
-
-OVERHEAD_TRIALS = 2_000
 
 
 class timing(Generic[T]):
@@ -90,42 +93,26 @@ class timing(Generic[T]):
         self._overhead_in_step = 0.0  # our own overhead within the current step, in seconds
         self._overhead_between = 0.0  # our own overhead between steps, in seconds
         self._loading = 0.0
-        self._open = contextlib.ExitStack()
         self._depth = 0
         self._pauses = Pauses()
-        self._graph: Tensor | None = None
+        self._counted = Gauge([resource_meters.GRAPH], _operators, share)
         self._gauges = self._make_gauges(share)
         self._due, self._next = inf, (1 if share else inf)
-        self._counted = Gauge(resource_meters.GRAPH, self._operators, share)
-        self._bytes, self._objects = (
-            Readings(resource_meters.STORAGE),
-            Readings(resource_meters.OBJECTS),
-        )
         self._step = TimedStep(self)
 
     def _make_gauges(self, share: float) -> list[Gauge]:
         """The gauges that are read between steps."""
-
-        def each(read: Callable[[], float | None]) -> Callable[[int], float | None]:
-            return lambda _: read()
-
-        found: list[tuple[MeterKind, Callable[[int], float | None]]] = [
-            (resource_meters.TENSORS, self._scan),
-            (resource_meters.CUDA, each(resource_meters.cuda)),
-            (resource_meters.RESIDENT, each(resource_meters.resident)),
-            (resource_meters.COLLECTOR, Rate(lambda: self._pauses.total)),
-            (resource_meters.MACHINE, each(resource_meters.work)),
+        meters, count = resource_meters, self.times.__len__
+        found: list[tuple[list[MeterKind], Read]] = [
+            ([meters.TENSORS, meters.STORAGE, meters.OBJECTS], meters.live),
+            ([meters.CUDA], meters.cuda),
+            ([meters.RESIDENT], meters.resident),
+            ([meters.COLLECTOR], Rate(lambda: self._pauses.total, count)),
+            ([meters.MACHINE], meters.work),
         ]
         if self._steps is not None:
-            found.append((resource_meters.LOADING, Rate(lambda: self._loading)))
-        return [Gauge(kind, read, share / len(found)) for kind, read in found]
-
-    def _scan(self, step: int) -> int:
-        """Count tensors; the same scan also counts objects and tensor bytes."""
-        tensors, objects = resource_meters.scan()
-        self._bytes.note(step, resource_meters.bytes_of(tensors))
-        self._objects.note(step, objects)
-        return len(tensors)
+            found.append(([meters.LOADING], Rate(lambda: self._loading, count)))
+        return [Gauge(kinds, read, share / len(found)) for kinds, read in found]
 
     # Steps ---------------------------------------------------------------------------------------
 
@@ -147,22 +134,17 @@ class timing(Generic[T]):
 
     def __enter__(self) -> timing[T]:
         if not self._depth:
-            self._open.enter_context(self._pauses)
+            self._pauses.__enter__()
         self._depth += 1
         self._last = perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         self._last = None
         if not self._depth:
             self.look()
-            self._open.close()
+            self._pauses.__exit__()
 
     def step(self) -> TimedStep:
         """Context manager that times a step, or a part of it: ``with timing.step(): ...``.
@@ -174,7 +156,7 @@ class timing(Generic[T]):
     def tick(self, loss: Tensor | None = None) -> None:
         """End a step, which began at the last tick, or when this timing was entered."""
         if self._synchronize:
-            _wait()
+            synchronize()
         now, last = perf_counter(), self._last
         if loss is not None:
             self._note(loss)
@@ -202,23 +184,7 @@ class timing(Generic[T]):
 
     def _note(self, loss: Tensor) -> None:
         root_of(loss)
-        self._graph = loss
-        try:
-            self._counted.take(len(self.times) + 1)
-        finally:
-            self._graph = None  # so as not to keep the loss alive
-
-    def _operators(self, _: int) -> float | None:
-        if self._graph is None:
-            return None
-        count = 0
-
-        def visit(node: object, edges: object) -> None:
-            nonlocal count
-            count += 1
-
-        walk(self._graph, visit)
-        return count
+        self._counted.take(len(self.times) + 1, loss)
 
     def _done(self, seconds: float) -> None:
         """Record a step, and read gauges that are due; runs in every step."""
@@ -233,8 +199,8 @@ class timing(Generic[T]):
         done, now = len(self.times), perf_counter()
         again = done >= self._next
         if again:
-            self._next = resource_meters.READ_STEPS_FACTOR * max(done, 1)
-        allowed = resource_meters.MAX_READING_SHARE * (now - self._begun)
+            self._next = tuning.READ_STEPS_FACTOR * max(done, 1)
+        allowed = tuning.MAX_READING_SHARE * (now - self._begun)
         for gauge in self._gauges:
             if everything or now >= gauge.due or (again and gauge.spent <= allowed):
                 gauge.take(done)
@@ -245,13 +211,8 @@ class timing(Generic[T]):
     @property
     def seen(self) -> dict[str, MeterSeries]:
         """The readings by gauge: ``{name: (kind, steps, values)}``."""
-        tensors, *others = self._gauges
-        order = [self._counted, tensors, self._bytes, self._objects, *others]
-        return {
-            g.kind.name: MeterSeries(g.kind, list(g.steps), list(g.values))
-            for g in order
-            if g.steps
-        }
+        gauges = (self._counted, *self._gauges)
+        return {found.kind.name: found for gauge in gauges for found in gauge.series()}
 
     def report(self) -> Pace:
         """Whether the steps so far slow down, and what grows with them."""
@@ -288,25 +249,27 @@ class TimedStep:
 
     def __enter__(self) -> None:
         if self._of._synchronize:
-            _wait()
+            synchronize()
         self._begun = perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._of._synchronize:
-            _wait()
+            synchronize()
         seconds = perf_counter() - self._begun
         if kind is None:
             self._of._done(seconds)
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _operators(loss: Tensor) -> tuple[int]:
+    """The number of operators in the graph of a loss."""
+    count = 0
+
+    def visit(node: object, edges: object) -> None:
+        nonlocal count
+        count += 1
+
+    walk(loss, visit)
+    return (count,)
 
 
 def _overhead() -> float:
@@ -314,7 +277,7 @@ def _overhead() -> float:
     some: timing[None] = timing(share=0)
     step = some.step()
     begun = perf_counter()
-    for _ in range(OVERHEAD_TRIALS):
+    for _ in range(tuning.OVERHEAD_TRIAL_STEPS):
         with step:
             pass
-    return (perf_counter() - begun) / OVERHEAD_TRIALS
+    return (perf_counter() - begun) / tuning.OVERHEAD_TRIAL_STEPS

@@ -1,8 +1,10 @@
-"""Robust slopes and tests for a trend in a series of numbers, with numpy only.
+"""Robust slopes and tests for a trend in a series of numbers.
 
-``theil_sen`` and ``mann_kendall`` are the textbook methods; the tests compare them with scipy.
-``trend`` adapts them to measured times, which have spikes and are autocorrelated, since whatever
-slows one step slows the next as well.
+Measured times have spikes and are autocorrelated, since whatever slows one step slows the next as
+well. So ``trend`` takes Theil-Sen slopes and the Mann-Kendall test of block medians, and inflates
+the variance of both; ``pooled`` does so for several series at once. scipy's ``theilslopes`` and
+``kendalltau`` can do neither, and ``gt.timing`` and a Monitor's report run without scipy; the tests
+compare what is common.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gradtrace.profiling.tuning import (
+    CONFIDENCE_LEVEL,
+    MIN_TREND_POINTS,
+    SHIFT_PAIR_SHARE,
+    TREND_BLOCKS,
+)
+
 Floats = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Floats
 
-LEVEL = 0.95
-BLOCKS = 32
-MIN_POINTS = 10
-"""Series with fewer numbers are too short to test for a trend."""
-
-SHIFT_PAIR_SHARE = 0.95
-"""Two parts of a series differ if the later number is larger (smaller) in this share of pairs."""
+CONFIDENCE_Z = NormalDist().inv_cdf((1 + CONFIDENCE_LEVEL) / 2)
+"""±z standard deviations contain ``CONFIDENCE_LEVEL`` of a normal distribution."""
 
 
 class Interval(NamedTuple):
@@ -71,7 +75,7 @@ class Trend(NamedTuple):
     @property
     def sign(self) -> int:
         """1 if it rises, -1 if it falls, 0 if neither is significant in both test and interval."""
-        return self.slope.sign if self.p < 1 - LEVEL else 0
+        return self.slope.sign if self.p < 1 - CONFIDENCE_LEVEL else 0
 
     def relative(self, steps: float = 1.0) -> Interval:
         """The change over ``steps`` as a share of the middle; NaN for a change if that is 0."""
@@ -92,43 +96,34 @@ class Shift(NamedTuple):
 # Slopes and tests ---------------------------------------------------------------------------------
 
 
-def theil_sen(x: Numbers, y: Numbers, level: float = LEVEL, inflation: float = 1.0) -> Interval:
+def theil_sen(x: Numbers, y: Numbers) -> Interval:
     """The Theil-Sen slope: the median of ``(y[j] - y[i]) / (x[j] - x[i])`` over pairs, x distinct.
 
     The interval is Sen's: the slopes that are ``z·σ/2`` ranks from the median, σ² being the
-    variance of Kendall's S, times ``inflation``. Up to 29% of the points may be outliers. It takes
-    memory for all pairs.
+    variance of Kendall's S. Up to 29% of the points may be outliers. It takes memory for all pairs.
 
     >>> theil_sen([0, 1, 2, 3, 4, 5], [1, 3, 5, 100, 9, 11]).value
     2.0
     """
-    a, b = floats(x), floats(y)
-    same(a, b)
-    slopes = _slopes(a, b)
-    if not len(slopes):
-        return Interval(nan, -inf, inf)
-    spread = sqrt(inflation * _variance(len(a), groups(a), groups(b)))
-    return _middle(slopes, quantile(level) * spread)
+    a, b = _pair(x, y)
+    return _median_slope(_slopes(a, b), _variance(len(a), a, b))
 
 
-def mann_kendall(y: Numbers, inflation: float = 1.0) -> Kendall:
+def mann_kendall(y: Numbers) -> Kendall:
     """Mann and Kendall's test: ``S = Σ_{i<j} sign(y[j] - y[i])``, 0 if there is no trend.
 
-    ``z = (S - sign S) / √(inflation · var S)`` with the variance corrected for ties, and the
-    two-sided p of the normal distribution. Inflation 1 assumes independent points; for
-    autocorrelated ones p is then too small: use ``trend``.
+    ``z = (S - sign S) / √(var S)`` with the variance corrected for ties, and the two-sided p of the
+    normal distribution. It assumes independent points; for autocorrelated ones p is too small: use
+    ``trend``.
 
     >>> mann_kendall([1, 2, 3, 4, 5]).s
     10
     """
     a = floats(y)
-    s = sum(int(np.sign(a[i + 1 :] - a[i]).sum()) for i in range(len(a)))
-    variance = inflation * _variance(len(a), groups(a), np.ones(len(a), dtype=np.int64))
-    z = float(s - np.sign(s)) / sqrt(variance) if variance else 0.0
-    return Kendall(s, z, erfc(abs(z) / sqrt(2)))
+    return _test(_signs(a), _variance(len(a), a))
 
 
-def trend(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Trend:
+def trend(y: Numbers, x: Numbers | None = None, blocks: int = TREND_BLOCKS) -> Trend:
     """The trend of a time series: Theil-Sen slope and Mann-Kendall test of block medians.
 
     The medians remove spikes and short-range autocorrelation. What remains of it inflates the
@@ -141,20 +136,14 @@ def trend(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Trend:
     >>> round(found.slope.value, 3), found.sign
     (0.1, 1)
     """
-    b = floats(y)
-    a = np.arange(len(b), dtype=np.float64) if x is None else floats(x)
-    same(a, b)
-    if len(b) < MIN_POINTS:
-        middle = float(np.median(b)) if len(b) else nan
-        return Trend(Interval(nan, -inf, inf), 1.0, middle, 1.0, len(b))
+    a, b = _pair(range(len(y)) if x is None else x, y)
+    if len(b) < MIN_TREND_POINTS:
+        return _joint([])._replace(middle=float(np.median(b)) if len(b) else nan, points=len(b))
     a, b = medians(a, blocks), medians(b, blocks)
-    factor = inflation_of(b - theil_sen(a, b).value * a)
-    slope = theil_sen(a, b, inflation=factor)
-    test = mann_kendall(b, factor)
-    return Trend(slope, test.p, float(np.median(b)), factor, len(b))
+    return _joint([(a, b)])._replace(middle=float(np.median(b)))
 
 
-def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
+def pooled(series: Sequence[Numbers], blocks: int = TREND_BLOCKS) -> Trend:
     """The common trend of several series of one kind, each as a share of its own median.
 
     The regional Kendall test: slopes are taken within each series and their median over all; S and
@@ -165,27 +154,27 @@ def pooled(series: Sequence[Numbers], blocks: int = BLOCKS) -> Trend:
     >>> found.sign, round(found.slope.value, 4)
     (1, 0.008)
     """
-    slopes, factors, s, variance, points = [], [], 0, 0.0, 0
-    for numbers in series:
-        b = floats(numbers)
-        if len(b) < MIN_POINTS or not (whole := float(np.median(b))):
-            continue
-        a, b = medians(np.arange(len(b), dtype=np.float64), blocks), medians(b, blocks) / whole
-        each = _slopes(a, b)
-        factors.append(inflation_of(b - float(np.median(each)) * a))
-        s += mann_kendall(b).s
-        variance += factors[-1] * _variance(len(b), groups(b))
-        points += len(b)
-        slopes.append(each)
-    if not slopes:
-        return Trend(Interval(nan, -inf, inf), 1.0, 1.0, 1.0, 0)
-    every = np.sort(np.concatenate(slopes))
-    slope = _middle(every, quantile(LEVEL) * sqrt(variance))
-    z = float(s - np.sign(s)) / sqrt(variance) if variance else 0.0
-    return Trend(slope, erfc(abs(z) / sqrt(2)), 1.0, float(np.mean(factors)), points)
+    parts = []
+    for b in map(floats, series):
+        if len(b) >= MIN_TREND_POINTS and (whole := float(np.median(b))):
+            parts.append((medians(range(len(b)), blocks), medians(b, blocks) / whole))
+    return _joint(parts)
 
 
-def shift(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Shift | None:
+def _joint(parts: Sequence[tuple[Floats, Floats]]) -> Trend:
+    """The common trend of several pairs ``(x, y)`` of series, whose middle is taken as 1."""
+    slopes, factors, s, variance = [np.empty(0)], [1.0], 0, 0.0
+    for a, b in parts:
+        slopes.append(_slopes(a, b))
+        factors.append(inflation_of(b - _median_slope(slopes[-1]).value * a))
+        s += _signs(b)
+        variance += factors[-1] * _variance(len(b), b)
+    slope = _median_slope(np.sort(np.concatenate(slopes)), variance)
+    points = sum(len(b) for _, b in parts)
+    return Trend(slope, _test(s, variance).p, 1.0, float(np.mean(factors[1:] or factors)), points)
+
+
+def shift(y: Numbers) -> Shift | None:
     """The change point of a series, or None. ``trend`` does not detect a single jump.
 
     The block medians are split in two, with at least a quarter on each side, where the parts differ
@@ -196,13 +185,10 @@ def shift(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Shift |
     >>> shift([1.0] * 50 + [3.0] * 50)
     Shift(at=49.5, before=1.0, after=3.0)
     """
-    b = floats(y)
-    a = np.arange(len(b), dtype=np.float64) if x is None else floats(x)
-    same(a, b)
-    if len(b) < MIN_POINTS:
+    if len(y) < MIN_TREND_POINTS:
         return None
-    a, b = medians(a, blocks), medians(b, blocks)
-    least = max(len(b) // 4, MIN_POINTS // 2 - 1)
+    a, b = medians(range(len(y))), medians(y)
+    least = max(len(b) // 4, MIN_TREND_POINTS // 2 - 1)
     over = np.sign(np.subtract.outer(b, b))  # 1 where row > column
     cuts = range(least, len(b) - least + 1)
     apart = {cut: float(over[cut:, :cut].mean()) for cut in cuts}  # -1 .. 1
@@ -213,7 +199,7 @@ def shift(y: Numbers, x: Numbers | None = None, blocks: int = BLOCKS) -> Shift |
     return Shift(float(a[cut - 1] + a[cut]) / 2, before, after)
 
 
-def medians(y: Numbers, blocks: int = BLOCKS) -> Floats:
+def medians(y: Numbers, blocks: int = TREND_BLOCKS) -> Floats:
     """The medians of ``blocks`` consecutive blocks of nearly equal length; fewer if y is short.
 
     >>> medians([1, 2, 90, 4, 5, 6], 2).tolist()
@@ -240,7 +226,7 @@ def inflation_of(rest: Numbers) -> float:
     lags = np.arange(1, n)
     factor = 1 + 2 * float(((1 - lags / n) * rho**lags).sum())
     surest = (n * (n - 1) / 2 - 1) / sqrt(_variance(n))
-    return min(factor, max(1.0, 0.9 * (surest / quantile(LEVEL)) ** 2))
+    return min(factor, max(1.0, 0.9 * (surest / CONFIDENCE_Z) ** 2))
 
 
 def ranks(values: Numbers) -> Floats:
@@ -259,32 +245,45 @@ def ranks(values: Numbers) -> Floats:
 
 
 def _slopes(x: Floats, y: Floats) -> Floats:
-    order = np.argsort(x, kind="stable")
-    x, y = x[order], y[order]
-    parts = []
-    for i in range(len(x) - 1):
-        dx = x[i + 1 :] - x[i]
-        parts.append((y[i + 1 :] - y[i])[dx > 0] / dx[dx > 0])
-    return np.sort(np.concatenate(parts)) if parts else np.empty(0)
+    """The sorted slopes between all pairs of points with different x."""
+    dx, dy = _differences(x), _differences(y)
+    return np.sort(dy[dx != 0] / dx[dx != 0])
 
 
-def _middle(slopes: Floats, width: float) -> Interval:
-    """The median of sorted slopes, and the slopes ``width / 2`` ranks below and above it."""
+def _differences(y: Floats) -> Floats:
+    """``y[j] - y[i]`` of all pairs i < j."""
+    later, earlier = np.tril_indices(len(y), -1)
+    return y[later] - y[earlier]
+
+
+def _median_slope(slopes: Floats, variance: float = 0.0) -> Interval:
+    """The median of sorted slopes, and the slopes ``z √variance / 2`` ranks below and above it."""
+    if not len(slopes):
+        return Interval(nan, -inf, inf)
+    width = CONFIDENCE_Z * sqrt(variance)
     upper = min(round((len(slopes) + width) / 2), len(slopes) - 1)
     lower = max(round((len(slopes) - width) / 2) - 1, 0)
     return Interval(float(np.median(slopes)), float(slopes[lower]), float(slopes[upper]))
 
 
-def _variance(n: int, *tied: npt.NDArray[Any]) -> float:
-    """The variance of Kendall's S: ``(n(n-1)(2n+5) - Σ t(t-1)(2t+5)) / 18``, t the tie sizes."""
-    total = n * (n - 1) * (2 * n + 5)
-    return float(total - sum(int((t * (t - 1) * (2 * t + 5)).sum()) for t in tied)) / 18
+def _signs(y: Floats) -> int:
+    """Kendall's S: the number of pairs that rise, less the number that fall."""
+    return int(np.sign(_differences(y)).sum())
 
 
-def groups(values: Floats) -> npt.NDArray[Any]:
-    """The number of occurrences of every distinct value."""
-    counts: npt.NDArray[Any] = np.unique(values, return_counts=True)[1]
-    return counts
+def _variance(n: int, *series: Floats) -> float:
+    """The variance of S: ``(n(n-1)(2n+5) - Σ t(t-1)(2t+5)) / 18``, t the sizes of ties."""
+
+    def term(t: Any) -> Any:
+        return t * (t - 1) * (2 * t + 5)
+
+    ties = (np.unique(values, return_counts=True)[1] for values in series)
+    return float(term(n) - sum(int(term(sizes).sum()) for sizes in ties)) / 18
+
+
+def _test(s: int, variance: float) -> Kendall:
+    z = float(s - np.sign(s)) / sqrt(variance) if variance else 0.0
+    return Kendall(s, z, erfc(abs(z) / sqrt(2)))
 
 
 def floats(values: Numbers) -> Floats:
@@ -295,12 +294,8 @@ def floats(values: Numbers) -> Floats:
     return result
 
 
-def same(a: Floats, b: Floats) -> None:
-    """Raise an error for arrays of different length."""
+def _pair(x: Numbers, y: Numbers) -> tuple[Floats, Floats]:
+    a, b = floats(x), floats(y)
     if len(a) != len(b):
         raise ValueError(f"as many of the one as of the other are needed: {len(a)} and {len(b)}")
-
-
-def quantile(level: float) -> float:
-    """The z for which ±z standard deviations contain ``level`` of a normal distribution."""
-    return NormalDist().inv_cdf((1 + level) / 2)
+    return a, b

@@ -8,7 +8,8 @@ from math import nan
 import numpy as np
 
 from gradtrace.profiling.summary import Pace, pace
-from gradtrace.profiling.trend_tests import MIN_POINTS, medians
+from gradtrace.profiling.trend_tests import medians
+from gradtrace.profiling.tuning import MIN_TREND_POINTS
 from gradtrace.report.model import Floats, Timing, Training
 from gradtrace.runs.history import History, StepRecord
 
@@ -97,7 +98,7 @@ def timing(history: History) -> Timing | None:
 
 
 def _grows(found: Pace) -> bool | None:
-    return None if found.steps < MIN_POINTS else found.slower > 0
+    return None if found.steps < MIN_TREND_POINTS else found.slower > 0
 
 
 def _points(history: History) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], Floats]:

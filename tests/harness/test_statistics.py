@@ -7,16 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gradtrace.experiments.harness.statistics import (
-    Interval,
-    bootstrap,
-    fisher,
-    kendall,
-    mann_kendall,
-    ranks,
-    spearman,
-    theil_sen,
-)
+from gradtrace.experiments.harness.statistics import Interval, bootstrap, ranks, theil_sen
+from gradtrace.profiling.trend_tests import mann_kendall
 
 SEEDS = range(8)
 
@@ -31,25 +23,16 @@ def series(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rank_correlations_are_those_of_scipy(seed: int) -> None:
-    x, y = series(seed)
+def test_ranks_are_those_of_scipy(seed: int) -> None:
+    x, _ = series(seed)
     assert ranks(x).tolist() == stats.rankdata(x).tolist()
-    assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-12)
-    assert kendall(x, y) == pytest.approx(stats.kendalltau(x, y).statistic, abs=1e-12)
-
-
-def test_a_constant_has_no_correlation() -> None:
-    assert isnan(spearman([1, 1, 1], [1, 2, 3]))
-    assert isnan(kendall([1, 2, 3], [2, 2, 2]))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("level", [0.5, 0.95])
-def test_theil_sen_is_that_of_scipy(seed: int, level: float) -> None:
+def test_theil_sen_is_that_of_scipy(seed: int) -> None:
     x, y = series(seed)
-    expected = stats.theilslopes(y, x, alpha=level)
-    got = theil_sen(x, y, level)
-    assert got == pytest.approx(tuple(expected)[:1] + tuple(expected)[2:], abs=1e-12)
+    expected = stats.theilslopes(y, x, alpha=0.95)
+    assert theil_sen(x, y) == pytest.approx((expected[0], *expected[2:]), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -81,22 +64,12 @@ def test_nothing_moves_without_a_trend() -> None:
     assert isnan(theil_sen([1, 1], [1, 2]).value)
 
 
-def test_fisher_holds_the_true_value_as_often_as_it_says() -> None:
-    generator = np.random.default_rng(0)
-    hits = 0
-    for _ in range(400):
-        x, y = generator.normal(size=(2, 40))
-        found = fisher(spearman(x, y), 40)
-        hits += found.low <= 0 <= found.high
-    assert 0.92 < hits / 400 < 0.98
-
-
 def test_bootstrap_is_that_of_scipy() -> None:
     values = np.random.default_rng(0).normal(size=50)
     got = bootstrap(values.tolist(), lambda v: float(np.mean(v)), rounds=4000)
-    expected = stats.bootstrap((values,), np.mean, method="percentile", rng=1).confidence_interval
-    assert got.value == pytest.approx(values.mean())
-    assert (got.low, got.high) == pytest.approx((expected.low, expected.high), abs=0.03)
+    same = np.random.default_rng(0)  # scipy draws alike
+    expected = stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=same)
+    assert got == pytest.approx((values.mean(), *expected.confidence_interval))
 
 
 def test_clusters_stay_together() -> None:
@@ -112,7 +85,6 @@ def test_clusters_stay_together() -> None:
 
 def test_one_cluster_tells_nothing() -> None:
     assert bootstrap([1.0], lambda v: v[0]).sign == 0
-    assert fisher(0.5, 3).sign == 0
     assert Interval(0.5, 0.1, 0.9).sign == 1
     assert Interval(-0.5, -0.9, -0.1).sign == -1
 
@@ -121,4 +93,4 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="nan"):
         ranks([1.0, float("nan")])
     with pytest.raises(ValueError, match="as many"):
-        spearman([1, 2, 3], [1, 2])
+        theil_sen([1, 2, 3], [1, 2])
