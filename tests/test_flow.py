@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 import gradtrace
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.flow import Flow, flow_of, sizing
-from gradtrace.flow.sizing import OperatorGraph, measure, sizes
+from gradtrace.flow.operator_graph import OperatorGraph
+from gradtrace.flow.sizing import measure, sizes
 from gradtrace.ir.program import MapTable, Program, Step
 
 WIDTH = 32

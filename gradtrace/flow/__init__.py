@@ -25,9 +25,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from gradtrace.errors import NotScalar
-from gradtrace.flow.depth import Measured, Modules
+from gradtrace.flow.modules import Modules
+from gradtrace.flow.operator_graph import OperatorGraph
 from gradtrace.flow.result import Flow, Level, ModuleFlow
-from gradtrace.flow.sizing import OperatorGraph, Size, losses_of, measure
+from gradtrace.flow.sizing import Size, measure
 from gradtrace.flow.words import FlowText
 from gradtrace.ir.program import Program
 
@@ -65,8 +66,6 @@ def flow_of(
             f"the seed has shape {tuple(seed.shape)} and the loss {tuple(program.seed.shape)}; "
             "pass a weight for each element of the loss"
         )
-    size = measure(program, seed) if size is None else size
-    wiring = OperatorGraph(program, size)
-    flow = Measured(wiring, size, losses_of(wiring, size))
-    modules = Modules(flow, names, classes)
-    return Flow(flow.profile, modules.rows, tuple(FlowText(flow, modules).findings()))
+    graph = OperatorGraph(program, measure(program, seed) if size is None else size)
+    modules = Modules(graph, names, classes)
+    return Flow(graph.profile, modules.rows, tuple(FlowText(graph, modules).findings()))

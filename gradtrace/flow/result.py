@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite, sqrt
 from typing import Any, NamedTuple
@@ -10,31 +10,6 @@ from typing import Any, NamedTuple
 from gradtrace.errors import UnknownName
 from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.printable import printable
-
-FAR_FACTOR = 1000.0
-"""A fall by more than this from top to end counts as vanishing, a rise by more as exploding.
-Healthy nets of 30 layers and tiny models of 23 architectures stay within 20."""
-
-MOSTLY_DEAD_SHARE = 0.95
-"""A module is mostly dead if this share of the gradient's entries at its output is 0, and the
-operator above it (a ReLU) set this share of them to 0. For a healthy ReLU it is about a half."""
-
-SEQUENCE_MIN_DEPTHS = 8
-"""The uses of a leaf are examined as a sequence if they are at this many depths or more."""
-
-MEDIAN_DEPTHS = 3
-"""The number of depths of which the top is the median, and the least depth of a body that is
-examined for a fall or a rise."""
-
-UNDERFLOW_FACTOR = 2.0**10
-"""A gradient that becomes 0 from within this factor of the smallest float underflowed: it vanished.
-A larger one was multiplied by a slope or weight of 0: it is dead."""
-
-STEADY_FACTOR = 1.05
-"""A change by a smaller factor is neither a fall nor a rise."""
-
-NAMED_MAX_MODULES = 3
-"""The most modules that a sentence names."""
 
 
 class Level(NamedTuple):
@@ -87,9 +62,34 @@ class ModuleFlow:
     verdict: str = ""
 
     @property
+    def name(self) -> str:
+        """The module's name; ``(top)`` outside any module."""
+        return self.module or "(top)"
+
+    @property
     def gain(self) -> float | None:
         """``handed / norm``; None if ``norm`` is 0 or ``handed`` is None."""
         return self.handed / self.norm if self.handed is not None and self.norm else None
+
+
+COLUMNS = (
+    (TextColumn("module"), "name"),
+    (TextColumn("class"), "kind"),
+    (TextColumn("calls", "count"), "calls"),
+    (TextColumn("depth", "count"), "depth"),
+    (TextColumn("norm", "number"), "norm"),
+    (TextColumn("first call", "number"), "first"),
+    (TextColumn("last call", "number"), "last"),
+    (TextColumn("handed on", "number"), "handed"),
+    (TextColumn("gain", "number"), "gain"),
+    (TextColumn("zeros", "share"), "zeros"),
+    (TextColumn("parameters", "number"), "own"),
+    (TextColumn("verdict"), "verdict"),
+)
+"""The columns of a table, each with its field of ``ModuleFlow``."""
+
+BY_CALL = ("calls", "first", "last")
+"""Fields of which a table has columns only if a module was called several times."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,42 +122,14 @@ class Flow:
 
     def table(self) -> TextTable:
         """One row per module, with the verdict below."""
-        many = any(row.calls > 1 for row in self.rows)
-        columns = (
-            TextColumn("module"),
-            TextColumn("class"),
-            *([TextColumn("calls", "count")] if many else []),
-            TextColumn("depth", "count"),
-            TextColumn("norm", "number"),
-            *(
-                [TextColumn("first call", "number"), TextColumn("last call", "number")]
-                if many
-                else []
-            ),
-            TextColumn("handed on", "number"),
-            TextColumn("gain", "number"),
-            TextColumn("zeros", "share"),
-            TextColumn("parameters", "number"),
-            TextColumn("verdict"),
+        alone = all(row.calls <= 1 for row in self.rows)
+        shown = [each for each in COLUMNS if not (alone and each[1] in BY_CALL)]
+        return TextTable(
+            f"Gradient flow ({len(self.profile):,} operators deep)",
+            tuple(column for column, _ in shown),
+            tuple(tuple(getattr(row, field) for _, field in shown) for row in self.rows),
+            self.findings,
         )
-        rows = tuple(
-            (
-                name_of(row),
-                row.kind,
-                *([row.calls] if many else []),
-                row.depth,
-                row.norm,
-                *([row.first, row.last] if many else []),
-                row.handed,
-                row.gain,
-                row.zeros,
-                row.own,
-                row.verdict,
-            )
-            for row in self.rows
-        )
-        deep = f"{len(self.profile):,} operators deep"
-        return TextTable(f"Gradient flow ({deep})", columns, rows, self.findings)
 
     def __str__(self) -> str:
         return str(self.table())
@@ -190,8 +162,15 @@ class Flow:
         )
 
 
-WORDS = ("operator", "module", "kind", "verdict")
-COUNTS = ("depth", "entries", "calls")
+TYPES: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("operator", "module", "kind", "verdict"), str),
+    **dict.fromkeys(("depth", "entries", "calls"), int),
+}
+"""The types of fields that are not floats."""
+
+
+def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: None if v is None else TYPES.get(k, float)(v) for k, v in fields.items()}
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,17 +178,3 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
         key: str(value) if isinstance(value, float) and not isfinite(value) else value
         for key, value in fields.items()
     }
-
-
-def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    def parsed(key: str, value: Any) -> Any:
-        if value is None:
-            return None
-        return str(value) if key in WORDS else int(value) if key in COUNTS else float(value)
-
-    return {key: parsed(key, value) for key, value in fields.items()}
-
-
-def name_of(row: ModuleFlow) -> str:
-    """The module's name; ``(top)`` outside any module."""
-    return row.module or "(top)"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan
 
-from gradtrace.flow.depth import Change, Measured, Modules
-from gradtrace.flow.result import FAR_FACTOR, NAMED_MAX_MODULES, STEADY_FACTOR, name_of
-from gradtrace.flow.sizing import VanishedGradient, elementwise, maps_of
+from gradtrace.flow.modules import Modules
+from gradtrace.flow.operator_graph import Change, OperatorGraph
+from gradtrace.flow.result import ModuleFlow
+from gradtrace.flow.tuning import FAR_FACTOR, NAMED_MAX_MODULES, STEADY_FACTOR
 
 KEEP = (
     "Skip connections, normalisation, gated cells or another initialisation (He for ReLU, Xavier "
@@ -25,7 +26,7 @@ REVIVE = "A smaller learning rate, another initialisation or a leaky slope bring
 class FlowText:
     """The findings of a measured program, in sentences."""
 
-    flow: Measured
+    graph: OperatorGraph
     modules: Modules
 
     def findings(self) -> Iterator[str]:
@@ -36,7 +37,7 @@ class FlowText:
             return
         dead = [text for text in (self._dead(), self._mostly()) if text]
         yield from dead
-        changes = [change for change in (self.flow.along, *self.flow.repeated) if change]
+        changes = [change for change in (self.graph.along, *self.graph.repeated) if change]
         fall = next((change for change in changes if change.ratio < 1 / FAR_FACTOR), None)
         rise = next((change for change in changes if change.ratio > FAR_FACTOR), None)
         if fall:
@@ -52,14 +53,9 @@ class FlowText:
         """A change in words: from where to where, and its factor per operator."""
         first, last, ratio = change.first, change.last, change.ratio
         if not last.norm and not change.uses:
-            last = next(level for level in self.flow.body if not level.norm)
-        verb = (
-            "goes"
-            if 1 / STEADY_FACTOR < ratio < STEADY_FACTOR
-            else "rises"
-            if ratio > 1
-            else "falls"
-        )
+            last = next(level for level in self.graph.body if not level.norm)
+        steady = 1 / STEADY_FACTOR < ratio < STEADY_FACTOR
+        verb = "goes" if steady else "rises" if ratio > 1 else "falls"
         uses = f"through {change.uses:,} uses of the same weights " if change.uses else ""
         start = f"{uses}{subject} {verb} from {first.norm:.2g} at"
         if not last.norm:
@@ -75,50 +71,44 @@ class FlowText:
 
     def _rest(self, fall: Change) -> str:
         """A note if the gradient at the deepest level, below a fall, is large all the same."""
-        deepest = self.flow.profile[-1]
+        deepest = self.graph.profile[-1]
         if deepest.norm < fall.first.norm / FAR_FACTOR:
             return ""
         return f"; deeper down, {deepest.where} gets {deepest.norm:.2g} by other ways"
 
     def _healthy(self, dead: bool) -> Iterator[str]:
-        change, deep = self.flow.along, len(self.flow.profile)
+        change, deep = self.graph.along, len(self.graph.profile)
         if change:
             start = "Elsewhere the" if dead else "The"
             yield f"{start} gradient neither vanishes nor explodes: {self._describe(change, 'it')}."
         elif not dead:
             yield f"The graph is {_count(deep, 'operator')} deep, too few to vanish or explode."
-        silent = sum(not level.largest for level in self.flow.profile)
+        silent = sum(not level.largest for level in self.graph.profile)
         if silent and not dead:
             yield f"At {silent:,} of {deep:,} depths it is exactly 0."
         for word, much in (("vanishing", "less"), ("exploding", "more")):
-            far = [name_of(row) for row in self.modules.rows if row.verdict == word]
-            if far:
-                gets = "gets" if len(far) == 1 else "get"
-                yield f"Apart from that, {_listed(far)} {gets} over {FAR_FACTOR:,.0f} times {much}."
+            if far := self._rows(word):
+                yield f"Apart from that, {_get(far)} over {FAR_FACTOR:,.0f} times {much}."
 
     # Zeros, NaN and infinity ---------------------------------------------------------------------
 
     def _nonfinite(self) -> str:
         """Where NaN or infinity first appears; empty if all is finite."""
-        size, blocks = self.flow.size, self.flow.wiring.blocks
+        size = self.graph.size
         bad = {value for value, found in size.items() if not isfinite(found.norm)}
         if not bad:
             return ""
         makers = (
-            (number, value)
-            for number, block in enumerate(blocks)
+            (f"what {self._operator(number)} hands on", value)
+            for number, block in enumerate(self.graph.blocks)
             if bad.isdisjoint(block.takes.values())
             for value in block.gives.values()
             if value in bad
         )
-        root = self.flow.wiring.program.root
-        number, value = next(makers, (None, min(bad)))
+        where, value = next(makers, ("a sum of gradients", min(bad)))
         kind = "NaN" if isnan(size[value].norm) else "infinity"
-        if root in bad:
+        if self.graph.program.root in bad:
             return f"The gradient is not finite: the loss itself is weighed with {kind}."
-        where = (
-            "a sum of gradients" if number is None else f"what {self._operator(number)} hands on"
-        )
         return (
             f"The gradient is not finite: {kind} first appears in {where}. Look at the values that "
             "go into it (a division by 0, a logarithm or root of 0, an overflow?)."
@@ -126,63 +116,58 @@ class FlowText:
 
     def _nothing(self) -> str:
         """Why no leaf gets any gradient; empty if some leaf does."""
-        size, program = self.flow.size, self.flow.wiring.program
+        size, program = self.graph.size, self.graph.program
         if any(size[leaf.value].nonzero for leaf in program.leaves):
             return ""
         if not size[program.root].nonzero:
             return "No gradient flows: the loss itself is weighed with 0."
-        places = [self.flow.lost[v.value] for v in program.leaves if v.value in self.flow.lost]
-        why = self._why(min(places)) if places else "Nothing but zeros reaches them."
+        why = self._why([v.value for v in program.leaves], "Nothing but zeros reaches them.")
         return f"No gradient flows: that of every leaf is exactly 0. {why}"
 
+    def _rows(self, verdict: str) -> list[ModuleFlow]:
+        return [row for row in self.modules.rows if row.verdict == verdict]
+
     def _dead(self) -> str:
-        rows = [row for row in self.modules.rows if row.verdict == "dead"]
-        silent = [name_of(row) for row in rows if not row.norm]
+        rows, gathered = self._rows("dead"), self.modules.gathered
         if not rows:
             return ""
-        found = self.modules.gathered
-        places = [
-            self.flow.lost[value]
-            for row in rows
-            for value in (found[row.module].out if row.norm else found[row.module].values)
-            if value in self.flow.lost
-        ]
-        why = self._why(min(places)) if places else "What reaches them adds up to 0."
-        if silent:
-            gets = "gets" if len(silent) == 1 else "get"
-            return f"Dead: {_listed(silent)} {gets} no gradient at all. {why}"
-        return f"Dead: {_listed([name_of(row) for row in rows])} hands no gradient on. {why}"
+        parts = [(row, gathered[row.module]) for row in rows]
+        values = [v for row, part in parts for v in (part.out if row.norm else part.values)]
+        why = self._why(values, "What reaches them adds up to 0.")
+        if silent := [row for row in rows if not row.norm]:
+            return f"Dead: {_get(silent)} no gradient at all. {why}"
+        return f"Dead: {_listed(rows)} hands no gradient on. {why}"
 
-    def _why(self, lost: VanishedGradient) -> str:
-        """Why an operator passes on only zeros."""
-        block = self.flow.wiring.blocks[lost.block]
-        where = self._operator(lost.block)
-        reached = sum(self.flow.size[value].nonzero for value in block.takes.values())
-        if lost.faint:
+    def _why(self, values: Iterable[int], unknown: str) -> str:
+        """Why some values are 0: what the operator does that made the first of them so."""
+        lost = [self.graph.lost[value] for value in values if value in self.graph.lost]
+        if not lost:
+            return unknown
+        number, faint = min(lost)
+        block, where = self.graph.blocks[number], self._operator(number)
+        reached = sum(self.graph.size[value].nonzero for value in block.takes.values())
+        if faint:
             return f"It falls below the smallest float at {where}. {KEEP}"
-        if elementwise(block, self.flow.wiring.program) and not block.operator.startswith(
-            ("Mul", "Div")
-        ):
+        if self.graph.elementwise(number) and not block.operator.startswith(("Mul", "Div")):
             return (
                 f"{where} has slope 0 at all {_count(reached, 'entry')} that the gradient comes to "
                 f"(a dead ReLU, a saturated unit, a closed gate?). {REVIVE}"
             )
-        if all(m.is_gather for m in maps_of(block, self.flow.wiring.program)):
+        if self.graph.gathers(number):
             return f"{where} cuts it off: the loss does not use that part."
         return f"{where} multiplies it with zeros (weights or factors that start at 0?)."
 
     def _mostly(self) -> str:
-        rows = [row for row in self.modules.rows if row.verdict == "mostly dead"]
+        rows = self._rows("mostly dead")
         if not rows:
             return ""
-        worst = max(rows, key=lambda row: row.zeros)
         return (
-            f"Mostly dead: at the output of {_listed([name_of(row) for row in rows])} up to "
-            f"{worst.zeros:.1%} of the gradient is exactly 0 (ReLUs that seldom open?). {REVIVE}"
+            f"Mostly dead: at the output of {_listed(rows)} up to {max(r.zeros for r in rows):.1%} "
+            f"of the gradient is exactly 0 (ReLUs that seldom open?). {REVIVE}"
         )
 
     def _operator(self, number: int) -> str:
-        block = self.flow.wiring.blocks[number]
+        block = self.graph.blocks[number]
         module = block.place.module
         return f"{block.operator} (in '{module}')" if module else block.operator
 
@@ -193,9 +178,14 @@ def _count(n: int, word: str) -> str:
     return f"{n:,} {word if n == 1 else many}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(rows: Sequence[ModuleFlow]) -> str:
     """``'a', 'b' and 2 more``."""
-    shown = [f"'{name}'" for name in names[:NAMED_MAX_MODULES]]
-    if len(names) > NAMED_MAX_MODULES:
-        return f"{', '.join(shown)} and {len(names) - NAMED_MAX_MODULES:,} more"
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    shown = [f"'{row.name}'" for row in rows[:NAMED_MAX_MODULES]]
+    more = len(rows) - len(shown)
+    *first, last = [", ".join(shown), f"{more:,} more"] if more else shown
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _get(rows: Sequence[ModuleFlow]) -> str:
+    """``'a' gets``, ``'a' and 'b' get``."""
+    return f"{_listed(rows)} {'gets' if len(rows) == 1 else 'get'}"

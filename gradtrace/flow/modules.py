@@ -1,0 +1,170 @@
+"""Gradient norms by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import hypot, isfinite
+
+from torch.nn import Parameter
+
+from gradtrace.flow.operator_graph import (
+    OperatorGraph,
+    PassedGradient,
+    rank,
+    zero_share,
+)
+from gradtrace.flow.result import ModuleFlow
+from gradtrace.flow.sizing import Size
+from gradtrace.flow.tuning import FAR_FACTOR, MOSTLY_DEAD_SHARE
+
+
+@dataclass
+class Gathered:
+    """The cotangents that reach and leave the operators of one module."""
+
+    depth: int
+    calls: set[int] = field(default_factory=set)
+    reached: dict[int, dict[int, None]] = field(default_factory=dict)  # call: values, in order
+    handed: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    dropped: float = 0.0  # the largest share of entries that an operator above set to 0
+
+    @property
+    def values(self) -> list[int]:
+        """All cotangents that reach the module."""
+        return [value for call in self.reached.values() for value in call]
+
+    @property
+    def out(self) -> list[int]:
+        """All cotangents that leave the module, and its parameters' gradients."""
+        return self.handed + self.own
+
+
+@dataclass
+class Modules:
+    """The measurements of a program by module."""
+
+    graph: OperatorGraph
+    names: Mapping[int, str]
+    classes: Mapping[str, str]
+
+    @cached_property
+    def gathered(self) -> dict[str, Gathered]:
+        """By module, nearest to the loss first."""
+        graph, found = self.graph, dict[str, Gathered]()
+        places = [block.place for block in graph.blocks]
+        for number, depth in sorted(graph.depth.items(), key=lambda item: item[1]):
+            found.setdefault(places[number].module, Gathered(depth)).calls.add(places[number].call)
+
+        def reach(number: int, value: int) -> Gathered:
+            module, call = places[number]
+            found[module].reached.setdefault(call, {})[value] = None
+            return found[module]
+
+        if places:
+            reach(0, graph.program.root)
+        for edge in graph.edges:
+            enters = edge.taker is not None and places[edge.taker] != places[edge.giver]
+            if edge.taker is not None and enters:
+                into = reach(edge.taker, edge.whole)
+                into.dropped = max(into.dropped, self._dropped(edge))
+            if enters or edge.leaf in self._inputs:
+                found[places[edge.giver].module].handed.append(edge.value)
+        for leaf in graph.program.leaves:
+            name = self.names.get(leaf.value, "")
+            owner = next((module for module in above(name) if module in found), None)
+            if owner is not None and leaf.value not in self._inputs:
+                found[owner].own.append(leaf.value)
+        return found
+
+    def _dropped(self, edge: PassedGradient) -> float:
+        """The share of nonzero entries that an elementwise operator set to 0."""
+        if not self.graph.elementwise(edge.giver):
+            return 0.0
+        size, (take,) = self.graph.size, self.graph.blocks[edge.giver].takes.values()
+        return zero_share(size[take].nonzero, size[edge.value].nonzero)
+
+    @cached_property
+    def _inputs(self) -> set[int | None]:
+        """Leaves that are not parameters; empty without a model, as inputs are then unknown."""
+        return {
+            leaf.value
+            for leaf in self.graph.program.leaves
+            if self.classes
+            and not isinstance(leaf.tensor, Parameter)
+            and "." not in self.names.get(leaf.value, "")
+        }
+
+    # Rows ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> tuple[ModuleFlow, ...]:
+        """One for each module."""
+        return tuple(self._row(module, found) for module, found in self.gathered.items())
+
+    def _row(self, module: str, found: Gathered) -> ModuleFlow:
+        reached = self._sizes(found.values)
+        calls = [self._norm(found.reached[call]) for call in sorted(found.reached)]
+        zeros = zero_share(sum(x.entries for x in reached), sum(x.nonzero for x in reached))
+        return ModuleFlow(
+            module,
+            self.classes.get(module, ""),
+            len(found.calls),
+            found.depth,
+            self._norm(found.values),
+            calls[0],
+            calls[-1],
+            self._norm(found.handed) if found.handed else None,
+            zeros,
+            hypot(*(x.norm for x in self._sizes(found.own))) if found.own else None,
+            self._verdict(module, found, zeros),
+        )
+
+    def _sizes(self, values: Iterable[int]) -> list[Size]:
+        return [self.graph.size[value] for value in values]
+
+    def _norm(self, values: Iterable[int]) -> float:
+        """The largest norm."""
+        return max(self._sizes(values), key=rank).norm
+
+    def _verdict(self, module: str, found: Gathered, zeros: float) -> str:
+        if not isfinite(self._norm(found.values)):
+            return "not finite"
+        if self._all_zero(found.values) or self._all_zero(found.out):
+            return "vanishing" if any(map(self.graph.faint, found.values + found.out)) else "dead"
+        if min(found.dropped, zeros) >= MOSTLY_DEAD_SHARE:
+            return "mostly dead"
+        ratios = self._ratios(module, found)
+        if any(ratio < 1 / FAR_FACTOR for ratio in ratios):
+            return "vanishing"
+        return "exploding" if any(ratio > FAR_FACTOR for ratio in ratios) else ""
+
+    def _all_zero(self, values: Iterable[int]) -> bool:
+        """Whether there are entries, and all are 0."""
+        entries = [size for size in self._sizes(values) if size.entries]
+        return bool(entries) and not any(size.nonzero for size in entries)
+
+    def _ratios(self, module: str, found: Gathered) -> list[float]:
+        """The gradient at a module relative to the top, and changes over many uses of a leaf."""
+        graph = self.graph
+        ratios = [change.ratio for change in graph.repeated if change.first.module == module]
+        if graph.along and graph.along.first.norm:
+            start = graph.body[0].depth
+            body = [v for v in found.values if graph.depth[graph.takers[v]] >= start]
+            ratios += [self._norm(body) / graph.along.first.norm] if body else []
+        return ratios
+
+
+def above(name: str) -> list[str]:
+    """The names of the modules that contain something of this name, innermost first.
+
+    >>> above("a.b.weight")
+    ['a.b', 'a', '']
+    """
+    found = []
+    while name:
+        name = name.rpartition(".")[0]
+        found.append(name)
+    return found
