@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import matrix_of
 from torch import Tensor
 
 import gradtrace as gt
@@ -109,11 +110,11 @@ MOVES: dict[str, Callable[[tuple[int, int]], Index | Identity]] = {
 @given(st.lists(st.sampled_from(sorted(MOVES)), min_size=2, max_size=5))
 def test_composed_is_one_after_the_other(names: list[str]) -> None:
     first = MOVES[names[0]]((2, 3))
-    whole, dense = first, first.dense()
+    whole, dense = first, matrix_of(first)
     for name in names[1:]:
         part = MOVES[name](whole.out_shape)
-        whole, dense = composed(whole, part), part.dense().to(dense) @ dense
-    assert torch.equal(whole.dense().to(dense), dense)
+        whole, dense = composed(whole, part), matrix_of(part) @ dense
+    assert torch.equal(matrix_of(whole), dense)
     assert whole.single_target == bool((dense.sum(0) <= 1).all())
     x = torch.randn(2, 3)
     assert torch.equal(whole.apply(x).reshape(-1), dense.float() @ x.reshape(-1))

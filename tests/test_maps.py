@@ -1,4 +1,4 @@
-"""Every map against its own matrix, and every matrix against an independent definition."""
+"""Every map against its matrix, by the independent definitions of ``oracle``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import MATRICES, forward, matrix_of
 from test_semirings import EVERY, OWN, LogMax, title
 from thorough import few
 from torch import Tensor
@@ -87,16 +88,6 @@ def windows(
 ) -> Windows:
     extra = output_padding or (0,) * len(stride)
     return Windows(stride, padding, dilation, transposed, extra, groups)
-
-
-def forward(x: Tensor, w: Tensor, g: Windows) -> Tensor:
-    """The convolution itself."""
-    d = len(g.stride)
-    if g.transposed:
-        f: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[d - 1]
-        return f(x, w, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
-    f = (F.conv1d, F.conv2d, F.conv3d)[d - 1]
-    return f(x, w, None, g.stride, g.padding, g.dilation, g.groups)
 
 
 def convolve(make: Make, x: Shape, w: Shape, how: Windows, to_kernel: bool) -> Convolve:
@@ -367,151 +358,6 @@ TABLE |= {f"Convolve {name} to input": _convolution(name, False) for name in GEO
 TABLE |= {f"Convolve {name} to kernel": _convolution(name, True) for name in GEOMETRY}
 
 
-# The same matrices, by other means ---------------------------------------------------------------
-
-
-def units(shape: Shape) -> list[Tensor]:
-    n = math.prod(shape)
-    return [row.reshape(shape) for row in torch.eye(n, dtype=torch.float64)]
-
-
-def by_columns(f: Callable[[Tensor], Tensor], m: Map) -> Tensor:
-    """The matrix of a linear function, from what it makes of unit vectors."""
-    columns = [f(unit).reshape(-1) for unit in units(m.in_shape)]
-    return torch.stack(columns, 1) if columns else torch.zeros(m.outputs, 0, dtype=torch.float64)
-
-
-def of_scale(m: Scale) -> Tensor:
-    matrix = torch.zeros(m.outputs, m.inputs, dtype=torch.float64)
-    weight = torch.as_tensor(m.weight, dtype=torch.float64).expand(m.in_shape).reshape(-1)
-    for i in range(m.inputs):
-        matrix[i, i] = weight[i]
-    return matrix
-
-
-def of_scatter(m: Scatter) -> Tensor:
-    matrix = torch.zeros(m.outputs, m.inputs, dtype=torch.float64)
-    for j, i in enumerate(m.target.reshape(-1).tolist()):
-        if i >= 0:
-            matrix[i, j] += 1
-    return matrix
-
-
-def of_distances(m: Distances) -> Tensor:
-    """Pair by pair, coordinate by coordinate."""
-    batch, n, k = m.x.shape
-    many = m.y.shape[1]
-    matrix = torch.zeros(batch, n, k, batch, n, many, dtype=torch.float64)
-    for b, i, j, c in product(range(batch), range(n), range(many), range(k)):
-        gap = float(m.x[b, i, c]) - float(m.y[b, j, c])  # what float32 rounds, tolerances allow
-        if gap:
-            matrix[b, i, c, b, i, j] = math.copysign(abs(gap) ** (m.power - 1), gap)
-    return matrix.reshape(m.outputs, m.inputs)
-
-
-def of_beside(m: SideBySide) -> Tensor:
-    return torch.block_diag(*(REFERENCE[type(each)](each) for each in m.maps))
-
-
-def of_sparse(m: Sparse) -> Tensor:
-    """A product of Kronecker's for each block."""
-    blocks, planes, inner = m.around
-    rows, columns = (n // max(1, math.prod(m.around)) for n in (m.outputs, m.inputs))
-    each = torch.zeros(blocks, rows, columns, dtype=torch.float64)
-    for block, row in product(range(blocks), range(rows)):
-        first, last = m.starts[block * rows + row : block * rows + row + 2].tolist()
-        for e in range(first, last):
-            each[block, row, m.source[e]] += m.weight[e]
-    eyes = [torch.eye(n, dtype=torch.float64) for n in (planes, inner)]
-    parts = [torch.kron(eyes[0], torch.kron(matrix, eyes[1])) for matrix in each]
-    return torch.block_diag(*parts) if m.outputs * m.inputs else m.dense().double()
-
-
-def of_contract(m: Contract) -> Tensor:
-    """One product after the other, for every value of every letter."""
-    matrix = torch.zeros((*m.out_shape, *m.in_shape), dtype=torch.float64)
-    x, rest = m.spec.split(",")
-    w, out = rest.split("->")
-    size = dict(zip(x, m.in_shape)) | dict(zip(w, m.weight.shape))
-    letters = sorted(size)
-    for values in product(*(range(size[letter]) for letter in letters)):
-        at = dict(zip(letters, values))
-        place = [tuple(at[letter] for letter in word) for word in (out, x, w)]
-        matrix[(*place[0], *place[1])] += m.weight[place[2]]
-    return matrix.reshape(m.outputs, m.inputs)
-
-
-def of_convolve(m: Convolve) -> Tensor:
-    other = m.other.double()
-    zero = torch.zeros(m.out_shape, dtype=torch.float64)
-
-    def f(free: Tensor) -> Tensor:
-        x, w = (other, free) if m.to_kernel else (free, other)
-        return forward(x, w, m.windows)
-
-    found: Any = jacobian(f, zero)
-    return found.reshape(m.inputs, m.outputs).T
-
-
-def of_normaliser(m: Normaliser) -> Tensor:
-    """Element by element, as the docstring has it."""
-    shape = m.in_shape
-    places = list(product(*map(range, shape)))
-    d, *uv = [t.double().expand(shape).reshape(-1) for t in (m.diagonal, *m.left, *m.right)]
-    left, right = uv[: len(m.left)], uv[len(m.left) :]
-    matrix = torch.zeros(len(places), len(places), dtype=torch.float64)
-    for (i, a), (j, b) in product(enumerate(places), repeat=2):
-        if all(p == q for k, (p, q) in enumerate(zip(a, b)) if k not in m.dims):
-            matrix[i, j] = sum(float(u[i] * v[j]) for u, v in zip(left, right))
-        if i == j:
-            matrix[i, j] += d[i]
-    return matrix
-
-
-def of_scan(m: Scan) -> Tensor:
-    places = list(product(*map(range, m.in_shape)))
-    matrix = torch.zeros(len(places), len(places), dtype=torch.float64)
-    for (i, a), (j, b) in product(enumerate(places), repeat=2):
-        same = all(p == q for k, (p, q) in enumerate(zip(a, b)) if k != m.dim)
-        far = b[m.dim] - a[m.dim]
-        matrix[i, j] = float(same and (far >= 0 if m.reverse else far <= 0))
-    return matrix
-
-
-def of_reduce(m: Reduce) -> Tensor:
-    return by_columns(lambda x: x.sum(m.dims) if m.dims else x, m)
-
-
-def of_slot(m: Slot) -> Tensor:
-    """By concatenation with zeros."""
-
-    def put(x: Tensor) -> Tensor:
-        rest = m.out_shape[m.dim] - m.start - m.cut[m.dim]
-        sizes = [(*m.cut[: m.dim], n, *m.cut[m.dim + 1 :]) for n in (m.start, rest)]
-        before, after = (x.new_zeros(size) for size in sizes)
-        return torch.cat([before, x.reshape(m.cut), after], m.dim)
-
-    return by_columns(put, m)
-
-
-REFERENCE: dict[type[Map], Callable[[Any], Tensor]] = {
-    Identity: lambda m: by_columns(lambda x: x, m),
-    Scale: of_scale,
-    Index: lambda m: by_columns(m.move, m),
-    Slot: of_slot,
-    Reduce: of_reduce,
-    Scatter: of_scatter,
-    Sparse: of_sparse,
-    Distances: of_distances,
-    Contract: of_contract,
-    Convolve: of_convolve,
-    Normaliser: of_normaliser,
-    Scan: of_scan,
-    SideBySide: of_beside,
-    Dense: lambda m: m.matrix.double(),
-}
-
-
 # What is asked of each ---------------------------------------------------------------------------
 
 
@@ -527,15 +373,9 @@ def apart(x: Tensor) -> Tensor:
     return torch.stack([turned, poison], -1)[..., 0].permute(back)
 
 
-def check_meaning(m: Map) -> None:
-    matrix = m.dense()
-    assert matrix.shape == (m.outputs, m.inputs)
-    close(matrix, REFERENCE[type(m)](m))
-
-
 def check_apply(m: Map, make: Make) -> None:
     x = make(*m.in_shape)
-    wanted = (REFERENCE[type(m)](m) @ x.reshape(-1)).reshape(m.out_shape)
+    wanted = (matrix_of(m) @ x.reshape(-1)).reshape(m.out_shape)
     for given_x in (x, apart(x)):
         for found in (m.apply(given_x), *m.apply_in((given_x,), SUM)):
             assert tuple(found.shape) == m.out_shape
@@ -544,7 +384,7 @@ def check_apply(m: Map, make: Make) -> None:
 
 
 def check_routes(m: Map) -> None:
-    there = (REFERENCE[type(m)](m) != 0).double()
+    there = (matrix_of(m) != 0).double()
     counts = torch.arange(1, m.inputs + 1, dtype=torch.float64)
     for count, before in (
         (1, torch.ones_like(counts)),
@@ -560,7 +400,7 @@ def check_routes(m: Map) -> None:
 
 
 def check_singles(m: Map) -> None:
-    there = REFERENCE[type(m)](m) != 0
+    there = matrix_of(m) != 0
     source = bool((there.sum(1) <= 1).all())
     target = bool((there.sum(0) <= 1).all())
     assert source or not m.single_source
@@ -582,10 +422,6 @@ def semirings(build: Callable[[Make], Map]) -> list[Semiring]:
     return EVERY[list(TABLE.values()).index(build) % turns :: turns]
 
 
-def test_dense_is_the_definition(build: Callable[[Make], Map]) -> None:
-    check_meaning(build(maker()))
-
-
 def test_apply_is_the_matrix(build: Callable[[Make], Map]) -> None:
     make = maker()
     check_apply(build(make), make)
@@ -605,7 +441,7 @@ def test_other_precisions(build: Callable[[Make], Map], dtype: torch.dtype) -> N
     for kind in {dtype, torch.float32, torch.float64}:
         m = build(maker(dtype=kind))
         x = maker(seed=1, dtype=dtype)(*m.in_shape)
-        matrix, flat_x = REFERENCE[type(m)](m), x.double().reshape(-1)
+        matrix, flat_x = matrix_of(m), x.double().reshape(-1)
         (found,) = m.apply_in((x,), SUM)
         assert tuple(found.shape) == m.out_shape
         scale = matrix.abs() @ flat_x.abs()
@@ -635,7 +471,7 @@ def map_classes() -> list[type[Map]]:
 def test_every_map_is_in_the_tables(kind: type[Map]) -> None:
     instances = [build(maker()) for build in TABLE.values()]
     assert any(type(m) is kind for m in instances), f"add instances of {kind.__name__} to TABLE"
-    assert kind in REFERENCE, f"add a definition of {kind.__name__} to REFERENCE"
+    assert kind in MATRICES, f"add a definition of {kind.__name__} to oracle.MATRICES"
 
 
 def test_index_finds_injectivity_once() -> None:
@@ -656,7 +492,7 @@ def test_index_finds_injectivity_once() -> None:
 
 def check_rows(m: Map) -> None:
     """Any rows, in any order: sources rise, -1 is padding, and the entries are the matrix'."""
-    matrix = REFERENCE[type(m)](m)
+    matrix = matrix_of(m)
     generator = torch.Generator().manual_seed(m.outputs)
     some = torch.randint(max(m.outputs, 1), (m.outputs + 3,), generator=generator)
     for at in (torch.arange(m.outputs), some[: m.outputs and len(some)], some[:0]):
@@ -684,7 +520,7 @@ def _is_single(m: Map) -> bool:
 
 def check_reach(m: Map) -> None:
     """At least the largest number that an element comes from, and 0 where it comes from none."""
-    there = (REFERENCE[type(m)](m) != 0).long()
+    there = (matrix_of(m) != 0).long()
     for x in (torch.arange(1, m.inputs + 1), torch.arange(m.inputs, 0, -1)):
         most = (there * x).amax(1) if m.inputs else torch.zeros(m.outputs, dtype=torch.int64)
         found = m.max_source(x.reshape(m.in_shape))
@@ -734,7 +570,12 @@ def test_nothing_but_the_sum_of_an_opaque_map_is_known() -> None:
     x = torch.tensor([1.0, 2.0, 3.0])
     assert m.apply(x).tolist() == [3.0, 2.0, 1.0]
     assert m.max_source(torch.tensor([4, 9, 2])).tolist() == [9, 9, 9]
-    for ask in (m.dense, lambda: m.best(x), lambda: m.apply_in((x,), MAX), lambda: m.routes(1)):
+    for ask in (
+        lambda: m.rows(x.long()),
+        lambda: m.best(x),
+        lambda: m.apply_in((x,), MAX),
+        lambda: m.routes(1),
+    ):
         with pytest.raises(TooLarge, match="see manual"):
             ask()
 
@@ -772,7 +613,7 @@ LOGARITHMS = [s for s in EVERY if s == ENTROPY or s in OWN or getattr(s, "log", 
 
 
 def check_semiring(m: Map, semiring: Semiring, make: Make, exact: bool = False) -> None:
-    matrix = REFERENCE[type(m)](m)
+    matrix = matrix_of(m)
     x = value_like(semiring, make, m.in_shape)
     wanted = folded(matrix, x, semiring)
     for given_x in (x, tuple(map(apart, x))):
@@ -800,7 +641,7 @@ def test_whole_numbers_stay_whole(name: str) -> None:
     """2⁴⁰ + 1 has more digits than float32."""
     semiring, m = Count(exact=True), TABLE[name](maker())
     x = torch.full(m.in_shape, 2**40 + 1)
-    wanted = folded(REFERENCE[type(m)](m), (x, x.double()), semiring)
+    wanted = folded(matrix_of(m), (x, x.double()), semiring)
     agree(semiring, m.generic((x, x.double()), semiring), wanted, m.out_shape, True)
 
 
@@ -848,7 +689,7 @@ def places(m: Map) -> list[Tensor]:
 
 def check_best(m: Map, x: Tensor, matrix: Tensor | None = None) -> None:
     """``best`` and ``largest``, of all and of some, against comparing one by one; to the bit."""
-    matrix = REFERENCE[type(m)](m) if matrix is None else matrix
+    matrix = matrix_of(m) if matrix is None else matrix
     value, source = brute(matrix, x)
     for ask, given_x in product((m.best, m.largest), (x, apart(x))):
         found = ask(given_x)
@@ -875,7 +716,7 @@ def test_the_largest_of_whole_numbers(build: Callable[[Make], Map]) -> None:
 
 def test_the_largest_of_any_numbers(build: Callable[[Make], Map]) -> None:
     m = build(maker())
-    matrix = REFERENCE[type(m)](m)
+    matrix = matrix_of(m)
     x = maker(seed=1)(*m.in_shape)
     value, source = brute(matrix, x)
     for found in (m.best(x), m.largest(x)):
@@ -886,7 +727,7 @@ def test_the_largest_of_any_numbers(build: Callable[[Make], Map]) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_largest_with_nan_and_infinity(build: Callable[[Make], Map], bad: float) -> None:
     m = build(maker())
-    matrix, base = REFERENCE[type(m)](m), maker(seed=1)(*m.in_shape)
+    matrix, base = matrix_of(m), maker(seed=1)(*m.in_shape)
     for places_of_bad in ([0], [-1], [0, -1], [m.inputs // 2]) if m.inputs else ():
         x = base.clone()
         for place in places_of_bad:
@@ -920,7 +761,7 @@ def test_nan_and_infinity_together() -> None:
         Normaliser(maker()(5), [(maker(1)(5), maker(2)(5))], [0], (5,)),
         Normaliser(maker()(5), [(maker(1)(5), maker(2)(5)), (maker(3)(5), maker(4)(5))], [0], (5,)),
     ):
-        matrix = REFERENCE[type(m)](m)
+        matrix = matrix_of(m)
         for turned in (x, x.flip(0), x.roll(2)):
             value, source = brute(matrix, turned)
             for found in (m.best(turned), m.largest(turned)):
@@ -934,7 +775,7 @@ def test_the_largest_in_half_precision(build: Callable[[Make], Map], dtype: torc
     for kind in (dtype, torch.float32, torch.float64):
         m = build(lambda *shape, kind=kind: (maker()(*shape) * 300).to(kind))
         x = (maker(seed=1)(*m.in_shape) * 300).to(dtype)
-        matrix = REFERENCE[type(m)](m)
+        matrix = matrix_of(m)
         value, _ = brute(matrix, x.double())
         size = (matrix * x.double().reshape(1, -1)).abs()
         for found in (m.best(x), m.largest(x)):
@@ -1090,7 +931,6 @@ anything = st.one_of(
 @settings(max_examples=few(40, 120))
 @given(anything, seeds)
 def test_random_instances(m: Map, seed: int) -> None:
-    check_meaning(m)
     check_apply(m, maker(seed))
     check_routes(m)
     check_singles(m)
@@ -1145,7 +985,7 @@ def test_rules_of_the_norms(name: str) -> None:
     found = [m for m in steps if isinstance(m, Normaliser)]
     assert len(found) == 1, steps
     wanted: Any = jacobian(f, x.detach())
-    close(found[0].dense(), wanted.reshape(x.numel(), x.numel()).T)
+    close(matrix_of(found[0]), wanted.reshape(x.numel(), x.numel()).T)
 
 
 # Long lines: the convex hull ---------------------------------------------------------------------

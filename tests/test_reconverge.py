@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import matrix_of
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
@@ -49,7 +50,7 @@ def spread(block: Block, program: Program, pattern: bool) -> dict[int, Matrices]
     for step in block.steps:
         total: Matrices = {}
         for term in step.terms:
-            matrix = program.maps[term.map].dense().double()
+            matrix = matrix_of(program.maps[term.map])
             if pattern:
                 matrix = (matrix != 0).double()
             for take, before in found[term.value].items():
@@ -79,7 +80,7 @@ def multiplied_out(program: Program) -> dict[Tensor, Tensor]:
         for value in block.gives.values():
             matrices[value] = sum(m @ matrices[take] for take, m in inside[value].items())
         for step in block.merges:
-            parts = [program.maps[at].dense().double() @ matrices[v] for at, v in step.terms]
+            parts = [matrix_of(program.maps[at]) @ matrices[v] for at, v in step.terms]
             matrices[step.out] = sum(parts)
     return {leaf.tensor: matrices[leaf.value] for leaf in program.leaves}
 
@@ -300,7 +301,7 @@ def test_the_steps_of_an_opened_operator_have_one_route_each(recorded: Recorded)
         for step in block.steps if block.opened else ():
             routes: Matrices = {}
             for term in step.terms:
-                there = (program.maps[term.map].dense() != 0).double()
+                there = (matrix_of(program.maps[term.map]) != 0).double()
                 routes[term.value] = routes.get(term.value, torch.zeros_like(there)) + there
             assert all(int(r.max()) <= 1 for r in routes.values())
 
@@ -350,7 +351,7 @@ def block_of(formula: Function, x: Tensor) -> tuple[Block, Program]:
     return program.blocks[0], program
 
 
-def matrix_of(block: Block, program: Program) -> Tensor:
+def block_matrix(block: Block, program: Program) -> Tensor:
     (take,) = block.takes.values()
     (value,) = block.gives.values()
     return spread(block, program, pattern=False)[value][take]
@@ -371,14 +372,14 @@ def test_routes_from_different_elements_stay_apart() -> None:
     block, program = block_of(lambda g: g + g.flip(0) * 2, tensor(5))
     assert most_routes(block, program) == 1
     wanted = torch.eye(5).double() + 2 * torch.eye(5).flip(0).double()
-    assert torch.equal(matrix_of(block, program), wanted)
+    assert torch.equal(block_matrix(block, program), wanted)
     assert not any(isinstance(m, Dense) for m in maps_in(block, program))
 
 
 def test_routes_that_cancel_leave_a_zero() -> None:
     block, program = block_of(lambda g: g * 3 - g * 3 + g.roll(1), tensor(3))
     assert most_routes(block, program) <= 1
-    assert torch.equal(matrix_of(block, program), torch.eye(3).double().roll(1, 0))
+    assert torch.equal(block_matrix(block, program), torch.eye(3).double().roll(1, 0))
 
 
 def test_numbers_are_merged_in_the_precision_of_the_gradient() -> None:
@@ -395,7 +396,7 @@ def test_a_sum_that_reconverges_becomes_a_matrix() -> None:
     assert block.note == ""
     assert most_routes(block, program) == 1
     wanted = torch.diag(w) - torch.outer(w, w)
-    torch.testing.assert_close(matrix_of(block, program), wanted)
+    torch.testing.assert_close(block_matrix(block, program), wanted)
 
 
 def test_a_product_of_products_that_reconverges_is_merged() -> None:
@@ -403,7 +404,7 @@ def test_a_product_of_products_that_reconverges_is_merged() -> None:
     block, program = block_of(lambda g: (g @ a) @ b, tensor(2, 3))
     assert most_routes(block, program) == 1
     wanted = torch.kron(torch.eye(2).double(), (a @ b).T.contiguous())
-    torch.testing.assert_close(matrix_of(block, program), wanted)
+    torch.testing.assert_close(block_matrix(block, program), wanted)
 
 
 def test_products_from_both_sides_are_left_as_they_are() -> None:
@@ -411,7 +412,7 @@ def test_products_from_both_sides_are_left_as_they_are() -> None:
     block, program = block_of(lambda g: a @ g @ b, tensor(2, 3))
     assert most_routes(block, program) == 1
     assert not any(isinstance(m, Dense) for m in maps_in(block, program))
-    torch.testing.assert_close(matrix_of(block, program), torch.kron(a, b.T.contiguous()))
+    torch.testing.assert_close(block_matrix(block, program), torch.kron(a, b.T.contiguous()))
 
 
 def test_what_is_too_large_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +422,7 @@ def test_what_is_too_large_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert block.note == NOTE
     assert most_routes(block, program) == 2
     assert program.notes() == [f"{block.operator}: {NOTE}"]
-    torch.testing.assert_close(matrix_of(block, program), torch.diag(w) - torch.outer(w, w))
+    torch.testing.assert_close(block_matrix(block, program), torch.diag(w) - torch.outer(w, w))
 
 
 def test_an_operator_too_large_to_add_up_still_has_its_gradient(

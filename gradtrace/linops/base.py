@@ -68,10 +68,6 @@ class Map(ABC):
         """``J·x``: the product in SUM, in the dtype of x."""
 
     @abstractmethod
-    def dense(self) -> Tensor:
-        """J as a matrix of shape (outputs, inputs). Used as the reference in tests."""
-
-    @abstractmethod
     def rows(self, at: Tensor) -> Rows:
         """The rows of J for these output elements (1-d, by number)."""
 

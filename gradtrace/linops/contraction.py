@@ -244,15 +244,6 @@ class Contract(Map):
         most = left.amax(2) if left.shape[2] and left.numel() else left.new_zeros(left.shape[:2])
         return how.back(most.unsqueeze(2).expand(*most.shape, how.size(how.columns)))
 
-    def dense(self) -> Tensor:
-        x, w, out = self.letters()
-        batch_letter = self._unused_letter()
-        unit = torch.eye(self.inputs, dtype=self.weight.dtype, device="cpu").reshape(
-            self.inputs, *self.in_shape
-        )
-        columns = torch.einsum(f"{batch_letter}{x},{w}->{out}{batch_letter}", unit, self.weight)
-        return columns.reshape(self.outputs, self.inputs)
-
     def routes(self, count: Count) -> Count:
         x, w, out = self.letters()
         sizes = self.sizes()

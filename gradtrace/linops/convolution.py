@@ -273,62 +273,11 @@ class Convolve(Map):
         most = x.flatten(1).amax(1)
         return most.reshape(-1, *[1] * (len(self.out_shape) - 1)).expand(self.out_shape)
 
-    def dense(self) -> Tensor:
-        if self.windows.transposed:
-            return self._dense(self._kernel_entries_transposed())
-        return self._dense(self._kernel_entries())
-
     def _geometry(self) -> tuple[Shape, Shape, Shape]:
         """Shapes of (input, output, kernel) of the convolution."""
         if self.to_kernel:
             return tuple(self.other.shape), self.in_shape, self.out_shape
         return self.out_shape, self.in_shape, tuple(self.other.shape)
-
-    def _kernel_entries(self) -> list[tuple[Shape, Shape, Shape]]:
-        """Every (input element, output element, kernel element) of the forward pass's products."""
-        x, y, w = self._geometry()
-        per_group_in, per_group_out = w[1], w[0] // self.windows.groups
-        found = []
-        for n in range(x[0]):
-            for o in range(w[0]):
-                for i in range(w[1]):
-                    channel = (o // per_group_out) * per_group_in + i
-                    for q in _multi_indices(y[2:]):
-                        for k in _multi_indices(w[2:]):
-                            p = self._position(q, k)
-                            if all(0 <= a < size for a, size in zip(p, x[2:])):
-                                found.append(((n, channel, *p), (n, o, *q), (o, i, *k)))
-        return found
-
-    def _kernel_entries_transposed(self) -> list[tuple[Shape, Shape, Shape]]:
-        """The same for a transposed convolution, whose kernel is (in, out / groups, ...)."""
-        x, y, w = self._geometry()
-        per_group_in, per_group_out = w[0] // self.windows.groups, w[1]
-        found = []
-        for n in range(x[0]):
-            for i in range(w[0]):
-                for o in range(w[1]):
-                    channel = (i // per_group_in) * per_group_out + o
-                    for p in _multi_indices(x[2:]):
-                        for k in _multi_indices(w[2:]):
-                            q = self._position(p, k)
-                            if all(0 <= a < size for a, size in zip(q, y[2:])):
-                                found.append(((n, i, *p), (n, channel, *q), (i, o, *k)))
-        return found
-
-    def _position(self, q: Shape, k: Shape) -> Shape:
-        """``q·stride + k·dilation − padding``."""
-        w = self.windows
-        return tuple(
-            a * s + b * d - pad for a, s, b, d, pad in zip(q, w.stride, k, w.dilation, w.padding)
-        )
-
-    def _dense(self, entries: list[tuple[Shape, Shape, Shape]]) -> Tensor:
-        matrix = self.other.new_zeros(*self.out_shape, *self.in_shape)
-        for x, y, w in entries:
-            out, other = (w, x) if self.to_kernel else (x, w)
-            matrix[(*out, *y)] += self.other[other]
-        return matrix.reshape(self.outputs, self.inputs)
 
     def routes(self, count: Count) -> Count:
         ones = torch.ones(self.other.shape, dtype=torch.float64, device="cpu")
@@ -353,13 +302,3 @@ def _flat(index: list[Tensor], shape: Shape) -> Tensor:
     for number, size in zip(index[1:], shape[1:]):
         total = total * size + number
     return total
-
-
-def _multi_indices(sizes: Shape) -> list[Shape]:
-    """All multi-indices below ``sizes``."""
-    if not prod(sizes):
-        return []
-    return [
-        tuple(row)
-        for row in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes)).tolist()
-    ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 
@@ -68,22 +66,6 @@ class Scan(Map):
 
     def max_source(self, x: Tensor) -> Tensor:
         return self._flip(self._flip(x).cummax(self.dim).values) if x.numel() else x
-
-    def dense(self) -> Tensor:
-        before, n, after = (
-            self.in_shape[: self.dim],
-            self.in_shape[self.dim],
-            prod(self.in_shape[self.dim + 1 :]),
-        )
-        triangle = (
-            torch.ones(n, n, device="cpu").triu()
-            if self.reverse
-            else torch.ones(n, n, device="cpu").tril()
-        )
-        return torch.kron(
-            torch.eye(prod(before), device="cpu"),
-            torch.kron(triangle, torch.eye(after, device="cpu")),
-        )
 
     def routes(self, count: Count) -> Count:
         return self.apply(per_element(count, self.in_shape))

@@ -61,9 +61,6 @@ class Dense(Map):
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         return self.matrix[at, source].double()
 
-    def dense(self) -> Tensor:
-        return self.matrix
-
     def max_source(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
         if not flat.numel():

@@ -243,19 +243,6 @@ class Normaliser(Map):
         pairs = list(zip(self.left, self.right))
         return Normaliser(self.diagonal, pairs, dims, (count, *self.in_shape))
 
-    def dense(self) -> Tensor:
-        shape, n = self.in_shape, self.inputs
-        kept = tuple(1 if d in self.dims else size for d, size in enumerate(shape))
-        line = torch.arange(prod(kept), device="cpu").reshape(kept).expand(shape).reshape(-1)
-        same = line.reshape(-1, 1) == line
-        matrix = torch.diag(self.diagonal.expand(shape).reshape(n))
-        for u, v in zip(self.left, self.right):
-            outer = u.expand(shape).reshape(n, 1) * v.expand(shape).reshape(1, n)
-            matrix = matrix + torch.where(
-                same, outer, torch.zeros((), dtype=outer.dtype, device="cpu")
-            )
-        return matrix
-
     def routes(self, count: Count) -> Count:
         if isinstance(count, Tensor):
             total = count.sum(self.dims, keepdim=True) if self.dims else count

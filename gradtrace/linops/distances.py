@@ -12,7 +12,7 @@ from torch import Tensor
 from gradtrace.linops.base import Best, Count, Map, Rows, multi_index
 from gradtrace.linops.contraction import Contract
 from gradtrace.semirings import Semiring, Value
-from gradtrace.semirings.base import cast, wide
+from gradtrace.semirings.base import wide
 from gradtrace.types import Shape
 
 CHUNK_WEIGHTS = 1 << 18
@@ -130,11 +130,6 @@ class Distances(Map):
         lines, k = self._lines(x), self._sizes[3]
         most = lines.amax(1) if lines.numel() else lines.new_zeros(lines.shape[0])
         return most.unsqueeze(1).expand(-1, k).reshape(self.out_shape)
-
-    def dense(self) -> Tensor:
-        matrix = self.x.new_zeros(self.outputs, self.inputs)
-        source, weight = self.rows(torch.arange(self.outputs, device="cpu"))
-        return matrix.scatter(1, source, cast(weight, matrix.dtype))
 
     def routes(self, count: Count) -> Count:
         if not isinstance(count, Tensor):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 
@@ -56,9 +54,6 @@ class Identity(Map):
 
     def copies(self, count: int) -> Map | None:
         return Identity((count, *self.in_shape), (count, *self.out_shape))
-
-    def dense(self) -> Tensor:
-        return torch.eye(self.inputs, device="cpu")
 
     def routes(self, count: Count) -> Count:
         return count.reshape(self.out_shape) if isinstance(count, Tensor) else count
@@ -125,10 +120,6 @@ class Scale(Map):
 
     def copies(self, count: int) -> Map | None:
         return Scale(self.weight, (count, *self.in_shape))
-
-    def dense(self) -> Tensor:
-        weight = self._weight(torch.ones((), dtype=torch.float64, device="cpu"))
-        return torch.diag(weight.expand(self.in_shape).reshape(prod(self.in_shape)))
 
     def routes(self, count: Count) -> Count:
         return count

@@ -124,10 +124,6 @@ class Index(Map):
 
         return Index(each_moved, (count, *self.in_shape), out_shape, fills, self.injective)
 
-    def dense(self) -> Tensor:
-        source = self.source().reshape(-1, 1)
-        return (source == torch.arange(self.inputs, device="cpu")).float()
-
     def routes(self, count: Count) -> Count:
         if isinstance(count, Tensor) or self.fills:
             return self.move(per_element(count, self.in_shape)).reshape(self.out_shape)

@@ -29,9 +29,6 @@ class Opaque(Map):
     def apply(self, x: Tensor) -> Tensor:
         return self.function(x)
 
-    def dense(self) -> Tensor:
-        raise TooLarge(self.reason)
-
     def rows(self, at: Tensor) -> Rows:
         raise TooLarge(self.reason)
 

@@ -116,10 +116,6 @@ class Reduce(Map):
             .expand(self.in_shape)
         )
 
-    def dense(self) -> Tensor:
-        target = self.targets().reshape(1, -1)
-        return (torch.arange(self.outputs, device="cpu").reshape(-1, 1) == target).float()
-
     def routes(self, count: Count) -> Count:
         if isinstance(count, Tensor):
             return count.sum(self.dims).reshape(self.out_shape) if self.dims else count

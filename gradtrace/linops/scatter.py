@@ -163,9 +163,5 @@ class Scatter(Map):
         out = x.new_zeros(self.outputs + 1).scatter_reduce(0, place, x.reshape(-1), "amax")
         return out[:-1].reshape(self.out_shape)
 
-    def dense(self) -> Tensor:
-        rows = torch.arange(self.outputs, device="cpu").reshape(-1, 1)
-        return (rows == self.target.reshape(1, -1)).float()
-
     def routes(self, count: Count) -> Count:
         return self.apply(per_element(count, self.in_shape))

@@ -120,11 +120,6 @@ class SideBySide(Map):
     def max_source(self, x: Tensor) -> Tensor:
         return torch.stack([m.max_source(part) for m, part in zip(self.maps, x)])
 
-    def dense(self) -> Tensor:
-        blocks = [m.dense() for m in self.maps]
-        matrix: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
-        return matrix
-
     def routes(self, count: Count) -> Count:
         parts = count if isinstance(count, Tensor) else [count] * len(self.maps)
         found = [m.routes(part) for m, part in zip(self.maps, parts)]

@@ -74,8 +74,8 @@ class Sparse(Map):
 
         >>> row, column = torch.tensor([1, 0, 1]), torch.tensor([2, 0, 2])
         >>> m = Sparse.of((row, column, torch.tensor([1.0, 5.0, 2.0])), (3,), (2,))
-        >>> m.dense().tolist()
-        [[5.0, 0.0, 0.0], [0.0, 0.0, 3.0]]
+        >>> m.apply(torch.tensor([1.0, 10.0, 100.0])).tolist()
+        [5.0, 300.0]
         """
         row, column, weight = (part.reshape(-1) for part in entries)
         around = Around() if around is None else around
@@ -207,14 +207,6 @@ class Sparse(Map):
         target = row.reshape(1, -1, 1).expand(taken.shape)
         out = taken.new_zeros(planes, blocks * rows, inner).scatter_reduce(1, target, taken, "amax")
         return out.reshape(planes, blocks, rows, inner).transpose(0, 1).reshape(self.out_shape)
-
-    def dense(self) -> Tensor:
-        matrix = self.weight.new_zeros(self.outputs, self.inputs)
-        rows = self.rows(torch.arange(self.outputs, device="cpu"))
-        number, place = (rows.source >= 0).nonzero(as_tuple=True)
-        weight = rows.weight.expand(rows.source.shape)
-        matrix[number, rows.source[number, place]] = weight[number, place]
-        return matrix
 
     def routes(self, count: Count) -> Count:
         ones = torch.ones(self.weight.shape, dtype=torch.float64, device="cpu")
