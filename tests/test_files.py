@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import gradtrace
 from gradtrace.errors import GradtraceError
-from gradtrace.io import atomic_files, container
+from gradtrace.io import atomic_files, container, tuning
 from gradtrace.io.container import BadFile, Contents, read, write
 
 
@@ -485,7 +485,7 @@ def test_a_hundred_levels_can_be_held(at: Path) -> None:
 
 def test_too_much_metadata(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(container, "HEADER_MAX_BYTES", 10_000)
+        patch.setattr(tuning, "HEADER_MAX_BYTES", 10_000)
         with pytest.raises(BadFile, match="over the limit of 10,000"):
             write(place, "trace", {"x": "y" * 10_000}, {})
 
@@ -656,7 +656,7 @@ def test_a_huge_header_is_not_allocated(at: Path, monkeypatch: pytest.MonkeyPatc
             return super().read(size)
 
     monkeypatch.setattr(os, "fdopen", Spy)
-    for size in (10**14, container.HEADER_MAX_BYTES, 2**64 - 1):
+    for size in (10**14, tuning.HEADER_MAX_BYTES, 2**64 - 1):
         at.write_bytes(struct.pack("<Q", size) + b"{" + bytes(11))
         refused(at)
     assert asked and max(asked) <= 20 and min(asked) >= 0
@@ -857,7 +857,7 @@ def test_files_of_ever_new_sizes_leave_nothing_behind(at: Path) -> None:
 
 
 def test_large_tensors_are_written_in_chunks(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(container, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(tuning, "CHUNK_BYTES", 7)
     tensor = torch.arange(100, dtype=torch.int16).reshape(4, 25)
     assert same(back(at, {}, x=tensor, y=tensor.T).tensors["y"], tensor.T)
 

@@ -16,7 +16,7 @@ import torch
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.results import read as read_results
-from gradtrace.io import container, schemas, validation
+from gradtrace.io import container, schemas, strict_json, tuning
 from gradtrace.io.validation import SchemaMismatch
 from gradtrace.runs import history
 
@@ -151,7 +151,7 @@ def test_json_that_would_take_gigabytes_is_not_parsed(monkeypatch: pytest.Monkey
         with pytest.raises(
             SchemaMismatch, match="would take more than 400,000,000 bytes of memory"
         ):
-            validation.parse(bomb)
+            strict_json.parse(bomb)
 
 
 @pytest.mark.parametrize(
@@ -172,17 +172,17 @@ def test_the_memory_of_json_is_foreseen(text: str) -> None:
 
     tracemalloc.start()
     try:
-        found = validation.parse(text)
+        found = strict_json.parse(text)
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert found is not None and held <= validation.weight(text) + 10_000
+    assert found is not None and held <= strict_json.weight(text) + 10_000
 
 
 def test_what_cannot_be_read_again_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(container, "MEMORY_MAX_BYTES", 10_000)
+    monkeypatch.setattr(tuning, "JSON_MAX_BYTES", 10_000)
     with pytest.raises(container.BadFile, match="save fewer or smaller tables"):
         container.write(tmp_path / "x", "trace", {"x": [[]] * 1000}, {})
     assert list(tmp_path.iterdir()) == []
@@ -191,21 +191,21 @@ def test_what_cannot_be_read_again_is_not_written(
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", '{"a":1,"a":1}', "1" * 5000, "["])
 def test_json_is_strict(word: str) -> None:
     with pytest.raises(SchemaMismatch):
-        validation.parse(f'{{"x": {word}}}')
+        strict_json.parse(f'{{"x": {word}}}')
     with pytest.raises(SchemaMismatch):
-        validation.parse(b'{"x": "\xff"}')
+        strict_json.parse(b'{"x": "\xff"}')
 
 
 def test_digits_are_looked_at_once() -> None:
     """A search for many of them that begins anew at each takes 4 s for a megabyte of this."""
-    text = ("9" * (validation.MAX_DIGITS - 1) + "a") * 2000
+    text = ("9" * (tuning.MAX_DIGITS - 1) + "a") * 2000
     begun = time.process_time()
-    assert validation.parse(f'{{"a": "{text}"}}') == {"a": text}
+    assert strict_json.parse(f'{{"a": "{text}"}}') == {"a": text}
     assert time.process_time() - begun < 8
     for before in (0, 1, 1999, 2000, 2001, 3999):
         with pytest.raises(SchemaMismatch, match="an integer has 4,001 digits"):
-            validation.parse("[" + " " * before + "9" * 4001 + "]")
-    assert validation.parse("[" + "9" * 4000 + "]") == [10**4000 - 1]
+            strict_json.parse("[" + " " * before + "9" * 4001 + "]")
+    assert strict_json.parse("[" + "9" * 4000 + "]") == [10**4000 - 1]
 
 
 # Runs --------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_lines_that_say_nothing_are_not_read_for_ever(line: str) -> None:
 
 def test_a_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file without ends of lines may be larger than memory: this one has a terabyte of zeros."""
-    monkeypatch.setattr("gradtrace.io.atomic_files.LINE_MAX_BYTES", 1000)
+    monkeypatch.setattr("gradtrace.io.tuning.LINE_MAX_BYTES", 1000)
     run, rows = tmp_path / "run.jsonl", tmp_path / "out" / "mine" / "rows" / "1-a.jsonl"
     rows.parent.mkdir(parents=True)
     results = tmp_path / "out" / "other" / "results.json"

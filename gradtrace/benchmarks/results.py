@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import dataclass, field
-from math import isfinite
+
+from gradtrace.io.strict_json import json_value
 
 Cell = str | float | None
 """None where there is nothing to say."""
@@ -66,7 +67,7 @@ class Section:
     def add(self, *row: Cell) -> None:
         """Append a row, and show it; of a number that could not be told there is nothing to say."""
         assert len(row) == len(self.columns)
-        cells = [None if isinstance(x, float) and not isfinite(x) else x for x in row]
+        cells = list(json_value(row, missing=True))
         self.rows.append(cells)
         say("  " + "  ".join(text(cell, column) for cell, column in zip(cells, self.columns)))
 

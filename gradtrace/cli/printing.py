@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradtrace.io.strict_json import json_value
 from gradtrace.printable import printable
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ def write_table(data: Data) -> None:
 
 
 def write_json(data: dict[str, Any]) -> None:
-    """Print JSON on stdout."""
-    text = json.dumps(data, indent=2, allow_nan=False)
+    """Print JSON on stdout; non-finite numbers are strings."""
+    text = json.dumps(json_value(data), indent=2, allow_nan=False)
     print(text.replace("\x7f", "\\u007f"))  # the one control character that JSON does not escape
 
 

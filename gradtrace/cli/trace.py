@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -213,7 +212,7 @@ def _summary(traced: Trace, loss: Tensor) -> str:
 
 def _facts(traced: Trace, loss: Tensor) -> dict[str, Any]:
     return {
-        "loss": [_number(x) for x in loss.detach().double().reshape(-1).tolist()],
+        "loss": loss.detach().double().reshape(-1).tolist(),
         "rule": traced.rule,
         "granularity": traced.granularity,
         "operators": len(traced.program.blocks),
@@ -225,12 +224,7 @@ def _path_data(path: GradientPath) -> dict[str, Any]:
     return {
         "leaf": path.name,
         "element": list(path.index),
-        "weight": _number(path.weight),
-        "gradient": _number(path.gradient),
+        "weight": path.weight,
+        "gradient": path.gradient,
         "steps": path.table().to_dicts(),
     }
-
-
-def _number(value: float) -> float | str:
-    """A number for JSON, which has no NaN: non-finite ones are strings."""
-    return value if math.isfinite(value) else str(value)

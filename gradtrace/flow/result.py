@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from math import isfinite, sqrt
+from math import sqrt
 from typing import Any, NamedTuple
 
 from gradtrace.errors import UnknownName
+from gradtrace.io.strict_json import json_value
 from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.printable import printable
 
@@ -147,8 +148,8 @@ class Flow:
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values; numbers that are not finite as strings."""
         return {
-            "profile": [_plain(level._asdict()) for level in self.profile],
-            "rows": [_plain(asdict(row)) for row in self.rows],
+            "profile": [json_value(level._asdict()) for level in self.profile],
+            "rows": [json_value(asdict(row)) for row in self.rows],
             "findings": list(self.findings),
         }
 
@@ -171,10 +172,3 @@ TYPES: dict[str, Callable[[Any], Any]] = {
 
 def _parsed(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if v is None else TYPES.get(k, float)(v) for k, v in fields.items()}
-
-
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: str(value) if isinstance(value, float) and not isfinite(value) else value
-        for key, value in fields.items()
-    }

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gradtrace.errors import GradtraceError
+from gradtrace.io import tuning
 
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock
@@ -39,9 +40,6 @@ else:
 
 SPACE_HINT = "free some space, or choose a folder that you may write to"
 WRITER_HINT = "give a file that gradtrace wrote"
-LINE_MAX_BYTES = 100_000_000
-"""The most bytes of a line that is read."""
-
 NO_FSYNC_ERRORS = {errno.EINVAL, errno.ENOTSUP}
 """Errors of file systems that do not support fsync."""
 
@@ -50,7 +48,7 @@ IRREGULAR_KINDS = (
     (stat.S_ISFIFO, "a device or a pipe", "copy it to a file first"),
     (stat.S_ISSOCK, "a socket", "give the name of a file"),
 )
-ALWAYS = sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_BINARY", "O_NOCTTY", "O_CLOEXEC"))
+OPEN_FLAGS = sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_BINARY", "O_NOCTTY"))
 DEVICE = ("a device or a pipe", "copy it to a file first")
 TEMPORARY = re.compile(r"\.gradtrace-([0-9a-f]{12})-([0-9a-f]{12})-[0-9]+-[0-9a-f]{16}\.tmp")
 MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
@@ -81,10 +79,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
     try:
         with suppress(FileNotFoundError):
             _refuse_irregular(os.stat(path).st_mode)
-        more = (
-            getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOCTTY", 0)
-        )
-        number = os.open(path, flags | more, 0o666)
+        number = os.open(path, flags | OPEN_FLAGS, 0o666)
     except FileNotFoundError:
         if os.path.islink(path):
             raise NoFile("is a link to a file that does not exist: check where it leads") from None
@@ -134,11 +129,11 @@ def lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
 
 def split(file: BinaryIO) -> Iterator[bytes]:
     """Lines with their line ends; the last may have none."""
-    number = 0
-    while line := file.readline(LINE_MAX_BYTES + 1):
+    number, most = 0, tuning.LINE_MAX_BYTES
+    while line := file.readline(most + 1):
         number += 1
-        if len(line) > LINE_MAX_BYTES:
-            raise BadFile(f"has more than {LINE_MAX_BYTES:,} bytes in line {number}: {WRITER_HINT}")
+        if len(line) > most:
+            raise BadFile(f"has more than {most:,} bytes in line {number}: {WRITER_HINT}")
         yield line
 
 

@@ -40,38 +40,26 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import UPDATE
-from gradtrace.io import atomic_files
+from gradtrace.io import atomic_files, tuning
 from gradtrace.io.atomic_files import SPACE_HINT, BadFile, NoFile
+from gradtrace.io.strict_json import parse, weight
 from gradtrace.io.validation import (
-    MAX_DEPTH,
-    MEMORY_MAX_BYTES,
     Schema,
     SchemaMismatch,
     array,
     integer,
     mapping,
     one_of,
-    parse,
     record,
     sequence,
     text,
     unfit,
-    weight,
 )
 
 __all__ = ["BadFile", "Contents", "NoFile", "put", "read", "write"]
 
 SCHEMA = 2
 """Version of the documents written here. In version 1, traces have no view (see ``report``)."""
-
-HEADER_MAX_BYTES = 100_000_000
-"""The most bytes of the header: the safetensors library refuses larger ones."""
-
-MAX_DIMENSIONS = 64
-"""The most dimensions of a tensor; PyTorch supports no more."""
-
-CHUNK_BYTES = 1 << 24
-"""Bytes that are read or written, and added to the checksum, at a time."""
 
 ZERO_DIGEST = "0" * 64
 FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
@@ -98,7 +86,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 RANKS = {code: rank for rank, code in enumerate(DTYPES)}
 TENSOR = record(
     dtype=one_of(*DTYPES),
-    shape=array(integer(), MAX_DIMENSIONS),
+    shape=array(integer(), tuning.MAX_DIMENSIONS),
     data_offsets=sequence(integer(), integer()),
 )
 FOREIGN = {
@@ -231,12 +219,12 @@ def _about(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """The tensor as it is written: dense, contiguous, on the CPU."""
     dense = tensor.layout is torch.strided and not tensor.is_meta
-    if not dense or tensor.dtype not in CODES or tensor.dim() > MAX_DIMENSIONS:
+    if not dense or tensor.dtype not in CODES or tensor.dim() > tuning.MAX_DIMENSIONS:
         dtype = str(tensor.dtype).removeprefix("torch.")
         what = f"{name[:80]!r} is {tensor.layout}, {tensor.device}, {dtype}, {tensor.dim()}-d"
         raise BadFile(
             f"cannot hold every tensor ({what}): give dense ones of real numbers and at most "
-            f"{MAX_DIMENSIONS} dimensions"
+            f"{tuning.MAX_DIMENSIONS} dimensions"
         )
     return tensor.detach().cpu().resolve_neg().contiguous()
 
@@ -245,8 +233,8 @@ def _bytes(tensor: Tensor) -> Iterator[memoryview]:
     """The memory of a contiguous tensor, in chunks, without copying."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # a dimension of size 1 has any stride
     raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    for start in range(0, len(raw), CHUNK_BYTES):
-        yield raw[start : start + CHUNK_BYTES]
+    for start in range(0, len(raw), tuning.CHUNK_BYTES):
+        yield raw[start : start + tuning.CHUNK_BYTES]
 
 
 def _packed(tensors: Mapping[str, Tensor], document: str) -> bytes:
@@ -258,11 +246,11 @@ def _packed(tensors: Mapping[str, Tensor], document: str) -> bytes:
         shape = list(tensor.shape)
         held[key] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
     header = json.dumps(held, separators=(",", ":"))
-    if len(header) > HEADER_MAX_BYTES or weight(header) > MEMORY_MAX_BYTES:
+    if len(header) > tuning.HEADER_MAX_BYTES or weight(header) > tuning.JSON_MAX_BYTES:
         raise BadFile(
             f"would have {len(header):,} bytes of metadata, over the limit of "
-            f"{HEADER_MAX_BYTES:,} (or of {MEMORY_MAX_BYTES:,} in memory): save fewer or smaller "
-            "tables"
+            f"{tuning.HEADER_MAX_BYTES:,} (or of {tuning.JSON_MAX_BYTES:,} in memory): save fewer "
+            "or smaller tables"
         )
     header += " " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header.encode()
@@ -290,8 +278,10 @@ def _encoded(value: object, depth: int = 0) -> object:
     >>> _encoded({"$a": [float("inf"), 2**60]})
     {'$$a': [{'$float': 'inf'}, {'$int': '0x1000000000000000'}]}
     """
-    if depth > MAX_DEPTH:
-        raise BadFile(f"cannot hold metadata of more than {MAX_DEPTH} levels: make it flatter")
+    if depth > tuning.MAX_DEPTH:
+        raise BadFile(
+            f"cannot hold metadata of more than {tuning.MAX_DEPTH} levels: make it flatter"
+        )
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -320,7 +310,7 @@ def _header(file: BinaryIO) -> bytes:
             f"is {found or 'not a gradtrace file, or cut short at once'}: {WRONG_FILE_HINT}"
         )
     size = int.from_bytes(start[:8], "little")
-    if size > HEADER_MAX_BYTES:
+    if size > tuning.HEADER_MAX_BYTES:
         raise BadFile(f"is damaged, its header would have {size:,} bytes: {RESTORE_HINT}")
     if size + 8 > length:
         raise BadFile(f"is cut short, its header alone has {size:,} bytes: {RESTORE_HINT}")
@@ -362,7 +352,7 @@ def _parsed(header: bytes, length: int) -> tuple[dict[str, StoredTensor], dict[s
     metadata = found.pop("__metadata__", None)
     if metadata is None or (type(metadata) is dict and "gradtrace" not in metadata):
         raise BadFile(f"is a safetensors file that gradtrace did not write: {WRONG_FILE_HINT}")
-    record(gradtrace=text(HEADER_MAX_BYTES))(metadata)
+    record(gradtrace=text(tuning.HEADER_MAX_BYTES))(metadata)
     return _layout(found, length - len(header)), _document_of(metadata["gradtrace"])
 
 

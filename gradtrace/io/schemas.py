@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.io import tuning
 from gradtrace.io.validation import (
     Schema,
     SchemaMismatch,
@@ -42,18 +43,6 @@ from gradtrace.io.validation import (
     unfit,
 )
 
-MAX_STEPS = 2**31 - 1
-"""The most steps of a run: the report numbers them with 32 bits."""
-
-SUM_MAX_BITS = 20_000
-"""The most bits of a sum. Squares of floats have at most 4,300; sums of them have a few more."""
-
-MAX_BATCHES = 10_000_000
-"""The most batches of a data set."""
-
-MAX_DIMENSIONS = 64
-"""The most dimensions of a tensor; PyTorch supports no more."""
-
 ROUNDING = Fraction(1, 10**6)
 """Sums of |gradient| are rounded: a part may exceed the whole by this share of it."""
 
@@ -65,8 +54,8 @@ COUNT = integer(0, 2**80)
 
 # Tables of influence -----------------------------------------------------------------------------
 
-_large = integer(-(2**SUM_MAX_BITS), 2**SUM_MAX_BITS)
-_positive = integer(1, 2**SUM_MAX_BITS)
+_large = integer(-(2**tuning.SUM_MAX_BITS), 2**tuning.SUM_MAX_BITS)
+_positive = integer(1, 2**tuning.SUM_MAX_BITS)
 _fraction = sequence(_large, _positive)
 MOMENTS = sequence(*[_fraction] * 5)
 
@@ -136,7 +125,7 @@ MODULE = record(
     verdict=text(),
 )
 FLOW = including(profile=array(LEVEL), rows=array(MODULE), findings=NOTES)
-SHAPE = array(integer(), MAX_DIMENSIONS)
+SHAPE = array(integer(), tuning.MAX_DIMENSIONS)
 STEP = including(operator=text(), module=text(), call=integer(), shape=SHAPE, leaf=text())
 
 
@@ -163,7 +152,7 @@ TRACE = each_of(
     ),
     _named,
 )
-VIEW = including(step=integer(0, MAX_STEPS))
+VIEW = including(step=integer(0, tuning.MAX_STEPS))
 
 COLUMNS = {
     "lengths": (torch.int64, 0),
@@ -239,8 +228,8 @@ def _loader(name: Any) -> None:
 
 def _batch_list(value: Any) -> None:
     """Check a text of batches: a bit mask, or their numbers, names and content digests."""
-    text(50 * MAX_BATCHES)(value)
-    mask = len(value) <= MAX_BATCHES // 4 and MASK.fullmatch(value)
+    text(50 * tuning.MAX_BATCHES)(value)
+    mask = len(value) <= tuning.MAX_BATCHES // 4 and MASK.fullmatch(value)
     if not mask and not all(map(ENTRY.fullmatch, value.split())):
         unfit("is no list of batches")
 
@@ -249,7 +238,7 @@ def _batches(value: Any) -> None:
     if type(value) is dict:
         mapping(_batch_list, 100_000, key=_loader)(value)
     else:
-        integer(0, MAX_BATCHES)(value)
+        integer(0, tuning.MAX_BATCHES)(value)
 
 
 def _batch_count(batches: int | Mapping[str, str]) -> int:
@@ -384,14 +373,14 @@ STEP_TABLE = including(
 _settings = mapping(anything())
 _begin = including(
     schema_version=integer(1, 1),
-    step=integer(0, MAX_STEPS),
+    step=integer(0, tuning.MAX_STEPS),
     settings=_settings,
     versions=mapping(text()),
 )
 
 
 def _timed(line: Mapping[str, Any]) -> None:
-    if line["step"] + len(line["seconds"]) > MAX_STEPS:
+    if line["step"] + len(line["seconds"]) > tuning.MAX_STEPS:
         unfit("has steps out of bounds")
 
 
@@ -401,7 +390,7 @@ LINES: dict[str, Schema] = {
     "names": including(names=array(text())),
     "step": including(
         {"influence": STEP_TABLE},
-        step=integer(0, MAX_STEPS),
+        step=integer(0, tuning.MAX_STEPS),
         loss=number(),
         verdict=text(),
         norms=_norms_by_module,
@@ -410,12 +399,12 @@ LINES: dict[str, Schema] = {
         share=number(0),
         notes=NOTES,
     ),
-    "times": each_of(including(step=integer(0, MAX_STEPS), seconds=_seconds), _timed),
+    "times": each_of(including(step=integer(0, tuning.MAX_STEPS), seconds=_seconds), _timed),
     "gap": including(),
     "skipped": including(
-        step=integer(0, MAX_STEPS), count=integer(), every=integer(1), budget=number(0)
+        step=integer(0, tuning.MAX_STEPS), count=integer(), every=integer(1), budget=number(0)
     ),
-    "end": including({"error": text(), "share": number(0)}, step=integer(0, MAX_STEPS)),
+    "end": including({"error": text(), "share": number(0)}, step=integer(0, tuning.MAX_STEPS)),
 }
 
 # Rows of an experiment ---------------------------------------------------------------------------

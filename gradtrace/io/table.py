@@ -19,16 +19,15 @@ from math import floor, isfinite, log10, nan
 from typing import Any, Literal
 
 from gradtrace.errors import GradtraceError, needs
+from gradtrace.io.strict_json import json_value
+from gradtrace.io.tuning import (
+    CELL_WIDTH,
+    DECIMAL_MAX_BITS,
+    MAX_ROWS,
+    ROUND_COUNTS_FROM,
+    TOOLTIP_WIDTH,
+)
 from gradtrace.printable import printable
-
-MAX_ROWS, CELL_WIDTH, TOOLTIP_WIDTH = 40, 60, 400
-"""The most rows shown; the most terminal columns of a text in a cell, and in a tooltip."""
-
-ROUND_COUNTS_FROM = 10**18
-"""Counts from here on are shown rounded: numbers of paths can have very many digits."""
-
-DECIMAL_MAX_BITS = 14_000
-"""Integers of more bits (4,200 digits) are not written in decimal: Python refuses about 4,300."""
 
 RULE = "border-bottom:1px solid rgba(128,128,128,.35)"
 CELL = "padding:.2em .8em;background:transparent"
@@ -210,9 +209,7 @@ def _plain(value: object) -> object:
     value = _scalar(value)
     if isinstance(value, int):
         return value if value.bit_length() < DECIMAL_MAX_BITS else hex(value)
-    if isinstance(value, float):
-        return value if isfinite(value) else str(value)
-    return None if value is None else str(value)
+    return json_value(value) if value is None or isinstance(value, float) else str(value)
 
 
 # Text --------------------------------------------------------------------------------------------

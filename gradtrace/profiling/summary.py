@@ -10,6 +10,7 @@ from math import isfinite, nan
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from gradtrace.io.strict_json import json_value
 from gradtrace.io.table import IGNORE, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.profiling import resource_meters as meters
@@ -201,7 +202,7 @@ class Pace:
             }
             for growth in self.growths
         ]
-        found: dict[str, Any] = _json(
+        found: dict[str, Any] = json_value(
             {
                 "verdict": self.verdict,
                 "steps": self.steps,
@@ -214,7 +215,8 @@ class Pace:
                 "measures": measures,
                 "overhead": self.overhead,
                 "reading": self.reading,
-            }
+            },
+            missing=True,
         )
         return found
 
@@ -324,12 +326,3 @@ def _row(name: str, unit: str, *values: Any) -> tuple[object, ...]:
     first, last, rate, p, grows = values
     texts = (None if value is None else _spell(value, unit) for value in (first, last, *rate))
     return (name, *texts, p, GROWS[grows])
-
-
-def _json(value: Any) -> Any:
-    """A value with tuples as lists, and None for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {name: _json(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return list(map(_json, value))
-    return None if isinstance(value, float) and not isfinite(value) else value

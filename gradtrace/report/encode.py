@@ -15,13 +15,12 @@ from __future__ import annotations
 import gzip
 import json
 from base64 import b64encode
-from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from gradtrace.io.validation import distinct, integer, one_of, parse, record, unfit
+from gradtrace.io.strict_json import distinct, json_value, parse
+from gradtrace.io.validation import integer, one_of, record, unfit
 
 KINDS = {"f4": "<f4", "f8": "<f8", "i4": "<i4", "u1": "|u1"}
 NAMES = {np.dtype(form): kind for kind, form in KINDS.items()}
@@ -54,21 +53,11 @@ class Blob:
 def contained(value: object) -> bytes:
     """Encode dicts, lists, text, numbers and columns as bytes."""
     blob = Blob()
-    text = json.dumps(_written(value, blob), allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(
+        json_value(value), allow_nan=False, separators=(",", ":"), default=blob.put
+    ).encode()
     head = len(text).to_bytes(4, "little") + text
     return b"".join([head, bytes(-len(head) % ALIGNMENT_BYTES), *blob.parts])
-
-
-def _written(value: object, blob: Blob) -> object:
-    if isinstance(value, np.ndarray):
-        return blob.put(value)
-    if isinstance(value, Mapping):
-        return {key: _written(each, blob) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_written(each, blob) for each in value]
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    return value
 
 
 def read(data: bytes) -> Any:

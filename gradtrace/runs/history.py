@@ -40,8 +40,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from gradtrace.errors import caution
-from gradtrace.io import atomic_files, schemas, validation
+from gradtrace.io import atomic_files, schemas, strict_json
 from gradtrace.io.container import BadFile
+from gradtrace.io.strict_json import json_value
 from gradtrace.io.validation import SchemaMismatch, unfit
 from gradtrace.tracing.influence import Influence, Moments, Row
 
@@ -206,7 +207,7 @@ class Writer:
 
     def _begin(self, settings: Mapping[str, Any], start: int | None) -> int:
         """Write the header, or continue an existing file; returns the number of the next step."""
-        settings = json.loads(json.dumps(_json_value(dict(settings))))
+        settings = json.loads(json.dumps(json_value(dict(settings))))
         there = HistoryReader(repr(str(self.path)))
         if self.path is not None:
             there.take_all(atomic_files.lines(self.path))
@@ -452,18 +453,7 @@ def _locked(file: Any) -> bool:
 
 
 def _line(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(_json_value(data), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
-def _json_value(value: Any) -> Any:
-    """A value for strict JSON: non-finite floats become strings."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _json_value(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(each) for each in value]
-    return value
+    return json.dumps(json_value(data), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _packed(row: Row) -> list[Any]:
@@ -508,7 +498,7 @@ def parse(content: bytes, called: str) -> History:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = validation.parse(line)
+        found = strict_json.parse(line)
     except SchemaMismatch:
         return None
     return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None

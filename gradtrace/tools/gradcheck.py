@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.errors import GradtraceError, NoGraph, Unsupported
+from gradtrace.io.strict_json import json_value
 from gradtrace.printable import printable
 from gradtrace.session import named_parameters
 from gradtrace.tools import tuning
@@ -80,7 +81,10 @@ class Check:
             "verdict": self.verdict,
             "loss": self.loss,
             "tolerance": self.tolerance,
-            "rows": [{key: _plain(x) for key, x in asdict(row).items()} for row in self.rows],
+            "rows": [
+                {key: json_value(x) if isinstance(x, float) else x for key, x in row.items()}
+                for row in map(asdict, self.rows)
+            ],
         }
 
     def table(self) -> list[tuple[str, ...]]:
@@ -333,7 +337,3 @@ def _cells(row: Row) -> tuple[str, ...]:
         where = ""
     numbers = (f"{row.error:.1e}", where, f"{row.analytic:.6g}", f"{row.numeric:.6g}")
     return (row.name, f"{row.checked:,}/{prod(row.shape):,}", *numbers, row.verdict)
-
-
-def _plain(x: Any) -> Any:
-    return str(x) if isinstance(x, float) and not isfinite(x) else x

@@ -24,7 +24,8 @@ from typing import Any, BinaryIO, NamedTuple
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.findings import Cell, Result
 from gradtrace.io import atomic_files, schemas
-from gradtrace.io.validation import SchemaMismatch, parse
+from gradtrace.io.strict_json import parse
+from gradtrace.io.validation import SchemaMismatch
 
 SCHEMA = 1
 ASKED = ("experiment", "form", "settings", "files")

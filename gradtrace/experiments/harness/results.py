@@ -14,7 +14,8 @@ from gradtrace.experiments.harness.findings import Findings, Series, Table
 from gradtrace.io import atomic_files, container
 from gradtrace.io.atomic_files import BadFile
 from gradtrace.io.schemas import RESULTS
-from gradtrace.io.validation import SchemaMismatch, parse
+from gradtrace.io.strict_json import json_value, parse
+from gradtrace.io.validation import SchemaMismatch
 
 SCHEMA = 1
 FILE = "results.json"
@@ -29,7 +30,7 @@ def found(findings: Findings, name: str) -> dict[str, Any]:
     for plot in findings.plots:
         for series in plot.series:
             _check_series(series, name)
-    data: dict[str, Any] = _plain(asdict(findings))
+    data: dict[str, Any] = json_value(asdict(findings), missing=True)
     try:
         json.dumps(data, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -54,17 +55,6 @@ def _check_series(series: Series, name: str) -> None:
             f"{name}: the series {series.label!r} has {len(series.x)} x, {len(series.y)} y, "
             f"{len(series.low)} low and {len(series.high)} high"
         )
-
-
-def _plain(value: Any) -> Any:
-    """Convert tuples to lists, and non-finite numbers to None."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, float):
-        return float(value) if isfinite(value) else None
-    return value
 
 
 def text(data: Mapping[str, Any]) -> str:
