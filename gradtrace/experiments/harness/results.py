@@ -30,9 +30,8 @@ def found(findings: Findings, name: str) -> dict[str, Any]:
     for plot in findings.plots:
         for series in plot.series:
             _check_series(series, name)
-    data: dict[str, Any] = json_value(asdict(findings), missing=True)
     try:
-        json.dumps(data, allow_nan=False)
+        data: dict[str, Any] = json.loads(json.dumps(json_value(asdict(findings), missing=True)))
     except (TypeError, ValueError) as error:
         raise GradtraceError(f"{name}: what conclude returned is not JSON: {error}") from error
     return data
