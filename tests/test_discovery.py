@@ -62,6 +62,24 @@ def test_calls_are_counted_from_the_first_of_the_loss() -> None:
     assert {call for _, module, call in places(loss, found) if not module} == {0}
 
 
+def test_a_loss_that_begins_in_a_call_within_a_call_of_the_same_module() -> None:
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, depth: int) -> Tensor:
+            return self.weight.exp() if depth == 0 else self(depth - 1).sin()
+
+    model = Recursive()
+    with Discovery() as found:
+        model(2)
+        loss = model(2).sum()
+    found.resolve_names(loss, model)
+    calls = {operator: call for operator, _, call in places(loss, found)}
+    assert [calls[f"{kind}Backward0"] for kind in ("Exp", "Sin")] in ([2, 0], [2, 1])
+
+
 def test_several_models_are_named_by_variable_or_class() -> None:
     first, second, third, judge = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.MSELoss()
     with Discovery() as found:

@@ -145,7 +145,7 @@ gt.trace(model(torch.randn(2, 64)).sum()).influence("operators")
 with gt.watch(model) as watch:
     loss = model(torch.randn(60_000, 64)).square().mean()  # 15 MB a layer
 kind = getattr(resource, sys.argv[1])
-used = limits._table(limits.ROOT / "proc/self/status")["Vm" + sys.argv[2]]
+used = limits._entry(limits.ROOT / "proc/self/status", "Vm" + sys.argv[2])
 resource.setrlimit(kind, (used + (48 << 20),) * 2)
 assert limits.available() <= 48 << 20
 if sys.argv[3] == "unseen":

@@ -1,7 +1,7 @@
 """``nn.LSTM`` computed operator by operator, so that its time steps can be traced.
 
 On a CPU PyTorch computes an LSTM with oneDNN, as one node for all time steps. The setting that
-disables this is process-wide and would affect other threads. So for calls inside ``composed`` the
+disables this is process-wide and would affect other threads. So between ``begin`` and ``end`` the
 layers are computed here, operator by operator, as in PyTorch's own implementation
 (``aten/src/ATen/native/RNN.cpp``), with the same graph and the same bits.
 """
@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradtrace.pytorch.global_switches import Switch
+
 State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell state, (batch, size) each
-Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 _VF: Any = torch._VF  # nn.LSTM calls _VF.lstm
-_LOCK = threading.RLock()
-_ACTIVE = 0  # calls of begin without end, of all threads
 
 
 class _ThreadState(threading.local):
@@ -32,33 +31,28 @@ class _ThreadState(threading.local):
 _THREAD = _ThreadState()
 
 
-@contextlib.contextmanager
-def composed() -> Iterator[None]:
-    """Within, on this thread, ``nn.LSTM`` is computed operator by operator."""
-    begin()
-    try:
-        yield
-    finally:
-        end()
-
-
 def begin() -> None:
     """Compute ``nn.LSTM`` on this thread operator by operator, until ``end``."""
-    global _ACTIVE
     _THREAD.depth += 1
-    with _LOCK:
-        _ACTIVE += 1
-        vars(_VF)["lstm"] = _lstm
+    _PATCH.__enter__()
 
 
 def end() -> None:
     """Undo one ``begin`` of this thread."""
-    global _ACTIVE
     _THREAD.depth -= 1
-    with _LOCK:
-        _ACTIVE -= 1
-        if not _ACTIVE:
-            vars(_VF).pop("lstm", None)
+    _PATCH.__exit__()
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    vars(_VF)["lstm"] = _lstm
+    try:
+        yield
+    finally:
+        vars(_VF).pop("lstm", None)
+
+
+_PATCH = Switch(_patched)
 
 
 def _lstm(*args: Any, **kwargs: Any) -> Any:
@@ -99,15 +93,13 @@ def lstm(
     x = x.transpose(0, 1) if batch_first else x
     each = 4 if biased else 2
     found = [weights[n : n + each] for n in range(0, len(weights), each)]
-    directions = [_forwards, _backwards][: 1 + bidirectional]
     states = list(zip(state[0].unbind(0), state[1].unbind(0)))
     ends: list[State] = []
     for layer in range(layers):
         parts = []
-        for direction in directions:
+        for step in (1, -1)[: 1 + bidirectional]:
             n = len(ends)
-            own: list[Any] = [*found[n], None, None]
-            out, end = direction(x, states[n], (own[0], own[1], own[2], own[3]))
+            out, end = _direction(x, states[n], step, *found[n])
             parts.append(out)
             ends.append(end)
         x = torch.cat(parts, parts[0].dim() - 1) if bidirectional else parts[0]
@@ -117,29 +109,26 @@ def lstm(
     return x.transpose(0, 1) if batch_first else x, hidden, cell
 
 
-def _forwards(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
-    """One layer, forward in time: its outputs (time, batch, size), and its final state."""
-    outs, end = _steps(F.linear(x, weights[0], weights[2]).unbind(0), state, weights)
-    return torch.stack(outs, 0), end
+def _direction(
+    x: Tensor,
+    state: State,
+    step: int,
+    w_input: Tensor,
+    w_hidden: Tensor,
+    b_input: Tensor | None = None,
+    b_hidden: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """One layer, forward (``step`` 1) or backward (-1) in time.
 
-
-def _backwards(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
-    """``_direction``, backward in time."""
-    inputs = F.linear(x, weights[0], weights[2]).unbind(0)
-    outs, end = _steps(inputs[::-1], state, weights)
-    return torch.stack(outs[::-1], 0), end
-
-
-def _steps(inputs: Sequence[Tensor], state: State, weights: Weights) -> tuple[list[Tensor], State]:
-    """The LSTM cell for each time step; ``inputs`` are already multiplied by the input weights."""
+    Returns its outputs (time, batch, size), and its final state.
+    """
     h, c = state
     outs = []
-    linear: Callable[..., Tensor] = F.linear
-    for x in inputs:
-        gates = linear(h, weights[1], weights[3]).add_(x)
+    for given in F.linear(x, w_input, b_input).unbind(0)[::step]:
+        gates = F.linear(h, w_hidden, b_hidden).add_(given)
         i, f, g, o = gates.unsafe_chunk(4, 1)
         i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
         c = (f * c).add_(i * g)
         h = o * c.tanh()
         outs.append(h)
-    return outs, (h, c)
+    return torch.stack(outs[::step], 0), (h, c)

@@ -42,12 +42,6 @@ class Switch:
 
 
 @contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextlib.contextmanager
 def _composed() -> Iterator[None]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -59,35 +53,29 @@ def _composed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unfused() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+def _changed(get: Callable[[], Any], change: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = get()
+    change(value)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        change(before)
 
 
-@contextlib.contextmanager
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-EAGER = Switch(_eager)
+EAGER = Switch(lambda: torch.compiler.set_stance("force_eager"))
 """Compiled modules run eagerly."""
 
 COMPOSED = Switch(_composed)
 """Attention, and on GPUs recurrent layers, are computed by elementary operators, not fused."""
 
-UNFUSED = Switch(_unfused)
+UNFUSED = Switch(
+    lambda: _changed(
+        torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+    )
+)
 """PyTorch's transformer layers call their submodules, instead of the fused fast path."""
 
-DOUBLE = Switch(_double)
+DOUBLE = Switch(lambda: _changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64))
 """The default dtype is float64."""
 
 

@@ -49,26 +49,19 @@ def _number(path: Path | str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _table(path: Path | str) -> dict[str, int]:
-    """Numbers by name, from lines such as ``MemFree: 12 kB`` (in bytes) or ``inactive_file 12``."""
-    found = {}
-    for line in _text(path).splitlines():
-        words = line.replace(":", " ").split()
-        if len(words) > 1 and words[1].isdigit():
-            found[words[0]] = int(words[1]) << (10 if words[2:] == ["kB"] else 0)
-    return found
+def _entry(path: Path | str, name: str) -> int | None:
+    """A number of a file, from a line such as ``MemFree: 12 kB`` (in bytes) or ``inactive 12``."""
+    found = re.search(rf"^{name}:?\s+(\d+)( kB)?$", _text(path), re.MULTILINE)
+    return None if found is None else int(found[1]) << (10 if found[2] else 0)
 
 
 def _machine(root: Path) -> Iterator[int]:
     """The available memory of the machine and, without overcommit, what it may still commit."""
-    found = {
-        word: int(number) << 10
-        for word, number in MEMINFO_LINE.findall(_text(root / "proc/meminfo"))
-    }
-    if "MemAvailable" in found:
-        yield found["MemAvailable"]
-    if _strict(root) and "CommitLimit" in found:
-        yield found["CommitLimit"] - found.get("Committed_AS", 0)
+    meminfo = root / "proc/meminfo"
+    if (free := _entry(meminfo, "MemAvailable")) is not None:
+        yield free
+    if _strict(root) and (limit := _entry(meminfo, "CommitLimit")) is not None:
+        yield limit - (_entry(meminfo, "Committed_AS") or 0)
 
 
 @cache
@@ -77,10 +70,7 @@ def _strict(root: Path) -> bool:
     return _number(root / "proc/sys/vm/overcommit_memory") == 2
 
 
-MEMINFO_LINE = re.compile(r"^(MemAvailable|CommitLimit|Committed_AS): +(\d+) kB", re.MULTILINE)
-
-
-class LimitKind(NamedTuple):
+class CgroupFiles(NamedTuple):
     """The files of a cgroup version: limits, memory in use, and the key of the file cache in it."""
 
     limits: tuple[str, ...]
@@ -89,34 +79,28 @@ class LimitKind(NamedTuple):
 
 
 CGROUP_FILES = {
-    "cgroup2": LimitKind(("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    "cgroup": LimitKind(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": CgroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "cgroup": CgroupFiles(
+        ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+    ),
 }
 
 
 def _cgroups(root: Path) -> Iterator[int]:
-    """The memory left in the process's cgroup and in each of its ancestors."""
-    for kind, mount, inside in _mounts(root):
-        folder = str(mount)
-        yield from _cgroup_left(folder, CGROUP_FILES[kind])
-        for name in inside:
-            folder = f"{folder}/{name}"
-            yield from _cgroup_left(folder, CGROUP_FILES[kind])
+    """The memory left in the process's cgroup and in each of its ancestors, unless unlimited; its
+    file cache counts as free.
+    """
+    for files, folder in _groups(root):
+        limits = [n for name in files.limits if (n := _number(f"{folder}/{name}")) is not None]
+        if not limits or min(limits) >= 1 << 60:  # version 1 writes "no limit" as a huge number
+            continue
+        used = _number(f"{folder}/{files.used}")
+        if used is not None:
+            yield min(limits) - used + (_entry(f"{folder}/memory.stat", files.cached) or 0)
 
 
-def _cgroup_left(folder: str, kind: LimitKind) -> Iterator[int]:
-    """The memory left in one cgroup, with its file cache counted as free; nothing if unlimited."""
-    limits = [n for name in kind.limits if (n := _number(f"{folder}/{name}")) is not None]
-    if not limits or min(limits) >= 1 << 60:  # version 1 writes "no limit" as a huge number
-        return
-    used = _number(f"{folder}/{kind.used}")
-    if used is not None:
-        cached = _table(f"{folder}/memory.stat").get(kind.cached, 0)
-        yield min(limits) - used + cached
-
-
-def _mounts(root: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
-    """For each mount of memory cgroups: its version, its path, and the folders down to our group.
+def _groups(root: Path) -> Iterator[tuple[CgroupFiles, str]]:
+    """The folders of the process's memory cgroup and of its ancestors, from each mount down.
 
     A container often sees its own group as the root of the mount, whatever its path outside.
     """
@@ -127,15 +111,18 @@ def _mounts(root: Path) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
             ours["cgroup2"] = path
         elif "memory" in controllers.split(","):
             ours["cgroup"] = path
-    for kind, inside, mount in _mounted(root):
+    for kind, inside, folder in _mounted(root):
         path = ours.get(kind, "/")
         below = path.removeprefix(inside) if f"{path}/".startswith(f"{inside}/") else ""
-        parts = tuple(part for part in below.split("/") if part not in ("", "..", "."))
-        yield kind, mount, parts
+        yield CGROUP_FILES[kind], folder
+        for part in below.split("/"):
+            if part not in ("", "..", "."):
+                folder = f"{folder}/{part}"
+                yield CGROUP_FILES[kind], folder
 
 
 @cache
-def _mounted(root: Path) -> list[tuple[str, str, Path]]:
+def _mounted(root: Path) -> list[tuple[str, str, str]]:
     """Mounts of memory cgroups (version, root within the hierarchy, path); read once, since the
     list of mounts may be long.
     """
@@ -146,7 +133,7 @@ def _mounted(root: Path) -> list[tuple[str, str, Path]]:
         if len(words) < 5 or not kinds or kinds[0] not in CGROUP_FILES:
             continue
         if kinds[0] == "cgroup2" or "memory" in kinds[-1].split(","):
-            found.append((kinds[0], words[3].rstrip("/"), root / words[4].lstrip("/")))
+            found.append((kinds[0], words[3].rstrip("/"), str(root / words[4].lstrip("/"))))
     return found
 
 
@@ -156,12 +143,12 @@ def _ulimits(root: Path) -> Iterator[int]:
         import resource
     except ImportError:  # Windows has none
         return
-    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+    for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
-            found = _table(root / "proc/self/status")
-            if used in found:
-                yield most - found[used]
+            used = _entry(root / "proc/self/status", name)
+            if used is not None:
+                yield most - used
 
 
 def resident(root: Path | None = None) -> int | None:

@@ -7,7 +7,6 @@ import os
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,15 +79,13 @@ class Discovery(watch):
 
     def _write_calls(self, table: NameTable, loss: Tensor, final: Mapping[str, str]) -> None:
         """Keep the module calls from the loss's first operator on, under their final names."""
-        first = bisect_right(self.name_table.starts, _earliest(loss)) - 1
-        starts, places = (
-            self.name_table.starts[max(first, 0) :],
-            self.name_table.places[max(first, 0) :],
-        )
+        old = self.name_table
+        first = max(bisect_right(old.starts, _earliest(loss)) - 1, 0)
+        kept = list(zip(old.starts, old.places))[first:]
         skipped: dict[str, int] = {}
-        for module, call in places:
+        for _, (module, call) in kept:  # a module that calls itself comes back to an earlier call
             skipped[module] = min(call, skipped.get(module, call))
-        for start, (module, call) in zip(starts, places):
+        for start, (module, call) in kept:
             table.enter(start, ModuleCall(final.get(module, ""), call - skipped[module]))
         self.name_table = table
 
@@ -124,23 +121,23 @@ def uncompiled() -> Iterator[None]:
     """Disables ``torch.compile``, whose single node for a whole graph would hide the operators.
 
     Importing ``torch._dynamo`` takes seconds, so if it is not imported yet, the environment
-    variable ``TORCH_COMPILE_DISABLE`` is set instead.
+    variable that it reads is set.
     """
-    if "torch._dynamo" in sys.modules:
-        with import_module("torch._dynamo.config").patch(disable=True):
-            yield
-        return
-    before = os.environ.get(DISABLE_VARIABLE)
+    variable = os.environ.get(DISABLE_VARIABLE)
+    before = variable == "1"
     os.environ[DISABLE_VARIABLE] = "1"
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        before, config.disable = config.disable, True
     try:
         yield
     finally:
         os.environ.pop(DISABLE_VARIABLE)
-        if before is not None:
-            os.environ[DISABLE_VARIABLE] = before
-        if "torch._dynamo" in sys.modules:
-            config: Any = import_module("torch._dynamo.config")
-            config.disable = before == "1"
+        if variable is not None:
+            os.environ[DISABLE_VARIABLE] = variable
+        config = sys.modules.get("torch._dynamo.config")
+        if config is not None:
+            config.disable = before
 
 
 DISABLE_VARIABLE = "TORCH_COMPILE_DISABLE"
@@ -159,13 +156,6 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _earliest(loss: Tensor) -> int:
     """The sequence number of the loss's first operator."""
-    numbers: list[int] = []
-
-    def visit(node: nodes.Node, _: nodes.Edges) -> None:
-        number = nodes.sequence_of(node)
-        if number is not None:
-            numbers.append(number)
-
-    nodes.root_of(loss)
-    walk(loss, visit)
-    return min(numbers, default=0)
+    numbers: list[int | None] = []
+    walk(loss, lambda node, _: numbers.append(nodes.sequence_of(node)))
+    return min((number for number in numbers if number is not None), default=0)

@@ -48,36 +48,30 @@ class CheckResult(NamedTuple):
 
 def diagnosis() -> list[CheckResult]:
     """Run all checks, in about a second. The user's random number generators are not advanced."""
-    found = [_versions()]
-    wrong = internals.missing() or internals.changed()
-    found.append(
-        CheckResult("autograd's internals", _verdict(not wrong), "; ".join(wrong) or "known")
-    )
+    installed = f"gradtrace {sys.modules['gradtrace'].__version__}, torch {torch.__version__}"
+    where = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    tested = f"tested: torch {internals.TESTED}"
+    found = [CheckResult("versions", "ok", f"{installed}, {where}; {tested}")]
+    found.append(_tried("autograd's internals", _internals, "known"))
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(0)
         for name, make in MODELS.items():
             found.append(_tried(f"gradient: {name}", partial(_compared, make)))
         found += [_tried("hooks", _hooked), _tried("checkpoints", _recomputed), _kernels()]
-    return [*found, *_optional()]
+    return [*found, *map(_optional, OPTIONAL)]
 
 
-def _verdict(good: bool) -> str:
-    return "ok" if good else "wrong"
-
-
-def _versions() -> CheckResult:
-    installed = f"gradtrace {sys.modules['gradtrace'].__version__}, torch {torch.__version__}"
-    where = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    return CheckResult("versions", "ok", f"{installed}, {where}; tested: torch {internals.TESTED}")
-
-
-def _tried(what: str, run_check: Callable[[], str]) -> CheckResult:
+def _tried(what: str, run_check: Callable[[], str], good: str = "as PyTorch's") -> CheckResult:
     """Run a check, which returns what is wrong, or an empty text."""
     try:
         wrong = run_check()
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
-    return CheckResult(what, _verdict(not wrong), wrong or "as PyTorch's")
+    return CheckResult(what, "wrong" if wrong else "ok", wrong or good)
+
+
+def _internals() -> str:
+    return "; ".join(internals.missing() or internals.changed())
 
 
 # Gradients ---------------------------------------------------------------------------------------
@@ -142,34 +136,27 @@ def _hooked() -> str:
     x: Any = torch.tensor([1.0, 2.0], requires_grad=True)
     y: Any = x * 3
     loss = (y * y).sum()
-    node = y.grad_fn
     order: list[str] = []
 
-    def noted(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    def add(name: str, register: Callable[..., Any], change: Callable[[Any], Any]) -> None:
         def hook(first: Any, *_: Any) -> Any:
             order.append(name)
             return change(first)
 
-        return hook
+        register(hook)
 
-    handles = [
-        x.register_hook(noted("leaf", lambda g: g + 1)),
-        y.register_hook(noted("value", lambda g: g * 2)),
-        node.register_prehook(noted("before", lambda gs: tuple(g - 1 for g in gs))),
-        node.register_hook(noted("after", lambda gs: (gs[0] * 5, *gs[1:]))),
-    ]
-    try:
-        (wanted,) = torch.autograd.grad(loss, x, retain_graph=True)
-        engine, order[:] = list(order), []
-        (found,) = api.backward(loss).values()
-    finally:
-        for handle in handles:
-            handle.remove()
+    add("leaf", x.register_hook, lambda g: g + 1)
+    add("value", y.register_hook, lambda g: g * 2)
+    add("before", y.grad_fn.register_prehook, lambda gs: tuple(g - 1 for g in gs))
+    add("after", y.grad_fn.register_hook, lambda gs: (gs[0] * 5, *gs[1:]))
+    (wanted,) = torch.autograd.grad(loss, x, retain_graph=True)
+    engine, order[:] = list(order), []
+    (found,) = api.backward(loss).values()
     if order != engine:
         return f"hooks ran in the order {order}, PyTorch's engine runs {engine}"
-    return (
-        "" if torch.equal(found, wanted) else f"they gave {found.tolist()}, not {wanted.tolist()}"
-    )
+    if not torch.equal(found, wanted):
+        return f"they gave {found.tolist()}, not {wanted.tolist()}"
+    return ""
 
 
 def _recomputed() -> str:
@@ -193,27 +180,21 @@ def _recomputed() -> str:
 
 
 def _kernels() -> CheckResult:
+    what = "compiled kernels"
     if cpu_library.library() is None:
         detail = (
             "there are none, so tracing is many times slower; docs/start.md says how to get them"
         )
-        return CheckResult("compiled kernels", "missing", detail)
+        return CheckResult(what, "missing", detail)
     a, b = torch.randn(2, 17, 33), torch.randn(2, 33, 19)
     here, right = (k.contraction(a, b, index=True) for k in (max_contraction, reference))
-    same = all(torch.equal(x, y) for x, y in zip(here[:2], right[:2]) if x is not None)
-    detail = (
-        f"{max_contraction.isa()}, the bits of the reference"
-        if same
-        else "other bits than the reference"
-    )
-    return CheckResult("compiled kernels", _verdict(same), detail)
+    if all(torch.equal(x, y) for x, y in zip(here[:2], right[:2]) if x is not None):
+        return CheckResult(what, "ok", f"{max_contraction.isa()}, the bits of the reference")
+    return CheckResult(what, "wrong", "other bits than the reference")
 
 
-def _optional() -> list[CheckResult]:
-    found = []
-    for package, what in OPTIONAL.items():
-        try:
-            found.append(CheckResult(package, "ok", version(package)))
-        except PackageNotFoundError:
-            found.append(CheckResult(package, "missing", needs(what, package)))
-    return found
+def _optional(package: str) -> CheckResult:
+    try:
+        return CheckResult(package, "ok", version(package))
+    except PackageNotFoundError:
+        return CheckResult(package, "missing", needs(OPTIONAL[package], package))
