@@ -311,8 +311,7 @@ FACTORIES = {"empty", "zeros", "ones", "full", "arange", "tensor", "eye", "randn
 FACTORIES |= {"randint", "randperm"}
 ELSEWHERE = {"experiments", "benchmarks", "cli", "report", "testing", "tools", "profiling"}
 """Rooms of which nothing runs inside a pass."""
-BUT = {"distributed/process_group.py"}
-BUT |= {"ir/passes/merge_routes.py"}  # sets the default device itself, to that of the values
+BUT = {"ir/passes/merge_routes.py"}  # sets the default device itself, to that of the values
 
 
 def test_new_tensors_say_where_they_are() -> None:

@@ -156,8 +156,9 @@ class Told(RankExchange):
     """Four processes, of which this is the first; a test says what the others tell."""
 
     def __init__(self) -> None:
-        super().__init__(enabled=False)
+        super().__init__(None, "")
         self.world, self.messages = 4, list[tuple[int, Message]]()
+        self.failed = "there is no connection"
 
     def received(self) -> list[tuple[int, Message]]:
         found, self.messages = self.messages, []
@@ -192,9 +193,9 @@ def test_no_look_is_lost(tmp_path: Path, dead: tuple[int, ...]) -> None:
 
 
 def test_alone() -> None:
-    alone = RankExchange()
-    assert alone.first and alone.world == 1 and alone.thread is None
+    alone = RankExchange(None, "")
+    assert alone.first and alone.world == 1
     alone.send({"nothing": 1})
     assert alone.received() == []
-    alone.close()
+    alone.close(0)
     assert torch.distributed.is_available()

@@ -6,12 +6,13 @@ Also what ``gradtrace trace`` shares with it: the options, and the table that is
 from __future__ import annotations
 
 import math
+import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Exit, Option
 
@@ -22,11 +23,8 @@ from gradtrace.cli.target import Arguments, Target, kind_of, script_function
 from gradtrace.errors import GradtraceError, RankFailed
 
 if TYPE_CHECKING:
-    from gradtrace.experiments.harness.ranks import Ranks
     from gradtrace.tracing import components as component_names
     from gradtrace.tracing.influence import Influence
-
-T = TypeVar("T")
 
 DEFAULT_TOP = 20
 KINDS = ("modules", "classes", "operators", "labels", "arguments")
@@ -169,23 +167,26 @@ def _measured(target: Target, options: dict[str, Any]) -> tuple[Influence, bool]
     error that all ranks share is printed by rank 0; if rank 0 is gone, by the others.
     """
     from gradtrace.distributed import dataset_influence
-    from gradtrace.experiments.harness.ranks import joined
+    from gradtrace.distributed.process_group import joined, launched
 
-    with joined() as ranks, _sigterm_as_failure(ranks):
+    with launched() as rank, _sigterm_as_failure():
         try:
-            with target.running() as script:
-                parts = _on_all_ranks(ranks, lambda: _parts(target.call(script), target.name))
-                return dataset_influence.influence(*parts, **options), ranks.first
+            with ExitStack() as stack:
+                with joined() as ranks:  # if the script fails on one rank, it fails on all
+                    script = stack.enter_context(target.running())
+                    parts = _parts(target.call(script), target.name)
+                    ranks.meet({}, lambda said: None)
+                return dataset_influence.influence(*parts, **options), rank == 0
         except RankFailed as error:
-            if ranks.first or str(error).startswith("rank 0 ended"):
+            if rank == 0 or str(error).startswith("rank 0 ended"):
                 raise
             raise Exit(WRONG) from error
 
 
 @contextmanager
-def _sigterm_as_failure(ranks: Ranks) -> Iterator[None]:
+def _sigterm_as_failure() -> Iterator[None]:
     """Turn SIGTERM, by which torchrun stops all ranks after one has ended, into RankFailed."""
-    if ranks.world == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
 
@@ -197,21 +198,6 @@ def _sigterm_as_failure(ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _on_all_ranks(ranks: Ranks, make: Callable[[], T]) -> T:
-    """The result of a function; if it fails on one rank, it fails on all."""
-    try:
-        made = make()
-    except (Exception, SystemExit) as error:
-        with suppress(GradtraceError):
-            ranks.end(f"{type(error).__name__}: {error}")
-        raise
-    try:
-        ranks.end(None)
-    except GradtraceError as error:
-        raise RankFailed(str(error)) from error
-    return made
 
 
 def _parts(made: Any, name: str) -> tuple[Any, Any, Any]:

@@ -21,7 +21,6 @@ from typing import Any
 
 from gradtrace.distributed.batches import Batch, BatchEntry
 from gradtrace.distributed.identity import RunIdentity
-from gradtrace.distributed.process_group import merged
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container, schemas
 from gradtrace.tracing.influence import Influence
@@ -60,7 +59,8 @@ class PartialResult:
         """The sum of two results that have no batch in common."""
         names = sorted(self.batches.keys() | other.batches.keys())
         batches = {name: {**self.of(name), **other.of(name)} for name in names}
-        return PartialResult(merged([self.table, other.table]), batches)
+        tables = [each.table for each in (self, other) if each.table is not None]
+        return PartialResult(tables[0].merge(*tables[1:]) if tables else None, batches)
 
     def overlaps(self, other: PartialResult) -> bool:
         """Whether the two have a batch in common."""

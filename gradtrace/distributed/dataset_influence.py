@@ -21,7 +21,8 @@ from gradtrace.distributed.checkpoint import (
     pooled,
 )
 from gradtrace.distributed.identity import RunIdentity, identity
-from gradtrace.distributed.process_group import Message, ProcessGroup, joined
+from gradtrace.distributed.process_group import ProcessGroup, joined
+from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.pytorch.side_effects import Undo, restored, undoing
 from gradtrace.session import watch
@@ -126,6 +127,7 @@ class InfluenceRun:
 
     def begin(self, model: nn.Module, loss_fn: LossFn) -> None:
         """Check that all ranks have the same arguments and model; read what is counted already."""
+        self.ranks.stoppable = True
         said: Message = {
             "settings": self.files.settings,
             "model": unwrap.digest(model) if self.ranks.world > 1 else {},

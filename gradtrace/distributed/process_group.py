@@ -1,45 +1,24 @@
-"""The ranks of one measurement: messages between them, decisions by rank 0, and failure handling.
+"""The ranks of one measurement: what they decide together, and what happens when one fails.
 
 Every rank of a ``torch.distributed`` group does its share by itself. Rank 0 receives the others'
-messages and decides for all. They communicate through a separate gloo group, which is made for the
-duration of one measurement: it needs no GPU, does not interfere with the collectives of a training
-loop, and a killed process is detected at once because its connection closes. Messages are received
-in threads, so an error on one rank reaches the others while they are working.
+messages and decides for all (``meet``). Messages are handled in a thread, so an error on one rank
+reaches the others while they are working.
 """
 
 from __future__ import annotations
 
-import json
-import threading
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from gradtrace.distributed import tuning
+from gradtrace.distributed.rank_exchange import Message, RankExchange
 from gradtrace.errors import GradtraceError, RankFailed
-from gradtrace.tracing.influence import Influence
-
-Message = dict[str, Any]
-
-JOIN_TIMEOUT = timedelta(minutes=10)
-"""How long to wait for all ranks to join."""
-
-HEARTBEAT_SECONDS = 15.0
-"""Seconds between two heartbeats, which detect machines that vanish from the network."""
-
-SILENCE_TIMEOUT = timedelta(minutes=5)
-"""A rank that sends nothing for this long counts as failed."""
-
-TAG = 1
-
-
-def merged(tables: Iterable[Influence | None]) -> Influence | None:
-    """The table of all pairs of several tables; None if all of them are None."""
-    there = [table for table in tables if table is not None]
-    return there[0].merge(*there[1:]) if there else None
 
 
 def chosen(group: Any) -> Any:
@@ -66,19 +45,41 @@ def chosen(group: Any) -> Any:
 
 
 @contextmanager
+def launched() -> Iterator[int]:
+    """Initialise ``torch.distributed`` as ``torchrun`` says in the environment; this rank."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world == "1":
+        yield 0
+        return
+    missing = [v for v in ("RANK", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+    if missing:
+        raise GradtraceError(
+            f"WORLD_SIZE is {world}, but {' and '.join(missing)} not set: start with torchrun, or "
+            "unset WORLD_SIZE to run in one process"
+        )
+    if not torch.distributed.is_available():
+        raise GradtraceError("this torch was built without torch.distributed: run in one process")
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=tuning.START_SECONDS))
+    except (RuntimeError, ValueError) as error:
+        raise RankFailed("another rank ended, or never started") from error
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def joined(group: Any = None) -> Iterator[ProcessGroup]:
     """Connect the ranks of a group for the duration of one measurement; see ``chosen`` for which.
 
     An exception inside the context on one rank is raised on the others as RankFailed.
     """
-    found = chosen(group)
-    if found is None:
-        yield ProcessGroup()
-        return
-    import torch.distributed as dist
-
-    ranks = ProcessGroup(dist.get_rank(found), dist.get_world_size(found), _connected(found))
+    ranks = ProcessGroup(chosen(group))
     try:
+        ranks.wait_for_all()
         yield ranks
     except BaseException as error:
         ranks.end(error)
@@ -87,110 +88,87 @@ def joined(group: Any = None) -> Iterator[ProcessGroup]:
         raise
     else:
         ranks.end(None)
-    finally:
-        ranks.close()
-
-
-def _connected(group: Any) -> Any:
-    """A gloo group of the same ranks; its store prefix counts the groups made so far."""
-    import torch.distributed as dist
-
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    store = group.get_group_store()
-    try:
-        time = store.add(f"gradtrace/{rank}", 1)
-        own = dist.distributed_c10d.PrefixStore(f"gradtrace/{time}", store)
-        return dist.ProcessGroupGloo(own, rank, world, timeout=JOIN_TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        raise RankFailed(
-            f"not all {world} ranks came together within {JOIN_TIMEOUT}: call this on every rank "
-            "of the group, or with group=False to measure in this process alone"
-        ) from error
 
 
 class ProcessGroup:
-    """One rank of a group, seen from its process; alone, it is rank 0 of a group of one.
+    """One rank of a group, seen from its process; alone (None), it is rank 0 of a group of one.
 
-    ``halted`` is set when all ranks are to stop: on Ctrl-C, or when one of them failed.
+    ``halted`` is set when all ranks are to stop: on Ctrl-C, or when one of them failed. Ranks that
+    ask for it (``stoppable``) do not end by a first Ctrl-C while they wait for others.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, handle: Any = None) -> None:
-        self.rank, self.world = rank, world
-        self.halted = False
-        self._changed = threading.Condition()
-        self._inbox: dict[int, deque[Any]] = {}
+    def __init__(self, group: Any = None) -> None:
+        self._exchange = RankExchange(group, "measurement")
+        self.rank, self.world = self._exchange.rank, self._exchange.world
+        self.halted = self.stoppable = False
+        peers = range(1, self.world) if self.rank == 0 else (0,)
+        self._said: dict[int, deque[Message]] = {peer: deque() for peer in peers}
         self._failed: dict[int, str] = {}
-        self._interrupted = self._ended = False
-        peers = range(1, world) if rank == 0 else (0,)
-        self._connections = {peer: Connection(handle, peer) for peer in peers}
-        self._threads = [
-            threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in peers
-        ]
-        self._stop_heartbeat = threading.Event()
-        if world > 1:
-            self._inbox = {peer: deque() for peer in peers}
-            self._threads.append(threading.Thread(target=self._beat, daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._ended: set[int] = set()
+        if self.world > 1:
+            self._exchange.notify = self._take
 
-    # Collective operations -----------------------------------------------------------------------
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which decides, prints and writes what is of all."""
+        return self.rank == 0
 
-    def meet(self, mine: Message, decide: Callable[[list[Message]], Message]) -> Message:
+    def wait_for_all(self) -> None:
+        """Wait until all ranks are connected."""
+        exchange = self._exchange
+        with exchange.changed:
+            exchange.changed.wait_for(
+                lambda: exchange.failed or exchange.joined >= self._said.keys(),
+                tuning.JOIN_SECONDS,
+            )
+        if not exchange.joined >= self._said.keys():
+            why = exchange.failed or f"within {timedelta(seconds=tuning.JOIN_SECONDS)}"
+            raise RankFailed(
+                f"not all {self.world} ranks came together ({why}): call this on every rank of the "
+                "group, or with group=False to measure in this process alone"
+            )
+
+    def meet(self, mine: Message, decide: Callable[[list[Message]], Any]) -> Any:
         """Gather a message of every rank on rank 0, and return ``decide(messages)`` on all ranks.
 
         Messages are in the order of ranks, and JSON values. A GradtraceError in ``decide`` is
         raised on all ranks.
         """
-        if self.rank == 0:
-            self._wait_for(lambda: bool(self._failed) or all(self._inbox.values()))
+        if not self.first:
+            self._exchange.send({"say": mine})
+        self._wait_for(lambda: bool(self._failed) or all(self._said.values()))
+        if not self.first:
+            return self._answer()
+        self.check()
+        try:
+            verdict = decide([mine, *(said.popleft()["say"] for said in self._said.values())])
+        except GradtraceError as error:
+            self._exchange.send({"refused": str(error)})
+            raise
+        self._exchange.send({"verdict": verdict})
+        return verdict
+
+    def _answer(self) -> Any:
+        if not self._said[0]:
             self.check()
-            try:
-                verdict = decide([mine, *(said.popleft()["say"] for said in self._inbox.values())])
-            except GradtraceError as error:
-                self._broadcast({"refused": str(error)})
-                raise
-            self._broadcast({"verdict": verdict})
-            return verdict
-        self._connections[0].send({"say": mine})
-        self._wait_for(lambda: bool(self._failed or self._inbox[0]))
-        if not self._inbox[0]:
-            self.check()
-        match self._inbox[0].popleft():
-            case {"refused": str(text)}:
-                raise GradtraceError(text)
-            case {"verdict": answer}:
-                return answer  # type: ignore[no-any-return]
-        raise AssertionError("rank 0 says nothing else")
+        answer = self._said[0].popleft()
+        if "refused" in answer:
+            raise GradtraceError(answer["refused"])
+        return answer["verdict"]
 
     def interrupt(self) -> None:
         """Ask all ranks to stop after their current batch, and to go on to the next ``meet``."""
-        self._interrupted = True
-        if self.rank == 0:
-            self._halt()
-        else:
-            self.halted = True
-            self._connections[0].send({"interrupt": True})
+        self.stoppable = False
+        self._halt()
 
     def end(self, error: BaseException | None) -> None:
         """Leave the group; if this rank failed with ``error``, send it to the others."""
-        if self.rank == 0:
-            text = None if error is None else error_text(0, error)
-            for connection in self._connections.values():
-                connection.send({"end": text}, last=True)
-        elif error is not None and not self._failed:
-            self._connections[0].send({"error": error_text(self.rank, error)})
-        self._stop_heartbeat.set()
-        for thread in self._threads:
-            thread.join(SILENCE_TIMEOUT.total_seconds())
-
-    def close(self) -> None:
-        """Drop the connections explicitly.
-
-        If they were left to the garbage collector, a loader's worker that is forked later might
-        collect its copies first, and wait for threads that do not exist after a fork.
-        """
-        for connection in self._connections.values():
-            connection.handle = None
+        if error is not None and (self.first or not self._failed):
+            self._exchange.send({"end": error_text(self.rank, error)})
+        else:
+            self._exchange.send({"end": None})
+        self._exchange.close(tuning.SILENCE_SECONDS if self._exchange.joined else 0)
+        self._exchange.notify = None
 
     def check(self) -> None:
         """Raise RankFailed if other ranks failed."""
@@ -198,76 +176,44 @@ class ProcessGroup:
             raise RankFailed("; ".join(self._failed[rank] for rank in sorted(self._failed)))
 
     def _wait_for(self, there: Callable[[], bool]) -> None:
-        """Wait for a condition; a first Ctrl-C asks all ranks to stop, a second one is raised."""
+        """Wait for a condition; Ctrl-C asks all ranks to stop, or is raised if it did before."""
         while True:
             try:
-                with self._changed:
-                    self._changed.wait_for(there)
+                with self._exchange.changed:
+                    self._exchange.changed.wait_for(there)
                 return
             except KeyboardInterrupt:
-                if self._interrupted:
+                if not self.stoppable:
                     raise
                 self.interrupt()
 
     def _halt(self) -> None:
         self.halted = True
-        self._broadcast({"halt": True})
+        self._exchange.send({"halt": True})
 
-    def _broadcast(self, message: Message) -> None:
-        for connection in self._connections.values():
-            connection.send(message)
+    # In the thread -------------------------------------------------------------------------------
 
-    # Threads -------------------------------------------------------------------------------------
+    def _take(self) -> None:
+        """Handle the messages that have arrived."""
+        for rank, message in self._exchange.received():
+            match message:
+                case {"halt": _}:
+                    if not self.halted:
+                        self._halt()  # rank 0 passes it on
+                case {"end": text}:
+                    self._ended.add(rank)
+                    if text is not None:
+                        self._fail(rank, text)
+                case {"gone": why}:
+                    if rank not in self._ended:
+                        why = why or "ended without a word: it was killed, or its machine is gone"
+                        self._fail(rank, f"rank {rank} {why}")
+                case _:
+                    self._said[rank].append(message)
 
-    def _beat(self) -> None:
-        while not self._stop_heartbeat.wait(HEARTBEAT_SECONDS):
-            self._broadcast({"beat": True})
-
-    def _listen(self, peer: int) -> None:
-        connection = self._connections[peer]
-        try:
-            while self._handle(peer, connection.receive()):
-                pass
-        except Exception as error:  # any error of gloo means that the connection is gone
-            silent = "timed out" in str(error).lower()
-            fate = (
-                f"gave no sign of life for {SILENCE_TIMEOUT}"
-                if silent
-                else "ended without a word: it was killed, or its machine is gone"
-            )
-            connection.open = False
-            self._fail(peer, f"rank {peer} {fate}")
-
-    def _handle(self, peer: int, message: Message) -> bool:
-        """Handle a message; False if it is the last one of this peer."""
-        match message:
-            case {"say": _} | {"verdict": _} | {"refused": _}:
-                with self._changed:
-                    self._inbox[peer].append(message)
-                    self._changed.notify_all()
-            case {"halt": _}:
-                self.halted = True
-            case {"interrupt": _}:
-                self._halt()
-            case {"error": str(text)}:
-                self._connections[peer].send({"end": None}, last=True)
-                self._fail(peer, text)
-            case {"end": text}:
-                self._connections[peer].send({"bye": True}, last=True)
-                if text is not None:
-                    self._fail(peer, text)
-                return False
-            case {"bye": _}:
-                return False
-        return True
-
-    def _fail(self, peer: int, text: str) -> None:
-        with self._changed:
-            self._failed[peer] = text
-            self._changed.notify_all()
-        if self.rank == 0:
-            self._halt()
-        self.halted = True
+    def _fail(self, rank: int, text: str) -> None:
+        self._failed[rank] = text
+        self._halt()
 
 
 def error_text(rank: int, error: BaseException) -> str:
@@ -278,35 +224,3 @@ def error_text(rank: int, error: BaseException) -> str:
         return f"rank {rank} was stopped by Ctrl-C"
     kind = "" if isinstance(error, GradtraceError) else f"{type(error).__name__}: "
     return f"rank {rank}: {kind}{error}"
-
-
-class Connection:
-    """A connection to one rank: messages as JSON, each preceded by its length."""
-
-    def __init__(self, handle: Any, peer: int) -> None:
-        self.handle, self.peer = handle, peer
-        self.open = True
-        self._lock = threading.Lock()
-
-    def send(self, message: Message, last: bool = False) -> None:
-        """Send a message, unless the last one was sent.
-
-        Errors are ignored: the thread that receives from this peer detects that it is gone.
-        """
-        body = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        with self._lock, suppress(RuntimeError):
-            if not self.open or self.handle is None:
-                return
-            self.open = not last
-            for part in (torch.tensor([len(body)]), body):
-                self.handle.send([part], self.peer, TAG).wait(SILENCE_TIMEOUT)
-
-    def receive(self) -> Message:
-        """Wait for the next message."""
-        size = self._take(torch.zeros(1, dtype=torch.int64))
-        body = self._take(torch.empty(int(size), dtype=torch.uint8))
-        return json.loads(bytes(body.numpy()))  # type: ignore[no-any-return]
-
-    def _take(self, into: torch.Tensor) -> torch.Tensor:
-        self.handle.recv([into], self.peer, TAG).wait(SILENCE_TIMEOUT)
-        return into

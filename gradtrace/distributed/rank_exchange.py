@@ -1,219 +1,254 @@
-"""Asynchronous messages between rank 0 and the other ranks of a training run.
+"""Messages between rank 0 and the other ranks of a group, over one TCP connection each.
 
-A Monitor must not hold up training, so there are no collectives here: ranks may have different
-numbers of steps, be slow, end early or be killed. Each process has a thread with its own connection
-to the store of ``torch.distributed``; messages are written there, and polled for at intervals.
-Other ranks send rank 0 their results; rank 0 sends them the steps that are to be traced.
+There are no collectives here, which would wait for all ranks: they may have different numbers of
+steps or batches, be slow, end early or be killed. Rank 0 listens, and leaves its address in the
+store of ``torch.distributed``; the others connect to it. Messages are lines of JSON, sent and
+received by an asyncio loop in a thread of each process, so that sending never blocks. The kernel
+closes the connections of a killed process at once, and detects by keep-alive packets that a machine
+is gone; a process that is merely slow keeps its connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import secrets
+import socket
 import threading
-import time
-import zlib
-from collections import Counter, deque
+from asyncio import StreamReader, StreamWriter
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from gradtrace.distributed import tuning
+
 Message = dict[str, Any]
 
-POLL_SECONDS = 0.02
-"""Seconds between two polls of the store while a message is expected."""
-
-IDLE_POLL_SECONDS = 0.5
-"""Seconds between two polls while none is expected."""
-
-POLLING_RANKS = 32
-"""With more ranks than this, each polls less often, so that the store's load stays the same."""
-
-STORE_TIMEOUT = timedelta(seconds=10)
-"""Timeout of one request to the store."""
-
-VALUE_MAX_BYTES = 1 << 20
-"""Messages are split into values of at most this many bytes: the store accepts up to 8 MiB."""
-
-_numbers: Counter[str] = Counter()
-"""How many exchanges of a name this process has made: the n-th of each process are connected."""
+KEEP_ALIVE = {
+    "TCP_KEEPIDLE": tuning.SILENCE_SECONDS // 5,
+    "TCP_KEEPINTVL": tuning.SILENCE_SECONDS // 5,
+    "TCP_KEEPCNT": 4,
+    "TCP_USER_TIMEOUT": tuning.SILENCE_SECONDS * 1000,
+}
+"""Options by which a connection to a machine that does not answer ends, where systems have them."""
 
 
 class RankExchange:
-    """One rank's end of the exchange; without a thread if there is only one process.
+    """One rank's end of the exchange; in a group of one (None) there is no thread and no message.
 
-    ``called`` is part of the key prefix in the store; ``enabled=False`` ignores other processes.
+    Rank 0 sends to all others, and they send to rank 0. The n-th exchanges of a name that ranks
+    make are connected. When a connection ends, ``{"gone": why}`` is received from that rank.
     """
 
-    def __init__(self, called: str = "", enabled: bool | None = None) -> None:
+    def __init__(self, group: Any, name: str) -> None:
+        self.rank, self.world = 0, 1
+        self.inbox: deque[tuple[int, Message]] = deque()
+        self.notify: Callable[[], object] | None = None  # called in the thread after a message
+        self.failed = ""  # why messages can no longer be exchanged
+        self.joined: set[int] = set()  # ranks that were connected
+        self.changed = threading.Condition()  # notified when a rank joins, says something or leaves
+        self._unsent: list[bytes] = []  # lines for ranks that have not joined yet
+        self._writers: dict[int, StreamWriter] = {}
+        self._talks: dict[Any, StreamWriter] = {}  # by task
+        self._thread: threading.Thread | None = None
+        if group is not None:
+            self._start(group, name)
+
+    def _start(self, group: Any, name: str) -> None:
         import torch.distributed as dist
 
-        initialised = dist.is_available() and dist.is_initialized()
-        self.rank, self.world = 0, 1
-        self.thread: RankThread | None = None
-        if initialised and enabled is not False and dist.get_world_size() > 1:
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            store = (
-                dist.distributed_c10d._get_default_store()
-            )  # groups give access to theirs since 2.9
-            _numbers[called] += 1
-            prefix = f"gradtrace/monitor/{called}/{_numbers[called]}"
-            self.thread = RankThread(store, prefix, self.rank, self.world)
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        try:
+            # a separate connection: requests on a shared one wait for each other
+            shared: Any = dist.distributed_c10d._world.pg_map[group][1]
+            store = shared.clone()
+            store.set_timeout(timedelta(seconds=tuning.STORE_TIMEOUT_SECONDS))
+            number = store.add(f"gradtrace/{name}/{self.rank}", 1)
+            own = dist.distributed_c10d.PrefixStore(f"gradtrace/{name}/{number}", store)
+        except Exception as error:  # a store may raise anything
+            self._fail(error)
+            self._loop.close()
+            return
+        self._thread = threading.Thread(target=self._run, args=(own,), daemon=True)
+        self._thread.start()
 
     @property
     def first(self) -> bool:
-        """Whether this process is rank 0, which writes the run's file."""
+        """Whether this process is rank 0."""
         return self.rank == 0
-
-    @property
-    def lead(self) -> float:
-        """Seconds that a message from rank 0 may take to reach all others."""
-        return 0.0 if self.thread is None else 3 * self.thread.pause
 
     def send(self, message: Message) -> None:
         """Send a message: to rank 0, or from rank 0 to all others. Does not block."""
-        if self.thread is not None:
-            self.thread.send(message)
+        if self._thread is not None:
+            self._call(self._write, json.dumps(message).encode() + b"\n")
 
     def received(self) -> list[tuple[int, Message]]:
-        """The messages that have arrived since the last call, each with its sender's rank."""
-        return [] if self.thread is None or not self.thread.inbox else self.thread.received()
-
-    def finish(self, seconds: float) -> None:
-        """Wait until all messages are sent, for at most ``seconds``."""
-        if self.thread is not None:
-            self.thread.finish(seconds)
-
-    def close(self, seconds: float = 1.0) -> None:
-        """Close the connection; messages that are not sent within ``seconds`` are lost."""
-        if self.thread is not None:
-            self.thread.close(seconds)
-
-
-class RankThread:
-    """The thread of one process that sends and receives messages, with its queues."""
-
-    def __init__(self, store: Any, prefix: str, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
-        self.pause = POLL_SECONDS * max(1.0, world / POLLING_RANKS)
-        self.eager = rank != 0  # whether a message is expected: poll often
-        self.inbox: deque[tuple[int, Message]] = deque()
-        self.deliver: Callable[[], object] | None = (
-            None  # called in the thread after messages arrived
-        )
-        self.failed = ""
-        self._store, self._prefix = store, prefix
-        self._outbox: deque[Message] = deque()
-        self._sent = 0
-        self._queued = 0
-        self._read = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0)
-        self._changed = threading.Condition()
-        self._wake = threading.Event()
-        self._over = False
-        self._thread = threading.Thread(target=self._run, name="gradtrace", daemon=True)
-        self._thread.start()
-
-    def send(self, message: Message) -> None:
-        """Queue a message for the thread to send."""
-        self._queued += 1
-        self._outbox.append(message)
-        self._wake.set()
-
-    def received(self) -> list[tuple[int, Message]]:
-        """Take the received messages from the inbox."""
-        found = []
-        with suppress(IndexError):
-            while True:
-                found.append(self.inbox.popleft())
-        return found
-
-    def finish(self, seconds: float) -> None:
-        """Wait until all queued messages are sent, for at most ``seconds``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._sent >= self._queued or self._over, seconds)
+        """Take the messages that have arrived since the last call, each with its sender's rank."""
+        return [self.inbox.popleft() for _ in range(len(self.inbox))]
 
     def close(self, seconds: float) -> None:
-        """Send the queued messages, and end the thread."""
-        if threading.current_thread() is not self._thread:
-            self.finish(seconds)
-            self._over = True
-            self._wake.set()
-            self._thread.join(seconds)
-        self._over = True
+        """Close the connections, and wait for at most ``seconds`` until all messages are sent.
+
+        A rank that has not found rank 0 yet goes on trying in its thread.
+        """
+        if self._thread is not None:
+            self._call(self._closing.set)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(seconds)
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the thread has ended, and closed its loop
+            self._loop.call_soon_threadsafe(function, *args)
 
     # In the thread -------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, store: Any) -> None:
         try:
-            store = _connected(self._store, self._prefix)
-            while not self._over:
-                self._send(store)
-                if self._receive(store) and self.deliver is not None:
-                    self.deliver()
-                self._wake.wait(self.pause if self.eager else max(IDLE_POLL_SECONDS, self.pause))
-                self._wake.clear()
-            self._send(store)
-        except Exception as error:  # a store may raise anything; training goes on
-            self.failed = f"{type(error).__name__}: {error}"
+            self._loop.run_until_complete(self._serve(store) if self.first else self._join(store))
+        except Exception as error:
+            self._fail(error)
         finally:
-            with self._changed:
-                self._over = True
-                self._store = None
-                self._changed.notify_all()
+            self._loop.close()
+            with self.changed:
+                self.changed.notify_all()
 
-    def _send(self, store: Any) -> None:
-        while self._outbox:
-            body = zlib.compress(json.dumps(self._outbox[0]).encode(), 1)
-            pieces = [
-                body[at : at + VALUE_MAX_BYTES] for at in range(0, len(body), VALUE_MAX_BYTES)
-            ]
-            key = f"{self.rank}/{self._sent}"
-            for n, piece in enumerate(pieces):
-                store.set(f"{key}/{n}", piece)
-            store.set(key, str(len(pieces)))
-            if self.rank:
-                store.add("sent", 1)
-            self._outbox.popleft()
-            with self._changed:
-                self._sent += 1
-                self._changed.notify_all()
+    def _fail(self, error: Exception) -> None:
+        self.failed = self.failed or f"{type(error).__name__}: {error}"
+        self._closing.set()
 
-    def _receive(self, store: Any) -> bool:
-        """Poll the store once; whether messages arrived."""
-        if self.rank == 0 and store.add("sent", 0) == sum(self._read.values()):
-            return False
-        found = False
-        for other in self._read:
-            while store.check([f"{other}/{self._read[other]}"]):
-                self.inbox.append(
-                    (other, self._take_message(store, f"{other}/{self._read[other]}"))
-                )
-                self._read[other] += 1
-                found = True
-        return found
+    async def _serve(self, store: Any) -> None:
+        self._token = secrets.token_hex(16)
+        limit = tuning.MESSAGE_MAX_BYTES
+        server = await asyncio.start_server(self._welcome, sock=_listening_socket(), limit=limit)
+        port = server.sockets[0].getsockname()[1]
+        store.set("address", json.dumps([socket.gethostname(), port, self._token]))
+        await self._closing.wait()
+        server.close()
+        await self._hang_up()
 
-    def _take_message(self, store: Any, key: str) -> Message:
-        keys = [f"{key}/{n}" for n in range(int(store.get(key)))]
-        body = b"".join(store.get(each) for each in keys)
-        if self.rank == 0:  # only rank 0 reads these
-            for each in (*keys, key):
-                with suppress(RuntimeError, NotImplementedError):
-                    store.delete_key(each)
-        return json.loads(zlib.decompress(body))  # type: ignore[no-any-return]
+    async def _welcome(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Talk to a rank, which shows by the token that it has read the store."""
+        self._talks[asyncio.current_task()] = writer
+        hello = b""
+        with suppress(OSError, ValueError, asyncio.TimeoutError):
+            hello = await asyncio.wait_for(reader.readline(), tuning.CONNECT_SECONDS)
+        token, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
+        if token == self._token and rank.isdecimal():
+            writer.write(f"{token}\n".encode())
+            self._enter(int(rank), writer)
+            await self._talk(int(rank), reader, writer)
+        self._talks.pop(asyncio.current_task())
+        writer.close()
+
+    async def _join(self, store: Any) -> None:
+        pause = tuning.FIRST_POLL_SECONDS
+        while not store.check(["address"]):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, tuning.MAX_POLL_SECONDS)
+        name, port, token = json.loads(store.get("address"))
+        hosts = [*_store_host(store), name, "localhost"]
+        for host in hosts:
+            with suppress(OSError, asyncio.TimeoutError):
+                reader, writer = await self._connect(host, port, token)
+                break
+        else:
+            raise ConnectionError(f"rank 0 does not answer at port {port} of {' or '.join(hosts)}")
+        self._enter(0, writer)
+        task = asyncio.ensure_future(self._talk(0, reader, writer))
+        self._talks[task] = writer
+        task.add_done_callback(self._talks.pop)
+        await self._closing.wait()
+        await self._hang_up()
+
+    async def _connect(self, host: str, port: int, token: str) -> tuple[StreamReader, StreamWriter]:
+        seconds, limit = tuning.CONNECT_SECONDS, tuning.MESSAGE_MAX_BYTES
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, port, limit=limit), seconds
+        )
+        writer.write(f"{token} {self.rank}\n".encode())
+        try:
+            if await asyncio.wait_for(reader.readline(), seconds) == f"{token}\n".encode():
+                return reader, writer
+            raise ConnectionError("this is another server")
+        except BaseException:
+            writer.close()
+            raise
+
+    def _enter(self, rank: int, writer: StreamWriter) -> None:
+        """Send a rank what was sent before it was connected."""
+        _keep_alive(writer.get_extra_info("socket"))
+        self._writers[rank] = writer
+        writer.writelines(self._unsent)
+        self.joined.add(rank)
+        self._notify()
+
+    async def _talk(self, rank: int, reader: StreamReader, writer: StreamWriter) -> None:
+        """Receive messages of a rank until its connection ends."""
+        why = ""
+        try:
+            while (line := await reader.readline()).endswith(b"\n"):
+                self.inbox.append((rank, json.loads(line)))
+                self._notify()
+        except TimeoutError:
+            why = f"gave no sign of life for {timedelta(seconds=tuning.SILENCE_SECONDS)}"
+        except (OSError, ValueError):
+            pass
+        self._writers.pop(rank)
+        writer.close()
+        self.inbox.append((rank, {"gone": why}))
+        if not self.first:
+            self._fail(ConnectionError(f"rank 0 {why or 'ended'}"))
+        self._notify()
+
+    def _notify(self) -> None:
+        try:
+            if self.notify is not None:
+                self.notify()
+        except Exception as error:  # of whoever is notified: the thread must end in order
+            self._fail(error)
+        with self.changed:
+            self.changed.notify_all()
+
+    def _write(self, line: bytes) -> None:
+        if len(self.joined) < (self.world - 1 if self.first else 1):
+            self._unsent.append(line)
+        for writer in self._writers.values():
+            writer.write(line)
+
+    async def _hang_up(self) -> None:
+        """End all connections, after all that was written has arrived: the other side closes them.
+
+        A connection that is closed before all has been read would be reset, and lose messages.
+        """
+        for writer in self._talks.values():
+            if writer in self._writers.values():
+                writer.write_eof()
+            else:
+                writer.transport.abort()
+        if self._talks:
+            await asyncio.wait(self._talks, timeout=tuning.SILENCE_SECONDS)
+        await self._loop.shutdown_default_executor()
 
 
-def _connected(store: Any, prefix: str) -> Any:
-    """The same store with a separate connection: requests on a shared one wait for each other."""
-    import torch.distributed as dist
-
-    own = store.clone()
-    own.set_timeout(STORE_TIMEOUT)
-    return dist.distributed_c10d.PrefixStore(prefix, own)
+def _keep_alive(connection: Any) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def wait(until: Callable[[], bool], seconds: float) -> bool:
-    """Poll ``until`` for at most ``seconds``; its last value."""
-    last = time.monotonic() + seconds
-    while not (done := until()) and time.monotonic() < last:
-        time.sleep(POLL_SECONDS / 2)
-    return done
+def _listening_socket() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _store_host(store: Any) -> list[str]:
+    """The host of the store, which is often rank 0's; as this rank reaches it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return [store.host] if hasattr(store, "host") else []

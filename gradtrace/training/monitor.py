@@ -17,7 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from gradtrace.distributed.rank_exchange import RankExchange, RankThread
+from gradtrace.distributed import process_group
+from gradtrace.distributed.rank_exchange import RankExchange
+from gradtrace.distributed.tuning import MESSAGE_SECONDS
 from gradtrace.errors import GradtraceError, NonFinite, caution
 from gradtrace.flow import Flow
 from gradtrace.runs.history import History, Norms, StepRecord, Writer
@@ -138,7 +140,8 @@ class Monitor:
             "seed": seed,
         }
         self._budget = Budget(budget, clock)
-        self._shards = RankExchange(type(unwrapped(model)).__name__, distributed)
+        group = process_group.chosen(False if distributed is False else None)
+        self._shards = RankExchange(group, f"monitor/{type(unwrapped(model)).__name__}")
         self._gathering, self._number = self._opened(file, start, Loggers(loggers))
         self._base: int | None = (
             self._number
@@ -179,7 +182,7 @@ class Monitor:
                 gathering.release(Path(file).expanduser())
             found = Gathering(Writer(file, settings, start), loggers, self._shards)
         except BaseException:
-            self._shards.close()
+            self._shards.close(0)
             raise
         found.base = found.writer.first
         self._shards.send({"first": found.base})
@@ -260,8 +263,8 @@ class Monitor:
         """Decide whether the next backward pass is to be traced."""
         sampled = self._sampled
         sampled.wanted = False
-        if self._shards.thread is not None:
-            self._listen(self._shards.thread)
+        if self._shards.world > 1:
+            self._listen()
         if self._micro or self._number < self._due - self._lead_steps:
             return
         if self._traces and self._budget.share is not None and self._shards.first:
@@ -290,23 +293,24 @@ class Monitor:
                 stacklevel=5,
             )
 
-    def _listen(self, thread: RankThread) -> None:
+    def _listen(self) -> None:
         """Take the messages of other processes; warn once if they cannot be reached."""
-        if thread.failed and not self._disconnect_warned:
+        others = self._shards
+        if others.failed and not self._disconnect_warned:
             self._disconnect_warned = True
             caution(
-                f"process {self._shards.rank} cannot reach the others any more ({thread.failed}); "
+                f"process {others.rank} cannot reach the others any more ({others.failed}); "
                 "training goes on, and what they find is not added up",
                 stacklevel=5,
             )
-        if not thread.inbox:
+        if not others.inbox:
             return
         if self._gathering is not None:
             begun = self._budget.clock()
             self._gathering.pump()
             self._budget.spend(self._budget.clock() - begun)
             return
-        for _, message in thread.received():
+        for _, message in others.received():
             if "first" in message and self._base is not None:
                 more = message["first"] - self._base
                 self._base += more
@@ -318,7 +322,6 @@ class Monitor:
             if "due" in message:
                 # A step that has passed is traced now: processes may be at different steps.
                 self._due = max(self._number, message["due"] + (self._base or 0))
-        thread.eager = self._budget.share is not None  # otherwise no message will follow
 
     # A traced step ------------------------------------------------------------------------------
 
@@ -438,7 +441,7 @@ class Monitor:
             return
         typical = self._budget.typical
         self._lead_steps = (
-            2 if math.isnan(typical) else 1 + math.ceil(self._shards.lead / (typical or 1))
+            2 if math.isnan(typical) else 1 + math.ceil(MESSAGE_SECONDS / (typical or 1))
         )
 
     def _note_skipped(self) -> None:
@@ -448,11 +451,11 @@ class Monitor:
             return
         count = (self._number - 1 - self._traced_at) // self.every
         if count > 0:
-            self._gathering.skipped(self._traced_at, count, self.every, share)
+            self._gathering.writer.skipped(self._traced_at, count, self.every, share)
 
     def _flush(self) -> None:
         if self._gathering is not None:
-            self._gathering.times(self._first, self._times)
+            self._gathering.writer.times(self._first, self._times)
         self._first += len(self._times)
         self._times = []
 

@@ -11,13 +11,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from gradtrace.errors import GradtraceError, did_you_mean, needs
+from gradtrace.distributed.process_group import ProcessGroup, joined, launched
+from gradtrace.errors import GradtraceError, RankFailed, did_you_mean, needs
 from gradtrace.experiments.harness import drawing
 from gradtrace.experiments.harness.code import refresh
 from gradtrace.experiments.harness.findings import Experiment
 from gradtrace.experiments.harness.loading import ExperimentSource, about, load
 from gradtrace.experiments.harness.publishing import document, gather, publish
-from gradtrace.experiments.harness.ranks import Ranks, joined
 from gradtrace.experiments.harness.runner import RunPlan, Say
 from gradtrace.experiments.harness.runner import run as run_plan
 from gradtrace.experiments.harness.table import available
@@ -99,17 +99,28 @@ def run(
     _check_name(asked.name, chosen)
     if not drawing.possible():
         say(NO_FIGURES)
-    with joined() as ranks:
-        done = ExperimentOutcome(asked.folder, spoken=ranks.first)
-        plans = [plan(source, asked, ranks) for source in chosen]
-        for one in plans:
-            try:
-                _one(one, asked, done, say if ranks.first else _quiet)
-            except GradtraceError as error:
-                if len(plans) == 1:
-                    raise
-                done.failed[one.title] = str(error)
-                say(f"{one.title} FAILED: {error}")
+    try:
+        with launched(), joined() as ranks:
+            return _run(chosen, asked, say, ranks)
+    except RankFailed as error:
+        raise GradtraceError(
+            f"{error}; rows that are written are kept, and the same command goes on from there"
+        ) from error
+
+
+def _run(
+    chosen: list[ExperimentSource], asked: ExperimentOptions, say: Say, ranks: ProcessGroup
+) -> ExperimentOutcome:
+    done = ExperimentOutcome(asked.folder, spoken=ranks.first)
+    plans = [plan(source, asked, ranks) for source in chosen]
+    for one in plans:
+        try:
+            _one(one, asked, done, say if ranks.first else _quiet)
+        except GradtraceError as error:
+            if len(plans) == 1:
+                raise
+            done.failed[one.title] = str(error)
+            say(f"{one.title} FAILED: {error}")
     return done
 
 
@@ -146,7 +157,7 @@ def _quiet(line: str) -> None:
     """Print nothing: for ranks other than the first."""
 
 
-def plan(source: ExperimentSource, asked: ExperimentOptions, ranks: Ranks) -> RunPlan:
+def plan(source: ExperimentSource, asked: ExperimentOptions, ranks: ProcessGroup) -> RunPlan:
     """The plan of a run, from an experiment and the command's options."""
     refresh(source)
     experiment = load(source)

@@ -16,13 +16,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradtrace.distributed.process_group import ProcessGroup
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness import machine, pools, results
 from gradtrace.experiments.harness.code import code
 from gradtrace.experiments.harness.findings import Cell, Plot, Row
 from gradtrace.experiments.harness.journal import Journal, key
 from gradtrace.experiments.harness.loading import ExperimentSource, about, load
-from gradtrace.experiments.harness.ranks import Ranks
 from gradtrace.experiments.harness.work import Failed, TaskSpec
 from gradtrace.io import atomic_files
 from gradtrace.printable import printable
@@ -50,7 +50,7 @@ class RunPlan:
     workers: int | None = None
     ray: bool = False
     restart: bool = False
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: ProcessGroup = field(default_factory=ProcessGroup)
     name: str = ""  # if it differs from the experiment's
     command: str = ""  # the command that reproduces the run
 
@@ -92,13 +92,22 @@ def run(plan: RunPlan, say: Say) -> Outcome | None:
         pools.needs_ray()
     journal = Journal(plan.folder, header)
     cells = _cells(plan)
-    todo = plan.ranks.agree(lambda: _todo(plan, journal, cells, say))
+    todo = plan.ranks.meet({}, lambda _: _todo(plan, journal, cells, say))
     try:
         error = _measure(plan, TaskSpec(plan.source, journal), todo, say)
     finally:
         journal.close()
-    plan.ranks.end(error)
+    plan.ranks.meet({"error": error}, _raise_errors)
     return _concluded(plan, journal, cells) if plan.ranks.first else None
+
+
+def _raise_errors(said: list[dict[str, Any]]) -> None:
+    """Raise the errors of all ranks that failed."""
+    texts = [(rank, each["error"]) for rank, each in enumerate(said) if each["error"] is not None]
+    if texts and len(said) == 1:
+        raise GradtraceError(texts[0][1])
+    if texts:
+        raise GradtraceError("; ".join(f"rank {rank}: {text}" for rank, text in texts))
 
 
 def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
@@ -169,7 +178,7 @@ def _measure(plan: RunPlan, work: TaskSpec, todo: list[Cell], say: Say) -> str |
     timed = load(plan.source).TIMED
     if timed and (many > 1 or plan.ray or ranks.world > 1) and ranks.first:
         say(f"{name} measures time: one process does all, so that nothing runs beside it")
-    mine = ranks.share(todo) if not timed else todo if ranks.first else []
+    mine = todo[ranks.rank :: ranks.world] if not timed else todo if ranks.first else []
     failed: list[Failed] = []
     done = 0
     with _bar(name, len(mine), ranks.first) as bar:
