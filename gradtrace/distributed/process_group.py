@@ -163,6 +163,7 @@ class ProcessGroup:
 
     def end(self, error: BaseException | None) -> None:
         """Leave the group; if this rank failed with ``error``, send it to the others."""
+        self._ended.update(self._said)  # they leave when they hear of it
         if error is not None and (self.first or not self._failed):
             self._exchange.send({"end": error_text(self.rank, error)})
         else:
