@@ -1,128 +1,225 @@
-"""``watch``: records which module call made each operator of a model's forward pass."""
+"""``Session``: what can be asked of a loss; ``watch``: the session of a model's forward pass, which
+records the module call that made each operator.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gradtrace import api
+from gradtrace.autodiff import nodes
+from gradtrace.autodiff.backward import RECENT, gradient, seed_of
 from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.loss_checks import admit, isolated
 from gradtrace.autodiff.names import (
     GIVEN,
     MADE,
     NO_MODULE,
     Gradients,
+    LazyGradients,
     ModuleCall,
     NameTable,
     ThreadCall,
 )
 from gradtrace.autodiff.nodes import annotate
 from gradtrace.autodiff.pass_scope import backward_runs
-from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.graphs.graph import Graph
+from gradtrace.autodiff.traversal import walk
+from gradtrace.errors import GradtraceError, NotScalar, UnknownName, Unsupported
+from gradtrace.graphs.graph import Graph, build
+from gradtrace.ir import interpreter, memory
+from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite
+from gradtrace.ir.optimise import simplified
 from gradtrace.ir.program import Program
 from gradtrace.pytorch import composed_lstm
 from gradtrace.pytorch.global_switches import COMPOSED, eager
 from gradtrace.pytorch.module_calls import Listener, listen, same_in_replicas
 from gradtrace.pytorch.nested import tensors_in
+from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters, refuse_sharded
+from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
 
+T = TypeVar("T")
 W = TypeVar("W", bound="watch")
 
-WRAPPERS = {
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "OptimizedModule": "_orig_mod",
-}
-"""Wrapper modules by class, and the attribute of the wrapped module, whose names are the user's."""
+KEPT_MIN_BYTES = 1 << 24
+"""The least number of bytes of gradients that a trace may keep."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module, without wrappers."""
-    while type(model).__name__ in WRAPPERS:
-        model = model._modules[WRAPPERS[type(model).__name__]]  # type: ignore[assignment]
-    return model
+class Session:
+    """Answers questions about losses, by the names of leaves and modules that it knows.
 
+    Without a model these are the ``names`` of leaves; the functions of ``gradtrace.api`` are such
+    sessions of one question.
+    """
 
-def named_modules(
-    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under each of its names, as if there were no wrappers."""
-    module = unwrapped(module)
-    if any(module is each for each in above):
-        return  # a cycle: a module that contains one of its ancestors
-    yield name, module
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from named_modules(child, join(name, key), (*above, module))
+    _frames = 4  # from a warning to the user: this method, ``isolated``, the function, its caller
 
+    def __init__(self, names: Mapping[str, Tensor] | None = None) -> None:
+        self.name_table = NameTable.of(names)
+        self._hooks = RECENT
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter under each of its names, in the model's order, as without wrappers."""
-    for name, module in named_modules(model):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield join(name, key), parameter
+    def _classes(self) -> Mapping[str, str]:
+        """The class of each module, by name."""
+        return {}
 
+    def graph(self, loss: Tensor) -> Graph:
+        """The computation graph behind the loss, with the module of each operator."""
+        return build(loss, self.name_table, self._hooks)
 
-def sharded_modules(model: nn.Module) -> list[Any]:
-    """The modules that ``torch.distributed.fsdp.fully_shard`` was applied to."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if anything is sharded
-    kind = getattr(fsdp, "FSDPModule", None)
-    return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
-
-
-def sharding_hooks(hooks: Mapping[int, Any]) -> list[int]:
-    """The keys of the hooks of FSDP, which gather and free a module's parameters."""
-    home = "torch.distributed.fsdp"
-    return [k for k, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(home)]
-
-
-def refuse_flat(model: nn.Module) -> None:
-    """Raise for FSDP1, whose parameters are slices of one flat tensor without the user's names."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise Unsupported(
-            "the model is wrapped in FullyShardedDataParallel, whose parameters are slices of one "
-            "flat tensor: shard it with torch.distributed.fsdp.fully_shard, or load its full state "
-            "dict into a plain module and trace that"
-        )
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise for a sharded model, of which each rank holds a part."""
-    refuse_flat(model)
-    for module in sharded_modules(model):
-        if sharding_hooks(module._forward_pre_hooks):
-            raise Unsupported(
-                "fully_shard has sharded the model, and its parameters are gone when the forward "
-                "pass is over: use gradtrace.influence, or first enter "
-                "gradtrace.distributed.unwrap.gathered(model), on all ranks"
+    @isolated()
+    def backward(
+        self,
+        loss: Tensor,
+        semiring: Semiring = SUM,
+        *,
+        leaves: Iterable[str] | None = None,
+        cotangent: Tensor | None = None,
+        schedule: str = "kahn",
+        nonfinite: str = "raise",
+    ) -> Gradients:
+        """``{name: value}`` for every leaf; see ``gradtrace.backward``."""
+        if not isinstance(semiring, Semiring):
+            raise GradtraceError(
+                f"{semiring!r} is no semiring; pass one of gradtrace.semirings, such as "
+                "gradtrace.semirings.MAX, or a subclass of gradtrace.semirings.Semiring"
             )
-    for name, parameter in named_parameters(model):
-        if hasattr(parameter, "full_tensor"):
-            raise Unsupported(
-                f"{name} is a DTensor, of which each rank holds a part: load the full state dict "
-                "(torch.distributed.checkpoint.state_dict, full_state_dict=True) into a plain "
-                "module and trace that"
+        _one_of("nonfinite", nonfinite, "raise", "allow")
+        if isinstance(leaves, str):
+            raise UnknownName(f"leaves is a list of names: leaves=[{leaves!r}]")
+        table, hooks = self.name_table, self._hooks
+        admit(loss, table, elements=semiring is not SUM)
+        seed = seed_of(loss, cotangent)
+        notes: tuple[str, ...] = ()
+        if semiring is SUM:
+            found = gradient(loss, seed, table, hooks, schedule)
+            RECENT.refresh()
+        else:
+            memory.see_recording(loss)
+            recorded = self._recorded(loss, seed, schedule, bare=True)
+            found = list(interpreter.run(recorded, semiring).items())
+            notes = tuple(dict.fromkeys(recorded.notes()))
+        named = Gradients(*_named(found, table, loss), notes)
+        if leaves is not None:
+            named = Gradients({name: named[name] for name in leaves}, notes=notes)
+        if notes:
+            text = f"values of {semiring.name} are not exact. {'; '.join(notes)}"
+            warnings.warn(text, stacklevel=self._frames)
+        if semiring is SUM and nonfinite == "raise":
+            refuse_nonfinite(named, loss, seed, table, hooks)
+        return named
+
+    @isolated()
+    def program(
+        self,
+        loss: Tensor,
+        *,
+        cotangent: Tensor | None = None,
+        schedule: str = "kahn",
+        dense_limit: int = DENSE_MAX_ENTRIES,
+    ) -> Program:
+        """The backward program of the loss; see ``gradtrace.program``."""
+        admit(loss, self.name_table)
+        return self._recorded(loss, seed_of(loss, cotangent), schedule, dense_limit)
+
+    @isolated()
+    def trace(
+        self,
+        loss: Tensor,
+        *,
+        rule: str = "greedy",
+        granularity: str = "scalar",
+        nonfinite: str = "raise",
+        dense_limit: int = DENSE_MAX_ENTRIES,
+    ) -> Trace:
+        """The paths of the loss's gradient; see ``gradtrace.trace``."""
+        _one_of("nonfinite", nonfinite, "raise", "allow")
+        _one_of("rule", rule, "greedy", "viterbi")
+        _one_of("granularity", granularity, "scalar", "operator")
+        table, hooks = self.name_table, self._hooks
+        admit(loss, table)
+        if loss.dim() > 1:
+            raise NotScalar(
+                f"the loss has shape {tuple(loss.shape)}; trace one loss, or a vector with a loss "
+                "for each sample, such as losses.flatten(1).mean(1)"
             )
+        if not loss.numel():
+            raise NotScalar("the loss is an empty vector; there is nothing to trace")
+        seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
+        opaque, keep = granularity == "operator", kept_gradient_bytes(table, loss.device)
+        memory.see_recording(loss, keep)
+        recorded = self._recorded(loss, seed, "kahn", dense_limit, opaque, keep)
+        named, aliases = _named([(leaf.tensor, leaf) for leaf in recorded.leaves], table, loss)
+        gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, aliases)
+        if nonfinite == "raise":
+            doubtful = {name: gradients[name] for name in maybe_nonfinite(named)}
+            refuse_nonfinite(doubtful, loss, seed, table, hooks)
+        names = {leaf.value: name for name, leaf in named.items()}
+        return Trace(recorded, gradients, rule, granularity, loss.numel(), self._classes(), names)
+
+    def _recorded(self, loss: Tensor, seed: Tensor, *options: Any, **more: Any) -> Program:
+        """The program of a loss; the options are those of ``record``."""
+        found = simplified(record(loss, seed, self.name_table, self._hooks, *options, **more))
+        RECENT.refresh()
+        return found
 
 
-def join(name: str, key: str) -> str:
-    """``encoder`` and ``weight``: ``encoder.weight``."""
-    return f"{name}.{key}" if name else key
+def _one_of(word: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise UnknownName(f"{word} is {' or '.join(map(repr, allowed))}, not {value!r}")
 
 
-class watch(Listener):
+def kept_gradient_bytes(table: NameTable, device: torch.device) -> int:
+    """How many bytes of gradients a trace keeps: half the size of its leaves. A GPU's memory
+    usually has one user, so there a quarter of the free memory, if that is more.
+    """
+    least = max(KEPT_MIN_BYTES, sum(x.numel() * x.itemsize for x, _ in table.leaves.values()) // 2)
+    free = memory.available(device) if device.type == "cuda" else None
+    return least if free is None else max(min(least, free // 2), free // 4)
+
+
+def _named(
+    found: Sequence[tuple[Tensor, T]], table: NameTable, loss: Tensor
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Results by leaf name, in the order of the name table, and ``{alias: name}`` for leaves with
+    several names. Raises for complex leaves.
+    """
+    results = {id(leaf): result for leaf, result in found}
+    known = {key: names for key, (_, names) in table.leaves.items() if key in results}
+    labels = {key: names[0] for key, names in known.items()}
+    if len(set(labels.values())) < len(found):
+        # Leaves without a gradient are numbered too, as in the graph.
+        labels = {id(leaf): name for leaf, name in table.label(_leaves(loss)).items()}
+    for leaf, _ in found:
+        if leaf.is_complex():
+            raise Unsupported(
+                f"leaf {labels[id(leaf)]} is complex; a path needs real numbers. Use its real and "
+                "imaginary parts as leaves: torch.view_as_complex(parts)"
+            )
+    aliases = {other: labels[key] for key, names in known.items() for other in names[1:]}
+    return {name: results[key] for key, name in labels.items() if key in results}, aliases
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The leaves of a loss in the order of its graph."""
+    found: list[Tensor] = []
+
+    def visit(node: nodes.Node, _: nodes.Edges) -> None:
+        if type(node) is nodes.ACCUMULATE:
+            found.append(node.variable)
+
+    walk(loss, visit)
+    return found
+
+
+class watch(Session, Listener):
     """Watch a model's forward pass: ``with gt.watch(model) as watch: loss = ...``.
 
     Inside, module calls are recorded on all threads; fused attention and recurrent layers are
@@ -132,15 +229,17 @@ class watch(Listener):
     pass gives the same bits as without a watch; on a CPU they can be decomposed later, at a cost.
     """
 
+    _frames = 3  # no function around the method
+
     def __init__(self, model: nn.Module, *, composed: bool = True) -> None:
         if not isinstance(model, nn.Module):
             raise GradtraceError(
                 f"watch takes a torch.nn.Module, got {type(model).__name__}; without a model use "
                 "gradtrace.graph(loss, names=...) and gradtrace.backward(loss, names=...)"
             )
+        super().__init__()
         self.model = model
         self.composed = composed
-        self.name_table = NameTable()
         self._hooks = HookWatch()
         self._stop_listening: Callable[[], None] | None = None
         self._modules: dict[int, nn.Module] = {}  # by id
@@ -271,26 +370,8 @@ class watch(Listener):
             return True
         return not _OPEN.watches and torch.is_grad_enabled()
 
-    # The backward pass -----------------------------------------------------------------------
-
-    def graph(self, loss: Tensor) -> Graph:
-        """The computation graph behind the loss, with the module of each operator."""
-        return api.graph_of(loss, self.name_table, self._hooks)
-
-    def backward(self, loss: Tensor, semiring: Semiring = SUM, **options: Any) -> Gradients:
-        """``{name: value}`` for every leaf; see ``gradtrace.backward``."""
-        return api.backward_of(loss, semiring, self.name_table, self._hooks, **options)
-
-    def trace(self, loss: Tensor, **options: Any) -> Trace:
-        """The paths of the loss's gradient; see ``gradtrace.trace``."""
-        return api.trace_of(loss, self.name_table, self._hooks, self._classes(), **options)
-
     def _classes(self) -> dict[str, str]:
         return {name: type(module).__name__ for name, module in named_modules(self.model)}
-
-    def program(self, loss: Tensor, **options: Any) -> Program:
-        """The backward program of the loss; see ``gradtrace.program``."""
-        return api.program_of(loss, self.name_table, self._hooks, **options)
 
 
 class _ThreadState(threading.local):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import api
+from gradtrace import session
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.ir.program import Step
@@ -125,13 +125,13 @@ def test_gradients_are_those_of_autograd(case: str) -> None:
 def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss_of = CASES[case]()
     monkeypatch.setattr(sync, "would_sync", lambda x: True)
-    monkeypatch.setattr(api, "kept_gradient_bytes", lambda *_: 1 << 30)
+    monkeypatch.setattr(session, "kept_gradient_bytes", lambda *_: 1 << 30)
     trace = traced(model, loss_of)
     assert not put_off(trace)
     names, parameters = zip(*model.named_parameters())
     for name, grad in zip(names, torch.autograd.grad(loss_of(model), parameters)):
         assert torch.equal(trace.gradients[name], grad)
-    monkeypatch.setattr(api, "kept_gradient_bytes", lambda *_: 8)
+    monkeypatch.setattr(session, "kept_gradient_bytes", lambda *_: 8)
     assert put_off(traced(model, loss_of))
 
 

@@ -195,8 +195,8 @@ def grown(trace: Trace, sample: int, seed: int = 0) -> tuple[PathForest, dict[in
     """The forest of a sample, and the elements it begins at."""
     sizes = {name: grad.numel() for name, grad in trace.gradients.items()}
     drawn = sampled(sizes, sample, seed)
-    starts = {trace._leaf(name): e for name, e in drawn.items() if len(e)}
-    return trace._builder(0).follower.follow(starts, trace.rule), starts
+    starts = {trace.leaf(name).value: e for name, e in drawn.items() if len(e)}
+    return trace.builder(0).follower.follow(starts, trace.rule), starts
 
 
 @pytest.mark.parametrize("rule", RULES)

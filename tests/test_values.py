@@ -57,7 +57,7 @@ def test_paths_are_the_same(rule: str, budget: int) -> None:
     bounded.budget = budget
     bounded.program.kept.clear()
     same(bounded.paths(sample=50), whole.paths(sample=50))
-    assert bounded._builder(0).follower.budget == budget // 2
+    assert bounded.builder(0).follower.budget == budget // 2
     name = "layers.0.weight"
     same(bounded.paths(name, k=5), whole.paths(name, k=5))
     same([bounded.path(name, (1, 2))], [whole.path(name, (1, 2))])
@@ -67,10 +67,10 @@ def test_all_is_kept_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = traced("viterbi")
     needed = memory.whole(trace.program, kept=False)
     monkeypatch.setattr(memory, "available", lambda device: needed)
-    assert trace._builder(0).follower.budget is None
+    assert trace.builder(0).follower.budget is None
     other = traced("viterbi")
     monkeypatch.setattr(memory, "available", lambda device: needed - 1)
-    assert other._builder(0).follower.budget == (needed - 1) // 2
+    assert other.builder(0).follower.budget == (needed - 1) // 2
 
 
 def test_memory_is_bounded() -> None:

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from waits import Waits
 
 import gradtrace as gt
-from gradtrace import api
+from gradtrace import session
 from gradtrace.errors import GradtraceError, NonFinite
-from gradtrace.ir import interpreter
+from gradtrace.ir import interpreter, nonfinite
 from gradtrace.kernels import sync
 from gradtrace.kernels.sync import DeferredChecks, fetch_scalars
 from gradtrace.recording import aten_rules, dispatch, record
@@ -130,7 +130,7 @@ def test_recording_waits_once_or_twice(
     """For whether gradients are finite, at the very end."""
     monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", large)
     # else nothing is deferred on a GPU
-    monkeypatch.setattr(api, "kept_gradient_bytes", lambda *_: 0)
+    monkeypatch.setattr(session, "kept_gradient_bytes", lambda *_: 0)
     model, loss_of = MODELS[name]()
     with gt.watch(model) as watch:
         loss = loss_of(model)
@@ -250,11 +250,11 @@ def test_near_is_close(value: list[float]) -> None:
 def test_one_look_at_all_gradients(bad: float, unwaiting: None) -> None:
     """Their largest magnitudes tell, where a sum of 1e38 would be infinite."""
     fine = [torch.full((6,), 1e38), torch.zeros(0, 3), torch.tensor(2.0), torch.ones(2).half()]
-    assert api._sums_are_finite(fine)
+    assert nonfinite.sums_are_finite(fine)
     for shape in ((), (5,), (70, 70)):
         grad = torch.zeros(shape)
         grad.view(-1)[-1] = bad
-        assert api._sums_are_finite([*fine, grad]) is (abs(bad) == 1e38)
+        assert nonfinite.sums_are_finite([*fine, grad]) is (abs(bad) == 1e38)
 
 
 @pytest.mark.parametrize("large", [1, 1 << 16], ids=["later", "at once"])
@@ -263,7 +263,7 @@ def test_gradients_that_are_not_finite_are_refused(
 ) -> None:
     monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", large)
     # else nothing is deferred on a GPU
-    monkeypatch.setattr(api, "kept_gradient_bytes", lambda *_: 0)
+    monkeypatch.setattr(session, "kept_gradient_bytes", lambda *_: 0)
     model = nn.Linear(3, 3)
     with gt.watch(model) as watch:
         loss = (model(torch.ones(2, 3)) * torch.tensor([1.0, float("inf"), 1.0])).sum()

@@ -25,6 +25,10 @@ def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
             "the loss is complex, so it has no gradient to follow; take its real part or magnitude"
         )
     if cotangent is not None:
+        if not isinstance(cotangent, Tensor):
+            raise NotScalar(
+                f"the cotangent is a {type(cotangent).__name__}; pass a tensor of the loss's shape"
+            )
         if tuple(cotangent.shape) != tuple(loss.shape):
             raise NotScalar(
                 f"the cotangent has shape {tuple(cotangent.shape)}, the loss {tuple(loss.shape)}; "

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gradtrace.distributed import digests
-from gradtrace.session import join, named_modules, unwrapped
+from gradtrace.pytorch.wrapped_modules import join, named_modules, unwrapped
 
 CONSTRUCTORS = ("__init__", "__post_init__", "__new__", "__setstate__")
 """Methods that construct an object: attributes that other methods assign change during use."""

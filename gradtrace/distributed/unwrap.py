@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_map_only
 
 from gradtrace.distributed.identity import tensor_digests
 from gradtrace.pytorch.module_calls import Forward, Listener, listen
-from gradtrace.session import join, named_modules, refuse_flat, sharded_modules, sharding_hooks
+from gradtrace.pytorch.wrapped_modules import (
+    join,
+    named_modules,
+    refuse_flat,
+    sharded_modules,
+    sharding_hooks,
+)
 
 Hook = Callable[..., Any]
 

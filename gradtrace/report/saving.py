@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradtrace import report as reports
-from gradtrace.autodiff.names import Gradients, LazyGradients, unknown
+from gradtrace.autodiff.names import Gradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.flow import Flow
 from gradtrace.io import container, schemas
@@ -21,6 +21,7 @@ from gradtrace.report.training import training as of_training
 from gradtrace.runs import history
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.paths import Path, Paths, PathStep, unravel
+from gradtrace.tracing.traced_program import TracedProgram
 
 KIND = "trace"
 VIEW = "view"
@@ -31,39 +32,6 @@ class Viewed(Protocol):
     """An object with a view, to make a report from: a ``Trace`` or a ``Saved``."""
 
     def _view(self, sample: int = ..., seed: int = ...) -> reports.View: ...
-
-
-class Savable(Viewed, Protocol):
-    """The part of ``gradtrace.trace.Trace`` that is saved."""
-
-    rule: str
-    granularity: str
-    modules: Mapping[str, str]
-
-    @property
-    def gradients(self) -> Gradients | LazyGradients:
-        """The gradients of leaves by name."""
-
-    @property
-    def pairs(self) -> int:
-        """The number of losses."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the user on the results."""
-
-    @property
-    def asked(self) -> Mapping[str, Influence]:
-        """The tables requested so far, by kind of components."""
-
-    def influence(self) -> Influence:
-        """The table of modules."""
-
-    def paths(self, *, sample: int, seed: int) -> Paths:
-        """The paths of a sample of elements."""
-
-    def flow(self) -> Flow:
-        """Gradient magnitude along depth."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +131,15 @@ def _viewed(trace: Viewed) -> Viewed:
     return trace
 
 
-def save(trace: Savable, path: str | os.PathLike[str], sample: int, seed: int) -> None:
-    """Write a trace to a file."""
-    view = trace._view(sample, seed)
-    tables = {"": trace.influence(), **trace.asked}
-    coarse = trace.granularity == "operator"
-    paths = [] if coarse else list(trace.paths(sample=sample, seed=seed))
+def save(
+    path: str | os.PathLike[str],
+    trace: TracedProgram,
+    view: reports.View,
+    tables: Mapping[str, Influence],
+    flow: Flow,
+    paths: Sequence[Path],
+) -> None:
+    """Write a trace, and what was measured of it, to a file."""
     kinds, arrays = _packed(paths)
     meta = {
         "rule": trace.rule,
@@ -179,7 +150,7 @@ def save(trace: Savable, path: str | os.PathLike[str], sample: int, seed: int) -
         "leaves": list(trace.gradients),
         "notes": list(trace.notes),
         "tables": {kind: table.to_dict() for kind, table in tables.items()},
-        "flow": trace.flow().to_dict(),
+        "flow": flow.to_dict(),
         "kinds": kinds,
     }
     grads = {f"gradient {n}": grad for n, grad in enumerate(trace.gradients.values())}

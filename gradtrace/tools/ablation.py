@@ -14,7 +14,7 @@ from gradtrace.autodiff import labels
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.pytorch.global_switches import UNFUSED, eager
 from gradtrace.pytorch.module_calls import listen
-from gradtrace.session import named_modules
+from gradtrace.pytorch.wrapped_modules import named_modules
 from gradtrace.tools.ablation_rules import HOWS, Calls, LabelRule, ModuleRule, Value
 from gradtrace.tools.batch_dims import BatchDim, batch_first
 

@@ -15,7 +15,8 @@ from gradtrace.autodiff import nodes
 from gradtrace.autodiff.names import ModuleCall, NameTable, unused
 from gradtrace.autodiff.traversal import walk
 from gradtrace.pytorch.module_calls import listen_to_all
-from gradtrace.session import Noted, join, named_modules, named_parameters, unwrapped, watch
+from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters, unwrapped
+from gradtrace.session import Noted, watch
 
 
 class Discovery(watch):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradtrace.errors import GradtraceError, NoGraph, Unsupported
 from gradtrace.io.strict_json import json_value
 from gradtrace.printable import printable
-from gradtrace.session import named_parameters
+from gradtrace.pytorch.wrapped_modules import named_parameters
 from gradtrace.tools import tuning
 from gradtrace.tools.loss_evaluator import LossEvaluator, LossFn, evaluating
 

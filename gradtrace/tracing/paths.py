@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum, inf, log, nan, prod
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from gradtrace.tracing.path_search import PathEdge, PathFollower
 from gradtrace.tracing.provenance import ComponentBits
 from gradtrace.tracing.tensor_paths import TensorEdge
 from gradtrace.types import Shape
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -394,7 +396,7 @@ def ravel(index: Sequence[int], shape: Shape) -> int:
     return number
 
 
-def sampled(sizes: dict[str, int], sample: int, seed: int) -> dict[str, Tensor]:
+def sampled(sizes: Mapping[K, int], sample: int, seed: int) -> dict[K, Tensor]:
     """``sample`` elements of several tensors, uniformly without replacement: flat indices by
     tensor, in ascending order.
     """

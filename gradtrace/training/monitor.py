@@ -22,9 +22,10 @@ from gradtrace.distributed.rank_exchange import RankExchange
 from gradtrace.distributed.tuning import MESSAGE_SECONDS
 from gradtrace.errors import GradtraceError, NonFinite, caution
 from gradtrace.flow import Flow
+from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import History, Norms, StepRecord, Writer
 from gradtrace.runs.step_results import StepResult, merged, unscaled
-from gradtrace.session import named_parameters, unwrapped, watch
+from gradtrace.session import watch
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components, spelt
 from gradtrace.training import gathering, run_report

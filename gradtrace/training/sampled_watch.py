@@ -14,7 +14,8 @@ from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.pytorch.module_calls import Listener, listen
 from gradtrace.pytorch.side_effects import restored, same_draws, undoing
-from gradtrace.session import unwrapped, watch
+from gradtrace.pytorch.wrapped_modules import unwrapped
+from gradtrace.session import watch
 
 MAX_NOTED_CALLS = 1 << 20
 """A watch that has recorded more module calls than this is replaced: none of them led to a step."""

@@ -6,7 +6,6 @@ import errno
 import html
 import os
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import gradtrace as gt
 from gradtrace import report
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container
-from gradtrace.report import encode, inline, page
+from gradtrace.report import encode, inline, page, trace_view
 from gradtrace.trace import Trace
 
 HOSTILE = [
@@ -275,7 +274,7 @@ def test_a_large_report_in_a_notebook_has_no_paths(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_large_model_in_a_notebook_has_a_smaller_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["gradtrace.trace"], "FULL_VIEW_MAX_OPERATORS", 1)
+    monkeypatch.setattr(trace_view, "FULL_VIEW_MAX_OPERATORS", 1)
     data = decoded(re.findall(r"<script>(.*)</script>", framed(trace()._repr_html_()))[0])
     notes = data["traces"][0]["notes"]
     assert any("smaller view" in note and "report.html" in note for note in notes)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace import report
-from gradtrace.report import building, encode
+from gradtrace.report import building, encode, trace_view
+from gradtrace.report.building import Limits
 from gradtrace.report.cells import Grid
 from gradtrace.report.model import plain
 from gradtrace.trace import Trace
@@ -601,7 +602,7 @@ def test_of_many_leaves_each_has_few_cells() -> None:
 
 
 def test_a_deep_chain_is_followed_by_fewer_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "FULL", report.Limits(stops=500, tried=50, steps=4_000))
+    monkeypatch.setattr(trace_view, "FULL", Limits(stops=500, tried=50, steps=4_000))
     x = torch.linspace(0.5, 1, 300).requires_grad_()
     y = x
     for _ in range(100):

@@ -1,0 +1,98 @@
+"""A model's modules and parameters by the user's names, as if no wrapper (DDP, compile) were there.
+
+Also recognises what ``torch.distributed.fsdp`` has sharded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from gradtrace.errors import Unsupported
+
+WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Wrapper modules by class, and the attribute of the wrapped module, whose names are the user's."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module, without wrappers."""
+    while type(model).__name__ in WRAPPERS:
+        model = model._modules[WRAPPERS[type(model).__name__]]  # type: ignore[assignment]
+    return model
+
+
+def named_modules(
+    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under each of its names, as if there were no wrappers."""
+    module = unwrapped(module)
+    if any(module is each for each in above):
+        return  # a cycle: a module that contains one of its ancestors
+    yield name, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from named_modules(child, join(name, key), (*above, module))
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter under each of its names, in the model's order, as without wrappers."""
+    for name, module in named_modules(model):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield join(name, key), parameter
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules that ``torch.distributed.fsdp.fully_shard`` was applied to."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if anything is sharded
+    kind = getattr(fsdp, "FSDPModule", None)
+    return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
+
+
+def sharding_hooks(hooks: Mapping[int, Any]) -> list[int]:
+    """The keys of the hooks of FSDP, which gather and free a module's parameters."""
+    home = "torch.distributed.fsdp"
+    return [k for k, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(home)]
+
+
+def refuse_flat(model: nn.Module) -> None:
+    """Raise for FSDP1, whose parameters are slices of one flat tensor without the user's names."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise Unsupported(
+            "the model is wrapped in FullyShardedDataParallel, whose parameters are slices of one "
+            "flat tensor: shard it with torch.distributed.fsdp.fully_shard, or load its full state "
+            "dict into a plain module and trace that"
+        )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise for a sharded model, of which each rank holds a part."""
+    refuse_flat(model)
+    for module in sharded_modules(model):
+        if sharding_hooks(module._forward_pre_hooks):
+            raise Unsupported(
+                "fully_shard has sharded the model, and its parameters are gone when the forward "
+                "pass is over: use gradtrace.influence, or first enter "
+                "gradtrace.distributed.unwrap.gathered(model), on all ranks"
+            )
+    for name, parameter in named_parameters(model):
+        if hasattr(parameter, "full_tensor"):
+            raise Unsupported(
+                f"{name} is a DTensor, of which each rank holds a part: load the full state dict "
+                "(torch.distributed.checkpoint.state_dict, full_state_dict=True) into a plain "
+                "module and trace that"
+            )
+
+
+def join(name: str, key: str) -> str:
+    """``encoder`` and ``weight``: ``encoder.weight``."""
+    return f"{name}.{key}" if name else key

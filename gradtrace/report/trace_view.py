@@ -1,0 +1,111 @@
+"""The view of a trace that a report shows: tables of all kinds of components, paths and flow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
+
+from torch import Tensor
+
+from gradtrace.errors import TooLarge, UnknownName
+from gradtrace.flow import flow_of, measure
+from gradtrace.ir.program import Program
+from gradtrace.report.building import FULL, SMALL, view
+from gradtrace.report.model import View
+from gradtrace.report.source import Source
+from gradtrace.tracing.components import Component, ComponentSelection
+from gradtrace.tracing.counting import component_finder, counted, counted_sample
+from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.traced_program import TracedProgram
+
+SAMPLED_ELEMENTS = 10_000
+"""The number of elements a report samples for influence if memory is short for all."""
+
+SMALL_VIEW_NOTE = (
+    f"this is a smaller view, for a notebook: influence of {SAMPLED_ELEMENTS:,} sampled elements, "
+    "and fewer cells and paths; trace.report('report.html') writes all"
+)
+
+FULL_VIEW_MAX_OPERATORS, FULL_VIEW_MAX_ELEMENTS = 2_000, 5_000_000
+"""Above this many operators, or parameter elements, a notebook shows a smaller view."""
+
+ARGUMENTS_MAX_OPERATORS = 4_000
+"""Above this many operators a report does not list the arguments of sums."""
+
+Tables = tuple[dict[str, Influence], tuple[str, ...]]
+"""Influence by kind of components, and notes on it."""
+
+
+def is_large(program: Program) -> bool:
+    """Whether a notebook shows the ``small`` view of a program."""
+    elements = sum(leaf.tensor.numel() for leaf in program.leaves)
+    return elements > FULL_VIEW_MAX_ELEMENTS or len(program.blocks) > FULL_VIEW_MAX_OPERATORS
+
+
+def view_of(traced: TracedProgram, sample: int, seed: int, small: bool = False) -> View:
+    """Everything that a report shows of a trace, with the paths of ``sample`` elements."""
+    traced.check_unchanged()
+    tables, notes = _tables(traced, small)
+    program, builder = traced.program, traced.builder(0)
+    gradients: Mapping[str, Tensor] = traced.gradients
+    if traced.pairs > 1:
+        found = builder.follower.gradients
+        gradients = {name: found[leaf.value] for name, leaf in traced.leaves.items()}
+        notes += (
+            f"paths and heat maps are those of the first of {traced.pairs:,} losses; masses and "
+            "flow are of their sum",
+        )
+    size = measure(program, program.seed)
+    source = Source(
+        program,
+        builder,
+        gradients,
+        size,
+        traced.names,
+        traced.aliases,
+        traced.modules,
+        traced.rule,
+        traced.granularity,
+        traced.pairs,
+        (*traced.notes, *notes),
+        tables,
+    )
+    flow = flow_of(program, traced.names, traced.modules, size=size)
+    return view(source, flow, sample, seed, SMALL if small else FULL)
+
+
+def _tables(traced: TracedProgram, small: bool) -> Tables:
+    """Influence for every kind of component in the program, counted in one pass. ``small``: over a
+    sample of elements.
+    """
+    finder, parts = component_finder(traced), dict[str, list[Component]]()
+    for key, kind in _kinds(traced).items():
+        with contextlib.suppress(UnknownName):  # the program has none of this kind
+            parts[key] = finder.choose(kind).components
+    chosen = ComponentSelection([c for some in parts.values() for c in some], finder.marks)
+    notes: tuple[str, ...] = ()
+    if small and traced.granularity == "scalar":
+        table, notes = counted_sample(traced, chosen, SAMPLED_ELEMENTS), (SMALL_VIEW_NOTE,)
+    else:
+        try:
+            table = counted(traced, chosen)
+        except TooLarge as error:
+            notes = (f"influence is that of {SAMPLED_ELEMENTS:,} sampled elements: {error}",)
+            table = counted_sample(traced, chosen, SAMPLED_ELEMENTS)
+    rows = iter(table.rows)
+    cut = {key: tuple(islice(rows, len(some))) for key, some in parts.items()}
+    return {key: replace(table, rows=some) for key, some in cut.items()}, notes
+
+
+def _kinds(traced: TracedProgram) -> dict[str, str | None]:
+    """The kinds of components in a report, by their key there. The first is the default of
+    ``influence()``, except that whole tensors have no labelled slices.
+    """
+    blocks, whole = traced.program.blocks, traced.granularity == "operator"
+    inside = any(block.place.module for block in blocks)
+    kinds: dict[str, str | None] = {"": "operators" if whole and not inside else None}
+    names = ["classes", "operators", *([] if whole else ["labels"])]
+    names += [] if len(blocks) > ARGUMENTS_MAX_OPERATORS else ["arguments"]
+    return kinds | {name: name for name in names}

@@ -1,0 +1,144 @@
+"""Measures influence: traces the leaves of a program and counts their paths by component."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import GradtraceError
+from gradtrace.ir import memory
+from gradtrace.tracing.components import ComponentFinder, ComponentSelection
+from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.paths import path_provenance, sampled
+from gradtrace.tracing.per_sample import Pairs
+from gradtrace.tracing.provenance import ComponentBits, ProvenanceTable
+from gradtrace.tracing.tally import Tally
+from gradtrace.tracing.tensor_paths import TensorPaths
+from gradtrace.tracing.traced_program import TracedProgram
+from gradtrace.tracing.traced_value import TracedValue
+from gradtrace.tracing.tracer import TracedLeaf, Tracer
+
+WHAT = "measuring influence"
+REMEDY = (
+    "trace fewer samples at a time, sampled elements: influence(sample=10_000), or whole tensors: "
+    "granularity='operator'"
+)
+
+
+def component_finder(traced: TracedProgram) -> ComponentFinder:
+    """Finds the components of a program by their names."""
+    others = {name: traced.aliases.get(name, ()) for name in traced.leaves}
+    return ComponentFinder(traced.program, traced.modules, others)
+
+
+def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
+    """The table of the chosen components, over the paths of all elements."""
+    tally, narrow = _tally(traced, chosen), False
+    if traced.granularity == "scalar":
+        narrow, tally.room = _memory_plan(traced)
+    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        for found, gradient in _traced_leaves(traced, chosen.marks, narrow):
+            tally.add(found, gradient)
+        return tally.result(traced.rule, "count", traced.notes)
+
+
+def _tally(traced: TracedProgram, chosen: ComponentSelection) -> Tally:
+    return Tally(chosen.components, traced.program, chosen.marks, traced.names, traced.pairs)
+
+
+def _memory_plan(traced: TracedProgram) -> tuple[bool, int]:
+    """Whether to store provenance ids compactly, and the bytes that pending leaves may hold. Raises
+    if the pass does not fit into memory.
+    """
+    program, device, budget = traced.program, traced.device, traced.budget
+    free = memory.available(device)
+    room = free if budget is None else budget
+    if budget is None and memory.ample(program, device, room):
+        return False, memory.LEAF_BATCH_MAX_BYTES
+    needed = memory.streaming(program, traced.uses_kept)
+    narrow = memory.short(needed, device, room)
+    if narrow:
+        needed = memory.streaming(program, traced.uses_kept, narrow)
+    if narrow or budget is not None:  # else memory is ample
+        memory.see(needed, device, WHAT, REMEDY, free)
+    # if memory is not short, at least ``needed`` bytes are left for pending leaves
+    return narrow, 0 if narrow else min(memory.LEAF_BATCH_MAX_BYTES, needed)
+
+
+def _traced_leaves(
+    traced: TracedProgram, marks: ComponentBits, narrow: bool
+) -> Iterator[tuple[TracedLeaf, Tensor]]:
+    """Trace the program: its leaves, each with its gradient."""
+    program, seed = traced.program, traced.program.seed
+    if traced.granularity == "operator":
+        yield from _traced_tensors(traced, marks)
+        return
+    tracer = Tracer(program, traced.rule, marks, narrow)
+    if traced.pairs == 1:
+        for found in tracer.run(seed):
+            if traced.rule == "viterbi":
+                yield found, found.leaf.compute()
+            else:
+                gradient = found.gradient  # it may be deferred until here
+                yield found._replace(state=found.state._replace(value=gradient)), gradient
+        return
+    pairs = Pairs.follow(program, traced.pairs)
+    if traced.rule == "greedy":
+        for found in tracer.run_pairs(seed, pairs):
+            yield found, found.gradient
+        return
+    gradients = Tracer(program, "gradient", narrow=narrow).run_pairs(seed, pairs)
+    for found, other in zip(tracer.run_pairs(seed, pairs), gradients):
+        yield found, other.gradient
+
+
+def _traced_tensors(
+    traced: TracedProgram, marks: ComponentBits
+) -> Iterator[tuple[TracedLeaf, Tensor]]:
+    """``_traced_leaves`` at operator granularity: a leaf's elements all have its path."""
+    if marks.slices:
+        raise GradtraceError(
+            "a path of whole tensors runs through all slices of a labelled one; measure labels "
+            "with granularity='scalar'"
+        )
+    for pair in range(traced.pairs):
+        follower = traced.builder(pair).follower
+        coarse = TensorPaths(traced.program, traced.rule, follower.seed)
+        for leaf in traced.program.leaves:
+            chain = coarse.chain(leaf.value)
+            bits = 1 if chain.links else 0
+            for link in chain.links:
+                bits |= marks.block.get(link.block, 0)
+                bits |= marks.position.get((link.block, link.position), 0)
+            gradient = follower.gradients[leaf.value]
+            state = TracedValue(gradient, 0, chain.reached.int(), ProvenanceTable((bits,)))
+            yield TracedLeaf(leaf, state, pair), gradient
+
+
+def counted_sample(
+    traced: TracedProgram, chosen: ComponentSelection, sample: int, seed: int = 0
+) -> Influence:
+    """``counted`` over the paths of a random sample of elements, which are followed one by one."""
+    if traced.granularity == "operator":
+        raise GradtraceError(
+            "at operator granularity a leaf has one path, and there is nothing to sample; "
+            "trace with granularity='scalar', or leave sample out"
+        )
+    tally = _tally(traced, chosen)
+    sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
+    drawn = sampled(sizes, sample, seed)
+    starts = {value: elements.to(traced.device) for value, elements in drawn.items()}
+    for pair in range(traced.pairs):
+        forest = traced.builder(pair).follower.follow(starts, traced.rule)
+        found, first = path_provenance(forest, traced.program, chosen.marks), 0
+        gradient = forest.gradient[forest.starts]
+        for value, elements in drawn.items():
+            mine = slice(first, first + len(elements))
+            first = mine.stop
+            ids = found.number[mine]
+            tally.add_some(value, pair, found.marks, ids, gradient[mine], sizes[value])
+    drawn_paths = sum(leaf.total for leaf in tally.leaves) // traced.pairs
+    notes = (f"paths of {drawn_paths:,} elements", *traced.notes)
+    return tally.result(traced.rule, "count", notes)

@@ -1,0 +1,148 @@
+"""``TracedProgram``: a recorded program, and how its paths are followed. All measures take one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradtrace.autodiff.fingerprints import WeightFingerprints
+from gradtrace.autodiff.names import LazyGradients, unknown
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.ir import memory
+from gradtrace.ir.program import Leaf, Program
+from gradtrace.tracing.path_search import PathFollower
+from gradtrace.tracing.paths import Builder, ravel
+
+
+@dataclass
+class TracedProgram:
+    """The backward program of ``pairs`` losses, its gradients, and the names of its leaves."""
+
+    program: Program = field(repr=False)
+    gradients: LazyGradients = field(repr=False)
+    rule: str
+    granularity: str
+    pairs: int
+    modules: Mapping[str, str] = field(repr=False)  # class by name
+    names: dict[int, str] = field(repr=False)  # by leaf value
+    budget: int | None = None
+    _followers: dict[int, PathFollower] = field(default_factory=dict, repr=False)  # by pair
+
+    def __post_init__(self) -> None:
+        self._versions = [(t, t._version) for t in weights_of(self.program)]
+        self._prints = WeightFingerprints(leaf.tensor for leaf in self.program.leaves)
+
+    def check_unchanged(self) -> None:
+        """Raise if the weights and activations are not those of the forward pass any more."""
+        changed = any(tensor._version != version for tensor, version in self._versions)
+        if changed or not self._prints.hold():
+            raise GradtraceError(
+                "weights or activations were changed in place since the trace was made (by an "
+                "optimiser step?), so its paths can no longer be followed; ask for paths and "
+                "influence before the step"
+            )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not exact, one line per operator."""
+        return tuple(dict.fromkeys(self.program.notes()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where paths are followed."""
+        return self.program.seed.device
+
+    # Leaves ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """The leaves by name, in the order of the model."""
+        by_value = {leaf.value: leaf for leaf in self.program.leaves}
+        return {name: by_value[value] for value, name in self.names.items()}
+
+    @cached_property
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """The other names of leaves that have several, by the first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for other, name in self.gradients.aliases.items():
+            found[name] = (*found.get(name, ()), other)
+        return found
+
+    def leaf(self, name: str) -> Leaf:
+        """The leaf of a name, which may be any of its names."""
+        first = self.gradients.aliases.get(name, name)
+        if first not in self.leaves:
+            raise UnknownName(unknown("leaf", name, self.leaves))
+        return self.leaves[first]
+
+    def element(self, name: str, index: int | Sequence[int]) -> tuple[int, int]:
+        """The value of a leaf, and the flat index of one of its elements."""
+        leaf, numbers = self.leaf(name), indices(index)
+        shape = tuple(leaf.tensor.shape)
+        if len(numbers) != len(shape):
+            raise UnknownName(
+                f"{name} has {len(shape)} dimensions ({list(shape)}), so an element of it has "
+                f"{len(shape)} numbers, not {list(numbers)}"
+            )
+        if not all(-size <= i < size for i, size in zip(numbers, shape)):
+            raise UnknownName(f"{name}{list(numbers)} is outside its shape {list(shape)}")
+        return leaf.value, ravel([i % size for i, size in zip(numbers, shape)], shape)
+
+    # Paths ----------------------------------------------------------------------------------------
+
+    def builder(self, pair: int) -> Builder:
+        """Builds the paths of one of the losses."""
+        self.check_unchanged()
+        if not 0 <= pair < self.pairs:
+            raise UnknownName(f"pair {pair} is none of the {self.pairs} losses of this trace")
+        if pair not in self._followers:
+            seed = self.program.seed
+            if self.pairs > 1:
+                chosen = torch.tensor(pair, device=seed.device)
+                seed = torch.zeros_like(seed).index_fill(0, chosen, 1)
+            # one pair at a time, to save memory
+            self._followers = {pair: PathFollower(self.program, seed, self._path_budget())}
+        return Builder.of(self._followers[pair], self.names, pair)
+
+    def _path_budget(self) -> int | None:
+        """The budget in bytes for values while paths are followed; None: all fit."""
+        free = memory.available(self.device)
+        needed = memory.streaming(self.program, self.uses_kept)
+        remedy = "trace fewer samples at a time"
+        memory.see(needed, self.device, "following paths", remedy, free)
+        free = free if self.budget is None else self.budget
+        needed = memory.whole(self.program, self.uses_kept)
+        return None if free is None or needed <= free else free // 2
+
+    @property
+    def uses_kept(self) -> bool:
+        """Whether the gradients that recording kept are the values that are followed."""
+        return self.rule == "greedy" and self.pairs == 1
+
+
+def indices(index: int | Sequence[int]) -> tuple[int, ...]:
+    """An index as a tuple of ints; NumPy integers and one-element tensors are accepted."""
+    try:
+        return (operator.index(index),)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        pass
+    try:
+        return tuple(operator.index(i) for i in index)  # type: ignore[union-attr]
+    except TypeError:
+        raise UnknownName(f"an element is named by whole numbers, not by {index!r}") from None
+
+
+def weights_of(program: Program) -> Iterator[Tensor]:
+    """The tensors that the program's maps refer to, each once."""
+    seen: set[int] = set()
+    for map_ in program.maps:
+        for name in map_.tensors():
+            tensor = getattr(map_, name)
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
