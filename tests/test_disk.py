@@ -20,7 +20,7 @@ from gradtrace.cli.report import wait
 from gradtrace.io import atomic_files, container
 from gradtrace.io.atomic_files import BadFile
 from gradtrace.runs import history
-from gradtrace.runs.history import Writer
+from gradtrace.runs.writer import Writer
 from gradtrace.training import run_report
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="files of POSIX")
@@ -225,7 +225,7 @@ def test_a_temporary_that_is_swept_too_early_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its making and its lock another process may take it for a dead one's."""
-    lock = atomic_files._lock
+    lock = atomic_files.lock
     made: list[Path] = []
 
     def swept(file: Any, wait: bool = False) -> bool:
@@ -234,7 +234,7 @@ def test_a_temporary_that_is_swept_too_early_is_made_again(
             made[0].unlink()
         return lock(file, wait)
 
-    monkeypatch.setattr(atomic_files, "_lock", swept)
+    monkeypatch.setattr(atomic_files, "lock", swept)
     container.put(tmp_path / "x", "text")
     assert made and (tmp_path / "x").read_text() == "text" and left(tmp_path) == []
 

@@ -330,7 +330,7 @@ def test_a_file_that_the_system_lets_not_grow(place: Path) -> None:
 
 STEPS = [
     *((container, name) for name in ("_plain", "_document", "_packed", "_bytes")),
-    *((atomic_files, name) for name in ("_lock", "put", "sync")),
+    *((atomic_files, name) for name in ("lock", "put", "sync")),
     *((os, name) for name in ("chmod", "replace", "fsync")),
 ]
 

@@ -19,6 +19,7 @@ from gradtrace.experiments.harness.results import read as read_results
 from gradtrace.io import container, schemas, strict_json, tuning
 from gradtrace.io.validation import SchemaMismatch
 from gradtrace.runs import history
+from gradtrace.runs.writer import Writer
 
 COUNT = {"trace": 40, "view": 25, "influence": 60, "run": 40, "experiment": 20, "results": 15}
 """Of each kind, here; ``python tests/mutants.py`` tries thousands."""
@@ -234,7 +235,7 @@ def test_a_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         os.truncate(path, 2**40)
     for call in (
         lambda: history.read(run),
-        lambda: history.Writer(run, {}),
+        lambda: Writer(run, {}),
         lambda: mutants.experiment(tmp_path),
     ):
         with pytest.raises(GradtraceError, match=r"jsonl.*more than 1,000 bytes in line 1"):

@@ -20,7 +20,7 @@ from gradtrace.cli.app import app
 from gradtrace.errors import GradtraceError, UnknownName, caution
 from gradtrace.io import container
 from gradtrace.printable import HIDDEN, printable
-from gradtrace.runs import history
+from gradtrace.runs.writer import Writer
 from gradtrace.training.loggers import Loggers
 
 EVIL = {
@@ -188,7 +188,7 @@ def test_files_print_no_controls(tmp_path: Path) -> None:
     container.write(tmp_path / "rule.gradtrace", "trace", contents.meta, contents.tensors)
     line = {"kind": "run", "schema_version": evil, "step": 0, "settings": {}, "versions": {}}
     (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
-    run = history.Writer(tmp_path / "good.jsonl", {"model": evil})
+    run = Writer(tmp_path / "good.jsonl", {"model": evil})
     run.end(3, error=evil)
     run.close()
     for file in ("x.gradtrace", "rule.gradtrace", "run.jsonl", "good.jsonl"):

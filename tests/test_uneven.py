@@ -20,6 +20,7 @@ from gradtrace.distributed.rank_exchange import Message, RankExchange
 from gradtrace.runs import history
 from gradtrace.runs.history import History
 from gradtrace.runs.step_results import StepResult
+from gradtrace.runs.writer import Writer
 from gradtrace.tracing.influence import Influence
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Loggers
@@ -170,7 +171,7 @@ def test_no_look_is_lost(tmp_path: Path, dead: tuple[int, ...]) -> None:
     """Others may be ahead of the first process, or behind; one that is dead never tells its end."""
     for seed in range(8):
         draw, told = random.Random(seed), Told()
-        writer = history.Writer(tmp_path / f"{seed}.jsonl", {})
+        writer = Writer(tmp_path / f"{seed}.jsonl", {})
         run = Gathering(writer, Loggers([]), told)
         left = {rank: list(range(6)) for rank in range(4) if rank not in dead}
         while any(left.values()):

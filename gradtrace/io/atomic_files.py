@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gradtrace.errors import GradtraceError
-from gradtrace.io import tuning
 
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock
@@ -97,7 +96,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
 
 
 @contextmanager
-def _reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A regular file, open for reading; errors become a ``BadFile`` that names it."""
     called = repr(os.fspath(path))
     try:
@@ -115,26 +114,10 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def content(path: str | os.PathLike[str], most: int | None = None) -> bytes:
     """All bytes of a regular file; raises if there are more than ``most``."""
-    with _reading(path) as file:
+    with reading(path) as file:
         if most is not None and os.fstat(file.fileno()).st_size > most:
             raise BadFile(f"has more than {most:,} bytes: {WRITER_HINT}")
         return file.read()
-
-
-def lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """The lines of a regular file, read lazily."""
-    with _reading(path) as file:
-        yield from split(file)
-
-
-def split(file: BinaryIO) -> Iterator[bytes]:
-    """Lines with their line ends; the last may have none."""
-    number, most = 0, tuning.LINE_MAX_BYTES
-    while line := file.readline(most + 1):
-        number += 1
-        if len(line) > most:
-            raise BadFile(f"has more than {most:,} bytes in line {number}: {WRITER_HINT}")
-        yield line
 
 
 def put(file: BinaryIO, data: bytes | memoryview) -> None:
@@ -193,7 +176,7 @@ def _created(path: Path) -> BinaryIO | None:
     """A new file, locked; None if another process's ``_sweep`` removed it before it was locked."""
     file: Any = open(path, "x+b", buffering=0)  # noqa: SIM115
     try:
-        _lock(file, wait=True)
+        lock(file, wait=True)
         there = os.stat(path).st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
         there = False
@@ -205,14 +188,17 @@ def _created(path: Path) -> BinaryIO | None:
     return file if there else None
 
 
-def _lock(file: BinaryIO, wait: bool = False) -> bool:
-    """Lock a file; whether we have the lock. False also where there are no locks."""
+def lock(file: BinaryIO, wait: bool = False) -> bool | None:
+    """Lock a file; False if another process has locked it, None where there are no locks."""
     try:
-        if LOCKS:
-            flock(file, LOCK_EX | (0 if wait else LOCK_NB))
-        return LOCKS
-    except OSError:
+        if not LOCKS:
+            return None
+        flock(file, LOCK_EX | (0 if wait else LOCK_NB))
+        return True
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
 
 
 def _name() -> str:
@@ -264,5 +250,5 @@ def _sweep(folder: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove a temporary file if it is not locked: the process that wrote it is gone."""
     with suppress(OSError, BadFile), opened(path, os.O_RDWR) as file:  # NFS: locks need write mode
-        if _lock(file) and os.stat(path).st_ino == os.fstat(file.fileno()).st_ino:
+        if lock(file) and os.stat(path).st_ino == os.fstat(file.fileno()).st_ino:
             path.unlink()

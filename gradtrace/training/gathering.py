@@ -18,8 +18,9 @@ from pathlib import Path
 
 from gradtrace.distributed.rank_exchange import Message, RankExchange
 from gradtrace.runs import history
-from gradtrace.runs.history import History, StepRecord, Writer
+from gradtrace.runs.history import History, StepRecord
 from gradtrace.runs.step_results import StepResult, merged
+from gradtrace.runs.writer import Writer
 from gradtrace.training.loggers import Loggers
 
 MAX_INCOMPLETE_STEPS = 256

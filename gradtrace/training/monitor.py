@@ -23,8 +23,9 @@ from gradtrace.distributed.tuning import MESSAGE_SECONDS
 from gradtrace.errors import GradtraceError, NonFinite, caution
 from gradtrace.flow import Flow
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
-from gradtrace.runs.history import History, Norms, StepRecord, Writer
+from gradtrace.runs.history import History, Norms, StepRecord
 from gradtrace.runs.step_results import StepResult, merged, unscaled
+from gradtrace.runs.writer import Writer
 from gradtrace.session import watch
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components, spelt

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.findings import Cell, Result
-from gradtrace.io import atomic_files, schemas
+from gradtrace.io import jsonl, schemas
 from gradtrace.io.strict_json import parse
 from gradtrace.io.validation import SchemaMismatch
 
@@ -102,8 +102,8 @@ class Journal:
                 self.rows.mkdir(parents=True, exist_ok=True)
                 path = self.rows / f"{os.getpid()}-{secrets.token_hex(4)}.jsonl"
                 self._file = open(path, "xb", buffering=0)  # noqa: SIM115  # as long as the process
-                self._put(_line({"schema": SCHEMA, **self.header}))
-            self._put(line)
+                jsonl.append(self._file, _line({"schema": SCHEMA, **self.header}))
+            jsonl.append(self._file, line)
 
     def close(self) -> None:
         """Close the file; a later row begins a new one."""
@@ -123,11 +123,6 @@ class Journal:
         with self._about("write to"):
             self.rows.rename(aside)
         return aside
-
-    def _put(self, line: bytes) -> None:
-        assert self._file is not None
-        atomic_files.put(self._file, line)
-        atomic_files.sync(self._file)
 
     def _check(self, header: dict[str, Any]) -> None:
         wanted = json.loads(json.dumps({name: self.header.get(name) for name in ASKED}))
@@ -155,7 +150,7 @@ class Journal:
 
 def _line(data: dict[str, Any]) -> bytes:
     try:
-        return json.dumps(data).encode() + b"\n"
+        return jsonl.line_of(data, nan=True)
     except (TypeError, ValueError) as error:
         raise GradtraceError(
             f"a row must be JSON (numbers, texts, lists, dicts): {error}"
@@ -164,7 +159,7 @@ def _line(data: dict[str, Any]) -> bytes:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a file, parsed and validated."""
-    for number, line in enumerate(atomic_files.lines(path), 1):
+    for number, line in enumerate(jsonl.lines(path), 1):
         if not line.endswith(b"\n"):
             return  # an incomplete last line
         try:

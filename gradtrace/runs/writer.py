@@ -1,0 +1,154 @@
+"""Writes the file of a monitored run, whose lines are described in ``history``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradtrace.io import jsonl
+from gradtrace.io.atomic_files import BadFile
+from gradtrace.io.strict_json import json_value
+from gradtrace.runs import history
+from gradtrace.runs.history import History, HistoryReader, StepRecord
+from gradtrace.tracing.influence import Influence, Moments, Row
+
+
+class Writer:
+    """Appends lines to the file of a run; without a file, they are kept in memory.
+
+    Nothing that happens to the file during the run ends the program (see ``jsonl.AppendFile``).
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        settings: Mapping[str, Any],
+        start: int | None = None,
+    ) -> None:
+        self._file = jsonl.AppendFile(
+            None if path is None else Path(path).expanduser(), self._restart
+        )
+        self._names: list[str] | None = None  # those of the last table
+        try:
+            self._header = self._begin(json.loads(json.dumps(json_value(settings))), start)
+            self.first = self._next = int(self._header["step"])
+            self._put(self._header)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> Path | None:
+        """The file; another one if others have replaced it."""
+        return self._file.path
+
+    def _begin(self, settings: dict[str, Any], start: int | None) -> dict[str, Any]:
+        """The header of a new file, or the line that continues an existing one."""
+        first, there = start or 0, HistoryReader(repr(str(self.path)))
+        if self.path is not None:
+            there.take_all(jsonl.lines(self.path))
+        if there.whole:  # if not, it is new, or a run was killed while it wrote the header
+            found = there.done()
+            known = found.header["settings"]
+            if other := [key for key in settings if known.get(key) != settings[key]]:
+                raise BadFile(
+                    f"{str(self.path)!r} holds a run of another {' and '.join(other)}; give "
+                    "another file, or delete it to begin again"
+                )
+            first = start if start is not None else 0 if found.last is None else found.last + 1
+        return {
+            "kind": "resume" if there.whole or there.unfinished else "run",
+            "schema_version": history.SCHEMA,
+            "step": first,
+            "settings": settings,
+            "versions": {
+                "gradtrace": sys.modules["gradtrace"].__version__,
+                "torch": torch.__version__,
+            },
+        }
+
+    def _restart(self, left: bytes) -> list[bytes]:
+        """The lines that later ones need, if others have changed the file to ``left``."""
+        again = [{**self._header, "kind": "resume" if left else "run", "step": self._next}]
+        if self._names is not None:
+            again.append({"kind": "names", "names": self._names})
+        return list(map(jsonl.line_of, again))
+
+    def record(self, record: StepRecord) -> None:
+        """Append a traced step."""
+        line = {"kind": "step", **vars(record)}
+        if record.influence is None:
+            del line["influence"]
+        else:
+            line["influence"] = self._table(record.influence)
+        self._put(line)
+        self._next = max(self._next, record.step + 1)
+
+    def times(self, first: int, seconds: Sequence[float | None]) -> None:
+        """Append how long steps took, from step ``first`` on; None for steps that do not count."""
+        if seconds:
+            rounded = [None if each is None else round(each, 7) for each in seconds]
+            self._put({"kind": "times", "step": first, "seconds": rounded})
+            self._next = max(self._next, first + len(seconds))
+
+    def skipped(self, step: int, count: int, every: int, budget: float) -> None:
+        """Append how many steps after the traced ``step`` were due and not traced."""
+        line = {"kind": "skipped", "step": step, "count": count, "every": every, "budget": budget}
+        self._put(line)
+
+    def end(self, step: int, error: str = "", share: float = math.nan) -> None:
+        """Append the end line, with the name of the error that ended the run, if one did."""
+        self._put({"kind": "end", "step": step, "error": error, "share": share})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read(self) -> History:
+        """The history so far: lines in the file, and lines kept in memory."""
+        if self.path is not None and self._file.file is None:
+            return history.read(self.path)
+        return history.parse(self._file.content(), str(self.path or "this run"))
+
+    def _table(self, table: Influence) -> dict[str, Any]:
+        names = [row.name for row in table]
+        if self._names != names:
+            self._put({"kind": "names", "names": names})
+            self._names = names
+        return {
+            "rows": [_packed(row) for row in table],
+            "pairs": table.pairs,
+            "weight": table.weight,
+            "rule": table.rule,
+            "notes": list(table.notes),
+            "interrupted": table.interrupted,
+        }
+
+    def _put(self, line: Mapping[str, Any]) -> None:
+        self._file.append(jsonl.line_of(json_value(line)))
+
+
+def _packed(row: Row) -> list[Any]:
+    sums = [_two_sums(moments) for moments in (row.count, row.gradient)]
+    if any(two is None for two in sums):
+        full = (
+            [[f.numerator, f.denominator] for f in m.parts()] for m in (row.count, row.gradient)
+        )
+        return [row.own, row.unreached, *full]
+    return [row.own, row.unreached, *(number for two in sums if two for number in two)]
+
+
+def _two_sums(moments: Moments) -> tuple[float, float] | None:
+    """Σt and Σe if all five sums follow from them, as for a single pair; else None."""
+    try:
+        two = float(moments.t), float(moments.e)
+        return two if Moments.of(*two) == moments else None
+    except OverflowError:
+        return None
