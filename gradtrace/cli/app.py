@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -47,57 +48,52 @@ class Guarded(TyperGroup):
         return super().parse_args(ctx, args)
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """Parse the arguments; errors are made printable, as they may contain any file name."""
-        try:
+        """Parse the arguments; ``main`` prints errors."""
+        with _errors_as_exits(debug=True):
             return super().make_context(*args, **options)
-        except Exception as error:
-            if _is_usage(error):
-                _make_printable(error)
-            raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; print its error, and exit with the code of it."""
-        try:
+        """Run a command."""
+        with _errors_as_exits(ctx.params.get("debug", False)):
             return super().invoke(ctx)
-        except (BrokenPipeError, typer.Exit, typer.Abort):
+
+
+@contextmanager
+def _errors_as_exits(debug: bool) -> Iterator[None]:
+    """Print errors and exit with their codes; with ``debug`` they are raised. Usage errors are
+    printed by typer, but may contain any file name: these are made printable.
+    """
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except (BrokenPipeError, KeyboardInterrupt) as stop:
+        raise typer.Exit(ended(stop)) from stop
+    except Exception as error:
+        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # a usage error
+            error.message = printable(getattr(error, "message", ""))  # type: ignore[attr-defined]
             raise
-        except KeyboardInterrupt as stop:
-            say(f"gradtrace: {str(stop) or 'stopped'}")
-            raise typer.Exit(INTERRUPTED) from stop
-        except Exception as error:
-            if _is_usage(error):
-                _make_printable(error)
-                raise
-            if ctx.params.get("debug"):
-                raise
-            say(f"gradtrace: {error_line(error)}")
-            raise typer.Exit(code_of(error)) from error
+        if debug:
+            raise
+        raise typer.Exit(ended(error)) from error
 
 
-def _is_usage(error: Exception) -> bool:
-    """Whether it is a usage error, which typer reports itself."""
-    return hasattr(error, "exit_code") and hasattr(error, "format_message")
-
-
-def _make_printable(error: Any) -> None:
-    """Escape unprintable characters in the message of an error."""
-    if isinstance(getattr(error, "message", None), str):
-        error.message = printable(error.message)
-
-
-def code_of(error: BaseException) -> int:
-    """The exit code of an error: ``WRONG`` if the user can fix it, else ``BUG``."""
-    return WRONG if isinstance(error, (GradtraceError, OSError)) else BUG
-
-
-def error_line(error: BaseException) -> str:
-    """The text of an error, in one line."""
-    if code_of(error) == WRONG:
-        return str(error)
-    return (
-        f"this is a bug: {type(error).__name__}: {error}; please report it with what "
-        f"gradtrace {DEBUG} ... shows"
-    )
+def ended(error: BaseException, debug: bool = False) -> int:
+    """Print an error, in one line or with its traceback; its exit code."""
+    if isinstance(error, BrokenPipeError):
+        return UNREAD
+    if isinstance(error, KeyboardInterrupt):
+        say(f"gradtrace: {str(error) or 'stopped'}")
+        return INTERRUPTED
+    known = isinstance(error, (GradtraceError, OSError))  # the user can mend it
+    if debug:
+        _show_traceback(error)
+    elif known:
+        say(f"gradtrace: {error}")
+    else:
+        bug = f"this is a bug: {type(error).__name__}: {error}"
+        say(f"gradtrace: {bug}; please report it with what gradtrace {DEBUG} ... shows")
+    return WRONG if known else BUG
 
 
 app = typer.Typer(
@@ -159,28 +155,14 @@ def _run() -> Any:
     """Run the command line; its exit code."""
     try:
         app(prog_name="gradtrace")
-    except SystemExit as end:
-        return UNREAD if any(isinstance(e, BrokenPipeError) for e in _chain(end)) else end.code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        return UNREAD
-    except Exception as error:  # with --debug, or before a command was reached
-        if DEBUG in sys.argv:
-            _show(error)
-        else:
-            say(f"gradtrace: {error_line(error)}")
-        return code_of(error)
+    except SystemExit as end:  # rich and typer exit with 1 if a pipe is broken
+        return UNREAD if isinstance(end.__context__, BrokenPipeError) else end.code
+    except (Exception, KeyboardInterrupt) as error:  # with --debug, or before a command was reached
+        return ended(error, DEBUG in sys.argv)
     return 0
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__context__
-
-
-def _show(error: Exception) -> None:
+def _show_traceback(error: BaseException) -> None:
     """Print the traceback; for an error in the user's script, from the script on."""
     cause = error.__cause__ if isinstance(error, GradtraceError) and error.__cause__ else error
     found = cause.__traceback__

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from gradtrace.session import watch
     from gradtrace.trace import Trace
+    from gradtrace.tracing.influence import Influence
     from gradtrace.tracing.paths import Path as GradientPath
 
 RETURNS = "return a loss, a model and its loss, or (model, loss_fn)"
@@ -95,18 +96,14 @@ def trace(
         work.begin("measuring influence")
         table = traced.influence(chosen, weight, sample=sample, seed=seed)
         flow = traced.flow().verdict
-        _write(traced.save, out, work.begin, "saving")
-        _write(traced.report, report, work.begin, "writing")
+        for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
+            if file is not None:
+                work.begin(f"{verb} {file}")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                make(file)
     if as_json:
-        results = {
-            "weight": weight,
-            "influence": rows(table, top),
-            "flow": flow,
-            "paths": [_path_data(each) for each in paths],
-            "notes": list(table.notes),
-        }
         files = {"out": out and str(out), "report": report and str(report)}
-        write_json(_facts(traced, loss) | results | files)
+        write_json(_data(traced, loss, table, top, flow, paths) | files)
         return
     write(_summary(traced, loss))
     write_influence(table, top)
@@ -191,15 +188,6 @@ def _path(traced: Trace, name: str, index: tuple[int, ...] | None) -> GradientPa
     return best[0]
 
 
-def _write(
-    make: Callable[[Path], None], file: Path | None, begin: Callable[[str], None], verb: str
-) -> None:
-    if file is not None:
-        begin(f"{verb} {file}")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        make(file)
-
-
 def _summary(traced: Trace, loss: Tensor) -> str:
     """``Loss 3.912: 57 operators, 10 leaves of 2,458 elements``."""
     leaves = traced.program.leaves
@@ -210,21 +198,32 @@ def _summary(traced: Trace, loss: Tensor) -> str:
     )
 
 
-def _facts(traced: Trace, loss: Tensor) -> dict[str, Any]:
+def _data(
+    traced: Trace,
+    loss: Tensor,
+    table: Influence,
+    top: int | None,
+    flow: str,
+    paths: list[GradientPath],
+) -> dict[str, Any]:
     return {
         "loss": loss.detach().double().reshape(-1).tolist(),
         "rule": traced.rule,
         "granularity": traced.granularity,
         "operators": len(traced.program.blocks),
         "leaves": {traced.names[x.value]: list(x.tensor.shape) for x in traced.program.leaves},
-    }
-
-
-def _path_data(path: GradientPath) -> dict[str, Any]:
-    return {
-        "leaf": path.name,
-        "element": list(path.index),
-        "weight": path.weight,
-        "gradient": path.gradient,
-        "steps": path.table().to_dicts(),
+        "weight": table.weight,
+        "influence": rows(table, top),
+        "flow": flow,
+        "paths": [
+            {
+                "leaf": path.name,
+                "element": list(path.index),
+                "weight": path.weight,
+                "gradient": path.gradient,
+                "steps": path.table().to_dicts(),
+            }
+            for path in paths
+        ],
+        "notes": list(table.notes),
     }
