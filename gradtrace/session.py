@@ -37,7 +37,6 @@ from gradtrace.ir import interpreter, memory
 from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite
 from gradtrace.ir.optimise import simplified
 from gradtrace.ir.program import Program
-from gradtrace.kernels import backend_of
 from gradtrace.pytorch import composed_lstm
 from gradtrace.pytorch.global_switches import COMPOSED, eager
 from gradtrace.pytorch.module_calls import Listener, listen, same_in_replicas
@@ -182,7 +181,7 @@ def kept_gradient_bytes(table: NameTable, device: torch.device) -> int:
     usually has one user, so there a quarter of the free memory, if that is more.
     """
     least = max(KEPT_MIN_BYTES, sum(x.numel() * x.itemsize for x, _ in table.leaves.values()) // 2)
-    free = backend_of(device).spare_bytes()
+    free = memory.available(device) if device.type == "cuda" else None
     return least if free is None else max(min(least, free // 2), free // 4)
 
 

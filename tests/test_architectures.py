@@ -13,11 +13,11 @@ from thorough import few, some
 
 import gradtrace
 from gradtrace.ir import interpreter
+from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS
 from gradtrace.trace import Trace
+from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.paths import Paths
-from gradtrace.tracing.provenance import ComponentBits
-from gradtrace.tracing.tracer import Tracer
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def agree(trace: Trace, paths: Paths) -> None:
     }
     marks = ComponentBits(len(modules) + 1, entered, {}, {})
     with torch.no_grad():
-        tracer = Tracer(trace.program, trace.rule, marks)
-        states = {trace.names[f.leaf.value]: f.state for f in tracer.run(trace.program.seed)}
+        leaves = traced_leaves(trace.program, trace.rule, marks)
+        states = {trace.names[f.leaf.value]: f.state for f in leaves}
     for path in paths:
         bits = states[path.name].at(path.index)
         assert bits & 1

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import NotScalar, UnknownName
+from gradtrace.ir.optimise import optimise
+from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.program import Program
 from gradtrace.linops import (
     Contract,
@@ -30,11 +32,11 @@ from gradtrace.linops import (
     narrowed,
 )
 from gradtrace.semirings import MAX
+from gradtrace.tracing.executor import Executor
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.rules import Greedy
 from gradtrace.tracing.traced_value import TracedValue
-from gradtrace.tracing.tracer import NO_CONTEXT, Tracer
 
 BATCH = 4
 
@@ -283,10 +285,11 @@ def test_pairs_are_followed_exactly() -> None:
     for b in range(BATCH):
         seed = torch.zeros(BATCH, dtype=torch.float64)
         seed[b] = 1
-        tracer = Tracer(program, "gradient")
-        states = {program.root: tracer.root(seed)}
+        plan = optimise(program, Request("gradient", keep=frozenset(pairs.of)))
+        executor = Executor(plan, program.constants)
+        states = {program.root: executor.root(seed)}
         with torch.no_grad():
-            list(tracer.execute(states, None, frozenset(pairs.of), NO_CONTEXT))
+            list(executor.run(states))
         for value, numbers in pairs.of.items():
             foreign = states[value].value[(numbers != b + 1)]
             assert not foreign.any(), "an element got gradient of another pair"
@@ -406,7 +409,7 @@ def test_pairs_may_come_some_at_a_time(
     watch, loss = watched(model.double(), x, y)
     trace = watch.trace(loss, rule=rule)
     together = trace.influence("operators")
-    monkeypatch.setattr("gradtrace.tracing.tracer.BATCH_MAX_ELEMENTS", limit)
+    monkeypatch.setattr("gradtrace.tracing.pair_executor.BATCH_MAX_ELEMENTS", limit)
     assert_same(trace.influence("operators"), together)
 
 

@@ -7,23 +7,22 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import CPU, ops, use
 from test_maps import REFERENCE, TABLE, Make, maker, whole
 from test_paths import MODELS, RULES, Made
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.kernels import Reference, cpu_library
-from gradtrace.kernels.operands import TensorLines
+from gradtrace.kernels import cpu_library, rows
+from gradtrace.kernels.rows import TensorLines
 from gradtrace.linops import Index, Map
 from gradtrace.linops.indexing import located, picked
 from gradtrace.trace import Trace
 from gradtrace.tracing import paths as paths_module
 from gradtrace.tracing.components import ComponentFinder
+from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.path_forest import PathForest
 from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.traced_value import materialise
-from gradtrace.tracing.tracer import Tracer
 
 # Single elements of maps -------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param and cpu_library.library() is None:
         pytest.skip("the kernels were not built")
     if not request.param:
-        use(monkeypatch, Reference(CPU))
+        monkeypatch.setattr(rows, "_function", lambda symbol, name: None)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -123,7 +122,7 @@ def test_the_largest_product_of_lines(
         every = slice(None)
         size = (a.take(every, length) * b.take(every, length)).abs()
         value, place = brute(size)
-        found = ops.contract_lines(a, b, length)
+        found = rows.products(a, b, length)
         torch.testing.assert_close(found[0].double(), torch.tensor(value).double(), equal_nan=True)
         there = torch.tensor(value) != 0
         assert torch.equal(found[1][there], torch.tensor(place)[there])
@@ -153,7 +152,7 @@ def test_lines_of_which_little_can_win(
     every = slice(None)
     size = (left.take(every, length) * right.take(every, length)).abs()
     value, place = brute(size)
-    found = ops.contract_lines(left, right, length)
+    found = rows.products(left, right, length)
     torch.testing.assert_close(found[0].double(), torch.tensor(value).double(), equal_nan=True)
     assert found[1].tolist() == place
 
@@ -171,7 +170,7 @@ def test_the_largest_of_the_others(width: int, rank: int, dtype: torch.dtype) ->
         size = (torch.einsum("rn,rnk->nk", left, right[:, line]) * x[line]).abs()
         size[torch.arange(50), skip] = -1.0
         value, place = brute(size)
-        found = ops.normalise_at(left, right, x, line, skip)
+        found = rows.others(left, right, x, line, skip)
         there = torch.tensor(value) != 0
         torch.testing.assert_close(found[0].double(), torch.tensor(value).double(), equal_nan=True)
         assert torch.equal(found[1][there], torch.tensor(place)[there])
@@ -183,7 +182,7 @@ def test_threads_do_not_matter() -> None:
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(ops.contract_lines(a, b, 400))
+        found.append(rows.products(a, b, 400))
     torch.set_num_threads(before)
     for value, place in found[1:]:
         assert torch.equal(value, found[0][0]) and torch.equal(place, found[0][1])
@@ -287,9 +286,9 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
     found = path_provenance(forest, trace.program, chosen.marks)
     assert len(set(found.marks)) == len(found.marks)
     mine = [found.marks[n] for n in found.number.tolist()]
-    tracer = Tracer(trace.program, trace.rule, chosen.marks)
     with torch.no_grad():
-        states = {f.leaf.value: f.state for f in tracer.run(trace.program.seed)}
+        leaves = traced_leaves(trace.program, trace.rule, chosen.marks)
+        states = {f.leaf.value: f.state for f in leaves}
     theirs = []
     for value, elements in starts.items():
         state = materialise(states[value]).with_provenance()

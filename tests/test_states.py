@@ -10,31 +10,30 @@ from operator import add
 import devices
 import pytest
 import torch
-from backends import imitate_gpu
 from randomgraphs import build
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.api import program
-from gradtrace.ir.program import Constants, MapTable, Program, Step
+from gradtrace.ir.passes.tails import find_tails
+from gradtrace.ir.plan import Encoding, Form
+from gradtrace.ir.program import Program, Step
+from gradtrace.kernels import sync
 from gradtrace.linops import Contract, Identity, Index, Map, tiling
 from gradtrace.linops.diag_low_rank import Normaliser, _line_layout
 from gradtrace.linops.gather import Slot
-from gradtrace.tracing import rules, tracer
+from gradtrace.tracing import executor, rules
+from gradtrace.tracing.executor import concatenated
 from gradtrace.tracing.provenance import COMPACT_ABOVE_ENTRIES, ProvenanceTable
 from gradtrace.tracing.rules import Greedy
 from gradtrace.tracing.traced_value import (
     PendingContribution,
-    StepContext,
     TracedValue,
     cancelled,
     made,
     shared,
 )
-from gradtrace.tracing.tracer import Tracer, tails
 from tests.waits import Waits
-
-NOTHING = StepContext({}, frozenset())
 
 
 def numbers(*given: int) -> Tensor:
@@ -47,8 +46,7 @@ def numbers(*given: int) -> Tensor:
 def moved(
     state: TracedValue, map_: Map, dtype: torch.dtype, known: Tensor | None = None
 ) -> TracedValue:
-    scope = NOTHING if known is None else StepContext({1: known}, frozenset())
-    return Greedy().through(map_, state, MapTable().single(1, map_, 0, dtype), scope)
+    return Greedy().through(map_, state, Form(Encoding.MOVED, dtype), known)
 
 
 def test_what_becomes_0_by_rounding_keeps_its_path() -> None:
@@ -96,11 +94,8 @@ def tiled(rule: str, rows: int = 2) -> TracedValue:
     second = TracedValue(torch.tensor([0.0, 4.0, 5.0]), 0, numbers(1, rows, 0), other)
     order = tiling(maps)
     assert order == [0, 1]
-    return Tracer(empty(), rule)._tiled(maps, [first, second], order, None)
-
-
-def empty() -> Program:
-    return Program(0, 1, [], Constants(torch.ones(()), MapTable(), []))
+    form = Form(Encoding.DENSE, torch.float32)
+    return concatenated(maps, [first, second], order, None, form, rule == "viterbi")
 
 
 @pytest.mark.parametrize("rule", ["greedy", "viterbi"])
@@ -119,7 +114,7 @@ def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int)
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_terms_with_the_same_marks(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitate_gpu(monkeypatch, waits)
+    monkeypatch.setattr(sync, "would_sync", lambda x: waits)
     devices.shared_sums("cpu")
 
 
@@ -175,7 +170,7 @@ def test_influence_is_that_of_comparing(
 
     for way in (noted, lambda states: False):
         monkeypatch.setattr(rules, "shared", way)
-        monkeypatch.setattr(tracer, "shared", way)
+        monkeypatch.setattr(executor, "shared", way)
         with gt.watch(model) as watch:
             loss = model(x)
         tables.append(watch.trace(loss, rule=rule).influence(["first", "second", "last"]))
@@ -194,7 +189,7 @@ def test_zeros_are_looked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> 
     value = part.value()
     wanted = [[True] * 3, [False] * 3]
     for waits in (False, True):
-        imitate_gpu(monkeypatch, waits)
+        monkeypatch.setattr(sync, "would_sync", lambda x, waits=waits: waits)
         with Waits(2 if waits else None):  # where they are, and whether something came there
             found = cancelled((part,), value)
         assert found is not None and found.tolist() == wanted
@@ -234,8 +229,8 @@ def test_tails() -> None:
     some = 0
     for seed in range(40):
         given = program(build(seed).loss)
-        assert tails(given) == slowly(given)
-        some += len(tails(given)) > len(given.leaves)
+        assert find_tails(given) == slowly(given)
+        some += len(find_tails(given)) > len(given.leaves)
     assert some > 5
 
 
@@ -249,7 +244,7 @@ def test_a_value_added_to_itself_is_no_tail() -> None:
     twice = Step(here + 100, both, maker.shape, x.dtype)
     given.blocks[-1].steps.append(twice)
     given.leaves[0].value = here + 100
-    assert tails(given) == slowly(given) == {here + 100}
+    assert find_tails(given) == slowly(given) == {here + 100}
 
 
 # Lines as they lie -------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import torch
 
 import gradtrace as gt
 from gradtrace.benchmarks import cases
+from gradtrace.kernels import sync
 from gradtrace.tracing.influence import Influence
-from tests.backends import imitate_gpu
 from tests.waits import Waits
 
 pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ def measured(given: cases.Problem, rule: str = "greedy") -> Influence:
 def test_nothing_changes(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(2)
     before = measured(given, rule)
-    imitate_gpu(monkeypatch)
+    monkeypatch.setattr(sync, "would_sync", lambda x: True)
     assert measured(given, rule) == before
 
 
@@ -37,13 +37,13 @@ def test_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(2)
     given.model.bfloat16()
     before = measured(given)
-    imitate_gpu(monkeypatch)
+    monkeypatch.setattr(sync, "would_sync", lambda x: True)
     assert measured(given) == before
 
 
 def test_waits_do_not_grow_with_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer has twelve leaves and some seventy steps."""
-    imitate_gpu(monkeypatch)
+    monkeypatch.setattr(sync, "would_sync", lambda x: True)
     counts = []
     for layers in (2, 4):
         given = problem(layers)

@@ -165,7 +165,7 @@ def is_number(x: Tensor) -> bool:
     Such a tensor is on the CPU, wherever y is, and does not take part in type promotion, by which
     it is recognised.
     """
-    narrow = _NARROW.get(x.dtype) if not x.dim() else None
+    narrow = _NARROW.get(x.dtype) if x.is_cpu and not x.dim() else None
     return narrow is not None and torch.result_type(narrow, x) is narrow.dtype
 
 

@@ -24,7 +24,7 @@ from gradtrace.distributed.identity import RunIdentity, identity
 from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
-from gradtrace.pytorch.side_effects import Undo, restored
+from gradtrace.pytorch.side_effects import Undo, restored, undoing
 from gradtrace.session import watch
 from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.influence import Influence
@@ -280,7 +280,7 @@ def _traced(
     model: nn.Module, loss_fn: LossFn, batch: Any, number: int, settings: dict[str, Any]
 ) -> Influence:
     try:
-        with restored(model) as undo:
+        with restored(model) as undo, undoing(undo):
             return _measured(model, loss_fn, batch, settings, undo)
     except GradtraceError as error:
         raise type(error)(f"batch {number}: {error}") from error

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import Contraction, backend_of
+from gradtrace.kernels import Contraction, contraction
 from gradtrace.kernels.precision import exact
 from gradtrace.linops.base import Best, Count, Map, Rows, chosen, multi_index, resized
 from gradtrace.linops.conv_windows import (
@@ -108,7 +108,7 @@ class Convolve(Map):
             return super().select(x, marks, value)
         found = self._contractions(how, x, value=value, marks=marks)
         largest = self._assembled(how, [part.value for part in found]) if value else None
-        return largest, self._assembled(how, [part.ids for part in found])
+        return largest, self._assembled(how, [part.marks for part in found])
 
     # As batched matrix products ------------------------------------------------------------------
 
@@ -148,15 +148,15 @@ class Convolve(Map):
         marks: Tensor | None = None,
     ) -> list[Contraction]:
         """The result of each batched product."""
-        backend, padded = backend_of(x), with_margins(x, how.margins)
+        padded = with_margins(x, how.margins)
         padded_ids = None if marks is None else with_margins(marks, how.margins)
         return [
-            backend.contract(
+            contraction(
                 piece.left.left(padded),
                 piece.right,
                 value=value,
                 index=index,
-                ids=None if padded_ids is None else piece.left.left(padded_ids),
+                marks=None if padded_ids is None else piece.left.left(padded_ids),
             )
             for piece in how.pieces
         ]

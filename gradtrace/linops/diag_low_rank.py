@@ -9,8 +9,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import argmax, backend_of
-from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
+from gradtrace.kernels import argmax, steps
+from gradtrace.kernels.cuda_steps import LineLayout
+from gradtrace.kernels.rows import others
+from gradtrace.kernels.steps import LowRankLines
 from gradtrace.linops.base import Best, Count, Map, Rows, chosen, multi_index, offsets, strides_of
 from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.linops.indexing import located, picked
@@ -99,7 +101,7 @@ class Normaliser(Map):
         if at is not None and 2 * at.numel() < self.inputs and self.width > 1:
             return self._best_at(x, at)
         x = wide(x)
-        found = backend_of(x).normalise(self._as_lines(x))
+        found = steps.normalise(self._as_lines(x))
         value, place = self._best_places(x) if found is None else (found.value, found.place)
         base, over = self._source_offsets(torch.arange(self.inputs, device=x.device))
         assert value is not None and place is not None
@@ -109,12 +111,12 @@ class Normaliser(Map):
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
         if self.inputs:
             found = self._selected(wide(x), marks, value)
-            if found is not None and found.ids is not None:
+            if found is not None and found.marks is not None:
                 size = self._back(found.value) if value and found.value is not None else None
-                return size, self._back(found.ids)
+                return size, self._back(found.marks)
         return super().select(x, marks, value)
 
-    def _selected(self, x: Tensor, marks: Tensor, value: bool) -> LargestEntry | None:
+    def _selected(self, x: Tensor, marks: Tensor, value: bool) -> steps.LargestEntry | None:
         """``select`` by a kernel: reads the tensors with their strides if these allow it, else
         copies them to lines. None if no kernel supports it.
         """
@@ -122,10 +124,9 @@ class Normaliser(Map):
         diagonal = wide(self.diagonal)
         tensors = [(part.shape, part.stride()) for part in (diagonal, x, *left, *right, marks)]
         layout = _line_layout(self.in_shape, self.dims, *tensors)
-        backend = backend_of(x)
         if layout is None:
-            return backend.normalise(self._as_lines(x), self._lines(marks), value)
-        return backend.normalise(LowRankLines(diagonal, left, right, x), marks, value, layout)
+            return steps.normalise(self._as_lines(x), self._lines(marks), value)
+        return steps.normalise(LowRankLines(diagonal, left, right, x), marks, value, layout)
 
     def _as_lines(self, x: Tensor) -> LowRankLines:
         """The map's tensors as (lines, elements of a line)."""
@@ -153,7 +154,7 @@ class Normaliser(Map):
         else:
             right = [_rows_at(self._lines(wide(v)), used_lines) for v in self.right]
             here = _rows_at(self._lines(wide(x)), used_lines)
-            value, other = backend_of(x).normalise_at(left, torch.stack(right), here, line, place)
+            value, other = others(left, torch.stack(right), here, line, place)
         own = _at(self.diagonal, number, self.in_shape)
         for u, v in zip(left, self.right):
             own = own + u * _at(v, number, self.in_shape)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import backend_of
 from gradtrace.types import Shape
 
 
@@ -37,10 +36,11 @@ def _merged_dims(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ..
 def located(at: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     """The memory offset ``Σ index·stride`` of each element, numbered row-major in ``sizes``."""
     dims = _merged_dims(tuple(sizes), tuple(strides))
-    if at.shape == (1,) and backend_of(at).host:  # in Python integers: a third of the time
+    if at.is_cpu and at.shape == (1,):  # in Python integers, which takes a third of the time
         n = int(at)
-        place = sum(n // step % size * stride for step, size, stride in dims)
-        return torch.tensor([place], device=at.device)
+        return torch.tensor(
+            [sum(n // step % size * stride for step, size, stride in dims)], device="cpu"
+        )
     total: Tensor | None = None
     for n, (step, size, stride) in enumerate(dims):
         if not stride:
@@ -61,7 +61,7 @@ def nearby(x: Tensor, device: torch.device) -> Tensor:
     """
     if x.dim() or x.device == device:
         return x
-    if not backend_of(x).host:
+    if not x.is_cpu:
         return x.to(device)
     number: Any = x.tolist()  # not item(), which dispatch modes would see
     return torch.full((), number, dtype=x.dtype, device=device)

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import argmax, backend_of
+from gradtrace.kernels import argmax, steps
 from gradtrace.linops.base import (
     Best,
     Count,
@@ -59,7 +59,7 @@ class Reduce(Map):
         return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        largest, selected = backend_of(x).reduce(x, marks, self.dims)
+        largest, selected = steps.reduce(x, marks, self.dims)
         shape = self.out_shape
         if selected.shape == shape:
             return largest if value else None, selected

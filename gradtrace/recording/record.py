@@ -26,7 +26,7 @@ from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
 from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, Program, Step
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import sync
 from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.recording import placeholders
@@ -95,7 +95,7 @@ class GradientProducts:
         size = prod(shape)
         if self.bare or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
             return None
-        if backend_of(grad).synchronises and self.cache.spend(size * grad.itemsize):
+        if sync.would_sync(grad) and self.cache.spend(size * grad.itemsize):
             return None
         held = self.held.get(id(leaf), 0) + grad.numel()
         if held > size:
@@ -440,11 +440,14 @@ def record(
 
     others = off_thread_calls(loss, name_table)
 
-    backend, found = backend_of(seed), None
+    def new_checks() -> DeferredChecks | None:
+        return DeferredChecks() if sync.would_sync(seed) else None
+
+    found = None
     if bare and _no_user_code(loss, watch.clear_since()):
         # placeholders can cause errors that true gradients do not: then record with these
         with suppress(GradtraceError, RuntimeError):
-            found = recorded(True, backend.checks())
-    found = found or recorded(False, backend.checks()) or recorded(False, None)
+            found = recorded(True, new_checks())
+    found = found or recorded(False, new_checks()) or recorded(False, None)
     assert found is not None
     return found

@@ -12,26 +12,27 @@ from torch import Tensor
 from gradtrace.errors import TooLarge, UnknownName
 from gradtrace.flow import flow_of, measure
 from gradtrace.ir.program import Program
-from gradtrace.report.building import view
+from gradtrace.report.building import FULL, SMALL, view
 from gradtrace.report.model import View
 from gradtrace.report.source import Source
-from gradtrace.report.tuning import (
-    ARGUMENTS_MAX_OPERATORS,
-    FULL,
-    FULL_VIEW_MAX_ELEMENTS,
-    FULL_VIEW_MAX_OPERATORS,
-    SAMPLED_ELEMENTS,
-    SMALL,
-)
 from gradtrace.tracing.components import Component, ComponentSelection
 from gradtrace.tracing.counting import component_finder, counted, counted_sample
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.traced_program import TracedProgram
 
+SAMPLED_ELEMENTS = 10_000
+"""The number of elements a report samples for influence if memory is short for all."""
+
 SMALL_VIEW_NOTE = (
     f"this is a smaller view, for a notebook: influence of {SAMPLED_ELEMENTS:,} sampled elements, "
     "and fewer cells and paths; trace.report('report.html') writes all"
 )
+
+FULL_VIEW_MAX_OPERATORS, FULL_VIEW_MAX_ELEMENTS = 2_000, 5_000_000
+"""Above this many operators, or parameter elements, a notebook shows a smaller view."""
+
+ARGUMENTS_MAX_OPERATORS = 4_000
+"""Above this many operators a report does not list the arguments of sums."""
 
 Tables = tuple[dict[str, Influence], tuple[str, ...]]
 """Influence by kind of components, and notes on it."""

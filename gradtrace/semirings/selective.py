@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import backend_of, largest
+from gradtrace.kernels import cuda_top_k, largest
 from gradtrace.semirings.base import Semiring, Value, each, shifted
 from gradtrace.semirings.einsum_plan import plan, sum_weight_only_letters
 
@@ -177,13 +177,11 @@ class TopK(Scaled):
         return found.unbind(dim)  # at least k, since each element has k parts
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
-        backend = backend_of(weight)
-        if self.log or self.k > backend.max_top_k:
+        if self.log or not cuda_top_k.serves(x, weight):
             return super().contract(spec, x, weight)
         how = plan(spec, tuple(x[0].shape), tuple(weight.shape))
         right = self.weigh(how.right(weight))[0]
-        found = backend.contract_top(each(x, how.left), right)
-        return super().contract(spec, x, weight) if found is None else each(found, how.back)
+        return tuple(how.back(part) for part in cuda_top_k.contraction(each(x, how.left), right))
 
     def logs(self) -> str:
         return f"TopK({self.k}, log=True)"

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from gradtrace.autodiff.names import unknown
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS, Block, Program
-from gradtrace.tracing.provenance import ComponentBits
 
 Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """How a caller names components; see ``ComponentFinder.choose``."""

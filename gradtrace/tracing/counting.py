@@ -9,16 +9,20 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.ir import memory
+from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
+from gradtrace.ir.passes.storage import choose_storage
+from gradtrace.ir.plan import NO_LIMIT, Storage
 from gradtrace.tracing.components import ComponentFinder, ComponentSelection
+from gradtrace.tracing.executor import TracedLeaf, traced_leaves
 from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.per_sample import Pairs
-from gradtrace.tracing.provenance import ComponentBits, ProvenanceTable
+from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.tally import Tally
 from gradtrace.tracing.tensor_paths import TensorPaths
 from gradtrace.tracing.traced_program import TracedProgram
 from gradtrace.tracing.traced_value import TracedValue
-from gradtrace.tracing.tracer import TracedLeaf, Tracer
 
 WHAT = "measuring influence"
 REMEDY = (
@@ -35,11 +39,14 @@ def component_finder(traced: TracedProgram) -> ComponentFinder:
 
 def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
     """The table of the chosen components, over the paths of all elements."""
-    tally, narrow = _tally(traced, chosen), False
+    tally, storage = _tally(traced, chosen), NO_LIMIT
     if traced.granularity == "scalar":
-        narrow, tally.room = _memory_plan(traced)
+        kept, budget = traced.uses_kept, traced.budget
+        storage = choose_storage(traced.program, kept, budget, WHAT, REMEDY)
+        tally.room = storage.batch_bytes
+        tally.bounds = analyse_provenance(traced.program, chosen.marks)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
-        for found, gradient in _traced_leaves(traced, chosen.marks, narrow):
+        for found, gradient in _traced_leaves(traced, chosen.marks, storage, tally.bounds):
             tally.add(found, gradient)
         return tally.result(traced.rule, "count", traced.notes)
 
@@ -48,49 +55,36 @@ def _tally(traced: TracedProgram, chosen: ComponentSelection) -> Tally:
     return Tally(chosen.components, traced.program, chosen.marks, traced.names, traced.pairs)
 
 
-def _memory_plan(traced: TracedProgram) -> tuple[bool, int]:
-    """Whether to store provenance ids compactly, and the bytes that pending leaves may hold. Raises
-    if the pass does not fit into memory.
-    """
-    program, device, budget = traced.program, traced.device, traced.budget
-    free = memory.available(device)
-    room = free if budget is None else budget
-    if budget is None and memory.ample(program, device, room):
-        return False, memory.LEAF_BATCH_MAX_BYTES
-    needed = memory.streaming(program, traced.uses_kept)
-    narrow = memory.short(needed, device, room)
-    if narrow:
-        needed = memory.streaming(program, traced.uses_kept, narrow)
-    if narrow or budget is not None:  # else memory is ample
-        memory.see(needed, device, WHAT, REMEDY, free)
-    # if memory is not short, at least ``needed`` bytes are left for pending leaves
-    return narrow, 0 if narrow else min(memory.LEAF_BATCH_MAX_BYTES, needed)
-
-
 def _traced_leaves(
-    traced: TracedProgram, marks: ComponentBits, narrow: bool
+    traced: TracedProgram,
+    marks: ComponentBits,
+    storage: Storage,
+    bounds: ProvenanceBounds | None,
 ) -> Iterator[tuple[TracedLeaf, Tensor]]:
     """Trace the program: its leaves, each with its gradient."""
-    program, seed = traced.program, traced.program.seed
+    program, rule = traced.program, traced.rule
     if traced.granularity == "operator":
         yield from _traced_tensors(traced, marks)
         return
-    tracer = Tracer(program, traced.rule, marks, narrow)
     if traced.pairs == 1:
-        for found in tracer.run(seed):
-            if traced.rule == "viterbi":
+        for found in traced_leaves(program, rule, marks, storage, bounds):
+            if rule == "viterbi":
                 yield found, found.leaf.compute()
             else:
-                gradient = found.gradient  # it may be deferred until here
-                yield found._replace(state=found.state._replace(value=gradient)), gradient
+                gradient = found.state.value
+                if gradient is None:  # it was deferred until here
+                    gradient = found.leaf.compute()
+                    found = found._replace(state=found.state._replace(value=gradient))
+                yield found, gradient
         return
     pairs = Pairs.follow(program, traced.pairs)
-    if traced.rule == "greedy":
-        for found in tracer.run_pairs(seed, pairs):
+    leaves = execute_pairs(program, rule, pairs, marks, storage)
+    if rule == "greedy":
+        for found in leaves:
             yield found, found.gradient
         return
-    gradients = Tracer(program, "gradient", narrow=narrow).run_pairs(seed, pairs)
-    for found, other in zip(tracer.run_pairs(seed, pairs), gradients):
+    gradients = execute_pairs(program, "gradient", pairs, storage=storage)
+    for found, other in zip(leaves, gradients):
         yield found, other.gradient
 
 

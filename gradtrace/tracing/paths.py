@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program
 from gradtrace.printable import printable
 from gradtrace.tracing.path_forest import PathForest, PathProvenance, SliceBits
 from gradtrace.tracing.path_search import PathEdge, PathFollower
-from gradtrace.tracing.provenance import ComponentBits
 from gradtrace.tracing.tensor_paths import TensorEdge
 from gradtrace.types import Shape
 
@@ -364,7 +364,7 @@ class Builder:
 
 
 def path_provenance(forest: PathForest, program: Program, marks: ComponentBits) -> PathProvenance:
-    """The provenance of followed paths; equal to what ``Tracer`` finds at their first elements."""
+    """The provenance of followed paths; equal to that of ``traced_leaves`` at their starts."""
     bits: dict[int, int] = {}
     slices: dict[int, SliceBits] = {}
     shapes = {step.out: step.shape for step in program.steps()}

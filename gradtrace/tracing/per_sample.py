@@ -66,7 +66,7 @@ class Pairs:
                         spans.pop(term.value, None)
         return cls(apart, of)
 
-    def summed(self, program: Program, mixed: set[int]) -> dict[int, int | None]:
+    def summed(self, program: Program, mixed: frozenset[int]) -> dict[int, int | None]:
         """For each input of a step that mixes pairs, a dimension that every user sums over: the one
         along which a pair has the smallest share of indices. None if there is none.
         """
@@ -85,9 +85,9 @@ class Pairs:
             found[value] = min(share, key=share.__getitem__, default=None)
         return found
 
-    def mixed(self, program: Program) -> set[int]:
+    def mixed(self, program: Program) -> frozenset[int]:
         """The values that depend on several pairs, which are computed for each pair."""
-        return {step.out for step in program.steps()} - self.apart
+        return frozenset(step.out for step in program.steps()) - self.apart
 
 
 class Chains:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from gradtrace.ir.interpreter import ScaledValue, balanced
-from gradtrace.ir.program import Step
-from gradtrace.kernels import backend_of, tuning
-from gradtrace.linops import Contract, Identity, Map, Reduce, Scatter
+from gradtrace.ir.plan import Encoding, Form
+from gradtrace.kernels import steps as fused
+from gradtrace.kernels import sync
+from gradtrace.kernels.cuda_steps import larger
+from gradtrace.linops import Identity, Map, Scatter
 from gradtrace.linops.indexing import filled, laid
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings import MAX
@@ -19,14 +21,13 @@ from gradtrace.semirings.base import NARROW, cast, shifted, wide
 from gradtrace.tracing.provenance import compact
 from gradtrace.tracing.traced_value import (
     PendingContribution,
-    StepContext,
     TracedValue,
-    alike,
     made,
     materialise,
     own,
     shared,
     sizes,
+    where,
 )
 
 
@@ -34,14 +35,14 @@ class Rule(Protocol):
     """How a traced value is propagated through a map, and how terms are summed."""
 
     def through(
-        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+        self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
     ) -> TracedValue:
-        """Apply a map; ``context`` gives gradients that are known already."""
+        """Apply a map; ``known`` is the result's gradient, if it has been computed already."""
 
     def join(
-        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
+        self, states: list[TracedValue], form: Form, known: Tensor | None = None
     ) -> TracedValue:
-        """The sum of terms; ``on`` if it is a partial sum and more terms follow."""
+        """The sum of terms."""
 
 
 @dataclass(frozen=True)
@@ -49,59 +50,48 @@ class Greedy:
     """Equation 1.7 of the chapter: values are gradients."""
 
     def through(
-        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+        self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
     ) -> TracedValue:
         """The gradient, and the provenance of the largest contribution to each element."""
-        known = context.known.get(step.out)
-        if map_.is_gather:
-            return self._gather(map_, state, step, known)
+        encoding, dtype, deferred, _, _ = form
+        if encoding is Encoding.MOVED:
+            return self._gather(map_, state, dtype, known)
         state = materialise(state)
-        x = state.value
+        x, provenance = state.value, state.provenance
         assert x is not None
-        choosing = not map_.is_diagonal
-        defer = choosing and step.out in context.tails
-        value = known if known is not None or defer else cast(map_.apply(x), step.dtype)
-        if choosing and not state.provenance.single:
-            assert state.ids is not None
-            if value is None and isinstance(map_, Scatter) and map_.sparse:
-                sparse = map_.few(x, state.ids)
-                return TracedValue(
-                    None, 0, None, state.provenance, (PendingContribution(map_, x),), None, sparse
-                )
-            if defer and _lazy_ids(map_, x, context):
-                return TracedValue(
-                    value,
-                    0,
-                    None,
-                    state.provenance,
-                    (PendingContribution(map_, x, (), state.ids),),
-                )
-            ids = map_.select(x, state.ids)[1]
-            return made(
-                value,
-                ids,
-                state.provenance,
-                (PendingContribution(map_, x),) if value is None else (),
-            )
-        if choosing:
-            found = TracedValue(value, 0, None, state.provenance, (PendingContribution(map_, x),))
-            return found if defer else materialise(found)
-        assert value is not None
-        return self._scale(map_, state, value)
+        value = known if known is not None or deferred else cast(map_.apply(x), dtype)
+        if encoding is Encoding.SCALED:
+            assert value is not None
+            return self._scale(map_, state, value)
+        if encoding is Encoding.UNIFORM:
+            found = TracedValue(value, 0, None, provenance, (PendingContribution(map_, x),))
+            return found if deferred else materialise(found)
+        ids = state.with_provenance().ids if state.ids is None else state.ids
+        assert ids is not None
+        if encoding is Encoding.SPARSE:
+            assert isinstance(map_, Scatter)
+            part, sparse = PendingContribution(map_, x), map_.few(x, ids)
+            return TracedValue(None, 0, None, provenance, (part,), None, sparse)
+        if encoding is Encoding.LAZY:
+            return TracedValue(value, 0, None, provenance, (PendingContribution(map_, x, (), ids),))
+        parts = (PendingContribution(map_, x),) if value is None else ()
+        return made(value, map_.select(x, ids)[1], provenance, parts)
 
     @staticmethod
-    def _gather(map_: Map, state: TracedValue, step: Step, known: Tensor | None) -> TracedValue:
+    def _gather(
+        map_: Map, state: TracedValue, dtype: torch.dtype, known: Tensor | None
+    ) -> TracedValue:
         if state.sparse is not None:
             if isinstance(map_, Identity):
                 return state
             state = materialise(state)
         value, _, ids, provenance, parts, _, _, unmasked = state
-        if unmasked and value is not None and value.dtype is not step.dtype:
+        if unmasked and value is not None and value.dtype is not dtype:
             ids, unmasked = state.with_provenance().ids, False  # the cast may round a nonzero to 0
         if ids is not None:
             ids = map_.apply(ids)
         if known is None and value is not None:
-            known = cast(map_.apply(value), step.dtype)
+            known = cast(map_.apply(value), dtype)
         if parts:
             parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
         return made(known, ids, provenance, parts, unmasked)
@@ -113,29 +103,32 @@ class Greedy:
         assert x is not None
         if x.dtype in NARROW or value.dtype in NARROW:  # an underflow to 0 keeps its path
             there = map_.weighed(x) != 0
-            if ids is None and not backend_of(x).synchronises and torch.equal(there, value != 0):
+            if ids is None and not sync.would_sync(x) and torch.equal(there, value != 0):
                 return TracedValue(value, 0, None, state.provenance)
             ids = there.int() if ids is None else ids * there
             return made(value, ids, state.provenance)
         return made(value, ids, state.provenance, (), ids is not None)
 
     def join(
-        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
+        self, states: list[TracedValue], form: Form, known: Tensor | None = None
     ) -> TracedValue:
         """The sum, and the provenance of the largest term."""
-        known = context.known.get(step.out)
-        if alike(states):
-            return self._join_uniform(states, step, context, known)
+        if _alike(states, form):
+            return self._join_uniform(states, form, known)
+        if known is None and form.leaf and (found := self._join_sparse(states, form.dtype)):
+            return found
         if (
-            known is None
-            and step.out in context.ends
-            and (found := self._join_sparse(states, step))
+            not form.partial
+            and shared(states)
+            and (found := self._join_shared_ids(states, form.dtype, known))
         ):
             return found
-        if not on and shared(states) and (found := self._join_shared_ids(states, step, known)):
-            return found
         first, *rest = map(materialise, states)
-        if len(rest) == 1 and not on and (found := self._join_pair(first, rest[0], step, known)):
+        if (
+            len(rest) == 1
+            and not form.partial
+            and (found := self._join_pair(first, rest[0], form.dtype, known))
+        ):
             return found
         given = first.ids
         first = first.with_provenance()
@@ -151,14 +144,14 @@ class Greedy:
                 total = total + other.value
             theirs = 1 if other.ids is None else other.ids
             provenance, shift = provenance.joined(other.provenance)
-            backend_of(size).merge(size, ids, wide(other.value), theirs, shift)
+            fused.merge(size, ids, wide(other.value), theirs, shift)
         ids, provenance = compact(ids, provenance)
-        total = cast(total, step.dtype) if known is None else known
+        total = cast(total, form.dtype) if known is None else known
         return TracedValue(total, 0, ids, provenance, (), size)
 
     @staticmethod
     def _join_shared_ids(
-        states: list[TracedValue], step: Step, known: Tensor | None
+        states: list[TracedValue], dtype: torch.dtype, known: Tensor | None
     ) -> TracedValue | None:
         """Terms that share one tensor of ids: an element has a path if any of its terms is not 0.
         None where comparing the terms is no slower.
@@ -167,13 +160,12 @@ class Greedy:
         given, value, total = first.ids, first.value, first.value
         assert given is not None and value is not None and total is not None
         ids = given
-        backend = backend_of(value)
-        if first.unmasked and backend.synchronises:
+        if first.unmasked and sync.would_sync(value):
             # Comparing with the first term is enough: if another term is not 0 and not larger than
             # the first, the first is not 0 either.
             for n, other in enumerate(rest):
                 assert other.value is not None
-                merged = backend.merge_pair(value, ids, not n, other.value, given, 0)
+                merged = larger(value, ids, not n, other.value, given, 0)
                 if merged is None:
                     return None
                 ids = merged
@@ -182,20 +174,19 @@ class Greedy:
         for other in rest if known is None else ():
             assert other.value is not None
             total = total + other.value
-        return made(cast(total, step.dtype) if known is None else known, ids, first.provenance)
+        return made(cast(total, dtype) if known is None else known, ids, first.provenance)
 
     @staticmethod
     def _join_pair(
-        first: TracedValue, second: TracedValue, step: Step, known: Tensor | None
+        first: TracedValue, second: TracedValue, dtype: torch.dtype, known: Tensor | None
     ) -> TracedValue | None:
         """``join`` of two terms in one kernel; None where there is no such kernel."""
         assert first.value is not None and second.value is not None
-        backend = backend_of(first.value)
-        if first.size is not None or not backend.fuses(first.value, second.value):
+        if first.size is not None or not fused.on_gpu(first.value, second.value):
             return None
         uniform = first.ids is None
         provenance, shift = first.provenance.joined(second.provenance)
-        ids = backend.merge_pair(
+        ids = larger(
             first.value,
             1 if first.ids is None else first.ids,
             uniform or first.unmasked,
@@ -207,34 +198,32 @@ class Greedy:
             return None
         total = known
         if total is None:
-            total = cast(first.value + second.value, step.dtype)
+            total = cast(first.value + second.value, dtype)
         return TracedValue(total, 0, *compact(ids, provenance))
 
     @staticmethod
-    def _join_sparse(states: list[TracedValue], step: Step) -> TracedValue | None:
+    def _join_sparse(states: list[TracedValue], dtype: torch.dtype) -> TracedValue | None:
         """A uniform term plus a sparse one: only the sparse elements are compared."""
-        if len(states) != 2 or states[0].uniform_set is None or states[1].sparse is None:
+        if len(states) != 2 or not states[0].uniform or states[1].sparse is None:
             return None
         first, (at, other, marks) = states[0], states[1].sparse
         fresh = first.value is None
         first = materialise(first)
         if first.ids is not None or first.value is None:
             return None
-        total = first.value.to(step.dtype)
+        total = first.value.to(dtype)
         if (total is first.value and not fresh) or not filled(total):
             total = own(total)
         line, place = laid(total, at)
         here = line[place]
         size, ids = wide(here).abs(), (here != 0).int()
         provenance, shift = first.provenance.joined(states[1].provenance)
-        backend_of(size).merge(size, ids, wide(other), marks, shift)
-        here = line[place] = (here + other).to(step.dtype)
+        fused.merge(size, ids, wide(other), marks, shift)
+        here = line[place] = (here + other).to(dtype)
         return TracedValue(total, 0, None, provenance, sparse=SparseElements(at, here, ids))
 
     @staticmethod
-    def _join_uniform(
-        states: list[TracedValue], step: Step, context: StepContext, known: Tensor | None
-    ) -> TracedValue:
+    def _join_uniform(states: list[TracedValue], form: Form, known: Tensor | None) -> TracedValue:
         """Uniform terms of equal provenance: only whether any of them is not 0 matters."""
         parts: list[PendingContribution] = []
         for state in states:
@@ -242,24 +231,13 @@ class Greedy:
                 parts += state.parts
             else:
                 parts.append(PendingContribution(Identity(tuple(state.value.shape)), state.value))
-        if known is None and step.out not in context.tails:
+        if known is None and not form.deferred:
             total = parts[0].value()
             for part in parts[1:]:
                 total = total + part.value()
-            known = total.to(step.dtype)
+            known = total.to(form.dtype)
         found = TracedValue(known, 0, None, states[0].provenance, tuple(parts))
-        return found if step.out in context.tails else materialise(found)
-
-
-def _lazy_ids(map_: Map, x: Tensor, context: StepContext) -> bool:
-    """Whether a leaf's ids are computed lazily, while they are counted: in pieces if the leaf is
-    large, or in one launch with other leaves.
-    """
-    if isinstance(map_, Reduce):
-        return context.ample and backend_of(x).fuses(x)
-    if not isinstance(map_, Contract):
-        return False
-    return map_.outputs > tuning.PIECE_ELEMENTS and map_.plan().turned
+        return found if form.deferred else materialise(found)
 
 
 @dataclass(frozen=True)
@@ -267,21 +245,21 @@ class Viterbi:
     """Values are the largest |product| over the paths."""
 
     def through(
-        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+        self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
     ) -> TracedValue:
         """The largest |contribution|, and its provenance."""
         x, ids = state.value, state.ids
         assert x is not None
-        if map_.is_gather:
+        if form.encoding is Encoding.MOVED:
             moved = None if ids is None else map_.apply(ids)
             return state._replace(value=map_.apply(x), ids=moved)
         if ids is None:
             value = map_.apply_in((x,), MAX)[0]
-        elif state.provenance.single and not map_.is_diagonal:
+        elif form.encoding is Encoding.UNIFORM:
             value, ids = map_.apply_in((x,), MAX)[0], None
-        elif map_.is_diagonal:
+        elif form.encoding is Encoding.SCALED:
             value = map_.apply_in((x,), MAX)[0]
-            ids = backend_of(value).masked(ids, value)
+            ids = where(value, ids)
         else:
             found, ids = map_.select(x, ids, value=True)
             assert found is not None
@@ -290,7 +268,7 @@ class Viterbi:
         return TracedValue(held.value[0], held.exponent, ids, state.provenance)
 
     def join(
-        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
+        self, states: list[TracedValue], form: Form, known: Tensor | None = None
     ) -> TracedValue:
         """The largest term, and its provenance."""
         exponent = max(state.exponent for state in states)
@@ -298,7 +276,7 @@ class Viterbi:
         for state in states:
             assert state.value is not None
             values.append(shifted(state.value, state.exponent - exponent))
-        if alike(states):
+        if _alike(states, form):
             size = values[0]
             for value in values[1:]:
                 size = torch.maximum(size, value)
@@ -309,7 +287,7 @@ class Viterbi:
         for other, value in zip(states[1:], values[1:]):
             theirs = 1 if other.ids is None else other.ids
             provenance, shift = provenance.joined(other.provenance)
-            backend_of(size).merge(size, ids, value, theirs, shift)
+            fused.merge(size, ids, value, theirs, shift)
         return TracedValue(size, exponent, *compact(ids, provenance))
 
 
@@ -318,14 +296,14 @@ class Gradient:
     """Values are gradients; provenance is passed on unchanged."""
 
     def through(
-        self, map_: Map, state: TracedValue, step: Step, context: StepContext
+        self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
     ) -> TracedValue:
         """The summed contribution."""
         assert state.value is not None
-        return state._replace(value=map_.apply(state.value).to(step.dtype))
+        return state._replace(value=map_.apply(state.value).to(form.dtype))
 
     def join(
-        self, states: list[TracedValue], step: Step, context: StepContext, on: bool = False
+        self, states: list[TracedValue], form: Form, known: Tensor | None = None
     ) -> TracedValue:
         """The sum."""
         total = states[0].value
@@ -333,7 +311,12 @@ class Gradient:
             assert total is not None and state.value is not None
             total = total + state.value
         assert total is not None
-        return states[0]._replace(value=total.to(step.dtype))
+        return states[0]._replace(value=total.to(form.dtype))
+
+
+def _alike(states: list[TracedValue], form: Form) -> bool:
+    """Whether all terms have the same provenance in all elements."""
+    return form.encoding is Encoding.UNIFORM and all(state.uniform for state in states)
 
 
 RULES: dict[str, Rule] = {"greedy": Greedy(), "viterbi": Viterbi(), "gradient": Gradient()}

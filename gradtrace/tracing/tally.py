@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradtrace.ir.program import Program, Term
-from gradtrace.kernels import backend_of, tuning
-from gradtrace.kernels.backend import TallyBatch
-from gradtrace.kernels.exact_sums import summed
-from gradtrace.kernels.sync import fetch_scalars
+from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
+from gradtrace.ir.program import Program
+from gradtrace.kernels import steps as fused
+from gradtrace.kernels import sync
+from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid
 from gradtrace.tracing.aggregate import Counts, Reach, grouped
 from gradtrace.tracing.components import Component
+from gradtrace.tracing.executor import TracedLeaf
 from gradtrace.tracing.influence import Influence, Moments, Row, Weight
-from gradtrace.tracing.provenance import ComponentBits, words_of
+from gradtrace.tracing.provenance import words_of
 from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
-from gradtrace.tracing.tracer import TracedLeaf
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
@@ -94,10 +94,11 @@ class Tally:
     names: dict[int, str]
     pairs: int
     room: int = 0
+    bounds: ProvenanceBounds | None = None
     leaves: list[LeafCounts] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
     reachable: ReachableComponents | None = None
-    jobs: TallyBatch | None = None
+    jobs: BatchedTally | None = None
     pending: list[PendingLeaf] = field(default_factory=list)
     uniform: list[UniformLeaf] = field(default_factory=list)
     held_bytes: int = 0  # bytes that pending uniform leaves keep alive
@@ -123,7 +124,7 @@ class Tally:
             if state.lazy:
                 self._add_lazy(leaf, state, gradient, pair)
                 return
-            if state.uniform_set is not None and state.value is gradient:
+            if state.uniform and state.value is gradient:
                 self._add_uniform(leaf, state, gradient, pair)
                 return
         self._add_dense(leaf, materialise(state).with_provenance(), gradient, pair)
@@ -139,7 +140,7 @@ class Tally:
             if at is not None:
                 self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
                 return
-        pieces = part.pieces(gradient, tuning.PIECE_ELEMENTS)
+        pieces = part.pieces(gradient, fused.PIECE_ELEMENTS)
         if pieces is not None:
             leaf.found = _count_pieces(state, pieces, pair)
         else:
@@ -153,7 +154,7 @@ class Tally:
         uniform = UniformLeaf(leaf, state.parts, gradient)
         at = None if jobs is None else jobs.measure(gradient)
         if jobs is None or at is None:
-            count, size = backend_of(gradient).measure(gradient)
+            count, size = fused.measured(gradient)
             missed = uniform.missed(int(count)) if state.parts else None
             count = count if missed is None else count + missed
             leaf.found = Counts(count.reshape(1), size.reshape(1), rows, extra, pair)
@@ -183,19 +184,18 @@ class Tally:
         jobs = self._jobs(gradient)
         at = None if jobs is None else jobs.tally(ids, gradient, size)
         if jobs is None or at is None:
-            counted = backend_of(ids).tally(ids, gradient, size)
-            leaf.found = Counts(*counted, rows, extra, pair, 1)
+            leaf.found = Counts(*fused.tally(ids, gradient, size), rows, extra, pair, 1)
         else:
             self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
 
-    def _jobs(self, gradient: Tensor) -> TallyBatch | None:
+    def _jobs(self, gradient: Tensor) -> BatchedTally | None:
         """The batch for the gradient's device; None if leaves are counted one by one."""
         jobs = self.jobs
-        if jobs is None and self.room:
-            jobs = self.jobs = backend_of(gradient).tally_batch(gradient)
+        if jobs is None and self.room and fused.batchable(gradient):
+            jobs = self.jobs = BatchedTally(gradient.device)
         return jobs if jobs is not None and jobs.device == gradient.device else None
 
-    def _enqueue(self, jobs: TallyBatch, leaf: PendingLeaf) -> None:
+    def _enqueue(self, jobs: BatchedTally, leaf: PendingLeaf) -> None:
         self.pending.append(leaf)
         if self.held_bytes > self.room // 4:
             self._flush_uniform()
@@ -217,7 +217,7 @@ class Tally:
             return
         found = [uniform.leaf.found for uniform in self.uniform]
         ids = [each.counts[each.start] for each in found if each is not None]
-        for uniform, each, number in zip(self.uniform, found, fetch_scalars(ids)):
+        for uniform, each, number in zip(self.uniform, found, sync.fetch_scalars(ids)):
             missed = uniform.missed(number)
             if each is not None and missed is not None:
                 mine = slice(each.start, each.start + 1)
@@ -234,7 +234,7 @@ class Tally:
         ``marks`` are the distinct provenance sets, ``number`` the index of each sampled element's
         set among them, ``gradient`` the elements' gradients.
         """
-        counts, sizes = backend_of(number).tally(number.int(), gradient, len(marks))
+        counts, sizes = fused.tally(number.int(), gradient, len(marks))
         self._leaf(value, size, len(number)).found = Counts(counts, sizes, marks, 0, pair)
 
     def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
@@ -275,7 +275,8 @@ class Tally:
         if self.reachable is None:
             values = [leaf.value for leaf in self.program.leaves]
             place = {value: n for n, value in enumerate(values)}
-            reached = possible(self.program, self.marks)
+            bounds = self.bounds or analyse_provenance(self.program, self.marks)
+            reached = bounds.may
             words = words_of([reached[value] for value in values])
             self.reachable = ReachableComponents(place, Reach(words, self._owned(values)))
         return self.reachable
@@ -297,9 +298,9 @@ class Tally:
 def _count_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
     """Count a large leaf piece by piece, computing the ids of each piece in turn."""
     rows, extra = state.provenance
-    counted = starmap(lambda ids, part: backend_of(ids).tally(ids, part, len(rows) + 1), pieces)
+    counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
     # a generator, so that each piece is freed before the next is computed
-    return Counts(*summed(counted), rows, extra, pair, 1)
+    return Counts(*fused.summed(counted), rows, extra, pair, 1)
 
 
 def _count_sparse(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
@@ -308,37 +309,12 @@ def _count_sparse(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
     """
     sparse, (rows, extra) = state.sparse, state.provenance
     assert sparse is not None
-    counts, sizes = backend_of(sparse.marks).tally(sparse.marks, sparse.value, len(rows) + 1)
+    counts, sizes = fused.tally(sparse.marks, sparse.value, len(rows) + 1)
     if not state.parts:
         line, at = laid(gradient, sparse.at)
         line[at] = 0  # restored below: measure the other elements only
-        count, size = backend_of(gradient).measure(gradient)
+        count, size = fused.measured(gradient)
         line[at] = sparse.value
         counts[1] += count
         sizes[1] += size
     return Counts(counts, sizes, rows, extra, pair, 1)
-
-
-def possible(program: Program, marks: ComponentBits) -> dict[int, int]:
-    """For each value the union of bits over all routes of operators from it to the root."""
-    found, positions = {program.root: 1}, marks.position
-    for number, block in enumerate(program.blocks):
-        bits = marks.block.get(number, 0)
-        for each in marks.slices[number][1] if number in marks.slices else ():
-            bits |= each
-        for value in block.takes.values() if bits else ():
-            found[value] |= bits
-        for out, terms, _, _ in block.steps:
-            found[out] = found[terms[0][1]] if len(terms) == 1 else _any(found, terms)
-        for position, value in block.gives.items() if positions else ():
-            found[value] |= positions.get((number, position), 0)
-        for out, terms, _, _ in block.merges:
-            found[out] = _any(found, terms)
-    return found
-
-
-def _any(found: dict[int, int], terms: tuple[Term, ...]) -> int:
-    total = 0
-    for _, value in terms:
-        total |= found[value]
-    return total

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import sync
 from gradtrace.linops import Contract, Map
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings.base import wide
@@ -124,10 +124,9 @@ class TracedValue(NamedTuple):
     unmasked: bool = False
 
     @property
-    def uniform_set(self) -> int | None:
-        """The provenance set of a uniform value; None if it is not uniform."""
-        uniform = self.ids is None and self.sparse is None and not self.lazy
-        return self.provenance.rows[0] | self.provenance.extra if uniform else None
+    def uniform(self) -> bool:
+        """Whether all elements have the same provenance, where they are not 0."""
+        return self.ids is None and self.sparse is None and not self.lazy
 
     @property
     def lazy(self) -> bool:
@@ -153,8 +152,7 @@ class TracedValue(NamedTuple):
             return self
         assert self.value is not None
         if self.ids is not None:
-            ids = backend_of(self.value).masked(self.ids, self.value)
-            return self._replace(ids=ids, unmasked=False)
+            return self._replace(ids=where(self.value, self.ids), unmasked=False)
         ids = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
         torch.ne(self.value, 0, out=ids)
         if self.sparse is not None:
@@ -176,15 +174,6 @@ def made(
     ``tuple.__new__``, which takes a third of the time.
     """
     return _tuple(TracedValue, (value, 0, ids, provenance, parts, None, None, unmasked))
-
-
-class StepContext(NamedTuple):
-    """What a rule may use at a step; values are named by their number in the program."""
-
-    known: Mapping[int, Tensor]  # gradients that recording kept
-    tails: frozenset[int] | set[int]  # values used by one leaf only, see ``tracer.tails``
-    ends: frozenset[int] = frozenset()  # the leaves
-    ample: bool = False  # whether there is memory to count several leaves in one launch
 
 
 def materialise(state: TracedValue) -> TracedValue:
@@ -212,7 +201,7 @@ def materialise(state: TracedValue) -> TracedValue:
 
 def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 although a contribution is not; None if there are none."""
-    waits = backend_of(value).synchronises
+    waits = sync.would_sync(value)
     if not (waits and value.numel() <= ZERO_SEARCH_MAX_ELEMENTS) and bool(value.all()):
         return None
     if not waits and not any(bool(part.x.any()) for part in parts):
@@ -267,14 +256,11 @@ def shared(states: list[TracedValue]) -> bool:
     return len(provenance.rows) <= COMPACT_ABOVE_ENTRIES  # last: len() of a lazy table synchronises
 
 
-def alike(states: list[TracedValue], checked: int = 0) -> bool:
-    """Whether all are uniform with equal provenance. The first ``checked`` of them are known to be
-    equal to the first.
-    """
-    first = states[0].uniform_set
-    return first is not None and all(
-        state.uniform_set == first for state in states[max(1, checked) :]
-    )
+def where(value: Tensor, ids: Tensor) -> Tensor:
+    """The ids, 0 where the value is 0."""
+    if not sync.would_sync(value) and bool(value.all()):  # reading is cheaper than copying
+        return ids
+    return ids * (value != 0)
 
 
 def sizes(x: Tensor) -> Tensor:

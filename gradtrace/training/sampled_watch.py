@@ -13,7 +13,7 @@ from torch import nn
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.pytorch.module_calls import Listener, listen
-from gradtrace.pytorch.side_effects import restored, same_draws
+from gradtrace.pytorch.side_effects import restored, same_draws, undoing
 from gradtrace.pytorch.wrapped_modules import unwrapped
 from gradtrace.session import watch
 
@@ -141,5 +141,5 @@ def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
         stack.enter_context(same_draws(model))
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(restored(model))
+        stack.enter_context(undoing(stack.enter_context(restored(model))))
         yield stack.enter_context(silenced())

@@ -37,13 +37,18 @@ def nested(block: Block, maps: MapTable) -> NestedSum | None:
     if block.opened or not steps or (len(steps) == 1 and len(steps[0].terms) == 1):
         return None
     sums: dict[int, int] = {}  # the most sums on any route to each value
+    deepest = 0
     for out, terms, _, _ in steps:
         most = 0
         for at, value in terms:
-            most = max(most, sums.get(value, 0) + (not maps[at].single_source))
+            here = sums.get(value, 0) + (not maps[at].single_source)
+            most = here if here > most else most
         if len(terms) > 1 and tiling([maps[at] for at, _ in terms]) is None:
             most += 1
         sums[out] = most
+        deepest = most if most > deepest else deepest
+    if deepest < 2:
+        return None
     gives = frozenset(value for value in block.gives.values() if sums.get(value, 0) > 1)
     if not gives:
         return None

@@ -1,0 +1,219 @@
+"""Pass that lowers a program to the instructions of a plan.
+
+It decides, for every step, how provenance is found (``Encoding``), what need not be computed until
+a leaf is counted, and after which step a value is freed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gradtrace.ir.passes.nested_sums import NestedSum, nested
+from gradtrace.ir.passes.provenance import (
+    NO_COMPONENTS,
+    ComponentBits,
+    ProvenanceBounds,
+    analyse_provenance,
+)
+from gradtrace.ir.passes.tails import find_tails
+from gradtrace.ir.plan import (
+    AddBits,
+    AddSlices,
+    Apply,
+    Concat,
+    Emit,
+    Encoding,
+    Form,
+    Instruction,
+    Join,
+    Nested,
+    Sum,
+    TakeProvenance,
+)
+from gradtrace.ir.program import Block, Program, Step, Term
+from gradtrace.kernels import backend_of
+from gradtrace.kernels.steps import PIECE_ELEMENTS
+from gradtrace.linops import Contract, Map, Reduce, Scatter, tiling
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a program.
+
+    ``rule`` is greedy, viterbi or gradient; ``components`` the bits of provenance. ``values`` are
+    those to compute (None: all); of them ``keep`` are not freed. ``gradients``: whether values are
+    those of recording, whose kept gradients are used and whose leaves need not be computed.
+    ``bounds`` are those of ``components``, if they are known.
+    """
+
+    rule: str
+    components: ComponentBits = NO_COMPONENTS
+    values: frozenset[int] | None = None
+    keep: frozenset[int] = frozenset()
+    gradients: bool = False
+    bounds: ProvenanceBounds | None = None
+
+
+def partial_sums(program: Program) -> set[int]:
+    """Merges whose result is the first term of another merge: sums over some users of a value."""
+    merges = [step for block in program.blocks for step in block.merges]
+    return {step.out for step in merges} & {step.terms[0].value for step in merges}
+
+
+class Schedule:
+    """Lowers the blocks of a program, one by one. ``compact``: memory is short.
+
+    There are thousands of steps, each as short as a call or two, so this is written with few calls.
+    """
+
+    def __init__(self, program: Program, request: Request, compact: bool = False) -> None:
+        self.program = program
+        self.maps = program.maps
+        self.rule = request.rule
+        self.components = request.components
+        self.values, self.keep = request.values, request.keep
+        self.leaves = {leaf.value for leaf in program.leaves}
+        # the terms of a partial sum are compared one by one with those that follow; the largest
+        # product is associative, and partial results can be compared
+        self.partial = partial_sums(program) if self.rule != "viterbi" else set()
+        self.tails, self.known, self.ends = set[int](), set[int](), set[int]()
+        if request.gradients:
+            self.tails, self.ends = find_tails(program) - self.partial, self.leaves
+            known = {leaf.value for leaf in program.leaves if leaf.known is not None}
+            self.known = known | program.kept.keys()
+        bounds = request.bounds or analyse_provenance(program, self.components)
+        self.must, self.may = bounds
+        self.batches_leaves = backend_of(program.seed).synchronises and not compact
+        self.last = self._last_uses()
+        self.number = -1  # of the step
+        self.found: list[Instruction] = []
+        self.forms: dict[tuple[object, ...], Form] = {}
+
+    def _last_uses(self) -> dict[int, int]:
+        """For each value the last step that reads it."""
+        if self.values is None:
+            return self.program.last_uses
+        steps = enumerate(self.program.steps())
+        return {term.value: n for n, s in steps if s.out in self.values for term in s.terms}
+
+    def instructions(self) -> tuple[Instruction, ...]:
+        """All instructions, in order."""
+        if self.program.root in self.leaves and self.values is None:
+            self.found.append(Emit(self.program.root))
+        for number, block in enumerate(self.program.blocks):
+            self._block(number, block)
+        return tuple(self.found)
+
+    def _block(self, number: int, block: Block) -> None:
+        found, values, leaves, components = self.found, self.values, self.leaves, self.components
+        takes, position = block.takes, components.position
+        bits = components.block.get(number, 0)
+        for value in takes.values() if bits else ():
+            found.append(_tuple(AddBits, (value, bits)))
+        if number in components.slices:
+            found += [AddSlices(value, *components.slices[number]) for value in takes.values()]
+        part = nested(block, self.maps) if self.rule == "greedy" else None
+        if part is not None and (values is None or part.gives & values):
+            found.append(self._nested(part))
+        else:
+            part = None
+        for step in block.steps:
+            self.number += 1
+            if values is None or step[0] in values:
+                alone = part is not None and step.out in part.alone
+                found.append(self._sum(step) if alone else self._lowered(step))
+        if part is not None:
+            found.append(TakeProvenance(tuple(part.gives)))
+        for at, value in block.gives.items():
+            if position and (number, at) in position and (values is None or value in values):
+                found.append(AddBits(value, position[number, at]))
+        for step in block.merges:
+            self.number += 1
+            if values is None or step[0] in values:
+                found.append(self._join(step, self._free(step)))
+        given = block.gives.values()
+        for value in (*given, *[step.out for step in block.merges]) if block.merges else given:
+            if value in leaves and (values is None or value in values):
+                found.append(_tuple(Emit, (value,)))
+
+    def _lowered(self, step: Step) -> Apply | Join | Concat:
+        terms = step[1]
+        if len(terms) == 1:
+            value = terms[0][1]
+            kept = self.last[value] != self.number or value in self.keep
+            form = self._form(step, terms[0], step[0] in self.tails)
+            return _tuple(Apply, (step, form, () if kept else (value,)))
+        free = self._free(step)
+        order = tiling(self.maps.of(step))
+        if order is not None:
+            return Concat(step, self._result(step), order, free)
+        return self._join(step, free)
+
+    def _join(self, step: Step, free: tuple[int, ...]) -> Join:
+        return Join(step, self._result(step), self._terms(step), free)
+
+    def _sum(self, step: Step) -> Sum:
+        return Sum(step, self._result(step), self._terms(step), self._free(step))
+
+    def _terms(self, step: Step) -> tuple[Form, ...]:
+        return tuple([self._form(step, term) for term in step.terms])
+
+    def _nested(self, part: NestedSum) -> Nested:
+        steps = (
+            Apply(step, self._form(step, step.terms[0]))
+            if len(step.terms) == 1
+            else self._join(step, ())
+            for step in part.steps
+        )
+        return Nested(tuple(part.takes), tuple(steps))
+
+    def _result(self, step: Step) -> Form:
+        """The form of a sum."""
+        out = step.out
+        uniform = self.rule == "gradient" or self.must[out] == self.may[out]
+        encoding = Encoding.UNIFORM if uniform else Encoding.DENSE
+        tail, end, partial = out in self.tails, out in self.ends, out in self.partial
+        return self._shared(encoding, step.dtype, tail, end, partial)
+
+    def _form(self, step: Step, term: Term, tail: bool = False) -> Form:
+        """The form of one term; ``tail``: the only one of a step in the tail of a leaf."""
+        map_, value, dtype = self.maps[term[0]], term[1], step[3]
+        if value in self.partial:
+            return self._shared(Encoding.PARTIAL, dtype)
+        if map_.is_gather or self.rule == "gradient":
+            return self._shared(Encoding.MOVED, dtype)
+        if map_.is_diagonal:
+            return self._shared(Encoding.SCALED, dtype)
+        if self.must[value] == self.may[value]:
+            return self._shared(Encoding.UNIFORM, dtype, tail)
+        encoding = Encoding.DENSE
+        if tail and step.out not in self.known and isinstance(map_, Scatter) and map_.sparse:
+            encoding = Encoding.SPARSE
+        elif tail and self._is_lazy(map_):
+            encoding = Encoding.LAZY
+        return self._shared(encoding, dtype, tail)
+
+    def _shared(self, *fields: Any) -> Form:
+        """A form; equal ones are one object."""
+        found = self.forms.get(fields)
+        if found is None:
+            found = self.forms[fields] = Form(*fields)
+        return found
+
+    def _is_lazy(self, map_: Map) -> bool:
+        """Whether a leaf's ids are computed while they are counted: in pieces if the leaf is large,
+        or in one launch with other leaves.
+        """
+        if isinstance(map_, Reduce):
+            return self.batches_leaves
+        return isinstance(map_, Contract) and map_.outputs > PIECE_ELEMENTS and map_.plan().turned
+
+    def _free(self, step: Step) -> tuple[int, ...]:
+        """The values that no later step reads."""
+        last, number = self.last, self.number
+        values = {value for _, value in step.terms if last[value] == number}
+        return tuple(values - self.keep)
+
+
+_tuple = tuple.__new__

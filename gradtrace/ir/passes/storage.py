@@ -1,0 +1,30 @@
+"""Pass that decides, from the memory that is free, how a plan holds its values."""
+
+from __future__ import annotations
+
+from gradtrace.ir import memory
+from gradtrace.ir.plan import Storage
+from gradtrace.ir.program import Program
+
+
+def choose_storage(
+    program: Program, kept: bool, budget: int | None, what: str, remedy: str
+) -> Storage:
+    """How to hold the values of a streaming pass over a program, within ``budget`` bytes (None: the
+    free memory). ``kept``: the pass uses the gradients that recording kept.
+
+    Raises TooLarge if it does not fit into memory; ``what`` and ``remedy`` are for the message.
+    """
+    device = program.seed.device
+    free = memory.available(device)
+    room = free if budget is None else budget
+    if budget is None and memory.ample(program, device, room):
+        return Storage(batch_bytes=memory.LEAF_BATCH_MAX_BYTES)
+    needed = memory.streaming(program, kept)
+    compact = memory.short(needed, device, room)
+    if compact:
+        needed = memory.streaming(program, kept, compact)
+    if compact or budget is not None:  # else memory is ample
+        memory.see(needed, device, what, remedy, free)
+    # if memory is not short, at least ``needed`` bytes are left for pending leaves
+    return Storage(compact, 0 if compact else min(memory.LEAF_BATCH_MAX_BYTES, needed))

@@ -1,0 +1,117 @@
+"""Executes a program for a vector of losses, traced separately for each of them.
+
+Values whose elements each belong to one pair are computed once for all pairs. Values that mix pairs
+are computed in batches, each pair in its own slice along a new first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gradtrace.ir.optimise import optimise
+from gradtrace.ir.passes.provenance import NO_COMPONENTS, ComponentBits
+from gradtrace.ir.passes.schedule import Request
+from gradtrace.ir.plan import NO_LIMIT, Storage
+from gradtrace.ir.program import Program
+from gradtrace.linops import Map, copied, narrowed
+from gradtrace.linops.indexing import each_at
+from gradtrace.tracing.compact_storage import take
+from gradtrace.tracing.executor import Executor, TracedLeaf
+from gradtrace.tracing.per_sample import Pairs, places
+from gradtrace.tracing.traced_value import TracedValue
+
+BATCH_MAX_ELEMENTS = 1 << 20
+"""Pairs that mix are computed in batches, such that no batched value has more elements."""
+
+
+def execute_pairs(
+    program: Program,
+    rule: str,
+    pairs: Pairs,
+    components: ComponentBits = NO_COMPONENTS,
+    storage: Storage = NO_LIMIT,
+) -> Iterator[TracedLeaf]:
+    """The leaves of each loss of a vector."""
+    constants, leaves = program.constants, {leaf.value: leaf for leaf in program.leaves}
+    request = Request(rule, components, frozenset(pairs.apart), frozenset(pairs.of))
+    executor = Executor(optimise(program, request, storage), constants)
+    states = executor.values()
+    states[program.root] = executor.root(program.seed)
+    for value in executor.run(states):
+        yield TracedLeaf(leaves[value], states[value], pairs.of[value])
+    mixed = pairs.mixed(program)
+    plan = optimise(program, Request(rule, components, mixed), storage)
+    along = pairs.summed(program, mixed)
+    maps: BatchedMaps | None = None
+    for some in _batches(program, mixed, len(program.seed), storage.compact):
+        if maps is None or maps.count != len(some):
+            maps = BatchedMaps(program, len(some))
+        maps.places = {
+            value: (dim, places(pairs.of[value], some, dim))
+            for value, dim in along.items()
+            if dim is not None  # only the pair's own indices: the others would add 0
+        }
+        executor = Executor(plan, constants, maps)
+        here = executor.values()
+        for value in along:
+            here[value] = _only(states[value], pairs.of[value], some, maps.places.get(value))
+        for value in executor.run(here):
+            yield TracedLeaf(leaves[value], take(here, value), some)
+
+
+class BatchedMaps:
+    """The maps of a program for ``count`` pairs along a new first dimension.
+
+    ``places``: for a value, a dimension and the indices along it of each pair's elements.
+    """
+
+    def __init__(self, program: Program, count: int) -> None:
+        self.maps = program.maps
+        self.count = count
+        self.places: dict[int, tuple[int, Tensor]] = {}
+        self.copied: dict[int, Map] = {}  # by id of a map: many terms share one
+
+    def __call__(self, at: int, value: int) -> Map:
+        """The map of a term."""
+        map_ = self.maps[at]
+        if value in self.places:
+            return narrowed(map_, *self.places[value])
+        found = self.copied.get(id(map_))
+        if found is None:
+            found = self.copied[id(map_)] = copied(map_, self.count)
+        return found
+
+
+def _batches(program: Program, mixed: frozenset[int], count: int, compact: bool) -> Iterator[range]:
+    """The pairs in batches, if any value mixes pairs; see ``BATCH_MAX_ELEMENTS``."""
+    most = max((prod(s.shape) for s in program.steps() if s.out in mixed), default=1)
+    size = 1 if compact else max(1, BATCH_MAX_ELEMENTS // max(1, most))
+    for first in range(0, count if mixed else 0, size):
+        yield range(first, min(first + size, count))
+
+
+def _only(
+    state: TracedValue, of: Tensor, pairs: range, at: tuple[int, Tensor] | None
+) -> TracedValue:
+    """A value batched over pairs, with 0 at elements of other pairs.
+
+    ``of`` gives each element's pair. ``at`` is a dimension and, for each pair, the indices along
+    it to select; None selects all.
+    """
+    value, ids = state.value, state.ids
+    assert value is not None
+    mine = torch.arange(pairs.start + 1, pairs.stop + 1, device=of.device)
+    there = _each(of, at) == mine.reshape(-1, *[1] * value.dim())
+    nothing = torch.zeros((), dtype=value.dtype, device=value.device)
+    value = torch.where(there, _each(value, at), nothing)
+    ids = None if ids is None else torch.where(there, _each(ids, at), 0)
+    return state._replace(value=value, ids=ids)
+
+
+def _each(x: Tensor, at: tuple[int, Tensor] | None) -> Tensor:
+    """A tensor with a new first dimension over pairs, indexed for each pair if ``at``."""
+    return x.unsqueeze(0) if at is None else each_at(x, *at)
