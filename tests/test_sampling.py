@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from test_maps import REFERENCE, TABLE, Make, maker, whole
+from oracle import matrix_of
+from test_maps import TABLE, Make, maker, whole
 from test_paths import MODELS, RULES, Made
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ from gradtrace.tracing.traced_value import materialise
 @pytest.mark.parametrize("make", [maker(), whole(), maker(dtype=torch.float32)])
 def test_an_entry_is_that_of_the_matrix(name: str, make: Make) -> None:
     m = TABLE[name](make)
-    matrix = REFERENCE[type(m)](m)
+    matrix = matrix_of(m)
     at, source = matrix.nonzero().unbind(1)
     for found in (m.entry(at, source), Map.entry(m, at, source)):
         assert found.dtype is torch.float64
