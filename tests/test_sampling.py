@@ -271,7 +271,7 @@ def test_kept_gradients_are_taken() -> None:
     trace = gt.trace(loss, names={"x": x})
     path = trace.path("x", 1)
     value = next(step.out for step in trace.program.steps() if step.out != trace.program.root)
-    trace.program.kept = {value: torch.full((2,), 11.0)}  # type: ignore[attr-defined]
+    trace.program.constants.kept = {value: torch.full((2,), 11.0)}
     trace._followers.clear()
     assert [step.gradient for step in path.steps] == [21.0, 7.0, 1.0, 1.0]
     assert [step.gradient for step in trace.path("x", 1).steps] == [21.0, 77.0, 11.0, 1.0]
