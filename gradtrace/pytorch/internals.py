@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.utils.checkpoint  # so that NAMES finds it
@@ -23,52 +24,42 @@ TESTED = "2.6 to 2.15"
 """The versions of torch on which tests have passed; docs/versions.md lists which tests on each."""
 
 
-class InternalName(NamedTuple):
-    """An attribute that must exist, and what gradtrace needs it for."""
+NAMES = {
+    "autograd._get_sequence_nr": "finding the module that made an operator",
+    "autograd.function.BackwardCFunction": "telling Python functions from PyTorch's own",
+    "autograd.graph.GradientEdge": "running hooks",
+    "autograd.graph.get_gradient_edge": "running hooks on leaves",
+    "utils.hooks.RemovableHandle.next_id": "noticing that a hook was registered",
+    "_C._current_graph_task_id": "telling whether a backward pass runs",
+    "_C._will_engine_execute_node": "running multi-grad hooks once",
+    "_C._autograd._unsafe_set_version_counter": "undoing what a recomputation writes",
+    "_C._get_graph_exec_group": "recomputing checkpoints once",
+    "_C._set_graph_exec_group": "recomputing checkpoints once",
+    "utils.checkpoint.GraphExecGroup": "recomputing checkpoints once",
+    "_C._has_mkldnn": "opening fused recurrent layers",
+    "_C._get_mkldnn_enabled": "opening fused recurrent layers",
+    "_C._set_mkldnn_enabled": "experiments that must repeat to the bit",
+    "_VF": "opening fused recurrent layers",
+    "nn.Module._call_impl": "seeing the calls of modules",
+    "_C.DisableTorchFunction": "gradient checks",
+    "_C.DisableTorchFunctionSubclass": "reading tensors of a user's class",
+    "_C._disabled_torch_dispatch_impl": "telling wrappers from plain tensors",
+    "_C._len_torch_dispatch_stack": "keeping a caller's modes out",
+    "_C._functorch.is_functorch_wrapped_tensor": "refusing losses of torch.func",
+    "_C._functorch.maybe_current_level": "refusing losses of torch.func",
+    "_C._dispatch_get_all_op_names": "the list of operators",
+    "_C._set_cudnn_allow_tf32": "products in full float32",
+    "_foreach_norm": "finding gradients that are not finite",
+    "utils._python_dispatch.TorchDispatchMode": "recording formulas",
+    "utils._python_dispatch._disable_current_modes": "recording formulas",
+}
+"""Attributes that must exist, by path under ``torch``, and what gradtrace needs them for."""
 
-    path: str
-    purpose: str
-    instead: str = ""  # the equivalent in other versions
-
-
-NAMES = (
-    InternalName("autograd._get_sequence_nr", "finding the module that made an operator"),
-    InternalName(
-        "autograd.function.BackwardCFunction", "telling Python functions from PyTorch's own"
-    ),
-    InternalName("autograd.graph.GradientEdge", "running hooks"),
-    InternalName("autograd.graph.get_gradient_edge", "running hooks on leaves"),
-    InternalName("utils.hooks.RemovableHandle.next_id", "noticing that a hook was registered"),
-    InternalName("_C._current_graph_task_id", "telling whether a backward pass runs"),
-    InternalName("_C._will_engine_execute_node", "running multi-grad hooks once"),
-    InternalName("_C._autograd._unsafe_set_version_counter", "undoing what a recomputation writes"),
-    InternalName(
-        "_C._get_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"
-    ),
-    InternalName(
-        "_C._set_graph_exec_group", "recomputing checkpoints once", "utils.checkpoint.uuid"
-    ),
-    InternalName(
-        "utils.checkpoint.GraphExecGroup", "recomputing checkpoints once", "utils.checkpoint.uuid"
-    ),
-    InternalName("_C._has_mkldnn", "opening fused recurrent layers"),
-    InternalName("_C._get_mkldnn_enabled", "opening fused recurrent layers"),
-    InternalName("_C._set_mkldnn_enabled", "experiments that must repeat to the bit"),
-    InternalName("_VF", "opening fused recurrent layers"),
-    InternalName("nn.Module._call_impl", "seeing the calls of modules"),
-    InternalName("_C.DisableTorchFunction", "gradient checks"),
-    InternalName("_C.DisableTorchFunctionSubclass", "reading tensors of a user's class"),
-    InternalName("_C._disabled_torch_dispatch_impl", "telling wrappers from plain tensors"),
-    InternalName("_C._len_torch_dispatch_stack", "keeping a caller's modes out"),
-    InternalName("_C._functorch.is_functorch_wrapped_tensor", "refusing losses of torch.func"),
-    InternalName("_C._functorch.maybe_current_level", "refusing losses of torch.func"),
-    InternalName("_C._dispatch_get_all_op_names", "the list of operators"),
-    InternalName("_C._set_cudnn_allow_tf32", "products in full float32"),
-    InternalName("_foreach_norm", "finding gradients that are not finite"),
-    InternalName("utils._python_dispatch.TorchDispatchMode", "recording formulas"),
-    InternalName("utils._python_dispatch._disable_current_modes", "recording formulas"),
+INSTEAD = dict.fromkeys(
+    ("_C._get_graph_exec_group", "_C._set_graph_exec_group", "utils.checkpoint.GraphExecGroup"),
+    "utils.checkpoint.uuid",
 )
-"""Paths are relative to ``torch``."""
+"""The equivalents in other versions."""
 
 
 def _leaf(*shape: int) -> torch.Tensor:
@@ -164,7 +155,8 @@ def _nothing(*_: object) -> None:
 def functions_are_known() -> None:
     """A ``torch.autograd.Function`` makes nodes of ``BackwardCFunction``; other nodes are not."""
     x = _leaf(2)
-    kinds = [isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction) for y in _both(x)]
+    made = (_Negative.apply(x), -x)  # type: ignore[no-untyped-call]
+    kinds = [isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction) for y in made]
     _equal(kinds, [True, False], "whether the nodes of a Function and of neg are Python's")
 
 
@@ -178,10 +170,6 @@ class _Negative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         return -grads[0]
-
-
-def _both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _Negative.apply(x), -x  # type: ignore[no-untyped-call]
 
 
 def versions_can_be_set() -> None:
@@ -224,18 +212,17 @@ MEANINGS: tuple[Callable[[], None], ...] = (
 def missing() -> list[str]:
     """One message for each attribute in ``NAMES`` that does not exist."""
     return [
-        f"torch.{name.path} is gone, which {name.purpose} needs"
-        for name in NAMES
-        if not _exists(name.path) and not (name.instead and _exists(name.instead))
+        f"torch.{path} is gone, which {purpose} needs"
+        for path, purpose in NAMES.items()
+        if not _exists(path) and not _exists(INSTEAD.get(path, path))
     ]
 
 
 def _exists(path: str) -> bool:
-    found: Any = torch
-    for part in path.split("."):
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
+    try:
+        attrgetter(path)(torch)
+    except AttributeError:
+        return False
     return True
 
 
