@@ -84,7 +84,7 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Trace the gradient of a loss: through which modules does most of it come?"""
-    from gradtrace.tools.discovery import uncompiled
+    from gradtrace.pytorch.global_switches import uncompiled
 
     chosen, elements = parsed(components or []), [element(text) for text in path or ()]
     wanted = Target.of(target, args)

@@ -8,6 +8,7 @@ object here: the first context that is entered changes it, the last that is left
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -84,3 +85,30 @@ def eager() -> contextlib.AbstractContextManager[None]:
     nothing is compiled.
     """
     return EAGER if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+DISABLE_VARIABLE = "TORCH_COMPILE_DISABLE"
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Disables ``torch.compile``, whose single node for a whole graph would hide the operators.
+
+    Importing ``torch._dynamo`` takes seconds, so if it is not imported yet, the environment
+    variable that it reads is set.
+    """
+    variable = os.environ.get(DISABLE_VARIABLE)
+    before = variable == "1"
+    os.environ[DISABLE_VARIABLE] = "1"
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        before, config.disable = config.disable, True
+    try:
+        yield
+    finally:
+        os.environ.pop(DISABLE_VARIABLE)
+        if variable is not None:
+            os.environ[DISABLE_VARIABLE] = variable
+        config = sys.modules.get("torch._dynamo.config")
+        if config is not None:
+            config.disable = before

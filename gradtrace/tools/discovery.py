@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -115,33 +112,6 @@ class Discovery(watch):
                 name = unused(variables.get(module, type(module).__name__), taken)
                 taken.add(name)
                 yield name, module
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Disables ``torch.compile``, whose single node for a whole graph would hide the operators.
-
-    Importing ``torch._dynamo`` takes seconds, so if it is not imported yet, the environment
-    variable that it reads is set.
-    """
-    variable = os.environ.get(DISABLE_VARIABLE)
-    before = variable == "1"
-    os.environ[DISABLE_VARIABLE] = "1"
-    config: Any = sys.modules.get("torch._dynamo.config")
-    if config is not None:
-        before, config.disable = config.disable, True
-    try:
-        yield
-    finally:
-        os.environ.pop(DISABLE_VARIABLE)
-        if variable is not None:
-            os.environ[DISABLE_VARIABLE] = variable
-        config = sys.modules.get("torch._dynamo.config")
-        if config is not None:
-            config.disable = before
-
-
-DISABLE_VARIABLE = "TORCH_COMPILE_DISABLE"
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
