@@ -294,8 +294,8 @@ def one() -> Influence:
     return gt.influence(ranks.model(), ranks.losses, ranks.loader(ranks.SIZE))
 
 
-def some(*numbers: int, loader: str = "") -> dict[str, dict[str, BatchEntry]]:
-    return {loader: {f"{n:016x}": BatchEntry(n, "") for n in numbers}}
+def some(*numbers: int, loader: str = "") -> dict[tuple[str, str], BatchEntry]:
+    return {(loader, f"{n:016x}"): BatchEntry(n, "") for n in numbers}
 
 
 def test_parts_that_the_whole_has_are_left_out() -> None:

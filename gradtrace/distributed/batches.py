@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from gradtrace.distributed import digests
 from gradtrace.errors import GradtraceError
 
+START_OVER_HINT = "pass another checkpoint file, or delete it to begin again"
 SHUFFLE = (
     "a loader that shuffles must do so alike in every run: DataLoader(..., shuffle=False), or "
     "shuffle=True with generator=torch.Generator().manual_seed(0); for other data"
@@ -39,11 +40,10 @@ class Batch(NamedTuple):
 
 
 class Journaled(NamedTuple):
-    """The batches of a loader in a checkpoint file, by name; ``again`` is advice in errors."""
+    """The batches of a loader in a checkpoint file, by name."""
 
     file: str
     batches: Mapping[str, BatchEntry]
-    again: str
 
 
 class Batches:
@@ -81,11 +81,6 @@ class Batches:
         """The number of batches seen and a digest of their names."""
         return f"{self.seen}:{self._digest.hexdigest()}"
 
-    @property
-    def missing(self) -> int:
-        """How many batches of the journal were not seen."""
-        return len(self._left)
-
     def __len__(self) -> int:
         return sum(map(self.turn, range(self.total or 0)))
 
@@ -96,11 +91,25 @@ class Batches:
                 yield Batch(number, name, "", data, name in self._known)
             return
         waiting: deque[tuple[int, str]] = deque()
-        for data in _with(loader, Sampler(self, loader.batch_sampler, waiting)):
+        copied = copy.copy(loader)
+        copied.__dict__.update(batch_sampler=self._indices(loader, waiting), _iterator=None)
+        for data in copied:
             number, name = waiting.popleft()
             content = digests.digest(data) if self.journal is not None else ""
             self._compare(number, name, content)
             yield Batch(number, name, content, data, name in self._known)
+
+    def _indices(self, loader: DataLoader[Any], waiting: deque[tuple[int, str]]) -> Iterator[Any]:
+        """The lists of indices of this process's batches, from the loader's batch sampler.
+
+        They are drawn at the same times as by the loader itself, so random numbers are those of a
+        run over all batches; with a journal to compare, all are drawn at the first.
+        """
+        sampler: Any = loader.batch_sampler
+        items = list(sampler) if self._known and self.total is not None else sampler
+        for number, name, indices in self._picked(items):
+            waiting.append((number, name))
+            yield indices
 
     def _picked(self, items: Iterable[Any]) -> Iterator[tuple[int, str, Any]]:
         """Number, name and item of this process's items: batches, or their lists of indices."""
@@ -133,7 +142,7 @@ class Batches:
             raise GradtraceError(
                 f"batch {number} has the samples of a batch that {self.journal.file} counts, but "
                 "their data are others: samples that are changed at random (augmentation) must be "
-                f"changed alike in every run, so seed that; for other data {self.journal.again}"
+                f"changed alike in every run, so seed that; for other data {START_OVER_HINT}"
             )
 
     def _refuse(self, missing: int) -> None:
@@ -142,35 +151,12 @@ class Batches:
             raise GradtraceError(
                 f"{self.journal.file} counts {len(self._known):,} batches, and the loader does not "
                 f"give {missing:,} of them again, so samples would be counted twice: {SHUFFLE} "
-                f"{self.journal.again}"
+                f"{START_OVER_HINT}"
             )
 
     def end(self) -> None:
         """Call after the last batch: check that all batches of the journal were seen."""
-        self._refuse(self.missing)
-
-
-class Sampler:
-    """A batch sampler that yields only the index lists of this process.
-
-    It draws from the original sampler at the same times, so random numbers are those of a run over
-    all batches; with a journal to compare, it draws all of them at the first.
-    """
-
-    def __init__(
-        self, batches: Batches, sampler: Iterable[Any], waiting: deque[tuple[int, str]]
-    ) -> None:
-        self.batches, self.sampler, self.waiting = batches, sampler, waiting
-
-    def __iter__(self) -> Iterator[Any]:
-        known = self.batches.journal is not None and self.batches.journal.batches
-        items = list(self.sampler) if known and self.batches.total is not None else self.sampler
-        for number, name, indices in self.batches._picked(items):
-            self.waiting.append((number, name))
-            yield indices
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        self._refuse(len(self._left))
 
 
 def _length(loader: Iterable[Any]) -> int | None:
@@ -190,13 +176,6 @@ def by_index(loader: Any) -> bool:
         and loader.batch_sampler is not None
         and getattr(loader, "in_order", True)
     )
-
-
-def _with(loader: DataLoader[Any], sampler: Sampler) -> DataLoader[Any]:
-    """A copy of the loader with another batch sampler; the user's loader is not changed."""
-    found = copy.copy(loader)
-    found.__dict__.update(batch_sampler=sampler, _iterator=None)
-    return found
 
 
 # Loaders that give each rank its own part ---------------------------------------------------------

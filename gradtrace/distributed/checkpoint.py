@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from gradtrace.distributed.batches import Batch, BatchEntry
+from gradtrace.distributed import tuning
+from gradtrace.distributed.batches import START_OVER_HINT, Batch, BatchEntry
 from gradtrace.distributed.identity import RunIdentity
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container, schemas
@@ -28,15 +29,8 @@ from gradtrace.tracing.influence import Influence
 SHARED = ""
 """The name of a loader that is the same on all ranks. That of rank 2 of four is called ``2/4``."""
 
-START_OVER_HINT = "pass another checkpoint file, or delete it to begin again"
-
-
 ENTRY = re.compile("([0-9a-f]{1,12}):([0-9a-f]{16}):((?:[0-9a-f]{16})?)")
-SLOW_WRITE_SECONDS = 0.05
-"""A file that takes longer than this to write is not written after every batch."""
-
-WRITE_INTERVAL_FACTOR = 20
-"""Such a file is written again after this many times its writing time."""
+"""A batch in a file: ``number:name:content``, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -44,58 +38,49 @@ class PartialResult:
     """A table, and the batches it covers: by loader and by the name of the batch."""
 
     table: Influence | None = None
-    batches: Mapping[str, Mapping[str, BatchEntry]] = field(default_factory=dict)
+    batches: Mapping[tuple[str, str], BatchEntry] = field(default_factory=dict)
 
-    def of(self, loader: str) -> Mapping[str, BatchEntry]:
+    def of(self, loader: str) -> dict[str, BatchEntry]:
         """The batches of one loader."""
-        return self.batches.get(loader, {})
+        return {name: entry for (one, name), entry in self.batches.items() if one == loader}
 
     def add(self, loader: str, batch: Batch, part: Influence) -> PartialResult:
         """A result with one more batch, whose table is ``part``."""
         entry = BatchEntry(batch.number, batch.content)
-        return self.join(PartialResult(part, {loader: {batch.name: entry}}))
+        return self.join(PartialResult(part, {(loader, batch.name): entry}))
 
     def join(self, other: PartialResult) -> PartialResult:
         """The sum of two results that have no batch in common."""
-        names = sorted(self.batches.keys() | other.batches.keys())
-        batches = {name: {**self.of(name), **other.of(name)} for name in names}
         tables = [each.table for each in (self, other) if each.table is not None]
-        return PartialResult(tables[0].merge(*tables[1:]) if tables else None, batches)
-
-    def overlaps(self, other: PartialResult) -> bool:
-        """Whether the two have a batch in common."""
-        return any(
-            not self.of(name).keys().isdisjoint(some) for name, some in other.batches.items()
-        )
+        table = tables[0].merge(*tables[1:]) if tables else None
+        return PartialResult(table, {**self.batches, **other.batches})
 
     def covers(self, other: PartialResult) -> bool:
         """Whether this result contains every batch of the other."""
-        return all(self.of(name).keys() >= some.keys() for name, some in other.batches.items())
+        return self.batches.keys() >= other.batches.keys()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; a batch is ``number:name:content``, in hexadecimal."""
-        table = None if self.table is None else self.table.to_dict()
-        batches = {
-            loader: " ".join(f"{e.number:x}:{name}:{e.content}" for name, e in some.items())
-            for loader, some in self.batches.items()
+        """JSON values."""
+        words: dict[str, list[str]] = {}
+        for (loader, name), entry in self.batches.items():
+            words.setdefault(loader, []).append(f"{entry.number:x}:{name}:{entry.content}")
+        return {
+            "influence": None if self.table is None else self.table.to_dict(),
+            "batches": {loader: " ".join(some) for loader, some in words.items()},
         }
-        return {"influence": table, "batches": batches}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartialResult:
         """The inverse of ``to_dict``."""
-        table = data["influence"]
-        found = {str(loader): dict(_entries(text)) for loader, text in data["batches"].items()}
+        table, found = data["influence"], {}
+        for loader, text in data["batches"].items():
+            for word in text.split():
+                match = ENTRY.fullmatch(word)
+                if match is None:
+                    raise ValueError(f"{word[:40]!r} is no batch")
+                number, name, content = match.groups()
+                found[loader, name] = BatchEntry(int(number, 16), content)
         return cls(None if table is None else Influence.from_dict(table), found)
-
-
-def _entries(text: str) -> Iterator[tuple[str, BatchEntry]]:
-    for word in text.split():
-        match = ENTRY.fullmatch(word)
-        if match is None:
-            raise ValueError(f"{word[:40]!r} is no batch")
-        number, name, content = match.groups()
-        yield name, BatchEntry(int(number, 16), content)
 
 
 class CheckpointFiles:
@@ -139,7 +124,11 @@ class CheckpointFiles:
         if begun >= self._next:
             self.flush()
             took = perf_counter() - begun
-            self._next = begun + WRITE_INTERVAL_FACTOR * took if took > SLOW_WRITE_SECONDS else 0.0
+            self._next = (
+                begun + tuning.WRITE_INTERVAL_FACTOR * took
+                if took > tuning.SLOW_WRITE_SECONDS
+                else 0.0
+            )
 
     def flush(self) -> None:
         """Write the last result, if it is not written yet."""
@@ -166,13 +155,10 @@ class CheckpointFiles:
     def _files(self) -> list[Path]:
         if self.path is None or not self.path.parent.is_dir():
             return []
-        start = f"{self.path.name}.rank"
-        parts = [
-            path
-            for path in self.path.parent.iterdir()
-            if path.name.startswith(start) and path.name[len(start) :].isdecimal()
-        ]
-        return [self.path, *sorted(parts, key=lambda path: int(path.name[len(start) :]))]
+        pattern = re.compile(re.escape(self.path.name) + r"\.rank([0-9]+)")
+        matches = ((path, pattern.fullmatch(path.name)) for path in self.path.parent.iterdir())
+        parts = {int(match[1]): path for path, match in matches if match is not None}
+        return [self.path, *(path for _, path in sorted(parts.items()))]
 
     def _write(self, path: Path, counted: PartialResult) -> None:
         assert self.identity is not None
@@ -224,7 +210,7 @@ def pooled(
 
 
 def _disjoint_join(first: PartialResult, second: PartialResult) -> PartialResult:
-    if first.overlaps(second):
+    if not first.batches.keys().isdisjoint(second.batches):
         raise GradtraceError(
             f"files of this checkpoint count the same batches twice; {START_OVER_HINT}"
         )
@@ -233,7 +219,7 @@ def _disjoint_join(first: PartialResult, second: PartialResult) -> PartialResult
 
 def check_loaders(counted: PartialResult, streams: Iterable[str]) -> None:
     """Raise an error if batches were counted from loaders other than ``streams``, those of now."""
-    odd = sorted(set(counted.batches) - set(streams))
+    odd = sorted({loader for loader, _ in counted.batches} - set(streams))
     if odd:
         was = f"{odd[0].split('/')[1]} ranks with loaders of their own" if odd[0] else "one loader"
         raise GradtraceError(

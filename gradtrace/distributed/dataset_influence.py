@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gradtrace.distributed import batches, unwrap
 from gradtrace.distributed.checkpoint import (
     SHARED,
-    START_OVER_HINT,
     CheckpointFiles,
     PartialResult,
     check_loaders,
@@ -24,7 +23,7 @@ from gradtrace.distributed.identity import RunIdentity, identity
 from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
-from gradtrace.pytorch.side_effects import Undo, restored, undoing
+from gradtrace.pytorch.side_effects import restored, undoing
 from gradtrace.session import watch
 from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.influence import Influence
@@ -165,10 +164,18 @@ class InfluenceRun:
         self, loader: Iterable[Any], progress: bool | None, trace: Callable[[Any, int], Influence]
     ) -> None:
         """Trace the batches of this rank, until all are done or the ranks are halted."""
-        self.part = batches.Batches(loader, self._turns(), self._journal(), self._named)
-        wanted = progress if self.ranks.rank == 0 else False
+        own, rank, world = self.own, self.ranks.rank, self.ranks.world
+        journal = None
+        if self.files.path is not None:
+            journal = batches.Journaled(str(self.files.path), self.done.of(self.loader))
+        self.part = batches.Batches(
+            loader,
+            lambda number: own or number % world == rank,
+            journal,
+            named=journal is not None or world > 1,
+        )
         try:
-            with bar(self.part, wanted) as step:
+            with bar(self.part, progress if rank == 0 else False) as step:
                 for batch in self.part:
                     if self.ranks.halted:
                         return
@@ -183,23 +190,6 @@ class InfluenceRun:
             self.ranks.interrupt()
         finally:
             self.files.flush()
-
-    @property
-    def _named(self) -> bool:
-        """Whether batches need names: for a checkpoint, or to compare ranks."""
-        return self.files.path is not None or self.ranks.world > 1
-
-    def _journal(self) -> batches.Journaled | None:
-        if self.files.path is None:
-            return None
-        return batches.Journaled(str(self.files.path), self.done.of(self.loader), START_OVER_HINT)
-
-    def _turns(self) -> Callable[[int], bool]:
-        """A function: whether the batch of a number is this rank's. It holds no reference to the
-        run, which would be a cycle.
-        """
-        own, world, rank = self.own, self.ranks.world, self.ranks.rank
-        return lambda number: own or number % world == rank
 
     def conclude(self, notes: tuple[str, ...]) -> Influence:
         """Merge the tables of all ranks; the same table on each of them."""
@@ -281,22 +271,17 @@ def _traced(
 ) -> Influence:
     try:
         with restored(model) as undo, undoing(undo):
-            return _measured(model, loss_fn, batch, settings, undo)
+            with watch(model) as watched, undo:
+                loss = loss_fn(model, batch)
+            if not isinstance(loss, Tensor):
+                raise GradtraceError(
+                    f"loss_fn returned a {type(loss).__name__}; return a loss, or a vector of "
+                    "losses"
+                )
+            trace = watched.trace(loss, rule=settings["rule"], granularity=settings["granularity"])
+            return trace.influence(settings["components"], settings["weight"])
     except GradtraceError as error:
         raise type(error)(f"batch {number}: {error}") from error
-
-
-def _measured(
-    model: nn.Module, loss_fn: LossFn, batch: Any, settings: dict[str, Any], undo: Undo
-) -> Influence:
-    with watch(model) as watched, undo:
-        loss = loss_fn(model, batch)
-    if not isinstance(loss, Tensor):
-        raise GradtraceError(
-            f"loss_fn returned a {type(loss).__name__}; return a loss, or a vector of losses"
-        )
-    trace = watched.trace(loss, rule=settings["rule"], granularity=settings["granularity"])
-    return trace.influence(settings["components"], settings["weight"])
 
 
 @contextmanager

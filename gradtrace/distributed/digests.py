@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 STRETCH_WORDS = 1 << 16
-"""Words in a stretch: factors repeat after this many, and the stretches' sums are digested in
-order."""
+"""Factors repeat after this many words; the sums of such stretches are digested in order."""
 
-STRETCHES_AT_ONCE = {"cpu": 4}
-"""How many stretches are processed at a time, by device type: on a CPU they should fit in cache."""
-
-DEFAULT_STRETCHES_AT_ONCE = 128
-"""The same for other devices."""
+LAYOUTS = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods that give the dense tensors of a sparse one, by its layout."""
 
 PRIMITIVES = (str, bytes, int, float, bool, complex, type(None))
 
@@ -46,11 +48,6 @@ def digest(*items: Any) -> str:
 
 
 # Tensors ------------------------------------------------------------------------------------------
-
-
-def add_tensor(into: Any, tensor: Tensor) -> None:
-    """Add the type, the shape and every element of a tensor."""
-    add_tensors([(into, tensor)])
 
 
 def add_tensors(pairs: list[tuple[Any, Tensor]]) -> None:
@@ -81,16 +78,11 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
     if tensor.layout is torch.strided:
         return [tensor] if tensor.numel() else []
-    if tensor.layout is torch.sparse_coo:
-        whole = tensor.coalesce()
-        return [*_parts(whole.indices()), *_parts(whole.values())]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        indices = [tensor.crow_indices(), tensor.col_indices()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        indices = [tensor.ccol_indices(), tensor.row_indices()]
-    else:
+    if tensor.layout not in LAYOUTS:
         return _parts(tensor.to_dense())
-    return [part for each in (*indices, tensor.values()) for part in _parts(each)]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+    return [part for name in LAYOUTS[tensor.layout] for part in _parts(getattr(tensor, name)())]
 
 
 def _sums(tensor: Tensor) -> Tensor:
@@ -104,17 +96,11 @@ def _sums(tensor: Tensor) -> Tensor:
         flat = torch.cat([flat, flat.new_zeros((8 - odd) % 8)])
     flat = flat.view(torch.int64)
     factors = _factors(flat.device)
-    size = STRETCH_WORDS * STRETCHES_AT_ONCE.get(flat.device.type, DEFAULT_STRETCHES_AT_ONCE)
     found = []
-    for part in torch.split(flat, size):
+    for part in torch.split(flat, STRETCH_WORDS):
         mixed = (part >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(part)
-        whole = len(mixed) // STRETCH_WORDS * STRETCH_WORDS
-        if whole:
-            found.append(mixed[:whole].view(-1, STRETCH_WORDS).mul_(factors).sum(1))
-        if whole < len(mixed):
-            rest = mixed[whole:]
-            found.append(rest.mul_(factors[: len(rest)]).sum(0, keepdim=True))
-    return torch.cat(found)
+        found.append(mixed.mul_(factors[: len(part)]).sum())
+    return torch.stack(found)
 
 
 @cache
@@ -140,7 +126,7 @@ def add(into: Any, item: Any) -> None:
 def _add(into: Any, item: Any, seen: dict[int, Any]) -> None:
     """``seen`` holds the objects visited so far, by id, so that cycles end."""
     if isinstance(item, Tensor):
-        add_tensor(into, item)
+        add_tensors([(into, item)])
     elif isinstance(item, PRIMITIVES):
         into.update(f"{item!r},".encode("utf-8", "surrogatepass"))
     elif isinstance(item, np.ndarray) and item.dtype != object:

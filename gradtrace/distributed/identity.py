@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import (
     BuiltinFunctionType,
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradtrace.distributed import digests
+from gradtrace.distributed import digests, tuning
 from gradtrace.pytorch.wrapped_modules import join, named_modules, unwrapped
 
 CONSTRUCTORS = ("__init__", "__post_init__", "__new__", "__setstate__")
@@ -44,9 +45,8 @@ MUTATORS = frozenset(
 )
 """Methods that change a container."""
 
-STORES = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
-MAX_CONTAINER_ITEMS = 10_000
-"""For containers with more items than this, only the number of items counts."""
+SIMPLE = (*digests.PRIMITIVES, torch.dtype, torch.device, torch.Size, range, slice)
+"""Types of which a value is its text."""
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -79,24 +79,29 @@ class RunIdentity:
 
     def differences(self, now: RunIdentity, names: list[str]) -> list[str]:
         """What has changed since, as text; ``names`` are the names of the model's tensors now."""
-        if self.gradtrace != now.gradtrace:
-            return [f"gradtrace (it was {self.gradtrace}, this is {now.gradtrace})"]
-        if self.python != now.python:
-            return [f"Python (it was {self.python}, this is {now.python})"]
-        if self.model != now.model:
-            return [f"the model (it was a {self.model}, this is a {now.model})"]
-        found = []
-        if self.tensors != now.tensors:
-            found.append("the model's parameters and buffers (names, shapes, dtypes)")
-        elif self.values != now.values:
-            found.append(_values(self.values, now.values, names))
-        if self.modules != now.modules:
-            found.append("the code or the settings of the model's modules")
-        if self.mode != now.mode:
-            found.append("the mode of modules (model.train() and model.eval())")
-        if self.loss != now.loss:
-            found.append("the loss function (its code, or constants that it uses)")
-        return found
+        for field, what, a in (
+            ("gradtrace", "gradtrace", ""),
+            ("python", "Python", ""),
+            ("model", "the model", "a "),
+        ):
+            before, after = getattr(self, field), getattr(now, field)
+            if before != after:
+                return [f"{what} (it was {a}{before}, this is {a}{after})"]
+        changed = [
+            text for field, text in CHANGES.items() if getattr(self, field) != getattr(now, field)
+        ]
+        if self.tensors == now.tensors and self.values != now.values:
+            changed.insert(0, _values(self.values, now.values, names))
+        return changed
+
+
+CHANGES = {
+    "tensors": "the model's parameters and buffers (names, shapes, dtypes)",
+    "modules": "the code or the settings of the model's modules",
+    "mode": "the mode of modules (model.train() and model.eval())",
+    "loss": "the loss function (its code, or constants that it uses)",
+}
+"""What has changed if a field of two identities differs."""
 
 
 def _values(before: str, now: str, names: list[str]) -> str:
@@ -107,7 +112,12 @@ def _values(before: str, now: str, names: list[str]) -> str:
 
 def identity(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[RunIdentity, list[str]]:
     """The identity of a measurement, and the names of the model's tensors."""
-    tensors = dict(_tensors(model))
+    tensors = named_tensors(model)
+    modules, loss = CodeWalk(unwrapped(model)), CodeWalk(unwrapped(model))
+    for name, module in named_modules(model):
+        modules.add_text(name)
+        modules.module(module)
+    loss.value(loss_fn, None)
     return RunIdentity(
         gradtrace=sys.modules["gradtrace"].__version__,
         python=".".join(platform.python_version_tuple()[:2]),
@@ -116,9 +126,9 @@ def identity(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[RunIdentity
             *((n, str(t.dtype), tuple(t.shape), t.requires_grad) for n, t in tensors.items())
         ),
         values="".join(each[:8] for each in tensor_digests(tensors).values()),
-        modules=_modules(model),
+        modules=modules.digest(),
         mode=digests.digest(*((name, module.training) for name, module in named_modules(model))),
-        loss=_code(loss_fn, unwrapped(model)),
+        loss=loss.digest(),
     ), list(tensors)
 
 
@@ -129,17 +139,22 @@ def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: state.hexdigest() for name, state in found.items()}
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, without running statistics of norms in training mode, which do not
-    use them.
-    """
-    for name, module in named_modules(model):
-        tensors: dict[str, Tensor | None] = dict(module._parameters)
-        if not (module.training and isinstance(module, _NormBase)):
-            tensors |= module._buffers
-        for key, tensor in tensors.items():
-            if tensor is not None:
-                yield join(name, key), tensor
+def used_buffers(module: nn.Module) -> bool:
+    """Whether a module uses its buffers: norms in training do not use their running statistics."""
+    return not (module.training and isinstance(module, _NormBase))
+
+
+def named_tensors(
+    model: nn.Module, with_buffers: Callable[[nn.Module], bool] = used_buffers
+) -> dict[str, Tensor]:
+    """Parameters, and buffers of the modules for which ``with_buffers`` is true."""
+    return {
+        join(name, key): tensor
+        for name, module in named_modules(model)
+        for table in (module._parameters, module._buffers if with_buffers(module) else {})
+        for key, tensor in table.items()
+        if tensor is not None
+    }
 
 
 def _class(module: nn.Module) -> type:
@@ -151,28 +166,13 @@ def _class(module: nn.Module) -> type:
 # Code ---------------------------------------------------------------------------------------------
 
 
-def _modules(model: nn.Module) -> str:
-    walk = CodeWalk(unwrapped(model))
-    for name, module in named_modules(model):
-        walk.add_text(name)
-        walk.kind(_class(module))
-        walk.settings(module, MODULE_ATTRIBUTES)
-    return walk.digest()
-
-
-def _code(function: Any, model: nn.Module) -> str:
-    walk = CodeWalk(model)
-    walk.value(function, None)
-    return walk.digest()
-
-
 class CodeWalk:
     """Digests code and the values it refers to, visiting each function once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._into = digests.new()
         self._seen: dict[int, Any] = {id(model): model}  # its weights are digested separately
-        self._assigned: dict[type, frozenset[str]] = {}
+        self._assigned: Callable[[type], set[str]] = functools.cache(_assigned)
 
     def digest(self) -> str:
         """The digest of everything added."""
@@ -193,7 +193,7 @@ class CodeWalk:
             self.add_text(digests.named(type(value)))
 
     def _value(self, value: Any, user: CodeType | None) -> None:
-        if isinstance(value, digests.PRIMITIVES) or _is_simple(value):
+        if isinstance(value, SIMPLE):
             self.add_text(value)
         elif isinstance(value, (list, dict, set, tuple, frozenset)):
             self._container(value, user)
@@ -209,7 +209,7 @@ class CodeWalk:
         self.add_text(type(value).__name__)
         if isinstance(value, (list, dict, set)) and user is not None and _changes(user):
             return
-        if len(value) > MAX_CONTAINER_ITEMS:
+        if len(value) > tuning.MAX_CONTAINER_ITEMS:
             self.add_text(len(value))
         elif isinstance(value, (set, frozenset)):
             self.add_text(
@@ -231,41 +231,42 @@ class CodeWalk:
             for part in (value.func, value.args, tuple(value.keywords.items())):
                 self.value(part, None)
         elif isinstance(value, type):
-            self.kind(value)
+            self._kind(value)
         elif isinstance(value, (ModuleType, BuiltinFunctionType)):
             self.add_text(getattr(value, "__name__", ""))
         elif isinstance(value, nn.Module):
-            self._module(value)
+            self._model(value)
         else:
-            self.kind(type(value))
+            self._kind(type(value))
             if not installed(type(value)) or isinstance(value, (Namespace, SimpleNamespace)):
-                self.settings(value, frozenset())
+                self._settings(value, frozenset())
 
-    def _module(self, module: nn.Module) -> None:
+    def _model(self, module: nn.Module) -> None:
         """Another model that a loss function uses."""
-        for text in tensor_digests(dict(_tensors(module))).values():
+        for text in tensor_digests(named_tensors(module)).values():
             self.add_text(text)
         for name, each in named_modules(module):
             self.add_text(name, each.training)
-            self.kind(_class(each))
-            self.settings(each, MODULE_ATTRIBUTES)
+            self.module(each)
 
-    def settings(self, item: Any, without: frozenset[str]) -> None:
+    def module(self, module: nn.Module) -> None:
+        """Add the class and the settings of a module, without its children."""
+        self._kind(_class(module))
+        self._settings(module, MODULE_ATTRIBUTES)
+
+    def _settings(self, item: Any, without: frozenset[str]) -> None:
         """Add the simple attributes of an object that only its constructor assigns."""
-        kind = type(item)
-        if kind not in self._assigned:
-            self._assigned[kind] = _assigned(kind)
-        changed = self._assigned[kind]
+        changed = self._assigned(type(item))
         for name, value in sorted(digests.attributes(item).items()):
             if name in without or name in changed or name.startswith("_"):
                 continue
-            if isinstance(value, digests.PRIMITIVES) or _is_simple(value):
+            if isinstance(value, SIMPLE):
                 self.add_text(name, value)
             elif isinstance(value, (FunctionType, MethodType, functools.partial)):
                 self.add_text(name)
                 self.value(value, None)
 
-    def kind(self, kind: type) -> None:
+    def _kind(self, kind: type) -> None:
         """Add a class: its name, and if it is the user's, its code."""
         if installed(kind):
             self.add_text(kind.__module__)
@@ -285,7 +286,7 @@ class CodeWalk:
     def _function(self, function: FunctionType) -> None:
         code = function.__code__
         own = not installed(function)
-        changed = _stored(code)
+        assigned = _operands(code, "STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL")  # counters
         if own:
             self._bytecode(code)
         else:
@@ -293,28 +294,24 @@ class CodeWalk:
         for part in (function.__defaults__ or (), tuple((function.__kwdefaults__ or {}).items())):
             self.value(part, code)
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-            if name not in changed:
+            if name not in assigned:
                 self.add_text(name)
-                self._held(cell, code)
-        for name in sorted(_globals(code)) if own else ():
-            if name in function.__globals__ and name not in changed:
+                with suppress(ValueError):  # not assigned yet
+                    self.value(cell.cell_contents, code)
+        # co_names would include attributes
+        loaded = _operands(code, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+        for name in sorted(loaded - assigned) if own else ():
+            if name in function.__globals__:
                 self.add_text(name)
                 self._global(function.__globals__[name], code)
-
-    def _held(self, cell: Any, code: CodeType) -> None:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            return
-        self.value(value, code)
 
     def _global(self, value: Any, code: CodeType) -> None:
         self.value(value, code)
         if isinstance(value, ModuleType) and not installed(value):
-            for name in sorted(_names(code)):
-                if name in vars(value):
-                    self.add_text(name)
-                    self.value(vars(value)[name], code)
+            names = {name for each in _all(code) for name in each.co_names}
+            for name in sorted(names & vars(value).keys()):
+                self.add_text(name)
+                self.value(vars(value)[name], code)
 
     def _bytecode(self, code: CodeType) -> None:
         self.add_text(code.co_code, code.co_names, code.co_argcount, code.co_flags)
@@ -333,10 +330,6 @@ class CodeWalk:
             self.add_text(value)
 
 
-def _is_simple(value: Any) -> bool:
-    return isinstance(value, (torch.dtype, torch.device, torch.Size, range, slice))
-
-
 def _all(code: CodeType) -> Iterator[CodeType]:
     """A function's code and that of functions within it."""
     yield code
@@ -345,42 +338,23 @@ def _all(code: CodeType) -> Iterator[CodeType]:
             yield from _all(each)
 
 
-def _names(code: CodeType) -> set[str]:
-    """Names of globals and of attributes."""
-    return {name for each in _all(code) for name in each.co_names}
-
-
-def _globals(code: CodeType) -> set[str]:
-    """Names of globals that a function reads. ``co_names`` would include attributes."""
+def _operands(code: CodeType, *operations: str) -> set[Any]:
+    """The operands of some operations of the bytecode: names, or None."""
     return {
         step.argval
         for each in _all(code)
         for step in dis.get_instructions(each)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+        if step.opname in operations
     }
-
-
-def _stored(code: CodeType) -> frozenset[str]:
-    """Names outside a function that it assigns to, such as counters."""
-    return frozenset(
-        step.argval
-        for each in _all(code)
-        for step in dis.get_instructions(each)
-        if step.opname in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL")
-    )
 
 
 def _changes(code: CodeType) -> bool:
     """Whether a function may change containers that it refers to."""
-    return any(
-        step.opname in STORES
-        or (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval in MUTATORS)
-        for each in _all(code)
-        for step in dis.get_instructions(each)
-    )
+    stores = _operands(code, "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+    return bool(stores or _operands(code, "LOAD_ATTR", "LOAD_METHOD") & MUTATORS)
 
 
-def _assigned(kind: type) -> frozenset[str]:
+def _assigned(kind: type) -> set[str]:
     """Attributes that methods of a class other than its constructors assign."""
     found = set()
     for base in kind.__mro__:
@@ -388,13 +362,8 @@ def _assigned(kind: type) -> frozenset[str]:
             function = getattr(value, "__func__", value)
             if name in CONSTRUCTORS or not isinstance(function, FunctionType) or installed(base):
                 continue
-            for each in _all(function.__code__):
-                found |= {
-                    step.argval
-                    for step in dis.get_instructions(each)
-                    if step.opname == "STORE_ATTR"
-                }
-    return frozenset(found)
+            found |= _operands(function.__code__, "STORE_ATTR")
+    return found
 
 
 @functools.cache

@@ -26,3 +26,12 @@ MESSAGE_SECONDS = 0.06
 
 MESSAGE_MAX_BYTES = 1 << 30
 """The longest message that is accepted."""
+
+MAX_CONTAINER_ITEMS = 10_000
+"""Of containers with more items than this that code refers to, only the number of items counts."""
+
+SLOW_WRITE_SECONDS = 0.05
+"""A checkpoint that takes longer than this to write is not written after every batch."""
+
+WRITE_INTERVAL_FACTOR = 20
+"""Such a checkpoint is written again after this many times its writing time."""

@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from gradtrace.distributed.identity import tensor_digests
+from gradtrace.distributed.identity import named_tensors, tensor_digests
 from gradtrace.pytorch.module_calls import Forward, Listener, listen
-from gradtrace.pytorch.wrapped_modules import (
-    join,
-    named_modules,
-    refuse_flat,
-    sharded_modules,
-    sharding_hooks,
-)
+from gradtrace.pytorch.wrapped_modules import refuse_flat, sharded_modules, sharding_hooks
 
 Hook = Callable[..., Any]
 
@@ -121,10 +115,4 @@ def digest(model: nn.Module) -> dict[str, str]:
 
     Buffers (running statistics) count only where they are used: in modules in evaluation mode.
     """
-    found: dict[str, Tensor] = {}
-    for name, module in named_modules(model):
-        tensors: dict[str, Tensor | None] = dict(module._parameters)
-        if not module.training:
-            tensors |= module._buffers
-        found |= {join(name, key): each for key, each in tensors.items() if each is not None}
-    return tensor_digests(found)
+    return tensor_digests(named_tensors(model, lambda module: not module.training))
