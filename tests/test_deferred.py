@@ -13,7 +13,7 @@ import gradtrace as gt
 from gradtrace import session
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir.lazy_gradient import LazyGradient
-from gradtrace.ir.program import Step
+from gradtrace.ir.program import MapTable, Step
 from gradtrace.kernels import sync
 from gradtrace.recording import record
 from gradtrace.recording.gradient_cache import GradientCache
@@ -136,7 +136,7 @@ def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.Mo
 
 
 def test_memory_is_spent_as_long_as_there_is_plenty() -> None:
-    store = GradientCache(100)
+    store = GradientCache(100, MapTable())
     assert [store.spend(n) for n in (30, 30, 20, 1)] == [True, False, True, False]
     assert store.bytes_left == 50
     assert not GradientCache(0).spend(0)

@@ -385,3 +385,15 @@ def test_a_sample_counts_as_many_elements_as_asked_for() -> None:
     coarse = watch.trace(loss, granularity="operator")
     with pytest.raises(GradtraceError, match="nothing to sample"):
         coarse.influence(sample=3)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+def test_every_leaf_of_a_recurrent_layer_is_counted(kind: type[nn.RNNBase], rule: str) -> None:
+    """Also where the cotangent of one bias is made of that of the other, within one operator."""
+    torch.manual_seed(0)
+    layer, x = kind(4, 3), torch.randn(5, 4, requires_grad=True)
+    names = {"x": x, **dict(layer.named_parameters())}
+    table = gt.trace(layer(x)[0].square().sum(), rule=rule, names=names).influence("operators")
+    row = table["SumBackward0"]
+    assert row.count.e + row.unreached == sum(leaf.numel() for leaf in names.values())

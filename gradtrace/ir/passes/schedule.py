@@ -33,7 +33,7 @@ from gradtrace.ir.plan import (
 )
 from gradtrace.ir.program import Block, Program, Step, Term
 from gradtrace.kernels import backend_of
-from gradtrace.kernels.steps import PIECE_ELEMENTS
+from gradtrace.kernels import steps as kernel_steps
 from gradtrace.linops import Contract, Map, Reduce, Scatter, tiling
 
 
@@ -72,8 +72,9 @@ class Schedule:
         self.maps = program.maps
         self.rule = request.rule
         self.components = request.components
-        self.values, self.keep = request.values, request.keep
         self.leaves = {leaf.value for leaf in program.leaves}
+        # a leaf may have a user within its block: the same bias of two arguments of an LSTM
+        self.values, self.keep = request.values, request.keep | self.leaves
         # the terms of a partial sum are compared one by one with those that follow; the largest
         # product is associative, and partial results can be compared
         self.partial = partial_sums(program) if self.rule != "viterbi" else set()
@@ -207,7 +208,11 @@ class Schedule:
         """
         if isinstance(map_, Reduce):
             return self.batches_leaves
-        return isinstance(map_, Contract) and map_.outputs > PIECE_ELEMENTS and map_.plan().turned
+        return (
+            isinstance(map_, Contract)
+            and map_.outputs > kernel_steps.PIECE_ELEMENTS
+            and map_.plan().turned
+        )
 
     def _free(self, step: Step) -> tuple[int, ...]:
         """The values that no later step reads."""
