@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -32,8 +33,10 @@ class Writer:
         settings: Mapping[str, Any],
         start: int | None = None,
     ) -> None:
+        restart = WeakMethod(self._restart)  # the file must not hold its writer in a cycle
         self._file = jsonl.AppendFile(
-            None if path is None else Path(path).expanduser(), self._restart
+            None if path is None else Path(path).expanduser(),
+            lambda left: again(left) if (again := restart()) is not None else (),
         )
         self._names: list[str] | None = None  # those of the last table
         try:

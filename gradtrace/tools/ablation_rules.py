@@ -59,10 +59,13 @@ class ModuleRule(Calls):
         """Map the floating tensors in ``out`` by ``change`` and the rest by ``other``."""
         numbers = count()
 
-        def leaf(value: Any, steps: Tensor | None = None) -> Any:
-            if isinstance(value, PackedSequence):
-                return value._replace(data=leaf(value.data, value.batch_sizes))
+        def tensor(value: Any, steps: Tensor | None = None) -> Any:
             return change(value, next(numbers), steps) if floats(value) else other(value)
+
+        def leaf(value: Any) -> Any:  # not recursive: a closure of itself is a reference cycle
+            if isinstance(value, PackedSequence):
+                return value._replace(data=tensor(value.data, value.batch_sizes))
+            return tensor(value)
 
         changed = mapped(out, leaf)
         if next(numbers) == 0:
