@@ -139,7 +139,7 @@ def test_memory_is_spent_as_long_as_there_is_plenty() -> None:
     store = GradientCache(100, MapTable())
     assert [store.spend(n) for n in (30, 30, 20, 1)] == [True, False, True, False]
     assert store.bytes_left == 50
-    assert not GradientCache(0).spend(0)
+    assert not GradientCache(0, MapTable()).spend(0)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "viterbi"])
