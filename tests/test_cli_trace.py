@@ -246,6 +246,9 @@ def test_what_is_asked_for(script: Path) -> None:
     assert data["influence"][0]["share"] == 1
     data = traced(script, "loss", "--components", "operators", "--rule", "viterbi", "--top", 2)
     assert data["rule"] == "viterbi" and len(data["influence"]) == 2
+    every = traced(script, "loss")["influence"]
+    largest = max(every, key=lambda row: float(row["share"] or 0))
+    assert largest != every[0] and traced(script, "loss", "--top", 1)["influence"] == [largest]
     data = traced(script, "loss", "--granularity", "operator", "--path", "embed.weight")
     assert data["granularity"] == "operator" and data["paths"][0]["weight"] == "nan"
     data = traced(script, "loss", "--sample", 5, "--seed", 1)

@@ -165,6 +165,18 @@ def test_tied_parameters_are_one_leaf() -> None:
     assert list(watch.backward(loss)) == ["embed.weight"]
 
 
+def test_a_leaf_with_three_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    for layer in model:
+        layer.weight = model[0].weight
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(1, 3)).sum()
+    trace = watch.trace(loss)
+    assert trace.aliases == {"0.weight": ("1.weight", "2.weight")}
+    assert trace.gradients["2.weight"] is trace.gradients["0.weight"]
+    assert trace.path("2.weight", (0, 1)) == trace.path("0.weight", (0, 1))
+
+
 def test_the_model_called_several_times() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with gt.watch(model) as watch:
