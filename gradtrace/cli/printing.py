@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradtrace.io.strict_json import json_value
 from gradtrace.printable import printable
 
 if TYPE_CHECKING:
@@ -87,6 +86,8 @@ def write_table(data: Data) -> None:
 
 def write_json(data: dict[str, Any]) -> None:
     """Print JSON on stdout; non-finite numbers are strings."""
+    from gradtrace.io.strict_json import json_value
+
     text = json.dumps(json_value(data), indent=2, allow_nan=False)
     print(text.replace("\x7f", "\\u007f"))  # the one control character that JSON does not escape
 
