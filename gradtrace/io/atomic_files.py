@@ -96,20 +96,32 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file, open for reading; errors become a ``BadFile`` that names it."""
+def naming(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
+    """The expanded path; errors inside the context become a ``BadFile`` that names the file, with
+    the text ``otherwise`` if they are of no known kind.
+    """
     called = repr(os.fspath(path))
     try:
-        with opened(Path(path).expanduser()) as file:
-            yield file
+        at = Path(path).expanduser()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BadFile(f"{called} leads nowhere ({error}): give another path") from error
+    try:
+        yield at
     except BadFile as error:
         raise type(error)(f"{called} {error}") from error.__cause__
     except MemoryError as error:
         raise BadFile(
             f"{called} does not fit in memory: free some, or take a larger machine"
         ) from error
-    except (OSError, RuntimeError, ValueError) as error:
-        raise BadFile(f"{called} cannot be read ({error}): give another path") from error
+    except Exception as error:  # libraries raise many kinds of errors for malformed files
+        raise BadFile(f"{called} {otherwise.format(repr(str(error)[:200]))}") from error
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A regular file, open for reading; errors name it."""
+    with naming(path, "cannot be read ({}): give another path") as at, opened(at) as file:
+        yield file
 
 
 def content(path: str | os.PathLike[str], most: int | None = None) -> bytes:

@@ -33,8 +33,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from hashlib import sha256
 from math import isfinite, prod
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -100,7 +99,6 @@ FOREIGN = {
 
 RESTORE_HINT = "copy it again from where it is whole, or make it again"
 WRONG_FILE_HINT = "give a file that gradtrace wrote for this"
-MISFIT = f"is damaged: its contents do not fit together ({{}}); {RESTORE_HINT}"
 
 
 class Contents(NamedTuple):
@@ -144,7 +142,8 @@ def put(path: str | os.PathLike[str], content: str | bytes) -> None:
 @contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file that replaces ``path`` at the end; errors name it."""
-    with _about(path, f"was not written ({{}}); what was there is untouched: {SPACE_HINT}") as at:
+    otherwise = f"was not written ({{}}); what was there is untouched: {SPACE_HINT}"
+    with atomic_files.naming(path, otherwise) as at:
         try:
             at = at.resolve()
         except (OSError, RuntimeError) as error:
@@ -163,24 +162,23 @@ def read(
     a file is ever executed. Tensors are on the CPU, in memory of their own.
     """
     otherwise = f"is cut short or damaged ({{}}): {RESTORE_HINT}"
-    with _about(path, otherwise) as at, atomic_files.opened(at) as file:
+    with atomic_files.naming(path, otherwise) as at, atomic_files.opened(at) as file:
         header = _header(file)
-        tensors, document = _parsed(header, os.fstat(file.fileno()).st_size)
-        names = _checked(document, kind, tensors)
-        if schema is not None:
-            _fit(schema, document["meta"])
+        layout, document = _parsed(header, os.fstat(file.fileno()).st_size)
+        names = _checked(document, kind, layout)
         total = _summed(header, document["sha256"])
         del header
-        found = {key: _tensor(file, tensor, total) for key, tensor in tensors.items()}
+        tensors = {names[key]: _tensor(file, *layout[key], total) for key in layout}
         if file.read(1) or total.hexdigest() != document["sha256"]:
             raise BadFile(f"is damaged, its checksum is wrong: {RESTORE_HINT}")
-    for tensor in found.values():
-        if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-            raise BadFile(
-                f"{os.fspath(path)!r} is damaged, a bool is neither 0 nor 1: {RESTORE_HINT}"
-            )
+        flags = (t.view(torch.uint8) for t in tensors.values() if t.dtype is torch.bool)
+        if any(bool((flag > 1).any()) for flag in flags):
+            raise BadFile(f"is damaged, a bool is neither 0 nor 1: {RESTORE_HINT}")
+    if schema is not None:
+        with about(path):
+            schema(document["meta"])
     return Contents(
-        document["kind"], document["meta"], {name: found[key] for key, name in names.items()}
+        document["kind"], document["meta"], {name: tensors[name] for name in names.values()}
     )
 
 
@@ -190,27 +188,8 @@ def about(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except SchemaMismatch as error:
-        raise BadFile(f"{os.fspath(path)!r} {MISFIT.format(error)}") from error
-
-
-@contextmanager
-def _about(path: str | os.PathLike[str], otherwise: str) -> Iterator[Path]:
-    """The expanded path; errors inside the context become a BadFile that names the file."""
-    called = repr(os.fspath(path))
-    try:
-        at = Path(path).expanduser()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise BadFile(f"{called} leads nowhere ({error}): give another path") from error
-    try:
-        yield at
-    except BadFile as error:
-        raise type(error)(f"{called} {error}") from error.__cause__
-    except MemoryError as error:
-        raise BadFile(
-            f"{called} does not fit in memory: free some, or take a larger machine"
-        ) from error
-    except Exception as error:  # libraries raise many kinds of errors for malformed files
-        raise BadFile(f"{called} {otherwise.format(repr(str(error)[:200]))}") from error
+        problem = f"its contents do not fit together ({error})"
+        raise BadFile(f"{os.fspath(path)!r} is damaged: {problem}; {RESTORE_HINT}") from error
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -318,13 +297,6 @@ def _header(file: BinaryIO) -> bytes:
     return file.read(8 + size)
 
 
-def _fit(schema: Schema, meta: dict[str, Any]) -> None:
-    try:
-        schema(meta)
-    except SchemaMismatch as error:
-        raise BadFile(MISFIT.format(error)) from error
-
-
 def _summed(header: bytes, digest: str) -> Any:
     """The checksum state after a header, with zeros in place of the checksum it contains."""
     at = header.find(digest.encode()) if re.fullmatch("[0-9a-f]{64}", digest) else -1
@@ -336,16 +308,12 @@ def _summed(header: bytes, digest: str) -> Any:
     return total
 
 
-class StoredTensor(NamedTuple):
-    """The dtype, shape and size of a tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    size: int  # in bytes
+Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""The dtype and shape of each tensor, in the order of their bytes."""
 
 
-def _parsed(header: bytes, length: int) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """The tensors in the order of their bytes, and the document; raises if either is malformed."""
+def _parsed(header: bytes, length: int) -> tuple[Layout, dict[str, Any]]:
+    """The layout and the document; raises if either is malformed."""
     found = parse(str(memoryview(header)[8:], "ascii"))  # a memoryview avoids a copy
     if type(found) is not dict:
         unfit("the header is no mapping")
@@ -356,28 +324,27 @@ def _parsed(header: bytes, length: int) -> tuple[dict[str, StoredTensor], dict[s
     return _layout(found, length - len(header)), _document_of(metadata["gradtrace"])
 
 
-def _layout(found: dict[str, Any], length: int) -> dict[str, StoredTensor]:
+def _layout(found: dict[str, Any], length: int) -> Layout:
     """The tensors, checked to be contiguous in the file and to fill it."""
     mapping(TENSOR)(found)
-    held: dict[str, StoredTensor] = {}
+    layout: Layout = {}
     end = 0
     for key, tensor in sorted(found.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         dtype, shape = DTYPES[tensor["dtype"]], tuple(tensor["shape"])
         if prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
             unfit(f"tensor {key} is too large")
-        size = prod(shape) * dtype.itemsize
         start, stop = tensor["data_offsets"]
-        if start != end or stop - start != size:
+        if start != end or stop - start != prod(shape) * dtype.itemsize:
             unfit(f"tensor {key} is not where it should be")
-        held[key], end = StoredTensor(dtype, shape, size), stop
+        layout[key], end = (dtype, shape), stop
     if end != length:
         unfit(f"the tensors have {end:,} bytes, and the file {length:,}")
-    return held
+    return layout
 
 
-def _tensor(file: BinaryIO, held: StoredTensor, total: Any) -> Tensor:
+def _tensor(file: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...], total: Any) -> Tensor:
     """Read the next tensor of a file, and add its bytes to the checksum."""
-    tensor = torch.empty(held.shape, dtype=held.dtype, device="cpu")
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     for chunk in _bytes(tensor):
         if file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]
             raise BadFile(f"is cut short: {RESTORE_HINT}")

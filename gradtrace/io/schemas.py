@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from math import inf, prod
 from typing import Any
 
@@ -25,7 +26,6 @@ from torch import Tensor
 from gradtrace.io import tuning
 from gradtrace.io.validation import (
     Schema,
-    SchemaMismatch,
     anything,
     array,
     boolean,
@@ -41,6 +41,7 @@ from gradtrace.io.validation import (
     sequence,
     text,
     unfit,
+    usually,
 )
 
 ROUNDING = Fraction(1, 10**6)
@@ -60,8 +61,12 @@ _fraction = sequence(_large, _positive)
 MOMENTS = sequence(*[_fraction] * 5)
 
 
-def _moments(found: Sequence[Sequence[int]], pairs: int, slack: Fraction) -> None:
-    """Check that Σt, Σe, Σt², Σte, Σe² are possible sums over ``pairs`` with ``0 <= t <= e``."""
+def _moments(pairs: int, slack: Fraction, found: Sequence[Sequence[int]]) -> None:
+    """Check that Σt, Σe, Σt², Σte, Σe² are possible sums over ``pairs`` with ``0 <= t <= e``; whole
+    numbers unless they are rounded, by the share ``slack``.
+    """
+    if not slack and any(below != 1 for _, below in found):
+        unfit("are no whole numbers")
     t, e, tt, te, ee = (Fraction(*each) for each in found)
     more = 1 + slack
     ordered = 0 <= t <= e * more and 0 <= tt <= te * more and te <= ee * more
@@ -74,14 +79,8 @@ def _moments(found: Sequence[Sequence[int]], pairs: int, slack: Fraction) -> Non
 
 
 def _sums(table: Mapping[str, Any]) -> None:
-    for n, row in enumerate(table["rows"]):
-        for name, slack in (("count", Fraction(0)), ("gradient", ROUNDING)):
-            try:
-                if name == "count" and any(below != 1 for _, below in row[name]):
-                    unfit("are no whole numbers")
-                _moments(row[name], table["pairs"], slack)
-            except SchemaMismatch as error:
-                raise error.within(name).within(n).within("rows") from None
+    count, gradient = (partial(_moments, table["pairs"], slack) for slack in (Fraction(), ROUNDING))
+    including(rows=array(including(count=count, gradient=gradient)))(table)
 
 
 INFLUENCE = each_of(
@@ -215,7 +214,6 @@ def _within(numbers: Tensor, high: int) -> bool:
 # Checkpoints of influence ------------------------------------------------------------------------
 
 LOADER = re.compile(r"|([0-9]{1,9})/([0-9]{1,9})")
-MASK = re.compile(r"0x[0-9a-f]+")
 ENTRY = re.compile(r"[0-9a-f]{1,12}:[0-9a-f]{16}:([0-9a-f]{16})?")
 
 
@@ -226,142 +224,93 @@ def _loader(name: Any) -> None:
         unfit("is no loader of a rank")
 
 
-def _batch_list(value: Any) -> None:
-    """Check a text of batches: a bit mask, or their numbers, names and content digests."""
-    text(50 * tuning.MAX_BATCHES)(value)
-    mask = len(value) <= tuning.MAX_BATCHES // 4 and MASK.fullmatch(value)
-    if not mask and not all(map(ENTRY.fullmatch, value.split())):
-        unfit("is no list of batches")
-
-
 def _batches(value: Any) -> None:
-    if type(value) is dict:
-        mapping(_batch_list, 100_000, key=_loader)(value)
-    else:
-        integer(0, tuning.MAX_BATCHES)(value)
-
-
-def _batch_count(batches: int | Mapping[str, str]) -> int:
-    """The number of batches."""
-    if isinstance(batches, int):
-        return batches
-    return sum(
-        int(some, 16).bit_count() if some.startswith("0x") else len(some.split())
-        for some in batches.values()
-    )
+    """Check a text of batches: their numbers, names and content digests."""
+    text(50 * tuning.MAX_BATCHES)(value)
+    words = value.split()
+    if not all(map(ENTRY.fullmatch, words)):
+        unfit("is no list of batches")
+    if len({word.split(":")[1] for word in words}) < len(words):
+        unfit("names a batch twice")
 
 
 def _counted(meta: Mapping[str, Any]) -> None:
-    """Check that each counted batch has at least one pair, and each component one row.
-
-    Files without an identity are older, and have bit masks or numbers of batches.
-    """
-    if "identity" in meta:
-        _check_unique(meta["batches"])
-    table, many = meta["influence"], _batch_count(meta["batches"])
-    pairs = 0 if table is None else table["pairs"]
+    """Check that each counted batch has at least one pair, and each component one row."""
+    table = meta["influence"]
+    many, pairs = sum(len(some.split()) for some in meta["batches"].values()), 0
+    if table is not None:
+        pairs = table["pairs"]
+        if len({row["name"] for row in table["rows"]}) < len(table["rows"]):
+            unfit("influence names a component twice")
     if pairs < many or (pairs > 0 and not many):
         unfit(f"{many:,} batches cannot have {pairs:,} pairs")
-    names = [row["name"] for row in (table["rows"] if table else ())]
-    if len(set(names)) < len(names):
-        unfit("influence names a component twice")
 
 
-def _check_unique(batches: Any) -> None:
-    """Check that each batch of a loader occurs once."""
-    for some in batches.values() if type(batches) is dict else [batches]:
-        words = some.split() if type(some) is str and not some.startswith("0x") else None
-        names = None if words is None else {word.split(":")[1] for word in words}
-        if words is None or names is None or len(names) < len(words):
-            unfit("batches are no list, or name one twice")
-
-
+_settings = mapping(anything())
 _identity = ("gradtrace", "python", "model", "tensors", "values", "modules", "mode", "loss")
-JOURNAL = each_of(
+_journal = each_of(
     including(
-        {"identity": record(**{name: text(10**8) for name in _identity})},
-        settings=mapping(anything()),
+        identity=record(**{name: text(10**8) for name in _identity}),
         influence=maybe(INFLUENCE),
-        batches=_batches,
+        batches=mapping(_batches, 100_000, key=_loader),
     ),
     _counted,
 )
 
+
+def _unless_older(meta: Mapping[str, Any]) -> None:
+    """Older checkpoints have no identity; nothing but their settings is used."""
+    if "identity" in meta:
+        _journal(meta)
+
+
+JOURNAL = each_of(including(settings=_settings), _unless_older)
+
+
 # Lines of a run ----------------------------------------------------------------------------------
 
-_sum = finite(0)
+ROW_TYPES = [int, int, float, float, float, float]
+_numbers = sequence(COUNT, COUNT, *[finite(0)] * 4)
+_sums_of_pairs = sequence(COUNT, COUNT, MOMENTS, MOMENTS)
 
 
 def _row(value: Any) -> None:
     """Check a row: own, unreached, then through and eligible, by count and by |gradient|."""
     if type(value) is not list or len(value) not in (4, 6):
         unfit("is no row of 6 numbers, or of 2 and two lists of sums")
-    own, unreached, *sums = value
-    COUNT(own)
-    COUNT(unreached)
-    if len(sums) == 2:
-        sequence(MOMENTS, MOMENTS)(sums)
+    if len(value) == 4:
+        _sums_of_pairs(value)
         return
-    for each in sums:
-        _sum(each)
-    t, e, gt, ge = sums
+    _numbers(value)
+    t, e, gt, ge = value[2:]
     if t > e or gt > ge * (1 + float(ROUNDING)):
         unfit("has more through than eligible")
 
 
-def _rows(value: Any) -> None:
-    """Check rows. There may be a million, so the usual form is recognised by a fast test."""
-    rows(value)
-    odd = [n for n, row in enumerate(value) if not _usual(row)]
-    for n in odd:
-        try:
-            _row(value[n])
-        except SchemaMismatch as error:
-            raise error.within(n) from None
-
-
-def _usual(row: Any) -> bool:
-    if type(row) is not list or len(row) != 6:
-        return False
-    own, unreached, t, e, gt, ge = row
+def _usual_row(row: Any) -> bool:
     return (
-        type(own) is int
-        and type(unreached) is int
-        and type(t) is type(e) is type(gt) is type(ge) is float
-        and 0 <= own < 2**53
-        and 0 <= unreached < 2**53
-        and 0 <= t <= e < inf
-        and 0 <= gt <= ge < inf
+        type(row) is list
+        and [*map(type, row)] == ROW_TYPES
+        and min(row) >= 0
+        and row[2] <= row[3] < inf
+        and row[4] <= row[5] < inf
+        and max(row[:2]) < 2**53
     )
 
 
-rows = array(lambda row: None)
-_norms = mapping(sequence(number(0), maybe(number(0))))
+def _usual(value: Any) -> bool:
+    return value is None or (type(value) is float and 0 <= value < inf)
 
 
-def _norms_by_module(value: Any) -> None:
-    """Check norms by module, with a fast test for the usual form."""
-    usual = type(value) is dict and all(
-        type(each) is list
-        and len(each) == 2
-        and type(each[0]) is float
-        and (each[1] is None or type(each[1]) is float)
-        and 0 <= each[0] < inf
-        and 0 <= (each[1] or 0.0) < inf
-        for each in value.values()
+def _usual_norms(value: Any) -> bool:
+    return (
+        type(value) is list and len(value) == 2 and value[0] is not None and all(map(_usual, value))
     )
-    if not usual:
-        _norms(value)
 
 
-def _seconds(value: Any) -> None:
-    usual = type(value) is list and all(
-        each is None or (type(each) is float and 0 <= each < inf) for each in value
-    )
-    if not usual:
-        array(maybe(finite(0)))(value)
-
-
+_rows = usually(list, _usual_row, array(_row))
+_seconds = usually(list, _usual, array(maybe(finite(0))))
+_norms = usually(dict, _usual_norms, mapping(sequence(number(0), maybe(number(0)))))
 STEP_TABLE = including(
     rows=_rows,
     pairs=integer(),
@@ -370,7 +319,6 @@ STEP_TABLE = including(
     notes=NOTES,
     interrupted=boolean(),
 )
-_settings = mapping(anything())
 _begin = including(
     schema_version=integer(1, 1),
     step=integer(0, tuning.MAX_STEPS),
@@ -393,7 +341,7 @@ LINES: dict[str, Schema] = {
         step=integer(0, tuning.MAX_STEPS),
         loss=number(),
         verdict=text(),
-        norms=_norms_by_module,
+        norms=_norms,
         scale=number(),
         seconds=number(0),
         share=number(0),

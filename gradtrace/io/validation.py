@@ -100,8 +100,8 @@ def integer(low: int = 0, high: int = 2**63 - 1) -> Schema:
     """An integer from ``low`` to ``high``."""
 
     def check(value: Any) -> None:
-        _expect(int, "a whole number", value)
-        if not low <= value <= high:
+        if type(value) is not int or not low <= value <= high:
+            _expect(int, "a whole number", value)
             bound = f"{low:,} and {high:,}" if max(abs(low), abs(high)) < 10**6 else "its bounds"
             unfit(f"is {_found(value)}, not within {bound}")
 
@@ -112,6 +112,8 @@ def number(low: float = -inf, high: float = inf, nan: bool = True) -> Schema:
     """A number, or one of "nan", "inf", "-inf", within bounds."""
 
     def check(value: Any) -> None:
+        if type(value) is float and low <= value <= high:
+            return
         if type(value) is str and value in NONFINITE:
             value = float(value)
         if type(value) is int:
@@ -219,6 +221,19 @@ def _fields(fields: Mapping[str, Schema], optional: Mapping[str, Schema], other:
         if missing := fields.keys() - value.keys():
             unfit(f"has no {min(missing)!r}")
         check_each((name, known.get(name, other), each) for name, each in value.items())
+
+    return check
+
+
+def usually(kind: type, is_usual: Callable[[Any], bool], schema: Schema) -> Schema:
+    """A list or dict (``kind``) of values that are nearly always as a fast test says: there may be
+    millions. Only others are checked by the ``schema``.
+    """
+
+    def check(value: Any) -> None:
+        values = value.values() if type(value) is dict else value
+        if type(value) is not kind or not all(map(is_usual, values)):
+            schema(value)
 
     return check
 
