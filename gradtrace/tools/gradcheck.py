@@ -45,6 +45,14 @@ class Row:
         """Sort key: worse rows have larger ones."""
         return VERDICTS.index(self.verdict), self.error, self.name
 
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        total = prod(self.shape)
+        place = f"{total - self.checked:,} others" if self.index is None else str([*self.index])
+        where = place if self.checked else ""
+        numbers = (f"{self.error:.1e}", where, f"{self.analytic:.6g}", f"{self.numeric:.6g}")
+        return (self.name, f"{self.checked:,}/{total:,}", *numbers, self.verdict)
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -90,7 +98,7 @@ class Check:
     def table(self) -> list[tuple[str, ...]]:
         """The rows as texts, after a header."""
         header = ("parameter", "checked", "error", "worst at", "analytic", "numeric", "verdict")
-        return [header, *map(_cells, self.rows)]
+        return [header, *(row.cells() for row in self.rows)]
 
     def __str__(self) -> str:
         table = [tuple(map(printable, cells)) for cells in self.table()]
@@ -325,15 +333,3 @@ def _probes(
         signs = torch.randint(2, rest.shape, generator=generator).double() * 2 - 1
         found.append(probe(rest, signs, None))
     return found
-
-
-# Showing -----------------------------------------------------------------------------------------
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    rest = prod(row.shape) - row.checked
-    where = f"{rest:,} others" if row.index is None else str(list(row.index))
-    if not row.checked:
-        where = ""
-    numbers = (f"{row.error:.1e}", where, f"{row.analytic:.6g}", f"{row.numeric:.6g}")
-    return (row.name, f"{row.checked:,}/{prod(row.shape):,}", *numbers, row.verdict)
