@@ -11,7 +11,7 @@ from torch import nn
 import gradtrace as gt
 from gradtrace.runs.step_results import StepResult
 from gradtrace.trace import Trace
-from gradtrace.training import monitor
+from gradtrace.training import tuning
 from gradtrace.training.monitor import Monitor
 from gradtrace.training.overhead_budget import Budget
 
@@ -32,13 +32,13 @@ def loop(
     """A loop whose steps take ``each`` seconds and whose traces take ``cost``."""
     clock, model = Clock(), nn.Linear(2, 1)
     found = Monitor(model, every=every, budget=budget, clock=clock, view=False)
-    look = found._measured
+    look = found._tracer.measured
 
     def slow(*args: object) -> tuple[Trace, StepResult]:
         clock.now += cost
         return look(*args)  # type: ignore[arg-type]
 
-    found._measured = slow  # type: ignore[method-assign]
+    found._tracer.measured = slow  # type: ignore[method-assign]
     x = torch.ones(1, 2)
     for _ in range(steps):
         clock.now += each
@@ -94,11 +94,10 @@ def test_a_step_that_takes_no_time() -> None:
 
 def test_slowed_steps_count() -> None:
     clock = Clock()
-    budget, before = Budget(0.03, clock), None
+    budget = Budget(0.03, clock)
     for _ in range(10):
         clock.now += 1
-        budget.tick(clock.now, before)
-        before = clock.now
+        budget.tick(clock.now)
     assert budget.typical == 1.0
     assert budget.slowed(1.5) == 0.5
     assert budget.slowed(0.5) == 0.0
@@ -109,9 +108,9 @@ def test_slowed_steps_count() -> None:
 def test_other_things_between_steps_are_not_timed() -> None:
     clock = Clock()
     budget = Budget(0.03, clock)
-    budget.tick(clock.now, None)
+    budget.tick(clock.now)
     clock.now += 50
-    assert budget.tick(clock.now, 100.0, clean=False) is None
+    assert budget.tick(clock.now, clean=False) is None
     assert not budget.recent and budget.total == 50
 
 
@@ -124,11 +123,11 @@ def test_pause(monkeypatch: pytest.MonkeyPatch) -> None:
             if step == 1:
                 found.pause()
     assert found.history.timed == (0, 2)
-    assert monitor.FLUSH_STEPS > 1
+    assert tuning.FLUSH_STEPS > 1
 
 
 def test_times_are_written_without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "FLUSH_STEPS", 4)
+    monkeypatch.setattr(tuning, "FLUSH_STEPS", 4)
     found, _ = loop(0.03, 12, 1.0, every=1000)
     assert found._gathering is not None
     assert len(found._times) < 4 and found._gathering.writer.read().timed == tuple(range(8))

@@ -483,6 +483,27 @@ def test_a_model_whose_parts_are_called() -> None:
     assert set(monitor.history.components) == {"first", "second"}
 
 
+class Lossy(nn.Module):
+    """A model that calls its Monitor from within its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, batch: Batch, monitor: gt.Monitor) -> None:
+        loss = loss_of(self.inner, batch)
+        monitor.step(loss)
+        loss.backward()
+
+
+def test_a_model_that_calls_its_monitor() -> None:
+    model = Lossy()
+    with gt.Monitor(model, every=2, budget=None) as monitor:
+        for batch in batches(5):
+            model(batch, monitor)
+    assert monitor.history.steps == (0, 2, 4)
+
+
 def test_shared_parameters_count_once() -> None:
     model = net().eval()
     model[3] = nn.Linear(6, 4)

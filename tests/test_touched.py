@@ -223,13 +223,13 @@ def test_steps_over_budget_are_told_and_counted(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with gt.Monitor(model, every=20, file=file, clock=clock, view=False) as monitor:
-            look = monitor._measured
+            look = monitor._tracer.measured
 
             def slow(*args: object) -> object:
                 clock.now += 30
                 return look(*args)  # type: ignore[arg-type]
 
-            monitor._measured = slow  # type: ignore[method-assign, assignment]
+            monitor._tracer.measured = slow  # type: ignore[method-assign, assignment]
             for step in range(200):
                 clock.now += 1
                 monitor.step(loss_of(model))

@@ -115,7 +115,7 @@ def idle(steps: int = 20_000) -> float:
     for watched in (True, False):
         monitor = Monitor(model, every=1 << 40) if watched else None
         if monitor is not None:
-            monitor._due = 1 << 40
+            monitor._schedule.due = 1 << 40
             monitor._decide_next()
         begun = process_time()
         for _ in range(steps):

@@ -32,10 +32,11 @@ def adapted(logger: Any) -> Log:
     [(3, 0.5)]
     """
     if callable(getattr(logger, "add_scalar", None)):
-        return lambda step, scalars: _one_by_one(logger, step, scalars)
+        return lambda step, scalars: [logger.add_scalar(*each, step) for each in scalars.items()]
     if callable(getattr(logger, "log_metrics", None)):  # Lightning's, and mlflow
         return lambda step, scalars: logger.log_metrics(dict(scalars), step=step)
-    if _home(logger) == "wandb":
+    home = getattr(logger, "__name__", "") or type(logger).__module__
+    if str(home).partition(".")[0] == "wandb":  # a run, or the module itself
         return lambda step, scalars: logger.log(dict(scalars), step=step)
     if isinstance(logger, Logger):
         return logger.log
@@ -45,17 +46,6 @@ def adapted(logger: Any) -> Log:
         f"a {type(logger).__name__} is no logger; give an object with log(step, scalars), a "
         "function of these two, a SummaryWriter, a logger of Lightning, mlflow or a W&B run"
     )
-
-
-def _home(logger: Any) -> str:
-    """The top-level package of a logger's class, or of the logger itself if it is a module."""
-    name = getattr(logger, "__name__", "") or type(logger).__module__
-    return str(name).partition(".")[0]
-
-
-def _one_by_one(writer: Any, step: int, scalars: Mapping[str, float]) -> None:
-    for name, value in scalars.items():
-        writer.add_scalar(name, value, step)
 
 
 class Loggers:

@@ -12,44 +12,28 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from gradtrace.distributed import process_group
 from gradtrace.distributed.rank_exchange import RankExchange
-from gradtrace.distributed.tuning import MESSAGE_SECONDS
-from gradtrace.errors import GradtraceError, NonFinite, caution
-from gradtrace.flow import Flow
-from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
-from gradtrace.runs.history import History, Norms, StepRecord
-from gradtrace.runs.step_results import StepResult, merged, unscaled
+from gradtrace.errors import GradtraceError, caution
+from gradtrace.pytorch.module_calls import listen
+from gradtrace.pytorch.wrapped_modules import unwrapped
+from gradtrace.runs.history import History, StepRecord
+from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
-from gradtrace.session import watch
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components, spelt
-from gradtrace.training import gathering, run_report
+from gradtrace.training import gathering, run_report, tuning
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Loggers
-from gradtrace.training.overhead_budget import MAX_RUN_STEPS, Budget, deferral_message
-from gradtrace.training.run_report import StoredView
-from gradtrace.training.sampled_watch import SampledWatch, undisturbed
-
-HOOKED = (
-    "hooks on gradients do not run in a trace of a Monitor, since they run in backward: gradients, "
-    "flow and influence are those before hooks"
-)
-
-FLUSH_STEPS = 1_000
-"""Step times are written to the file at least every this many steps, traced or not."""
-
-
-class Scaler(Protocol):
-    """The part of ``torch.amp.GradScaler`` that is used here."""
-
-    def get_scale(self) -> float:
-        """The factor that losses are multiplied by."""
+from gradtrace.training.overhead_budget import Budget
+from gradtrace.training.run_report import ViewCache
+from gradtrace.training.sampled_watch import SampledWatch
+from gradtrace.training.schedule import Schedule
+from gradtrace.training.step_tracer import Scaler, StepTracer
 
 
 class Cost(NamedTuple):
@@ -130,65 +114,27 @@ class Monitor:
         distributed: bool | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        _check(model, budget, rule)
-        for name, number in (("every", every), ("accumulate", accumulate), ("sample", sample)):
-            _positive(name, number)
-        self.model = model
-        self.every, self.accumulate = every, accumulate
-        self._options: dict[str, Any] = {
-            "sample": sample,
-            "components": components,
-            "rule": rule,
-            "seed": seed,
-        }
-        self._budget = Budget(budget, clock)
+        _check(model, budget, rule, every=every, accumulate=accumulate, sample=sample)
+        self.model, self.every, self.accumulate = model, every, accumulate
+        self._page, self._budget = report, Budget(budget, clock)
+        self._tracer = StepTracer(model, sample, components, rule, seed)
+        name, sinks = type(unwrapped(model)).__name__, Loggers(loggers)
+        settings = {**vars(self._tracer), "model": name, "components": spelt(components)}
         group = process_group.chosen(False if distributed is False else None)
-        self._shards = RankExchange(group, f"monitor/{type(unwrapped(model)).__name__}")
-        self._gathering, self._number = self._opened(file, start, Loggers(loggers))
-        self._base: int | None = (
-            self._number
-        )  # number of the first step; None if steps were numbered by ``begin``
-        self._page = report
+        self._exchange = RankExchange(group, f"monitor/{name}")
+        self._gathering = _opened(self._exchange, sinks, file, settings, start)
+        self._schedule = Schedule(every, accumulate, self._budget, self._exchange)
+        self._schedule.base = self._gathering.base if self._gathering else start or 0
         self._views = ViewCache(self._gathering.writer.path if self._gathering else None, view)
         self._sampled = SampledWatch(model, composed, clock)
-        self._process = os.getpid()
-        self._due, self._micro = self._number, 0
+        self._unlisten = weakref.finalize(self, listen(self._sampled, [model]))
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
-        self._ticked: float | None = None
-        self._last: int | None = None  # the step that the last call was for
-        self._times: list[float | None] = []
-        self._first = self._number  # the step of the first of these times
-        self._traces = 0
-        self._traced_at = self._number  # the last traced step
-        self._lead_steps = (
-            0  # how many steps ahead the next trace is decided, so that all ranks know
-        )
-        self._announced = self._cautioned = self._disconnect_warned = False
+        self._times: list[float | None] = []  # of steps from this one on, not in the file yet
+        self._times_from = 0
+        self._process = os.getpid()
         self._open = True
         self._decide_next()
         _OPEN.add(self)
-
-    def _opened(
-        self, file: str | os.PathLike[str] | None, start: int | None, loggers: Loggers
-    ) -> tuple[Gathering | None, int]:
-        """The file of the run (on rank 0, else None), and the number of the first step."""
-        if not self._shards.first:
-            return None, start or 0
-        settings = {
-            "model": type(unwrapped(self.model)).__name__,
-            **self._options,
-            "components": spelt(self._options["components"]),
-        }
-        try:
-            if file is not None:
-                gathering.release(Path(file).expanduser())
-            found = Gathering(Writer(file, settings, start), loggers, self._shards)
-        except BaseException:
-            self._shards.close(0)
-            raise
-        found.base = found.writer.first
-        self._shards.send({"first": found.base})
-        return found, found.base
 
     # The loop -----------------------------------------------------------------------------------
 
@@ -198,14 +144,9 @@ class Monitor:
         Needed only where submodules are called and not the model itself, where the loss function is
         compiled too, or where steps have numbers of their own, as in a callback.
         """
-        self._require_open()
-        if os.getpid() != self._process:
+        if not self._usable():
             return
-        if step is not None:
-            self._base = None
-        if step is not None and step != self._number:
-            again = step == self._last
-            self._number, self._micro = step, 1 if again else 0
+        if step is not None and self._schedule.jump(step):
             self._decide_next()
         self._open_explicitly = True
         if self._sampled.wanted:
@@ -219,14 +160,15 @@ class Monitor:
         without it. Influence does not depend on it. Each of several processes gets the record of
         its own part of the batch.
         """
-        now = self._budget.clock()
-        self._require_open()
-        if os.getpid() != self._process:
-            return None  # a copy of the Monitor in a forked process
-        took = self._tick(now) if self._micro == 0 and self._number != self._last else None
-        self._last = self._number
+        now, schedule = self._budget.clock(), self._schedule
+        if not self._usable():
+            return None
+        begins = schedule.micro == 0 and schedule.at != schedule.last
+        took = self._tick(now) if begins else None
+        schedule.last = schedule.at
         record = self._traced(loss, scale, now, took) if self._sampled.wanted else None
-        self._advance()
+        schedule.advance()
+        self._decide_next()
         return record
 
     def pause(self) -> None:
@@ -236,237 +178,109 @@ class Monitor:
         """
         self._sampled.idle = True
 
-    def _require_open(self) -> None:
+    def _usable(self) -> bool:
+        """False for a copy of the Monitor in a forked process, where it does nothing."""
         if not self._open:
             raise GradtraceError("this Monitor is closed; make another one to go on")
+        return os.getpid() == self._process
 
     def _tick(self, now: float) -> float | None:
         """Record how long the previous step took; ``now`` is when this one began."""
-        took = self._budget.tick(now, self._ticked, clean=not self._sampled.idle)
-        if self._last is not None:
-            if self._first + len(self._times) != self._last:
+        took = self._budget.tick(now, clean=not self._sampled.idle)
+        self._sampled.idle = False
+        if self._schedule.last is not None:
+            last = self._schedule.base + self._schedule.last
+            if self._times_from + len(self._times) != last:
                 self._flush()
-                self._first = self._last
+                self._times_from = last
             self._times.append(took)
-            if len(self._times) >= FLUSH_STEPS:
+            if len(self._times) >= tuning.FLUSH_STEPS:
                 self._flush()
-        self._ticked, self._sampled.idle = now, False
         return took
 
-    def _advance(self) -> None:
-        """Advance to the next backward pass."""
-        self._micro += 1
-        if self._micro >= self.accumulate:
-            self._micro = 0
-            self._number += 1
-        self._decide_next()
+    def _flush(self) -> None:
+        if self._gathering is not None:
+            self._gathering.writer.times(self._times_from, self._times)
+        self._times_from += len(self._times)
+        self._times = []
 
     def _decide_next(self) -> None:
         """Decide whether the next backward pass is to be traced."""
-        sampled = self._sampled
-        sampled.wanted = False
-        if self._shards.world > 1:
-            self._listen()
-        if self._micro or self._number < self._due - self._lead_steps:
-            return
-        if self._traces and self._budget.share is not None and self._shards.first:
-            self._plan()
-        sampled.wanted = self._number >= self._due
-        if sampled.wanted and self._open_explicitly:
-            sampled.open()
-
-    def _plan(self) -> None:
-        """Defer the next trace until it is affordable, and send its step to the other processes."""
-        wait = self._budget.wait()
-        if wait > self._lead_steps or not self._lead_steps:
-            self._due = max(self._due, self._number + wait)
-            if wait and self._number >= self._traced_at + self.every:
-                self._warn_deferred()
-        elif not self._announced:
-            self._due = max(self._due, self._number + self._lead_steps)
-            self._announced = True
-            self._shards.send({"due": self._due - (self._base or 0)})
-
-    def _warn_deferred(self) -> None:
-        if not self._cautioned and not math.isnan(self._budget.typical):
-            self._cautioned = True
-            caution(
-                deferral_message(self._budget, self.every, self._traced_at + self.every),
-                stacklevel=5,
-            )
-
-    def _listen(self) -> None:
-        """Take the messages of other processes; warn once if they cannot be reached."""
-        others = self._shards
-        if others.failed and not self._disconnect_warned:
-            self._disconnect_warned = True
-            caution(
-                f"process {others.rank} cannot reach the others any more ({others.failed}); "
-                "training goes on, and what they find is not added up",
-                stacklevel=5,
-            )
-        if not others.inbox:
-            return
-        if self._gathering is not None:
-            begun = self._budget.clock()
-            self._gathering.pump()
-            self._budget.spend(self._budget.clock() - begun)
-            return
-        for _, message in others.received():
-            if "first" in message and self._base is not None:
-                more = message["first"] - self._base
-                self._base += more
-                self._number += more
-                self._due += more
-                self._first += more
-                self._traced_at += more
-                self._last = None if self._last is None else self._last + more
-            if "due" in message:
-                # A step that has passed is traced now: processes may be at different steps.
-                self._due = max(self._number, message["due"] + (self._base or 0))
+        self._sampled.wanted = False
+        if self._exchange.world > 1:
+            self._schedule.listen(self._gathering)
+        self._sampled.wanted = self._schedule.decide()
+        if self._sampled.wanted and self._open_explicitly:
+            self._sampled.open()
 
     # A traced step ------------------------------------------------------------------------------
 
     def _traced(
         self, loss: Tensor, scale: float | Scaler, now: float, took: float | None
     ) -> StepRecord | None:
+        schedule = self._schedule
         try:
             watched = self._sampled.take()
-            if watched is None:
-                self._open_explicitly, self._due = (
-                    True,
-                    self._number + 1,
-                )  # the model itself is not called
+            if watched is None:  # the model itself is not called
+                self._open_explicitly, schedule.due = True, schedule.at + 1
                 return None
-            trace, result = self._result_of(loss, scale, watched)
-            self._raise_or_warn(result)
+            trace, result = self._tracer.result(loss, scale, watched)
+            if result.error is not None:
+                self._raise_or_warn(result.error, result.note)
             self._note_skipped()
-            self._traces += 1
-            self._traced_at = self._number
-            self._due = self._number + self.every
-            self._announced = False
-            record = self._publish(result, trace, now, took)
-            self._schedule()
-            return record
+            schedule.traced()
+            return self._publish(result, trace, now, took)
         finally:
             self._sampled.seconds = 0.0
 
-    def _result_of(
-        self, loss: Tensor, scale: float | Scaler, watched: watch
-    ) -> tuple[Trace | None, StepResult]:
-        """The trace and the result of this process; errors are stored in the result.
-
-        ``_raise_or_warn`` raises an error of the first trace, and warns of later ones.
-        """
-        value, by = math.nan, 1.0
-        try:
-            value, by = _value(loss), _scale(scale)
-            with undisturbed(self.model) as silence:
-                trace, found = self._measured(loss, watched)
-            if silence.hooked:
-                found = replace(found, note=HOOKED)
-            return trace, unscaled(replace(found, loss=value, scale=by))
-        except NonFinite as error:
-            return None, StepResult(value / by, by, note=str(error))
-        except Exception as error:  # no error of tracing may end a long training run
-            note = f"{type(error).__name__}: {error}"
-            return None, StepResult(value / by, by, note=note, error=error)
-
-    def _measured(self, loss: Tensor, watched: watch) -> tuple[Trace, StepResult]:
-        options = self._options
-        trace = watched.trace(loss, rule=options["rule"])
-        if trace.gradients.keys().isdisjoint(name for name, _ in named_parameters(self.model)):
-            raise GradtraceError(
-                f"no parameter of the {type(unwrapped(self.model)).__name__} that is monitored "
-                "takes part in this loss; pass the loss of the model that Monitor was made with, "
-                "computed from its output without detach() and with parameters that require grad"
-            )
-        table = trace.influence(
-            options["components"], sample=options["sample"], seed=options["seed"]
-        )
-        flow = trace.flow()
-        return trace, StepResult(0.0, 1.0, table, flow.verdict, _norms(flow))
-
-    def _raise_or_warn(self, result: StepResult) -> None:
+    def _raise_or_warn(self, error: Exception, note: str) -> None:
         """Raise the error of a failed first trace; of later traces, warn and let training go on."""
-        if result.error is None:
+        if self._schedule.traces:
+            number = self._schedule.number
+            caution(f"step {number:,} could not be traced ({note}); training goes on", stacklevel=4)
             return
-        if not self._traces:
-            if isinstance(result.error, GradtraceError):
-                where = f"process {self._shards.rank}: " if self._shards.world > 1 else ""
-                raise type(result.error)(f"{where}{result.error}") from result.error
-            raise result.error
-        caution(
-            f"step {self._number:,} could not be traced ({result.note}); training goes on",
-            stacklevel=4,
-        )
+        if isinstance(error, GradtraceError):
+            where = f"process {self._exchange.rank}: " if self._exchange.world > 1 else ""
+            raise type(error)(f"{where}{error}") from error
+        raise error
 
     def _publish(
         self, result: StepResult, trace: Trace | None, now: float, took: float | None
     ) -> StepRecord:
         """Write the result to the file, or send it to rank 0; and account for the time it took."""
-        budget = self._budget
-        slowed = budget.slowed(took)
-        budget.spend(self._sampled.seconds + slowed, within=False)
+        budget, number = self._budget, self._schedule.number
+        watching = self._sampled.seconds + budget.slowed(took)
+        budget.spend(watching, within=False)
         seconds = budget.clock() - now
         budget.spend(seconds)
-        budget.last = seconds + self._sampled.seconds + slowed
+        budget.last = seconds + watching
         result = replace(result, error=None, seconds=budget.last, share=budget.ratio)
         begun = budget.clock()
         if self._gathering is None:
-            record = merged(self._number, {0: result}, 1)
-            self._shards.send(
-                {"result": result.to_dict(), **self._step_field("step", self._number)}
-            )
+            record = merged(number, {0: result}, 1)
+            self._exchange.send({**self._schedule.message("step"), "result": result.to_dict()})
         else:
-            record = self._gathering.add_own(self._number, result)
+            record = self._gathering.add_own(number, result)
             self._flush()
-        written = budget.clock()
-        budget.last += written - begun
+        budget.last += budget.clock() - begun
         if self._gathering is not None and trace is not None:
-            self._views.keep(trace, record.step, budget)
+            self._views.keep(trace, number, budget)
         budget.spend(budget.clock() - begun)
         return record
 
-    def _step_field(self, field: str, step: int) -> dict[str, Any]:
-        """A message field with a step number, as rank 0 expects it: relative, or absolute."""
-        if self._base is None:
-            return {field: step, "absolute": True}
-        return {field: step - self._base}
-
-    def _schedule(self) -> None:
-        """Set how many steps ahead rank 0 decides on the next trace; other ranks wait for it."""
-        if self._shards.world == 1 or self._budget.share is None:
-            return
-        if not self._shards.first:
-            self._due = MAX_RUN_STEPS  # until rank 0 sends the step
-            return
-        typical = self._budget.typical
-        self._lead_steps = (
-            2 if math.isnan(typical) else 1 + math.ceil(MESSAGE_SECONDS / (typical or 1))
-        )
-
     def _note_skipped(self) -> None:
         """Write how many steps were due since the last trace and not traced."""
-        share = self._budget.share
-        if self._gathering is None or share is None or not self._traces:
-            return
-        count = (self._number - 1 - self._traced_at) // self.every
-        if count > 0:
-            self._gathering.writer.skipped(self._traced_at, count, self.every, share)
-
-    def _flush(self) -> None:
-        if self._gathering is not None:
-            self._gathering.writer.times(self._first, self._times)
-        self._first += len(self._times)
-        self._times = []
+        schedule, share = self._schedule, self._budget.share
+        if self._gathering is not None and share is not None and schedule.skipped:
+            traced = schedule.base + schedule.traced_at
+            self._gathering.writer.skipped(traced, schedule.skipped, schedule.every, share)
 
     # Results ------------------------------------------------------------------------------------
 
     @property
     def cost(self) -> Cost:
         """The cost of monitoring so far."""
-        return Cost(self._traces, self._budget.spent, self._budget.used)
+        return Cost(self._schedule.traces, self._budget.spent, self._budget.used)
 
     @property
     def history(self) -> History:
@@ -485,20 +299,16 @@ class Monitor:
         run_report.write_report(self.history, self._views.last(), path, name)
 
     def __repr__(self) -> str:
-        return f"Monitor({self._traces:,} traces, step {self._number:,}, every {self.every:,})"
+        found = self._schedule
+        return f"Monitor({found.traces:,} traces, step {found.number:,}, every {found.every:,})"
 
     # The end ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Monitor:
-        self._require_open()
+        self._usable()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close("" if kind is None else kind.__name__)
 
     def close(self, error: str = "") -> None:
@@ -507,60 +317,19 @@ class Monitor:
             return
         self._open = False
         _OPEN.discard(self)
-        self._sampled.remove()
+        self._sampled.take()
+        self._unlisten()
         if os.getpid() != self._process:
             return  # the file belongs to the process this one was forked from
         if self._gathering is None:
-            self._shards.send(self._step_field("end", self._number))
-            self._shards.close(gathering.GRACE_SECONDS)
+            self._exchange.send(self._schedule.message("end"))
+            self._exchange.close(gathering.GRACE_SECONDS)
             return
         self._flush()
         self._note_skipped()
-        page = partial(_written_page, self._gathering, self._views, self._page)
-        self._gathering.close(self._number, error, self._budget.used, page)
+        page = partial(run_report.report_at_end, self._gathering.read, self._views, self._page)
+        self._gathering.close(self._schedule.number, error, self._budget.used, page)
         page()
-
-
-def _written_page(found: Gathering, views: ViewCache, path: str | os.PathLike[str] | None) -> None:
-    """Write the report to ``path``, if given. An error becomes a warning: what the program does
-    after training matters more.
-    """
-    if path is None:
-        return
-    try:
-        run_report.write_report(found.read(), views.last(), path)
-    except Exception as error:
-        caution(f"the report was not written: {error}", stacklevel=5)
-
-
-class ViewCache:
-    """The latest view of a traced step, in a file beside the run's file, or in memory."""
-
-    def __init__(self, run: Path | None, wanted: bool) -> None:
-        self.path = None if run is None else run_report.beside(run)
-        self._wanted = wanted
-        self._seen: StoredView | None = None
-        self._cost: float | None = None
-
-    def keep(self, trace: Trace, step: int, budget: Budget) -> None:
-        """Store a view of a trace: of the first one, and of later ones that are affordable."""
-        if not self._wanted or (self._cost is not None and budget.wait(self._cost)):
-            return
-        begun = budget.clock()
-        try:
-            found = run_report.seen(trace, step)
-            if self.path is None:
-                self._seen = found
-            else:
-                run_report.keep(self.path, found)
-        except Exception as error:  # no error of a view may end a long training run
-            self._wanted = False
-            caution(f"no view was kept: {error}; training goes on", stacklevel=6)
-        self._cost = budget.clock() - begun
-
-    def last(self) -> StoredView | None:
-        """The stored view, if there is one."""
-        return self._seen if self.path is None else run_report.kept(self.path)
 
 
 _OPEN: weakref.WeakSet[Monitor] = weakref.WeakSet()
@@ -578,33 +347,30 @@ def _close_all() -> None:
     gathering.end_all(gathering.GRACE_SECONDS)
 
 
-# Results ------------------------------------------------------------------------------------------
-
-
-def _norms(flow: Flow) -> dict[str, Norms]:
-    return {row.module: Norms(row.norm, row.own) for row in flow}
-
-
-# Arguments ----------------------------------------------------------------------------------------
-
-
-def _value(loss: Tensor) -> float:
-    if not isinstance(loss, Tensor):
-        raise GradtraceError(
-            f"monitor.step takes the loss before loss.backward(), a tensor, not a "
-            f"{type(loss).__name__}; not loss.item()"
-        )
-    return float(loss.detach().double().mean())
-
-
-def _scale(scale: float | Scaler) -> float:
-    found = float(scale.get_scale() if hasattr(scale, "get_scale") else scale)
-    if not math.isfinite(found) or found == 0:
-        raise GradtraceError(f"scale is what the loss was multiplied by, not {found}")
+def _opened(
+    exchange: RankExchange,
+    loggers: Loggers,
+    file: str | os.PathLike[str] | None,
+    settings: dict[str, Any],
+    start: int | None,
+) -> Gathering | None:
+    """The file of the run, on rank 0, which sends its first step to the other processes."""
+    if not exchange.first:
+        return None
+    try:
+        if file is not None:
+            gathering.release(Path(file).expanduser())
+        found = Gathering(Writer(file, settings, start), loggers, exchange)
+    except BaseException:
+        exchange.close(0)
+        raise
+    found.base = found.writer.first
+    exchange.send({"first": found.base})
     return found
 
 
-def _check(model: nn.Module, budget: float | None, rule: str) -> None:
+def _check(model: nn.Module, budget: float | None, rule: str, **counts: int | None) -> None:
+    """Check the arguments of a Monitor."""
     if not isinstance(model, nn.Module):
         raise GradtraceError(f"Monitor takes a torch.nn.Module, got {type(model).__name__}")
     if budget is not None and not 0 < budget <= 1:
@@ -614,9 +380,7 @@ def _check(model: nn.Module, budget: float | None, rule: str) -> None:
         )
     if rule not in ("greedy", "viterbi"):
         raise GradtraceError(f"rule is 'greedy' or 'viterbi', not {rule!r}")
-
-
-def _positive(name: str, number: int | None) -> None:
-    allowed = number is None and name == "sample"
-    if not allowed and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-        raise GradtraceError(f"{name} is a whole number from 1 on, not {number!r}")
+    for name, number in counts.items():
+        whole = isinstance(number, int) and not isinstance(number, bool) and number >= 1
+        if not whole and (number is not None or name != "sample"):
+            raise GradtraceError(f"{name} is a whole number from 1 on, not {number!r}")

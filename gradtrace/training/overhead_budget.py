@@ -8,12 +8,7 @@ from math import ceil, inf, nan
 from statistics import median
 from time import perf_counter
 
-RECENT_STEPS = 101
-"""The typical step time is the median of this many recent steps."""
-
-MAX_SLOWDOWN_STEPS = 10
-"""The slow-down of a watched step is counted up to this many typical steps; anything longer has
-another cause, such as an evaluation."""
+from gradtrace.training.tuning import MAX_RUN_STEPS, MAX_SLOWDOWN_STEPS, RECENT_STEPS
 
 
 class Budget:
@@ -26,28 +21,26 @@ class Budget:
 
     def __init__(self, share: float | None, clock: Callable[[], float] = perf_counter) -> None:
         self.share, self.clock = share, clock
-        self.spent = 0.0
-        self.last = 0.0
+        self.spent = self.last = 0.0
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._begun: float | None = None
-        self._steps = 0  # finished steps
-        self._open: float | None = None  # since when time is being spent
-        self._own = 0.0  # seconds spent since the last step began
+        self._begun: float | None = None  # when the first step began
+        self._ticked: float | None = None  # when this step began
+        self._own = 0.0  # seconds spent since then
+        self._ended = False  # whether a step has ended
 
-    # Steps ---------------------------------------------------------------------------------------
-
-    def tick(self, now: float, before: float | None, clean: bool = True) -> float | None:
+    def tick(self, now: float, clean: bool = True) -> float | None:
         """Begin a step at time ``now``; the seconds that the previous one took, without tracing.
 
-        ``before`` is when the previous step began. None if there was none, or if it was not
-        ``clean``: something other than a training step happened in it.
+        None if there was none, or if it was not ``clean``: something other than a training step
+        happened in it.
         """
-        own, self._own = self._own, 0.0
-        if self._begun is None:
+        before, own = self._ticked, self._own
+        self._ticked, self._own = now, 0.0
+        if before is None:
             self._begun = now
-        else:
-            self._steps += 1
-        if before is None or not clean:
+            return None
+        self._ended = True
+        if not clean:
             return None
         seconds = max(0.0, now - before - own)
         self.recent.append(seconds)
@@ -63,8 +56,6 @@ class Budget:
         if seconds is None or len(self.recent) < 3:
             return 0.0
         return min(max(0.0, seconds - self.typical), MAX_SLOWDOWN_STEPS * self.typical)
-
-    # Spending ------------------------------------------------------------------------------------
 
     def spend(self, seconds: float, within: bool = True) -> None:
         """Count seconds as overhead.
@@ -86,48 +77,38 @@ class Budget:
         return max(0.0, self.total - self.spent)
 
     @property
-    def used(self) -> float:
-        """Overhead as a share of training time; NaN before the first step has ended."""
-        return self.ratio if self._steps and self.training else nan
-
-    @property
     def ratio(self) -> float:
-        """Like ``used``, but at any time; infinite while there was overhead and no training."""
+        """Overhead over training time; infinite while there was overhead and no training."""
         training = self.training
         return self.spent / training if training else (inf if self.spent else nan)
+
+    @property
+    def used(self) -> float:
+        """The same; NaN before the first step has ended."""
+        return self.ratio if self._ended and self.training else nan
 
     def wait(self, cost: float | None = None) -> int:
         """In how many steps a trace of ``cost`` seconds (default: of the last) is affordable."""
         if self.share is None:
             return 0
-        cost = self.last if cost is None else cost
-        missing = (self.spent + cost) / self.share - self.training if self.share else inf
-        each = self.typical
+        missing = (self.spent + (self.last if cost is None else cost)) / self.share - self.training
         if missing <= 0:
             return 0
-        if each != each:
+        if not self.recent:
             return 1  # no step was timed yet: ask again at the next one
+        each = self.typical
         return ceil(missing / each) if missing < each * MAX_RUN_STEPS else MAX_RUN_STEPS
 
-
-def deferral_message(budget: Budget, every: int, step: int) -> str:
-    """Why a step that was due is not traced, and what would change that."""
-    share = budget.share or 1.0
-    rate = (
-        max(1, ceil(budget.last / (share * budget.typical)))
-        if budget.typical > 0
-        else MAX_RUN_STEPS
-    )
-    often = (
-        f"so about one in {rate:,} is affordable" if rate < MAX_RUN_STEPS else "which is too little"
-    )
-    return (
-        f"step {step:,} was due (every={every:,}) and is not traced yet: a trace takes "
-        f"{budget.last:.2g} s, a step {budget.typical:.2g} s, and traces may take {share:g} of "
-        f"training time (budget={share:g}), {often}. budget=None traces every {every:,} steps; a "
-        "larger budget= traces more often"
-    )
-
-
-MAX_RUN_STEPS = 1 << 40
-"""More steps than any run has, for "never"."""
+    def deferral_message(self, every: int, step: int) -> str:
+        """Why a step that was due is not traced, and what would change that."""
+        share, each, rate = self.share or 1.0, self.typical, MAX_RUN_STEPS
+        if each > 0:
+            rate = max(1, ceil(self.last / (share * each)))
+        affordable = f"so about one in {rate:,} is affordable"
+        return (
+            f"step {step:,} was due (every={every:,}) and is not traced yet: a trace takes "
+            f"{self.last:.2g} s, a step {each:.2g} s, and traces may take {share:g} of "
+            f"training time (budget={share:g}), "
+            f"{affordable if rate < MAX_RUN_STEPS else 'which is too little'}. "
+            f"budget=None traces every {every:,} steps; a larger budget= traces more often"
+        )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from gradtrace.errors import caution
 from gradtrace.io import container, schemas
 from gradtrace.io.validation import unfit
 from gradtrace.report import View, loaded, report, saved, write
@@ -13,9 +15,10 @@ from gradtrace.report.training import timing, training
 from gradtrace.runs import history
 from gradtrace.runs.history import History
 from gradtrace.trace import Trace
+from gradtrace.training.overhead_budget import Budget
+from gradtrace.training.tuning import VIEW_SAMPLE_PATHS
 
-KIND = "view"
-VIEW = "view"
+KIND = VIEW = "view"
 
 
 class StoredView(NamedTuple):
@@ -28,11 +31,6 @@ class StoredView(NamedTuple):
 def beside(run: str | os.PathLike[str]) -> Path:
     """The path of a run's view: ``run.gradtrace`` beside ``run.jsonl``."""
     return Path(run).expanduser().with_suffix(".gradtrace")
-
-
-def seen(trace: Trace, step: int, sample: int = 1000) -> StoredView:
-    """A view of a trace; it does not keep the trace alive."""
-    return StoredView(step, trace._view(sample))
 
 
 def keep(path: str | os.PathLike[str], found: StoredView) -> None:
@@ -52,15 +50,45 @@ def kept(path: str | os.PathLike[str]) -> StoredView | None:
         return None
 
 
+class ViewCache:
+    """The latest view of a traced step, in a file beside the run's file, or in memory."""
+
+    def __init__(self, run: Path | None, wanted: bool) -> None:
+        self.path = None if run is None else beside(run)
+        self._wanted = wanted
+        self._seen: StoredView | None = None
+        self._cost: float | None = None
+
+    def keep(self, trace: Trace, step: int, budget: Budget) -> None:
+        """Store a view of a trace: of the first one, and of later ones that are affordable."""
+        if not self._wanted or (self._cost is not None and budget.wait(self._cost)):
+            return
+        begun = budget.clock()
+        try:
+            found = StoredView(step, trace._view(VIEW_SAMPLE_PATHS))
+            if self.path is None:
+                self._seen = found
+            else:
+                keep(self.path, found)
+        except Exception as error:  # no error of a view may end a long training run
+            self._wanted = False
+            caution(f"no view was kept: {error}; training goes on", stacklevel=5)
+        self._cost = budget.clock() - begun
+
+    def last(self) -> StoredView | None:
+        """The stored view, if there is one."""
+        return self._seen if self.path is None else kept(self.path)
+
+
 def write_report(
     run: History, view: StoredView | None, path: str | os.PathLike[str], name: str | None = None
 ) -> None:
     """Write an HTML page with influence over a run, its time per step, and the view."""
-    model = str(run.header.get("settings", {}).get("model", "training"))
-    called = name or model
-    views = [] if view is None else [view.view]
-    titled = f"{called}, step {view.step:,}" if view is not None else called
-    write(path, report(views, titled, training(run), timing(run)))
+    title = name or str(run.header.get("settings", {}).get("model", "training"))
+    views = []
+    if view is not None:
+        title, views = f"{title}, step {view.step:,}", [view.view]
+    write(path, report(views, title, training(run), timing(run)))
 
 
 def report_run(
@@ -70,3 +98,17 @@ def report_run(
     found = history.read(run)
     write_report(found, kept(beside(run)), path, name)
     return found
+
+
+def report_at_end(
+    run: Callable[[], History], views: ViewCache, path: str | os.PathLike[str] | None
+) -> None:
+    """Write the page, if a path is given. An error becomes a warning: what the program does after
+    training matters more.
+    """
+    if path is None:
+        return
+    try:
+        write_report(run(), views.last(), path)
+    except Exception as error:
+        caution(f"the report was not written: {error}", stacklevel=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,19 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.autodiff.pass_scope import backward_runs
-from gradtrace.pytorch.module_calls import Listener, listen
-from gradtrace.pytorch.side_effects import restored, same_draws, undoing
+from gradtrace.kernels import backend_of
+from gradtrace.pytorch.module_calls import Listener
 from gradtrace.pytorch.wrapped_modules import unwrapped
 from gradtrace.session import watch
-
-MAX_NOTED_CALLS = 1 << 20
-"""A watch that has recorded more module calls than this is replaced: none of them led to a step."""
+from gradtrace.training.tuning import MAX_NOTED_CALLS
 
 
-class SampledWatch:
-    """Listens to the forward passes of a model, without changing the model's attributes.
+class SampledWatch(Listener):
+    """Watches forward passes of a model whose calls it listens to.
 
     While ``wanted``, a forward pass that builds a graph is watched from its start to its end.
     ``open`` watches from the call on, until ``take``. ``idle`` is set by passes without a graph,
@@ -35,111 +31,59 @@ class SampledWatch:
         self.seconds = 0.0  # spent opening and closing watches
         self._composed, self._clock = composed, clock
         self._watch: watch | None = None
-        self._open = False
+        self._entered = ExitStack()  # holds the watch while it is open
         self._explicit = False  # opened by ``open``
-        self._depth = 0
-        self._unlisten = weakref.finalize(self, listen(Relay(self), [model]))
+        self._depth = 0  # of nested forward passes
 
-    def enter(self, module: nn.Module) -> bool:
-        """Called when a forward pass begins; whether ``leave`` is to be called at its end."""
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Called when a forward pass begins; whether it is watched."""
         if not torch.is_grad_enabled():
             self.idle = True
             return False
         if not self.wanted or self._explicit or backward_runs():
             return False
-        if self._depth:
-            self._depth += 1  # a nested forward pass
-        else:
-            self._start(module)
+        if not self._depth:
+            watched = self._reopen()
+            if unwrapped(module) is module:
+                watched.inside(module)
+        self._depth += 1
         return True
 
-    def _start(self, module: nn.Module) -> None:
-        begun = self._clock()
-        self._close_watch()
-        self._open_watch()
-        assert self._watch is not None
-        self._depth = 1
-        if unwrapped(module) is module:
-            self._watch.inside(module)
-        self.seconds += self._clock() - begun
-
-    def leave(self) -> None:
-        """Called when a watched forward pass ends."""
-        self._depth -= 1
-        if self._depth == 0:
-            begun = self._clock()
-            self._close_watch()
-            self.seconds += self._clock() - begun
+    def leave(self, entered: bool, result: Any) -> None:
+        """Called when a forward pass ends."""
+        if entered and self._depth:  # unless taken meanwhile
+            self._depth -= 1
+            if not self._depth:
+                with self._timed():
+                    self._close()
 
     def open(self) -> None:
         """Watch from now on, until ``take``."""
-        begun = self._clock()
-        self._close_watch()
-        self._open_watch()
+        self._reopen()
         self._explicit = True
-        self.seconds += self._clock() - begun
 
     def take(self) -> watch | None:
         """The watch since the last call, closed; None if no forward pass was watched."""
-        self._close_watch()
+        self._close()
         found, self._watch = self._watch, None
         return found
 
-    def remove(self) -> None:
-        """Close the watch and stop listening to the model."""
-        self.take()
-        self._unlisten()
+    def _reopen(self) -> watch:
+        with self._timed():
+            self._close()
+            if self._watch is None or len(self._watch.name_table.starts) > MAX_NOTED_CALLS:
+                composed = self._composed
+                if composed is None:  # fused kernels can be followed on a CPU only
+                    composed = not all(backend_of(each).host for each in self.model.parameters())
+                self._watch = watch(self.model, composed=composed)
+            return self._entered.enter_context(self._watch)
 
-    def _open_watch(self) -> None:
-        if self._watch is None or len(self._watch.name_table.starts) > MAX_NOTED_CALLS:
-            self._watch = watch(self.model, composed=self._use_composed())
-        self._watch.__enter__()
-        self._open = True
-
-    def _use_composed(self) -> bool:
-        """Whether to replace fused kernels by composed ones: needed on other devices than a CPU."""
-        if self._composed is None:
-            return any(tensor.device.type != "cpu" for tensor in self.model.parameters())
-        return self._composed
-
-    def _close_watch(self) -> None:
+    def _close(self) -> None:
         self._depth, self._explicit = 0, False
-        if self._open and self._watch is not None:
-            self._open = False
-            self._watch.__exit__(None, None, None)
+        self._entered.close()
 
-
-class Relay(Listener):
-    """Forwards module calls to a ``SampledWatch``, holding only a weak reference to it."""
-
-    def __init__(self, sampled: SampledWatch) -> None:
-        self._sampled = weakref.ref(sampled)
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> SampledWatch | None:
-        """Called when a forward pass begins."""
-        sampled = self._sampled()
-        return sampled if sampled is not None and sampled.enter(module) else None
-
-    def leave(self, entered: SampledWatch | None, result: Any) -> None:
-        """Called when the forward pass ends."""
-        if entered is not None:
-            entered.leave()
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
-    """Within this context, tracing has no side effects on training.
-
-    The state of random number generators, tensors and the attributes of modules are restored
-    afterwards, autocast is disabled, and hooks on gradients do not run.
-
-    Checkpointed parts of a model run again when they are traced: batch norms would count the batch
-    once more, and a dropout without ``preserve_rng_state`` would draw random numbers.
-    """
-    kinds = {"cpu", *("cuda" for tensor in model.parameters() if tensor.is_cuda)}
-    with ExitStack() as stack:
-        stack.enter_context(same_draws(model))
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(undoing(stack.enter_context(restored(model))))
-        yield stack.enter_context(silenced())
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = self._clock()
+        yield
+        self.seconds += self._clock() - begun

@@ -1,0 +1,134 @@
+"""The numbers of a run's steps, and which of them are traced."""
+
+from __future__ import annotations
+
+from math import ceil, isnan
+from typing import Any
+
+from gradtrace.distributed.rank_exchange import RankExchange
+from gradtrace.distributed.tuning import MESSAGE_SECONDS
+from gradtrace.errors import caution
+from gradtrace.training.gathering import Gathering
+from gradtrace.training.overhead_budget import Budget
+from gradtrace.training.tuning import MAX_RUN_STEPS
+
+
+class Schedule:
+    """Counts steps from 0, and traces one in ``every``, or the first after it that is affordable.
+
+    ``base`` is the number of step 0 in the run. Of several processes, rank 0 decides some steps
+    ahead on the next trace, so that the others receive its step in time.
+    """
+
+    def __init__(self, every: int, accumulate: int, budget: Budget, exchange: RankExchange) -> None:
+        self.every, self.accumulate, self.base = every, accumulate, 0
+        self.at = 0  # the current step
+        self.micro = 0  # its current backward pass
+        self.last: int | None = None  # the step of the last backward pass
+        self.due = 0  # the next step to trace
+        self.traces, self.traced_at = 0, 0  # how many there were, and the step of the last
+        self._budget, self._exchange = budget, exchange
+        self._numbered = False  # whether steps have numbers of their own, given to ``jump``
+        self._lead = 0  # how many steps ahead the next trace is decided
+        self._announced = self._warned = self._disconnected = False
+
+    @property
+    def number(self) -> int:
+        """The number of the current step in the run."""
+        return self.base + self.at
+
+    def jump(self, number: int) -> bool:
+        """Go to the step of this number; whether it is another one."""
+        self._numbered = True
+        at = number - self.base
+        if at == self.at:
+            return False
+        self.at, self.micro = at, int(at == self.last)
+        return True
+
+    def advance(self) -> None:
+        """Advance to the next backward pass."""
+        self.micro += 1
+        if self.micro >= self.accumulate:
+            self.micro = 0
+            self.at += 1
+
+    def decide(self) -> bool:
+        """Whether the current backward pass is to be traced."""
+        if self.micro or self.at < self.due - self._lead:
+            return False
+        if self.traces and self._budget.share is not None and self._exchange.first:
+            self._defer()
+        return self.at >= self.due
+
+    def _defer(self) -> None:
+        """Defer the next trace until it is affordable, and send its step to the other processes."""
+        wait = self._budget.wait()
+        if wait > self._lead or not self._lead:
+            self.due = max(self.due, self.at + wait)
+            late = self.at >= self.traced_at + self.every
+            if wait and late and not self._warned and not isnan(self._budget.typical):
+                self._warned = True
+                missed = self.base + self.traced_at + self.every
+                caution(self._budget.deferral_message(self.every, missed), stacklevel=5)
+        elif not self._announced:
+            self.due = max(self.due, self.at + self._lead)
+            self._announced = True
+            self._exchange.send({"due": self.due + self._offset})
+
+    def traced(self) -> None:
+        """Note that the current step is traced, and when the next one is due."""
+        self.traces += 1
+        self.traced_at = self.at
+        self.due = self.at + self.every
+        self._announced = False
+        if self._exchange.world == 1 or self._budget.share is None:
+            return
+        if not self._exchange.first:
+            self.due = MAX_RUN_STEPS  # until rank 0 sends the step
+            return
+        each = self._budget.typical
+        self._lead = 2 if isnan(each) else 1 + ceil(MESSAGE_SECONDS / (each or 1))
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were due since the last trace and not traced, for lack of budget."""
+        if self._budget.share is None or not self.traces:
+            return 0
+        return max(0, (self.at - 1 - self.traced_at) // self.every)
+
+    # Messages ------------------------------------------------------------------------------------
+
+    @property
+    def _offset(self) -> int:
+        """What is added to steps in messages: these count from 0 unless steps have numbers."""
+        return self.base if self._numbered else 0
+
+    def message(self, field: str) -> dict[str, Any]:
+        """A message with the current step in a field, for rank 0."""
+        absolute = {"absolute": True} if self._numbered else {}
+        return {field: self.at + self._offset, **absolute}
+
+    def listen(self, gathering: Gathering | None) -> None:
+        """Take the messages of other processes; warn once if they cannot be reached."""
+        others, budget = self._exchange, self._budget
+        if others.failed and not self._disconnected:
+            self._disconnected = True
+            caution(
+                f"process {others.rank} cannot reach the others any more ({others.failed}); "
+                "training goes on, and what they find is not added up",
+                stacklevel=4,
+            )
+        if not others.inbox:
+            return
+        if gathering is not None:
+            begun = budget.clock()
+            gathering.pump()
+            budget.spend(budget.clock() - begun)
+            return
+        for _, message in others.received():
+            if "first" in message and not self._numbered:
+                self.base = message["first"]
+            if "due" in message:
+                # A step that has passed is traced now: processes may be at different steps.
+                self.due = max(self.at, message["due"] - self._offset)
