@@ -244,7 +244,6 @@ def test_tensors_and_bytes() -> None:
     assert objects > len(found)
     assert resource_meters.bytes_of([base, base[10:], base.view(10, 100)]) == 4000
     assert resource_meters.bytes_of([torch.eye(3).to_sparse()]) == 0
-    assert (resource_meters.resident() or (1 << 20,))[0] >= 1 << 20
 
 
 # What is said ------------------------------------------------------------------------------------

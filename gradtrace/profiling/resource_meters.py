@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradtrace.profiling import tuning
 
-STATM = Path("/proc/self/statm")
-Read = Callable[..., Sequence[float] | None]
+Read = Callable[..., float | tuple[float, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class Gauge:
     """Reads one or more kinds at a time, and limits how often.
 
     After a reading that took c seconds, none is due for c / ``share`` seconds, so that all readings
-    take at most that share of the time. ``read`` returns a value for each kind, or None.
+    take at most that share of the time. ``read`` returns a number for each kind, or None.
     """
 
     def __init__(self, kinds: Sequence[MeterKind], read: Read, share: float) -> None:
@@ -71,10 +67,10 @@ class Gauge:
     def take(self, step: int, *args: object) -> None:
         """Take a reading, and set when the next one is due; a step has at most one."""
         begun = perf_counter()
-        values = self._read(*args)
-        if values is not None and (not self._steps or self._steps[-1] != step):
+        found = self._read(*args)
+        if found is not None and (not self._steps or self._steps[-1] != step):
             self._steps.append(step)
-            for series, value in zip(self._values, values):
+            for series, value in zip(self._values, found if isinstance(found, tuple) else (found,)):
                 series.append(value)
         done = perf_counter()
         self.spent += done - begun
@@ -119,13 +115,13 @@ class Rate:
         self._total, self._steps = total, steps
         self._before = (total(), steps())
 
-    def __call__(self) -> tuple[float] | None:
+    def __call__(self) -> float | None:
         """``(total - last total) / (steps - last steps)``."""
         now, before = (self._total(), self._steps()), self._before
         if now[1] == before[1]:
             return None
         self._before = now
-        return ((now[0] - before[0]) / (now[1] - before[1]),)
+        return (now[0] - before[0]) / (now[1] - before[1])
 
 
 # Readings -----------------------------------------------------------------------------------------
@@ -156,33 +152,8 @@ def bytes_of(some: list[Tensor]) -> int:
     return sum(found.values())
 
 
-def resident() -> tuple[int] | None:
-    """Resident bytes of this process; None if the system does not report them."""
-    try:
-        return (int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE"),)
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def cuda() -> tuple[int] | None:
-    """Bytes allocated on all GPUs; None if CUDA is not in use."""
-    if not _cuda_in_use():
-        return None
-    return (sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))),)
-
-
-def synchronize() -> None:
-    """Wait until the GPU has done what it was given."""
-    if _cuda_in_use():
-        torch.cuda.synchronize()
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def work() -> tuple[float]:
+def work() -> float:
     """Seconds that a fixed piece of work takes, to measure the machine's speed."""
     begun = perf_counter()
     sum(range(tuning.WORK_ADDITIONS))
-    return (perf_counter() - begun,)
+    return perf_counter() - begun

@@ -13,17 +13,11 @@ from torch import Tensor
 from gradtrace.autodiff.nodes import root_of
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError
+from gradtrace.kernels import allocated_bytes, synchronise
 from gradtrace.profiling import resource_meters, tuning
-from gradtrace.profiling.resource_meters import (
-    Gauge,
-    MeterKind,
-    MeterSeries,
-    Pauses,
-    Rate,
-    Read,
-    synchronize,
-)
+from gradtrace.profiling.resource_meters import Gauge, MeterKind, MeterSeries, Pauses, Rate, Read
 from gradtrace.profiling.summary import Pace, pace
+from gradtrace.pytorch import memory_limits
 
 T = TypeVar("T")
 
@@ -105,8 +99,8 @@ class timing(Generic[T]):
         meters, count = resource_meters, self.times.__len__
         found: list[tuple[list[MeterKind], Read]] = [
             ([meters.TENSORS, meters.STORAGE, meters.OBJECTS], meters.live),
-            ([meters.CUDA], meters.cuda),
-            ([meters.RESIDENT], meters.resident),
+            ([meters.CUDA], allocated_bytes),
+            ([meters.RESIDENT], memory_limits.resident),
             ([meters.COLLECTOR], Rate(lambda: self._pauses.total, count)),
             ([meters.MACHINE], meters.work),
         ]
@@ -156,7 +150,7 @@ class timing(Generic[T]):
     def tick(self, loss: Tensor | None = None) -> None:
         """End a step, which began at the last tick, or when this timing was entered."""
         if self._synchronize:
-            synchronize()
+            synchronise()
         now, last = perf_counter(), self._last
         if loss is not None:
             self._note(loss)
@@ -249,18 +243,18 @@ class TimedStep:
 
     def __enter__(self) -> None:
         if self._of._synchronize:
-            synchronize()
+            synchronise()
         self._begun = perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._of._synchronize:
-            synchronize()
+            synchronise()
         seconds = perf_counter() - self._begun
         if kind is None:
             self._of._done(seconds)
 
 
-def _operators(loss: Tensor) -> tuple[int]:
+def _operators(loss: Tensor) -> int:
     """The number of operators in the graph of a loss."""
     count = 0
 
@@ -269,7 +263,7 @@ def _operators(loss: Tensor) -> tuple[int]:
         count += 1
 
     walk(loss, visit)
-    return (count,)
+    return count
 
 
 def _overhead() -> float:
