@@ -48,6 +48,7 @@ ADVICE = {
 """Likely causes of growth."""
 
 LEVEL = f"{tuning.CONFIDENCE_LEVEL:.0%}"
+MEASURED = ("first", "last", "rate", "p", "readings", "grows")
 GROWS = {1: "yes", 0: "no", -1: "falls"}
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
@@ -190,16 +191,8 @@ class Pace:
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON; non-finite numbers are None."""
         measures = [
-            {
-                "name": growth.kind.name,
-                "unit": growth.kind.unit,
-                "first": growth.first,
-                "last": growth.last,
-                "rate": growth.rate,
-                "p": growth.p,
-                "readings": growth.readings,
-                "grows": growth.grows,
-            }
+            {"name": growth.kind.name, "unit": growth.kind.unit}
+            | {name: getattr(growth, name) for name in MEASURED}
             for growth in self.growths
         ]
         found: dict[str, Any] = json_value(

@@ -123,7 +123,7 @@ def mann_kendall(y: Numbers) -> Kendall:
     return _test(_signs(a), _variance(len(a), a))
 
 
-def trend(y: Numbers, x: Numbers | None = None, blocks: int = TREND_BLOCKS) -> Trend:
+def trend(y: Numbers, x: Numbers | None = None) -> Trend:
     """The trend of a time series: Theil-Sen slope and Mann-Kendall test of block medians.
 
     The medians remove spikes and short-range autocorrelation. What remains of it inflates the
@@ -139,11 +139,11 @@ def trend(y: Numbers, x: Numbers | None = None, blocks: int = TREND_BLOCKS) -> T
     a, b = _pair(range(len(y)) if x is None else x, y)
     if len(b) < MIN_TREND_POINTS:
         return _joint([])._replace(middle=float(np.median(b)) if len(b) else nan, points=len(b))
-    a, b = medians(a, blocks), medians(b, blocks)
+    a, b = medians(a), medians(b)
     return _joint([(a, b)])._replace(middle=float(np.median(b)))
 
 
-def pooled(series: Sequence[Numbers], blocks: int = TREND_BLOCKS) -> Trend:
+def pooled(series: Sequence[Numbers]) -> Trend:
     """The common trend of several series of one kind, each as a share of its own median.
 
     The regional Kendall test: slopes are taken within each series and their median over all; S and
@@ -157,7 +157,7 @@ def pooled(series: Sequence[Numbers], blocks: int = TREND_BLOCKS) -> Trend:
     parts = []
     for b in map(floats, series):
         if len(b) >= MIN_TREND_POINTS and (whole := float(np.median(b))):
-            parts.append((medians(range(len(b)), blocks), medians(b, blocks) / whole))
+            parts.append((medians(range(len(b))), medians(b) / whole))
     return _joint(parts)
 
 
