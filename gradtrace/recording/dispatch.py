@@ -124,32 +124,16 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        values = self.values
-        deps = [a for a in args if id(a) in values]
-        for a in (*args, *kwargs.values()) if kwargs else args:
-            if type(a) is list or type(a) is tuple:
-                deps += [b for b in a if id(b) in values]
-        if kwargs:
-            deps += [a for a in kwargs.values() if id(a) in values]
+        deps = self._dependent((*args, *kwargs.values()) if kwargs else args)
         if not deps:
             if func._schema.is_mutable:
                 self._clone_weights_sharing(args[0])
             out = torch.zeros(*args, **kwargs) if func is ZEROS else func(*args, **kwargs)
             self.alive.append(out)
             return out
-        if len(deps) > 1:
-            deps = list({id(a): a for a in deps}.values())
         found = _LOWERINGS.get(func) or lowering_of(func)
         if found.kind == "opened":
-            self.opened |= found.rule in FUSED
-            with self:
-                result = found.rule(*args, **kwargs)
-            if not found.mutates:
-                return result
-            value = values.get(id(result))
-            func(*args, **kwargs)
-            self._write(args[0], value)
-            return args[0]
+            return self._open(func, found, args, kwargs)
         if self.bare and func is CONVOLUTION:
             out = placeholders.convolution_backward(*args)
         else:
@@ -168,6 +152,27 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(out, (list, tuple)):
             self._several(call, found)
         return out
+
+    def _dependent(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments, and elements of lists among them, that depend on the cotangent."""
+        values = self.values
+        deps = [a for a in args if id(a) in values]
+        for a in args:
+            if type(a) is list or type(a) is tuple:
+                deps += [b for b in a if id(b) in values]
+        return deps if len(deps) < 2 else list({id(a): a for a in deps}.values())
+
+    def _open(self, func: Any, found: Lowering, args: Sequence[Any], kwargs: Any) -> Any:
+        """Run the decomposition of an operation, which is recorded in its place."""
+        self.opened |= found.rule in FUSED
+        with self:
+            result = found.rule(*args, **kwargs)
+        if not found.mutates:
+            return result
+        value = self.values.get(id(result))
+        func(*args, **kwargs)
+        self._write(args[0], value)
+        return args[0]
 
     def _single(self, call: Call, found: Lowering) -> None:
         chains = self._chains(call, found)
