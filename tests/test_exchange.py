@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,10 +28,41 @@ class Member(NamedTuple):
 Joins = Callable[[int], RankExchange]
 
 
+STORES: dict[str, Callable[[Path], Any]] = {
+    "tcp": lambda path: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    "file": lambda path: dist.FileStore(str(path / "store"), 3),
+    "hash": lambda path: dist.HashStore(),
+    "not cloned": lambda path: Uncloned(),
+}
+
+
+class Uncloned(dist.Store):
+    """A store as users may write one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self.held[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.held[key] = str(int(self.held.get(key, 0)) + amount).encode()
+        return int(self.held[key])
+
+
 @pytest.fixture
-def joins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joins]:
+def joins(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Joins]:
     """Makes the exchange of a rank of three; all are closed in the end."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = STORES[getattr(request, "param", "tcp")](tmp_path)
     made: list[RankExchange] = []
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: group.world)
@@ -60,6 +92,7 @@ def taken(exchange: RankExchange, count: int) -> list[tuple[int, Message]]:
     return sorted(exchange.received(), key=lambda item: item[0])
 
 
+@pytest.mark.parametrize("joins", STORES, indirect=True)
 def test_messages_reach_ranks_that_join_later(joins: Joins) -> None:
     second = joins(2)
     second.send({"early": "x" * 5_000_000})

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,9 +28,6 @@ from gradtrace.tracing.influence import Influence
 
 SHARED = ""
 """The name of a loader that is the same on all ranks. That of rank 2 of four is called ``2/4``."""
-
-ENTRY = re.compile("([0-9a-f]{1,12}):([0-9a-f]{16}):((?:[0-9a-f]{16})?)")
-"""A batch in a file: ``number:name:content``, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class PartialResult:
         return self.batches.keys() >= other.batches.keys()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """JSON values; a batch is ``number:name:content``, in hexadecimal."""
         words: dict[str, list[str]] = {}
         for (loader, name), entry in self.batches.items():
             words.setdefault(loader, []).append(f"{entry.number:x}:{name}:{entry.content}")
@@ -75,10 +72,7 @@ class PartialResult:
         table, found = data["influence"], {}
         for loader, text in data["batches"].items():
             for word in text.split():
-                match = ENTRY.fullmatch(word)
-                if match is None:
-                    raise ValueError(f"{word[:40]!r} is no batch")
-                number, name, content = match.groups()
+                number, name, content = word.split(":")
                 found[loader, name] = BatchEntry(int(number, 16), content)
         return cls(None if table is None else Influence.from_dict(table), found)
 
@@ -162,7 +156,7 @@ class CheckpointFiles:
 
     def _write(self, path: Path, counted: PartialResult) -> None:
         assert self.identity is not None
-        meta = {"settings": self.settings, "identity": self.identity.to_dict()}
+        meta = {"settings": self.settings, "identity": asdict(self.identity)}
         container.write(path, "influence", {**meta, **counted.to_dict()}, {})
 
     def _read(self, path: Path) -> PartialResult:
@@ -181,7 +175,7 @@ class CheckpointFiles:
                 f"data; {START_OVER_HINT}"
             )
         assert self.identity is not None
-        changed = RunIdentity.from_dict(meta["identity"]).differences(self.identity, self.names)
+        changed = RunIdentity(**meta["identity"]).differences(self.identity, self.names)
         if changed:
             raise GradtraceError(
                 f"{path} does not belong to this call, so what it counts cannot be added to: "

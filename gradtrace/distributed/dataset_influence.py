@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -134,10 +134,10 @@ class InfluenceRun:
         }
         if self.files.path is not None:
             found, self.files.names = identity(model, loss_fn)
-            said["identity"] = found.to_dict()
+            said["identity"] = asdict(found)
         agreed = self.ranks.meet(said, self._agreed)
         if "identity" in agreed:
-            self.files.identity = RunIdentity.from_dict(agreed["identity"])
+            self.files.identity = RunIdentity(**agreed["identity"])
         plan = self.ranks.meet({"counted": self.files.read().to_dict()}, self._plan)
         self.mine = PartialResult.from_dict(plan["owns"][self.ranks.rank])
         self.done = PartialResult.from_dict(plan["done"])

@@ -17,7 +17,7 @@ import sysconfig
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -64,18 +64,6 @@ class RunIdentity:
     modules: str  # classes, code and settings of modules
     mode: str  # which modules are in training
     loss: str
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RunIdentity:
-        """The inverse of ``to_dict``; raises a ValueError for anything else."""
-        names = cls.__dataclass_fields__.keys()
-        if data.keys() != names or not all(isinstance(data[name], str) for name in names):
-            raise ValueError("no identity of a model and a loss function")
-        return cls(**data)
-
-    def to_dict(self) -> dict[str, str]:
-        """The fields by name, for JSON."""
-        return asdict(self)
 
     def differences(self, now: RunIdentity, names: list[str]) -> list[str]:
         """What has changed since, as text; ``names`` are the names of the model's tensors now."""

@@ -118,10 +118,9 @@ class ProcessGroup:
         exchange = self._exchange
         with exchange.changed:
             exchange.changed.wait_for(
-                lambda: exchange.failed or exchange.joined >= self._said.keys(),
-                tuning.JOIN_SECONDS,
+                lambda: exchange.failed or exchange.all_joined, tuning.JOIN_SECONDS
             )
-        if not exchange.joined >= self._said.keys():
+        if not exchange.all_joined:
             why = exchange.failed or f"within {timedelta(seconds=tuning.JOIN_SECONDS)}"
             raise RankFailed(
                 f"not all {self.world} ranks came together ({why}): call this on every rank of the "

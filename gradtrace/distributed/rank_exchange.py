@@ -62,11 +62,12 @@ class RankExchange:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
+        store: Any = dist.distributed_c10d._world.pg_map[group][1]
         try:
-            # a separate connection: requests on a shared one wait for each other
-            shared: Any = dist.distributed_c10d._world.pg_map[group][1]
-            store = shared.clone()
-            store.set_timeout(timedelta(seconds=tuning.STORE_TIMEOUT_SECONDS))
+            with suppress(AttributeError, RuntimeError):  # not all stores can be cloned
+                # a separate connection: requests on a shared one wait for each other
+                store = store.clone()
+                store.set_timeout(timedelta(seconds=tuning.STORE_TIMEOUT_SECONDS))
             number = store.add(f"gradtrace/{name}/{self.rank}", 1)
             own = dist.distributed_c10d.PrefixStore(f"gradtrace/{name}/{number}", store)
         except Exception as error:  # a store may raise anything
@@ -80,6 +81,11 @@ class RankExchange:
     def first(self) -> bool:
         """Whether this process is rank 0."""
         return self.rank == 0
+
+    @property
+    def all_joined(self) -> bool:
+        """Whether this rank is, or was, connected to all that it exchanges messages with."""
+        return len(self.joined) == (self.world - 1 if self.first else 1)
 
     def send(self, message: Message) -> None:
         """Send a message: to rank 0, or from rank 0 to all others. Does not block."""
@@ -153,7 +159,8 @@ class RankExchange:
         hosts = [*_store_host(store), name, "localhost"]
         for host in hosts:
             with suppress(OSError, asyncio.TimeoutError):
-                reader, writer = await self._connect(host, port, token)
+                talk = self._connect(host, port, token)
+                reader, writer = await asyncio.wait_for(talk, tuning.CONNECT_SECONDS)
                 break
         else:
             raise ConnectionError(f"rank 0 does not answer at port {port} of {' or '.join(hosts)}")
@@ -165,16 +172,14 @@ class RankExchange:
         await self._hang_up()
 
     async def _connect(self, host: str, port: int, token: str) -> tuple[StreamReader, StreamWriter]:
-        seconds, limit = tuning.CONNECT_SECONDS, tuning.MESSAGE_MAX_BYTES
-        reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, port, limit=limit), seconds
-        )
+        limit = tuning.MESSAGE_MAX_BYTES
+        reader, writer = await asyncio.open_connection(host, port, limit=limit)
         writer.write(f"{token} {self.rank}\n".encode())
         try:
-            if await asyncio.wait_for(reader.readline(), seconds) == f"{token}\n".encode():
+            if await reader.readline() == f"{token}\n".encode():
                 return reader, writer
             raise ConnectionError("this is another server")
-        except BaseException:
+        except BaseException:  # also if it does not answer in time
             writer.close()
             raise
 
@@ -184,6 +189,8 @@ class RankExchange:
         self._writers[rank] = writer
         writer.writelines(self._unsent)
         self.joined.add(rank)
+        if self.all_joined:
+            self._unsent.clear()
         self._notify()
 
     async def _talk(self, rank: int, reader: StreamReader, writer: StreamWriter) -> None:
@@ -214,7 +221,7 @@ class RankExchange:
             self.changed.notify_all()
 
     def _write(self, line: bytes) -> None:
-        if len(self.joined) < (self.world - 1 if self.first else 1):
+        if not self.all_joined:
             self._unsent.append(line)
         for writer in self._writers.values():
             writer.write(line)
@@ -230,7 +237,10 @@ class RankExchange:
             else:
                 writer.transport.abort()
         if self._talks:
-            await asyncio.wait(self._talks, timeout=tuning.SILENCE_SECONDS)
+            _, left = await asyncio.wait(self._talks, timeout=tuning.SILENCE_SECONDS)
+            for task in left:
+                self._talks[task].transport.abort()
+            await asyncio.gather(*left)
         await self._loop.shutdown_default_executor()
 
 
@@ -242,7 +252,7 @@ def _keep_alive(connection: Any) -> None:
 
 
 def _listening_socket() -> socket.socket:
-    if socket.has_dualstack_ipv6():
+    with suppress(OSError, ValueError):  # a machine without IPv6
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
