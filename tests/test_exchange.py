@@ -115,6 +115,7 @@ def test_the_end_of_a_rank_is_received_after_its_last_message(joins: Joins) -> N
     third = joins(2)
     until(lambda: third.joined)
     first.close(10)
+    first.send({"after": "the end"})
     until(lambda: third.failed)
     assert "rank 0 ended" in third.failed
     third.send({"nobody": "listens"})

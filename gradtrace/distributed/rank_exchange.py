@@ -204,7 +204,7 @@ class RankExchange:
             why = f"gave no sign of life for {timedelta(seconds=tuning.SILENCE_SECONDS)}"
         except (OSError, ValueError):
             pass
-        self._writers.pop(rank)
+        self._writers.pop(rank, None)
         writer.close()
         self.inbox.append((rank, {"gone": why}))
         if not self.first:
@@ -236,6 +236,7 @@ class RankExchange:
                 writer.write_eof()
             else:
                 writer.transport.abort()
+        self._writers.clear()  # nothing can be written after the end
         if self._talks:
             _, left = await asyncio.wait(self._talks, timeout=tuning.SILENCE_SECONDS)
             for task in left:
