@@ -134,6 +134,8 @@ def of_convolve(m: Convolve) -> Tensor:
         x, w = (other, free) if m.to_kernel else (free, other)
         return forward(x, w, m.windows)
 
+    if not m.inputs:
+        return torch.zeros(m.outputs, 0, dtype=torch.float64)
     with torch.enable_grad():
         found: Any = jacobian(f, zero)
     return found.reshape(m.inputs, m.outputs).T

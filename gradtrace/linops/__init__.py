@@ -10,12 +10,12 @@ from gradtrace.linops.cumsum import Scan
 from gradtrace.linops.dense import Dense
 from gradtrace.linops.diag_low_rank import Normaliser
 from gradtrace.linops.distances import Distances
-from gradtrace.linops.elementwise import Identity, Scale
-from gradtrace.linops.gather import Index, Slot, gather, tiled, tiling
+from gradtrace.linops.elementwise import Scale
+from gradtrace.linops.gather import Identity, Index, Slot, gather, tiled, tiling
 from gradtrace.linops.opaque import Opaque
 from gradtrace.linops.reduce import Reduce
 from gradtrace.linops.scatter import Scatter
-from gradtrace.linops.side_by_side import SideBySide, copied, narrowed
+from gradtrace.linops.side_by_side import SideBySide, copied
 from gradtrace.linops.sparse import Around, Sparse
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "Windows",
     "copied",
     "gather",
-    "narrowed",
     "tiled",
     "tiling",
 ]

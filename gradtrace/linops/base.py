@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import argmax
+from gradtrace.linops import tuning
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.types import Shape
 
 Count: TypeAlias = "int | Tensor"
 """How many routes end at each element: one number for all elements, or a tensor."""
-
-ROWS_MAX_ENTRIES = 1 << 20
-"""The most entries of a Jacobian that are materialised at a time."""
 
 
 class Rows(NamedTuple):
@@ -42,6 +40,10 @@ class Best(NamedTuple):
     source: Tensor
 
 
+Selection: TypeAlias = tuple[Tensor | None, Tensor]
+"""(largest |contribution| or None, provenance ids) of each output element."""
+
+
 class Map(ABC):
     """``out[i] = ⊕ⱼ lift(J[i, j]) ⊗ in[j]`` for a Jacobian J that is never materialised.
 
@@ -52,6 +54,8 @@ class Map(ABC):
     ``single_source``: every output element has at most one input element.
     ``single_target``: every input element has at most one output element.
     ``is_gather``: elements are only moved, not scaled; ``is_diagonal``: only scaled, not moved.
+    ``unit_weights``: all entries are 1. ``full_rows``: all rows have ``width`` entries.
+    ``weights``: the names of the attributes that hold weights.
     """
 
     __slots__ = ("in_shape", "out_shape")
@@ -59,6 +63,9 @@ class Map(ABC):
     single_target = False
     is_gather = False
     is_diagonal = False
+    unit_weights = False
+    full_rows = False
+    weights: tuple[str, ...] = ()
 
     in_shape: Shape
     out_shape: Shape
@@ -72,30 +79,53 @@ class Map(ABC):
         """The rows of J for these output elements (1-d, by number)."""
 
     @abstractmethod
+    def max_source(self, x: Tensor) -> Tensor:
+        """For each output element an upper bound on the integers x of its possible sources, by
+        structure; 0 where it has no source.
+        """
+
     def routes(self, count: Count) -> Count:
         """How many routes end at each output element, given how many end at each input element:
-        ``Σⱼ [J[i, j] ≠ 0] · count[j]``, where entries are nonzero by structure, not by value.
+        ``Σⱼ [J[i, j] ≠ 0] · count[j]``, where entries are nonzero by structure, not by value. The
+        default is for ``unit_weights``.
         """
+        if self.full_rows and not isinstance(count, Tensor):
+            return count * self.width
+        return self.apply(per_element(count, self.in_shape))
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
         """The product in a semiring: ``⊕ⱼ lift(J[i, j]) ⊗ x[j]`` for each output element."""
         return self.generic(x, semiring)
 
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+        """For each output element the provenance id of the input element that contributes most, the
+        first of several, 0 for none. Returns (largest |contribution| or None, ids); the former only
+        with ``value``.
+        """
+        largest, source = self.largest(x)
+        return largest if value else None, ids_at(marks, source)
+
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
         """The largest contribution to each output element, or to the elements ``at``."""
-        return self.largest(x, at)
+        if at is not None or self.inputs >= 1 << 31:
+            return self.largest(x, at)
+        numbers = torch.arange(1, self.inputs + 1, dtype=torch.int32, device=x.device)
+        value, number = self.select(x, numbers.reshape(self.in_shape), value=True)
+        assert value is not None
+        return Best(value, number.long() - 1)
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        """For each output element the provenance id of the input element that ``best`` selects, 0
-        for none. Returns (largest |contribution| or None, ids); the former only with ``value``.
-        """
-        largest, source = self.best(x)
-        return largest if value else None, ids_at(marks, source)
+    def weighed(self, x: Tensor) -> Tensor:
+        """The largest |contribution| to each output element: ``best(x).value``."""
+        value, _ = self.select(x, torch.ones_like(x, dtype=torch.int32), value=True)
+        assert value is not None
+        return value
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         """``J[at, source]``, pair by pair, in float64. Each pair must be an entry of J."""
+        if self.unit_weights:
+            return torch.ones((), dtype=torch.float64, device=at.device).expand(at.shape)
         found = [at.new_empty(0, dtype=torch.float64)]
-        step = max(1, ROWS_MAX_ENTRIES // max(1, self.width))
+        step = self._rows_at_a_time()
         for n in range(0, len(at), step):
             rows = self.rows(at[n : n + step])
             weight = rows.weight.expand(rows.source.shape)
@@ -103,26 +133,9 @@ class Map(ABC):
             found.append(weight.gather(1, place).squeeze(1).double())
         return torch.cat(found)
 
-    @abstractmethod
-    def max_source(self, x: Tensor) -> Tensor:
-        """For each output element an upper bound on the integers x of its possible sources, by
-        structure; 0 where it has no source.
-        """
-
-    def weighed(self, x: Tensor) -> Tensor:
-        """The largest |contribution| to each output element: ``best(x).value``."""
-        return self.best(x).value
-
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         """A mask of the output elements that may have a nonzero contribution: a cheap upper bound,
         or None if there is none cheaper than computing each.
-        """
-        return None
-
-    def narrow(self, dim: int, index: Tensor) -> Map | None:
-        """The map restricted to the input elements at ``index`` along ``dim``, a dimension that it
-        sums over; all others count as 0. None if it does not sum over ``dim``, or this is not
-        known.
         """
         return None
 
@@ -132,15 +145,20 @@ class Map(ABC):
         """
         return None
 
-    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
-        """``narrow`` by each row of ``index``, applied to independent inputs along a new first
-        dimension, if that is one map of the same kind; else None.
+    def sums_over(self, dim: int) -> bool:
+        """Whether the map sums over this dimension of its input and has ``narrow`` for it."""
+        return False
+
+    def narrow(self, dim: int, index: Tensor) -> Map:
+        """For each row of ``index`` the map restricted to the input elements at these places along
+        ``dim``, a dimension that it sums over; all others count as 0. The map of as many
+        independent inputs, along a new first dimension.
         """
-        return None
+        raise NotImplementedError(f"{self} does not sum over dimension {dim}")
 
     def tensors(self) -> tuple[str, ...]:
         """The names of the attributes that hold weight tensors."""
-        return ()
+        return tuple(name for name in self.weights if isinstance(getattr(self, name), Tensor))
 
     # Default implementations by rows -------------------------------------------------------------
 
@@ -178,16 +196,18 @@ class Map(ABC):
         return Best(torch.cat(values).reshape(shape), torch.cat(sources).reshape(shape))
 
     def _chunks(self, device: torch.device, at: Tensor | None) -> Iterator[Tensor]:
-        """Output elements, or those ``at``, in chunks whose rows have at most ``ROWS_MAX_ENTRIES``
-        entries.
-        """
-        step = max(1, ROWS_MAX_ENTRIES // max(1, self.width))
+        """Output elements, or those ``at``, in chunks of ``_rows_at_a_time``."""
+        step = self._rows_at_a_time()
         if at is not None:
             at = at.reshape(-1)
             yield from (at[n : n + step] for n in range(0, len(at), step))
             return
         for first in range(0, self.outputs, step):
             yield torch.arange(first, min(first + step, self.outputs), device=device)
+
+    def _rows_at_a_time(self) -> int:
+        """As many rows as have ``ROWS_MAX_ENTRIES`` entries."""
+        return max(1, tuning.ROWS_MAX_ENTRIES // max(1, self.width))
 
     @property
     def width(self) -> int:
@@ -244,45 +264,8 @@ def ids_at(marks: Tensor, source: Tensor) -> Tensor:
     return torch.where(source >= 0, marks.reshape(-1)[source.clamp(min=0)], 0)
 
 
-def ones_at(at: Tensor) -> Tensor:
-    """Weights of 1, in float64: those of maps that only move or sum elements."""
-    return torch.ones((), dtype=torch.float64, device=at.device).expand(at.shape)
-
-
 def per_element(count: Count, shape: Shape) -> Tensor:
     """A count as a tensor with one number for each element."""
     if isinstance(count, Tensor):
         return count
     return torch.full(shape, count, dtype=torch.float64, device="cpu")
-
-
-def resized(shape: Shape, dim: int, size: int) -> Shape:
-    """A shape with the size along ``dim`` replaced."""
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def offsets(sizes: Shape, strides: Shape, device: torch.device) -> Tensor:
-    """``Σ index·stride`` of each multi-index below ``sizes``, in row-major order."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for size, stride in zip(sizes, strides):
-        total = total.unsqueeze(-1) + torch.arange(size, device=device) * stride
-    return total.reshape(-1)
-
-
-def strides_of(shape: Shape) -> Shape:
-    """The strides of a contiguous tensor of this shape."""
-    found: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        found.append(step)
-        step *= size
-    return tuple(reversed(found))
-
-
-def multi_index(at: Tensor, shape: Shape) -> list[Tensor]:
-    """The multi-index of each element number, as one tensor for each dimension."""
-    found: list[Tensor] = []
-    for size in reversed(shape):
-        found.append(at % size)
-        at = at // size
-    return found[::-1]

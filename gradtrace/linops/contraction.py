@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 from string import ascii_letters
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import contraction, cuda_contraction, max_contraction, winner
+from gradtrace.kernels import contraction, cuda_contraction, max_contraction
 from gradtrace.kernels.cuda_contraction import MatrixLayout
 from gradtrace.kernels.cuda_tiling import Steps
 from gradtrace.kernels.rows import TensorLines, flat, products
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, multi_index, offsets, resized
-from gradtrace.linops.indexing import each_at, located
+from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
+from gradtrace.linops.indexing import each_at, located, offsets, resized
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import cast, wide
@@ -32,6 +31,7 @@ class Contract(Map):
     """
 
     __slots__ = ("spec", "weight")
+    weights = ("weight",)
 
     def __init__(self, spec: str, weight: Tensor, in_shape: Shape, out_shape: Shape) -> None:
         self.spec = spec
@@ -39,27 +39,19 @@ class Contract(Map):
         self.in_shape = in_shape
         self.out_shape = out_shape
 
-    def sizes(self) -> dict[str, int]:
-        """The size of each index letter."""
-        x, rest = self.spec.split(",")
-        w, _ = rest.split("->")
-        return dict(zip(x, self.in_shape)) | dict(zip(w, self.weight.shape))
-
-    def letters(self) -> tuple[str, str, str]:
-        """The index letters of the input, of the weight and of the output."""
-        x, rest = self.spec.split(",")
-        w, out = rest.split("->")
-        return x, w, out
+    def plan(self) -> EinsumPlan:
+        """The contraction as a batched matrix product."""
+        return plan(self.spec, self.in_shape, tuple(self.weight.shape))
 
     def contracted(self) -> set[int]:
         """The dimensions of the input that the sum runs over."""
-        x, _, out = self.letters()
-        return {d for d, letter in enumerate(x) if letter not in out}
+        how = self.plan()
+        return {d for d, letter in enumerate(how.x) if letter not in how.out}
 
     def produced(self) -> set[int]:
         """The dimensions of the output that come from the weight alone."""
-        x, _, out = self.letters()
-        return {d for d, letter in enumerate(out) if letter not in x}
+        how = self.plan()
+        return {d for d, letter in enumerate(how.out) if letter not in how.x}
 
     def apply(self, x: Tensor) -> Tensor:
         return torch.einsum(self.spec, x, cast(self.weight, x.dtype))
@@ -68,23 +60,16 @@ class Contract(Map):
         return semiring.contract(self.spec, x, self.weight)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if at is not None and 2 * at.numel() < self.outputs:
-            return self._best_at(x, at)
-        how = self.plan()
-        value, place = winner(how.left(x), how.right(self.weight))
-        value, place = how.back(value), how.back(place)
-        base, over, _ = self._source_offsets(torch.arange(self.outputs, device=x.device))
-        source = base.reshape(self.out_shape)
-        return chosen(value, source + over[place] if len(over) else place, at)
+        if at is None or 2 * at.numel() >= self.outputs:
+            return chosen(*super().best(x), at)
+        return self._best_at(x, at)
 
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
         """``best`` of some output elements: one dot product for each."""
         how, number = self.plan(), at.reshape(-1)
         left, right = wide(how.left(x)), wide(how.right(self.weight))
-        strides = _element_strides(self.spec, self.in_shape, tuple(self.weight.shape))
-        batch, row, column, base = (
-            located(number, self.out_shape, stride) for stride in strides.out
-        )
+        steps = how.element_strides
+        batch, row, column, base = (located(number, self.out_shape, step) for step in steps[:4])
         value, place = products(
             TensorLines(flat(left), batch * left.stride(0) + row * left.stride(1), left.stride(2)),
             TensorLines(
@@ -92,10 +77,10 @@ class Contract(Map):
             ),
             left.shape[2],
         )
-        source = base + located(place, *strides.along)
+        source = base + located(place, *steps.along)
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
         there = self._select_strided(x, marks, value)
         if there is not None:
             return there
@@ -113,9 +98,7 @@ class Contract(Map):
         largest = None if found.value is None else how.back(found.value)
         return largest, how.back(found.marks)
 
-    def _select_strided(
-        self, x: Tensor, marks: Tensor, value: bool
-    ) -> tuple[Tensor | None, Tensor] | None:
+    def _select_strided(self, x: Tensor, marks: Tensor, value: bool) -> Selection | None:
         """``select`` by a kernel that reads the operands with their strides, without copies; None
         if no kernel supports them.
         """
@@ -152,50 +135,34 @@ class Contract(Map):
         dim = order[0]
         row = self.outputs // self.out_shape[dim]
         rows = slice(first // row, -(-last // row))
-        letter = self.letters()[2][dim]
-        x, marks = (self._sliced(t, 0, letter, rows) for t in (x, marks))
-        weight = self._sliced(self.weight, 1, letter, rows)
+        how = self.plan()
+
+        def sliced(t: Tensor, letters: str) -> Tensor:
+            d = letters.find(how.out[dim])
+            return t if d < 0 else t.narrow(d, rows.start, rows.stop - rows.start)
+
+        x, marks, weight = sliced(x, how.x), sliced(marks, how.x), sliced(self.weight, how.w)
         shape = resized(self.out_shape, dim, rows.stop - rows.start)
         here = Contract(self.spec, weight, tuple(x.shape), shape)
         found = here.select(x, marks)[1].permute(*order).reshape(-1)
         return found[first - rows.start * row : last - rows.start * row]
 
-    def _sliced(self, x: Tensor, which: int, letter: str, rows: slice) -> Tensor:
-        """A slice of operand number ``which`` along an index letter, if it has that letter."""
-        at = self.letters()[which].find(letter)
-        return x if at < 0 else x.narrow(at, rows.start, rows.stop - rows.start)
-
     def rows(self, at: Tensor) -> Rows:
         how = self.plan()
-        base, over, numbers = self._source_offsets(at)
-        right = how.right(self.weight)  # (b, k, n)
-        batch, column = (_ravelled(at, numbers, how, c) for c in (how.batch, how.columns))
-        return Rows(base.unsqueeze(1) + over, right[batch, :, column])
+        steps = how.element_strides
+        batch, column, base = (
+            located(at, self.out_shape, step) for step in (steps.batch, steps.column, steps.first)
+        )
+        weight = how.right(self.weight)[batch, :, column]  # of (b, k, n)
+        return Rows(base.unsqueeze(1) + offsets(*steps.along, at.device), weight)
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
-        right = self.plan().right(self.weight)  # (b, k, n)
-        strides = _element_strides(self.spec, self.in_shape, tuple(self.weight.shape))
-        batch, _, column, _ = (located(at, self.out_shape, stride) for stride in strides.out)
-        inner = located(source, self.in_shape, strides.inner)
+        how = self.plan()
+        right, steps = how.right(self.weight), how.element_strides  # (b, k, n)
+        batch, column = (located(at, self.out_shape, step) for step in (steps.batch, steps.column))
+        inner = located(source, self.in_shape, steps.inner)
         b, k, n = right.stride()
         return flat(right).index_select(0, batch * b + inner * k + column * n).double()
-
-    def _source_offsets(self, at: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The input elements that output elements are sums of, as ``base[i] + over[k]``; and the
-        multi-index of each output element by letter.
-        """
-        how = self.plan()
-        numbers = dict(zip(how.out, multi_index(at, self.out_shape)))
-        steps = how.strides(how.x)
-        base = torch.zeros_like(at)
-        for letter in how.batch + how.rows:
-            base = base + numbers[letter] * steps[letter]
-        sizes = tuple(how.sizes[c] for c in how.inner)
-        return base, offsets(sizes, tuple(steps[c] for c in how.inner), at.device), numbers
-
-    def plan(self) -> EinsumPlan:
-        """The contraction as a batched matrix product."""
-        return plan(self.spec, self.in_shape, tuple(self.weight.shape))
 
     @property
     def width(self) -> int:
@@ -208,35 +175,26 @@ class Contract(Map):
         columns = (how.right(self.weight) != 0).any(1)
         return how.back(rows.unsqueeze(2) & columns.unsqueeze(1))
 
-    def narrow(self, dim: int, index: Tensor) -> Map | None:
-        x, w, out = self.letters()
-        if x[dim] in out:
-            return None
-        at = w.find(x[dim])
-        weight = self.weight if at < 0 else self.weight.index_select(at, index)
-        return Contract(self.spec, weight, resized(self.in_shape, dim, len(index)), self.out_shape)
-
     def copies(self, count: int) -> Map | None:
-        x, w, out = self.letters()
-        batch_letter = self._unused_letter()
-        spec = f"{batch_letter}{x},{w}->{batch_letter}{out}"
-        return Contract(spec, self.weight, (count, *self.in_shape), (count, *self.out_shape))
+        return self._batched(self.weight, False, (count, *self.in_shape))
 
-    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
-        x, w, out = self.letters()
-        if x[dim] in out:
-            return None
-        count, places = index.shape
-        narrow = resized(self.in_shape, dim, places)
-        batch_letter, at, weight = self._unused_letter(), w.find(x[dim]), self.weight
-        if at >= 0:
-            weight, w = each_at(weight, at, index), batch_letter + w
-        spec = f"{batch_letter}{x},{w}->{batch_letter}{out}"
-        return Contract(spec, weight, (count, *narrow), (count, *self.out_shape))
+    def sums_over(self, dim: int) -> bool:
+        return dim in self.contracted()
 
-    def _unused_letter(self) -> str:
-        """An index letter that the spec does not use."""
-        return next(letter for letter in ascii_letters if letter not in self.spec)
+    def narrow(self, dim: int, index: Tensor) -> Map:
+        how, shape = self.plan(), resized(self.in_shape, dim, index.shape[1])
+        at = how.w.find(how.x[dim])
+        weight = self.weight if at < 0 else each_at(self.weight, at, index)
+        return self._batched(weight, at >= 0, (len(index), *shape))
+
+    def _batched(self, weight: Tensor, weight_too: bool, in_shape: Shape) -> Contract:
+        """The contraction with a new first dimension of the input, the output and, if it has one,
+        the weight.
+        """
+        how = self.plan()
+        letter = next(c for c in ascii_letters if c not in self.spec)
+        spec = f"{letter}{how.x},{letter * weight_too}{how.w}->{letter}{how.out}"
+        return Contract(spec, weight, in_shape, (in_shape[0], *self.out_shape))
 
     def max_source(self, x: Tensor) -> Tensor:
         how = self.plan()
@@ -245,15 +203,11 @@ class Contract(Map):
         return how.back(most.unsqueeze(2).expand(*most.shape, how.size(how.columns)))
 
     def routes(self, count: Count) -> Count:
-        x, w, out = self.letters()
-        sizes = self.sizes()
         if not isinstance(count, Tensor):
-            return count * prod(sizes[letter] for letter in {*x, *w} - {*out})
+            how = self.plan()
+            return count * how.size("".join({*how.x, *how.w} - {*how.out}))
         ones = torch.ones((), dtype=torch.float64, device="cpu").expand(self.weight.shape)
         return torch.einsum(self.spec, count, ones)
-
-    def tensors(self) -> tuple[str, ...]:
-        return ("weight",)
 
 
 class _OperandOrder(NamedTuple):
@@ -299,45 +253,3 @@ def _operand_order(
     written, order = how.written
     matrix_layout = MatrixLayout((i, m, n), k, left, (batch, column, inner), marks, False)
     return _OperandOrder(matrix_layout, tuple(written), order)
-
-
-class _ElementStrides(NamedTuple):
-    """Strides that take element numbers to positions in the batched product.
-
-    ``out``: for each dimension of the output, the stride of the batch, row and column number, and
-    of the first input element that the output element is a sum of. ``inner``: for each dimension of
-    the input, the stride of the contraction index. ``along``: sizes and input strides of the
-    contracted dimensions.
-    """
-
-    out: tuple[Shape, Shape, Shape, Shape]
-    inner: Shape
-    along: tuple[Shape, Shape]
-
-
-@lru_cache(maxsize=4096)
-def _element_strides(spec: str, x: Shape, w: Shape) -> _ElementStrides:
-    how = plan(spec, x, w)
-    steps = how.strides(how.x)
-    base = {c: steps[c] for c in how.batch + how.rows}
-
-    def along(letters: str, by: dict[str, int]) -> Shape:
-        return tuple(by.get(c, 0) for c in letters)
-
-    batch, row, column = (
-        along(how.out, how.strides(c)) for c in (how.batch, how.rows, how.columns)
-    )
-    sizes = tuple(how.sizes[c] for c in how.inner)
-    return _ElementStrides(
-        (batch, row, column, along(how.out, base)),
-        along(how.x, how.strides(how.inner)),
-        (sizes, along(how.inner, steps)),
-    )
-
-
-def _ravelled(at: Tensor, numbers: dict[str, Tensor], how: EinsumPlan, letters: str) -> Tensor:
-    """The row-major number of each element's multi-index restricted to these letters."""
-    total = torch.zeros_like(at)
-    for letter in letters:
-        total = total * how.sizes[letter] + numbers[letter]
-    return total

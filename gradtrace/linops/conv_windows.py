@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradtrace.kernels import Matrices, Operand
-from gradtrace.linops.base import strides_of
+from gradtrace.linops.indexing import merged_dims, strides_of
 from gradtrace.types import Shape
 
 Axis = tuple[Sequence[int], ...]
@@ -63,14 +63,12 @@ class WindowLayout(NamedTuple):
 
 def _constant_stride(axis: Axis) -> tuple[int, int, int] | None:
     """(size, stride, first offset) of an axis with a constant stride; None for others."""
-    size, step = 1, 0
-    for part in reversed(axis):
-        if len(part) == 1:
-            continue
-        if not isinstance(part, range) or (size > 1 and part.step != size * step):
-            return None
-        step = step if size > 1 else part.step
-        size *= len(part)
+    parts = [part for part in axis if len(part) > 1]
+    steps = tuple(part.step for part in parts if isinstance(part, range))
+    merged = merged_dims(tuple(map(len, parts)), steps) if len(steps) == len(parts) else ()
+    if len(merged) != bool(parts):
+        return None
+    _, size, step = merged[0] if merged else (1, 1, 0)
     return size, step, sum(part[0] for part in axis)
 
 
@@ -95,9 +93,9 @@ def with_margins(x: Tensor, margins: Margins) -> Tensor:
     return F.pad(x, [size for pair in reversed(margins) for size in pair])
 
 
-def _padded_shape(shape: Shape, margins: Margins) -> Shape:
-    """The shape of ``with_margins``."""
-    return (*shape[:2], *(low + n + high for n, (low, high) in zip(shape[2:], margins)))
+def _padded_strides(shape: Shape, margins: Margins) -> Shape:
+    """The strides of the result of ``with_margins``."""
+    return strides_of((*shape[:2], *(low + n + high for n, (low, high) in zip(shape[2:], margins))))
 
 
 # Along one dimension -----------------------------------------------------------------------------
@@ -228,12 +226,11 @@ def _margin(lines: list[WindowLine], size: int) -> tuple[int, int]:
 
 class Piece(NamedTuple):
     """One batched product of the map's input with ``right``: the layout of the input's matrices in
-    the padded copy (``left``) and in the unpadded tensor (``source``), and, for the map to the
-    input, the positions of the result that it computes (``lines``).
+    its padded copy and, for the map to the input, the positions of the result that it computes
+    (``lines``).
     """
 
     left: WindowLayout
-    source: WindowLayout
     right: Matrices
     lines: tuple[WindowLine, ...] = ()
 
@@ -251,15 +248,15 @@ class WindowProducts:
     shape: Shape
     order: tuple[int, ...] = ()
 
-    def whole(self, found: list[Tensor], fill: int) -> Tensor:
-        """The result assembled from those of the pieces; ``fill`` where no piece writes."""
+    def whole(self, found: list[Tensor]) -> Tensor:
+        """The result assembled from those of the pieces; 0 where no piece writes."""
         if self.order:
             return found[0].reshape(self.shape).permute(self.order)
         parts = [self._unpacked(*pair) for pair in zip(self.pieces, found)]
         gapless = all(line.gapless for line in self.pieces[0].lines)
         if len(parts) == 1 and gapless and parts[0].numel() == prod(self.shape):
             return parts[0].reshape(self.shape)
-        out = found[0].new_full(self.shape, fill)
+        out = found[0].new_zeros(self.shape)
         for piece, part in zip(self.pieces, parts):
             for numbers in product(*(range(len(line.firsts)) for line in piece.lines)):
                 there = tuple(line.places(n) for line, n in zip(piece.lines, numbers))
@@ -281,45 +278,47 @@ class WindowProducts:
 
 
 def to_input(
-    lines: Sequence[list[WindowLine]], shape: Shape, result: Shape, kernel: Tensor, transposed: bool
+    how: Sequence[Dimension],
+    shape: Shape,
+    result: Shape,
+    kernel: Tensor,
+    groups: int,
+    transposed: bool,
 ) -> WindowProducts:
-    """The map from a cotangent of this shape to ``result`` (batch, groups, channels of a group,
-    *places): a product ``windows · kernel`` for each combination of window lines.
+    """The map from a cotangent of this shape to the convolution's input: a product
+    ``windows · kernel`` for each combination of window lines.
     """
-    batch, groups, ins = result[:3]
-    sizes = (batch, groups, shape[1] // groups, ins)
+    batch, channels, *places = result
+    lines = [
+        d.over_p(n, size) if transposed else d.over_q(n, size)
+        for d, n, size in zip(how, places, shape[2:])
+    ]
+    sizes = (batch, groups, shape[1] // groups, channels // groups)
     margins = [_margin(some, size) for some, size in zip(lines, shape[2:])]
-    outside = strides_of(_padded_shape(shape, margins))
     kernel = kernel.contiguous()
     pieces = []
     for some in product(*lines):
-        left = _input_windows(some, sizes, outside, [low for low, _ in margins])
-        source = _input_windows(some, sizes, strides_of(shape), [0] * len(margins))
-        right = _kernel_layout(some, sizes, strides_of(tuple(kernel.shape)), transposed).right(
-            kernel
-        )
-        pieces.append(Piece(left, source, right, some))
-    return WindowProducts(pieces, margins, any(map(any, margins)), result)
+        left = _input_windows(some, sizes, _padded_strides(shape, margins), margins)
+        right = _kernel_layout(some, sizes, strides_of(tuple(kernel.shape)), transposed)
+        pieces.append(Piece(left, right.right(kernel), some))
+    grouped = (batch, groups, channels // groups, *places)
+    return WindowProducts(pieces, margins, any(map(any, margins)), grouped)
 
 
 def _input_windows(
-    lines: tuple[WindowLine, ...], sizes: Shape, strides: Shape, lows: list[int]
+    lines: tuple[WindowLine, ...], sizes: Shape, strides: Shape, margins: Margins
 ) -> WindowLayout:
     """The layout of windows: rows are (sample, *place), inner is (channel, *tap)."""
     batch, groups, outs, _ = sizes
     sample, channel, *steps = strides
     along = list(zip(lines, steps))
+    counts = [_times(range(line.count), line.step * step) for line, step in along]
+    taps = [_times(range(len(line.shifts)), line.shifts.step * step) for line, step in along]
     return WindowLayout(
-        sum((low + line.shifts[0]) * step for low, (line, step) in zip(lows, along)),
+        sum((low + line.shifts[0]) * step for (low, _), (line, step) in zip(margins, along)),
         (_times(range(groups), outs * channel),),
-        (
-            _times(range(batch), sample),
-            *(_times(range(line.count), line.step * step) for line, step in along),
-        ),
-        (
-            _times(range(outs), channel),
-            *(_times(range(len(line.shifts)), line.shifts.step * step) for line, step in along),
-        ),
+        (_times(range(batch), sample), *counts),
+        (_times(range(outs), channel), *taps),
     )
 
 
@@ -332,17 +331,13 @@ def _kernel_layout(
     _, groups, outs, ins = sizes
     first, second, *steps = strides
     made, taken, group = (first, second, ins) if transposed else (second, first, outs)
+    classes = [_times(line.lowest(), step) for line, step in zip(lines, steps)]
+    taps = [_times(line.along(), step) for line, step in zip(lines, steps)]
     return WindowLayout(
         0,
         (_times(range(groups), group * first),),
-        (
-            _times(range(ins), made),
-            *(_times(line.lowest(), step) for line, step in zip(lines, steps)),
-        ),
-        (
-            _times(range(outs), taken),
-            *(_times(line.along(), step) for line, step in zip(lines, steps)),
-        ),
+        (_times(range(ins), made), *classes),
+        (_times(range(outs), taken), *taps),
     )
 
 
@@ -354,21 +349,18 @@ def to_kernel(
     """
     narrow, broad = (tuple(other.shape), shape) if transposed else (shape, tuple(other.shape))
     margins = [d.margin(q, p) for d, q, p in zip(how, narrow[2:], broad[2:])]
-    padded = strides_of(_padded_shape(broad, margins))
     channels = _channel_layout(narrow, groups)
-    windows = _window_layout(how, narrow, broad[1] // groups, (groups, padded), margins)
-    taps = tuple(d.taps for d in how)
-    each = (narrow[1] // groups, broad[1] // groups)
-    none, beyond = [(0, 0)] * len(how), any(map(any, margins))
+    windows = _window_layout(how, narrow, broad, groups, margins)
+    taps, beyond = tuple(d.taps for d in how), any(map(any, margins))
+    over_q, over_p = narrow[1] // groups, broad[1] // groups
     if transposed:
-        source = _window_layout(how, narrow, each[1], (groups, strides_of(broad)), none)
-        piece = Piece(windows, source, channels.right(other.contiguous()))
         last = 2 + len(how)
-        order = (0, last, *range(1, last))
-        return WindowProducts([piece], margins, beyond, (groups, each[1], *taps, each[0]), order)
-    piece = Piece(channels, channels, windows.right(with_margins(other, margins)))
-    order = tuple(range(3 + len(how)))
-    return WindowProducts([piece], none, beyond, (groups, *each, *taps), order)
+        piece = Piece(windows, channels.right(other.contiguous()))
+        result, order = (groups, over_p, *taps, over_q), (0, last, *range(1, last))
+        return WindowProducts([piece], margins, beyond, result, order)
+    piece = Piece(channels, windows.right(with_margins(other, margins)))
+    result, order = (groups, over_q, over_p, *taps), tuple(range(3 + len(how)))
+    return WindowProducts([piece], [(0, 0)] * len(how), beyond, result, order)
 
 
 def _channel_layout(shape: Shape, groups: int) -> WindowLayout:
@@ -384,25 +376,18 @@ def _channel_layout(shape: Shape, groups: int) -> WindowLayout:
 
 
 def _window_layout(
-    how: Sequence[Dimension],
-    narrow: Shape,
-    per: int,
-    broad: tuple[int, Shape],
-    margins: Margins,
+    how: Sequence[Dimension], narrow: Shape, broad: Shape, groups: int, margins: Margins
 ) -> WindowLayout:
     """The layout of the windows of the tensor over p: rows are (channel, *tap), inner is
     (sample, *place q).
     """
-    groups, (sample, channel, *steps) = broad
-    along = list(zip(how, steps))
-    first = sum((low - d.padding) * step for (low, _), (d, step) in zip(margins, along))
+    sample, channel, *steps = _padded_strides(broad, margins)
+    per, along = broad[1] // groups, list(zip(how, steps))
+    taps = [_times(range(d.taps), d.dilation * step) for d, step in along]
     places = [_times(range(q), d.stride * step) for q, (d, step) in zip(narrow[2:], along)]
     return WindowLayout(
-        first,
+        sum((low - d.padding) * step for (low, _), (d, step) in zip(margins, along)),
         (_times(range(groups), per * channel),),
-        (
-            _times(range(per), channel),
-            *(_times(range(d.taps), d.dilation * step) for d, step in along),
-        ),
+        (_times(range(per), channel), *taps),
         (_times(range(narrow[0]), sample), *places),
     )

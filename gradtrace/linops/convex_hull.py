@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import argmax
-
-HULL_DIRECTIONS = 16
-"""The number of directions over a half circle whose extreme points form the first polygon."""
-
-PAIRWISE_MAX_ELEMENTS = 64
-"""Lines of at most this many elements are compared pairwise."""
-
-CHUNK_PRODUCTS = 1 << 20
-"""The most products that are materialised at a time."""
+from gradtrace.linops.tuning import HULL_CHUNK_PRODUCTS, HULL_DIRECTIONS, PAIRWISE_MAX_ELEMENTS
 
 
 @dataclass
@@ -58,7 +50,7 @@ class PointCloud:
             torch.arange(lines, device=self.x.device), candidates
         )
         line, at = corner.nonzero().unbind(1)
-        step = max(1, CHUNK_PRODUCTS // n)
+        step = max(1, HULL_CHUNK_PRODUCTS // n)
         for first in range(0, len(line), step):
             row, i = line[first : first + step], at[first : first + step]
             whole = self._pairs(row, i).scatter_(1, i.unsqueeze(1), -1.0)
@@ -78,7 +70,10 @@ class PointCloud:
         """
         n, width = self.x.shape[1], candidates.shape[1]
         values, places = [], []
-        step, part = max(1, CHUNK_PRODUCTS // (n * width)), max(1, CHUNK_PRODUCTS // width)
+        step, part = (
+            max(1, HULL_CHUNK_PRODUCTS // (n * width)),
+            max(1, HULL_CHUNK_PRODUCTS // width),
+        )
         for first in range(0, len(lines), step):
             some = lines[first : first + step]
             chosen = candidates[some]
@@ -100,7 +95,7 @@ class PointCloud:
         """Compare every element with every other, in chunks."""
         lines, n = self.x.shape
         found = []
-        step = max(1, CHUNK_PRODUCTS // n)
+        step = max(1, HULL_CHUNK_PRODUCTS // n)
         for first in range(0, lines * n, step):
             some = torch.arange(first, min(first + step, lines * n), device=self.x.device)
             line, i = some // n, some % n

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradtrace.kernels import Contraction, contraction
 from gradtrace.kernels.precision import exact
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, multi_index, resized
+from gradtrace.linops.base import Count, Map, Rows, Selection, per_element
 from gradtrace.linops.conv_windows import (
     Dimension,
     WindowProducts,
@@ -20,6 +20,8 @@ from gradtrace.linops.conv_windows import (
     to_kernel,
     with_margins,
 )
+from gradtrace.linops.indexing import element_number, multi_index, resized
+from gradtrace.linops.side_by_side import SideBySide
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import MAX, SUM, Semiring, Value
 from gradtrace.types import Shape
@@ -48,6 +50,7 @@ class Convolve(Map):
     """
 
     __slots__ = ("other", "to_kernel", "windows")
+    weights = ("other",)
 
     def __init__(
         self,
@@ -89,24 +92,11 @@ class Convolve(Map):
             out[o] = out[o] + part if o in out else part
         return tuple(out[o] for o in sorted(out))
 
-    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        how = self._products(x) if at is None else None
-        if how is None:
-            return self.largest(x, at)
-        found = self._contractions(how, x, index=True)
-        sources = []
-        for piece, part in zip(how.pieces, found):
-            batch, rows, inner = piece.source.offsets(x.device)
-            assert part.index is not None
-            sources.append(batch[:, None, None] + rows[:, None] + inner[part.index])
-        value = self._assembled(how, [part.value for part in found])
-        return chosen(value, self._assembled(how, sources, -1), None)
-
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
         how = self._products(x)
         if how is None:
             return super().select(x, marks, value)
-        found = self._contractions(how, x, value=value, marks=marks)
+        found = self._contractions(how, x, marks, value)
         largest = self._assembled(how, [part.value for part in found]) if value else None
         return largest, self._assembled(how, [part.marks for part in found])
 
@@ -123,29 +113,12 @@ class Convolve(Map):
         if self.to_kernel:
             how = to_kernel(dims, self.in_shape, self.other, w.groups, w.transposed)
         else:
-            how = self._to_input(dims)
+            how = to_input(dims, self.in_shape, self.out_shape, self.other, w.groups, w.transposed)
         inside = x if self.to_kernel and not w.transposed else self.other
         return how if how.pieces and not (how.beyond and _has_nonfinite(inside)) else None
 
-    def _to_input(self, dims: list[Dimension]) -> WindowProducts:
-        w = self.windows
-        along = zip(dims, self.out_shape[2:], self.in_shape[2:])
-        if w.transposed:
-            lines = [d.over_p(places, size) for d, places, size in along]
-        else:
-            lines = [d.over_q(places, size) for d, places, size in along]
-        batch, channels, *places = self.out_shape
-        result = (batch, w.groups, channels // w.groups, *places)
-        return to_input(lines, self.in_shape, result, self.other, w.transposed)
-
     def _contractions(
-        self,
-        how: WindowProducts,
-        x: Tensor,
-        *,
-        value: bool = True,
-        index: bool = False,
-        marks: Tensor | None = None,
+        self, how: WindowProducts, x: Tensor, marks: Tensor | None = None, value: bool = True
     ) -> list[Contraction]:
         """The result of each batched product."""
         padded = with_margins(x, how.margins)
@@ -155,98 +128,89 @@ class Convolve(Map):
                 piece.left.left(padded),
                 piece.right,
                 value=value,
-                index=index,
                 marks=None if padded_ids is None else piece.left.left(padded_ids),
             )
             for piece in how.pieces
         ]
 
-    def _assembled(
-        self, how: WindowProducts, parts: Sequence[Tensor | None], fill: int = 0
-    ) -> Tensor:
-        there = [part for part in parts if part is not None]
-        return how.whole(there, fill).reshape(self.out_shape)
+    def _assembled(self, how: WindowProducts, parts: Sequence[Tensor | None]) -> Tensor:
+        return how.whole([part for part in parts if part is not None]).reshape(self.out_shape)
+
+    # Entry by entry ------------------------------------------------------------------------------
 
     def rows(self, at: Tensor) -> Rows:
-        first, second, *place = (n.unsqueeze(1) for n in multi_index(at, self.out_shape))
+        w, (narrow, broad, kernel) = self.windows, self._geometry()
+        out = [i.unsqueeze(1) for i in multi_index(at, self.out_shape)]
+        number = torch.arange(self.width, device=at.device)
         if self.to_kernel:
-            return self._rows_to_kernel(first, second, place)
-        return self._rows_to_input(first, second, place)
-
-    def _rows_to_input(self, n: Tensor, channel: Tensor, place: list[Tensor]) -> Rows:
-        """Rows for elements (n, channel, place) of the input: all outputs whose window holds it."""
-        kernel, how = self.other.shape, self.windows
-        groups = how.groups
-        outs = kernel[1] if how.transposed else kernel[0] // groups
-        ins = kernel[0] // groups if how.transposed else kernel[1]
-        taps = tuple(kernel[2:])
-        number = torch.arange(outs * prod(taps), device=n.device)
-        out, *tap = multi_index(number, (outs, *taps))
-        group = channel // ins
-        target, there = [], torch.ones((), dtype=torch.bool, device=n.device)
-        for d, size in enumerate(self.in_shape[2:]):
-            if how.transposed:
-                here = place[d] * how.stride[d] + tap[d] * how.dilation[d] - how.padding[d]
-            else:
-                tap[d] = taps[d] - 1 - tap[d]  # so that outputs are in ascending order
-                reach = place[d] + how.padding[d] - tap[d] * how.dilation[d]
-                here = reach.div(how.stride[d], rounding_mode="floor")
-                there = there & (here * how.stride[d] == reach)
-            there = there & (here >= 0) & (here < size)
-            target.append(here)
-        made = group * outs + out
-        source = _flat([n, made, *target], self.in_shape)
-        if how.transposed:
-            weight = self.other[(channel, out, *tap)]
+            (a, b, *k), (n, *q) = out, multi_index(number, (narrow[0], *narrow[2:]))
+        elif w.transposed:
+            (n, a, *q), (b, *k) = out, multi_index(number, kernel[1:])
         else:
-            weight = self.other[(made, channel % ins, *tap)]
-        return Rows(torch.where(there, source, -1), weight)
-
-    def _rows_to_kernel(self, first: Tensor, second: Tensor, tap: list[Tensor]) -> Rows:
-        """Rows for elements (first, second, tap) of the kernel: all outputs that use it."""
-        how, x, y = self.windows, self.other.shape, self.in_shape
-        narrow, broad = (x, y) if how.transposed else (y, x)
-        number = torch.arange(x[0] * prod(narrow[2:]), device=first.device)
-        n, *q = multi_index(number, (x[0], *narrow[2:]))
-        there, p = torch.ones((), dtype=torch.bool, device=first.device), []
-        for d, size in enumerate(broad[2:]):
-            here = q[d] * how.stride[d] + tap[d] * how.dilation[d] - how.padding[d]
-            there = there & (here >= 0) & (here < size)
-            p.append(here.clamp(0, size - 1))
-        per = self.out_shape[0] // how.groups
-        partner = first // per * self.out_shape[1] + second  # channel of the tensor over p
-        if how.transposed:
-            source, weight = _flat([n, partner, *p], y), self.other[(n, first, *q)]
-        else:
-            source, weight = _flat([n, first, *q], y), self.other[(n, partner, *p)]
+            n, b, *p = out
+            a, *k = multi_index(number, (kernel[0] // w.groups, *kernel[2:]))
+            a, b = b // kernel[1] * (kernel[0] // w.groups) + a, b % kernel[1]
+            k = [taps - 1 - tap for taps, tap in zip(kernel[2:], k)]  # so that sources ascend
+            reach = [i + pad - tap * d for i, tap, pad, d in zip(p, k, w.padding, w.dilation)]
+            q = [i.div(s, rounding_mode="floor") for i, s in zip(reach, w.stride)]
+            there = _inside(q, narrow[2:])
+            for i, here, s in zip(reach, q, w.stride):
+                there = there & (here * s == i)
+            source = element_number([n, a, *q], self.in_shape)
+            return Rows(torch.where(there, source, -1), self.other[(a, b, *k)])
+        p = self._over_p(q, k)
+        there = _inside(p, broad[2:])
+        p = [i.clamp(0, size - 1) for i, size in zip(p, broad[2:])]
+        over_q, over_p = [n, a, *q], [n, self._broad_channel(a, b), *p]
+        given, other = (over_p, over_q) if w.transposed else (over_q, over_p)
+        source = element_number(given, self.in_shape)
+        weight = self.other[tuple(other) if self.to_kernel else (a, b, *k)]
         return Rows(torch.where(there, source, -1), weight)
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
-        how = self.windows
-        first, second, *here = multi_index(at, self.out_shape)
-        batch, made, *there = multi_index(source, self.in_shape)
-        steps = list(zip(here, there, how.stride, how.padding, how.dilation))
-        if self.to_kernel and how.transposed:
-            place = [(q + p - k * d) // s for k, q, s, p, d in steps]
-            return self.other[(batch, first, *place)].double()
-        if self.to_kernel:
-            place = [q * s + k * d - p for k, q, s, p, d in steps]
-            per = self.out_shape[0] // how.groups
-            partner = first // per * self.out_shape[1] + second
-            return self.other[(batch, partner, *place)].double()
-        if how.transposed:
-            place = [(q - i * s + p) // d for i, q, s, p, d in steps]
-            return self.other[(second, made % self.other.shape[1], *place)].double()
-        place = [(i - q * s + p) // d for i, q, s, p, d in steps]
-        return self.other[(made, second % self.other.shape[1], *place)].double()
+        w, (_, _, kernel) = self.windows, self._geometry()
+        out, given = multi_index(at, self.out_shape), multi_index(source, self.in_shape)
+        if not self.to_kernel:
+            over_q, over_p = (out, given) if w.transposed else (given, out)
+            along = zip(over_p[2:], over_q[2:], w.stride, w.padding, w.dilation)
+            taps = [(p - q * s + pad) // d for p, q, s, pad, d in along]
+            return self.other[(over_q[1], over_p[1] % kernel[1], *taps)].double()
+        a, b, *k = out
+        if w.transposed:
+            along = zip(given[2:], k, w.stride, w.padding, w.dilation)
+            place = [(p + pad - tap * d) // s for p, tap, s, pad, d in along]
+            return self.other[(given[0], a, *place)].double()
+        place = self._over_p(given[2:], k)
+        return self.other[(given[0], self._broad_channel(a, b), *place)].double()
+
+    def _over_p(self, q: list[Tensor], k: list[Tensor]) -> list[Tensor]:
+        """``p = q·stride + k·dilation − padding``."""
+        w = self.windows
+        along = zip(q, k, w.stride, w.dilation, w.padding)
+        return [i * s + tap * d - pad for i, tap, s, d, pad in along]
+
+    def _broad_channel(self, a: Tensor, b: Tensor) -> Tensor:
+        """The channel over p of the kernel's element (a, b): b is numbered within a group."""
+        _, _, kernel = self._geometry()
+        return a // (kernel[0] // self.windows.groups) * kernel[1] + b
+
+    def _geometry(self) -> tuple[Shape, Shape, Shape]:
+        """The shapes of the tensor over q, of the one over p, and of the kernel, which is
+        (channels over q, channels over p of a group, *taps).
+        """
+        theirs = tuple(self.other.shape)
+        of_input, kernel = (theirs, self.out_shape) if self.to_kernel else (self.out_shape, theirs)
+        if self.windows.transposed:
+            return of_input, self.in_shape, kernel
+        return self.in_shape, of_input, kernel
 
     @property
     def width(self) -> int:
-        x, y, w = self._geometry()
+        narrow, _, kernel = self._geometry()
         if self.to_kernel:
-            return x[0] * prod(x[2:] if self.windows.transposed else y[2:])
-        outs = w[1] if self.windows.transposed else w[0] // self.windows.groups
-        return outs * prod(w[2:])
+            return narrow[0] * prod(narrow[2:])
+        outs = kernel[1] if self.windows.transposed else kernel[0] // self.windows.groups
+        return outs * prod(kernel[2:])
 
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         if not self.to_kernel or self.windows.groups > 1:
@@ -258,12 +222,13 @@ class Convolve(Map):
         both = first.unsqueeze(1) & second
         return both.reshape(*both.shape, *[1] * (len(self.out_shape) - 2)).expand(self.out_shape)
 
-    def narrow(self, dim: int, index: Tensor) -> Map | None:
-        if dim or not self.to_kernel:
-            return None
-        other = self.other.index_select(0, index)
-        shape = resized(self.in_shape, 0, len(index))
-        return Convolve(other, self.windows, True, shape, self.out_shape)
+    def sums_over(self, dim: int) -> bool:
+        return self.to_kernel and dim == 0
+
+    def narrow(self, dim: int, index: Tensor) -> Map:
+        shape = resized(self.in_shape, 0, index.shape[1])
+        others = (self.other.index_select(0, row) for row in index)
+        return SideBySide([Convolve(o, self.windows, True, shape, self.out_shape) for o in others])
 
     def max_source(self, x: Tensor) -> Tensor:
         if not x.numel():
@@ -273,22 +238,9 @@ class Convolve(Map):
         most = x.flatten(1).amax(1)
         return most.reshape(-1, *[1] * (len(self.out_shape) - 1)).expand(self.out_shape)
 
-    def _geometry(self) -> tuple[Shape, Shape, Shape]:
-        """Shapes of (input, output, kernel) of the convolution."""
-        if self.to_kernel:
-            return tuple(self.other.shape), self.in_shape, self.out_shape
-        return self.out_shape, self.in_shape, tuple(self.other.shape)
-
     def routes(self, count: Count) -> Count:
         ones = torch.ones(self.other.shape, dtype=torch.float64, device="cpu")
-        if isinstance(count, Tensor):
-            return self._apply_with(count, ones)
-        return self._apply_with(
-            torch.full(self.in_shape, count, dtype=torch.float64, device="cpu"), ones
-        )
-
-    def tensors(self) -> tuple[str, ...]:
-        return ("other",)
+        return self._apply_with(per_element(count, self.in_shape), ones)
 
 
 def _has_nonfinite(x: Tensor) -> bool:
@@ -296,9 +248,9 @@ def _has_nonfinite(x: Tensor) -> bool:
     return not bool(x.sum().isfinite()) and not bool(x.isfinite().all())
 
 
-def _flat(index: list[Tensor], shape: Shape) -> Tensor:
-    """The number of the element with this multi-index."""
-    total = index[0]
-    for number, size in zip(index[1:], shape[1:]):
-        total = total * size + number
-    return total
+def _inside(place: Sequence[Tensor], sizes: Shape) -> Tensor:
+    """Whether a multi-index is within these sizes."""
+    there = torch.ones((), dtype=torch.bool, device=place[0].device)
+    for here, size in zip(place, sizes):
+        there = there & (here >= 0) & (here < size)
+    return there

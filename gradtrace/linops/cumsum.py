@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, ones_at, per_element, strides_of
+from gradtrace.linops.base import Best, Map, Rows, Selection, chosen, ids_at
+from gradtrace.linops.indexing import strides_of
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.types import Shape
@@ -15,6 +16,7 @@ class Scan(Map):
     """Prefix ⊕ along ``dim``; with ``reverse``, suffix ⊕."""
 
     __slots__ = ("dim", "reverse")
+    unit_weights = True
 
     def __init__(self, dim: int, shape: Shape, reverse: bool = False) -> None:
         self.dim = dim % len(shape)
@@ -49,6 +51,10 @@ class Scan(Map):
         own = torch.arange(self.inputs, device=x.device).reshape(self.in_shape)
         return chosen(self._flip(value), own - (number - place) * step, at)
 
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+        largest, source = self.best(x)
+        return largest if value else None, ids_at(marks, source)
+
     def rows(self, at: Tensor) -> Rows:
         n, step = self.in_shape[self.dim], strides_of(self.in_shape)[self.dim]
         here = ((at // step) % n).unsqueeze(1)
@@ -57,8 +63,8 @@ class Scan(Map):
         source = at.unsqueeze(1) + (number - here) * step
         return Rows(torch.where(there, source, -1), torch.ones((), device=at.device))
 
-    def entry(self, at: Tensor, source: Tensor) -> Tensor:
-        return ones_at(at)
+    def copies(self, count: int) -> Map | None:
+        return Scan(self.dim + 1, (count, *self.in_shape), self.reverse)
 
     @property
     def width(self) -> int:
@@ -66,6 +72,3 @@ class Scan(Map):
 
     def max_source(self, x: Tensor) -> Tensor:
         return self._flip(self._flip(x).cummax(self.dim).values) if x.numel() else x
-
-    def routes(self, count: Count) -> Count:
-        return self.apply(per_element(count, self.in_shape))

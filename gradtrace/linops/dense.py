@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import contraction, winner
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen
+from gradtrace.kernels import contraction
+from gradtrace.linops.base import Count, Map, Rows, Selection
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import MAX, Semiring, Value
 from gradtrace.semirings.base import each
@@ -16,7 +16,7 @@ from gradtrace.types import Shape
 class Dense(Map):
     """``out[i] = ⊕ⱼ matrix[i, j] · in[j]``."""
 
-    __slots__ = ("matrix",)
+    __slots__ = weights = ("matrix",)
 
     def __init__(self, matrix: Tensor, in_shape: Shape, out_shape: Shape) -> None:
         self.matrix = plain(matrix)
@@ -28,17 +28,11 @@ class Dense(Map):
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
         if semiring == MAX:
-            return (self.best(x[0]).value,)
+            return (self.weighed(x[0]),)
         flat = semiring.contract("j,ij->i", each(x, lambda part: part.reshape(-1)), self.matrix)
         return each(flat, lambda part: part.reshape(self.out_shape))
 
-    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if at is not None or not self._all_finite(x):
-            return self.largest(x, at)
-        value, source = winner(x.reshape(1, 1, -1), self.matrix.t().unsqueeze(0))
-        return chosen(value.reshape(self.out_shape), source.reshape(self.out_shape), None)
-
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
         if not self._all_finite(x):
             return super().select(x, marks, value)
         matrix = self.matrix.t().unsqueeze(0)
@@ -72,6 +66,3 @@ class Dense(Map):
         if isinstance(count, Tensor):
             return (there @ count.reshape(-1)).reshape(self.out_shape)
         return (there.sum(1) * count).reshape(self.out_shape)
-
-    def tensors(self) -> tuple[str, ...]:
-        return ("matrix",)

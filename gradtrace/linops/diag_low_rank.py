@@ -13,9 +13,9 @@ from gradtrace.kernels import argmax, steps
 from gradtrace.kernels.cuda_steps import LineLayout
 from gradtrace.kernels.rows import others
 from gradtrace.kernels.steps import LowRankLines
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, multi_index, offsets, strides_of
+from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
 from gradtrace.linops.convex_hull import PointCloud
-from gradtrace.linops.indexing import located, picked
+from gradtrace.linops.indexing import line_offsets, located, merged_dims, picked, strides_of
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import MAX, Semiring, Value
 from gradtrace.semirings.base import each, wide
@@ -79,7 +79,7 @@ class Normaliser(Map):
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
         if len(self.left) != 1 or not self.inputs:
             if semiring == MAX:
-                return (self.best(x[0]).value,)
+                return (self.weighed(x[0]),)
             return self.generic(x, semiring)
         # ⊕ over all elements but the own one: prefix ⊕ suffix, both exclusive.
         u, v = semiring.weigh(self.left[0]), semiring.weigh(self.right[0])
@@ -96,49 +96,47 @@ class Normaliser(Map):
         return there.any(self.dims, keepdim=True).expand(self.in_shape) if self.dims else there
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if not self.inputs:
-            return self.largest(x, at)
-        if at is not None and 2 * at.numel() < self.inputs and self.width > 1:
+        if at is not None and self.inputs and 2 * at.numel() < self.inputs and self.width > 1:
             return self._best_at(x, at)
-        x = wide(x)
-        found = steps.normalise(self._as_lines(x))
-        value, place = self._best_places(x) if found is None else (found.value, found.place)
-        base, over = self._source_offsets(torch.arange(self.inputs, device=x.device))
-        assert value is not None and place is not None
-        source = base.reshape(self.in_shape) + over[self._back(place)]
-        return chosen(self._back(value), source, at)
+        return chosen(*super().best(x), at)
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        if self.inputs:
-            found = self._selected(wide(x), marks, value)
-            if found is not None and found.marks is not None:
-                size = self._back(found.value) if value and found.value is not None else None
-                return size, self._back(found.marks)
-        return super().select(x, marks, value)
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+        if not self.inputs:
+            return super().select(x, marks, value)
+        x = wide(x)
+        found = self._selected(x, marks, value)
+        if found is None or found.marks is None:
+            size, place = self._best_places(x)
+            ids = torch.where(size != 0, self._lines(marks).gather(1, place), 0)
+            return self._back(size) if value else None, self._back(ids)
+        size_or_none = None if found.value is None or not value else self._back(found.value)
+        return size_or_none, self._back(found.marks)
 
     def _selected(self, x: Tensor, marks: Tensor, value: bool) -> steps.LargestEntry | None:
         """``select`` by a kernel: reads the tensors with their strides if these allow it, else
         copies them to lines. None if no kernel supports it.
         """
-        left, right = [wide(u) for u in self.left], [wide(v) for v in self.right]
-        diagonal = wide(self.diagonal)
-        tensors = [(part.shape, part.stride()) for part in (diagonal, x, *left, *right, marks)]
+        parts = [wide(part) for part in (self.diagonal, x, *self.left, *self.right)]
+        tensors = [(part.shape, part.stride()) for part in (*parts, marks)]
         layout = _line_layout(self.in_shape, self.dims, *tensors)
         if layout is None:
-            return steps.normalise(self._as_lines(x), self._lines(marks), value)
-        return steps.normalise(LowRankLines(diagonal, left, right, x), marks, value, layout)
-
-    def _as_lines(self, x: Tensor) -> LowRankLines:
-        """The map's tensors as (lines, elements of a line)."""
-        diagonal, *parts = (self._lines(wide(p)) for p in (self.diagonal, *self.left, *self.right))
-        rank = len(self.left)
-        return LowRankLines(diagonal, parts[:rank], parts[rank:], self._lines(x))
+            parts, marks = [self._lines(part) for part in parts], self._lines(marks)
+        (diagonal, x, *pairs), rank = parts, len(self.left)
+        lines = LowRankLines(diagonal, pairs[:rank], pairs[rank:], x)
+        return steps.normalise(lines, marks, value, layout)
 
     def _best_places(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest contribution to each element of each line, and its place."""
+        """The largest contribution to each element of each line, and its place, in plain torch."""
         own = self._lines((self._own_weights() * x).abs())
-        number = torch.arange(self.width, device=x.device)
-        return _larger(own, number, *self._others(x))
+        left, right = ([self._lines(wide(p)) for p in parts] for parts in (self.left, self.right))
+        x, number = self._lines(x), torch.arange(self.width, device=x.device)
+        if len(left) == 1 and self.width > 1:
+            line = torch.arange(len(x), device=x.device).unsqueeze(1)
+            value, place = _two_largest((right[0] * x).abs(), line, number)
+            value = left[0].abs() * value
+        else:
+            value, place = PointCloud(left, right, x).others()
+        return _larger(own, number, value, place)
 
     def _best_at(self, x: Tensor, at: Tensor) -> Best:
         """``best`` of some elements: only their lines are read."""
@@ -174,60 +172,29 @@ class Normaliser(Map):
         used_lines, line = line.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         return line, used_lines
 
-    def _others(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For each element of each line the largest contribution of another element, and its place
-        on the line.
-        """
-        if len(self.left) == 1:
-            return self._others_rank_one(x)
-        lines = [self._lines(wide(part)) for part in (*self.left, *self.right)]
-        rank = len(self.left)
-        return PointCloud(lines[:rank], lines[rank:], self._lines(x)).others()
-
-    def _others_rank_one(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``_others`` for rank one: the largest of the line, or the second largest for the element
-        that is itself the largest.
-        """
-        u = self._lines(wide(self.left[0])).abs()
-        size = self._lines((wide(self.right[0]) * x).abs())
-        most, first = argmax(size, 1)
-        rest = size.scatter(1, first.unsqueeze(1), -1.0)
-        second_most, second = argmax(rest, 1)
-        number = torch.arange(self.width, device=x.device)
-        is_first = number == first.unsqueeze(1)
-        value = torch.where(is_first, second_most.unsqueeze(1), most.unsqueeze(1))
-        place = torch.where(is_first, second.unsqueeze(1), first.unsqueeze(1))
-        there = value != -1  # a line of one element has no other
-        return torch.where(there, u * value, 0.0), torch.where(there, place, -1)
-
     # Rows ----------------------------------------------------------------------------------------
 
     def rows(self, at: Tensor) -> Rows:
         base, over = self._source_offsets(at)
         source = base.unsqueeze(1) + over
-        weight = torch.zeros((), device=at.device)
-        for u, v in zip(self.left, self.right):
-            weight = weight + _at(u, at.unsqueeze(1), self.in_shape) * _at(v, source, self.in_shape)
-        own = source == at.unsqueeze(1)
-        diagonal = _at(self.diagonal, at.unsqueeze(1), self.in_shape)
-        return Rows(source, torch.where(own, weight + diagonal, weight).expand(source.shape))
+        return Rows(source, self._weight(at.unsqueeze(1), source).expand(source.shape))
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
+        return self._weight(at, source).double()
+
+    def _weight(self, at: Tensor, source: Tensor) -> Tensor:
+        """``J[at, source]`` of pairs on one line."""
         weight = torch.zeros((), device=at.device)
         for u, v in zip(self.left, self.right):
             weight = weight + _at(u, at, self.in_shape) * _at(v, source, self.in_shape)
         own = weight + _at(self.diagonal, at, self.in_shape)
-        return torch.where(source == at, own, weight).double()
+        return torch.where(source == at, own, weight)
 
     def _source_offsets(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """The elements on the lines of these elements, as ``base[i] + over[place]``."""
-        steps = strides_of(self.in_shape)
-        base = torch.zeros_like(at)
-        for d, number in enumerate(multi_index(at, self.in_shape)):
-            if d not in self.dims:
-                base = base + number * steps[d]
-        sizes = tuple(self.in_shape[d] for d in self.dims)
-        return base, offsets(sizes, tuple(steps[d] for d in self.dims), at.device)
+        steps = [0 if d in self.dims else n for d, n in enumerate(strides_of(self.in_shape))]
+        base = located(at, self.in_shape, steps)
+        return base, line_offsets(self.in_shape, self.dims, at.device)
 
     @property
     def width(self) -> int:
@@ -237,17 +204,14 @@ class Normaliser(Map):
         return x.amax(self.dims, keepdim=True).expand(x.shape) if x.numel() and self.dims else x
 
     def copies(self, count: int) -> Map | None:
-        if not self.in_shape:
-            return None
         dims = [d + 1 for d in self.dims]
         pairs = list(zip(self.left, self.right))
         return Normaliser(self.diagonal, pairs, dims, (count, *self.in_shape))
 
     def routes(self, count: Count) -> Count:
-        if isinstance(count, Tensor):
-            total = count.sum(self.dims, keepdim=True) if self.dims else count
-            return total.expand(self.out_shape)
-        return count * prod(self.in_shape[d] for d in self.dims)
+        if not isinstance(count, Tensor):
+            return count * self.width
+        return (count.sum(self.dims, keepdim=True) if self.dims else count).expand(self.out_shape)
 
 
 @lru_cache(maxsize=4096)
@@ -284,16 +248,8 @@ def _merged_stride(shape: Shape, steps: Sequence[int], dims: Shape) -> int | Non
     """The stride of these dimensions merged into one, the last varying fastest; None if they cannot
     be merged.
     """
-    found, length = 0, 1
-    for d in reversed(dims):
-        if shape[d] == 1:
-            continue
-        if length == 1:
-            found = steps[d]
-        elif steps[d] != found * length:
-            return None
-        length *= shape[d]
-    return found
+    merged = merged_dims(tuple(shape[d] for d in dims), tuple(steps[d] for d in dims))
+    return None if len(merged) > 1 else sum(stride for _, _, stride in merged)
 
 
 def _at(x: Tensor, number: Tensor, shape: Shape) -> Tensor:

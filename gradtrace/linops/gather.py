@@ -2,30 +2,90 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, ones_at, per_element, taken_at
-from gradtrace.linops.indexing import located
+from gradtrace.linops.base import Best, Map, Rows, Selection, chosen, taken_at
+from gradtrace.linops.indexing import located, picked
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.types import Shape
 
 
-class Index(Map):
-    """``out[i] = in[src[i]]``, or ⊕'s zero where ``src[i]`` is -1.
+class Gather(Map):
+    """``out[i] = in[src[i]]``, or ⊕'s zero where ``src[i]`` is -1; only then ``fills`` is true."""
 
-    ``move`` is the operation itself (a view, a gather, a padding). It must work on tensors of any
-    dtype and write 0 where there is no source; applied to element numbers it gives ``src``.
-    ``fills`` says whether it may write zeros at all, ``injective`` whether it reads no element
-    twice (None: determined on demand).
+    __slots__ = ()
+    single_source = is_gather = unit_weights = True
+    fills = False
+
+    @property
+    def full_rows(self) -> bool:  # type: ignore[override]
+        """Whether every output element has a source."""
+        return not self.fills
+
+    @abstractmethod
+    def sources(self, at: Tensor) -> Tensor:
+        """``src`` at these output elements."""
+
+    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
+        if at is None:
+            return super().best(x)
+        source = self.sources(at)
+        if self.fills:
+            return chosen(wide(taken_at(x.reshape(-1), source, 0.0)).abs(), source, None)
+        return chosen(wide(picked(x, self.in_shape, source)).abs(), source, None)
+
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+        size = wide(self.apply(x)).abs()
+        return size if value else None, torch.where(size != 0, self.apply(marks), 0)
+
+    def rows(self, at: Tensor) -> Rows:
+        return Rows(self.sources(at).unsqueeze(1), torch.ones((), device=at.device))
+
+    def max_source(self, x: Tensor) -> Tensor:
+        return self.apply(x)
+
+
+class Identity(Gather):
+    """``out[i] = in[i]``: a reshape that keeps the order of elements."""
+
+    __slots__ = ()
+    single_target = True
+
+    def __init__(self, in_shape: Shape, out_shape: Shape | None = None) -> None:
+        self.in_shape = in_shape
+        self.out_shape = in_shape if out_shape is None else out_shape
+
+    def sources(self, at: Tensor) -> Tensor:
+        return at
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x if x.shape == self.out_shape else torch.reshape(x, self.out_shape)
+
+    def apply_in(self, x: Value, semiring: Semiring) -> Value:
+        return each(x, self.apply)
+
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
+        return (x != 0).reshape(self.out_shape)
+
+    def copies(self, count: int) -> Map | None:
+        return Identity((count, *self.in_shape), (count, *self.out_shape))
+
+
+class Index(Gather):
+    """Elements moved by ``move``: the operation itself (a view, a gather, a padding).
+
+    It must work on tensors of any dtype and write 0 where there is no source; applied to element
+    numbers it gives ``src``. ``fills`` says whether it may write zeros at all, ``injective``
+    whether it reads no element twice (None: determined on demand).
     """
 
     __slots__ = ("fills", "injective", "move")
-    single_source = is_gather = True
 
     def __init__(
         self,
@@ -47,10 +107,9 @@ class Index(Map):
         return self.move(numbers).reshape(self.out_shape) - 1
 
     def sources(self, at: Tensor) -> Tensor:
-        """``src`` at these output elements only. For a view it is computed from the strides."""
         if not self.fills and self.inputs:
             numbers = torch.empty(self.in_shape, dtype=torch.uint8, device=at.device)
-            moved = self.move(numbers)
+            moved = self.move(numbers)  # a view: its strides say where elements are
             if moved.data_ptr() and moved.untyped_storage().data_ptr() == numbers.data_ptr():
                 return located(at, moved.shape, moved.stride()) + int(moved.storage_offset())
         dtype = torch.int32 if self.inputs < 1 << 31 else torch.int64
@@ -86,25 +145,6 @@ class Index(Map):
     def _move(self, x: Tensor) -> Tensor:
         return self.move(x) if x.dtype is not torch.bool else self.move(x.byte()) != 0
 
-    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if at is not None:
-            source = self.sources(at)
-            return chosen(taken_at(wide(x).reshape(-1), source, 0.0).abs(), source, None)
-        return chosen(wide(self.move(x)).abs(), self.source(x.device), None)
-
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
-        size = wide(self.move(x)).abs()
-        return size if value else None, torch.where(size != 0, self.move(marks), 0)
-
-    def rows(self, at: Tensor) -> Rows:
-        return Rows(self.sources(at).unsqueeze(1), torch.ones((), device=at.device))
-
-    def entry(self, at: Tensor, source: Tensor) -> Tensor:
-        return ones_at(at)
-
-    def max_source(self, x: Tensor) -> Tensor:
-        return self.move(x)
-
     def copies(self, count: int) -> Map | None:
         out_shape = (count, *self.out_shape)
         known: dict[torch.device, Tensor] = {}
@@ -123,11 +163,6 @@ class Index(Map):
             return taken.reshape(out_shape)
 
         return Index(each_moved, (count, *self.in_shape), out_shape, fills, self.injective)
-
-    def routes(self, count: Count) -> Count:
-        if isinstance(count, Tensor) or self.fills:
-            return self.move(per_element(count, self.in_shape)).reshape(self.out_shape)
-        return count
 
 
 class Slot(Index):

@@ -13,7 +13,7 @@ from gradtrace.types import Shape
 
 
 @lru_cache(maxsize=4096)
-def _merged_dims(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ...]:
+def merged_dims(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ...]:
     """``(step, size, stride)``, last dimension first: element n is at offset
     ``Σ (n // step % size)·stride``.
 
@@ -35,7 +35,7 @@ def _merged_dims(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ..
 
 def located(at: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     """The memory offset ``Σ index·stride`` of each element, numbered row-major in ``sizes``."""
-    dims = _merged_dims(tuple(sizes), tuple(strides))
+    dims = merged_dims(tuple(sizes), tuple(strides))
     if at.is_cpu and at.shape == (1,):  # in Python integers, which takes a third of the time
         n = int(at)
         return torch.tensor(
@@ -106,3 +106,49 @@ def each_at(x: Tensor, dim: int, index: Tensor) -> Tensor:
     taken = x.index_select(dim, index.reshape(-1))
     shape = (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
     return taken.reshape(shape).movedim(dim, 0)
+
+
+def resized(shape: Shape, dim: int, size: int) -> Shape:
+    """A shape with the size along ``dim`` replaced."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def offsets(sizes: Shape, strides: Shape, device: torch.device) -> Tensor:
+    """``Σ index·stride`` of each multi-index below ``sizes``, in row-major order."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for size, stride in zip(sizes, strides):
+        total = total.unsqueeze(-1) + torch.arange(size, device=device) * stride
+    return total.reshape(-1)
+
+
+def line_offsets(shape: Shape, dims: Sequence[int], device: torch.device) -> Tensor:
+    """The offsets, from the first, of the elements that differ along ``dims`` only."""
+    steps = strides_of(shape)
+    return offsets(tuple(shape[d] for d in dims), tuple(steps[d] for d in dims), device)
+
+
+def strides_of(shape: Shape) -> Shape:
+    """The strides of a contiguous tensor of this shape."""
+    found: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= size
+    return tuple(reversed(found))
+
+
+def multi_index(at: Tensor, shape: Shape) -> list[Tensor]:
+    """The multi-index of each element number, as one tensor for each dimension."""
+    found: list[Tensor] = []
+    for size in reversed(shape):
+        found.append(at % size)
+        at = at // size
+    return found[::-1]
+
+
+def element_number(index: Sequence[Tensor], shape: Shape) -> Tensor:
+    """The row-major number of the element with this multi-index: the inverse of ``multi_index``."""
+    total = index[0]
+    for number, size in zip(index[1:], shape[1:]):
+        total = total * size + number
+    return total

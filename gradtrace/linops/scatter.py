@@ -8,16 +8,12 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import steps
-from gradtrace.linops.base import Best, Count, Map, Rows, chosen, ones_at, per_element, taken_at
+from gradtrace.linops import tuning
+from gradtrace.linops.base import Best, Map, Rows, Selection, chosen, taken_at
 from gradtrace.linops.indexing import each_at
 from gradtrace.semirings import Semiring, Value
-from gradtrace.semirings.base import each, wide
+from gradtrace.semirings.base import each
 from gradtrace.types import Shape
-
-SPARSE_RATIO = 8
-"""A scatter counts as sparse if it has this many times fewer inputs than outputs; then only outputs
-that are the target of an input are computed.
-"""
 
 
 class SparseElements(NamedTuple):
@@ -32,7 +28,7 @@ class Scatter(Map):
     """``out[i] = ⊕ in[j]`` over ``target[j] = i``; elements with target -1 are dropped."""
 
     __slots__ = ("target",)
-    single_target = True
+    single_target = unit_weights = True
 
     def __init__(self, target: Tensor, out_shape: Shape) -> None:
         self.target = target
@@ -72,19 +68,18 @@ class Scatter(Map):
         return each(found, lambda part: part.reshape(self.out_shape))
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if at is not None and at.numel() < self.outputs:
-            return self._best_at(x, at)
-        size = wide(x).abs().reshape(-1)
-        place = self.target.reshape(-1).remainder(self.outputs + 1)
-        value = size.new_zeros(self.outputs + 1).scatter_reduce(0, place, size, "amax")
-        number = torch.arange(self.inputs, device=x.device)
-        wins = (size == value[place]) | size.isnan()
-        none = torch.full((self.outputs + 1,), self.inputs, device=x.device)
-        source = none.scatter_reduce(0, place, torch.where(wins, number, self.inputs), "amin")
-        shape = self.out_shape
-        return chosen(value[:-1].reshape(shape), source[:-1].reshape(shape), at)
+        if at is None or at.numel() >= self.outputs:
+            return chosen(*super().best(x), at)
+        # Inputs with other targets are skipped.
+        wanted, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        target = self.target.reshape(-1).contiguous()
+        place = torch.searchsorted(wanted, target).clamp(max=max(0, len(wanted) - 1))
+        mine = (wanted[place] == target).nonzero().reshape(-1) if len(wanted) else target[:0]
+        small = Scatter(place[mine], (len(wanted),)).best(x.reshape(-1)[mine])
+        source = taken_at(mine, small.source, -1)
+        return Best(small.value[back], source[back])
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
         target = self.target.reshape(-1)
         if not value and self.sparse:
             elements = self.few(x, marks)
@@ -94,20 +89,10 @@ class Scatter(Map):
         largest, selected = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
         return largest.reshape(self.out_shape) if value else None, selected.reshape(self.out_shape)
 
-    def _best_at(self, x: Tensor, at: Tensor) -> Best:
-        """``best`` of some elements: inputs with other targets are skipped."""
-        wanted, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        target = self.target.reshape(-1).contiguous()
-        place = torch.searchsorted(wanted, target).clamp(max=max(0, len(wanted) - 1))
-        mine = (wanted[place] == target).nonzero().reshape(-1) if len(wanted) else target[:0]
-        small = Scatter(place[mine], (len(wanted),)).best(x.reshape(-1)[mine])
-        source = taken_at(mine, small.source, -1)
-        return Best(small.value[back], source[back])
-
     @property
     def sparse(self) -> bool:
         """Whether most outputs are the target of no input."""
-        return SPARSE_RATIO * self.inputs < self.outputs
+        return tuning.SPARSE_RATIO * self.inputs < self.outputs
 
     def few(self, x: Tensor, marks: Tensor) -> SparseElements:
         """``apply`` and ``select`` for only the outputs that are the target of some input."""
@@ -131,9 +116,6 @@ class Scatter(Map):
         source = order[torch.where(there, place, 0)] if len(order) else torch.zeros_like(place)
         return Rows(torch.where(there, source, -1), torch.ones((), device=at.device))
 
-    def entry(self, at: Tensor, source: Tensor) -> Tensor:
-        return ones_at(at)
-
     @property
     def width(self) -> int:
         kept = self.target[self.target >= 0]
@@ -142,13 +124,13 @@ class Scatter(Map):
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         return self.max_source((x != 0).int()) != 0
 
-    def narrow(self, dim: int, index: Tensor) -> Map | None:
-        return Scatter(self.target.index_select(dim, index), self.out_shape)
-
     def copies(self, count: int) -> Map | None:
         return self._batched(self.target.expand(count, *self.in_shape))
 
-    def narrow_each(self, dim: int, index: Tensor) -> Map | None:
+    def sums_over(self, dim: int) -> bool:
+        return True
+
+    def narrow(self, dim: int, index: Tensor) -> Map:
         return self._batched(each_at(self.target, dim, index))
 
     def _batched(self, targets: Tensor) -> Scatter:
@@ -162,6 +144,3 @@ class Scatter(Map):
         place = self.target.reshape(-1).remainder(self.outputs + 1)
         out = x.new_zeros(self.outputs + 1).scatter_reduce(0, place, x.reshape(-1), "amax")
         return out[:-1].reshape(self.out_shape)
-
-    def routes(self, count: Count) -> Count:
-        return self.apply(per_element(count, self.in_shape))

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from gradtrace.kernels import steps
 from gradtrace.kernels.steps import Compressed
-from gradtrace.linops.base import Best, Count, Map, Rows, multi_index, per_element
+from gradtrace.linops import tuning
+from gradtrace.linops.base import Count, Map, Rows, Selection, per_element
+from gradtrace.linops.indexing import multi_index
 from gradtrace.semirings import MAX, SUM, Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.types import Shape
-
-CHUNK_PRODUCTS = 1 << 22
-"""The most products that are materialised at a time."""
 
 
 class Around(NamedTuple):
@@ -40,6 +39,7 @@ class Sparse(Map):
     """
 
     __slots__ = ("around", "source", "starts", "weight")
+    weights = ("weight",)
 
     def __init__(
         self,
@@ -147,27 +147,12 @@ class Sparse(Map):
         return whole.reshape(planes, blocks * size, inner)
 
     def _planes(self) -> Iterator[slice]:
-        """The planes in chunks of at most ``CHUNK_PRODUCTS`` products."""
-        step = max(1, CHUNK_PRODUCTS // max(1, len(self.source) * self.around.inner))
+        """The planes in chunks of at most ``SPARSE_CHUNK_PRODUCTS`` products."""
+        step = max(1, tuning.SPARSE_CHUNK_PRODUCTS // max(1, len(self.source) * self.around.inner))
         planes = self.around.planes if self.outputs else 0
         return (slice(n, min(n + step, planes)) for n in range(0, planes, step))
 
-    def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if at is not None:
-            return self.largest(x, at)
-        if self.inputs >= 1 << 31:
-            return self.largest(x)
-        numbers = torch.arange(1, self.inputs + 1, dtype=torch.int32, device=x.device)
-        value, number = self.select(x, numbers.reshape(self.in_shape), value=True)
-        assert value is not None
-        return Best(value, number.long() - 1)
-
-    def weighed(self, x: Tensor) -> Tensor:
-        value, _ = self.select(x, torch.ones_like(x, dtype=torch.int32), value=True)
-        assert value is not None
-        return value
-
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> tuple[Tensor | None, Tensor]:
+    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
         x, weight = wide(x), wide(self.weight)
         kind = torch.promote_types(x.dtype, weight.dtype)
         largest, selected = steps.sparse(self._compressed(weight.to(kind)), x.to(kind), marks)
@@ -214,6 +199,3 @@ class Sparse(Map):
             self.starts.cpu(), self.source.cpu(), ones, self.in_shape, self.out_shape, self.around
         )
         return there.apply(per_element(count, self.in_shape).double())
-
-    def tensors(self) -> tuple[str, ...]:
-        return ("weight",)

@@ -118,6 +118,35 @@ class EinsumPlan:
             step *= self.sizes[c]
         return found
 
+    @cached_property
+    def element_strides(self) -> ElementStrides:
+        """From numbers of elements to their places in the batched product."""
+        steps = self.strides(self.x)
+        kept = {c: steps[c] for c in self.batch + self.rows}
+        spread = [*map(self.strides, (self.batch, self.rows, self.columns)), kept]
+        batch, row, column, first = (tuple(by.get(c, 0) for c in self.out) for by in spread)
+        inner = self.strides(self.inner)
+        sizes, along = (tuple(by[c] for c in self.inner) for by in (self.sizes, steps))
+        position = tuple(inner.get(c, 0) for c in self.x)
+        return ElementStrides(batch, row, column, first, position, (sizes, along))
+
+
+class ElementStrides(NamedTuple):
+    """Strides that take element numbers to positions in the batched product.
+
+    For each dimension of the output, the stride of the ``batch``, ``row`` and ``column`` number,
+    and of the ``first`` input element that the output element is a sum of. ``inner``: for each
+    dimension of the input, the stride of the contraction index. ``along``: sizes and input strides
+    of the contracted dimensions.
+    """
+
+    batch: Shape
+    row: Shape
+    column: Shape
+    first: Shape
+    inner: Shape
+    along: tuple[Shape, Shape]
+
 
 class EinsumLayout(NamedTuple):
     """A permutation of dimensions (None: identity), followed by a reshape."""

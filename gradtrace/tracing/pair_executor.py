@@ -17,7 +17,7 @@ from gradtrace.ir.passes.provenance import NO_COMPONENTS, ComponentBits
 from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.plan import NO_LIMIT, Storage
 from gradtrace.ir.program import Program
-from gradtrace.linops import Map, copied, narrowed
+from gradtrace.linops import Map, copied
 from gradtrace.linops.indexing import each_at
 from gradtrace.tracing.compact_storage import take
 from gradtrace.tracing.executor import Executor, TracedLeaf
@@ -79,7 +79,7 @@ class BatchedMaps:
         """The map of a term."""
         map_ = self.maps[at]
         if value in self.places:
-            return narrowed(map_, *self.places[value])
+            return map_.narrow(*self.places[value])
         found = self.copied.get(id(map_))
         if found is None:
             found = self.copied[id(map_)] = copied(map_, self.count)

@@ -80,7 +80,7 @@ class Pairs:
         for value, maps in takers.items():
             first = self.of[value] == 1
             some = {d: lines(first, d) for d in range(first.dim())}
-            fit = [d for d in some if all(m.narrow(d, some[d]) is not None for m in maps)]
+            fit = [d for d in some if all(m.sums_over(d) for m in maps)]
             share = {d: len(some[d]) / max(1, first.shape[d]) for d in fit}
             found[value] = min(share, key=share.__getitem__, default=None)
         return found

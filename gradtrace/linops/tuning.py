@@ -1,0 +1,26 @@
+"""How much of a map is materialised at a time, and which of two algorithms is taken."""
+
+ROWS_MAX_ENTRIES = 1 << 20
+"""The most entries of rows of a Jacobian that are materialised at a time."""
+
+SPARSE_CHUNK_PRODUCTS = 1 << 22
+"""The most products of a sparse map that are materialised at a time."""
+
+HULL_CHUNK_PRODUCTS = 1 << 20
+"""The most products that a search for corners of a convex hull materialises at a time."""
+
+DISTANCES_CHUNK_WEIGHTS = 1 << 18
+"""The most weights of pairwise distances that are materialised at a time; this many fit into a
+CPU's cache.
+"""
+
+HULL_DIRECTIONS = 16
+"""The number of directions over a half circle whose extreme points form the first polygon."""
+
+PAIRWISE_MAX_ELEMENTS = 64
+"""Lines of at most this many elements are compared pairwise."""
+
+SPARSE_RATIO = 8
+"""A scatter counts as sparse if it has this many times fewer inputs than outputs; then only outputs
+that are the target of an input are computed.
+"""
