@@ -8,8 +8,8 @@ formulas of other nodes run under a dispatch mode that records their ATen operat
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
 from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, Program, Step
 from gradtrace.kernels import sync
 from gradtrace.kernels.sync import DeferredChecks
+from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.recording import placeholders
 from gradtrace.recording.aten_rules import BatchedWeights, real_dtype, shape_of
@@ -417,37 +418,49 @@ def record(
     gradients to cache with the program. A ``bare`` program has placeholders instead of gradients,
     if no user code reads them.
 
-    On a GPU, checks are deferred to avoid synchronising. If one fails, recording is repeated
-    without deferred checks.
+    Recording is repeated where an attempt was on a wrong assumption (``Retry``): first with
+    placeholders if ``bare``, then with deferred checks on a GPU, then without either.
     """
+    others = off_thread_calls(loss, name_table)
 
-    def recorded(bare: bool, checks: DeferredChecks | None) -> Program | None:
-        """One attempt; None if a deferred check failed."""
+    def attempt(bare: bool, deferring: bool) -> Program:
+        checks = DeferredChecks() if deferring else None
         recorder = ProgramRecorder(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
         recorder.off_thread = others
-        try:
-            with one_pass():
-                walk(loss, recorder.visit, order)
-                recorder.products.batched_weights.flush()
-        except Exception:
-            if checks is None or checks.fulfilled():
-                raise
-        if checks is not None and not checks.fulfilled():
-            return None
+        with _assuming(bare, checks), one_pass():
+            walk(loss, recorder.visit, order)
+            recorder.products.batched_weights.flush()
         kept = {} if bare else recorder.cache.values
         constants = Constants(seed, recorder.maps, recorder.leaves, kept)
         return Program(recorder.first, recorder.new(), recorder.blocks, constants)
 
-    others = off_thread_calls(loss, name_table)
-
-    def new_checks() -> DeferredChecks | None:
-        return DeferredChecks() if sync.would_sync(seed) else None
-
-    found = None
+    deferring = sync.would_sync(seed)
     if bare and _no_user_code(loss, watch.clear_since()):
-        # placeholders can cause errors that true gradients do not: then record with these
-        with suppress(GradtraceError, RuntimeError):
-            found = recorded(True, new_checks())
-    found = found or recorded(False, new_checks()) or recorded(False, None)
-    assert found is not None
-    return found
+        with suppress(Retry):
+            return attempt(True, deferring)
+    if deferring:
+        with suppress(Retry):
+            return attempt(False, True)
+    return attempt(False, False)
+
+
+class Retry(Exception):
+    """A program was recorded on an assumption that does not hold."""
+
+
+@contextmanager
+def _assuming(bare: bool, checks: DeferredChecks | None) -> Iterator[None]:
+    """Raise ``Retry`` if a deferred check fails, or if a formula fails on placeholders, which can
+    cause errors that true gradients do not.
+    """
+    try:
+        yield
+    except Exception as error:
+        if memory_limits.ran_out(error):
+            raise
+        failed = bare and isinstance(error, (GradtraceError, RuntimeError))
+        if failed or (checks is not None and not checks.fulfilled()):
+            raise Retry from error
+        raise
+    if checks is not None and not checks.fulfilled():
+        raise Retry
