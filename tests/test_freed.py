@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace.autodiff.pass_scope import FREE_SPAN_NODES, KEEPER
+from gradtrace.autodiff.pass_scope import KEEPER
+from gradtrace.autodiff.tuning import FREE_SPAN_NODES
 from gradtrace.errors import GradtraceError
 
 

@@ -21,7 +21,8 @@ from torch import nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.report.training import MAX_SHARES, timing, training
+from gradtrace.report.training import timing, training
+from gradtrace.report.tuning import MAX_SHARES
 from gradtrace.runs import history
 from gradtrace.runs.history import Norms, StepRecord
 from gradtrace.runs.writer import Writer

@@ -350,8 +350,8 @@ def test_a_view_that_leads_in_a_circle_is_refused(tmp_path: Path, saved: Path) -
     """A page would follow it for ever."""
     from dataclasses import replace
 
-    from gradtrace.report.writing import loaded
-    from gradtrace.report.writing import saved as packed
+    from gradtrace.report.encode import loaded
+    from gradtrace.report.encode import saved as packed
 
     view = loaded(container.read(saved).tensors["view"])
     following = view.forest.next.copy()

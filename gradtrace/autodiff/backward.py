@@ -115,10 +115,12 @@ class GradientWalk:
 
     def _call_with_hooks(self, node: Node, grads: Grads) -> Grads:
         """Call a Python function, or a node that may have hooks, with these."""
-        if node._sequence_nr() >= self.clear_since:
-            return nodes.call(node, grads)
-        ready = hooks.before(node, grads)
-        return hooks.after(node, nodes.call_ready(node, ready), ready)
+        if node._sequence_nr() < self.clear_since:
+            ready = hooks.before(node, grads)
+            return hooks.after(node, nodes.call_ready(node, ready), ready)
+        if any(grad is None for grad in grads):
+            grads = nodes.engine_cotangents(node, grads)
+        return nodes.call_ready(node, grads)
 
 
 def gradient(

@@ -7,11 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-COMPARE_ALL_MAX_ELEMENTS = 1 << 16
-"""Tensors of at most this many elements are compared in full."""
-
-SAMPLE_ELEMENTS = 1 << 12
-"""Of larger tensors, at most this many evenly spaced elements are compared."""
+from gradtrace.autodiff.tuning import COMPARE_ALL_MAX_ELEMENTS, SAMPLE_ELEMENTS
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -59,6 +55,5 @@ def _flat_view(tensor: Tensor) -> Tensor:
     else:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
         flat = tensor.as_strided((span,), (1,))
-    return (
-        flat if len(flat) <= COMPARE_ALL_MAX_ELEMENTS else flat[:: -(-len(flat) // SAMPLE_ELEMENTS)]
-    )
+    small = len(flat) <= COMPARE_ALL_MAX_ELEMENTS
+    return flat if small else flat[:: -(-len(flat) // SAMPLE_ELEMENTS)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,7 @@ from gradtrace.autodiff.nodes import Grads, Node, engine_cotangents, explain, is
 from gradtrace.errors import GradtraceError, Unsupported
 
 _OWN_HANDLES = [0]
-
-
-def exclude_handles(count: int) -> None:
-    """Count ``count`` handles as gradtrace's own, which are not gradient hooks of the user."""
-    _OWN_HANDLES[0] += count
+"""How many handles gradtrace took itself; they are not gradient hooks of the user."""
 
 
 def _registered() -> int:
@@ -66,7 +62,11 @@ class SilencedHooks:
     hooked = False
 
 
-_SILENT = threading.local()
+class _Silence(threading.local):
+    current: SilencedHooks | None = None  # the innermost ``silenced`` of this thread
+
+
+_SILENCE = _Silence()
 
 
 @contextmanager
@@ -76,27 +76,25 @@ def silenced() -> Iterator[SilencedHooks]:
     For passes in addition to the user's own backward pass, which runs the hooks: side effects of
     hooks (counting, averaging, logging) must not happen twice, and cannot be detected.
     """
-    outer = _current_silence()
-    _SILENT.current = found = SilencedHooks()
+    outer = _SILENCE.current
+    _SILENCE.current = found = SilencedHooks()
     try:
         yield found
     finally:
-        _SILENT.current = outer
+        _SILENCE.current = outer
 
 
-def _current_silence() -> SilencedHooks | None:
-    """The innermost ``silenced`` of this thread."""
-    return getattr(_SILENT, "current", None)
+def _skips_hooks() -> bool:
+    """Whether hooks are silenced; notes that one may have been skipped."""
+    if _SILENCE.current is None:
+        return False
+    _SILENCE.current.hooked = True
+    return True
 
 
 def has_active_hooks(leaf: Tensor) -> bool:
     """Whether a leaf has hooks and these are not silenced."""
-    if not leaf._backward_hooks:
-        return False
-    silence = _current_silence()
-    if silence is not None:
-        silence.hooked = True
-    return silence is None
+    return bool(leaf._backward_hooks) and not _skips_hooks()
 
 
 def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
@@ -128,7 +126,7 @@ def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
 def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any]]:
     """The registered hooks, found by registering one more, reading its table, and removing it."""
     handle = register(lambda *_: None)
-    exclude_handles(1)
+    _OWN_HANDLES[0] += 1
     try:
         table = handle.hooks_dict_ref()
         return [] if table is None else [h for k, h in table.items() if k != handle.id]
@@ -138,30 +136,25 @@ def _hooks(register: Callable[[Any], RemovableHandle]) -> list[Callable[..., Any
 
 def before(node: Node, grads: Grads) -> Grads:
     """The cotangents of a node after its tensor hooks and its pre-hooks."""
-    silence = _current_silence()
-    if silence is not None:
-        silence.hooked = True
+    if _skips_hooks():
         return _unhooked(node, grads)
     if is_python(node):
         return engine_cotangents(node, grads)
-    found = tuple(_run_tensor_hooks(node, grads))
-    for hook in _hooks(node.register_prehook):
-        changed = hook(found)
-        if changed is not None:
-            found = changed if isinstance(changed, tuple) else (changed,)
-    return found
+    return _run(_hooks(node.register_prehook), _run_tensor_hooks(node, grads))
 
 
 def after(node: Node, outs: Grads, grads: Grads) -> Grads:
     """The results of a node after its post-hooks (``Node.register_hook``)."""
-    if _current_silence() is not None:
-        return outs
-    found = tuple(outs)
-    for hook in _hooks(node.register_hook):
-        changed = hook(found, tuple(grads))
+    return outs if _skips_hooks() else _run(_hooks(node.register_hook), outs, tuple(grads))
+
+
+def _run(hooks: Iterable[Callable[..., Any]], found: Grads, *others: Grads) -> Grads:
+    """Call hooks in turn, each on what the one before returned (None: on what it was given)."""
+    for hook in hooks:
+        changed = hook(found := tuple(found), *others)
         if changed is not None:
             found = changed if isinstance(changed, tuple) else (changed,)
-    return found
+    return tuple(found)
 
 
 IDENTITIES = frozenset({"BackwardHookFunctionBackward"})

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.names import NameTable
+from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
@@ -93,8 +94,9 @@ def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
     wrapped = {
         key: names[0] for key, (leaf, names) in name_table.leaves.items() if is_wrapper(leaf)
     }
-    if wrapped and elements:
-        _check_leaves(loss, wrapped)
+    for node in pending(nodes.root_of(loss))[0] if wrapped and elements else ():
+        if type(node) is nodes.ACCUMULATE and id(node.variable) in wrapped:
+            refuse_wrapper(node.variable, f"leaf {wrapped[id(node.variable)]}")
 
 
 def _check_not_in_transform(loss: Tensor) -> None:
@@ -106,16 +108,3 @@ def _check_not_in_transform(loss: Tensor) -> None:
             "loss is a stand-in without a graph of its own; return the loss from the transformed "
             "function, and trace it outside"
         )
-
-
-def _check_leaves(loss: Tensor, wrapped: dict[int, str]) -> None:
-    """Refuse a loss that depends on a leaf in ``wrapped`` (names by id of the leaf)."""
-    stack, seen = [nodes.root_of(loss)], set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node) is nodes.ACCUMULATE and id(node.variable) in wrapped:
-            refuse_wrapper(node.variable, f"leaf {wrapped[id(node.variable)]}")
-        stack += [child for child, _ in nodes.edges_of(node) if child is not None]

@@ -148,6 +148,19 @@ def unused(name: str, taken: Container[str]) -> str:
     return next(other for n in count(1) if (other := f"{name}@{n}") not in taken)
 
 
+def enclosing(name: str) -> list[str]:
+    """The names of the modules that contain something of this name, innermost first.
+
+    >>> enclosing("a.b.weight")
+    ['a.b', 'a', '']
+    """
+    found = []
+    while name:
+        name = name.rpartition(".")[0]
+        found.append(name)
+    return found
+
+
 def placed(error: GradtraceError, where: str) -> GradtraceError:
     """The same error, with where it occurred at the start of its message."""
     text = str(error)

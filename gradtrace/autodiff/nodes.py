@@ -165,35 +165,25 @@ def is_number(x: Tensor) -> bool:
     Such a tensor is on the CPU, wherever y is, and does not take part in type promotion, by which
     it is recognised.
     """
-    narrow = _NARROW.get(x.dtype) if x.is_cpu and not x.dim() else None
+    narrow = _NARROW.get(x.dtype) if not x.dim() else None
     return narrow is not None and torch.result_type(narrow, x) is narrow.dtype
 
 
-_SPARSE = "make it dense (for nn.Embedding: sparse=False)"
 LAYOUTS = {
-    torch.jagged: "pad before (torch.nested.to_padded_tensor), or work on the parts one by one",
-    torch._mkldnn: "leave to_mkldnn() out",  # type: ignore[attr-defined]
-    torch.sparse_coo: _SPARSE,
-    torch.sparse_csr: _SPARSE,
-    torch.sparse_csc: _SPARSE,
-    torch.sparse_bsr: _SPARSE,
-    torch.sparse_bsc: _SPARSE,
+    "torch.jagged": "pad before (torch.nested.to_padded_tensor), or work on the parts one by one",
+    "torch._mkldnn": "leave to_mkldnn() out",
 }
-"""Advice for error messages, by layout of a gradient that is not dense."""
+"""Advice for error messages, by layout of a gradient that is neither dense nor sparse."""
 
 
 def refuse_layout(grad: Tensor) -> NoReturn:
     """Raise ``Unsupported`` for a gradient that is not dense."""
+    name = str(grad.layout)
+    sparse = " (for nn.Embedding: sparse=False)" if name.startswith("torch.sparse") else ""
     raise Unsupported(
-        f"a gradient of layout {grad.layout} cannot be followed element by element; "
-        f"{LAYOUTS.get(grad.layout, 'make it dense')}"
+        f"a gradient of layout {name} cannot be followed element by element; "
+        f"{LAYOUTS.get(name, f'make it dense{sparse}')}"
     )
-
-
-def _sums_to(wide: Shape, shape: Shape) -> bool:
-    """Whether ``shape`` broadcasts to ``wide``."""
-    extra = len(wide) - len(shape)
-    return extra >= 0 and all(n in (1, m) for n, m in zip(shape, wide[extra:]))
 
 
 def conform(grad: Tensor, meta: Any) -> Tensor:
@@ -212,7 +202,7 @@ def conform(grad: Tensor, meta: Any) -> Tensor:
             grad = grad.view(shape)
         elif shape and extra > 0 and grad.shape[extra:] == shape:
             grad = grad.sum(tuple(range(extra)))  # as sum_to_size, with less overhead
-        elif _sums_to(tuple(grad.shape), shape):
+        elif extra >= 0 and all(n in (1, m) for n, m in zip(shape, grad.shape[extra:])):
             grad = grad.sum_to_size(shape)
         else:
             raise GradtraceError(
@@ -281,15 +271,10 @@ def is_python(node: Node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def call(node: Node, grads: Grads) -> Grads:
-    """``h_u(g_u)``: the formula's result, one gradient for each edge of ``edges_of(node)``."""
-    if is_python(node) and any(grad is None for grad in grads):
-        grads = engine_cotangents(node, grads)
-    return call_ready(node, grads)
-
-
 def call_ready(node: Node, grads: Grads) -> Grads:
-    """``call`` with cotangents as the engine passes them (see ``engine_cotangents``)."""
+    """``h_u(g_u)``: the formula's result, one gradient for each edge of ``edges_of(node)``. The
+    cotangents are as the engine passes them (see ``engine_cotangents``).
+    """
     if is_python(node):
         return _apply(node, grads)
     outs = node(*grads)
@@ -364,25 +349,37 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
         )
     if isinstance(error, _Refused):
         return Unsupported(f"{at} cannot be followed: {text}")
-    if "second time" in text or "already been freed" in text:
-        return FreedGraph(
-            f"the graph is freed at {at}: a backward pass released the values it needs. Trace "
-            "before loss.backward(), or call loss.backward(retain_graph=True)"
-        )
-    if "modified by an inplace operation" in text:
-        return FreedGraph(
-            f"a value that {at} needs was overwritten in place after the forward pass (an "
-            "optimizer step, for instance). Trace before it is changed"
-        )
-    if "nested" in text.lower() or "wrong index for variant" in text:  # asked for its shape
-        return Unsupported(
-            f"{at} works on nested tensors, whose elements have no common shape and cannot be "
-            f"followed; pad before (torch.nested.to_padded_tensor, nn.utils.rnn.pad_sequence), or "
-            f"work on the parts one by one ({text})"
-        )
-    if "sparse" in text.lower():
-        return Unsupported(
-            f"{at} works on sparse tensors, which cannot be followed element by element; make them "
-            f"dense before ({text})"
-        )
+    for words, kind, message in CAUSES:
+        if any(word in text.lower() for word in words):
+            return kind(message.format(at=at, text=text))
     return GradtraceError(f"{at} failed: {text}")
+
+
+CAUSES: tuple[tuple[tuple[str, ...], type[GradtraceError], str], ...] = (
+    (
+        ("second time", "already been freed"),
+        FreedGraph,
+        "the graph is freed at {at}: a backward pass released the values it needs. Trace before "
+        "loss.backward(), or call loss.backward(retain_graph=True)",
+    ),
+    (
+        ("modified by an inplace operation",),
+        FreedGraph,
+        "a value that {at} needs was overwritten in place after the forward pass (an optimizer "
+        "step, for instance). Trace before it is changed",
+    ),
+    (
+        ("nested", "wrong index for variant"),  # the latter if asked for its shape
+        Unsupported,
+        "{at} works on nested tensors, whose elements have no common shape and cannot be followed; "
+        "pad before (torch.nested.to_padded_tensor, nn.utils.rnn.pad_sequence), or work on the "
+        "parts one by one ({text})",
+    ),
+    (
+        ("sparse",),
+        Unsupported,
+        "{at} works on sparse tensors, which cannot be followed element by element; make them "
+        "dense before ({text})",
+    ),
+)
+"""What is in the text of an exception that a node raised, and the error to raise instead."""

@@ -17,9 +17,21 @@ import torch
 from torch.utils import checkpoint
 
 from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.autodiff.tuning import FREE_SPAN_NODES
+from gradtrace.pytorch.global_switches import Switch
 from gradtrace.pytorch.side_effects import users_code
 
-_RUNNING = threading.local()
+
+class _PassState(threading.local):
+    """The pass of gradtrace that runs on this thread."""
+
+    passes = 0  # nested ones
+    number = -1
+    recomputation: uuid.UUID | None = None
+    reached: Callable[[], Collection[Node]] = tuple  # the nodes that the pass visits
+
+
+_PASS = _PassState()
 
 
 def backward_runs() -> bool:
@@ -27,11 +39,8 @@ def backward_runs() -> bool:
 
     If so, a call of a module is the recomputation of a checkpoint.
     """
-    return _running() or _TASK() != -1
+    return _PASS.passes > 0 or _TASK() != -1
 
-
-FREE_SPAN_NODES = 32
-"""About this many nodes may free one another by recursion before a tuple interrupts the chain."""
 
 KEEPER = "gradtrace: frees a deep graph step by step"
 """The metadata key under which a node holds references to some of its children."""
@@ -76,20 +85,20 @@ def one_pass() -> Iterator[None]:
     """
     collecting = gc.isenabled()
     gc.disable()
-    outer = getattr(_RUNNING, "passes", 0), getattr(_RUNNING, "number", -1)
-    _RUNNING.passes, _RUNNING.number = outer[0] + 1, next(_NUMBERS)
+    outer = _PASS.passes, _PASS.number
+    _PASS.passes, _PASS.number = outer[0] + 1, next(_NUMBERS)
     try:
-        with torch.no_grad(), recomputed_once(), _patched_torch():
+        with torch.no_grad(), recomputed_once(), _PATCHED:
             yield
     finally:
-        _RUNNING.passes, _RUNNING.number = outer
+        _PASS.passes, _PASS.number = outer
         if collecting:
             gc.enable()
 
 
 def set_reached_nodes(reached: Callable[[], Collection[Node]]) -> None:
     """Set which nodes the pass on this thread visits; ``reached`` is called when a hook asks."""
-    _RUNNING.reached = reached
+    _PASS.reached = reached
 
 
 # Functions of PyTorch that are replaced during a pass ---------------------------------------------
@@ -102,22 +111,18 @@ _ENTER, _EXIT = _CACHED.__enter__, _CACHED.__exit__
 _RECOMPUTATION: Any = vars(checkpoint)["_recomputation_hook"]
 
 
-def _running() -> bool:
-    return getattr(_RUNNING, "passes", 0) > 0
-
-
 def _task() -> int:
     """The number of the running backward pass.
 
     A multi-grad hook counts its calls by this number. In a pass of gradtrace the hook is called by
     several passes of PyTorch's engine, over one node each, which must have the same number.
     """
-    return _RUNNING.number if _running() else _TASK()
+    return _PASS.number if _PASS.passes else _TASK()
 
 
 def _executes(node: Node) -> bool:
     """Whether the running pass visits a node."""
-    return node in _RUNNING.reached() if _running() else _EXECUTES(node)
+    return node in _PASS.reached() if _PASS.passes else _EXECUTES(node)
 
 
 class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
@@ -137,7 +142,7 @@ def _enter(mode: Any) -> Any:
     """Selective checkpointing returns each saved value once. In a pass of gradtrace the values are
     restored afterwards (``_exit``), so that the user's own pass finds them.
     """
-    if _running():
+    if _PASS.passes:
         mode._gradtrace_saved = {key: copy.copy(some) for key, some in mode.storage.items()}
     return _ENTER(mode)
 
@@ -157,30 +162,25 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (_CACHED, "__enter__", _enter),
     (_CACHED, "__exit__", _exit),
 )
-_ORIGINALS = tuple(getattr(where, name) for where, name, _ in _PATCHES)
-_PATCH_LOCK = threading.Lock()
-_ACTIVE = [0]
 
 
 @contextlib.contextmanager
 def _patched_torch() -> Iterator[None]:
     """Within, PyTorch's hooks and checkpoints treat a pass of gradtrace as a backward pass.
 
-    The patches are process-wide and counted; on other threads they behave as the originals.
+    The patches are process-wide; on other threads they behave as the originals.
     """
-    with _PATCH_LOCK:
-        _ACTIVE[0] += 1
-        if _ACTIVE[0] == 1:
-            for where, name, ours in _PATCHES:
-                setattr(where, name, ours)
+    originals = [getattr(where, name) for where, name, _ in _PATCHES]
     try:
+        for where, name, ours in _PATCHES:
+            setattr(where, name, ours)
         yield
     finally:
-        with _PATCH_LOCK:
-            _ACTIVE[0] -= 1
-            if not _ACTIVE[0]:
-                for (where, name, _), theirs in zip(_PATCHES, _ORIGINALS):
-                    setattr(where, name, theirs)
+        for (where, name, _), theirs in zip(_PATCHES, originals):
+            setattr(where, name, theirs)
+
+
+_PATCHED = Switch(lambda: _patched_torch())
 
 
 @contextlib.contextmanager
@@ -208,15 +208,15 @@ class _Uuid:
     """
 
     def uuid4(self) -> uuid.UUID:
-        return getattr(_RUNNING, "recomputation", None) or uuid.uuid4()
+        return _PASS.recomputation or uuid.uuid4()
 
 
 @contextlib.contextmanager
 def _recomputed_once_before_2_10() -> Iterator[None]:
     vars(checkpoint)["uuid"] = _Uuid()
-    outer = getattr(_RUNNING, "recomputation", None), getattr(_RUNNING, "number", -1)
-    _RUNNING.recomputation, _RUNNING.number = uuid.uuid4(), next(_NUMBERS)
+    outer = _PASS.recomputation, _PASS.number
+    _PASS.recomputation, _PASS.number = uuid.uuid4(), next(_NUMBERS)
     try:
         yield
     finally:
-        _RUNNING.recomputation, _RUNNING.number = outer
+        _PASS.recomputation, _PASS.number = outer

@@ -22,33 +22,20 @@ from gradtrace.autodiff.nodes import (
     root_of,
     sequence_of,
 )
+from gradtrace.autodiff.traversal import pending
 
 
 def off_thread_calls(loss: Tensor, name_table: NameTable) -> dict[Node, ModuleCall]:
     """The module calls of those nodes of a loss for which ``NameTable.place_at`` would be wrong."""
     if not name_table.starts:
         return {}
-    numbers, edges = _survey(root_of(loss))
+    edges = pending(root_of(loss))[1]
+    found_numbers = ((node, sequence_of(node)) for node in edges)
+    numbers = {node: number for node, number in found_numbers if number is not None}
     found = _annotated(numbers, edges) if name_table.away else {}
     left = {node: number for node, number in numbers.items() if node not in found}
     found.update(dict.fromkeys(_foreign(left, edges, name_table), NO_MODULE))
     return found
-
-
-def _survey(root: Node) -> tuple[dict[Node, int], dict[Node, Edges]]:
-    """The sequence number and the edges of every node except leaves."""
-    numbers: dict[Node, int] = {}
-    edges: dict[Node, Edges] = {}
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        number = sequence_of(node)
-        if number is None or node in edges:
-            continue
-        numbers[node] = number
-        edges[node] = edges_of(node)
-        stack += [child for child, _ in edges[node] if child is not None and child not in edges]
-    return numbers, edges
 
 
 def _annotated(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, ModuleCall]:
@@ -96,18 +83,12 @@ def _foreign(
         if _uses_parameter_of_running_module(numbers[node], edges[node], name_table)
     }
     foreign = {node: None for node in clashes if clashes[node] & own}
-    while clashes := _remaining_clashes(clashes, foreign):
-        worst = max(map(len, clashes.values()))
-        foreign.update({node: None for node in clashes if len(clashes[node]) == worst})
-    return foreign
-
-
-def _remaining_clashes(
-    clashes: dict[Node, set[Node]], foreign: dict[Node, None]
-) -> dict[Node, set[Node]]:
-    """The clashes between nodes that are not yet known to be foreign."""
-    left = {n: others - foreign.keys() for n, others in clashes.items() if n not in foreign}
-    return {node: others for node, others in left.items() if others}
+    while True:
+        left = {n: others - foreign.keys() for n, others in clashes.items() if n not in foreign}
+        worst = max(map(len, left.values()), default=0)
+        if not worst:
+            return foreign
+        foreign.update({node: None for node, others in left.items() if len(others) == worst})
 
 
 def _clashes(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, set[Node]]:

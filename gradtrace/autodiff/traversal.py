@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
+from traceback import walk_stack
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from gradtrace.autodiff.nodes import Node, edges_of, root_of, sequence_of
 from gradtrace.autodiff.pass_scope import limit_recursion, set_reached_nodes
+from gradtrace.autodiff.tuning import STACK_RESERVE_FRAMES
 from gradtrace.errors import TooDeep, UnknownName, Unsupported
 
 Visit: TypeAlias = Callable[[Any, Any], object]
@@ -109,8 +111,8 @@ def recursive(root: Node, visit: Visit, edges: Edges = edges_of) -> list[Node]:
     """
     uses, known = pending(root, edges)
     order: list[Node] = []
-    deepest = sys.getrecursionlimit() - _depth() - 50  # leaves frames for the formulas
-
+    frames = sum(1 for _ in walk_stack(sys._getframe()))
+    deepest = sys.getrecursionlimit() - frames - STACK_RESERVE_FRAMES
     _descend(root, 0, deepest, uses, known, visit, order)
     return order
 
@@ -137,14 +139,6 @@ def _descend(
             uses[child] -= 1
             if not uses[child]:
                 _descend(child, depth + 1, deepest, uses, known, visit, order)
-
-
-def _depth() -> int:
-    """The number of frames on the Python stack."""
-    frame, depth = sys._getframe(), 0
-    while frame.f_back is not None:
-        frame, depth = frame.f_back, depth + 1
-    return depth
 
 
 SCHEDULES: dict[str, Callable[..., list[Node]]] = {

@@ -9,6 +9,7 @@ from math import hypot, isfinite
 
 from torch.nn import Parameter
 
+from gradtrace.autodiff.names import enclosing
 from gradtrace.flow.operator_graph import (
     OperatorGraph,
     PassedGradient,
@@ -74,7 +75,7 @@ class Modules:
                 found[places[edge.giver].module].handed.append(edge.value)
         for leaf in graph.program.leaves:
             name = self.names.get(leaf.value, "")
-            owner = next((module for module in above(name) if module in found), None)
+            owner = next((module for module in enclosing(name) if module in found), None)
             if owner is not None and leaf.value not in self._inputs:
                 found[owner].own.append(leaf.value)
         return found
@@ -155,16 +156,3 @@ class Modules:
             body = [v for v in found.values if graph.depth[graph.takers[v]] >= start]
             ratios += [self._norm(body) / graph.along.first.norm] if body else []
         return ratios
-
-
-def above(name: str) -> list[str]:
-    """The names of the modules that contain something of this name, innermost first.
-
-    >>> above("a.b.weight")
-    ['a.b', 'a', '']
-    """
-    found = []
-    while name:
-        name = name.rpartition(".")[0]
-        found.append(name)
-    return found

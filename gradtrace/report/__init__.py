@@ -3,8 +3,8 @@
 ``trace_view`` makes a ``View`` from a trace, ``report`` combines views, ``write`` writes the page.
 """
 
-from gradtrace.report.inline import framed
+from gradtrace.report.encode import loaded, saved
 from gradtrace.report.model import Report, View
-from gradtrace.report.writing import loaded, report, saved, write
+from gradtrace.report.page import framed, report, write
 
 __all__ = ["Report", "View", "framed", "loaded", "report", "saved", "write"]

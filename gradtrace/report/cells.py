@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from gradtrace.report.model import Floats, Ints
+from gradtrace.report.tuning import LEAF_MAX_CELLS
 from gradtrace.types import Shape
-
-LEAF_MAX_CELLS = 48 * 48
-"""The most cells of a leaf."""
 
 MAX_NUMBERED_ELEMENTS = 2**31 - 1
 """The most elements of a tensor whose elements the page can number."""
@@ -79,11 +77,11 @@ def cells(gradient: Tensor, cut: Grid) -> Cells:
     else:
         size = flat.reshape(height, width).abs()
         size = torch.where(size.isnan(), torch.inf, size)
-        across = [_most(size[:, a:b], 1, a) for a, b in _cuts(width, columns)]
-        largest = torch.stack([most for most, _ in across], 1)  # (height, columns)
-        column = torch.stack([at for _, at in across], 1)
-        down = [_most(largest[a:b], 0, a) for a, b in _cuts(height, rows)]
-        row = torch.stack([at for _, at in down])  # (rows, columns)
+        across, down = _cuts(width, columns), _cuts(height, rows)
+        most = [size[:, a:b].max(1) for a, b in across]
+        largest = torch.stack([each.values for each in most], 1)  # (height, columns)
+        column = torch.stack([each.indices + a for each, (a, _) in zip(most, across)], 1)
+        row = torch.stack([largest[a:b].argmax(0) + a for a, b in down])  # (rows, columns)
         element = (row * width + column.gather(0, row)).reshape(-1)
     return Cells(cut, element.int().numpy(), flat[element].double().numpy())
 
@@ -92,8 +90,3 @@ def _cuts(size: int, parts: int) -> list[tuple[int, int]]:
     """The start and end of each part: ``i`` is in part ``i · parts // size``."""
     starts = [-(-n * size // parts) for n in range(parts + 1)]
     return list(pairwise(starts))
-
-
-def _most(size: Tensor, dim: int, first: int) -> tuple[Tensor, Tensor]:
-    found = size.max(dim)
-    return found.values, found.indices + first

@@ -1,4 +1,5 @@
-"""Encodes data as one string: JSON and columns in a container, compressed, as base64.
+"""Encodes data as one string: JSON and columns in a container, compressed, as base64; and views as
+tensors of bytes.
 
 >>> import numpy as np
 >>> data = contained({"name": "</script>", "x": np.array([1.5, 2.5]), "y": float("inf")})
@@ -18,9 +19,13 @@ from base64 import b64encode
 from typing import Any
 
 import numpy as np
+import torch
 
 from gradtrace.io.strict_json import distinct, json_value, parse
 from gradtrace.io.validation import integer, one_of, record, unfit
+from gradtrace.report.checking import check
+from gradtrace.report.model import View, revived
+from gradtrace.report.tuning import COMPRESSION_LEVEL
 
 KINDS = {"f4": "<f4", "f8": "<f8", "i4": "<i4", "u1": "|u1"}
 NAMES = {np.dtype(form): kind for kind, form in KINDS.items()}
@@ -28,36 +33,25 @@ COLUMN = record({"$": one_of(*KINDS)}, o=integer(), n=integer())
 ALIGNMENT_BYTES = 8
 """Columns begin at multiples of this many bytes, so that the page can use them without a copy."""
 
-COMPRESSION_LEVEL = 6
-"""Compression level; 9 takes six times as long and saves a hundredth."""
-
-
-class Blob:
-    """Concatenated columns."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.size = 0
-
-    def put(self, column: np.ndarray[Any, Any]) -> dict[str, object]:
-        """Add a column; returns its type, offset and length."""
-        kind = NAMES[column.dtype.newbyteorder("<")]
-        data = np.ascontiguousarray(column.astype(KINDS[kind], copy=False)).tobytes()
-        place = {"$": kind, "o": self.size, "n": column.size}
-        data += bytes(-len(data) % ALIGNMENT_BYTES)
-        self.parts.append(data)
-        self.size += len(data)
-        return place
-
 
 def contained(value: object) -> bytes:
-    """Encode dicts, lists, text, numbers and columns as bytes."""
-    blob = Blob()
+    """Encode dicts, dataclasses, lists, text, numbers and columns as bytes."""
+    blob = bytearray()
+
+    def written(value: Any) -> object:
+        """The type, offset and length of a column; the fields of a dataclass."""
+        if not isinstance(value, np.ndarray):
+            return json_value(vars(value))
+        kind, offset = NAMES[value.dtype.newbyteorder("<")], len(blob)
+        blob.extend(value.astype(KINDS[kind], copy=False).tobytes())
+        blob.extend(bytes(-len(blob) % ALIGNMENT_BYTES))
+        return {"$": kind, "o": offset, "n": value.size}
+
     text = json.dumps(
-        json_value(value), allow_nan=False, separators=(",", ":"), default=blob.put
+        json_value(value), allow_nan=False, separators=(",", ":"), default=written
     ).encode()
     head = len(text).to_bytes(4, "little") + text
-    return b"".join([head, bytes(-len(head) % ALIGNMENT_BYTES), *blob.parts])
+    return b"".join([head, bytes(-len(head) % ALIGNMENT_BYTES), blob])
 
 
 def read(data: bytes) -> Any:
@@ -95,3 +89,17 @@ def read(data: bytes) -> Any:
 def lettered(data: bytes) -> str:
     """Compress, and encode as base64; deterministic (no time stamp)."""
     return b64encode(gzip.compress(data, COMPRESSION_LEVEL, mtime=0)).decode()
+
+
+def saved(view: View) -> torch.Tensor:
+    """Encode a view as a tensor of bytes."""
+    return torch.frombuffer(bytearray(contained(view)), dtype=torch.uint8)
+
+
+def loaded(data: torch.Tensor) -> View:
+    """The inverse of ``saved``, with each field checked; raises ``SchemaMismatch``."""
+    if data.dtype != torch.uint8 or data.dim() != 1:
+        unfit("the view is no row of bytes")
+    found: View = revived(View, read(data.numpy().tobytes()))
+    check(found)
+    return found

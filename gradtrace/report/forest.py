@@ -10,19 +10,15 @@ import numpy.typing as npt
 import torch
 
 from gradtrace.report.cells import MAX_NUMBERED_ELEMENTS
-from gradtrace.report.graph import ProgramRows, columns
-from gradtrace.report.model import Floats, Forest
+from gradtrace.report.model import NONE, UNFOLLOWED, Floats, Forest
+from gradtrace.report.program_rows import ProgramRows, columns
 from gradtrace.report.source import Source
-from gradtrace.tracing import path_forest
 from gradtrace.tracing.tensor_paths import TensorPaths
 
 Places = npt.NDArray[np.int64]
 
 LEAF_WORD = "leaf"
 """The name of a path's first step."""
-
-NONE, UNFOLLOWED = -1, -2
-"""Values in place of a start: the element has no path; its path was not followed."""
 
 
 class PathPoints(NamedTuple):
@@ -42,32 +38,20 @@ class PathPoints(NamedTuple):
 
 
 def followed(source: Source, elements: Mapping[int, Places]) -> PathPoints:
-    """The paths of some elements of leaves' values, by the rule of the trace."""
-    if source.granularity == "operator":
-        return _whole_tensors(source, elements)
-    at = {v: torch.from_numpy(e).to(source.device) for v, e in elements.items() if len(e)}
-    found = source.builder.follower.follow(at, source.rule)
-    points, number = _contracted(source, found)
-    whole = np.where(found.whole.numpy(), number[found.starts.numpy()], NONE)
-    sizes = [len(elements[value]) for value in at]
-    parts = np.split(whole, np.cumsum(sizes)[:-1]) if sizes else []
-    starts = {value: np.zeros(0, dtype=np.int64) for value in elements}
-    return points._replace(starts={**starts, **dict(zip(at, parts))}, elements=dict(elements))
+    """The paths of some elements of leaves' values, by the rule of the trace.
 
-
-def _contracted(source: Source, found: path_forest.PathForest) -> tuple[PathPoints, Places]:
-    """Drop the nodes inside operators; returns the points, and for each node the number of its
-    point.
-
-    The derivative of a point by the previous one is the product of the weights between them, from
-    the leaf on, in the order of ``trace.path``.
+    Nodes inside operators are dropped. The derivative of a point by the previous one is the product
+    of the weights between them, from the leaf on, in the order of ``trace.path``.
     """
-    labels = source.builder.labels
+    if source.traced.granularity == "operator":
+        return _whole_tensors(source, elements)
+    at = {v: torch.from_numpy(e).to(source.traced.device) for v, e in elements.items() if len(e)}
+    labels, found = source.builder.labels, source.builder.follower.follow(at, source.traced.rule)
     onward, weight = found.onward.numpy(), found.weight.numpy()
     stages = np.diff([*found.firsts, len(onward)])
     value = np.repeat(np.array(found.values, dtype=np.int64), stages)
-    points = [v in labels.places or v in source.names for v in found.values]
-    is_point = np.repeat(np.array(points, dtype=bool), stages)
+    shown = [v in labels.places or v in source.names for v in found.values]
+    is_point = np.repeat(np.array(shown, dtype=bool), stages)
     here = np.flatnonzero(is_point)
     number = np.full(len(onward) + 1, NONE, dtype=np.int64)  # the last stands for "none"
     number[here] = np.arange(len(here))
@@ -77,32 +61,34 @@ def _contracted(source: Source, found: path_forest.PathForest) -> tuple[PathPoin
         ahead[inner] = onward[ahead[inner]]
     element, gradient = found.element.numpy()[here], found.gradient.numpy()[here]
     last = ahead < 0
-    seed = source.builder.labels.seed.reshape(-1).double().cpu().numpy()
     root = last & (value[here] == found.root)
-    derivative[root] = seed[element[root]]
+    derivative[root] = labels.seed.reshape(-1).double().cpu().numpy()[element[root]]
     with np.errstate(all="ignore"):
         reached = np.where(last, 1.0, gradient[np.maximum(number[ahead], 0)])
-        brought = reached * derivative
-        share = np.where(gradient == 0, np.nan, brought / gradient)
+        share = np.where(gradient == 0, np.nan, reached * derivative / gradient)
+    first = np.where(found.whole.numpy(), number[found.starts.numpy()], NONE)
+    ends = np.cumsum([len(mine) for mine in elements.values()])
+    starts = dict(zip(elements, np.split(first, ends[:-1])))
     columns = (value[here], element, derivative, gradient, share, number[ahead])
-    return PathPoints(*columns, starts={}, elements={}), number
+    return PathPoints(*columns, starts, dict(elements))
 
 
 def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> PathPoints:
     """The path of each leaf as a whole tensor; all its elements start from one point."""
-    seed = source.builder.follower.seed
-    coarse = TensorPaths(source.program, source.rule, seed)
+    coarse = TensorPaths(source.traced.program, source.traced.rule, source.builder.follower.seed)
     chains = {value: coarse.chain(value).links for value in elements}
     points = {value for value, links in chains.items() if links}
     points |= {link.take for links in chains.values() for link in links}
-    order = {step.out: n for n, step in enumerate(source.program.steps(), 1)}
-    order[source.program.root] = 0
+    order = {step.out: n for n, step in enumerate(source.traced.program.steps(), 1)}
+    order[source.traced.program.root] = 0
     values = sorted(points, key=lambda value: -order[value])  # from the leaves to the root
     number = {value: n for n, value in enumerate(values)}
     links = [coarse.links.get(value) for value in values]
     value = np.array(values, dtype=np.int64)
     nan = np.full(len(values), np.nan)
-    mass = np.array([_mass(source, v) for v in values], dtype=np.float64)
+    gradients = source.builder.follower.gradients
+    sums = [gradients[v].abs().sum(dtype=torch.float64) for v in values]
+    mass = np.array([float(each) for each in sums], dtype=np.float64)
     share = np.array([1.0 if x is None else x.size / x.total for x in links], dtype=np.float64)
     ahead = np.array([NONE if x is None else number[x.take] for x in links], dtype=np.int64)
     starts = {
@@ -111,10 +97,6 @@ def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> PathPoints
     }
     nowhere = np.full_like(value, -1)
     return PathPoints(value, nowhere, nan, mass, share, ahead, starts, dict(elements))
-
-
-def _mass(source: Source, value: int) -> float:
-    return float(source.builder.follower.gradients[value].abs().sum(dtype=torch.float64))
 
 
 # Limiting the size --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ trace it was made from nor to the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -23,6 +23,9 @@ Ints: TypeAlias = Annotated[npt.NDArray[np.int32], np.int32]
 Bytes: TypeAlias = Annotated[npt.NDArray[np.uint8], np.uint8]
 Floats: TypeAlias = Annotated[npt.NDArray[np.float64], np.float64]
 Singles: TypeAlias = Annotated[npt.NDArray[np.float32], np.float32]
+
+NONE, UNFOLLOWED = -1, -2
+"""Values in place of a path's start: the element has no path; its path was not followed."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ class Report:
     timing: Timing | None
 
 
-# Conversion from and to dicts ---------------------------------------------------------------------
+# From dicts ---------------------------------------------------------------------------------------
 
 
 def revived(kind: type, data: Any) -> Any:
@@ -287,14 +290,3 @@ def _value(hint: Any, data: Any) -> Any:
     if type(data) is not hint:
         unfit(f"is {type(data).__name__} in place of {getattr(hint, '__name__', hint)}")
     return data
-
-
-def plain(value: object) -> object:
-    """The inverse of ``revived``: dataclasses become dicts, columns are unchanged."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return value

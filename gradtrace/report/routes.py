@@ -2,100 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
-from gradtrace.report.forest import NONE, PathPoints, Places
-from gradtrace.report.graph import ProgramRows
-from gradtrace.report.model import Floats, Route
-
-MAX_ROUTES = 50
-"""The most routes in a view."""
-
-MAX_STARTS = 5
-"""The most paths of a route whose starts are in a view."""
+from gradtrace.report.forest import PathPoints, Places
+from gradtrace.report.model import NONE, Floats, Ints, Route
+from gradtrace.report.program_rows import ProgramRows
+from gradtrace.report.tuning import MAX_ROUTES, ROUTE_MAX_STARTS
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """The elements that were drawn: the first point of each (or ``NONE``), and its gradient."""
+def routes(
+    points: PathPoints, rows: ProgramRows, module: Ints, starts: Places, gradient: Floats
+) -> list[Route]:
+    """Group the paths of drawn elements (their first points, or ``NONE``, and gradients) that go
+    through the same operators in the same order; the most frequent group first, then by gradient,
+    then in the order of drawing.
 
-    point: Places
-    gradient: Floats
-
-
-@dataclass(frozen=True)
-class RouteGroup:
-    """A route with the points where its paths start, those of the largest gradients first."""
-
-    operators: tuple[int, ...]
-    count: int
-    share: float
-    weighted: float
-    starts: Places
-
-
-def ways(points: PathPoints, sampled: Sampled, rows: ProgramRows) -> list[RouteGroup]:
-    """Group paths through the same operators in the same order; the most frequent group first, then
-    by gradient, then in the order of drawing.
+    ``module`` is that of each operator. A route's ``starts`` are points, those of the largest
+    gradients first.
     """
-    there = sampled.point != NONE
-    start_points, size = sampled.point[there], np.abs(sampled.gradient[there])
+    there = starts != NONE
+    starts, size = starts[there], np.abs(gradient[there])
     size = np.where(np.isfinite(size), size, 0.0)
-    values = np.unique(points.value)
-    operator = np.array([rows.of[v] for v in values.tolist()], dtype=np.int64)
-    at = operator[np.searchsorted(values, points.value)]
-    route = _numbered(at, points.next)
-    behind = route[points.next[start_points]]
-    _, first, kind = np.unique(behind, return_index=True, return_inverse=True)
+    behind = points.next[starts]
+    values, at = np.unique(points.value, return_inverse=True)
+    operator = np.array([rows.of[value] for value in values.tolist()], dtype=np.int64)[at]
+    route = _sequences(operator, points.next)[behind]
+    _, first, kind = np.unique(route, return_index=True, return_inverse=True)
     count, weight = np.bincount(kind), np.bincount(kind, size)
     total = float(size.sum())
     found = []
     for k in np.lexsort((first, -weight, -count))[:MAX_ROUTES].tolist():
         mine = np.flatnonzero(kind == k)
-        largest = start_points[mine[np.argsort(-size[mine], kind="stable")]]
-        way = tuple(
-            at[list(_onward(points.next, int(points.next[start_points[first[k]]])))].tolist()
-        )
-        weighted = float(weight[k]) / total if total else 0.0
+        largest = starts[mine[np.argsort(-size[mine], kind="stable")]].tolist()
+        way, point = list[int](), int(behind[first[k]])
+        while point >= 0:
+            way.append(int(operator[point]))
+            point = int(points.next[point])
+        passed = (number for number in module[way].tolist() if number)
         found.append(
-            RouteGroup(
-                way, int(count[k]), int(count[k]) / len(start_points), weighted, _different(largest)
+            Route(
+                tuple(way),
+                tuple(number for number, _ in groupby(passed)),
+                int(count[k]),
+                int(count[k]) / len(starts),
+                float(weight[k]) / total if total else 0.0,
+                tuple(dict.fromkeys(largest))[:ROUTE_MAX_STARTS],
             )
         )
     return found
 
 
-def _numbered(at: Places, ahead: Places) -> Places:
+def _sequences(operator: Places, following: Places) -> Places:
     """For each point, a number that identifies the sequence of operators from there on."""
     known: dict[tuple[int, int], int] = {}
-    numbers = [NONE] * (len(at) + 1)
-    operators, further = at.tolist(), ahead.tolist()
+    operators, ahead = operator.tolist(), following.tolist()
+    numbers = [NONE] * (len(operators) + 1)  # the last stands for "none"
     for point in range(len(operators) - 1, -1, -1):  # each comes before the next
-        key = operators[point], numbers[further[point]]
+        key = operators[point], numbers[ahead[point]]
         numbers[point] = known.setdefault(key, len(known))
     return np.array(numbers[:-1], dtype=np.int64)
-
-
-def _onward(ahead: Places, point: int) -> Iterator[int]:
-    while point >= 0:
-        yield point
-        point = int(ahead[point])
-
-
-def _different(start_points: Places) -> Places:
-    """The first ``MAX_STARTS`` distinct points, in order."""
-    return np.array(list(dict.fromkeys(start_points.tolist()))[:MAX_STARTS], dtype=np.int64)
-
-
-def as_route(way: RouteGroup, number: Places, modules: list[int]) -> Route:
-    """A route as the page's data model has it."""
-    passed: list[int] = []
-    for operator in way.operators:
-        module = modules[operator]
-        if module and passed[-1:] != [module]:
-            passed.append(module)
-    starts = tuple(n for n in number[way.starts].tolist() if n >= 0)
-    return Route(way.operators, tuple(passed), way.count, way.share, way.weighted, starts)

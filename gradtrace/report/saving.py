@@ -20,7 +20,7 @@ from gradtrace.report.training import timing as of_timing
 from gradtrace.report.training import training as of_training
 from gradtrace.runs import history
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.paths import Path, Paths, PathStep, unravel
+from gradtrace.tracing.paths import Path, Paths, PathStep, ravel, unravel
 from gradtrace.tracing.traced_program import TracedProgram
 
 KIND = "trace"
@@ -118,17 +118,15 @@ def write(
     """Write the report of some traces, and of the run in a Monitor's file, if given."""
     run = None if training is None else history.read(training)
     run_parts = (None, None) if run is None else (of_training(run), of_timing(run))
-    views = [_viewed(trace)._view(sample, seed) for trace in traces if trace is not None]
+    given = [trace for trace in traces if trace is not None]
+    for trace in given:
+        if not hasattr(trace, "_view"):
+            raise GradtraceError(
+                f"a {type(trace).__name__} cannot be compared with a trace; give what "
+                "gradtrace.trace, watch.trace or gradtrace.load returned"
+            )
+    views = [trace._view(sample, seed) for trace in given]
     reports.write(path, reports.report(views, name, *run_parts))
-
-
-def _viewed(trace: Viewed) -> Viewed:
-    if not hasattr(trace, "_view"):
-        raise GradtraceError(
-            f"a {type(trace).__name__} cannot be compared with a trace; give what gradtrace.trace, "
-            "watch.trace or gradtrace.load returned"
-        )
-    return trace
 
 
 def save(
@@ -194,7 +192,7 @@ def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tens
         for n, step in enumerate(path.steps):
             leaf = path.name if n == 0 else ""
             key = (step.operator, step.module, step.call, step.shape, leaf)
-            rows.append((kinds.setdefault(key, len(kinds)), _number(step.index, step.shape)))
+            rows.append((kinds.setdefault(key, len(kinds)), ravel(step.index, step.shape)))
             numbers.append((step.derivative, step.gradient, step.share))
     names = ("operator", "module", "call", "shape", "leaf")
     return [dict(zip(names, key)) for key in kinds], {
@@ -238,13 +236,5 @@ class Packed(Sequence[Path]):
         return hash(tuple(self))
 
     def _step(self, kind: Mapping[str, Any], element: int, numbers: Sequence[float]) -> PathStep:
-        shape = tuple(kind["shape"])
-        index = unravel(element, shape)
-        return PathStep(kind["operator"], kind["module"], kind["call"], shape, index, *numbers)
-
-
-def _number(index: Sequence[int], shape: Sequence[int]) -> int:
-    number = 0
-    for i, size in zip(index, shape):
-        number = number * size + i
-    return number
+        place, shape = (kind["operator"], kind["module"], kind["call"]), tuple(kind["shape"])
+        return PathStep(*place, shape, unravel(element, shape), *numbers)

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
-from torch import Tensor
-
 from gradtrace.errors import TooLarge, UnknownName
-from gradtrace.flow import flow_of, measure
 from gradtrace.ir.program import Program
-from gradtrace.report.building import FULL, SMALL, view
+from gradtrace.report.building import view
 from gradtrace.report.model import View
 from gradtrace.report.source import Source
+from gradtrace.report.tuning import (
+    ARGUMENTS_MAX_OPERATORS,
+    FULL,
+    FULL_VIEW_MAX_ELEMENTS,
+    FULL_VIEW_MAX_OPERATORS,
+    SAMPLED_ELEMENTS,
+    SMALL,
+)
 from gradtrace.tracing.components import Component, ComponentSelection
 from gradtrace.tracing.counting import component_finder, counted, counted_sample
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.traced_program import TracedProgram
 
-SAMPLED_ELEMENTS = 10_000
-"""The number of elements a report samples for influence if memory is short for all."""
-
 SMALL_VIEW_NOTE = (
     f"this is a smaller view, for a notebook: influence of {SAMPLED_ELEMENTS:,} sampled elements, "
     "and fewer cells and paths; trace.report('report.html') writes all"
 )
-
-FULL_VIEW_MAX_OPERATORS, FULL_VIEW_MAX_ELEMENTS = 2_000, 5_000_000
-"""Above this many operators, or parameter elements, a notebook shows a smaller view."""
-
-ARGUMENTS_MAX_OPERATORS = 4_000
-"""Above this many operators a report does not list the arguments of sums."""
 
 Tables = tuple[dict[str, Influence], tuple[str, ...]]
 """Influence by kind of components, and notes on it."""
@@ -48,32 +43,13 @@ def view_of(traced: TracedProgram, sample: int, seed: int, small: bool = False) 
     """Everything that a report shows of a trace, with the paths of ``sample`` elements."""
     traced.check_unchanged()
     tables, notes = _tables(traced, small)
-    program, builder = traced.program, traced.builder(0)
-    gradients: Mapping[str, Tensor] = traced.gradients
     if traced.pairs > 1:
-        found = builder.follower.gradients
-        gradients = {name: found[leaf.value] for name, leaf in traced.leaves.items()}
         notes += (
             f"paths and heat maps are those of the first of {traced.pairs:,} losses; masses and "
             "flow are of their sum",
         )
-    size = measure(program, program.seed)
-    source = Source(
-        program,
-        builder,
-        gradients,
-        size,
-        traced.names,
-        traced.aliases,
-        traced.modules,
-        traced.rule,
-        traced.granularity,
-        traced.pairs,
-        (*traced.notes, *notes),
-        tables,
-    )
-    flow = flow_of(program, traced.names, traced.modules, size=size)
-    return view(source, flow, sample, seed, SMALL if small else FULL)
+    source = Source(traced, tables, (*traced.notes, *notes))
+    return view(source, sample, seed, SMALL if small else FULL)
 
 
 def _tables(traced: TracedProgram, small: bool) -> Tables:

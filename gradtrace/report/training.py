@@ -7,17 +7,12 @@ from math import nan
 
 import numpy as np
 
-from gradtrace.profiling.summary import Pace, pace
+from gradtrace.profiling.summary import pace
 from gradtrace.profiling.trend_tests import medians
 from gradtrace.profiling.tuning import MIN_TREND_POINTS
 from gradtrace.report.model import Floats, Timing, Training
+from gradtrace.report.tuning import MAX_SHARES, MAX_TIMES
 from gradtrace.runs.history import History, StepRecord
-
-MAX_SHARES = 100_000
-"""The most shares in a page; of longer runs it has only some of the steps."""
-
-MAX_TIMES = 5_000
-"""The most step times in a page; of more it has block medians."""
 
 
 def training(history: History) -> Training | None:
@@ -68,42 +63,29 @@ def _step_notes(records: Sequence[StepRecord]) -> tuple[str, ...]:
         table = record.influence.notes if record.influence else ()
         for note in (*record.notes, *table):
             first.setdefault(note, []).append(record.step)
-    return tuple(
-        note if len(steps) == len(records) else f"{_steps(steps)}: {note}"
-        for note, steps in first.items()
-    )
-
-
-def _steps(steps: Sequence[int]) -> str:
-    more = f" and {len(steps) - 1:,} more" if len(steps) > 1 else ""
-    return f"step {steps[0]:,}{more}"
+    found = []
+    for note, steps in first.items():
+        more = f" and {len(steps) - 1:,} more" if len(steps) > 1 else ""
+        where = f"step {steps[0]:,}{more}: "
+        found.append(note if len(steps) == len(records) else where + note)
+    return tuple(found)
 
 
 def timing(history: History) -> Timing | None:
     """Step times, and whether they grow; None if no step was timed."""
-    if not history.seconds:
+    step, seconds = history.timed, history.seconds
+    if not seconds:
         return None
-    found = pace(history.seconds, (), {})
-    step, seconds = _points(history)
+    found = pace(seconds, (), {})
+    if len(step) > MAX_TIMES:
+        step, seconds = (medians(each, MAX_TIMES) for each in (step, seconds))  # type: ignore[assignment]
     slope = found.trend.slope
     return Timing(
-        step,
-        seconds,
+        np.array(step, dtype=np.int32),
+        np.array(seconds, dtype=np.float64),
         found.verdict,
-        _grows(found),
+        None if found.steps < MIN_TREND_POINTS else found.slower > 0,
         slope.value,
         slope.low,
         slope.high,
     )
-
-
-def _grows(found: Pace) -> bool | None:
-    return None if found.steps < MIN_TREND_POINTS else found.slower > 0
-
-
-def _points(history: History) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], Floats]:
-    """Steps and seconds; block medians if there are more than ``MAX_TIMES``."""
-    step, seconds = history.timed, history.seconds
-    if len(step) > MAX_TIMES:
-        step, seconds = (medians(each, MAX_TIMES) for each in (step, seconds))  # type: ignore[assignment]
-    return np.array(step, dtype=np.int32), np.array(seconds, dtype=np.float64)

@@ -20,7 +20,7 @@ import gradtrace as gt
 from gradtrace import report
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container
-from gradtrace.report import encode, inline, page, trace_view
+from gradtrace.report import encode, page, trace_view
 from gradtrace.trace import Trace
 
 HOSTILE = [
@@ -264,12 +264,12 @@ def test_a_trace_in_a_notebook(tmp_path: Path, name: str) -> None:
 def test_a_large_report_in_a_notebook_has_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trace()
     whole = made._repr_html_()
-    monkeypatch.setattr(inline, "PAGE_MAX_CHARS", len(framed(whole)) - 1)
+    monkeypatch.setattr(page, "NOTEBOOK_MAX_CHARS", len(framed(whole)) - 1)
     data = decoded(re.findall(r"<script>(.*)</script>", framed(made._repr_html_()))[0])
     (told,) = data["traces"]
     assert told["forest"]["next"] == [] and any("left out" in note for note in told["notes"])
     assert {start for leaf in told["leaves"] for start in leaf["map"]["start"]} <= {-1, -2}
-    monkeypatch.setattr(inline, "PAGE_MAX_CHARS", 100)
+    monkeypatch.setattr(page, "NOTEBOOK_MAX_CHARS", 100)
     assert "too large for a notebook" in made._repr_html_()
 
 

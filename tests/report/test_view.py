@@ -18,16 +18,15 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace import report
 from gradtrace.report import building, encode, trace_view
-from gradtrace.report.building import Limits
 from gradtrace.report.cells import Grid
-from gradtrace.report.model import plain
+from gradtrace.report.tuning import Limits
 from gradtrace.trace import Trace
 
 
 def payload(trace: Trace, **options: Any) -> Any:
     """The trace as a page has it."""
     whole = report.report([trace._view(**options)])
-    return decoded(encode.lettered(encode.contained(plain(whole))))["traces"][0]
+    return decoded(encode.lettered(encode.contained(whole)))["traces"][0]
 
 
 class Attention(nn.Module):
@@ -650,7 +649,7 @@ def test_a_model_without_parameters() -> None:
 
 
 def test_the_same_trace_gives_the_same_bytes() -> None:
-    one, two = (encode.contained(plain(attention()._view())) for _ in range(2))
+    one, two = (encode.contained(attention()._view()) for _ in range(2))
     assert one == two
-    other = encode.contained(plain(attention()._view(seed=1)))
+    other = encode.contained(attention()._view(seed=1))
     assert other != one
