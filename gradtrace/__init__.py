@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from gradtrace.profiling.timing import timing
     from gradtrace.report.saving import load
     from gradtrace.semirings import SUM
-    from gradtrace.session import watch
     from gradtrace.tools.ablation import ablate
     from gradtrace.tools.gradcheck import check
     from gradtrace.training.monitor import Monitor
+    from gradtrace.watch import watch
 
 __all__ = [  # noqa: RUF022  # plainly sorted
     "Monitor",
@@ -61,7 +61,7 @@ _HOMES = {
     "program": "api",
     "timing": "profiling.timing",
     "trace": "api",
-    "watch": "session",
+    "watch": "watch",
 }
 """Where the names above are made, of those that are no modules themselves."""
 

@@ -46,7 +46,7 @@ LAYERS: tuple[set[str], ...] = (
     {"report"},
     {"trace"},
     {"session"},
-    {"api"},
+    {"api", "watch"},
     {"distributed", "tools"},
     {"training"},
     {"gradtrace"},
@@ -84,7 +84,7 @@ TOLERATED = {
     "autodiff/backward": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
     "pytorch/internals": INTERNALS,  # checked there
     "autodiff/hooks": {"_backward_hooks", "_get_sequence_nr", "hooks_dict_ref", "register_prehook"},
-    "session": {"_get_sequence_nr"},
+    "watch": {"_get_sequence_nr"},
 }
 """Read elsewhere too, for speed: a call for each node costs as much as a small formula."""
 

@@ -21,8 +21,8 @@ import torch
 
 from gradtrace.errors import GradtraceError
 from gradtrace.io.table import TextColumn, TextTable
-from gradtrace.session import watch
 from gradtrace.trace import Trace
+from gradtrace.watch import watch
 
 ROUNDS = 4
 DRAWN = {

@@ -27,10 +27,10 @@ from gradtrace.errors import GradtraceError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gradtrace.session import watch
     from gradtrace.trace import Trace
     from gradtrace.tracing.influence import Influence
     from gradtrace.tracing.paths import Path as GradientPath
+    from gradtrace.watch import watch
 
 RETURNS = "return a loss, a model and its loss, or (model, loss_fn)"
 
@@ -132,9 +132,9 @@ def _watched_loss(
     call: Callable[[], Any], name: str, known: Mapping[str, Any]
 ) -> tuple[Tensor, watch]:
     """Call the function while watching all modules: the loss, and the watch that saw it."""
-    from gradtrace.session import watch
     from gradtrace.tools.discovery import Discovery
     from gradtrace.tools.loss_evaluator import takes_model
+    from gradtrace.watch import watch
 
     with Discovery() as discovery:
         returned = call()

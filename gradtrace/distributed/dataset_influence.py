@@ -24,9 +24,9 @@ from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.pytorch.side_effects import restored, undoing
-from gradtrace.session import watch
 from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.influence import Influence
+from gradtrace.watch import watch
 
 LossFn = Callable[[Any, Any], Tensor]
 

@@ -13,7 +13,7 @@ from gradtrace.autodiff.names import ModuleCall, NameTable, unused
 from gradtrace.autodiff.traversal import walk
 from gradtrace.pytorch.module_calls import listen_to_all
 from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters, unwrapped
-from gradtrace.session import Noted, watch
+from gradtrace.watch import Noted, watch
 
 
 class Discovery(watch):

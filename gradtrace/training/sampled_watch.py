@@ -13,8 +13,8 @@ from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.kernels import backend_of
 from gradtrace.pytorch.module_calls import Listener
 from gradtrace.pytorch.wrapped_modules import unwrapped
-from gradtrace.session import watch
 from gradtrace.training.tuning import MAX_NOTED_CALLS
+from gradtrace.watch import watch
 
 
 class SampledWatch(Listener):

@@ -17,9 +17,9 @@ from gradtrace.pytorch.side_effects import restored, same_draws, undoing
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import Norms
 from gradtrace.runs.step_results import StepResult, unscaled
-from gradtrace.session import watch
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components
+from gradtrace.watch import watch
 
 HOOKED = (
     "hooks on gradients do not run in a trace of a Monitor, since they run in backward: gradients, "
