@@ -6,6 +6,8 @@ import errno
 import html
 import os
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ import gradtrace as gt
 from gradtrace import report
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container
-from gradtrace.report import encode, page, trace_view
+from gradtrace.io.validation import SchemaMismatch
+from gradtrace.report import View, encode, page, trace_view
 from gradtrace.trace import Trace
 
 HOSTILE = [
@@ -303,3 +306,37 @@ def test_the_container() -> None:
 def test_a_view_survives_a_file() -> None:
     view = trace()._view()
     assert torch.equal(report.saved(report.loaded(report.saved(view))), report.saved(view))
+
+
+BEYOND: dict[tuple[str, str], Callable[[View], int]] = {
+    ("operators", "name"): lambda view: len(view.words),
+    ("operators", "module"): lambda view: len(view.modules),
+    ("operators", "shape"): lambda view: len(view.shapes),
+    ("operators", "leaf"): lambda view: len(view.leaves),
+    ("edges", "producer"): lambda view: len(view.operators.name),
+    ("forest", "operator"): lambda view: len(view.operators.name),
+    ("forest", "word"): lambda view: len(view.words),
+    ("forest", "next"): lambda view: len(view.forest.next),
+    ("forest", "element"): lambda view: -2,
+    ("flow", "depth"): lambda view: -1,
+}
+"""Columns of a view, each with the least number that is out of its bounds, or the greatest."""
+
+
+@pytest.mark.parametrize(("part", "column"), BEYOND)
+def test_an_index_out_of_bounds_is_refused(part: str, column: str) -> None:
+    view = trace()._view()
+    whole = getattr(view, part)
+    changed = getattr(whole, column).copy()
+    changed[0] = BEYOND[part, column](view)
+    wrong = replace(view, **{part: replace(whole, **{column: changed})})
+    with pytest.raises(SchemaMismatch, match=f"^{part} {column} is out of bounds"):
+        report.loaded(report.saved(wrong))
+
+
+@pytest.mark.parametrize("change", [{"module": 99}, {"operator": -1}, {"zero": 7}])
+def test_a_leaf_out_of_bounds_is_refused(change: dict[str, int]) -> None:
+    view = trace()._view()
+    wrong = replace(view, leaves=(replace(view.leaves[0], **change), *view.leaves[1:]))
+    with pytest.raises(SchemaMismatch, match=r"^leaves\[0\] \w+ is out of bounds"):
+        report.loaded(report.saved(wrong))
