@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 import gradtrace as gt
+from gradtrace.distributed.rank_exchange import RankExchange
 from gradtrace.runs.step_results import StepResult
 from gradtrace.trace import Trace
 from gradtrace.training import tuning
 from gradtrace.training.monitor import Monitor
 from gradtrace.training.overhead_budget import Budget
+from gradtrace.training.schedule import Schedule
 
 
 class Clock:
@@ -90,6 +92,51 @@ def test_a_step_that_takes_no_time() -> None:
     assert found.history.steps == (0,)
     assert math.isnan(found.cost.share)  # of no time at all
     found.close()
+
+
+class Sent(RankExchange):
+    """One of two ranks; what it sends is kept."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(None, "test")
+        self.rank, self.world = rank, 2
+        self.sent: list[dict[str, object]] = []
+
+    def send(self, message: dict[str, object]) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_other_ranks_learn_where_the_run_begins_and_what_is_due(numbered: bool) -> None:
+    """Messages count steps from 0, unless ``begin`` gives them numbers."""
+    others = Sent(1)
+    found = Schedule(10, 2, Budget(0.03, Clock()), others)
+    if numbered:
+        assert found.jump(100) and not found.jump(100)
+    else:
+        others.inbox.append((0, {"first": 100}))
+        found.listen(None)
+    assert found.decide() and found.number == 100
+    assert found.message("step") == ({"step": 100, "absolute": True} if numbered else {"step": 0})
+    found.traced()
+    assert not found.decide()
+    others.inbox.append((0, {"due": 103 if numbered else 3}))
+    found.listen(None)
+    for expected in (100, 101, 101, 102, 102):
+        found.last = found.at
+        found.advance()
+        assert found.number == expected and not found.decide()
+    found.advance()
+    assert found.number == 103 and found.decide()
+
+
+def test_a_step_that_is_begun_again_is_its_next_backward_pass() -> None:
+    found = Schedule(1, 1, Budget(None, Clock()), Sent(0))
+    assert found.decide()
+    found.last = found.at
+    found.advance()
+    assert found.jump(0) and not found.decide()
+    assert found.jump(1) and found.decide()
 
 
 def test_slowed_steps_count() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
@@ -81,18 +80,13 @@ def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
     """Within this context, tracing has no side effects on training.
 
     The state of random number generators, tensors and the attributes of modules are restored
-    afterwards, autocast is disabled, and hooks on gradients do not run.
+    afterwards, and hooks on gradients do not run.
 
     Checkpointed parts of a model run again when they are traced: batch norms would count the batch
     once more, and a dropout without ``preserve_rng_state`` would draw random numbers.
     """
-    with ExitStack() as stack:
-        stack.enter_context(same_draws(model))
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(undoing(stack.enter_context(restored(model))))
-        yield stack.enter_context(silenced())
+    with same_draws(model), restored(model) as undo, undoing(undo), silenced() as hooks:
+        yield hooks
 
 
 def _value(loss: Any) -> float:
