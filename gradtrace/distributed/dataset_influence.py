@@ -23,7 +23,7 @@ from gradtrace.distributed.identity import RunIdentity, identity
 from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
-from gradtrace.pytorch.side_effects import restored, undoing
+from gradtrace.pytorch.side_effects import restored
 from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.influence import Influence
 from gradtrace.watch import watch
@@ -270,7 +270,7 @@ def _traced(
     model: nn.Module, loss_fn: LossFn, batch: Any, number: int, settings: dict[str, Any]
 ) -> Influence:
     try:
-        with restored(model) as undo, undoing(undo):
+        with restored(model) as undo:
             with watch(model) as watched, undo:
                 loss = loss_fn(model, batch)
             if not isinstance(loss, Tensor):

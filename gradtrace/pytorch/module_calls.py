@@ -51,7 +51,7 @@ _MISSING = object()
 
 def listen(listener: Listener, modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Notify ``listener`` of every call of these modules, until the returned function is called."""
-    return _Registration(listener, modules).close
+    return _Registration(listener, list(modules)).close
 
 
 def listen_to_all(listener: Listener) -> Callable[[], None]:
@@ -60,31 +60,28 @@ def listen_to_all(listener: Listener) -> Callable[[], None]:
 
 
 class _Registration:
-    """A listener with its modules (None: all modules), which are kept alive."""
+    """The only registration of a listener, with its modules (None: all), which are kept alive."""
 
-    def __init__(self, listener: Listener, modules: Iterable[nn.Module] | None) -> None:
+    def __init__(self, listener: Listener, modules: list[nn.Module] | None) -> None:
         global _ALL
         self.listener = listener
         self.modules = {id(module): module for module in modules or ()}
-        self.all = modules is None
         self.classes: dict[type, None] = {}
+        self.bound: list[tuple[dict[str, Any], str, CallEvent]] = []
         with _LOCK:
             try:
-                self.patch(_subclasses() if self.all else self._kinds())
+                self.patch(_subclasses() if modules is None else self._kinds())
             except BaseException:
-                self._unpatch()
+                self.close()
                 raise
             for key in self._keys():
                 _LISTENERS[key] = (*_LISTENERS.get(key, ()), listener)
-            if self.all:
+            if modules is None:
                 _ALL = (*_ALL, self)
-            self.bound = [
-                _exchange(attributes, name)
-                for holder in self.modules.values()
-                for attributes in [vars(holder)]
-                for name, value in list(attributes.items())
-                if self._is_forward(value, holder)
-            ]
+            for holder in self.modules.values():
+                for name, value in list(vars(holder).items()):
+                    if self._is_forward(value, holder):
+                        self.bound.append(_exchange(vars(holder), name))
 
     def _is_forward(self, value: Any, holder: nn.Module) -> bool:
         """Whether this is the bound ``forward`` of another one of the modules."""
@@ -97,7 +94,7 @@ class _Registration:
         with _LOCK:
             for kind in kinds:
                 if kind not in self.classes:
-                    _patch(kind)
+                    _PATCHES.setdefault(kind, Patch(kind)).acquire()
                     self.classes[kind] = None
 
     def _kinds(self) -> Iterator[type]:
@@ -109,38 +106,28 @@ class _Registration:
             if isinstance(later, type):
                 yield later
 
-    def _keys(self) -> Iterator[int]:
+    def _keys(self) -> dict[int, None]:
         """The keys of the modules in ``_LISTENERS``."""
-        for module in self.modules.values():
-            yield id(module)
-            yield same_in_replicas(module)
+        return dict.fromkeys(
+            key
+            for module in self.modules.values()
+            for key in (id(module), same_in_replicas(module))
+        )
 
     def close(self) -> None:
         """Unregister the listener."""
         global _ALL
         with _LOCK:
             for key in self._keys():
-                left = _without(_LISTENERS.get(key, ()), self.listener)
-                if left:
+                before = _LISTENERS.pop(key, ())
+                if left := tuple(each for each in before if each is not self.listener):
                     _LISTENERS[key] = left
-                else:
-                    _LISTENERS.pop(key, None)
             _ALL = tuple(registration for registration in _ALL if registration is not self)
-            for attributes, name, event in self.bound:
-                _put_back(attributes, name, event)
-            self.bound = []
+            while self.bound:
+                _put_back(*self.bound.pop())
             self.modules = {}
-            self._unpatch()
-
-    def _unpatch(self) -> None:
-        while self.classes:
-            _unpatch(self.classes.popitem()[0])
-
-
-def _without(listeners: tuple[Listener, ...], one: Listener) -> tuple[Listener, ...]:
-    """The listeners without the last occurrence of ``one``."""
-    at = max((n for n, each in enumerate(listeners) if each is one), default=None)
-    return listeners if at is None else (*listeners[:at], *listeners[at + 1 :])
+            while self.classes:
+                _PATCHES[self.classes.popitem()[0]].release()
 
 
 def same_in_replicas(module: nn.Module) -> int:
@@ -179,17 +166,9 @@ CALL, IMPLEMENTATION, FORWARD = range(3)
 """The stages of one call, in order: ``__call__`` runs ``_call_impl``, which runs ``forward``."""
 
 
-class _Call:
-    """A call that is running on this thread, and the stage it has reached."""
-
-    def __init__(self, module: nn.Module, stage: int) -> None:
-        self.module = module
-        self.stage = stage
-
-
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[tuple[nn.Module, int]] = []  # running on this thread; the stages reached
 
 
 _STACK = _Stack()
@@ -197,42 +176,29 @@ _STACK = _Stack()
 
 def _run(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: Any) -> Any:
     """Run one stage of a call. The first stage that is reached begins the call and notifies the
-    listeners; later ones are part of it.
+    listeners; later ones are part of it. ``forward`` is replaced by what their ``around`` return.
     """
     listeners = listeners_of(module)
     if not listeners:
         return run(*args, **kwargs)
     calls = _STACK.calls
-    if calls and calls[-1].module is module and calls[-1].stage < stage:
-        call = calls[-1]
-        before, call.stage = call.stage, stage
-        try:
-            return _wrapped_by_listeners(stage, module, run, listeners)(*args, **kwargs)
-        finally:
-            call.stage = before
-    call = _Call(module, stage)
+    begins = not (calls and calls[-1][0] is module and calls[-1][1] < stage)
     notified: list[tuple[Listener, Any]] = []
     result = None
-    calls.append(call)
+    calls.append((module, stage))
     try:
-        for listener in listeners:
-            notified.append((listener, listener.enter(module, args, kwargs)))
-        result = _wrapped_by_listeners(stage, module, run, listeners)(*args, **kwargs)
+        if begins:
+            for listener in listeners:
+                notified.append((listener, listener.enter(module, args, kwargs)))
+        if stage == FORWARD:
+            for listener in listeners:
+                run = listener.around(module, run)
+        result = run(*args, **kwargs)
         return result
     finally:
         calls.pop()
         for listener, entered in reversed(notified):
             listener.leave(entered, result)
-
-
-def _wrapped_by_listeners(
-    stage: int, module: nn.Module, run: Forward, listeners: tuple[Listener, ...]
-) -> Forward:
-    """``run``, replaced at stage ``FORWARD`` by what the listeners' ``around`` return."""
-    if stage == FORWARD:
-        for listener in listeners:
-            run = listener.around(module, run)
-    return run
 
 
 # Classes -----------------------------------------------------------------------------------------
@@ -263,8 +229,11 @@ class Patch:
         self.users = 0
         self.put: dict[str, tuple[Any, Any]] = {}  # by name: what was there, what is there now
 
-    def apply(self) -> None:
-        """Set the observing methods on the class."""
+    def acquire(self) -> None:
+        """Set the observing methods on the class, if this is their first user."""
+        self.users += 1
+        if self.users > 1:
+            return
         self._set("__call__", self._stage("__call__", CALL))
         self._set("_call_impl", self._stage("_call_impl", IMPLEMENTATION))
         if self.kind is nn.Module:
@@ -293,8 +262,12 @@ class Patch:
         self.put[name] = vars(self.kind).get(name, _MISSING), value
         type.__setattr__(self.kind, name, value)
 
-    def remove(self) -> None:
-        """Restore the original attributes, unless they have been replaced since."""
+    def release(self) -> None:
+        """With the last user, restore the original attributes that have not been replaced since."""
+        self.users -= 1
+        if self.users:
+            return
+        del _PATCHES[self.kind]
         for name, (before, value) in self.put.items():
             if vars(self.kind).get(name) is not value:
                 continue
@@ -339,21 +312,6 @@ def _only_forward(module: nn.Module) -> bool:
     )
 
 
-def _patch(kind: type) -> None:
-    if kind not in _PATCHES:
-        _PATCHES[kind] = Patch(kind)
-        _PATCHES[kind].apply()
-    _PATCHES[kind].users += 1
-
-
-def _unpatch(kind: type) -> None:
-    patch = _PATCHES[kind]
-    patch.users -= 1
-    if not patch.users:
-        del _PATCHES[kind]
-        patch.remove()
-
-
 class _ObservedCall:
     """A descriptor for ``forward`` of a class, which notifies the listeners of an instance.
 
@@ -372,12 +330,13 @@ class _ObservedCall:
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
-            return self._bare(None, owner) if self.function is None else self.function
-        found = self._bare(module, owner)
+            return self.function or self._of_class(None, owner)
+        own = not self.data and "forward" in vars(module)
+        found = vars(module)["forward"] if own else self._of_class(module, owner)
         if not self._is_observed(module):
             return found
         bound = isinstance(found, MethodType) and found.__self__ is module
-        if self.function is None or not bound or self._set_on(module):
+        if self.function is None or own or not bound:
             return CallEvent(module, found)
         return MethodType(self.function, module)
 
@@ -386,16 +345,6 @@ class _ObservedCall:
         if type(module) is not self.kind or torch.compiler.is_compiling():
             return False
         return bool(listeners_of(module))
-
-    def _set_on(self, module: nn.Module) -> bool:
-        """Whether the instance has its own attribute ``forward``."""
-        return not self.data and "forward" in vars(module)
-
-    def _bare(self, module: nn.Module | None, owner: type) -> Any:
-        """The attribute as it is without the patch."""
-        if module is not None and self._set_on(module):
-            return vars(module)["forward"]
-        return self._of_class(module, owner)
 
     def _of_class(self, module: nn.Module | None, owner: type) -> Any:
         """The ``forward`` of the class without the patch, bound to the module."""

@@ -14,42 +14,37 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradtrace.pytorch import internals
-
-
-class Writes(NamedTuple):
-    """What an operation does to the memory of its arguments."""
-
-    to: tuple[tuple[int, str], ...]  # the arguments that it writes to, by position and name
-    fresh: bool  # whether its results are new memory, unless they share that of an argument
-
-
-_WRITES: dict[Any, Writes] = {}
+from gradtrace.pytorch.nested import tensors_in
 
 UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
 """Arguments that batch norms write to, although their schemas do not say so."""
 
 
-def _learn(func: Any) -> Writes:
-    """``Writes`` of an operation from its schema, stored in ``_WRITES``."""
-    schema = func._schema
-    written = tuple(
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operation writes to, by position and name."""
+    return tuple(
         (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
+        for position, argument in enumerate(func._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name in UNDECLARED_WRITES
     )
-    fresh = all(result.alias_info is None for result in schema.returns)
-    _WRITES[func] = found = Writes(written, fresh)
-    return found
+
+
+@cache
+def _is_fresh(func: Any) -> bool:
+    """Whether its results are new memory, unless they share that of an argument."""
+    return all(result.alias_info is None for result in func._schema.returns)
 
 
 class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,15 +63,14 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Save what the operation will overwrite, and run it."""
         kwargs = kwargs or {}
-        writes = _WRITES.get(func) or _learn(func)
-        for position, name in writes.to:
+        for position, name in _written(func):
             given = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors((given,)):
+            for tensor in tensors_in(given):
                 self._keep(tensor)
         out = func(*args, **kwargs)
-        if writes.fresh:
-            given_memory = {_memory(x) for x in _tensors((*args, *kwargs.values()))}
-            self._fresh.update({_memory(x) for x in _tensors((out,))} - given_memory)
+        if _is_fresh(func):
+            given_memory = set(map(_memory, tensors_in((args, kwargs))))
+            self._fresh.update(set(map(_memory, tensors_in(out))) - given_memory)
         return out
 
     def _keep(self, tensor: Tensor) -> None:
@@ -104,23 +98,16 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen.clear()
 
 
-_HERE = threading.local()
+class _Active(threading.local):
+    undo: Undo | None = None
 
 
-@contextmanager
-def undoing(undo: Undo) -> Iterator[None]:
-    """Within, on this thread, ``users_code`` activates ``undo``."""
-    outer = getattr(_HERE, "undo", None)
-    _HERE.undo = undo
-    try:
-        yield
-    finally:
-        _HERE.undo = outer
+_ACTIVE = _Active()
 
 
 def users_code() -> AbstractContextManager[Any]:
-    """The context for user code that runs during a pass: the active ``Undo``, if any."""
-    return getattr(_HERE, "undo", None) or nullcontext()
+    """The context for user code that runs during a pass: the ``Undo`` of ``restored``, if any."""
+    return _ACTIVE.undo or nullcontext()
 
 
 def _memory(tensor: Tensor) -> int:
@@ -129,14 +116,6 @@ def _memory(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 # Python state -------------------------------------------------------------------------------------
@@ -208,29 +187,28 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 def _refill(held: Any, before: Any) -> None:
     """Restore the contents of a container in place, if they have changed."""
-    if len(held) == len(before):
-        if isinstance(held, dict):
-            same = all(k in held and held[k] is v for k, v in before.items())
-        elif isinstance(held, set):
-            same = held == before
-        else:
-            same = all(a is b for a, b in zip(held, before))
-        if same:
-            return
-    held.clear()
-    (held.update if isinstance(held, (dict, set)) else held.extend)(before)
+    if held != before if isinstance(held, set) else _identities(held) != _identities(before):
+        held.clear()
+        (held.update if isinstance(held, (dict, set)) else held.extend)(before)
+
+
+def _identities(held: Any) -> list[int]:
+    return list(map(id, (*held, *held.values()) if isinstance(held, dict) else held))
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[Undo]:
     """Restores the model's tensors and its modules' attributes on exit.
 
-    Writes to tensors are undone if they happen under the dispatch mode that this yields.
+    Writes to tensors are undone if they happen under the dispatch mode that this yields, which
+    ``users_code`` activates on this thread.
     """
-    notes, undo = WriteLog(model), Undo()
+    notes, undo, outer = WriteLog(model), Undo(), _ACTIVE.undo
+    _ACTIVE.undo = undo
     try:
         yield undo
     finally:
+        _ACTIVE.undo = outer
         undo.restore()
         notes.restore()
 

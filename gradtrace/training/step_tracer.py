@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.errors import GradtraceError, NonFinite
-from gradtrace.pytorch.side_effects import restored, same_draws, undoing
+from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import Norms
 from gradtrace.runs.step_results import StepResult, unscaled
@@ -85,7 +85,7 @@ def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
     Checkpointed parts of a model run again when they are traced: batch norms would count the batch
     once more, and a dropout without ``preserve_rng_state`` would draw random numbers.
     """
-    with same_draws(model), restored(model) as undo, undoing(undo), silenced() as hooks:
+    with same_draws(model), restored(model), silenced() as hooks:
         yield hooks
 
 
