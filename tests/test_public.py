@@ -315,3 +315,33 @@ def test_every_module_can_be_imported_by_itself() -> None:
     there = [n for n in names if n not in absent and not n.endswith("__main__")]
     code = "\n".join(f"import {name}" for name in there)
     fresh.python("-c", code, check=True)
+
+
+def _lines_of_code(source: list[str], node: ast.AST, texts: set[int]) -> int:
+    lines = range(node.lineno, (node.end_lineno or 0) + 1)  # type: ignore[attr-defined]
+    code = (source[n - 1].strip() for n in lines if n not in texts)
+    return sum(bool(line) and not line.startswith("#") for line in code)
+
+
+LONGER = {"gradtrace/kernels/triton_contraction.py"}  # one kernel, which Triton compiles as a whole
+
+
+def test_functions_and_classes_are_short() -> None:
+    """Functions have at most 45 lines of code, without their docstrings; classes 300 lines."""
+    root = Path(gradtrace.__file__).parent
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        name, source = str(path.relative_to(root.parent)), path.read_text()
+        if name in LONGER or {"experiments", "benchmarks"} & set(path.parts):
+            continue
+        tree, lines = ast.parse(source), source.split("\n")
+        texts: set[int] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                texts.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and _lines_of_code(lines, node, texts) > 45:
+                found.append(f"{name}: {node.name}")
+            if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 300:
+                found.append(f"{name}: {node.name}")
+    assert found == []

@@ -143,19 +143,7 @@ class Groups(NamedTuple):
             if pairs > 1:
                 could = able.index_select(1, here)
                 _add_rows(found[0], pair, could.mT.unsqueeze(2) * both[some].unsqueeze(1))
-            sparse = _sparse_hits(sets, columns, count)
-            if sparse is not None:
-                row, component = sparse
-                mine = (owners[:, here[row]] != component).all(0)
-                row, component = row[mine], component[mine]
-                line = found[1].view(pairs * count, 2)
-                _add_rows(line, pair[row] * count + component, both[some][row])
-                continue
-            passing = _hits(sets, columns, count, owners[:, here])
-            if pairs == 1:
-                found[1, 0] += passing.double() @ both[some]
-                continue
-            _add_rows(found[1], pair, passing.mT.unsqueeze(2) * both[some].unsqueeze(1))
+            _add_passing(found[1], sets, pair, both[some], columns, owners[:, here])
         nonfinite = (sums != self.sums).any().double()
         line = torch.cat(
             [nonfinite.reshape(1), by_component[:, 0], found.reshape(-1)]
@@ -163,6 +151,32 @@ class Groups(NamedTuple):
         unlike, unreached, rest = np.split(line.numpy(), [1, 1 + count])
         eligible, through = rest.reshape(found.shape)
         return Sums(eligible, through, unreached, not unlike.any())
+
+
+def _add_passing(
+    total: Tensor,
+    sets: Tensor,
+    pair: Tensor,
+    both: Tensor,
+    columns: list[Columns],
+    owners: Tensor,
+) -> None:
+    """Add counts and sums of groups to the components whose bits their provenance has, except those
+    that own them. ``total`` is (pairs, components, 2).
+    """
+    pairs, count, _ = total.shape
+    sparse = _sparse_hits(sets, columns, count)
+    if sparse is not None:
+        row, component = sparse
+        mine = (owners[:, row] != component).all(0)
+        row, component = row[mine], component[mine]
+        _add_rows(total.view(pairs * count, 2), pair[row] * count + component, both[row])
+        return
+    passing = _hits(sets, columns, count, owners)
+    if pairs == 1:
+        total[0] += passing.double() @ both
+    else:
+        _add_rows(total, pair, passing.mT.unsqueeze(2) * both.unsqueeze(1))
 
 
 def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
