@@ -134,8 +134,7 @@ class Executor:
         self.absolute = plan.rule == "viterbi"
         self.compact = plan.storage.compact
         self.batched = maps is not None
-        table = constants.maps
-        self.maps = table
+        self.maps = table = constants.maps
         self.map = maps or (lambda at, value: table[at])
         self.known = known_gradients(constants) if plan.gradients else {}
         self.states: dict[int, TracedValue] = {}

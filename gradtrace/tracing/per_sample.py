@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.ir.passes.nested_sums import nested
+from gradtrace.ir.passes.schedule import partial_sums
 from gradtrace.ir.program import Program, Step
 from gradtrace.linops import Map
 
@@ -98,8 +99,7 @@ class Chains:
     """
 
     def __init__(self, program: Program) -> None:
-        merges = [step for block in program.blocks for step in block.merges]
-        self.partial = {step.out for step in merges} & {step.terms[0].value for step in merges}
+        self.partial = partial_sums(program)
         self.sums: dict[int, list[int]] = {}  # the steps so far of each partial sum
         self.terms: dict[int, list[tuple[int, Tensor]]] = {}
 

@@ -73,10 +73,11 @@ class Schedule:
         self.rule = request.rule
         self.components = request.components
         self.leaves = {leaf.value for leaf in program.leaves}
-        # a leaf may have a user within its block: the same bias of two arguments of an LSTM
+        # A leaf may have a user within its own block: in a fused LSTM the cotangent of one bias is
+        # copied from that of the other. It must not be freed before it is counted.
         self.values, self.keep = request.values, request.keep | self.leaves
-        # the terms of a partial sum are compared one by one with those that follow; the largest
-        # product is associative, and partial results can be compared
+        # The terms of a partial sum are compared one by one with those that follow. A maximum is
+        # associative, so by ``viterbi`` partial results can be compared instead.
         self.partial = partial_sums(program) if self.rule != "viterbi" else set()
         self.tails, self.known, self.ends = set[int](), set[int](), set[int]()
         if request.gradients:
