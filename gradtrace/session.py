@@ -20,6 +20,7 @@ from gradtrace.ir import interpreter, memory
 from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite
 from gradtrace.ir.optimise import simplified
 from gradtrace.ir.program import Program
+from gradtrace.kernels import backend_of
 from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
@@ -158,7 +159,7 @@ def kept_gradient_bytes(table: NameTable, device: torch.device) -> int:
     usually has one user, so there a quarter of the free memory, if that is more.
     """
     least = max(KEPT_MIN_BYTES, sum(x.numel() * x.itemsize for x, _ in table.leaves.values()) // 2)
-    free = memory.available(device) if device.type == "cuda" else None
+    free = backend_of(device).spare_bytes()
     return least if free is None else max(min(least, free // 2), free // 4)
 
 

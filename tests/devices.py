@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import ops, plainly
 from test_carry import odd
 from test_maps import apart, maker, whole
 from test_maps import numbers as along_a_line
@@ -23,17 +24,15 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.kernels import (
-    cpu_library,
     cuda_contraction,
-    cuda_launch,
-    cuda_steps,
-    reference,
-    steps,
+    cuda_ids,
+    cuda_reduce,
+    plain_contraction,
+    tuning,
 )
 from gradtrace.kernels.cuda_batched_tally import BatchedTally
-from gradtrace.kernels.cuda_steps import larger
-from gradtrace.kernels.reference import Contraction, Matrices, Operand
-from gradtrace.kernels.steps import LowRankLines
+from gradtrace.kernels.operands import Contraction, LowRankLines, Matrices, Operand
+from gradtrace.kernels.strides import reduction
 from gradtrace.linops import Contract, Normaliser
 from gradtrace.semirings import TopK
 from gradtrace.tracing import rules
@@ -46,14 +45,6 @@ NAN, INF = math.nan, math.inf
 MAKERS = {"generic": maker, "ties": whole, "odd": odd}
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WIDE = FLOATS[:2]
-
-
-def plainly(f: Callable[..., Any], *given: Any, **more: Any) -> Any:
-    """Neither compiled nor on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_library, "library", lambda: None)
-        patch.setattr(cuda_launch, "serves", lambda *_: False)
-        return f(*given, **more)
 
 
 def numbers(kind: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
@@ -120,7 +111,7 @@ def contracted(device: str, a: Matrices, b: Matrices, **how: Any) -> None:
     """What ``gpu`` gives and what the reference does."""
     here: dict[str, Any] = {k: sent(x, device) if k == "marks" else x for k, x in how.items()}
     found = cuda_contraction.contraction(sent(a, device), sent(b, device), **here)
-    alike(found, reference.contraction(a, b, **how))
+    alike(found, plain_contraction.contraction(a, b, **how))
 
 
 def contraction(
@@ -135,8 +126,8 @@ def contraction(
     contracted(device, a, b)
     for of_b, size in ((False, (i, m, k)), (True, (i, k, n))):
         marks = torch.randint(1, 1 << 20, size, dtype=torch.int32, generator=draw)
-        contracted(device, a, b, marks=marks, of_b=of_b)
-        contracted(device, a, b, value=False, marks=marks.long().mT.contiguous().mT, of_b=of_b)
+        contracted(device, a, b, ids=marks, of_b=of_b)
+        contracted(device, a, b, value=False, ids=marks.long().mT.contiguous().mT, of_b=of_b)
 
 
 def windows(device: str, scale: int = 1) -> None:
@@ -148,11 +139,11 @@ def windows(device: str, scale: int = 1) -> None:
     some = Operand(data, *tables)
     marks = some._replace(data=torch.randint(1, 999, data.shape, generator=draw).int())
     b = torch.randn(2, 30 * scale, 40, generator=draw)
-    contracted(device, some, b, marks=marks)
+    contracted(device, some, b, ids=marks)
     contracted(device, some, b, index=True)
     a = torch.randn(2, 20, 30 * scale, generator=draw)
-    contracted(device, a, some, marks=marks, of_b=True)
-    contracted(device, a, b.mT.contiguous().mT, marks=marks._replace(rows=tables[1][:20]))
+    contracted(device, a, some, ids=marks, of_b=True)
+    contracted(device, a, b.mT.contiguous().mT, ids=marks._replace(rows=tables[1][:20]))
 
 
 EINSUMS = {
@@ -253,9 +244,9 @@ def _merged(
 ) -> None:
     wanted = size.clone(), marks.clone()
     found = size.clone().to(device), marks.clone().to(device)
-    plainly(steps.merge, *wanted, value, other, shift)
+    plainly(ops.merge, *wanted, value, other, shift)
     there = other.to(device) if isinstance(other, Tensor) else other
-    steps.merge(*found, value.to(device), there, shift)
+    ops.merge(*found, value.to(device), there, shift)
     same(found[0], wanted[0])
     same(found[1], wanted[1])
 
@@ -293,20 +284,20 @@ def tally_of_far_numbers(device: str) -> None:
     for less in (0.0, 2.0**-40, 2.0**-149):  # half a unit in the last place, and a bit more
         gradient = torch.tensor([2.0**53, 1.0, less])
         for mine, wanted in zip(
-            steps.tally(marks.to(device), gradient.to(device), 1), (3, 2.0**53 + (2 if less else 0))
+            ops.tally(marks.to(device), gradient.to(device), 1), (3, 2.0**53 + (2 if less else 0))
         ):
             assert float(mine[0]) == wanted
 
 
 def _tallied(device: str, marks: Tensor, gradient: Tensor, count: int) -> None:
-    found = steps.tally(marks.to(device), gradient.to(device), count)
-    for mine, theirs in zip(found, plainly(steps.tally, marks, gradient, count)):
+    found = ops.tally(marks.to(device), gradient.to(device), count)
+    for mine, theirs in zip(found, plainly(ops.tally, marks, gradient, count)):
         same(mine, theirs)
 
 
 def _measured(device: str, gradient: Tensor) -> None:
-    found = steps.measured(gradient.to(device))
-    for mine, theirs in zip(found, plainly(steps.measured, gradient)):
+    found = ops.measure(gradient.to(device))
+    for mine, theirs in zip(found, plainly(ops.measure, gradient)):
         same(mine, theirs)
 
 
@@ -316,7 +307,7 @@ def tally_of_matrices(device: str) -> None:
     for mine, beside in product(strided(gradient), strided(marks)):
         _tallied(device, beside, mine, 5)
         _measured(device, mine)
-    counts, sums = steps.tally(
+    counts, sums = ops.tally(
         words(0, 1).to(device), torch.zeros(0, device=device), 0
     )  # no mark at all
     assert (counts.tolist(), sums.tolist()) == ([], [])
@@ -336,7 +327,7 @@ def leaves(device: str, rounds: int) -> None:
             if at is None:  # it would have to be copied
                 x, marks, dims, _ = given
                 assert dims is not None
-                assert steps.reduction(x.shape, x.stride(), marks.stride(), dims).levels is None
+                assert reduction(x.shape, x.stride(), marks.stride(), dims).levels is None
                 continue
             wanted.append((at, len(alone[0]), alone))
             if jobs.full(1 << 30) or n % 23 == 22:
@@ -373,13 +364,13 @@ def _taken(
     """Where a leaf will be, and what it is by itself."""
     here, beside = x.to(device), marks.to(device)
     if marks is x:
-        number, total = plainly(steps.measured, x)
+        number, total = plainly(ops.measure, x)
         return jobs.measure(here), (number.reshape(1), total.reshape(1))
     if dims is None:
-        return jobs.tally(beside, here, count), plainly(steps.tally, marks, x, count)
-    handed = plainly(steps.reduce, x, marks, dims).marks
+        return jobs.tally(beside, here, count), plainly(ops.tally, marks, x, count)
+    handed = plainly(ops.reduce, x, marks, dims).marks
     gradient = numbers("odd", x.dtype, *handed.shape, seed=count)
-    wanted = plainly(steps.tally, handed, gradient, count)
+    wanted = plainly(ops.tally, handed, gradient, count)
     return jobs.reduce(here, beside, dims, gradient.to(device), count), wanted
 
 
@@ -451,11 +442,11 @@ def reduce(device: str, large: bool) -> None:
         for dtype in WIDE if kind == "odd" else FLOATS:
             x = numbers(kind, dtype, *shape)
             marks = torch.arange(1, x.numel() + 1, dtype=torch.int32).reshape(shape)
-            wanted = plainly(steps.reduce, x, marks, dims)
+            wanted = plainly(ops.reduce, x, marks, dims)
             for mine, beside in zip(strided(x), (*strided(marks)[1:], marks)):
-                found = steps.reduce(mine.to(device), beside.to(device), dims)
+                found = ops.reduce(mine.to(device), beside.to(device), dims)
                 same(found.value, wanted.value)
-                same(found.marks, wanted.marks)
+                same(found.ids, wanted.ids)
 
 
 def scatter(device: str, large: bool) -> None:
@@ -467,20 +458,20 @@ def scatter(device: str, large: bool) -> None:
         target = torch.randint(-1, max(size, 1), (n,), generator=draw)
         target = target if size else target.clamp(max=-1)
         marks = torch.arange(1, n + 1, dtype=torch.int32)
-        wanted = plainly(steps.scatter, x, marks, target, size)
+        wanted = plainly(ops.scatter, x, marks, target, size)
         for mine, where in ((x, target), (apart(x), target.int())):
-            found = steps.scatter(mine.to(device), marks.to(device), where.to(device), size)
+            found = ops.scatter(mine.to(device), marks.to(device), where.to(device), size)
             same(found.value, wanted.value)
-            same(found.marks, wanted.marks)
+            same(found.ids, wanted.ids)
 
 
 def gather(device: str) -> None:
     marks = words(50, 1000) + 1
     source = torch.tensor([[3, -1, 49], [0, 7, -1]])
     for there in (source, source.t(), source[:0]):
-        found = steps.gather(marks.to(device), there.to(device))
-        same(found, plainly(steps.gather, marks, there))
-    empty = steps.gather(marks[:0].to(device), torch.full((3,), -1, device=device))
+        found = cuda_reduce.gather(marks.to(device), there.to(device).contiguous())
+        same(found, torch.where(there >= 0, marks[there.clamp(min=0)], 0))
+    empty = cuda_reduce.gather(marks[:0].to(device), torch.full((3,), -1, device=device))
     assert empty.tolist() == [0, 0, 0]
 
 
@@ -524,8 +515,8 @@ def _there(device: str, how: LowRankLines) -> LowRankLines:
 def _placed(device: str, how: LowRankLines) -> None:
     """Value and place, to the bit."""
     value, place = plainly(every_pair, how)
-    found = steps.normalise(_there(device, how))
-    assert found is not None and found.place is not None and found.marks is None
+    found = ops.normalise(_there(device, how))
+    assert found is not None and found.place is not None and found.ids is None
     same(found.value, value)
     same(found.place, place)
 
@@ -534,14 +525,14 @@ def _marked(device: str, how: LowRankLines) -> None:
     """Value and mark, to the bit."""
     value, place = plainly(every_pair, how)
     marks = torch.arange(1, value.numel() + 1, dtype=torch.int32).reshape(value.shape)
-    found = steps.normalise(_there(device, how), apart(marks).to(device))
-    assert found is not None and found.marks is not None and found.place is None
+    found = ops.normalise(_there(device, how), apart(marks).to(device))
+    assert found is not None and found.ids is not None and found.place is None
     same(found.value, value)
     taken = torch.where(place >= 0, marks.gather(1, place.clamp(min=0)), 0)
-    same(found.marks, taken)
-    alone = steps.normalise(_there(device, how), apart(marks).to(device), value=False)
-    assert alone is not None and alone.marks is not None and alone.place is None
-    same(alone.marks, taken)
+    same(found.ids, taken)
+    alone = ops.normalise(_there(device, how), apart(marks).to(device), value=False)
+    assert alone is not None and alone.ids is not None and alone.place is None
+    same(alone.ids, taken)
 
 
 def _of_rank_one(how: LowRankLines) -> LowRankLines:
@@ -638,7 +629,7 @@ def normalise_lying(device: str) -> None:
 
 
 def duel(device: str) -> None:
-    """``larger`` says what ``with_provenance`` and ``steps.merge`` say, in one step."""
+    """``merge_pair`` says what ``with_provenance`` and ``ops.merge`` say, in one step."""
     for kind, dtype, shape in product(MAKERS, FLOATS, [(), (37,), (2, 3, 4), (5, 400)]):
         first, second = (numbers(kind, dtype, *shape, seed=seed) for seed in (0, 1))
         n = first.numel()
@@ -651,9 +642,9 @@ def duel(device: str) -> None:
             _larger(device, a, marks, True, b, 1, 4)
     many = torch.rand([2] * 9).permute(8, 6, 4, 2, 0, 7, 5, 3, 1)
     nine = torch.rand([2] * 9).to(device)
-    assert larger(nine, 1, True, many.to(device), 1, 1) is None  # too many steps
-    assert larger(nine, 1, True, nine[0], 1, 1) is None
-    assert larger(nine[:0], 1, True, nine[:0], 1, 1) is None
+    assert cuda_ids.merge_pair(nine, 1, True, many.to(device), 1, 1) is None  # too many steps
+    assert cuda_ids.merge_pair(nine, 1, True, nine[0], 1, 1) is None
+    assert cuda_ids.merge_pair(nine[:0], 1, True, nine[:0], 1, 1) is None
 
 
 def shared_sums(device: str) -> None:
@@ -689,11 +680,11 @@ def _larger(
 ) -> None:
     size = first.to(first.dtype if first.dtype in WIDE else torch.float32).abs().contiguous()
     wanted = torch.where((size != 0) | (not unmasked), marks, 0).int().contiguous()
-    plainly(steps.merge, size, wanted, second, others, shift)
+    plainly(ops.merge, size, wanted, second, others, shift)
     there = [x.to(device) if isinstance(x, Tensor) else x for x in (first, marks, second, others)]
     a, mine, b, theirs = there
     assert isinstance(a, Tensor) and isinstance(b, Tensor)
-    found = larger(a, mine, unmasked, b, theirs, shift)
+    found = cuda_ids.merge_pair(a, mine, unmasked, b, theirs, shift)
     assert found is not None
     same(found, wanted)
 
@@ -706,20 +697,20 @@ def numbering(device: str, large: bool) -> None:
     shared memory, as they lie in memory.
     """
     shapes = [(), (0, 3), (37,), (2, 3, 4), (70, 301)] + [(1024, 3000)] * large
-    for shape, count in product(shapes, (1, 33, 1000, 32 * cuda_steps.SHARED_BYTES // 4 + 999)):
+    for shape, count in product(shapes, (1, 33, 1000, 32 * tuning.SHARED_BYTES // 4 + 999)):
         for given in strided(words(math.prod(shape), count).reshape(shape).to(device)):
             _numbered(given, count)
     _numbered(words(5, 9).to(device).expand(3, 4, 5), 9)
     odd = torch.tensor([-1, 0, 2, 5, 130, 1 << 30], dtype=torch.int32, device=device)
-    assert _bits(cuda_steps.used(odd, 3))[:3] == [1, 0, 1]
+    assert _bits(cuda_ids.used(odd, 3))[:3] == [1, 0, 1]
     table = torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
-    found = cuda_steps.renumbered(odd, table)
+    found = cuda_ids.renumbered(odd, table)
     assert found is not None
     assert found.tolist() == [0, 7, 9, 0, 0, 0]
     many = torch.zeros([2] * 9, dtype=torch.int32, device=device).permute(8, 6, 4, 2, 0, 7, 5, 3, 1)
-    assert cuda_steps.used(many, 5) is None
-    assert cuda_steps.used(odd.long(), 5) is None
-    assert cuda_steps.renumbered(odd.long(), table) is None
+    assert cuda_ids.used(many, 5) is None
+    assert cuda_ids.used(odd.long(), 5) is None
+    assert cuda_ids.renumbered(odd.long(), table) is None
 
 
 def _bits(words: Tensor | None) -> list[int]:
@@ -729,13 +720,13 @@ def _bits(words: Tensor | None) -> list[int]:
 
 def _numbered(given: Tensor, count: int) -> None:
     wanted = torch.bincount(given.cpu().reshape(-1), minlength=count) > 0
-    there = cuda_steps.used(given, count)
+    there = cuda_ids.used(given, count)
     assert _bits(there)[:count] == wanted.tolist()
     assert there is not None
     wanted[:1] = False
-    same(cuda_steps.closed(there, count), (wanted.cumsum(0) * wanted).int())
+    same(cuda_ids.closed(there, count), (wanted.cumsum(0) * wanted).int())
     table = words(count, 1 << 30, 5).to(given.device)
-    found = cuda_steps.renumbered(given, table)
+    found = cuda_ids.renumbered(given, table)
     assert found is not None
     same(found, table[given].cpu())
     assert found.stride() == table[given].stride() or not found.numel()

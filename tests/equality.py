@@ -40,10 +40,11 @@ from architectures import ARCHITECTURES
 from operators import CPU, Problem, entries, label, makers
 
 import gradtrace
+from gradtrace import kernels
 from gradtrace.ir import interpreter
 from gradtrace.ir.passes.provenance import ComponentBits
-from gradtrace.kernels import cuda_launch, cuda_steps, max_contraction, reference, rows, steps
-from gradtrace.kernels.cuda_contraction import MatrixLayout
+from gradtrace.kernels import Reference
+from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops import Normaliser
 from gradtrace.semirings import MAX
 from gradtrace.trace import Trace
@@ -60,86 +61,60 @@ RULES = ("greedy", "viterbi")
 # The seam -----------------------------------------------------------------------------------------
 
 
-def _tallied(marks: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    return steps._tally(*steps.flattened(marks, gradient), count)
-
-
-def _measured(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return steps._measured(steps.flattened(gradient)[0].reshape(-1))
-
-
 def _normalised(
-    how: steps.LowRankLines,
-    marks: Tensor | None = None,
+    lines: LowRankLines,
+    ids: Tensor | None = None,
     value: bool = True,
-    layout: cuda_steps.LineLayout | None = None,
-) -> steps.LargestEntry:
+    layout: LineLayout | None = None,
+) -> LargestEntry:
     """As ``linops.diag_low_rank`` has it, where no kernel can serve."""
-    rank, shape = len(how.left), tuple(how.x.shape)
-    diagonal, x, *rest = (how.diagonal, how.x, *how.left, *how.right, *_given(marks))
+    rank, shape = len(lines.left), tuple(lines.x.shape)
+    diagonal, x, *rest = (lines.diagonal, lines.x, *lines.left, *lines.right, *_given(ids))
     if layout is not None:
-        lines, n, shape, each = layout[0], layout[1], tuple(layout[2]), layout[3]
+        count, n, shape, each = layout[0], layout[1], tuple(layout[2]), layout[3]
         tensors = zip((diagonal, x, *rest), each)
-        diagonal, x, *rest = (part.as_strided((lines, n), step) for part, step in tensors)
+        diagonal, x, *rest = (part.as_strided((count, n), step) for part, step in tensors)
     pairs = list(zip(rest[:rank], rest[rank : 2 * rank]))
     most, place = Normaliser(diagonal, pairs, (1,), tuple(x.shape))._best_places(x)
-    if marks is None:
-        return steps.LargestEntry(most.reshape(shape), place.reshape(shape), None)
+    if ids is None:
+        return LargestEntry(most.reshape(shape), place.reshape(shape), None)
     found = rest[-1].gather(1, place.clamp(min=0)).masked_fill((most == 0) | (place < 0), 0)
-    return steps.LargestEntry(most.reshape(shape) if value else None, None, found.reshape(shape))
+    return LargestEntry(most.reshape(shape) if value else None, None, found.reshape(shape))
 
 
-def _given(marks: Tensor | None) -> tuple[Tensor, ...]:
-    return () if marks is None else (marks,)
+def _given(ids: Tensor | None) -> tuple[Tensor, ...]:
+    return () if ids is None else (ids,)
 
 
-def _merged(
-    size: Tensor, marks: Tensor, value: Tensor, other: Tensor | int, shift: int = 0
-) -> None:
-    steps._merge(size, marks, value, other, shift)
-
-
-def _carried(
-    a: Tensor, b: Tensor, marks: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
-) -> reference.Contraction | None:
-    (i, m, n), k = how.shape, how.k
-    if not (i and m and n and k):
-        return None
-    left, right = a.as_strided((i, m, k), how.a), b.as_strided((i, n, k), how.b).mT
-    words = marks.as_strided((i, n, k) if how.of_b else (i, m, k), how.marks)
-    words = words.mT if how.of_b else words
-    found = reference.contraction(left, right, value=value, marks=words, of_b=how.of_b)
-    assert found.marks is not None
-    largest = None if found.value is None else found.value.reshape(shape)
-    return reference.Contraction(largest, None, found.marks.reshape(shape))
-
-
-DEFINITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    max_contraction.contraction: reference.contraction,
-    max_contraction.carried: _carried,
-    reference.argmax: reference.argmax,
-    steps.merge: _merged,
-    steps.tally: _tallied,
-    steps.measured: _measured,
-    steps.reduce: lambda x, marks, dims: steps._reduce(steps._wide(x), marks, dims),
-    steps.scatter: lambda x, marks, *how: steps._scatter(steps._wide(x), marks, *how),
-    steps.gather: steps.gather,
-    steps.sparse: steps._sparse,
-    steps.sparse_sum: steps._sparse_sum,
-    steps.normalise: _normalised,
-    rows.products: rows._products,
-    rows.others: rows._others,
+PLAIN = Reference(CPU)
+DEFINITIONS: dict[str, Callable[..., Any]] = {
+    "contract": PLAIN.contract,
+    "contract_strided": PLAIN.contract_strided,
+    "contract_lines": PLAIN.contract_lines,
+    "merge": PLAIN.merge,
+    "tally": PLAIN.tally,
+    "measure": PLAIN.measure,
+    "reduce": PLAIN.reduce,
+    "scatter": PLAIN.scatter,
+    "sparse": PLAIN.sparse,
+    "sparse_sum": PLAIN.sparse_sum,
+    "normalise": _normalised,
+    "normalise_at": PLAIN.normalise_at,
 }
-"""What each kernel is, in plain torch."""
+"""What each operation of a backend is, in plain torch on the CPU."""
 
-IN_PLACE = {steps.merge}
-"""Kernels that write to their first two operands."""
+IN_PLACE = {"merge"}
+"""Operations that write to their first two operands."""
 
-DERIVED = {
-    *("largest", "winner", "magnitude", "summed", "flattened", "reduction", "on_gpu", "batchable"),
-    *("survivors", "compiled", "isa", "isas", "use_isa", "flat", "serving"),
+SAME = {
+    *("synchronises", "host", "table_entries", "sums_groups", "group_sums", "add_rows", "masked"),
+    *("used", "renumber", "finite_sums", "checks", "check", "label", "free_bytes", "held_bytes"),
+    *("spare_bytes", "workspace_bytes", "workspace_max_bytes", "device"),
 }
-"""Functions of the kernels' modules that are made of these, or only tell something."""
+"""What a backend tells, and does in plain torch or otherwise than by choosing: as on the device."""
+
+NONE = {"fuses", "merge_pair", "close_gaps", "tally_batch", "max_top_k", "contract_top"}
+"""What only a GPU has, as leaves counted in one launch: ``Reference`` does without."""
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
@@ -153,15 +128,15 @@ def _here(x: Any) -> Any:
     return moved(x, CPU) if isinstance(x, Tensor) else x
 
 
-def defining(kernel: Callable[..., Any], used: Counter[str]) -> Callable[..., Any]:
-    """The definition of a kernel, on the CPU, wherever its operands are."""
+def defining(name: str, used: Counter[str]) -> Callable[..., Any]:
+    """The definition of an operation, on the CPU, wherever its operands are."""
 
     def run(*args: Any, **named: Any) -> Any:
-        used[f"{kernel.__module__.rsplit('.', 1)[-1]}.{kernel.__name__}"] += 1
+        used[name] += 1
         device = next(x.device for x in tree_leaves((args, named)) if isinstance(x, Tensor))
         there, by_name = tree_map(_here, (args, named))
-        found = DEFINITIONS[kernel](*there, **by_name)
-        if kernel in IN_PLACE:
+        found = DEFINITIONS[name](*there, **by_name)
+        if name in IN_PLACE:
             for mine, theirs in zip(args[:2], there[:2]):
                 mine.copy_(theirs)
         return tree_map(lambda x: moved(x, device) if isinstance(x, Tensor) else x, found)
@@ -169,33 +144,34 @@ def defining(kernel: Callable[..., Any], used: Counter[str]) -> Callable[..., An
     return run
 
 
+class Defined:
+    """A backend whose operations are their definitions on the CPU; counts the calls of each."""
+
+    def __init__(self, device: torch.device, used: Counter[str]) -> None:
+        real, plain = kernels.backend_of(device), Reference(device)
+        self.by_name = {name: defining(name, used) for name in DEFINITIONS}
+        self.by_name |= {name: getattr(plain, name) for name in NONE}
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return self.by_name[name] if name in self.by_name else getattr(self.real, name)
+
+
 @contextmanager
 def defined() -> Iterator[Counter[str]]:
     """No kernel is called in here, but its definition on the CPU; tells how often each was."""
     used: Counter[str] = Counter()
-    by = {kernel: defining(kernel, used) for kernel in DEFINITIONS}
-    put: list[tuple[Any, str, Any]] = []
-    for name, module in list(sys.modules.items()):
-        if name == "gradtrace" or name.startswith("gradtrace."):
-            for word, value in list(vars(module).items()):
-                if callable(value) and _known(value, by):
-                    put.append((module, word, value))
-    by[cuda_launch.serves] = lambda *_: False  # what only a GPU has, as leaves counted together
-    put.append((cuda_launch, "serves", cuda_launch.serves))
+    before = dict(kernels._BACKENDS)
+    devices = {
+        device if device.index is not None else torch.empty(0, device=device).device
+        for device in (DEVICE, CPU)
+    }
     try:
-        for module, word, value in put:
-            setattr(module, word, by[value])
+        kernels._BACKENDS.update({device: Defined(device, used) for device in devices})
         yield used
     finally:
-        for module, word, value in put:
-            setattr(module, word, value)
-
-
-def _known(value: Any, by: dict[Callable[..., Any], Any]) -> bool:
-    try:
-        return value in by
-    except TypeError:  # not everything can be looked up
-        return False
+        kernels._BACKENDS.clear()
+        kernels._BACKENDS.update(before)
 
 
 # What is compared ---------------------------------------------------------------------------------

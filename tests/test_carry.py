@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from backends import CPU, use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_maps import TABLE, Make, apart, convolve, maker, whole, windows
 from thorough import few
 from torch import Tensor
 
-from gradtrace.kernels import cpu_library
+from gradtrace.kernels import Reference, cpu_library
 from gradtrace.linops import Map, Windows
 from gradtrace.semirings import MAX
 
@@ -41,7 +42,7 @@ MAKERS: dict[str, Callable[..., Make]] = {"generic": maker, "ties": whole, "odd"
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiled kernels, and plain torch in their place."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu_library, "library", lambda: None)
+        use(monkeypatch, Reference(CPU))
     elif cpu_library.library() is None:
         pytest.skip("without compiled kernels")
     yield

@@ -10,19 +10,13 @@ from itertools import islice, product
 import fresh
 import pytest
 import torch
+from backends import ops
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import (
-    Contraction,
-    Operand,
-    contraction,
-    cpu_library,
-    max_contraction,
-    reference,
-)
-from gradtrace.kernels.max_contraction import Algorithm, compiled
-from gradtrace.kernels.reference import Matrices
+from gradtrace.kernels import cpu_contraction, cpu_library, plain_contraction, tuning
+from gradtrace.kernels.cpu_contraction import Algorithm, compiled
+from gradtrace.kernels.operands import Contraction, Matrices, Operand
 
 INF, NAN = math.inf, math.nan
 HALF = [torch.float16, torch.bfloat16]
@@ -35,10 +29,10 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """Every test leaves the number of threads and the instruction set as they were."""
-    threads, isa = torch.get_num_threads(), max_contraction.isa()
+    threads, isa = torch.get_num_threads(), cpu_library.isa()
     yield
     torch.set_num_threads(threads)
-    max_contraction.use_isa(isa)
+    cpu_library.use_isa(isa)
 
 
 # Data --------------------------------------------------------------------------------------------
@@ -116,8 +110,8 @@ def agree(found: Contraction, wanted: Contraction) -> None:
         assert found.index.dtype is torch.int64
         there = wanted.value != 0  # where all is 0, the place means nothing
         assert torch.equal(found.index[there], wanted.index[there])
-    if found.marks is not None:
-        assert same_bits(found.marks, wanted.marks)
+    if found.ids is not None:
+        assert same_bits(found.ids, wanted.ids)
 
 
 def words(*shape: int) -> Tensor:
@@ -131,10 +125,10 @@ WAYS = [Algorithm.DENSE, Algorithm.PRUNED, Algorithm.BY_MEASURE]
 
 def check(a: Matrices, b: Matrices, marks: Matrices, everything: bool = False) -> None:
     """Every instruction set and way gives what the reference gives, for one and two threads."""
-    wanted = reference.contraction(a, b, index=True, marks=marks)
+    wanted = plain_contraction.contraction(a, b, index=True, ids=marks)
     before: dict[int, Contraction] = {}
-    for isa, threads, way in product(max_contraction.isas(), (1, 2), WAYS):
-        max_contraction.use_isa(isa)
+    for isa, threads, way in product(cpu_library.isas(), (1, 2), WAYS):
+        cpu_library.use_isa(isa)
         torch.set_num_threads(threads)
         for value, index, marked in WANTED if everything else WANTED[:1]:
             found = compiled(a, b, value, index, marks if marked else None, way)[0]
@@ -215,20 +209,20 @@ def test_every_half(dtype: torch.dtype) -> None:
     """All 65,536 numbers of half precision are read as torch reads them."""
     a = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).reshape(1, -1, 1)
     one = torch.ones(1, 1, 1, dtype=dtype)
-    for isa in max_contraction.isas():
-        max_contraction.use_isa(isa)
-        assert same_bits(contraction(a, one).value, a.float().abs())
-        assert same_bits(contraction(one, a.transpose(1, 2)).value, a.float().abs().mT)
+    for isa in cpu_library.isas():
+        cpu_library.use_isa(isa)
+        assert same_bits(ops.contract(a, one).value, a.float().abs())
+        assert same_bits(ops.contract(one, a.transpose(1, 2)).value, a.float().abs().mT)
 
 
 @pytest.mark.parametrize("shape", [s for s in product((0, 2), repeat=4) if not all(s)], ids=str)
 def test_nothing(shape: tuple[int, int, int, int]) -> None:
     """No k has the value 0 and no mark; no m, n or i has no value."""
     a, b = pair("random", shape)
-    found = contraction(a, b, index=True, marks=words(*shape[:3]))
+    found = ops.contract(a, b, index=True, ids=words(*shape[:3]))
     i, m, _, n = shape
     assert same_bits(found.value, torch.zeros(i, m, n))
-    assert same_bits(found.marks, torch.zeros(i, m, n, dtype=torch.int32))
+    assert same_bits(found.ids, torch.zeros(i, m, n, dtype=torch.int32))
     assert found.index is not None
     assert found.index.shape == (i, m, n)
 
@@ -255,7 +249,7 @@ def test_windows(kind: str, dtype: torch.dtype) -> None:
     check(left, weight, marks)
     check(weight.transpose(1, 2), left, words(1, 20, 27).expand(2, 20, 27))
     written = torch.nn.functional.unfold(x.double(), 3).to(dtype)  # (batch, k, places)
-    found, wanted = contraction(left, weight), contraction(written.transpose(1, 2), weight)
+    found, wanted = ops.contract(left, weight), ops.contract(written.transpose(1, 2), weight)
     assert same_bits(found.value, wanted.value)
 
 
@@ -263,32 +257,32 @@ def test_windows_beside_the_data_are_refused() -> None:
     x = windows(torch.ones(1, 1, 4, 4), 3)
     for wrong in (x._replace(rows=x.rows + 1), x._replace(inner=x.inner - 1)):
         with pytest.raises((GradtraceError, RuntimeError)):
-            contraction(wrong, torch.ones(1, 9, 2))
+            ops.contract(wrong, torch.ones(1, 9, 2))
 
 
 def test_long_calls_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By matrices, by rows, and by rows of each matrix."""
-    monkeypatch.setattr(max_contraction, "SPLIT_MIN_ROWS", 3)
+    monkeypatch.setattr(tuning, "SPLIT_MIN_ROWS", 3)
     torch.set_num_threads(1)
     a, b = pair("ties", (3, 10, 6, 4))
     marks = words(3, 10, 6)
-    wanted = reference.contraction(a, b, index=True, marks=marks)
+    wanted = plain_contraction.contraction(a, b, index=True, ids=marks)
     for limit in (1, 100, 24 * 5, 240, 241, 480, 719, 720, 721):
-        monkeypatch.setattr(max_contraction, "THREAD_PRODUCTS_PER_CALL", limit)
-        agree(contraction(a, b, index=True, marks=marks), wanted)
+        monkeypatch.setattr(tuning, "THREAD_PRODUCTS_PER_CALL", limit)
+        agree(ops.contract(a, b, index=True, ids=marks), wanted)
 
 
 def test_marks_of_other_dtypes() -> None:
     a, b = pair("random", (1, 4, 5, 3))
-    wanted = reference.contraction(a, b, index=True, marks=words(1, 4, 5))
+    wanted = plain_contraction.contraction(a, b, index=True, ids=words(1, 4, 5))
     for dtype in (torch.int64, torch.int16, torch.int32):
-        agree(contraction(a, b, marks=words(1, 4, 5).to(dtype)), wanted)
+        agree(ops.contract(a, b, ids=words(1, 4, 5).to(dtype)), wanted)
 
 
 @pytest.mark.parametrize("isa", ["generic", "abacus"])
 def test_the_environment_names_an_instruction_set(isa: str) -> None:
     """One that is not there is passed over."""
-    code = "from gradtrace.kernels.max_contraction import isa, isas; print(isa(), isas()[-1])"
+    code = "from gradtrace.kernels.cpu_library import isa, isas; print(isa(), isas()[-1])"
     told = fresh.python("-c", code, check=True, env=os.environ | {"GRADTRACE_ISA": isa})
     used, best = told.stdout.split()
     assert used == ("generic" if isa == "generic" else best)
@@ -312,17 +306,17 @@ def test_every_nan_is_the_same(rows: int, dtype: torch.dtype) -> None:
 def test_what_survives() -> None:
     """Equals all survive; of random numbers the fewer the more there are."""
     ones = torch.ones(1, 40, 300)
-    assert max_contraction.survivors(ones, ones.transpose(1, 2)) == 1.0
-    few, many = (max_contraction.survivors(*pair("random", (1, 40, k, 40))) for k in (100, 1000))
+    assert cpu_contraction.survivors(ones, ones.transpose(1, 2)) == 1.0
+    few, many = (cpu_contraction.survivors(*pair("random", (1, 40, k, 40))) for k in (100, 1000))
     assert 0 < many < few < 1
 
 
 def test_the_instruction_set_can_be_chosen() -> None:
-    assert max_contraction.isas()[0] == "generic"
-    max_contraction.use_isa("generic")
-    assert max_contraction.isa() == "generic"
+    assert cpu_library.isas()[0] == "generic"
+    cpu_library.use_isa("generic")
+    assert cpu_library.isa() == "generic"
     with pytest.raises(ValueError, match="no instruction set 'abacus'"):
-        max_contraction.use_isa("abacus")
+        cpu_library.use_isa("abacus")
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "zeros", "nan", "denormals"])
@@ -330,21 +324,21 @@ def test_the_instruction_set_can_be_chosen() -> None:
 def test_marks_of_the_other_operand(kind: str, shape: tuple[int, int, int, int]) -> None:
     a, b = pair(kind, shape)
     marks = words(*b.shape)
-    wanted = reference.contraction(a, b, index=True, marks=marks, of_b=True)
+    wanted = plain_contraction.contraction(a, b, index=True, ids=marks, of_b=True)
     assert wanted.index is not None and wanted.value is not None
     by_hand = marks.gather(1, wanted.index).masked_fill(wanted.value == 0, 0)
-    assert wanted.marks is not None and torch.equal(wanted.marks, by_hand)
-    for isa, threads, way in product(max_contraction.isas(), (1, 2), Algorithm):
-        max_contraction.use_isa(isa)
+    assert wanted.ids is not None and torch.equal(wanted.ids, by_hand)
+    for isa, threads, way in product(cpu_library.isas(), (1, 2), Algorithm):
+        cpu_library.use_isa(isa)
         torch.set_num_threads(threads)
         agree(compiled(a, b, True, True, marks, way, True)[0], wanted)
         turned = transposed(marks)
-        assert torch.equal(compiled(a, b, False, False, turned, way, True)[0].marks, wanted.marks)
+        assert torch.equal(compiled(a, b, False, False, turned, way, True)[0].ids, wanted.ids)
 
 
 def test_one_k_is_a_plain_product() -> None:
     a, b = torch.tensor([[[-2.0], [NAN]]]), torch.tensor([[[3.0, -INF, 0.0]]])
-    found, wanted = contraction(a, b), reference.contraction(a, b)
+    found, wanted = ops.contract(a, b), plain_contraction.contraction(a, b)
     assert same_bits(found.value, wanted.value)
-    half = contraction(a.half(), b.bfloat16()).value
+    half = ops.contract(a.half(), b.bfloat16()).value
     assert half is not None and half.dtype is torch.float32

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import imitate_gpu
 from torch import Tensor, nn
 
 import gradtrace as gt
@@ -14,7 +15,6 @@ from gradtrace import session
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.ir.program import MapTable, Step
-from gradtrace.kernels import sync
 from gradtrace.recording import record
 from gradtrace.recording.gradient_cache import GradientCache
 from gradtrace.trace import Trace
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_autograd(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu_with_room_nothing_is_put_off(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss_of = CASES[case]()
-    monkeypatch.setattr(sync, "would_sync", lambda x: True)
+    imitate_gpu(monkeypatch)
     monkeypatch.setattr(session, "kept_gradient_bytes", lambda *_: 1 << 30)
     trace = traced(model, loss_of)
     assert not put_off(trace)

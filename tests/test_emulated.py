@@ -12,27 +12,20 @@ from typing import Any
 import devices
 import pytest
 import torch
-from emulated import Emulator, compiler
+from backends import ops, plainly
+from emulated import EmulatedGpu, Emulator, compiler
 from test_maps import KINDS
 from thorough import some
 from torch import Tensor
 
+from gradtrace import kernels
 from gradtrace.ir import memory
-from gradtrace.kernels import (
-    cuda_batched_tally,
-    cuda_contraction,
-    cuda_launch,
-    cuda_steps,
-    cuda_tiling,
-    cuda_top_k,
-    max_contraction,
-    steps,
-    sync,
-)
+from gradtrace.kernels import cuda_launch, cuda_reduce, cuda_tally, cuda_tiling, cuda_top_k, tuning
 from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.sync import AsyncCopy
 from gradtrace.linops import Contract
 from gradtrace.semirings import TopK
+from gradtrace.tracing import tally
 from gradtrace.tracing.provenance import ProvenanceTable, compact
 
 
@@ -92,7 +85,7 @@ def test_operands_are_read_as_they_lie(
             for rows, turned in ((m, turned_a), (n, turned_b))
         )
         marks = torch.randint(1, 1 << 20, (2, n, k), generator=draw).int().mT
-        devices.contracted("cpu", a, b.mT, marks=marks, of_b=True)
+        devices.contracted("cpu", a, b.mT, ids=marks, of_b=True)
         devices.contracted("cpu", a, b.mT, index=True)
         devices.contracted("cpu", a, b.mT)
     apart: tuple[int, int, int] = (0, 1, 400)
@@ -114,8 +107,8 @@ def test_marks_through_contractions_in_all_their_forms(
 
 
 def test_operands_that_lie_as_matrices_are_not_laid_out(emulator: Emulator) -> None:
-    """Only where the weight is summed, its k are in another order, or there is nothing to do."""
-    copied = {"mk,knz->mn", "abk,ban->nk", "mk,kn->mn ", " mk,kn->mn"}
+    """Only where the weight is summed, or its k are in another order."""
+    copied = {"mk,knz->mn", "abk,ban->nk"}
     for spec, shapes in devices.EINSUMS.items():
         x, w = (torch.ones(shape) for shape in shapes)
         out = tuple(torch.einsum(spec.strip(), x, w).shape)
@@ -132,7 +125,7 @@ def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of matrices, rows and columns."""
-    monkeypatch.setattr(cuda_contraction, "SMALL_WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(tuning, "SMALL_WORKSPACE_BYTES", 0)
     a, b = (torch.randn(2, 300, 20).round(), torch.randn(2, 20, 270).round())
     marks = torch.randint(1, 99, (2, 20, 270)).int()
     for room, pieces in ((1 << 40, 1), (200_000, 2), (140_000, 4), (1, 8)):
@@ -140,7 +133,7 @@ def test_a_contraction_too_large_for_the_room_goes_in_pieces(
         emulator.launches.clear()
         devices.contracted("cpu", a, b, index=True)
         assert emulator.launches.count("contract") == pieces
-        devices.contracted("cpu", a, b, marks=marks, of_b=True)
+        devices.contracted("cpu", a, b, ids=marks, of_b=True)
         devices.contracted("cpu", a, b)
     devices.windows("cpu")
 
@@ -166,7 +159,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(emulator: Emulator) -> 
 def test_what_is_asked_of_the_kernels_reaches_them(emulator: Emulator) -> None:
     a, b = torch.randn(1, 20, 30), torch.randn(1, 30, 10)
     assert torch.equal(
-        max_contraction.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
+        kernels.largest(a, b), (a.mT[0, :, :, None] * b[0, :, None]).abs().amax(0)[None]
     )
     assert emulator.launches == ["contract"]
 
@@ -200,31 +193,31 @@ def test_tally(emulator: Emulator) -> None:
     devices.tally_of_matrices("cpu")
     devices.tally_of_far_numbers("cpu")
     assert all(
-        not work.any() for work in cuda_steps._WORK.values()
+        not work.any() for work in cuda_tally._WORK.values()
     )  # left as the next one needs it
 
 
 def test_marks_that_are_too_many_are_counted_some_at_a_time(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_steps, "WORK_MAX_BYTES", 5000)
-    cuda_steps._tally_plan.cache_clear()
+    monkeypatch.setattr(tuning, "WORK_MAX_BYTES", 5000)
+    cuda_tally._tally_plan.cache_clear()
     devices._tallied("cpu", devices.words(500, 40), torch.randn(500), 40)
     assert emulator.launches.count("tally_float") == 3
-    cuda_steps._tally_plan.cache_clear()
+    cuda_tally._tally_plan.cache_clear()
 
 
 def test_one_launch_counts_a_leaf(emulator: Emulator) -> None:
     for n in (5, 60_000):
-        steps.tally(devices.words(n, 9), torch.ones(n), 9)
-        steps.measured(torch.ones(n))
+        ops.tally(devices.words(n, 9), torch.ones(n), 9)
+        ops.measure(torch.ones(n))
     assert emulator.launches == ["tally_float", "measure_float"] * 2
 
 
 def test_a_mark_that_is_not_in_the_table_is_left_out(emulator: Emulator) -> None:
     """As no GPU is waited for; the compiled kernels of the CPU refuse it."""
     marks = torch.tensor([-1, 0, 2, 5, 130], dtype=torch.int32)
-    counts, _ = cuda_steps.tally(marks, torch.ones(5), 3)
+    counts, _ = cuda_tally.tally(marks, torch.ones(5), 3)
     assert counts.tolist() == [1, 0, 1]
 
 
@@ -234,17 +227,17 @@ def test_leaves_are_counted_together(backwards: bool, emulator: Emulator) -> Non
     devices.leaves("cpu", 1)
     assert len(emulator.launches) < 70  # of some 130 leaves, of floats and of doubles
     assert {"settle_float", "settle_double"} < {*emulator.launches}
-    assert all(not work.any() for work in cuda_steps._WORK.values())
+    assert all(not work.any() for work in cuda_tally._WORK.values())
 
 
 def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU counts them at the same time."""
     built.use(monkeypatch)
-    given: list[cuda_steps.TallyJob] = []
-    lines: list[cuda_steps.ReduceJob] = []
-    monkeypatch.setattr(cuda_steps, "counted", lambda _name, _device, jobs, *_: given.extend(jobs))
-    monkeypatch.setattr(cuda_steps, "reduced", lambda _wide, _device, jobs: lines.extend(jobs))
-    monkeypatch.setattr(cuda_batched_tally, "SPACE_WORDS", 2500)
+    given: list[cuda_tally.TallyJob] = []
+    lines: list[cuda_reduce.ReduceJob] = []
+    monkeypatch.setattr(cuda_tally, "counted", lambda _name, _device, jobs, *_: given.extend(jobs))
+    monkeypatch.setattr(cuda_reduce, "reduced", lambda _wide, _device, jobs: lines.extend(jobs))
+    monkeypatch.setattr(tuning, "SPACE_WORDS", 2500)
     jobs = BatchedTally(torch.device("cpu"))
     for n in range(9):
         x, marks = torch.ones(700, 7 + n), torch.ones(700, 7 + n).int()
@@ -266,7 +259,7 @@ def test_work_is_held_until_the_launch(emulator: Emulator, monkeypatch: pytest.M
     """More than is kept between launches belongs to this one alone."""
     alive: list[bool] = []
     made: list[weakref.ref[Tensor]] = []
-    work, kernel = cuda_steps._work, cuda_launch.kernel
+    work, kernel = cuda_tally._work, cuda_launch.kernel
 
     def making(device: torch.device, words: int) -> Tensor:
         found = work(device, words)
@@ -283,10 +276,10 @@ def test_work_is_held_until_the_launch(emulator: Emulator, monkeypatch: pytest.M
 
         return launched
 
-    monkeypatch.setattr(cuda_steps, "CACHED_WORDS", 1)
-    monkeypatch.setattr(cuda_steps, "_work", making)
+    monkeypatch.setattr(tuning, "CACHED_WORDS", 1)
+    monkeypatch.setattr(cuda_tally, "_work", making)
     monkeypatch.setattr(cuda_launch, "kernel", launching)
-    counts, _ = cuda_steps.tally(torch.arange(90).int() % 7, torch.ones(90), 7)
+    counts, _ = cuda_tally.tally(torch.arange(90).int() % 7, torch.ones(90), 7)
     assert counts.sum() == 90 and alive
 
 
@@ -310,17 +303,17 @@ def test_leaves_that_are_counted_by_themselves(
     assert jobs.reduce(x, marks, (0,), torch.ones(10)[::2], 3) is None
     assert jobs.reduce(x, marks, (0,), torch.ones(4), 3) is None
     assert jobs.reduce(x[:0], marks[:0], (0,), gradient, 3) is None
-    monkeypatch.setattr(steps, "PIECE_ELEMENTS", 4)
+    monkeypatch.setattr(tuning, "PIECE_ELEMENTS", 4)
     assert jobs.tally(marks, x, 3) is None
     assert jobs.measure(x) is None
-    monkeypatch.setattr(steps, "PIECE_ELEMENTS", 100)
-    monkeypatch.setattr(cuda_steps, "WORK_MAX_BYTES", 5000)
-    cuda_steps._tally_plan.cache_clear()
+    monkeypatch.setattr(tuning, "PIECE_ELEMENTS", 100)
+    monkeypatch.setattr(tuning, "WORK_MAX_BYTES", 5000)
+    cuda_tally._tally_plan.cache_clear()
     assert jobs.tally(marks, x, 40) is None
     assert (jobs.entries, jobs.bytes) == (0, 0)
     assert jobs.tally(marks, x, 3) == 0
     assert jobs.reduce(x, marks, (0,), gradient, 3) == 3
-    cuda_steps._tally_plan.cache_clear()
+    cuda_tally._tally_plan.cache_clear()
     assert [part.tolist() for part in jobs.counted()] == [
         [20, 0, 0, 5, 0, 0],
         [20.0, 0, 0, 5, 0, 0],
@@ -333,7 +326,7 @@ def test_influence_is_that_of_the_cpu(
     room: int, dtype: torch.dtype, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever may be held; and no more is held than that and a leaf."""
-    wanted = devices.plainly(devices.influences, "cpu", dtype, 1)
+    wanted = plainly(devices.influences, "cpu", dtype, 1)
     held, real = [], BatchedTally.counted
 
     def counted(self: BatchedTally) -> tuple[Tensor, Tensor]:
@@ -342,7 +335,7 @@ def test_influence_is_that_of_the_cpu(
 
     monkeypatch.setattr(memory, "LEAF_BATCH_MAX_BYTES", room)
     monkeypatch.setattr(BatchedTally, "counted", counted)
-    monkeypatch.setattr(cuda_batched_tally, "SPACE_WORDS", 8)
+    monkeypatch.setattr(tuning, "SPACE_WORDS", 8)
     emulator.launches.clear()
     assert devices.influences("cpu", dtype, 1) == wanted
     most = 28 * 10 * (4 + dtype.itemsize) + 1000
@@ -356,15 +349,15 @@ def test_plain_leaves_are_looked_at_once(
     room: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless they hold too much."""
-    wanted = devices.plainly(devices.cancelling, "cpu")
+    wanted = plainly(devices.cancelling, "cpu")
     assert next(iter(wanted)).unreached == 3  # to one element of each leaf nothing comes
-    looks, real = [], sync.fetch_scalars
+    looks, real = [], tally.fetch_scalars
 
     def look(numbers: Sequence[Tensor]) -> list[float]:
         looks.append(len(numbers))
         return real(numbers)
 
-    monkeypatch.setattr(sync, "fetch_scalars", look)
+    monkeypatch.setattr(tally, "fetch_scalars", look)
     monkeypatch.setattr(memory, "LEAF_BATCH_MAX_BYTES", room)
     assert devices.cancelling("cpu") == wanted
     assert [n for n in looks if n] == ([1, 1, 1] if room == 1 else [3])
@@ -373,7 +366,7 @@ def test_plain_leaves_are_looked_at_once(
 @pytest.mark.parametrize("rule", ["greedy", "viterbi"])
 def test_influence_of_pairs_is_that_of_the_cpu(rule: str, emulator: Emulator) -> None:
     for pairs in (1, 7):
-        wanted = devices.plainly(devices.influences, "cpu", torch.float32, pairs, rule=rule)
+        wanted = plainly(devices.influences, "cpu", torch.float32, pairs, rule=rule)
         assert devices.influences("cpu", torch.float32, pairs, rule=rule) == wanted
 
 
@@ -395,10 +388,10 @@ def test_reduce(emulator: Emulator) -> None:
 
 def test_long_lines_are_cut() -> None:
     for reduced, results, beside in ((70_001, 1, False), (600, 3, True), (1, 10**6, True)):
-        columns, rows, cuts, length = cuda_steps.divided(reduced, results, beside, 5)
+        columns, rows, cuts, length = cuda_reduce.divided(reduced, results, beside, 5)
         assert columns * rows == 256
         assert cuts * length >= reduced > (cuts - 1) * length
-    assert cuda_steps.divided(70_001, 1, False, 5)[2] > 1
+    assert cuda_reduce.divided(70_001, 1, False, 5)[2] > 1
 
 
 def test_scatter(emulator: Emulator) -> None:
@@ -435,7 +428,7 @@ def test_normalise_tensors_as_they_lie(emulator: Emulator) -> None:
 
 
 def test_terms_with_the_same_marks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "would_sync", lambda x: True)
+    monkeypatch.setattr(EmulatedGpu, "synchronises", True)
     devices.shared_sums("cpu")
 
 
@@ -450,7 +443,7 @@ def test_most_elements_of_long_lines_are_left_out(emulator: Emulator) -> None:
         how = devices.lines_of(kind, 300, torch.float32)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "empty", made)
-            steps.normalise(how)
+            ops.normalise(how)
         assert left.tolist() == [over] * 3, kind
 
 
@@ -462,9 +455,7 @@ def test_a_palette_is_looked_through_with_two_launches(emulator: Emulator) -> No
     """And with one, where nobody is left."""
     rows, numbers = tuple(1 | n % 500 << 60 for n in range(600)), devices.words(900, 601)
     for given in (numbers, numbers.reshape(30, 30).mT, numbers % 2, numbers % 1):
-        found, wanted = (
-            do(compact, given, ProvenanceTable(rows, 2)) for do in (_done, devices.plainly)
-        )
+        found, wanted = (do(compact, given, ProvenanceTable(rows, 2)) for do in (_done, plainly))
         assert torch.equal(found[0], wanted[0])
         assert (tuple(found[1].rows), found[1].extra) == (tuple(wanted[1].rows), wanted[1].extra)
     assert emulator.launches == ["used", "renumber"] * 3 + ["used"]
@@ -487,7 +478,7 @@ def test_nobody_waits_for_marks_that_differ(
         found, less = compact(given, provenance)
         assert emulator.launches == ["used", "close", "renumber"]
         assert not less.single and not read
-        wanted, fewer = devices.plainly(compact, given, provenance)
+        wanted, fewer = plainly(compact, given, provenance)
         same = wanted.any()
         assert torch.equal(found, wanted)
         assert less.sets() == fewer.sets() if same else less.sets() == [0]

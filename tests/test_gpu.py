@@ -13,7 +13,7 @@ from test_groups import drawn
 from test_maps import KINDS
 
 from gradtrace.ir import memory
-from gradtrace.kernels import cuda_contraction, cuda_tiling, reference
+from gradtrace.kernels import cuda_contraction, cuda_tiling, tuning
 from gradtrace.tracing.aggregate import Reach, groups_of
 from gradtrace.tracing.provenance import words_of
 
@@ -75,7 +75,7 @@ def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) ->
             assert where.numbers - where.parts >= 4 * area
             assert where.size - where.numbers >= area * asked[1]
             assert how.shared[0] < 227 << 10
-            assert how.shared[1] <= cuda_tiling.SEARCH_SHARED_MAX_BYTES
+            assert how.shared[1] <= tuning.SEARCH_SHARED_MAX_BYTES
             assert how.joined == (asked[1] or at.cut)
 
 
@@ -93,14 +93,14 @@ def test_contraction(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reference, "MAX_PRODUCTS", 1 << 26)
+    monkeypatch.setattr(tuning, "MAX_PRODUCTS", 1 << 26)
     devices.contraction("cuda", shape, name, dtype)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("worth", [0, 1 << 62], ids=["CUDA", "Triton"])
 def test_windows_are_read_where_they_lie(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_contraction, "CUDA_MIN_PRODUCTS", worth)
+    monkeypatch.setattr(tuning, "CUDA_MIN_PRODUCTS", worth)
     devices.windows("cuda", 10)
     devices.mixed("cuda")
     devices.nothing("cuda")
@@ -112,7 +112,7 @@ def test_windows_are_read_where_they_lie(worth: int, monkeypatch: pytest.MonkeyP
 def test_marks_through_contractions_in_all_their_forms(
     dtype: torch.dtype, worth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_contraction, "CUDA_MIN_PRODUCTS", worth)
+    monkeypatch.setattr(tuning, "CUDA_MIN_PRODUCTS", worth)
     devices.carried("cuda", dtype)
 
 
@@ -120,10 +120,10 @@ def test_marks_through_contractions_in_all_their_forms(
 def test_a_contraction_too_large_for_the_room_goes_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_contraction, "SMALL_WORKSPACE_BYTES", 0)
-    monkeypatch.setattr(cuda_contraction, "CUDA_MIN_PRODUCTS", 0)
+    monkeypatch.setattr(tuning, "SMALL_WORKSPACE_BYTES", 0)
+    monkeypatch.setattr(tuning, "CUDA_MIN_PRODUCTS", 0)
     for most in (3_000_000, 700_000, 1):
-        monkeypatch.setattr(cuda_contraction, "WORKSPACE_MAX_BYTES", most)
+        monkeypatch.setattr(tuning, "WORKSPACE_MAX_BYTES", most)
         devices.contraction("cuda", (2, 700, 64, 300), "ties", torch.float32)
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.kernels import cpu_library
+from gradtrace.kernels import Reference, cpu_library
 from gradtrace.tracing import aggregate
-from gradtrace.tracing.aggregate import Counts, CpuGroups, Groups, Reach, grouped, groups_of
+from gradtrace.tracing.aggregate import Counts, Groups, ListedGroups, Reach, grouped, groups_of
 from gradtrace.tracing.provenance import PackedSets, words_of
 
 NAN = math.nan
@@ -73,14 +73,14 @@ def plainly(
     return eligible, through, unreached
 
 
-def listed(found: list[Counts]) -> CpuGroups:
+def listed(found: list[Counts]) -> ListedGroups:
     """By the compiled library."""
     here = grouped(found)
-    assert isinstance(here, CpuGroups)
+    assert isinstance(here, ListedGroups)
     return here
 
 
-WAYS: dict[str, tuple[Callable[[list[Counts]], Groups | CpuGroups], int, int]] = {
+WAYS: dict[str, tuple[Callable[[list[Counts]], Groups | ListedGroups], int, int]] = {
     f"torch {entries} {sparse}": (groups_of, entries, sparse)
     for entries in (1, 1000, 1 << 22)
     for sparse in (0, 1 << 30)
@@ -101,7 +101,7 @@ def test_groups_are_added_up(way: str, seed: int, leaves: int, pairs: int) -> No
     reach, could = reached(seed, [found[n] for n in np.argsort(order)], bits)
     most = np.arange(leaves, dtype=float) + 20
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregate, "CHUNK_ENTRIES", (entries, entries))
+        patch.setattr(Reference, "table_entries", entries)
         patch.setattr(aggregate, "SPARSE_WORDS_FACTOR", sparse)
         here = make(found)
         eligible, through, unreached, finite = here.added(pairs, reach, order.tolist(), most, bits)
@@ -141,7 +141,7 @@ def test_leaves_that_share_tensors(seed: int, leaves: int, pairs: int) -> None:
 
 
 @pytest.mark.parametrize("make", [grouped, groups_of])
-def test_nothing_counted(make: Callable[[list[Counts]], Groups | CpuGroups]) -> None:
+def test_nothing_counted(make: Callable[[list[Counts]], Groups | ListedGroups]) -> None:
     here = make([])
     reach = Reach(np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.int64))
     eligible, through, unreached, finite = here.added(2, reach, [], np.zeros(0), [1, 2, 4])

@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+from backends import CPU, use
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.autodiff.nodes import Outputs
-from gradtrace.kernels import cpu_library
+from gradtrace.kernels import Reference, cpu_library
 from gradtrace.tracing import aggregate, provenance
 from gradtrace.tracing.components import Routes
 from gradtrace.tracing.path_search import PathFollower
@@ -243,9 +244,9 @@ def test_marks_of_few_bits_are_not_compared_with_every_component(
         entries += found.numel()
         return found
 
-    monkeypatch.setattr(cpu_library, "library", lambda: None)  # which goes over bits alone
+    use(monkeypatch, Reference(CPU))  # which goes over bits alone
     monkeypatch.setattr(aggregate, "_hits", counted)
-    monkeypatch.setattr(aggregate, "CHUNK_ENTRIES", (1 << 18, 1 << 18))
+    monkeypatch.setattr(Reference, "table_entries", 1 << 18)
     model, loss = labelled(600)
     with gt.watch(model) as watch:
         trace = watch.trace(loss())

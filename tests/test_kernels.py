@@ -13,7 +13,7 @@ from thorough import few
 from torch import Tensor
 
 from gradtrace import kernels
-from gradtrace.kernels import argmax, largest, reference, winner
+from gradtrace.kernels import argmax, largest, plain_contraction, tuning, winner
 
 INF, NAN = math.inf, math.nan
 SMALLEST = 5e-324  # a denormal
@@ -132,13 +132,13 @@ def test_any_layout(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["normal", "ties", "nan"])
 def test_borders_of_chunks(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 · 3 · 4 · 5 products, a few at a time."""
-    monkeypatch.setattr(reference, "MAX_PRODUCTS", limit)
+    monkeypatch.setattr(tuning, "MAX_PRODUCTS", limit)
     check(*pair(kind, (2, 3, 4, 5)))
 
 
 def test_more_products_than_fit_at_a_time() -> None:
     a, b = random("normal", 1, 130, 100), random("normal", 1, 100, 110, seed=1)
-    assert reference.MAX_PRODUCTS < 130 * 100 * 110
+    assert tuning.MAX_PRODUCTS < 130 * 100 * 110
     products = (a[0, :, :, None] * b[0, None]).abs()
     value, index = winner(a, b)
     assert torch.equal(value[0], products.amax(1))
@@ -237,7 +237,7 @@ def test_argmax_of_nothing(dim: int) -> None:
 def test_what_is_used_is_what_is_tested() -> None:
     """Whatever takes the place of the reference gives the same bits."""
     a, b = pair("ties", (2, 3, 7, 4))
-    value, index, _ = reference.contraction(a, b, index=True)
+    value, index, _ = plain_contraction.contraction(a, b, index=True)
     assert value is not None and index is not None
     assert torch.equal(kernels.largest(a, b), value)
     for found, wanted in zip(kernels.winner(a, b), (value, index)):

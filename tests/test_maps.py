@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import CPU, use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import MATRICES, forward, matrix_of
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtrace.linops
 from gradtrace.errors import TooLarge
-from gradtrace.kernels import cpu_library
+from gradtrace.kernels import Reference
 from gradtrace.linops import (
     Around,
     Contract,
@@ -1102,7 +1103,7 @@ def corners_of(found: list[Tensor]) -> Iterator[None]:
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_library, "library", lambda: None)  # which has a hull of its own
+        use(patch, Reference(CPU))  # which has a hull of its own
         patch.setattr(PointCloud, "_corners", record)
         yield
 

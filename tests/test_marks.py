@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from backends import imitate_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.kernels import sync
 from gradtrace.tracing import provenance
 from gradtrace.tracing.provenance import (
     PackedSets,
@@ -71,7 +71,7 @@ def test_compact_changes_no_mark(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "COMPACT_ABOVE_ENTRIES", 2)
         patch.setattr(provenance, "TUPLE_MAX_ROWS", 5)
-        patch.setattr(sync, "would_sync", lambda x: waits)
+        imitate_gpu(patch, waits)
         found, smaller = compact(numbers, palette)
     assert read(found, smaller) == before
     assert found.dtype is torch.int32

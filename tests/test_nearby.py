@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from backends import ops
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -17,7 +18,7 @@ from gradtrace import semirings
 from gradtrace.autodiff.names import NameTable
 from gradtrace.errors import Unsupported
 from gradtrace.ir.passes import merge_routes
-from gradtrace.kernels import cpu_library, steps
+from gradtrace.kernels import cpu_backend, cpu_library
 from gradtrace.linops import Scale
 from gradtrace.linops.indexing import nearby, picked
 from gradtrace.recording import record
@@ -122,10 +123,10 @@ def test_marks_of_another_device_go_to_no_kernel() -> None:
     if cpu_library.library() is None:
         pytest.skip("without compiled kernels")
     size, marks = torch.ones(3), torch.ones(3, dtype=torch.int32, device="meta")
-    assert steps._serving(size) is not None
-    assert steps._serving(size, marks) is None
+    assert cpu_backend._serves(size)
+    assert not cpu_backend._serves(size, marks)
     with pytest.raises(RuntimeError):  # plain torch says that they do not go together
-        steps.merge(size, marks, torch.ones(3), 2)
+        ops.merge(size, marks, torch.ones(3), 2)
 
 
 def test_a_graph_over_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

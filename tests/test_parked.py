@@ -9,6 +9,7 @@ import pytest
 import randomgraphs
 import torch
 from architectures import ARCHITECTURES
+from backends import use
 from torch import Tensor, nn
 
 import gradtrace as gt
@@ -16,7 +17,7 @@ from gradtrace.benchmarks import cases
 from gradtrace.errors import TooLarge
 from gradtrace.ir import memory
 from gradtrace.ir.plan import Join
-from gradtrace.kernels import cuda_contraction, cuda_tiling
+from gradtrace.kernels import Cuda, Reference, cuda_launch, cuda_tiling, tuning
 from gradtrace.linops import Contract, Identity
 from gradtrace.trace import Trace
 from gradtrace.tracing import compact_storage, executor
@@ -275,37 +276,34 @@ def product(m: int, k: int, n: int) -> Contract:
     return Contract("mk,kn->mn", weight, (m, k), (m, n))
 
 
+GPU = torch.device("cuda", 0)
+
+
 def _all(shape: tuple[int, int, int], k: int) -> int:
     """What it takes at once, with operands that have to be copied."""
     return cuda_tiling.contraction_plan(shape, k, (None, None), (True, True), 132).space.size
 
 
-def test_a_contraction_lays_its_operands_out_on_a_gpu_alone() -> None:
+def test_a_contraction_lays_its_operands_out_on_a_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     small, large = product(64, 32, 48), product(1 << 15, 1 << 12, 1 << 15)
-    assert memory.workspace(small, 0) == 0
-    assert memory.workspace(Identity((3,)), 132) == 0
-    assert memory.workspace(product(0, 3, 4), 132) == 0
-    assert memory.workspace(small, 132) == _all((1, 64, 48), 32)
-    assert (
-        memory.workspace(large, 132)
-        == cuda_tiling.SMALL_WORKSPACE_BYTES
-        < cuda_contraction.WORKSPACE_MAX_BYTES
-    )
+    monkeypatch.setattr(cuda_launch, "processors", lambda device: 132)
+    gpu = Cuda(GPU)
+    assert memory.workspace(small, Reference(GPU)) == 0
+    assert memory.workspace(Identity((3,)), gpu) == 0
+    assert memory.workspace(product(0, 3, 4), gpu) == 0
+    assert memory.workspace(small, gpu) == _all((1, 64, 48), 32)
+    assert memory.workspace(large, gpu) == tuning.SMALL_WORKSPACE_BYTES
+    assert gpu.workspace_max_bytes() > tuning.SMALL_WORKSPACE_BYTES
     long = product(1 << 10, 1 << 20, 1 << 10)  # a tile of it is more than that
-    assert memory.workspace(long, 132) == _all((1, 256, 256), 1 << 20)
+    assert memory.workspace(long, gpu) == _all((1, 256, 256), 1 << 20)
 
 
 def test_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     program = problem().program
     before = memory.streaming(program)
-    monkeypatch.setattr(memory, "workspace", lambda map_, processors: 1000)
+    monkeypatch.setattr(memory, "workspace", lambda map_, backend: 1000)
     assert memory.streaming(program) == before  # on the CPU nobody asks
-
-    class OnGpu:
-        """The seed, as if it were elsewhere."""
-
-        is_cuda, device = True, torch.device("cuda", 0)
-
-    monkeypatch.setattr(memory.cuda_launch, "processors", lambda device: 132)
-    monkeypatch.setattr(program.constants, "seed", OnGpu())
+    use(monkeypatch, Cuda(GPU))
     assert memory.streaming(program) == before + 1000

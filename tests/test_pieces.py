@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from backends import ops
 from torch import Tensor, nn
 
 import gradtrace
 from gradtrace.ir.lazy_gradient import LazyGradient
-from gradtrace.kernels import steps
+from gradtrace.kernels import tuning
 from gradtrace.linops import Contract
 from gradtrace.recording import record
 from gradtrace.trace import Trace
@@ -81,7 +82,7 @@ def test_tables_are_the_same(
     trace = traced(tied, dtype)
     assert any(isinstance(leaf.given, LazyGradient) for leaf in trace.program.leaves) is deferred
     whole = trace.influence()
-    monkeypatch.setattr(steps, "PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(tuning, "PIECE_ELEMENTS", piece)
     asked: list[int] = []
     real = Contract.carry_some
 
@@ -102,13 +103,13 @@ def test_tables_are_the_same(
 def test_sums_of_pieces_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e3
     marks = (torch.arange(1000) % 3).int()
-    monkeypatch.setattr(steps, "PIECE_ELEMENTS", 300)
-    counts, sums = steps.tally(marks, gradient, 3)
-    count, total = steps.measured(gradient.reshape(10, 100).T)
+    monkeypatch.setattr(tuning, "PIECE_ELEMENTS", 300)
+    counts, sums = ops.tally(marks, gradient, 3)
+    count, total = ops.measure(gradient.reshape(10, 100).T)
     wanted = [torch.zeros(3, dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
     for first in range(0, 1000, 300):
         some = slice(first, first + 300)
-        wanted[0] = wanted[0] + steps.tally(marks[some], gradient[some], 3)[1]
-        wanted[1] = wanted[1] + steps.measured(gradient[some])[1]
+        wanted[0] = wanted[0] + ops.tally(marks[some], gradient[some], 3)[1]
+        wanted[1] = wanted[1] + ops.measure(gradient[some])[1]
     assert torch.equal(sums, wanted[0]) and torch.equal(total, wanted[1])
     assert torch.equal(counts, torch.bincount(marks)) and int(count) == 1000

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import ops
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import cpu_library, max_contraction, pointers, rows, steps
-from gradtrace.kernels.reference import Operand
+from gradtrace.kernels import cpu_backend, cpu_contraction, cpu_library, pointers
+from gradtrace.kernels.operands import GroupSums, LowRankLines, Operand, TensorLines
 from gradtrace.tracing import aggregate
 from gradtrace.tracing.provenance import words_of
 
@@ -83,35 +84,35 @@ def ints(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.int32)
 
 
-def lines(x: Tensor) -> steps.LowRankLines:
-    return steps.LowRankLines(torch.ones(4, 6), [torch.ones(4, 6)], [torch.ones(4, 6)], x)
+def lines(x: Tensor) -> LowRankLines:
+    return LowRankLines(torch.ones(4, 6), [torch.ones(4, 6)], [torch.ones(4, 6)], x)
 
 
 ENTRIES: dict[str, Callable[[Tensor], Any]] = {
-    "contraction, left": lambda x: max_contraction.contraction(x[None], torch.ones(1, 6, 3)),
-    "contraction, right": lambda x: max_contraction.contraction(torch.ones(1, 3, 4), x[None]),
-    "contraction, windows": lambda x: max_contraction.contraction(
+    "contraction, left": lambda x: ops.contract(x[None], torch.ones(1, 6, 3)),
+    "contraction, right": lambda x: ops.contract(torch.ones(1, 3, 4), x[None]),
+    "contraction, windows": lambda x: ops.contract(
         Operand(x.reshape(-1), torch.zeros(1).long(), torch.arange(4), torch.arange(6)),
         torch.ones(1, 6, 3),
     ),
-    "merge, size": lambda x: steps.merge(x, ints(4, 6), torch.ones(4, 6), 2),
-    "merge, value": lambda x: steps.merge(torch.ones(4, 6), ints(4, 6), x, 2),
-    "tally": lambda x: steps.tally(ints(4, 6), x, 2),
-    "measured": steps.measured,
-    "reduce": lambda x: steps.reduce(x, ints(4, 6), (0,)),
-    "scatter": lambda x: steps.scatter(x.reshape(-1), ints(24), torch.arange(24), 24),
-    "normalise": lambda x: steps.normalise(lines(x)),
-    "products, left": lambda x: rows.products(
-        rows.TensorLines(x.reshape(-1), torch.zeros(2).long(), 1),
-        rows.TensorLines(torch.ones(24), torch.zeros(2).long(), 1),
+    "merge, size": lambda x: ops.merge(x, ints(4, 6), torch.ones(4, 6), 2),
+    "merge, value": lambda x: ops.merge(torch.ones(4, 6), ints(4, 6), x, 2),
+    "tally": lambda x: ops.tally(ints(4, 6), x, 2),
+    "measured": ops.measure,
+    "reduce": lambda x: ops.reduce(x, ints(4, 6), (0,)),
+    "scatter": lambda x: ops.scatter(x.reshape(-1), ints(24), torch.arange(24), 24),
+    "normalise": lambda x: ops.normalise(lines(x)),
+    "products, left": lambda x: ops.contract_lines(
+        TensorLines(x.reshape(-1), torch.zeros(2).long(), 1),
+        TensorLines(torch.ones(24), torch.zeros(2).long(), 1),
         20,
     ),
-    "products, right": lambda x: rows.products(
-        rows.TensorLines(torch.ones(24), torch.zeros(2).long(), 1),
-        rows.TensorLines(x.reshape(-1), torch.zeros(2).long(), 1),
+    "products, right": lambda x: ops.contract_lines(
+        TensorLines(torch.ones(24), torch.zeros(2).long(), 1),
+        TensorLines(x.reshape(-1), torch.zeros(2).long(), 1),
         20,
     ),
-    "others": lambda x: rows.others(
+    "others": lambda x: ops.normalise_at(
         torch.ones(2, 3), torch.ones(2, 4, 6), x, torch.zeros(3).long(), torch.zeros(3).long()
     ),
 }
@@ -140,7 +141,7 @@ def added(
     size: int | None = None,
     rows: Sequence[int] = (1, 3, 5),
     owned: int = 2,
-) -> aggregate.Sums:
+) -> GroupSums:
     """Two leaves, of two pairs and three marks each, added up for three components."""
     counts = torch.ones(6, dtype=torch.int64)
     leaf = aggregate.Counts(counts, torch.ones(sums, dtype=torch.float64), rows, 1, 0, 0, 0, size)
@@ -154,30 +155,30 @@ def test_what_is_refused_differs_from_what_is_added_up() -> None:
 
 
 SIZES: dict[str, Callable[[], Any]] = {
-    "fewer marks than elements": lambda: steps.merge(torch.ones(9), ints(8), torch.ones(9), 2),
-    "fewer others": lambda: steps.merge(torch.ones(9), ints(9), torch.ones(9), ints(8)),
-    "wide marks": lambda: steps.merge(torch.ones(9), ints(9).long(), torch.ones(9), 2),
-    "fewer marks counted": lambda: steps.tally(ints(8), torch.ones(9), 2),
-    "wide marks counted": lambda: steps.tally(ints(9).long(), torch.ones(9), 2),
-    "fewer targets": lambda: steps.scatter(torch.ones(9), ints(9), torch.arange(8), 9),
-    "fewer marks scattered": lambda: steps.scatter(torch.ones(9), ints(8), torch.arange(9), 9),
-    "wide marks reduced": lambda: steps.reduce(torch.ones(3, 3), ints(3, 3).long(), (0,)),
-    "other k": lambda: max_contraction.contraction(torch.ones(1, 2, 3), torch.ones(1, 4, 2)),
-    "other batch": lambda: max_contraction.contraction(torch.ones(2, 2, 3), torch.ones(1, 3, 2)),
-    "other marks": lambda: max_contraction.contraction(
-        torch.ones(1, 2, 3), torch.ones(1, 3, 2), marks=ints(1, 2, 2)
+    "fewer marks than elements": lambda: ops.merge(torch.ones(9), ints(8), torch.ones(9), 2),
+    "fewer others": lambda: ops.merge(torch.ones(9), ints(9), torch.ones(9), ints(8)),
+    "wide marks": lambda: ops.merge(torch.ones(9), ints(9).long(), torch.ones(9), 2),
+    "fewer marks counted": lambda: ops.tally(ints(8), torch.ones(9), 2),
+    "wide marks counted": lambda: ops.tally(ints(9).long(), torch.ones(9), 2),
+    "fewer targets": lambda: ops.scatter(torch.ones(9), ints(9), torch.arange(8), 9),
+    "fewer marks scattered": lambda: ops.scatter(torch.ones(9), ints(8), torch.arange(9), 9),
+    "wide marks reduced": lambda: ops.reduce(torch.ones(3, 3), ints(3, 3).long(), (0,)),
+    "other k": lambda: ops.contract(torch.ones(1, 2, 3), torch.ones(1, 4, 2)),
+    "other batch": lambda: ops.contract(torch.ones(2, 2, 3), torch.ones(1, 3, 2)),
+    "other marks": lambda: ops.contract(
+        torch.ones(1, 2, 3), torch.ones(1, 3, 2), ids=ints(1, 2, 2)
     ),
-    "a line past the end": lambda: rows.products(
-        rows.TensorLines(torch.ones(9), torch.tensor([5]), 1),
-        rows.TensorLines(torch.ones(9), torch.tensor([0]), 1),
+    "a line past the end": lambda: ops.contract_lines(
+        TensorLines(torch.ones(9), torch.tensor([5]), 1),
+        TensorLines(torch.ones(9), torch.tensor([0]), 1),
         5,
     ),
-    "a line before the start": lambda: rows.products(
-        rows.TensorLines(torch.ones(9), torch.tensor([0]), 1),
-        rows.TensorLines(torch.ones(9), torch.tensor([-1]), 1),
+    "a line before the start": lambda: ops.contract_lines(
+        TensorLines(torch.ones(9), torch.tensor([0]), 1),
+        TensorLines(torch.ones(9), torch.tensor([-1]), 1),
         5,
     ),
-    "no such line": lambda: rows.others(
+    "no such line": lambda: ops.normalise_at(
         torch.ones(2, 1),
         torch.ones(2, 3, 4),
         torch.ones(3, 4),
@@ -192,7 +193,7 @@ SIZES: dict[str, Callable[[], Any]] = {
     "more entries than counts": lambda: added(size=7),
     "no marks": lambda: added(rows=()),
     "no such component": lambda: added(owned=4),
-    "no such element": lambda: rows.others(
+    "no such element": lambda: ops.normalise_at(
         torch.ones(2, 1),
         torch.ones(2, 3, 4),
         torch.ones(3, 4),
@@ -214,7 +215,6 @@ def test_the_library_itself_refuses_null_pointers_and_sizes_that_overflow() -> N
     """What Python let through would be caught there: each function, every pointer null."""
     library = cpu_library.library()
     assert library is not None
-    steps._typed(library)
     bad, huge, none = 3, 1 << 62, None
     assert library.gradtrace_merge(0, 4, none, none, none, none, 0, 0, 1) == bad
     assert library.gradtrace_merge(0, -1, none, none, none, none, 0, 0, 1) == bad
@@ -232,16 +232,14 @@ def test_the_library_itself_refuses_null_pointers_and_sizes_that_overflow() -> N
     assert library.gradtrace_normalise(0, huge, 8, 1, nowhere, none, none, none, 1) == bad
     assert library.gradtrace_groups(none) == bad
     for sizes in ([0] * 22, [4] * 8 + [0] * 14, [huge] * 8 + [0] * 14, [-1] * 8 + [0] * 14):
-        assert library.gradtrace_groups(aggregate._REQUEST.pack(*sizes)) == bad
-    max_contraction._library()
+        assert library.gradtrace_groups(cpu_backend._GROUPS.pack(*sizes)) == bad
     assert library.gradtrace_contract(none) == bad
-    call = ctypes.create_string_buffer(max_contraction._CALL.pack(*[0] * 44))
+    call = ctypes.create_string_buffer(cpu_contraction._CALL.pack(*[0] * 44))
     assert library.gradtrace_contract(call) == bad
     sizes = [0] * 27 + [huge] * 4 + [0] * 13
-    call = ctypes.create_string_buffer(max_contraction._CALL.pack(*sizes))
+    call = ctypes.create_string_buffer(cpu_contraction._CALL.pack(*sizes))
     assert library.gradtrace_contract(call) == bad
-    for name, letters in rows.ARGUMENTS.items():
-        call_rows = rows._function(f"gradtrace_{name}_float", name)
-        assert call_rows is not None
+    for name in ("products_float", "others_float"):
+        letters = cpu_library.SIGNATURES[name]
         given = [none if letter == "p" else 4 if letter == "n" else 1 for letter in letters]
-        assert call_rows(*given) == bad
+        assert getattr(library, f"gradtrace_{name}")(*given) == bad

@@ -7,14 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import CPU, ops, use
 from oracle import matrix_of
 from test_maps import TABLE, Make, maker, whole
 from test_paths import MODELS, RULES, Made
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.kernels import cpu_library, rows
-from gradtrace.kernels.rows import TensorLines
+from gradtrace.kernels import Reference, cpu_library
+from gradtrace.kernels.operands import TensorLines
 from gradtrace.linops import Index, Map
 from gradtrace.linops.indexing import located, picked
 from gradtrace.trace import Trace
@@ -105,7 +106,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param and cpu_library.library() is None:
         pytest.skip("the kernels were not built")
     if not request.param:
-        monkeypatch.setattr(rows, "_function", lambda symbol, name: None)
+        use(monkeypatch, Reference(CPU))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -123,7 +124,7 @@ def test_the_largest_product_of_lines(
         every = slice(None)
         size = (a.take(every, length) * b.take(every, length)).abs()
         value, place = brute(size)
-        found = rows.products(a, b, length)
+        found = ops.contract_lines(a, b, length)
         torch.testing.assert_close(found[0].double(), torch.tensor(value).double(), equal_nan=True)
         there = torch.tensor(value) != 0
         assert torch.equal(found[1][there], torch.tensor(place)[there])
@@ -153,7 +154,7 @@ def test_lines_of_which_little_can_win(
     every = slice(None)
     size = (left.take(every, length) * right.take(every, length)).abs()
     value, place = brute(size)
-    found = rows.products(left, right, length)
+    found = ops.contract_lines(left, right, length)
     torch.testing.assert_close(found[0].double(), torch.tensor(value).double(), equal_nan=True)
     assert found[1].tolist() == place
 
@@ -171,7 +172,7 @@ def test_the_largest_of_the_others(width: int, rank: int, dtype: torch.dtype) ->
         size = (torch.einsum("rn,rnk->nk", left, right[:, line]) * x[line]).abs()
         size[torch.arange(50), skip] = -1.0
         value, place = brute(size)
-        found = rows.others(left, right, x, line, skip)
+        found = ops.normalise_at(left, right, x, line, skip)
         there = torch.tensor(value) != 0
         torch.testing.assert_close(found[0].double(), torch.tensor(value).double(), equal_nan=True)
         assert torch.equal(found[1][there], torch.tensor(place)[there])
@@ -183,7 +184,7 @@ def test_threads_do_not_matter() -> None:
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(rows.products(a, b, 400))
+        found.append(ops.contract_lines(a, b, 400))
     torch.set_num_threads(before)
     for value, place in found[1:]:
         assert torch.equal(value, found[0][0]) and torch.equal(place, found[0][1])

@@ -10,6 +10,7 @@ from operator import add
 import devices
 import pytest
 import torch
+from backends import imitate_gpu
 from randomgraphs import build
 from torch import Tensor, nn
 
@@ -18,7 +19,6 @@ from gradtrace.api import program
 from gradtrace.ir.passes.tails import find_tails
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.ir.program import Program, Step
-from gradtrace.kernels import sync
 from gradtrace.linops import Contract, Identity, Index, Map, tiling
 from gradtrace.linops.diag_low_rank import Normaliser, _line_layout
 from gradtrace.linops.gather import Slot
@@ -114,7 +114,7 @@ def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int)
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_terms_with_the_same_marks(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "would_sync", lambda x: waits)
+    imitate_gpu(monkeypatch, waits)
     devices.shared_sums("cpu")
 
 
@@ -189,7 +189,7 @@ def test_zeros_are_looked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> 
     value = part.value()
     wanted = [[True] * 3, [False] * 3]
     for waits in (False, True):
-        monkeypatch.setattr(sync, "would_sync", lambda x, waits=waits: waits)
+        imitate_gpu(monkeypatch, waits)
         with Waits(2 if waits else None):  # where they are, and whether something came there
             found = cancelled((part,), value)
         assert found is not None and found.tolist() == wanted

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import ops, plainly
 from test_carry import odd, same
 from test_maps import KINDS, Make, apart, maker, one_gradient_a_sample, whole
 from test_maps import numbers as along_a_line
@@ -16,8 +17,8 @@ from thorough import few
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import cpu_library, steps
-from gradtrace.kernels.steps import Compressed, LowRankLines
+from gradtrace.kernels import cpu_library, tuning
+from gradtrace.kernels.operands import Compressed, LowRankLines, Selected
 from gradtrace.linops import Around, Normaliser, Sparse
 
 NAN = math.nan
@@ -30,18 +31,16 @@ pytestmark = pytest.mark.skipif(cpu_library.library() is None, reason="without c
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """So many threads, whatever the size."""
-    monkeypatch.setattr(steps, "SINGLE_THREAD_MAX_ELEMENTS", 0)
+    monkeypatch.setattr(tuning, "SINGLE_THREAD_MAX_ELEMENTS", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
 
 
-def plainly(f: Callable[..., Any], *arguments: Any) -> Any:
-    """A step in plain torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_library, "library", lambda: None)
-        return f(*arguments)
+def magnitude(gradient: Tensor) -> tuple[int, float]:
+    count, total = ops.measure(gradient)
+    return int(count), float(total)
 
 
 def numbers(kind: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
@@ -81,8 +80,8 @@ def test_merge(kind: str, dtype: torch.dtype, shape: tuple[int, ...], threads: i
         for given in (value, apart(value), value.half(), value.double()):
             beside = apart(other) if isinstance(other, Tensor) else other
             found, plain, loop = ((size.clone(), marks.clone()) for _ in range(3))
-            steps.merge(*found, given, beside, shift)
-            plainly(steps.merge, *plain, given, other, shift)
+            ops.merge(*found, given, beside, shift)
+            plainly(ops.merge, *plain, given, other, shift)
             merged(*loop, given.to(dtype), other, shift)
             for got in (found, plain):
                 same(got[0], loop[0])
@@ -94,8 +93,8 @@ def test_merge_of_many(threads: int) -> None:
         size = numbers(kind, dtype, 200_001).abs()
         marks, value = marks_like(size, seed=1), numbers(kind, dtype, 200_001, seed=5)
         found, plain = ((size.clone(), marks.clone()) for _ in range(2))
-        steps.merge(*found, value, marks_like(size), 2)
-        plainly(steps.merge, *plain, value, marks_like(size), 2)
+        ops.merge(*found, value, marks_like(size), 2)
+        plainly(ops.merge, *plain, value, marks_like(size), 2)
         same(found[0], plain[0])
         assert torch.equal(found[1], plain[1])
 
@@ -105,19 +104,19 @@ def test_merge_into_what_lies_otherwise() -> None:
     size, value = numbers("generic", torch.float32, 6, 5).abs(), torch.randn(6, 5)
     marks, other = marks_like(size, seed=1), marks_like(size)
     wanted = size.clone(), marks.clone()
-    steps.merge(*wanted, value, other, 3)
+    ops.merge(*wanted, value, other, 3)
     for turns in product((False, True), repeat=4):
         parts = zip((size, marks, value, other), turns)
         given = [x.T.contiguous().T if turn else x.clone() for x, turn in parts]
-        steps.merge(given[0], given[1], given[2], given[3], 3)
+        ops.merge(given[0], given[1], given[2], given[3], 3)
         assert torch.equal(given[0], wanted[0]) and torch.equal(given[1], wanted[1])
 
 
 def test_what_is_0_never_wins() -> None:
     size, marks = torch.zeros(2), torch.zeros(2, dtype=torch.int32)
-    steps.merge(size, marks, torch.tensor([0.0, -0.0]), 7)
+    ops.merge(size, marks, torch.tensor([0.0, -0.0]), 7)
     assert marks.tolist() == [0, 0]
-    steps.merge(size, marks, torch.tensor([NAN, 1.0]), torch.tensor([0, 2], dtype=torch.int32))
+    ops.merge(size, marks, torch.tensor([NAN, 1.0]), torch.tensor([0, 2], dtype=torch.int32))
     assert (size.tolist(), marks.tolist()) == ([0.0, 1.0], [0, 2])
 
 
@@ -130,7 +129,7 @@ def test_tally(kind: str, shape: tuple[int, ...], threads: int) -> None:
     gradient = numbers(kind, torch.float64, *shape)
     marks = marks_like(gradient)
     for turn in (torch.clone, apart, turned):
-        for measured in (steps.tally, lambda *given: plainly(steps.tally, *given)):
+        for measured in (ops.tally, lambda *given: plainly(ops.tally, *given)):
             counts, sums = measured(turn(marks), turn(gradient), 6)
             assert (counts.dtype, sums.dtype) == (torch.int64, torch.float64)
             for mark in range(6):
@@ -149,12 +148,12 @@ def test_sums_are_the_same(runs: int, dtype: torch.dtype, threads: int) -> None:
         gradient = numbers("generic", torch.float64, n).to(dtype) * 1.7
         marks = marks_like(torch.zeros(-(-n // runs)), count).repeat_interleave(runs)[:n]
         found, plain = (
-            steps.tally(marks, gradient, count),
-            plainly(steps.tally, marks, gradient, count),
+            ops.tally(marks, gradient, count),
+            plainly(ops.tally, marks, gradient, count),
         )
         assert torch.equal(found[0], plain[0])
         assert torch.equal(found[1], plain[1])
-        assert steps.magnitude(gradient) == plainly(steps.magnitude, gradient)
+        assert magnitude(gradient) == plainly(magnitude, gradient)
 
 
 SPREADS = {"near": 0.0, "far": 12.0, "all": 200.0}
@@ -174,54 +173,54 @@ def test_sums_are_exact(dtype: torch.dtype, spread: str, runs: int, threads: int
         marks = marks_like(torch.zeros(-(-n // runs)), count).repeat_interleave(runs)[:n]
         sizes = gradient.double().abs()
         wanted = [math.fsum(sizes[marks == mark].tolist()) for mark in range(count)]
-        for measured in (steps.tally, lambda *given: plainly(steps.tally, *given)):
+        for measured in (ops.tally, lambda *given: plainly(ops.tally, *given)):
             assert measured(marks, gradient, count)[1].tolist() == wanted
-        for size in (steps.magnitude, lambda *given: plainly(steps.magnitude, *given)):
+        for size in (magnitude, lambda *given: plainly(magnitude, *given)):
             assert size(gradient) == (int(gradient.count_nonzero()), math.fsum(sizes.tolist()))
 
 
 def test_a_sum_too_large_is_infinite() -> None:
     gradient = torch.tensor([1e308, 1e308, 1e308, 1.0], dtype=torch.float64)
     marks = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
-    for measured in (steps.tally, lambda *given: plainly(steps.tally, *given)):
+    for measured in (ops.tally, lambda *given: plainly(ops.tally, *given)):
         assert measured(marks, gradient, 2)[1].tolist() == [math.inf, 1e308]
-    for size in (steps.magnitude, lambda *given: plainly(steps.magnitude, *given)):
+    for size in (magnitude, lambda *given: plainly(magnitude, *given)):
         assert size(gradient) == (4, math.inf)
 
 
 def test_nan_is_counted_and_spoils_only_its_own_sum() -> None:
     gradient = torch.tensor([1.0, NAN, -2.0, 0.0, math.inf])
     marks = torch.tensor([1, 2, 1, 0, 3], dtype=torch.int32)
-    for measured in (steps.tally, lambda *given: plainly(steps.tally, *given)):
+    for measured in (ops.tally, lambda *given: plainly(ops.tally, *given)):
         counts, sums = measured(marks, gradient, 4)
         assert counts.tolist() == [1, 2, 1, 1]
         assert str(sums.tolist()) == "[0.0, 3.0, nan, inf]"
-    for size in (steps.magnitude, lambda *given: plainly(steps.magnitude, *given)):
+    for size in (magnitude, lambda *given: plainly(magnitude, *given)):
         assert str(size(gradient)) == "(4, nan)"
 
 
 def test_magnitude_of_a_matrix() -> None:
     x = torch.randn(40, 30)
-    count, size = plainly(steps.magnitude, x)
-    assert (count, size) == steps.magnitude(x) == steps.magnitude(x.reshape(-1))
+    count, size = plainly(magnitude, x)
+    assert (count, size) == magnitude(x) == magnitude(x.reshape(-1))
     assert count == 1200
 
 
 def test_magnitude_of_nothing() -> None:
-    assert steps.magnitude(torch.zeros(0)) == plainly(steps.magnitude, torch.zeros(0)) == (0, 0.0)
-    assert steps.magnitude(torch.zeros(3, 2).t()) == (0, 0.0)
+    assert magnitude(torch.zeros(0)) == plainly(magnitude, torch.zeros(0)) == (0, 0.0)
+    assert magnitude(torch.zeros(3, 2).t()) == (0, 0.0)
 
 
 def test_a_mark_beyond_the_table_is_refused() -> None:
     for mark in (3, -1):
         with pytest.raises((GradtraceError, RuntimeError)):
-            steps.tally(torch.tensor([mark], dtype=torch.int32), torch.ones(1), 3)
+            ops.tally(torch.tensor([mark], dtype=torch.int32), torch.ones(1), 3)
 
 
 def test_no_mark_at_all() -> None:
     """Nothing to count, in no row."""
     nothing = torch.zeros(0, dtype=torch.int32), torch.zeros(0), 0
-    for counts, sums in (steps.tally(*nothing), plainly(steps.tally, *nothing)):
+    for counts, sums in (ops.tally(*nothing), plainly(ops.tally, *nothing)):
         assert (counts.tolist(), sums.tolist()) == ([], [])
         assert (counts.dtype, sums.dtype) == (torch.int64, torch.float64)
 
@@ -265,16 +264,16 @@ def test_reduce(
 ) -> None:
     x = numbers(kind, dtype, *shape)
     marks = torch.arange(1, x.numel() + 1, dtype=torch.int32).reshape(shape)
-    plain = plainly(steps.reduce, x, marks, dims)
+    plain = plainly(ops.reduce, x, marks, dims)
     for turn in (torch.clone, apart, turned):
         for beside in (turn(marks), marks):
-            found = steps.reduce(turn(x), beside, dims)
+            found = ops.reduce(turn(x), beside, dims)
             same(found.value, plain.value)
-            assert torch.equal(found.marks, plain.marks)
+            assert torch.equal(found.ids, plain.ids)
     check_reduced(x, marks, dims, plain)
 
 
-def check_reduced(x: Tensor, marks: Tensor, dims: tuple[int, ...], got: steps.Selected) -> None:
+def check_reduced(x: Tensor, marks: Tensor, dims: tuple[int, ...], got: Selected) -> None:
     """Line by line."""
     kept = [d for d in range(x.dim()) if d not in dims]
     for at in product(*(range(x.shape[d]) for d in kept)):
@@ -287,7 +286,7 @@ def check_reduced(x: Tensor, marks: Tensor, dims: tuple[int, ...], got: steps.Se
             if larger(abs(size), most):
                 most, mark = abs(size), here
         same(got.value[at], torch.tensor(most, dtype=x.dtype))
-        assert int(got.marks[at]) == mark
+        assert int(got.ids[at]) == mark
 
 
 MANY: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
@@ -305,9 +304,9 @@ def test_reduce_of_many(shape: tuple[int, ...], dims: tuple[int, ...], threads: 
     for kind, dtype in product(MAKERS, TYPES):
         x = numbers(kind, dtype, *shape)
         marks = torch.arange(1, x.numel() + 1, dtype=torch.int32).reshape(shape)
-        found, plain = steps.reduce(x, marks, dims), plainly(steps.reduce, x, marks, dims)
+        found, plain = ops.reduce(x, marks, dims), plainly(ops.reduce, x, marks, dims)
         same(found.value, plain.value)
-        assert torch.equal(found.marks, plain.marks)
+        assert torch.equal(found.ids, plain.ids)
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float16], ids=str)
@@ -320,18 +319,18 @@ def test_scatter(n: int, size: int, kind: str, dtype: torch.dtype) -> None:
     target = target if size else target.clamp(max=-1)
     marks = torch.arange(1, n + 1, dtype=torch.int32)
     found, plain = (
-        steps.scatter(x, marks, target, size),
-        plainly(steps.scatter, x, marks, target, size),
+        ops.scatter(x, marks, target, size),
+        plainly(ops.scatter, x, marks, target, size),
     )
     same(found.value, plain.value)
-    assert torch.equal(found.marks, plain.marks)
+    assert torch.equal(found.ids, plain.ids)
     for i in range(size):
         most, mark = 0.0, 0
         for j in range(n):
             if int(target[j]) == i and larger(abs(float(x[j])), most):
                 most, mark = abs(float(x[j])), j + 1
         same(found.value[i].double(), torch.tensor(most, dtype=torch.float64))
-        assert int(found.marks[i]) == mark
+        assert int(found.ids[i]) == mark
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -351,10 +350,10 @@ def test_sparse(around: Around, kind: str, dtype: torch.dtype, threads: int) -> 
     x = numbers(kind, dtype, *m.in_shape, seed=1)
     marks = torch.arange(1, m.inputs + 1, dtype=torch.int32).reshape(m.in_shape)
     how = Compressed(m.starts, m.source, m.weight, (*around, columns, rows))
-    found, plain = steps.sparse(how, x, marks), plainly(steps.sparse, how, x, marks)
+    found, plain = ops.sparse(how, x, marks), plainly(ops.sparse, how, x, marks)
     same(found.value, plain.value)
-    assert torch.equal(found.marks, plain.marks)
-    total, wanted = steps.sparse_sum(how, x), plainly(steps.sparse_sum, how, x)
+    assert torch.equal(found.ids, plain.ids)
+    total, wanted = ops.sparse_sum(how, x), plainly(ops.sparse_sum, how, x)
     torch.testing.assert_close(total, wanted, equal_nan=True)
 
 
@@ -372,7 +371,7 @@ def test_entries_that_point_outside_are_refused(starts: list[int], source: list[
     weight = torch.ones(len(source))
     how = Compressed(torch.tensor(starts), torch.tensor(source), weight, (1, 1, 1, 2, 2))
     with pytest.raises(GradtraceError, match="index beside the data"):
-        steps.sparse_sum(how, torch.tensor([3.0, 4.0]))
+        ops.sparse_sum(how, torch.tensor([3.0, 4.0]))
 
 
 # Diagonal plus low rank --------------------------------------------------------------------------
@@ -405,16 +404,16 @@ def check_normalised(how: LowRankLines) -> None:
 def check_chosen(how: LowRankLines) -> None:
     """Place, value and mark, to the bit."""
     value, place = every_pair(how)
-    found = steps.normalise(how)
+    found = ops.normalise(how)
     assert found is not None and found.place is not None
     same(found.value, value)
     assert torch.equal(found.place, place)
     marks = torch.arange(1, value.numel() + 1, dtype=torch.int32).reshape(value.shape)
-    handed = steps.normalise(how, apart(marks))
-    assert handed is not None and handed.marks is not None
+    handed = ops.normalise(how, apart(marks))
+    assert handed is not None and handed.ids is not None
     same(handed.value, value)
     taken = marks.gather(1, place.clamp(min=0))
-    assert torch.equal(handed.marks, torch.where(place >= 0, taken, 0))
+    assert torch.equal(handed.ids, torch.where(place >= 0, taken, 0))
 
 
 def lines_of(kind: str, n: int, dtype: torch.dtype) -> LowRankLines:
@@ -503,6 +502,6 @@ def test_expanded_lines(threads: int) -> None:
 
 def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
     part = numbers("generic", torch.float32, 2, 3)
-    assert steps.normalise(LowRankLines(part, [part], [part.double()], part)) is None
-    assert steps.normalise(LowRankLines(part, [part] * 3, [part] * 3, part)) is None
-    assert plainly(steps.normalise, LowRankLines(part, [part], [part], part)) is None
+    assert ops.normalise(LowRankLines(part, [part], [part.double()], part)) is None
+    assert ops.normalise(LowRankLines(part, [part] * 3, [part] * 3, part)) is None
+    assert plainly(ops.normalise, LowRankLines(part, [part], [part], part)) is None

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import imitate_gpu
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.ir.program import Program
-from gradtrace.kernels import sync
 from gradtrace.recording.aten_rules import batched_weights
 from gradtrace.recording.aten_rules.batched_weights import BatchedWeights
 
@@ -147,7 +147,7 @@ def test_large_tensors_are_laid_side_by_side_on_a_gpu_only(
 ) -> None:
     large = torch.zeros(batched_weights.BATCH_MAX_BYTES // 4 + 16)
     assert not batched_weights._can_batch(large)
-    monkeypatch.setattr(sync, "would_sync", lambda x: True)
+    imitate_gpu(monkeypatch)
     assert batched_weights._can_batch(large)
 
 

@@ -7,8 +7,8 @@ import torch
 
 import gradtrace as gt
 from gradtrace.benchmarks import cases
-from gradtrace.kernels import sync
 from gradtrace.tracing.influence import Influence
+from tests.backends import imitate_gpu
 from tests.waits import Waits
 
 pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ def measured(given: cases.Problem, rule: str = "greedy") -> Influence:
 def test_nothing_changes(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(2)
     before = measured(given, rule)
-    monkeypatch.setattr(sync, "would_sync", lambda x: True)
+    imitate_gpu(monkeypatch)
     assert measured(given, rule) == before
 
 
@@ -37,13 +37,13 @@ def test_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(2)
     given.model.bfloat16()
     before = measured(given)
-    monkeypatch.setattr(sync, "would_sync", lambda x: True)
+    imitate_gpu(monkeypatch)
     assert measured(given) == before
 
 
 def test_waits_do_not_grow_with_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer has twelve leaves and some seventy steps."""
-    monkeypatch.setattr(sync, "would_sync", lambda x: True)
+    imitate_gpu(monkeypatch)
     counts = []
     for layers in (2, 4):
         given = problem(layers)

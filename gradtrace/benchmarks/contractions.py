@@ -12,7 +12,6 @@ from gradtrace import kernels
 from gradtrace.benchmarks.results import ResultColumn, Section, Setting
 from gradtrace.benchmarks.trained import BATCH, LENGTH, products
 from gradtrace.experiments.harness.rounds import Way, Ways, interleaved
-from gradtrace.kernels import cpu_library, reference
 
 Shape = tuple[int, int, int]
 
@@ -139,28 +138,28 @@ def _compared(
         timed.typical(MARKS),
         timed.ratio(VALUE),
         timed.ratio(INDEX),
-        kernels.survivors(a[None], b[None]) if cpu_library.library() else None,
+        kernels.survivors(a[None], b[None]),
         timed.rounds,
     )
 
 
 def _ways(a: Tensor, b: Tensor) -> Ways:
-    marks = torch.randint(0, 2**31 - 1, (1, *a.shape), dtype=torch.int32)
-    x, y = a[None], b[None]
+    ids = torch.randint(0, 2**31 - 1, (1, *a.shape), dtype=torch.int32)
+    x, y, contract = a[None], b[None], kernels.backend_of(a).contract
     return {
         MATMUL: _ready(lambda: torch.matmul(a, b)),
-        MARKS: _ready(lambda: kernels.contraction(x, y, marks=marks)),
-        VALUE: _ready(lambda: kernels.contraction(x, y)),
-        INDEX: _ready(lambda: kernels.contraction(x, y, index=True)),
+        MARKS: _ready(lambda: contract(x, y, ids=ids)),
+        VALUE: _ready(lambda: contract(x, y)),
+        INDEX: _ready(lambda: contract(x, y, index=True)),
     }
 
 
 def _other_ways(a: Tensor, b: Tensor, setting: Setting) -> Ways:
     ways = {
         MATMUL: _ready(lambda: torch.matmul(a, b)),
-        "gradtrace": _ready(lambda: kernels.contraction(a[None], b[None], index=True)),
+        "gradtrace": _ready(lambda: kernels.winner(a[None], b[None])),
         "torch broadcasting, in chunks": _ready(
-            lambda: reference.contraction(a[None], b[None], index=True)
+            lambda: kernels.Reference(a.device).contract(a[None], b[None], index=True)
         ),
     }
     if setting.has("torch_semiring_einsum", "the comparison with torch-semiring-einsum"):

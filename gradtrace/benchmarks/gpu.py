@@ -132,12 +132,13 @@ def _product(
 
 
 def _contracted(a: Tensor, b: Tensor) -> Ways:
-    marks = torch.randint(1, 1 << 20, a.shape, dtype=torch.int32, device=a.device)
+    ids = torch.randint(1, 1 << 20, a.shape, dtype=torch.int32, device=a.device)
+    contract = kernels.backend_of(a).contract
     ready: dict[str, Callable[[], object]] = {
         MATMUL: lambda: torch.matmul(a, b),
-        INDEX: lambda: kernels.contraction(a, b, index=True),
-        MARKS: lambda: kernels.contraction(a, b, value=False, marks=marks),
-        VALUE: lambda: kernels.contraction(a, b),
+        INDEX: lambda: contract(a, b, index=True),
+        MARKS: lambda: contract(a, b, value=False, ids=ids),
+        VALUE: lambda: contract(a, b),
     }
     return {name: (lambda run=run: run) for name, run in ready.items()}  # type: ignore[misc]
 

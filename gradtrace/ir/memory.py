@@ -13,7 +13,7 @@ from torch import Tensor
 from gradtrace.autodiff import nodes
 from gradtrace.errors import TooLarge
 from gradtrace.ir.program import Program
-from gradtrace.kernels import cuda_contraction, cuda_launch, cuda_tiling
+from gradtrace.kernels import Backend, backend_of
 from gradtrace.linops import Contract, Map
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.memory_limits import spelt
@@ -45,7 +45,8 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
     the free memory; its minimum counts here.
     """
     seed = program.seed
-    processors = cuda_launch.processors(seed.device) if seed.is_cuda else 0
+    backend = backend_of(seed)
+    uses_workspace = backend.workspace_max_bytes() > 0
     last = program.last_uses
     known = {*program.kept, *(leaf.value for leaf in program.leaves if leaf.known is not None)}
     known = known if kept else set()
@@ -58,8 +59,8 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
         size = here = count * (ID_BYTES if out in known else ID_BYTES + step.dtype.itemsize)
         if compact_saving:
             here += compact_saving * sum(sizes.get(term.value, 0) for term in step.terms)
-        if processors:
-            here += max((workspace(m, processors) for m in program.maps.of(step)), default=0)
+        if uses_workspace:
+            here += max((workspace(m, backend) for m in program.maps.of(step)), default=0)
         if now + here > most:
             most = now + here
         if out in last:
@@ -73,28 +74,27 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
     return most
 
 
-def workspace(map_: Map, processors: int) -> int:
-    """The workspace bytes that a contraction needs besides its result, on a GPU with this many
-    processors (0: no GPU): its whole operands if they are small, else one tile at a time.
+def workspace(map_: Map, backend: Backend) -> int:
+    """The workspace bytes that a contraction needs besides its result: its whole operands if they
+    are small, else one tile at a time.
     """
-    if not processors or not isinstance(map_, Contract):
+    if not isinstance(map_, Contract):
         return 0
-    return _workspace(map_.spec, map_.in_shape, tuple(map_.weight.shape), processors)
+    return _workspace(map_.spec, map_.in_shape, tuple(map_.weight.shape), backend)
 
 
 @lru_cache(4096)
-def _workspace(spec: str, x: Shape, w: Shape, processors: int) -> int:
+def _workspace(spec: str, x: Shape, w: Shape, backend: Backend) -> int:
     how = plan(spec, x, w)
     shape = (how.size(how.batch), how.size(how.rows), how.size(how.columns))
-    return cuda_tiling.workspace(shape, how.size(how.inner), processors)
+    return backend.workspace_bytes(shape, how.size(how.inner))
 
 
 def ample(program: Program, device: torch.device, budget: int | None = None) -> bool:
     """Whether a streaming pass fits even if no value is ever freed. Cheaper than ``streaming``."""
     steps = program.steps()
     most = sum([prod(shape) * (ID_BYTES + dtype.itemsize) for _, _, shape, dtype in steps])
-    spare = cuda_contraction.WORKSPACE_MAX_BYTES if device.type == "cuda" else 0
-    return not short(most + spare, device, budget)
+    return not short(most + backend_of(device).workspace_max_bytes(), device, budget)
 
 
 def whole(program: Program, kept: bool = True) -> int:
@@ -152,11 +152,7 @@ def see_recording(loss: Tensor, keep: int = 0) -> None:
     """Raise TooLarge for a loss whose program does not fit in memory."""
     device = loss.device
     free = available(device)
-    held = (
-        memory_limits.resident()
-        if device.type == "cpu"
-        else cuda_launch.allocated_and_reserved(device)[0]
-    )
+    held = backend_of(device).held_bytes()
     if free is None or (held is not None and free >= AMPLE_FREE_RATIO * held):
         return  # a backward pass holds about as much as the forward pass saved
     remedy = "trace fewer samples at a time; the model itself may be as large as it is"
@@ -165,15 +161,7 @@ def see_recording(loss: Tensor, keep: int = 0) -> None:
 
 def available(device: torch.device) -> int | None:
     """How many bytes can still be allocated on a device; None if unknown."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        used, reserved = cuda_launch.allocated_and_reserved(device)
-        cached = reserved - used  # held by PyTorch's caching allocator, but unused
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
-        return max(0, min(free + cached, allowed - used))
-    if device.type != "cpu":
-        return None
-    return memory_limits.available()
+    return backend_of(device).free_bytes()
 
 
 def short(needed: int, device: torch.device, budget: int | None = None) -> bool:
@@ -186,17 +174,11 @@ def see(needed: int, device: torch.device, what: str, remedy: str, free: int | N
     """Raise TooLarge if ``needed`` bytes are not free; ``free`` is queried if not given."""
     free = available(device) if free is None else free
     if free is not None and needed > free:
-        where = "" if device.type == "cpu" else f" on {device_label(device)}"
+        backend = backend_of(device)
+        where = "" if backend.host else f" on {backend.label}"
         raise TooLarge(
             f"{what} takes about {spelt(needed)}{where}, and {spelt(free)} are free; {remedy}"
         )
-
-
-def device_label(device: torch.device) -> str:
-    """A device's name for error messages."""
-    if device.type == "cuda":
-        return f"the GPU ({device}, {torch.cuda.get_device_name(device)})"
-    return str(device)
 
 
 @contextmanager
@@ -212,5 +194,5 @@ def within(device: torch.device, what: str, remedy: str) -> Iterator[None]:
         free = available(device)
         left = "" if free is None else f" ({spelt(free)} are free now)"
         raise TooLarge(
-            f"{what} ran out of memory on {device_label(device)}{left}; {remedy}"
+            f"{what} ran out of memory on {backend_of(device).label}{left}; {remedy}"
         ) from error

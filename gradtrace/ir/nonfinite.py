@@ -15,8 +15,7 @@ from gradtrace.autodiff.names import NameTable
 from gradtrace.errors import NonFinite
 from gradtrace.ir.lazy_gradient import LazyGradient, sizes_of
 from gradtrace.ir.program import Leaf
-from gradtrace.kernels import sync
-from gradtrace.kernels.sync import fetch_scalars
+from gradtrace.kernels import Backend, backend_of, fetch_scalars
 from gradtrace.pytorch.plain_tensors import numbers_of
 
 
@@ -49,29 +48,10 @@ def refuse_nonfinite(
 
 
 def sums_are_finite(grads: Iterable[Tensor]) -> bool:
-    """Whether all gradients are certainly finite, by their sums; False also if a sum overflows.
-
-    Small gradients of one shape are concatenated and summed in one call, to save overhead. On a GPU
-    one call per dtype computes the largest magnitude of each.
-    """
-    by_shape: dict[tuple[object, ...], list[Tensor]] = {}
-    on_gpu: dict[tuple[object, ...], list[Tensor]] = {}
-    sums: list[Tensor] = []
+    """Whether all gradients are certainly finite, by their sums; False also if a sum overflows."""
+    by_backend: dict[Backend, list[Tensor]] = {}
     for grad in chain.from_iterable(map(numbers_of, grads)):
-        if grad.itemsize == 1:  # PyTorch cannot sum float8
-            grad = grad.float()
-        if sync.would_sync(grad) and grad.numel():
-            on_gpu.setdefault((grad.dtype, grad.device), []).append(grad)
-        elif grad.numel() < CONCAT_MAX_ELEMENTS:
-            by_shape.setdefault((grad.dtype, grad.device, grad.shape), []).append(grad)
-        else:
-            sums.append(grad.sum())
-    for some in on_gpu.values():
-        sums.extend(torch._foreach_norm(some, math.inf))
-    for some in by_shape.values():
-        sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
+        grad = grad.float() if grad.itemsize == 1 else grad  # PyTorch cannot sum float8
+        by_backend.setdefault(backend_of(grad), []).append(grad)
+    sums = [x for backend, some in by_backend.items() for x in backend.finite_sums(some)]
     return all(map(math.isfinite, fetch_scalars(sums)))
-
-
-CONCAT_MAX_ELEMENTS = 1 << 12
-"""Gradients of fewer elements are concatenated before they are summed."""

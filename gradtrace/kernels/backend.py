@@ -13,13 +13,48 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradtrace.kernels.cuda_batched_tally import BatchedTally
-from gradtrace.kernels.cuda_contraction import MatrixLayout
-from gradtrace.kernels.cuda_steps import LineLayout
-from gradtrace.kernels.reference import Contraction, Matrices
-from gradtrace.kernels.rows import TensorLines
-from gradtrace.kernels.steps import Compressed, LargestEntry, LowRankLines, Selected
-from gradtrace.kernels.sync import AsyncCopy, DeferredChecks
+from gradtrace.kernels.operands import (
+    Compressed,
+    Contraction,
+    GroupRequest,
+    GroupSums,
+    LargestEntry,
+    LineLayout,
+    LowRankLines,
+    Matrices,
+    MatrixLayout,
+    Selected,
+    TensorLines,
+)
+from gradtrace.kernels.sync import DeferredChecks
+
+
+class TallyBatch(Protocol):
+    """Leaves on one device, collected to be tallied in one launch.
+
+    ``tally``, ``measure`` and ``reduce`` each add a leaf with its gradient, and return the index in
+    the results at which its counts will begin; or None if the leaf must be tallied by itself. The
+    tensors are referenced until the launch, and must not change before it.
+    """
+
+    device: torch.device
+
+    def full(self, room: int) -> bool:
+        """Whether the leaves must be tallied now, if at most ``room`` bytes may be referenced."""
+
+    def tally(self, ids: Tensor, gradient: Tensor, count: int) -> int | None:
+        """Add a leaf for ``Backend.tally``."""
+
+    def measure(self, gradient: Tensor) -> int | None:
+        """Add a leaf for ``Backend.measure``."""
+
+    def reduce(
+        self, x: Tensor, ids: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
+    ) -> int | None:
+        """Add a leaf for ``Backend.tally``, with the ids that ``Backend.reduce`` returns."""
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """Tally all added leaves, and release them: counts and sums."""
 
 
 class Backend(Protocol):
@@ -28,13 +63,16 @@ class Backend(Protocol):
     ``synchronises``: whether reading an element waits for queued work, so that it is avoided.
     ``host``: whether tensors are in the memory of the processor that runs Python.
     ``table_entries``: how many entries of a table to compute at a time.
+    ``sums_groups``: whether there is a kernel for ``group_sums``.
     """
 
     device: torch.device
     synchronises: bool
     host: bool
-    max_top_k: int
     table_entries: int
+    sums_groups: bool
+
+    def __hash__(self) -> int: ...
 
     # The largest contribution, with its index or provenance id -----------------------------------
 
@@ -79,6 +117,10 @@ class Backend(Protocol):
         descending order, each (i, m, n). Values are nonnegative, and ``parts[p]`` descends in p.
         None if there is no kernel for it; there is none for more than ``max_top_k`` parts.
         """
+
+    @property
+    def max_top_k(self) -> int:
+        """The most parts that ``contract_top`` takes."""
 
     def reduce(self, x: Tensor, ids: Tensor, dims: Sequence[int]) -> Selected:
         """The largest |x| over ``dims``, which are removed, and the provenance id of its first
@@ -131,7 +173,7 @@ class Backend(Protocol):
         """
 
     def fuses(self, value: Tensor, *others: Tensor) -> bool:
-        """Whether ``merge_pair`` and ``batched_tally`` have kernels for these tensors."""
+        """Whether ``merge_pair`` and ``tally_batch`` have kernels for these tensors."""
 
     def merge_pair(
         self,
@@ -181,7 +223,7 @@ class Backend(Protocol):
         ``tally``); both 0-d, on the device of the gradient, without a sync.
         """
 
-    def batched_tally(self, gradient: Tensor) -> BatchedTally | None:
+    def tally_batch(self, gradient: Tensor) -> TallyBatch | None:
         """An empty batch of leaves, if leaves like this one can be tallied many at a time."""
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:
@@ -189,16 +231,13 @@ class Backend(Protocol):
         bits.
         """
 
-    def finite_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
+    def group_sums(self, request: GroupRequest) -> GroupSums:
+        """Sums over the counts of leaves, by pair and component."""
+
+    def finite_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Scalars that are all finite only if all elements of these tensors are."""
 
-    # Reading results -----------------------------------------------------------------------------
-
-    def fetch(self, scalars: Sequence[Tensor]) -> list[float]:
-        """The values of one-element tensors as floats, with one synchronisation per device."""
-
-    def copy(self, x: Tensor) -> AsyncCopy:
-        """An asynchronous copy of a small tensor to the CPU."""
+    # Checks --------------------------------------------------------------------------------------
 
     def checks(self) -> DeferredChecks | None:
         """A list for conditions that are fetched later; None where they are evaluated at once."""

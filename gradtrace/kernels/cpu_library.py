@@ -1,4 +1,4 @@
-"""Loads the compiled CPU kernels. Without them, callers fall back to plain torch.
+"""Loads the compiled CPU kernels. Without them, the CPU's backend is plain torch.
 
 ``GRADTRACE_NATIVE=0`` in the environment disables them; a path there names the library to load.
 """
@@ -20,6 +20,25 @@ ABI = 7
 """The ABI version that the library must report; libraries of other versions are not used."""
 
 FILE = "lib/gradtrace_cpu.so"  # in its own folder, because it is not a Python module
+
+CTYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "w": ctypes.c_int32}
+SIGNATURES = {
+    "contract": "p",
+    "merge": "inppppwwi",
+    "tally": "inppnppi",
+    "magnitude": "inpppi",
+    "reduce": "ipppppi",
+    "normalise": "innippppi",
+    "scatter": "inpppnpp",
+    "sparse": "ippppppppi",
+    "products_float": "ppnnppnnnnppi",
+    "products_double": "ppnnppnnnnppi",
+    "others_float": "pppppnnnppi",
+    "others_double": "pppppnnnppi",
+    "use_isa": "p",
+}
+"""The arguments of the library's functions: pointers (p), int64 (n), int (i) and int32 (w)."""
+
 _log = logging.getLogger("gradtrace")
 
 
@@ -40,6 +59,7 @@ def library() -> ctypes.CDLL | None:
                 reason = f"{place.name} cannot be loaded ({error})"
                 continue
             if answer == ABI:
+                _declare(found)
                 _use_threads(found)
                 return found
             reason = f"{place.name} is of another version ({answer}, not {ABI}); install again"
@@ -49,6 +69,12 @@ def library() -> ctypes.CDLL | None:
         reason,
     )
     return None
+
+
+def _declare(found: ctypes.CDLL) -> None:
+    for name, codes in SIGNATURES.items():
+        getattr(found, f"gradtrace_{name}").argtypes = [CTYPES[code] for code in codes]
+    found.gradtrace_isa.restype = found.gradtrace_current_isa.restype = ctypes.c_char_p
 
 
 def _package_path() -> list[str]:
@@ -79,3 +105,26 @@ def checked(status: int) -> None:
         )
     if status:
         raise RuntimeError("a kernel of gradtrace failed")
+
+
+def isas() -> list[str]:
+    """The instruction sets of the library that this processor supports, best last."""
+    found, out = library(), list[str]()
+    while found is not None and (name := found.gradtrace_isa(len(out))) is not None:
+        out.append(name.decode())
+    return out
+
+
+def isa() -> str:
+    """The instruction set in use: the best, or the one that ``GRADTRACE_ISA`` names; empty without
+    the library.
+    """
+    found = library()
+    return "" if found is None else str(found.gradtrace_current_isa().decode())
+
+
+def use_isa(name: str) -> None:
+    """Use one of ``isas`` from now on."""
+    found = library()
+    if found is None or not found.gradtrace_use_isa(name.encode()):
+        raise ValueError(f"no instruction set {name!r} here; there are {isas()}")

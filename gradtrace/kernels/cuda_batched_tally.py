@@ -11,34 +11,38 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import cuda_launch, cuda_steps, steps
-from gradtrace.kernels.cuda_steps import ReduceJob, ReducePlan, TallyJob
+from gradtrace.kernels import cuda_launch, cuda_reduce, cuda_tally, tuning
+from gradtrace.kernels.cuda_launch import KINDS, STEPS
+from gradtrace.kernels.cuda_reduce import ReduceJob, ReducePlan
+from gradtrace.kernels.cuda_tally import TallyJob
 from gradtrace.kernels.pointers import on_device
-
-SPACE_WORDS = 1 << 16
-"""Words of 8 bytes per allocation, for the provenance ids of reduced leaves."""
+from gradtrace.kernels.strides import flattened, reduction
 
 
 @lru_cache(4096)
 def _reduce_plan(
     shape: Sequence[int],
-    steps_: Sequence[int],
+    steps: Sequence[int],
     along: Sequence[int],
     dims: tuple[int, ...],
     processors: int,
 ) -> ReducePlan | None:
     """The plan of a reduction of values and ids with these strides; None if they need a copy."""
-    how = steps.reduction(shape, steps_, along, dims)
-    return cuda_steps.reduce_plan(how.levels, processors) if how.short and how.levels else None
+    how = reduction(shape, steps, along, dims)
+    return cuda_reduce.reduce_plan(how.levels, processors) if how.short and how.levels else None
+
+
+def batchable(gradient: Tensor, *others: Tensor) -> bool:
+    """Whether a leaf can be tallied in a batch with others: in one piece, and of a dtype and on a
+    GPU that the kernels support.
+    """
+    if gradient.numel() > tuning.PIECE_ELEMENTS or gradient.dtype not in KINDS:
+        return False
+    return cuda_launch.serves(STEPS, gradient, *others)
 
 
 class BatchedTally:
-    """Leaves on one GPU, collected to be tallied in one launch.
-
-    ``tally``, ``measure`` and ``reduce`` each add a leaf with its gradient, and return the index in
-    the results at which its counts will begin; or None if the leaf must be tallied by itself. The
-    tensors are referenced until the launch, and must not change before it.
-    """
+    """``TallyBatch`` on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,40 +59,40 @@ class BatchedTally:
     def full(self, room: int) -> bool:
         """Whether the leaves must be tallied now, if at most ``room`` bytes may be referenced."""
         return (
-            self._tallies >= cuda_steps.MAX_TALLIES
-            or self._reductions >= cuda_steps.MAX_REDUCTIONS
-            or self._words > cuda_steps.CACHED_WORDS
+            self._tallies >= cuda_tally.MAX_TALLIES
+            or self._reductions >= cuda_reduce.MAX_REDUCTIONS
+            or self._words > tuning.CACHED_WORDS
             or self.bytes > room
         )
 
-    def tally(self, marks: Tensor, gradient: Tensor, count: int) -> int | None:
-        """Add a leaf for ``steps.tally``."""
-        if not steps.batchable(gradient, marks) or marks.dtype is not torch.int32:
+    def tally(self, ids: Tensor, gradient: Tensor, count: int) -> int | None:
+        """Add a leaf for ``Backend.tally``."""
+        if not batchable(gradient, ids) or ids.dtype is not torch.int32:
             return None
-        if not (marks.is_contiguous() and gradient.is_contiguous()):
-            marks, gradient = steps.flattened(marks, gradient)
-        at = self._add(cuda_steps.TALLY, on_device(marks), gradient, count)
+        if not (ids.is_contiguous() and gradient.is_contiguous()):
+            ids, gradient = flattened(ids, gradient)
+        at = self._add(cuda_tally.TALLY, on_device(ids), gradient, count)
         if at is not None:
-            self._hold(marks, gradient)
+            self._hold(ids, gradient)
         return at
 
     def measure(self, gradient: Tensor) -> int | None:
-        """Add a leaf for ``steps.measured``."""
-        if not steps.batchable(gradient):
+        """Add a leaf for ``Backend.measure``."""
+        if not batchable(gradient):
             return None
         if not gradient.is_contiguous():
-            (gradient,) = steps.flattened(gradient)
+            (gradient,) = flattened(gradient)
         self._hold(gradient)
-        return self._add(cuda_steps.MEASURE, 0, gradient, 1)
+        return self._add(cuda_tally.MEASURE, 0, gradient, 1)
 
     def reduce(
-        self, x: Tensor, marks: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
+        self, x: Tensor, ids: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
     ) -> int | None:
-        """Add a leaf for ``steps.tally``, with the provenance ids that ``steps.reduce`` returns."""
-        if not steps.batchable(gradient, x, marks) or marks.dtype is not torch.int32:
+        """Add a leaf for ``Backend.tally``, with the ids that ``Backend.reduce`` returns."""
+        if not batchable(gradient, x, ids) or ids.dtype is not torch.int32:
             return None
-        kind, processors = cuda_steps.KINDS.get(x.dtype), cuda_launch.processors(self.device)
-        reduce_plan = _reduce_plan(x.shape, x.stride(), marks.stride(), dims, processors)
+        kind, processors = KINDS.get(x.dtype), cuda_launch.processors(self.device)
+        reduce_plan = _reduce_plan(x.shape, x.stride(), ids.stride(), dims, processors)
         if kind is None or reduce_plan is None or reduce_plan.results != gradient.numel():
             return None
         if not gradient.is_contiguous():
@@ -96,19 +100,19 @@ class BatchedTally:
         most, out = self._allocated(
             2 * reduce_plan.places if reduce_plan.combine_blocks else 0, reduce_plan.results
         )
-        at = self._add(cuda_steps.TALLY, out, gradient, count)
+        at = self._add(cuda_tally.TALLY, out, gradient, count)
         if at is not None:
-            job = ReduceJob(on_device(x), on_device(marks), kind, reduce_plan, most, 0, out)
+            job = ReduceJob(on_device(x), on_device(ids), kind, reduce_plan, most, 0, out)
             self._reduced[kind == 1].append(job)
             self._reductions += 1
-            self._hold(x, marks, gradient)
+            self._hold(x, ids, gradient)
         return at
 
     def _allocated(self, parts: int, results: int) -> tuple[int, int]:
         """Addresses of memory for ``parts`` words of 8 bytes and ``results`` words of 4 bytes."""
         words = parts + (results + 1) // 2
         if self._space is None or self._used + words > len(self._space):
-            size = max(SPACE_WORDS, words)
+            size = max(tuning.SPACE_WORDS, words)
             self._space = torch.empty(size, dtype=torch.int64, device=self.device)
             self._used = 0
             self._hold(self._space)
@@ -116,13 +120,13 @@ class BatchedTally:
         self._used += words
         return at, at + 8 * parts
 
-    def _add(self, names: Sequence[str], marks: int, gradient: Tensor, count: int) -> int | None:
-        kind, n, at = cuda_steps.KINDS[gradient.dtype], gradient.numel(), self.entries
+    def _add(self, names: Sequence[str], ids: int, gradient: Tensor, count: int) -> int | None:
+        kind, n, at = KINDS[gradient.dtype], gradient.numel(), self.entries
         wide = kind == 1
-        plan = cuda_steps.tally_plan(n, count, wide, self.device)
-        if plan.marks < count:  # needs several launches
+        plan = cuda_tally.tally_plan(n, count, wide, self.device)
+        if plan.ids < count:  # needs several launches
             return None
-        job = TallyJob(marks, on_device(gradient), kind, n, count, 0, plan, at, self._words)
+        job = TallyJob(ids, on_device(gradient), kind, n, count, 0, plan, at, self._words)
         self._tallied.setdefault(names[wide], []).append(job)
         self._tallies += 1
         self._words += plan.words
@@ -136,12 +140,12 @@ class BatchedTally:
 
     def counted(self) -> tuple[Tensor, Tensor]:
         """Tally all added leaves, and release them: counts and sums."""
-        found = cuda_steps.results(self.entries, self.device)
+        found = cuda_tally.results(self.entries, self.device)
         with cuda_launch.at(self.device):
             for wide, reductions in enumerate(self._reduced):
                 if reductions:
-                    cuda_steps.reduced(bool(wide), self.device, reductions)
+                    cuda_reduce.reduced(bool(wide), self.device, reductions)
             for name, jobs in self._tallied.items():
-                cuda_steps.counted(name, self.device, jobs, found, self._words)
+                cuda_tally.counted(name, self.device, jobs, found, self._words)
         self._clear()
         return found

@@ -1,5 +1,5 @@
 """The (max, ×) contraction on a GPU: CUDA kernels compiled on first use, with Triton as fallback.
-Both return the same bits as ``reference``.
+Both return the same bits as ``plain_contraction``.
 
 The CUDA kernels read float32 in place, by strides; half precisions are first copied to float32.
 Whatever depends only on shapes and strides is computed once and cached (``ready``), so that a
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import product
@@ -19,29 +18,29 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import cuda_launch, reference
+from gradtrace.kernels import cuda_launch, plain_contraction, tuning
 from gradtrace.kernels.cuda_tiling import (
-    SEARCH_SHARED_MAX_BYTES,
-    SMALL_WORKSPACE_BYTES,
-    SPLIT_MIN_EXTENT,
     THREADS,
     ContractionPlan,
-    Steps,
     contraction_plan,
     round_up,
 )
+from gradtrace.kernels.operands import (
+    Contraction,
+    Matrices,
+    MatrixLayout,
+    Operand,
+    Steps,
+    as_int32,
+    columns,
+    product_dtype,
+    sizes,
+)
 from gradtrace.kernels.pointers import on_device
-from gradtrace.kernels.reference import Contraction, Matrices, Operand, kind, sizes
 
 FILE, RESCAN_FILE = "contract.cu", "rescan.cu"
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 DTYPES = (*KINDS, torch.float64)
-WORKSPACE_MAX_BYTES = 1 << 31
-"""The most bytes of workspace per launch; larger contractions are split."""
-
-CACHED_WORKSPACE_MAX_BYTES = 1 << 25
-"""Workspaces up to this many bytes are cached for the next launch."""
-
 ROW_STRIDE_LIMIT, K_STRIDE_LIMIT = 1 << 24, 1 << 31
 """Strides of rows and of k from which an operand is copied. The first also bounds the columns of a
 launch, half of the second the steps of all tiles in a launch: kernels count in 32 bits.
@@ -50,16 +49,13 @@ launch, half of the second the steps of all tiles in a launch: kernels count in 
 MAX_BATCH = 65_535
 """The most matrices per launch."""
 
-CUDA_MIN_PRODUCTS = 1 << 22
-"""The fewest products for which the CUDA kernels, and copying operands for them, pay."""
 
-
-def served(*operands: Matrices) -> bool:
+def serves(*operands: Matrices) -> bool:
     """Whether these operands are on a GPU and have a supported dtype."""
-    datas = [x.data if isinstance(x, Operand) else x for x in operands]
-    for x in datas:
+    for x in operands:
         if x.dtype not in DTYPES:
             return False
+    datas = [_data(x) for x in operands]
     return cuda_launch.serves(FILE, *datas) or (triton() and all(x.is_cuda for x in datas))
 
 
@@ -79,21 +75,21 @@ def contraction(
     *,
     value: bool = True,
     index: bool = False,
-    marks: Matrices | None = None,
+    ids: Matrices | None = None,
     of_b: bool = False,
 ) -> Contraction:
-    """``reference.contraction`` on the device of its operands."""
-    (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
+    """``Backend.contract`` on the device of its operands."""
+    (i, m, k), n = sizes(a), columns(b)
     left, right = _data(a), _data(b)
-    device, dtype = left.device, kind(left, right)
+    device, dtype = a.device, product_dtype(a, b)
     make = torch.empty if i and m and k and n else torch.zeros
     shape = (i, m, n)
     out = Contraction(
         make(shape, dtype=dtype, device=device) if value else None,
         make(shape, dtype=torch.int64, device=device) if index else None,
-        make(shape, dtype=torch.int32, device=device) if marks is not None else None,
+        make(shape, dtype=torch.int32, device=device) if ids is not None else None,
     )
-    if make is torch.zeros or not (value or index or marks is not None):
+    if make is torch.zeros or not (value or index or ids is not None):
         return out
     with cuda_launch.at(device):
         if (
@@ -101,18 +97,16 @@ def contraction(
             and _is_large_enough(shape, k)
             and cuda_launch.serves(FILE, left, right)
         ):
-            given = (
-                NULL_OPERAND if marks is None else _PlacedOperand.of(_as_int32(marks), *ROLES[of_b])
-            )
+            given = NULL_OPERAND if ids is None else _PlacedOperand.of(as_int32(ids), *ROLES[of_b])
             sides = _PlacedOperand.of(a, 1, 2), _PlacedOperand.of(b, 2, 1), given
             _run(device, shape, k, sides, of_b, out)
         elif triton():
             from gradtrace.kernels import triton_contraction
 
-            words = None if marks is None else _as_int32(marks)
+            words = None if ids is None else as_int32(ids)
             triton_contraction.contraction(a, b, out, dtype, words, of_b)
         else:
-            return reference.contraction(a, b, value=value, index=index, marks=marks, of_b=of_b)
+            return plain_contraction.contraction(a, b, value=value, index=index, ids=ids, of_b=of_b)
     return out
 
 
@@ -122,43 +116,20 @@ ROLES = {False: (1, 2), True: (2, 1)}
 
 def _is_large_enough(shape: tuple[int, int, int], k: int) -> bool:
     i, m, n = shape
-    return (i * m * n * k >= CUDA_MIN_PRODUCTS or not triton()) and n < ROW_STRIDE_LIMIT
+    return (i * m * n * k >= tuning.CUDA_MIN_PRODUCTS or not triton()) and n < ROW_STRIDE_LIMIT
 
 
-def _as_int32(marks: Matrices) -> Matrices:
-    if _data(marks).dtype is torch.int32:
-        return marks
-    return marks._replace(data=marks.data.int()) if isinstance(marks, Operand) else marks.int()
+def serves_strided(a: Tensor, b: Tensor, ids: Tensor) -> bool:
+    """Whether ``strided`` accepts these tensors."""
+    kinds = a.dtype in KINDS and b.dtype in KINDS and ids.dtype is torch.int32
+    return kinds and cuda_launch.serves(FILE, a, b, ids)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class MatrixLayout:
-    """Strides that read tensors as matrices, without making views: the sizes (i, m, n) and k, and
-    the strides of a, b and the provenance ids, which belong to b (``of_b``) or to a. Made once for
-    all tensors with these strides, and compared by identity.
-    """
-
-    shape: tuple[int, int, int]
-    k: int
-    a: Steps
-    b: Steps
-    marks: Steps
-    of_b: bool
-
-
-def serving(a: Tensor, b: Tensor, marks: Tensor) -> bool:
-    """Whether ``carried`` accepts these tensors."""
-    kinds = a.dtype in KINDS and b.dtype in KINDS and marks.dtype is torch.int32
-    return kinds and cuda_launch.serves(FILE, a, b, marks)
-
-
-def carried(
-    a: Tensor, b: Tensor, marks: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
+def strided(
+    a: Tensor, b: Tensor, ids: Tensor, how: MatrixLayout, shape: tuple[int, ...], value: bool
 ) -> Contraction | None:
-    """``contraction`` with provenance ids, of tensors read by the strides in ``how``.
-
-    Results have the given shape, with as many elements as (i, m, n). None if a size is 0, if the
-    contraction does not fit one launch, or if it is too small to pay.
+    """``Backend.contract_strided``; None if a size is 0, or if the contraction does not fit one
+    launch or is too small to pay.
     """
     device = a.device
     found = _ready(device, how, KINDS[a.dtype], KINDS[b.dtype], value)
@@ -168,7 +139,7 @@ def carried(
     out = torch.empty(shape, dtype=torch.int32, device=device)
     with cuda_launch.at(device):
         found(
-            (on_device(a), 0, 0, 0), (on_device(b), 0, 0, 0), (on_device(marks), 0, 0, 0),
+            (on_device(a), 0, 0, 0), (on_device(b), 0, 0, 0), (on_device(ids), 0, 0, 0),
             0 if largest is None else on_device(largest), 0, on_device(out),
         )  # fmt: skip
     return Contraction(largest, None, out)
@@ -185,8 +156,8 @@ def _ready(
         OperandLayout(second, 2 if second else 4, how.b),
     )
     requested = value, False, True
-    marks = OperandLayout(0, 4, how.marks)
-    return ready(device, how.shape, how.shape, how.k, (*layouts, marks), how.of_b, requested)
+    ids = OperandLayout(0, 4, how.ids)
+    return ready(device, how.shape, how.shape, how.k, (*layouts, ids), how.of_b, requested)
 
 
 # CUDA --------------------------------------------------------------------------------------------
@@ -250,18 +221,16 @@ class PreparedLaunch(NamedTuple):
     plane: tuple[int, int]  # strides of values
     whole: tuple[int, int]  # strides of indices and ids
     searched: bool
-    marks: tuple[int, ...]
+    ids: tuple[int, ...]
     of_b: bool
     countable: bool  # fits the 32-bit counters of the kernels
 
     @property
     def small(self) -> bool:
         """Whether one launch suffices, without asking how much memory is free."""
-        return self.countable and self.contraction_plan.space.size <= SMALL_WORKSPACE_BYTES
+        return self.countable and self.contraction_plan.space.size <= tuning.SMALL_WORKSPACE_BYTES
 
-    def __call__(
-        self, a: Place, b: Place, marks: Place, value: int, index: int, found: int
-    ) -> None:
+    def __call__(self, a: Place, b: Place, ids: Place, value: int, index: int, found: int) -> None:
         """Launch it. ``value``, ``index`` and ``found`` are the addresses of the results: values,
         indices and provenance ids; 0 for those not requested.
         """
@@ -298,7 +267,7 @@ class PreparedLaunch(NamedTuple):
                 left if copy else a[0], *a_steps, how.held[0],
                 right if copy_b else b[0], *b_steps, how.held[1],
                 *how.whole, *results, *how.tile, index, found, *self.whole,
-                *marks, *self.marks, self.of_b,
+                *ids, *self.ids, self.of_b,
             ),
             how.shared[1],
         )  # fmt: skip
@@ -317,7 +286,7 @@ def ready(
     """Prepare the contraction of a part, with sizes ``shape``, of a result with sizes ``whole``.
     ``requested``: whether values, indices and provenance ids are requested.
     """
-    (a, b, marks), (batches, m, n) = layouts, shape
+    (a, b, ids), (batches, m, n) = layouts, shape
     value, searched = requested[0], requested[1] or requested[2]
     how = contraction_plan(
         shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device)
@@ -333,7 +302,7 @@ def ready(
         how,
         cuda_launch.kernel(device, RESCAN_FILE, "pack", (block,)),
         cuda_launch.kernel(device, FILE, "contract", defines, how.shared[0]),
-        cuda_launch.kernel(device, RESCAN_FILE, "rescan", (block,), SEARCH_SHARED_MAX_BYTES),
+        cuda_launch.kernel(device, RESCAN_FILE, "rescan", (block,), tuning.SEARCH_SHARED_MAX_BYTES),
         ((*steps[0], a.kind, m, k, padded), (*steps[1], b.kind, n, k, padded)),
         -(-m // 32) if how.copied[0] else 0,
         (
@@ -347,7 +316,7 @@ def ready(
         plane if value else (m * n, n),
         plane,
         searched,
-        marks.steps or NO_STEPS,
+        ids.steps or NO_STEPS,
         of_b,
         batches <= MAX_BATCH and how.plan.total < K_STRIDE_LIMIT // 2,
     )
@@ -371,7 +340,7 @@ class _WorkspaceCache(threading.local):
         there, found = self.tensors.get(key, (-1, None))
         if found is None or there < size:
             found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-            if size <= CACHED_WORKSPACE_MAX_BYTES:
+            if size <= tuning.CACHED_WORKSPACE_MAX_BYTES:
                 self.tensors[key] = size, found
         return found
 
@@ -390,12 +359,12 @@ def _run(
     """Fill in the tensors of ``out`` that are not None: in one launch, or in parts that fit the
     available memory.
     """
-    (a, b, marks), requested = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
-    layouts = a.layout, b.layout, marks.layout
+    (a, b, ids), requested = sides, (out[0] is not None, out[1] is not None, out[2] is not None)
+    layouts = a.layout, b.layout, ids.layout
     value, index, found = (0 if each is None else on_device(each) for each in out)
     whole = ready(device, shape, shape, k, layouts, of_b, requested)
     if whole.small:
-        whole(a.place, b.place, marks.place, value, index, found)
+        whole(a.place, b.place, ids.place, value, index, found)
         return
 
     def part(some: tuple[int, int, int]) -> PreparedLaunch:
@@ -409,7 +378,7 @@ def _run(
         part((i, m, n))(
             a.layout.at(a.place, batch, row),
             b.layout.at(b.place, batch, column),
-            marks.layout.at(marks.place, batch, column if of_b else row),
+            ids.layout.at(ids.place, batch, column if of_b else row),
             value and value + 4 * corner,
             index and index + 8 * corner,
             found and found + 4 * corner,
@@ -423,19 +392,19 @@ def _fitting(
 ) -> tuple[int, int, int]:
     """The numbers of matrices, rows and columns per launch that fit the workspace limit."""
     i, m, n = min(shape[0], MAX_BATCH), *shape[1:]
-    most = min(WORKSPACE_MAX_BYTES, available_bytes)
+    most = min(tuning.WORKSPACE_MAX_BYTES, available_bytes)
     while True:
         how = part((i, m, n))
         if how.countable and how.contraction_plan.space.size <= most:
             break
         if i > 1:
             i = -(-i // 2)
-        elif max(m, n) <= SPLIT_MIN_EXTENT:
+        elif max(m, n) <= tuning.SPLIT_MIN_EXTENT:
             break
         elif m >= n:
-            m = round_up(-(-m // 2), SPLIT_MIN_EXTENT)
+            m = round_up(-(-m // 2), tuning.SPLIT_MIN_EXTENT)
         else:
-            n = round_up(-(-n // 2), SPLIT_MIN_EXTENT)
+            n = round_up(-(-n // 2), tuning.SPLIT_MIN_EXTENT)
     return i, m, n
 
 

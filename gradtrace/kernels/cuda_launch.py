@@ -31,6 +31,27 @@ Grid: TypeAlias = tuple[int, int, int]
 _log = logging.getLogger("gradtrace")
 
 
+STEPS = "steps.cu"
+"""The source of all kernels but the contractions."""
+
+KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+"""Codes of the dtypes that kernels read; the same as in ``prelude.cu``."""
+
+WIDE = {torch.float32: "float", torch.float64: "double"}
+"""Names of the dtypes that kernels compute in."""
+
+THREADS, TALLY_THREADS = (256, 1, 1), (512, 1, 1)
+"""Threads per block: of most kernels, and of those that count in shared memory."""
+
+UNUSED_WORDS = (0,) * 512
+"""Argument words of unused job slots."""
+
+
+def blocks(n: int) -> Grid:
+    """Grid with one thread per element up to 2²⁰ blocks, then a grid-stride loop."""
+    return min(-(-n // 256), 1 << 20), 1, 1
+
+
 def serves(file: str, *tensors: Tensor) -> bool:
     """Whether the kernels of a file support these tensors: all are on one GPU, for which the file
     compiles.

@@ -5,9 +5,11 @@ Everything here depends only on shapes and strides, and is cached.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from gradtrace.kernels import tuning
 from gradtrace.kernels.cuda_launch import Grid
+from gradtrace.kernels.operands import Steps
 
 K_PER_STEP, THREADS, STAGES = 16, 256, 3
 """k per step, threads per block, and steps buffered in shared memory."""
@@ -17,24 +19,6 @@ TILES = ((128, 128), (256, 64), (64, 256))
 
 MAX_K_BLOCKS = 256
 """The most blocks of k per thread block and tile: a block's number is stored in a byte."""
-
-WHOLE_ROWS_MAX_K = 128
-"""Up to this many k, the search for the argmax reads whole rows into shared memory."""
-
-STRIDED_ROWS_MAX_BYTES, SEARCH_SHARED_MAX_BYTES = 48 << 10, 72 << 10
-"""The most bytes of shared memory for 8 rows with strided k, and for all rows held in it."""
-
-SHARE_MIN_STEPS = 8
-"""The fewest steps of a tile that are worth a thread block."""
-
-SMALL_WORKSPACE_BYTES = 1 << 26
-"""Workspaces up to this many bytes are allocated without asking how much memory is free."""
-
-SPLIT_MIN_EXTENT = 256
-"""Rows or columns that are not split further."""
-
-Steps: TypeAlias = tuple[int, int, int]
-"""Strides from matrix to matrix, row to row and k to k."""
 
 
 class TilingPlan(NamedTuple):
@@ -76,7 +60,7 @@ def plan(batches: int, m: int, n: int, k: int, processors: int) -> TilingPlan:
     )  # large blocks need more registers
     rows, columns = min(tiles, key=lambda tile: round_up(m, tile[0]) * round_up(n, tile[1]))
     sizes = (
-        (8, WHOLE_ROWS_MAX_K),
+        (8, tuning.WHOLE_ROWS_MAX_K),
         (16, 2048 if rows == columns else 4096),
         (32, 8192),
         (64, 16384),
@@ -85,7 +69,7 @@ def plan(batches: int, m: int, n: int, k: int, processors: int) -> TilingPlan:
     each = max(1, block // K_PER_STEP)  # steps per block
     steps = round_up(k, each * K_PER_STEP) // K_PER_STEP
     total = batches * -(-m // rows) * -(-n // columns) * steps
-    share = round_up(max(-(-total // processors), min(SHARE_MIN_STEPS, steps)), each)
+    share = round_up(max(-(-total // processors), min(tuning.SHARE_MIN_STEPS, steps)), each)
     if min(share, steps) * K_PER_STEP > MAX_K_BLOCKS * block:
         share = MAX_K_BLOCKS * block // K_PER_STEP
     return TilingPlan(block, rows, columns, steps, min(share, total), total)
@@ -182,12 +166,12 @@ def workspace(shape: tuple[int, int, int], k: int, processors: int) -> int:
     """
     if not (k and all(shape)):
         return 0
-    least = (1, min(shape[1], SPLIT_MIN_EXTENT), min(shape[2], SPLIT_MIN_EXTENT))
+    least = (1, min(shape[1], tuning.SPLIT_MIN_EXTENT), min(shape[2], tuning.SPLIT_MIN_EXTENT))
     whole, few = (
         contraction_plan(sizes, k, (None, None), (True, True), processors).space.size
         for sizes in (shape, least)
     )
-    return min(whole, max(few, SMALL_WORKSPACE_BYTES))
+    return min(whole, max(few, tuning.SMALL_WORKSPACE_BYTES))
 
 
 def _held(
@@ -206,7 +190,7 @@ def _held(
         return (0, 0), (64, 32)
     if how.block < K_PER_STEP:
         return (line, line), (64, 64)
-    if 32 * line <= STRIDED_ROWS_MAX_BYTES:
+    if 32 * line <= tuning.STRIDED_ROWS_MAX_BYTES:
         _, m, n = shape
         if strides[0] is not None and strides[0][2] != 1 and n <= 256:
             return (line, 0), (8, 64)

@@ -1,127 +1,224 @@
-"""The (max, ×) contraction in plain torch: the definition that all kernels must match."""
+"""``Reference``: every operation of a backend in plain torch, on any device."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from gradtrace.kernels import exact_sums, plain_contraction, plain_selection, tuning
+from gradtrace.kernels.backend import TallyBatch
+from gradtrace.kernels.exact_sums import summed
+from gradtrace.kernels.operands import (
+    Compressed,
+    Contraction,
+    GroupRequest,
+    GroupSums,
+    LargestEntry,
+    LineLayout,
+    LowRankLines,
+    Matrices,
+    MatrixLayout,
+    Selected,
+    TensorLines,
+)
+from gradtrace.kernels.plain_contraction import as_matrices, widened
+from gradtrace.kernels.strides import flattened
+from gradtrace.kernels.sync import DeferredChecks
+from gradtrace.pytorch import memory_limits
 
-class Operand(NamedTuple):
-    """A batch of matrices given by offset tables: ``x[i, r, k] = data[batch[i] + rows[r] +
-    inner[k]]``, ``data`` flat; for example the windows of a convolution.
+
+class Reference:
+    """Defines the operations that ``Backend`` describes; ``Cpu`` and ``Cuda`` override some.
+
+    A leaf is tallied and measured in pieces of at most ``PIECE_ELEMENTS``: kernels override
+    ``tally_piece`` and ``measure_piece``, whose arguments are flat.
     """
 
-    data: Tensor
-    batch: Tensor
-    rows: Tensor
-    inner: Tensor
+    synchronises = False
+    sums_groups = False
+    table_entries = tuning.TABLE_ENTRIES
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.host = device.type == "cpu"
 
-Matrices: TypeAlias = Tensor | Operand
-"""A batch of matrices. As right operand of a contraction, a tensor is (i, k, n), and an ``Operand``
-has n as its rows and k as its inner dimension.
-"""
+    # The largest contribution --------------------------------------------------------------------
 
+    def contract(
+        self,
+        a: Matrices,
+        b: Matrices,
+        *,
+        value: bool = True,
+        index: bool = False,
+        ids: Matrices | None = None,
+        of_b: bool = False,
+    ) -> Contraction:
+        return plain_contraction.contraction(a, b, value=value, index=index, ids=ids, of_b=of_b)
 
-class Contraction(NamedTuple):
-    """Results of a contraction, each (i, m, n); None where it was not requested."""
+    def contract_strided(
+        self,
+        a: Tensor,
+        b: Tensor,
+        ids: Tensor,
+        layout: MatrixLayout,
+        shape: tuple[int, ...],
+        value: bool,
+    ) -> Contraction:
+        left, right, words = as_matrices(a, b, ids, layout)
+        largest, _, chosen = self.contract(left, right, value=value, ids=words, of_b=layout.of_b)
+        assert chosen is not None
+        largest = None if largest is None else largest.reshape(shape)
+        return Contraction(largest, None, chosen.reshape(shape))
 
-    value: Tensor | None
-    index: Tensor | None  # type: ignore[assignment]  # not tuple.index
-    marks: Tensor | None
+    def contract_lines(self, a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
+        return plain_contraction.lines(a, b, length)
 
+    @property
+    def max_top_k(self) -> int:
+        return 0
 
-MAX_PRODUCTS = 1 << 20
-"""The most products materialised at a time."""
+    def contract_top(self, parts: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...] | None:
+        return None
 
+    def reduce(self, x: Tensor, ids: Tensor, dims: Sequence[int]) -> Selected:
+        return plain_selection.reduce(x, ids, dims)
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    def scatter(self, x: Tensor, ids: Tensor, target: Tensor, size: int) -> Selected:
+        return plain_selection.scatter(x, ids, target, size)
 
+    def sparse(self, matrices: Compressed, x: Tensor, ids: Tensor) -> Selected:
+        return plain_selection.sparse(matrices, x, ids)
 
-def argmax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The maximum along a dimension and its first index; NaN counts as the largest value.
+    def sparse_sum(self, matrices: Compressed, x: Tensor) -> Tensor:
+        return plain_selection.sparse_sum(matrices, x)
 
-    Along an empty dimension the maximum is 0 and the index -1.
-    """
-    if x.shape[dim]:
-        value, index = x.max(dim)
-        return value, index
-    shape = list(x.shape)
-    del shape[dim]
-    return x.new_zeros(shape), torch.full(shape, -1, device=x.device)
+    def normalise(
+        self,
+        lines: LowRankLines,
+        ids: Tensor | None = None,
+        value: bool = True,
+        layout: LineLayout | None = None,
+    ) -> LargestEntry | None:
+        return None
 
+    def normalise_at(
+        self, left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return plain_contraction.others(left, right, x, line, skip)
 
-def sizes(x: Matrices) -> tuple[int, int, int]:
-    """(matrices, rows, k) of an operand; the shape of a tensor."""
-    if isinstance(x, Operand):
-        return len(x.batch), len(x.rows), len(x.inner)
-    batch, rows, inner = x.shape
-    return batch, rows, inner
+    # Provenance ids ------------------------------------------------------------------------------
 
+    def merge(
+        self, size: Tensor, ids: Tensor, value: Tensor, other: Tensor | int, shift: int = 0
+    ) -> None:
+        plain_selection.merge(size, ids, value, other, shift)
 
-def kind(a: Matrices, b: Matrices) -> torch.dtype:
-    """The dtype of the products; half precisions are promoted to float32."""
-    left, right = a.data.dtype, b.data.dtype  # a tensor's data is a tensor
-    if left is right and left.itemsize > 2:
-        return left
-    wide = [torch.float32 if dtype.itemsize == 2 else dtype for dtype in (left, right)]
-    return torch.promote_types(*wide)
+    def fuses(self, value: Tensor, *others: Tensor) -> bool:
+        return False
 
+    def merge_pair(
+        self,
+        first: Tensor,
+        ids: Tensor | int,
+        unmasked: bool,
+        second: Tensor,
+        others: Tensor | int,
+        shift: int,
+    ) -> Tensor | None:
+        return None
 
-def _some(x: Matrices, rows: slice) -> Tensor:
-    """A slice of the rows as a tensor: (batch, rows, k)."""
-    if not isinstance(x, Operand):
-        return x[:, rows]
-    return x.data[x.batch[:, None, None] + x.rows[rows, None] + x.inner]
+    def masked(self, ids: Tensor, value: Tensor) -> Tensor:
+        if not self.synchronises and bool(value.all()):  # reading is cheaper than copying
+            return ids
+        return ids * (value != 0)
 
+    def used(self, ids: Tensor, count: int) -> Tensor:
+        if not self.synchronises:
+            return torch.bincount(ids.reshape(-1), minlength=count).cpu() != 0
+        flags = torch.zeros(count, dtype=torch.bool, device=ids.device)  # bincount would sync
+        return flags.index_fill_(0, ids.reshape(-1).long(), True).cpu()
 
-def contraction(
-    a: Matrices,
-    b: Matrices,
-    *,
-    value: bool = True,
-    index: bool = False,
-    marks: Matrices | None = None,
-    of_b: bool = False,
-) -> Contraction:
-    """``value[i, m, n] = maxₖ |a[i, m, k] · b[i, k, n]|``, 0 if k is empty.
+    def close_gaps(self, ids: Tensor, count: int) -> tuple[Tensor, Callable[[], Tensor]] | None:
+        return None
 
-    ``index`` is the lowest k that attains the maximum, undefined where the value is 0. The
-    provenance ids of the result are ``marks[i, m, index]``, or ``marks[i, index, n]`` if the ids
-    belong to b (``of_b``); 0 where the value is 0.
-    """
-    (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
-    right = b if isinstance(b, Operand) else b.transpose(1, 2)
-    device = (a.data if isinstance(a, Operand) else a).device
-    sizes_out = torch.zeros(i, m, n, dtype=kind(a, b), device=device)
-    at = torch.zeros(i, m, n, dtype=torch.int64, device=device) if index else None
-    out_ids = None if marks is None else torch.zeros(i, m, n, dtype=torch.int32, device=device)
-    columns = max(1, MAX_PRODUCTS // max(1, i * k))
-    lines = max(1, columns // max(1, n))
-    for row in range(0, m if i and k else 0, lines):
-        rows = slice(row, row + lines)
-        some = _wide(_some(a, rows)).abs()[:, :, None]
-        ids = None if marks is None or of_b else _some(marks, rows).int()
-        for column in range(0, n, columns):
-            place = (slice(None), rows, slice(column, column + columns))
-            products = some * _wide(_some(right, place[2])).abs()[:, None]
-            if at is None and out_ids is None:
-                sizes_out[place] = products.amax(3)
-                continue
-            best, first = products.max(3)
-            sizes_out[place] = best
-            if at is not None:
-                at[place] = first
-            if out_ids is None:
-                continue
-            if ids is not None:
-                found = ids.gather(2, first)
+    def renumber(self, ids: Tensor, table: Tensor) -> Tensor:
+        return table.to(ids.device, non_blocking=True)[ids]
+
+    # Counts and sums -----------------------------------------------------------------------------
+
+    def tally(self, ids: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if gradient.device != ids.device:  # a CPU scalar among GPU tensors
+            gradient = gradient.to(ids.device)
+        ids, gradient = flattened(ids, gradient)
+        if gradient.numel() <= tuning.PIECE_ELEMENTS:
+            return self.tally_piece(ids, gradient, count)
+        pieces = zip(*(torch.split(x, tuning.PIECE_ELEMENTS) for x in (ids, gradient)))
+        return summed(self.tally_piece(some, part, count) for some, part in pieces)
+
+    def tally_piece(self, ids: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return exact_sums.tally(ids, widened(gradient), count)
+
+    def measure(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (flat,) = flattened(gradient)
+        if flat.numel() <= tuning.PIECE_ELEMENTS:
+            return self.measure_piece(flat)
+        return summed(map(self.measure_piece, torch.split(flat, tuning.PIECE_ELEMENTS)))
+
+    def measure_piece(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return exact_sums.measure(widened(gradient))
+
+    def tally_batch(self, gradient: Tensor) -> TallyBatch | None:
+        return None
+
+    def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:
+        total.index_add_(0, index, rows)
+
+    def group_sums(self, request: GroupRequest) -> GroupSums:
+        raise NotImplementedError("tracing.aggregate.Groups has it in plain torch")
+
+    def finite_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        by_shape: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+        sums: list[Tensor] = []
+        for x in tensors:
+            if x.numel() < tuning.CONCAT_MAX_ELEMENTS:
+                by_shape.setdefault((x.dtype, x.shape), []).append(x)
             else:
-                assert marks is not None
-                ids_of_b = marks if isinstance(marks, Operand) else marks.transpose(1, 2)
-                found = _some(ids_of_b, place[2]).int().gather(2, first.mT).mT
-            out_ids[place] = found.masked_fill(best == 0, 0)
-    return Contraction(sizes_out if value else None, at, out_ids)
+                sums.append(x.sum())
+        for some in by_shape.values():
+            sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
+        return sums
+
+    # Checks --------------------------------------------------------------------------------------
+
+    def checks(self) -> DeferredChecks | None:
+        return DeferredChecks() if self.synchronises else None
+
+    def check(self, checks: DeferredChecks | None, holds: Callable[[], Tensor]) -> bool:
+        if checks is None or not self.synchronises:
+            return bool(holds().all())
+        checks.add(holds())
+        return True
+
+    # Memory --------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        return str(self.device)
+
+    def free_bytes(self) -> int | None:
+        return memory_limits.available() if self.host else None
+
+    def held_bytes(self) -> int | None:
+        return memory_limits.resident() if self.host else None
+
+    def spare_bytes(self) -> int | None:
+        return None
+
+    def workspace_bytes(self, shape: tuple[int, int, int], k: int) -> int:
+        return 0
+
+    def workspace_max_bytes(self) -> int:
+        return 0

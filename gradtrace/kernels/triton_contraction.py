@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradtrace.kernels.reference import Contraction, Matrices, Operand, sizes
+from gradtrace.kernels.operands import Contraction, Matrices, Operand, columns, sizes
 
 ROWS = COLUMNS = 64
 """Size of the result tile of one program."""
@@ -45,9 +45,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     a, a_batches, a_rows, a_inners, a0, a1, a2,
     b, b_batches, b_rows, b_inners, b0, b1, b2,
     g, g_batches, g_rows, g_inners, g0, g1, g2,
-    value, index, marks, M, N, K,
+    value, index, ids, M, N, K,
     A_LISTED: tl.constexpr, B_LISTED: tl.constexpr, G_LISTED: tl.constexpr,
-    VALUE: tl.constexpr, INDEX: tl.constexpr, MARKS: tl.constexpr, OF_B: tl.constexpr,
+    VALUE: tl.constexpr, INDEX: tl.constexpr, IDS: tl.constexpr, OF_B: tl.constexpr,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     wide, tiles = tl.cdiv(N, BN), tl.cdiv(M, BM) * tl.cdiv(N, BN)
@@ -80,7 +80,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         p = x[:, None] * y[None, :]
         wins = (p > best) | ((p != p) & (best == best))
         best = tl.where(wins, p, best)
-        if INDEX or MARKS:
+        if INDEX or IDS:
             at = tl.where(wins, k, at)
     here = here_m[:, None] & here_n[None, :]
     out = (i * M + m[:, None]) * N + n[None, :]
@@ -88,7 +88,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(value + out, best, mask=here)
     if INDEX:
         tl.store(index + out, at.to(tl.int64), mask=here)
-    if MARKS:
+    if IDS:
         won = here & (best != 0)
         if G_LISTED:
             pg = tl.load(g_batches + i) + tl.load(g_inners + at, mask=won, other=0)
@@ -102,7 +102,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 pg += n[None, :] * g1
             else:
                 pg += m[:, None] * g1
-        tl.store(marks + out, tl.load(g + pg, mask=won, other=0), mask=here)
+        tl.store(ids + out, tl.load(g + pg, mask=won, other=0), mask=here)
 
 
 def contraction(
@@ -110,19 +110,19 @@ def contraction(
     b: Matrices,
     out: Contraction,
     dtype: torch.dtype,
-    marks: Matrices | None,
+    ids: Matrices | None,
     of_b: bool,
 ) -> None:
     """Fill in the tensors of ``out`` that are not None."""
-    (i, m, k), n = sizes(a), sizes(b)[1] if isinstance(b, Operand) else b.shape[2]
+    (i, m, k), n = sizes(a), columns(b)
     left, right = reading(a, 1, 2), reading(b, 2, 1)
-    given = left if marks is None else reading(marks, *((2, 1) if of_b else (1, 2)))
+    given = left if ids is None else reading(ids, *((2, 1) if of_b else (1, 2)))
     spare = left.data
     places: list[Any] = [spare if each is None else each for each in out]
     _kernel[(i * triton.cdiv(m, ROWS) * triton.cdiv(n, COLUMNS),)](
         *left[:4], *left.steps, *right[:4], *right.steps, *given[:4], *given.steps,
         *places, m, n, k,
         left.listed, right.listed, given.listed,
-        out.value is not None, out.index is not None, marks is not None, of_b,
+        out.value is not None, out.index is not None, ids is not None, of_b,
         tl.float64 if dtype is torch.float64 else tl.float32, ROWS, COLUMNS,
     )  # fmt: skip

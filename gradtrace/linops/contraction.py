@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import contraction, cuda_contraction, max_contraction
-from gradtrace.kernels.cuda_contraction import MatrixLayout
-from gradtrace.kernels.cuda_tiling import Steps
-from gradtrace.kernels.rows import TensorLines, flat, products
+from gradtrace.kernels import backend_of
+from gradtrace.kernels.operands import MatrixLayout, Steps, TensorLines
+from gradtrace.kernels.strides import flat
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
 from gradtrace.linops.indexing import each_at, located, offsets, resized
 from gradtrace.pytorch.plain_tensors import plain
@@ -70,7 +69,7 @@ class Contract(Map):
         left, right = wide(how.left(x)), wide(how.right(self.weight))
         steps = how.element_strides
         batch, row, column, base = (located(number, self.out_shape, step) for step in steps[:4])
-        value, place = products(
+        value, place = backend_of(left).contract_lines(
             TensorLines(flat(left), batch * left.stride(0) + row * left.stride(1), left.stride(2)),
             TensorLines(
                 flat(right), batch * right.stride(0) + column * right.stride(2), right.stride(1)
@@ -85,39 +84,34 @@ class Contract(Map):
         if there is not None:
             return there
         how = self.plan()
+        backend = backend_of(x)
         left, right, ids = how.left(x), how.right(self.weight), how.left(marks)
         if how.turned:  # compute the transposed product, so that the result is contiguous
-            found = contraction(right.mT, left.mT, value=value, marks=ids.mT, of_b=True)
+            found = backend.contract(right.mT, left.mT, value=value, ids=ids.mT, of_b=True)
         else:
-            found = contraction(left, right, value=value, marks=ids)
-        assert found.marks is not None
+            found = backend.contract(left, right, value=value, ids=ids)
+        assert found.ids is not None
         shape = self.out_shape
         if how.turned:
             largest = None if found.value is None else found.value.reshape(shape)
-            return largest, found.marks.reshape(shape)
+            return largest, found.ids.reshape(shape)
         largest = None if found.value is None else how.back(found.value)
-        return largest, how.back(found.marks)
+        return largest, how.back(found.ids)
 
     def _select_strided(self, x: Tensor, marks: Tensor, value: bool) -> Selection | None:
-        """``select`` by a kernel that reads the operands with their strides, without copies; None
-        if no kernel supports them.
+        """``select`` that reads the operands with their strides, without copies; None if these
+        cannot be read as matrices.
         """
         weight = self.weight
-        for kernel in (cuda_contraction, max_contraction):
-            if kernel.serving(x, weight, marks):
-                break
-        else:
-            return None
         layout = _operand_order(
             self.spec, self.in_shape, weight.shape, x.stride(), weight.stride(), marks.stride()
         )
         if layout is None:
             return None
         a, b = (weight, x) if layout.how.of_b else (x, weight)
-        found = kernel.carried(a, b, marks, layout.how, layout.shape, value)
-        if found is None:
-            return None
-        largest, _, chosen = found
+        largest, _, chosen = backend_of(x).contract_strided(
+            a, b, marks, layout.how, layout.shape, value
+        )
         assert chosen is not None
         if layout.order is None:
             return largest, chosen

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import Contraction, contraction
+from gradtrace.kernels import Contraction, backend_of
 from gradtrace.kernels.precision import exact
 from gradtrace.linops.base import Count, Map, Rows, Selection, per_element
 from gradtrace.linops.conv_windows import (
@@ -98,7 +98,7 @@ class Convolve(Map):
             return super().select(x, marks, value)
         found = self._contractions(how, x, marks, value)
         largest = self._assembled(how, [part.value for part in found]) if value else None
-        return largest, self._assembled(how, [part.marks for part in found])
+        return largest, self._assembled(how, [part.ids for part in found])
 
     # As batched matrix products ------------------------------------------------------------------
 
@@ -121,14 +121,14 @@ class Convolve(Map):
         self, how: WindowProducts, x: Tensor, marks: Tensor | None = None, value: bool = True
     ) -> list[Contraction]:
         """The result of each batched product."""
-        padded = with_margins(x, how.margins)
+        backend, padded = backend_of(x), with_margins(x, how.margins)
         padded_ids = None if marks is None else with_margins(marks, how.margins)
         return [
-            contraction(
+            backend.contract(
                 piece.left.left(padded),
                 piece.right,
                 value=value,
-                marks=None if padded_ids is None else piece.left.left(padded_ids),
+                ids=None if padded_ids is None else piece.left.left(padded_ids),
             )
             for piece in how.pieces
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import contraction
+from gradtrace.kernels import backend_of
 from gradtrace.linops.base import Count, Map, Rows, Selection
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import MAX, Semiring, Value
@@ -36,10 +36,11 @@ class Dense(Map):
         if not self._all_finite(x):
             return super().select(x, marks, value)
         matrix = self.matrix.t().unsqueeze(0)
-        found = contraction(x.reshape(1, 1, -1), matrix, value=value, marks=marks.reshape(1, 1, -1))
-        assert found.marks is not None
+        x, ids = x.reshape(1, 1, -1), marks.reshape(1, 1, -1)
+        found = backend_of(x).contract(x, matrix, value=value, ids=ids)
+        assert found.ids is not None
         largest = None if found.value is None else found.value.reshape(self.out_shape)
-        return largest, found.marks.reshape(self.out_shape)
+        return largest, found.ids.reshape(self.out_shape)
 
     def _all_finite(self, x: Tensor) -> bool:
         """Whether x is finite, so that entries of 0 contribute 0 and the dense kernels can be used:

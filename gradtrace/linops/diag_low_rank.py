@@ -9,10 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import argmax, steps
-from gradtrace.kernels.cuda_steps import LineLayout
-from gradtrace.kernels.rows import others
-from gradtrace.kernels.steps import LowRankLines
+from gradtrace.kernels import argmax, backend_of
+from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
 from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.linops.indexing import line_offsets, located, merged_dims, picked, strides_of
@@ -105,14 +103,14 @@ class Normaliser(Map):
             return super().select(x, marks, value)
         x = wide(x)
         found = self._selected(x, marks, value)
-        if found is None or found.marks is None:
+        if found is None or found.ids is None:
             size, place = self._best_places(x)
             ids = torch.where(size != 0, self._lines(marks).gather(1, place), 0)
             return self._back(size) if value else None, self._back(ids)
         size_or_none = None if found.value is None or not value else self._back(found.value)
-        return size_or_none, self._back(found.marks)
+        return size_or_none, self._back(found.ids)
 
-    def _selected(self, x: Tensor, marks: Tensor, value: bool) -> steps.LargestEntry | None:
+    def _selected(self, x: Tensor, marks: Tensor, value: bool) -> LargestEntry | None:
         """``select`` by a kernel: reads the tensors with their strides if these allow it, else
         copies them to lines. None if no kernel supports it.
         """
@@ -123,7 +121,7 @@ class Normaliser(Map):
             parts, marks = [self._lines(part) for part in parts], self._lines(marks)
         (diagonal, x, *pairs), rank = parts, len(self.left)
         lines = LowRankLines(diagonal, pairs[:rank], pairs[rank:], x)
-        return steps.normalise(lines, marks, value, layout)
+        return backend_of(x).normalise(lines, marks, value, layout)
 
     def _best_places(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The largest contribution to each element of each line, and its place, in plain torch."""
@@ -152,7 +150,7 @@ class Normaliser(Map):
         else:
             right = [_rows_at(self._lines(wide(v)), used_lines) for v in self.right]
             here = _rows_at(self._lines(wide(x)), used_lines)
-            value, other = others(left, torch.stack(right), here, line, place)
+            value, other = backend_of(x).normalise_at(left, torch.stack(right), here, line, place)
         own = _at(self.diagonal, number, self.in_shape)
         for u, v in zip(left, self.right):
             own = own + u * _at(v, number, self.in_shape)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.kernels import backend_of
 from gradtrace.types import Shape
 
 
@@ -36,11 +37,10 @@ def merged_dims(sizes: Shape, strides: Shape) -> tuple[tuple[int, int, int], ...
 def located(at: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
     """The memory offset ``Σ index·stride`` of each element, numbered row-major in ``sizes``."""
     dims = merged_dims(tuple(sizes), tuple(strides))
-    if at.is_cpu and at.shape == (1,):  # in Python integers, which takes a third of the time
+    if at.shape == (1,) and backend_of(at).host:  # in Python integers: a third of the time
         n = int(at)
-        return torch.tensor(
-            [sum(n // step % size * stride for step, size, stride in dims)], device="cpu"
-        )
+        place = sum(n // step % size * stride for step, size, stride in dims)
+        return torch.tensor([place], device=at.device)
     total: Tensor | None = None
     for n, (step, size, stride) in enumerate(dims):
         if not stride:
@@ -61,7 +61,7 @@ def nearby(x: Tensor, device: torch.device) -> Tensor:
     """
     if x.dim() or x.device == device:
         return x
-    if not x.is_cpu:
+    if not backend_of(x).host:
         return x.to(device)
     number: Any = x.tolist()  # not item(), which dispatch modes would see
     return torch.full((), number, dtype=x.dtype, device=device)

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import steps
+from gradtrace.kernels import backend_of
 from gradtrace.linops.base import Map, Rows, Selection
 from gradtrace.linops.indexing import line_offsets, located, resized, strides_of
 from gradtrace.semirings import Semiring, Value
@@ -39,7 +39,7 @@ class Reduce(Map):
         return each(semiring.reduce(x, self.dims), lambda part: part.reshape(self.out_shape))
 
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
-        largest, selected = steps.reduce(x, marks, self.dims)
+        largest, selected = backend_of(x).reduce(x, marks, self.dims)
         shape = self.out_shape
         if selected.shape == shape:
             return largest if value else None, selected

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import steps
+from gradtrace.kernels import backend_of
 from gradtrace.linops import tuning
 from gradtrace.linops.base import Best, Map, Rows, Selection, chosen, taken_at
 from gradtrace.linops.indexing import each_at
@@ -86,7 +86,9 @@ class Scatter(Map):
             out = marks.new_zeros(self.outputs)
             out[elements.at] = elements.marks
             return None, out.reshape(self.out_shape)
-        largest, selected = steps.scatter(x.reshape(-1), marks.reshape(-1), target, self.outputs)
+        largest, selected = backend_of(x).scatter(
+            x.reshape(-1), marks.reshape(-1), target, self.outputs
+        )
         return largest.reshape(self.out_shape) if value else None, selected.reshape(self.out_shape)
 
     @property
@@ -99,7 +101,7 @@ class Scatter(Map):
         target = self.target.reshape(-1)
         at, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         flat = x.reshape(-1)
-        selected = steps.scatter(flat, marks.reshape(-1), place, len(at)).marks
+        selected = backend_of(x).scatter(flat, marks.reshape(-1), place, len(at)).ids
         value = flat.new_zeros(len(at)).index_add_(0, place, flat)
         there = at >= 0  # -1, no target, is one of the distinct targets here
         return SparseElements(at[there], value[there], selected[there])

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import steps
-from gradtrace.kernels.steps import Compressed
+from gradtrace.kernels import backend_of
+from gradtrace.kernels.operands import Compressed
 from gradtrace.linops import tuning
 from gradtrace.linops.base import Count, Map, Rows, Selection, per_element
 from gradtrace.linops.indexing import multi_index
@@ -112,7 +112,8 @@ class Sparse(Map):
 
     def apply(self, x: Tensor) -> Tensor:
         # Weights of half precision are multiplied in float32, as by PyTorch's own kernels.
-        found = steps.sparse_sum(self._compressed(self.weight.to(wide(x).dtype)), wide(x))
+        matrices = self._compressed(self.weight.to(wide(x).dtype))
+        found = backend_of(x).sparse_sum(matrices, wide(x))
         return found.to(x.dtype).reshape(self.out_shape)
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
@@ -155,7 +156,8 @@ class Sparse(Map):
     def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
         x, weight = wide(x), wide(self.weight)
         kind = torch.promote_types(x.dtype, weight.dtype)
-        largest, selected = steps.sparse(self._compressed(weight.to(kind)), x.to(kind), marks)
+        matrices = self._compressed(weight.to(kind))
+        largest, selected = backend_of(x).sparse(matrices, x.to(kind), marks)
         largest = largest.reshape(self.out_shape)
         return largest if value else None, selected.reshape(self.out_shape)
 

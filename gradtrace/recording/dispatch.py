@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradtrace.autodiff import nodes
 from gradtrace.errors import NotLinear
 from gradtrace.ir.program import MapTable, Step
-from gradtrace.kernels import sync
+from gradtrace.kernels import backend_of
 from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.linops import Identity, gather
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
@@ -242,9 +242,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 x = step.apply(x)
             total = total + x
         out = torch.view_as_real(out.resolve_conj()) if out.is_complex() else out
-        if self.checks is not None and sync.would_sync(out):
-            self.checks.add(elementwise_close(total, out))
-        elif not close(total, out):
+        if not backend_of(out).check(self.checks, lambda: elementwise_close(total, out)):
             raise NotLinear(f"{call.name} is not linear in the gradient it is given")
 
     # In-place operations: which tensors share the storage that was written? ------------------

@@ -22,7 +22,7 @@ from gradtrace.autodiff.pass_scope import recomputed_once
 from gradtrace.errors import NotLinear, TooLarge
 from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import Block, Step
-from gradtrace.kernels import sync
+from gradtrace.kernels import backend_of
 from gradtrace.linops import Dense, Identity, Opaque
 from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
 from gradtrace.recording.dense_fallback import (
@@ -206,12 +206,8 @@ class FormulaRecorder:
 
     def _zero(self, out: Tensor) -> bool:
         """Whether a result that does not depend on the cotangent is zero; deferred on a GPU."""
-        checks = self.recorder.checks
-        if checks is None or not sync.would_sync(out):
-            return not _nonzero(out)
         with _disable_current_modes():
-            checks.add(out == 0)
-        return True
+            return backend_of(out).check(self.recorder.checks, lambda: out == 0)
 
     def _record_dense(
         self, node: Node, grads: Sequence[Tensor | None], block: Block, refusal: Refusal

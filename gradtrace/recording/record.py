@@ -26,7 +26,7 @@ from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
 from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, Program, Step
-from gradtrace.kernels import sync
+from gradtrace.kernels import backend_of
 from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.plain_tensors import plain
@@ -96,7 +96,7 @@ class GradientProducts:
         size = prod(shape)
         if self.bare or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
             return None
-        if sync.would_sync(grad) and self.cache.spend(size * grad.itemsize):
+        if backend_of(grad).synchronises and self.cache.spend(size * grad.itemsize):
             return None
         held = self.held.get(id(leaf), 0) + grad.numel()
         if held > size:
@@ -423,8 +423,7 @@ def record(
     """
     others = off_thread_calls(loss, name_table)
 
-    def attempt(bare: bool, deferring: bool) -> Program:
-        checks = DeferredChecks() if deferring else None
+    def attempt(bare: bool, checks: DeferredChecks | None) -> Program:
         recorder = ProgramRecorder(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
         recorder.off_thread = others
         with _assuming(bare, checks), one_pass():
@@ -434,14 +433,14 @@ def record(
         constants = Constants(seed, recorder.maps, recorder.leaves, kept)
         return Program(recorder.first, recorder.new(), recorder.blocks, constants)
 
-    deferring = sync.would_sync(seed)
+    backend = backend_of(seed)
     if bare and _no_user_code(loss, watch.clear_since()):
         with suppress(Retry):
-            return attempt(True, deferring)
-    if deferring:
+            return attempt(True, backend.checks())
+    if backend.synchronises:
         with suppress(Retry):
-            return attempt(False, True)
-    return attempt(False, False)
+            return attempt(False, backend.checks())
+    return attempt(False, None)
 
 
 class Retry(Exception):

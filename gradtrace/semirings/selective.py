@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import cuda_top_k, largest
+from gradtrace.kernels import backend_of, largest
 from gradtrace.semirings.base import Semiring, Value, each, shifted
 from gradtrace.semirings.einsum_plan import plan, sum_weight_only_letters
 
@@ -177,11 +177,13 @@ class TopK(Scaled):
         return found.unbind(dim)  # at least k, since each element has k parts
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
-        if self.log or not cuda_top_k.serves(x, weight):
+        backend = backend_of(weight)
+        if self.log or self.k > backend.max_top_k:
             return super().contract(spec, x, weight)
         how = plan(spec, tuple(x[0].shape), tuple(weight.shape))
         right = self.weigh(how.right(weight))[0]
-        return tuple(how.back(part) for part in cuda_top_k.contraction(each(x, how.left), right))
+        found = backend.contract_top(each(x, how.left), right)
+        return super().contract(spec, x, weight) if found is None else each(found, how.back)
 
     def logs(self) -> str:
         return f"TopK({self.k}, log=True)"

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gradtrace import api
 from gradtrace.errors import needs
 from gradtrace.ir import interpreter as engine
-from gradtrace.kernels import cpu_library, max_contraction, reference
+from gradtrace.kernels import Reference, backend_of, instruction_set
 from gradtrace.pytorch import internals
 from gradtrace.semirings import MAX, SUM
 
@@ -181,15 +181,16 @@ def _recomputed() -> str:
 
 def _kernels() -> CheckResult:
     what = "compiled kernels"
-    if cpu_library.library() is None:
+    if not instruction_set():
         detail = (
             "there are none, so tracing is many times slower; docs/start.md says how to get them"
         )
         return CheckResult(what, "missing", detail)
     a, b = torch.randn(2, 17, 33), torch.randn(2, 33, 19)
-    here, right = (k.contraction(a, b, index=True) for k in (max_contraction, reference))
-    if all(torch.equal(x, y) for x, y in zip(here[:2], right[:2]) if x is not None):
-        return CheckResult(what, "ok", f"{max_contraction.isa()}, the bits of the reference")
+    backends = backend_of(a), Reference(a.device)
+    here, right = (backend.contract(a, b, index=True)[:2] for backend in backends)
+    if all(x is not None and y is not None and torch.equal(x, y) for x, y in zip(here, right)):
+        return CheckResult(what, "ok", f"{instruction_set()}, the bits of the reference")
     return CheckResult(what, "wrong", "other bits than the reference")
 
 

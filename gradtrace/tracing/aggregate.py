@@ -6,10 +6,8 @@ components.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +15,9 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import cpu_library, pointers, sync
-from gradtrace.tracing.provenance import Words, words_of
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Whole: TypeAlias = npt.NDArray[np.int64]
-
-CHUNK_ENTRIES = (1 << 22, 1 << 24)
-"""How many (group, component) entries to process at a time: on the CPU, on a GPU."""
+from gradtrace.kernels import backend_of
+from gradtrace.kernels.operands import Floats, GroupRequest, GroupSums, LeafGroups, Whole, Words
+from gradtrace.tracing.provenance import words_of
 
 
 class Counts(NamedTuple):
@@ -65,20 +58,6 @@ class Columns(NamedTuple):
     size: int
 
 
-class Sums(NamedTuple):
-    """Sums by pair and component: (pairs, components, 2), the number of elements and Σ |gradient|.
-
-    ``eligible`` is over the elements that could pass the component, ``through`` over those that do.
-    ``unreached`` is the number of elements, by component, that could but have no path; ``finite``
-    says whether all sums of gradients are finite.
-    """
-
-    eligible: Floats
-    through: Floats
-    unreached: Floats
-    finite: bool
-
-
 class Groups(NamedTuple):
     """The elements of all leaves, grouped by leaf, pair and provenance; the counts of groups
     without a path are 0. A group's provenance is ``rows[row] | extra[leaf]``.
@@ -108,15 +87,16 @@ class Groups(NamedTuple):
 
     def added(
         self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
-    ) -> Sums:
+    ) -> GroupSums:
         """Sum the groups whose leaf could pass each component, and those whose provenance has any
         of its bits.
 
         ``place`` is the index of each leaf in ``reach``, ``totals`` its largest possible number of
         paths, ``bits`` the bits of each component. Sums that are not finite are left out.
         """
-        device = self.leaf.device
-        entries, count = CHUNK_ENTRIES[device.type == "cuda"], len(bits)
+        device, count = self.leaf.device, len(bits)
+        backend = backend_of(device)
+        entries = backend.table_entries
         owners = _owners(reach, count, device)
         able = _eligible(reach, bits, owners, entries)
         where = to_device(np.array(place, np.int64), device)
@@ -128,7 +108,7 @@ class Groups(NamedTuple):
         found = torch.zeros(2, pairs, count, 2, dtype=torch.float64, device=device)
         if pairs == 1:  # eligible depends on the leaf only: sum by leaf first
             by_leaf = torch.zeros(able.shape[1], 2, dtype=torch.float64, device=device)
-            _add_rows(by_leaf, where[self.leaf], both)
+            backend.add_rows(by_leaf, where[self.leaf], both)
             missing = torch.cat([missing, by_leaf], 1)
         by_component = _product(able, missing, entries)
         found[0, 0] += by_component[:, 1:] if pairs == 1 else 0
@@ -142,7 +122,7 @@ class Groups(NamedTuple):
             sets = self.rows[self.row[some]] | self.extra[leaf]
             if pairs > 1:
                 could = able.index_select(1, here)
-                _add_rows(found[0], pair, could.mT.unsqueeze(2) * both[some].unsqueeze(1))
+                backend.add_rows(found[0], pair, could.mT.unsqueeze(2) * both[some].unsqueeze(1))
             _add_passing(found[1], sets, pair, both[some], columns, owners[:, here])
         nonfinite = (sums != self.sums).any().double()
         line = torch.cat(
@@ -150,7 +130,7 @@ class Groups(NamedTuple):
         ).cpu()  # one sync
         unlike, unreached, rest = np.split(line.numpy(), [1, 1 + count])
         eligible, through = rest.reshape(found.shape)
-        return Sums(eligible, through, unreached, not unlike.any())
+        return GroupSums(eligible, through, unreached, not unlike.any())
 
 
 def _add_passing(
@@ -164,31 +144,19 @@ def _add_passing(
     """Add counts and sums of groups to the components whose bits their provenance has, except those
     that own them. ``total`` is (pairs, components, 2).
     """
-    pairs, count, _ = total.shape
+    backend, (pairs, count, _) = backend_of(total), total.shape
     sparse = _sparse_hits(sets, columns, count)
     if sparse is not None:
         row, component = sparse
         mine = (owners[:, row] != component).all(0)
         row, component = row[mine], component[mine]
-        _add_rows(total.view(pairs * count, 2), pair[row] * count + component, both[row])
+        backend.add_rows(total.view(pairs * count, 2), pair[row] * count + component, both[row])
         return
     passing = _hits(sets, columns, count, owners)
     if pairs == 1:
         total[0] += passing.double() @ both
     else:
-        _add_rows(total, pair, passing.mT.unsqueeze(2) * both.unsqueeze(1))
-
-
-def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """``total[index[n]] += rows[n]``, in the order of ``n``, so that sums are always the same bits.
-
-    On a GPU ``index_add_`` adds in whatever order threads come, and ``index_put_`` sorts first; on
-    the CPU it is the other way round.
-    """
-    if total.is_cuda:
-        total.index_put_((index,), rows, accumulate=True)
-    else:
-        total.index_add_(0, index, rows)
+        backend.add_rows(total, pair, passing.mT.unsqueeze(2) * both.unsqueeze(1))
 
 
 def _owners(reach: Reach, count: int, device: torch.device) -> Tensor:
@@ -268,7 +236,7 @@ def _sparse_hits(words: Tensor, columns: list[Columns], count: int) -> tuple[Ten
     """Pairs (set, component) that share a bit; None if the sets have many bits, or are on a GPU,
     where the number of pairs would cost a sync.
     """
-    if sync.would_sync(words):
+    if backend_of(words).synchronises:
         return None
     which, word = words.nonzero(as_tuple=True)
     if SPARSE_WORDS_FACTOR * 64 * len(which) > len(words) * count:
@@ -308,55 +276,39 @@ def to_device(x: npt.NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(x).to(device, non_blocking=True)
 
 
-class CpuGroups(NamedTuple):
-    """Counts of leaves on the CPU, summed by the compiled library, leaf by leaf."""
+class ListedGroups(NamedTuple):
+    """Counts of leaves, for a backend that sums them leaf by leaf (``sums_groups``)."""
 
     found: Sequence[Counts]
-    library: ctypes.CDLL
 
     def added(
         self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
-    ) -> Sums:
+    ) -> GroupSums:
         """``Groups.added``."""
-        found, count, places = self.found, len(bits), len(reach.words)
+        found = self.found
         if not len(found) == len(place) == len(totals):
             raise GradtraceError(f"{len(found)} leaves, {len(place)} places, {len(totals)} totals")
-        counts, sums, starts = _joined(found, torch.device("cpu"))
+        counts, sums, starts = _joined(found, HOST)
         tables: dict[int, Words] = {}
-        leaves: list[tuple[int, ...]] = []
+        leaves: list[LeafGroups] = []
         for (each, _, rows, _, pair, blank, _, size), start, at in zip(found, starts, place):
             words = tables.get(id(rows))
             if words is None:
                 words = tables[id(rows)] = np.ascontiguousarray(words_of(rows), np.uint64)
             size = len(each) if size is None else size
-            shape = words.shape
-            leaves.append((start, size, blank, words.ctypes.data, shape[1], shape[0], pair, at))
+            leaves.append(LeafGroups(start, size, blank, words, pair, at))
         width = max([1, *(words.shape[1] for words in tables.values())])
         extra = words_of([each.extra for each in found], 0, width)
-        width = extra.shape[1]
         able = np.ascontiguousarray(reach.words, np.uint64)
-        owner, own = _starts(reach.owned, places)
-        begin, of = _by_bit(bits, 64 * max(width, able.shape[1]))
-        facts = np.array(leaves, np.int64).reshape(-1, 8)
-        totals = np.ascontiguousarray(totals, np.float64)
-        results = np.zeros((2, count, pairs, 2)), np.zeros(count), np.zeros(1, np.int64)
-        entries = len(counts)
-        line = (
-            *(len(found), entries, pairs, count, places, width, able.shape[1], len(own)),
-            facts.ctypes.data,
-            pointers.flat(counts, torch.int64, entries),
-            pointers.flat(sums, torch.float64, entries),
-            *(x.ctypes.data for x in (extra, able, owner, own, begin, of, totals)),
-            results[0].ctypes.data,
-            results[0].ctypes.data + results[0].nbytes // 2,
-            *(x.ctypes.data for x in results[1:]),
+        owned = _starts(reach.owned, len(able))
+        by_bit = _by_bit(bits, 64 * max(extra.shape[1], able.shape[1]))
+        request = GroupRequest(
+            leaves, counts, sums, extra, able, owned, by_bit, totals, pairs, len(bits)
         )
-        cpu_library.checked(self.library.gradtrace_groups(_REQUEST.pack(*line)))
-        eligible, through = results[0].transpose(0, 2, 1, 3)
-        return Sums(eligible, through, results[1], not results[2].any())
+        return backend_of(HOST).group_sums(request)
 
 
-_REQUEST = struct.Struct("22q")
+HOST = torch.device("cpu")
 
 
 def _starts(both: Whole, count: int) -> tuple[Whole, Whole]:
@@ -381,12 +333,11 @@ def _by_bit(bits: list[int], width: int) -> tuple[Whole, Whole]:
     return _starts(line[:, line[0] < width], width)
 
 
-def grouped(found: Sequence[Counts]) -> Groups | CpuGroups:
-    """The counts of all leaves, for the compiled library where that can sum them."""
-    library = cpu_library.library()
-    if library is not None and all(each.counts.is_cpu for each in found):
-        return CpuGroups(found, library)
-    return groups_of(found)
+def grouped(found: Sequence[Counts]) -> Groups | ListedGroups:
+    """The counts of all leaves, listed for a backend that can sum them so."""
+    backends = {backend_of(each.counts) for each in found} or {backend_of(HOST)}
+    listed = all(backend.sums_groups for backend in backends)
+    return ListedGroups(found) if listed else groups_of(found)
 
 
 def groups_of(found: Sequence[Counts]) -> Groups:

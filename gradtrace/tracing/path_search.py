@@ -23,7 +23,7 @@ from gradtrace.ir.interpreter import ScaledValue, balanced, gradient_of, value_o
 from gradtrace.ir.passes.nested_sums import NestedSum, nested
 from gradtrace.ir.program import Block, MapTable, Program, Step
 from gradtrace.ir.recompute import RecomputedValues, Values
-from gradtrace.kernels import sync
+from gradtrace.kernels import backend_of
 from gradtrace.linops import Identity, Index, Map, Scale
 from gradtrace.linops.base import Best
 from gradtrace.linops.indexing import nearby, picked
@@ -169,7 +169,7 @@ class PathFollower:
                     if out in self.takers or out in starts:
                         gradient = self.gradient(out, at)
                         builder.gradient(gradient)
-                        check = terms[0].map.is_diagonal and not sync.would_sync(gradient)
+                        check = terms[0].map.is_diagonal and not backend_of(gradient).synchronises
                         alive = check and bool(gradient.all())
                     for edges in self._onward(terms, at, self._compared(out, rule), alive):
                         builder.send(edges)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import cuda_steps, sync
+from gradtrace.kernels import backend_of
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.intp]
@@ -200,10 +200,17 @@ def compact(ids: Tensor, provenance: ProvenanceTable) -> tuple[Tensor, Provenanc
     count = len(provenance.rows)
     if count <= COMPACT_ABOVE_ENTRIES:
         return ids, provenance
-    bounds, bits = _bounds(*provenance), cuda_steps.used(ids, count + 1)
-    if bits is not None and bounds is not None:
-        return _compact_distinct(ids, provenance, bounds, bits)
-    there = _used(ids, count) if bits is None else _flags(bits, count)
+    backend, bounds = backend_of(ids), _bounds(*provenance)
+    closed = None if bounds is None else backend.close_gaps(ids, count + 1)
+    if closed is not None and bounds is not None:
+        renumbered, flags = closed
+
+        def words() -> Words:  # reads back which entries are used
+            return _selected(provenance, np.flatnonzero(flags().numpy()[1:]))
+
+        return renumbered, ProvenanceTable(PackedSets(words, bounds))
+    there = backend.used(ids, count + 1).numpy()
+    there[0] = False
     used = np.flatnonzero(there[1:])
     if not len(used):
         return ids, ProvenanceTable()
@@ -218,23 +225,7 @@ def compact(ids: Tensor, provenance: ProvenanceTable) -> tuple[Tensor, Provenanc
     smaller = ProvenanceTable(_rows(sets, bounds))
     if len(sets) == count:  # nothing was removed: ids are unchanged
         return ids, smaller
-    return _renumbered(ids, torch.from_numpy(table)), smaller
-
-
-def _compact_distinct(
-    ids: Tensor, provenance: ProvenanceTable, bounds: Bounds, bits: Tensor
-) -> tuple[Tensor, ProvenanceTable]:
-    """``compact`` of distinct sets on a GPU, without a sync: ids are renumbered on the device, and
-    the table's words are read back when they are needed.
-    """
-    count = len(provenance.rows)
-    found = _renumbered(ids, cuda_steps.closed(bits, count + 1))
-    copy = sync.AsyncCopy(bits)
-
-    def words() -> Words:
-        return _selected(provenance, np.flatnonzero(_flags(copy.read(), count)[1:]))
-
-    return found, ProvenanceTable(PackedSets(words, bounds))
+    return backend.renumber(ids, torch.from_numpy(table)), smaller
 
 
 def _selected(provenance: ProvenanceTable, used: Ints) -> Words:
@@ -285,32 +276,6 @@ ODD = np.random.default_rng(0).integers(0, 1 << 63, HASH_WORDS, np.uint64) * np.
     2
 ) + np.uint64(1)
 """Random odd multipliers of the hash in ``distinct``."""
-
-
-def _used(ids: Tensor, count: int) -> npt.NDArray[np.bool_]:
-    """Which ids occur: (count + 1,) flags, with False for id 0."""
-    if sync.would_sync(ids):  # bincount would synchronise for its size
-        flags = torch.zeros(count + 1, dtype=torch.bool, device=ids.device)
-        there = flags.index_fill_(0, ids.reshape(-1).long(), True).cpu().numpy()
-    else:
-        there = torch.bincount(ids.reshape(-1), minlength=count + 1).cpu().numpy() != 0
-    there[0] = False
-    return there
-
-
-def _flags(bits: Tensor, count: int) -> npt.NDArray[np.bool_]:
-    """``_used`` from a bitmap with one bit per id."""
-    line = bits.cpu().numpy().view(np.uint8)
-    there = np.unpackbits(line, count=count + 1, bitorder="little").view(np.bool_)
-    there[0] = False
-    return there
-
-
-def _renumbered(ids: Tensor, table: Tensor) -> Tensor:
-    """``table[ids]``."""
-    table = table.to(ids.device, non_blocking=True)
-    found = cuda_steps.renumbered(ids, table)
-    return table[ids] if found is None else found
 
 
 def sliced(

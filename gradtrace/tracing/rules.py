@@ -10,9 +10,7 @@ from torch import Tensor
 
 from gradtrace.ir.interpreter import ScaledValue, balanced
 from gradtrace.ir.plan import Encoding, Form
-from gradtrace.kernels import steps as fused
-from gradtrace.kernels import sync
-from gradtrace.kernels.cuda_steps import larger
+from gradtrace.kernels import backend_of
 from gradtrace.linops import Identity, Map, Scatter
 from gradtrace.linops.indexing import filled, laid
 from gradtrace.linops.scatter import SparseElements
@@ -27,7 +25,6 @@ from gradtrace.tracing.traced_value import (
     own,
     shared,
     sizes,
-    where,
 )
 
 
@@ -103,7 +100,7 @@ class Greedy:
         assert x is not None
         if x.dtype in NARROW or value.dtype in NARROW:  # an underflow to 0 keeps its path
             there = map_.weighed(x) != 0
-            if ids is None and not sync.would_sync(x) and torch.equal(there, value != 0):
+            if ids is None and not backend_of(x).synchronises and torch.equal(there, value != 0):
                 return TracedValue(value, 0, None, state.provenance)
             ids = there.int() if ids is None else ids * there
             return made(value, ids, state.provenance)
@@ -144,7 +141,7 @@ class Greedy:
                 total = total + other.value
             theirs = 1 if other.ids is None else other.ids
             provenance, shift = provenance.joined(other.provenance)
-            fused.merge(size, ids, wide(other.value), theirs, shift)
+            backend_of(size).merge(size, ids, wide(other.value), theirs, shift)
         ids, provenance = compact(ids, provenance)
         total = cast(total, form.dtype) if known is None else known
         return TracedValue(total, 0, ids, provenance, (), size)
@@ -160,12 +157,13 @@ class Greedy:
         given, value, total = first.ids, first.value, first.value
         assert given is not None and value is not None and total is not None
         ids = given
-        if first.unmasked and sync.would_sync(value):
+        backend = backend_of(value)
+        if first.unmasked and backend.synchronises:
             # Comparing with the first term is enough: if another term is not 0 and not larger than
             # the first, the first is not 0 either.
             for n, other in enumerate(rest):
                 assert other.value is not None
-                merged = larger(value, ids, not n, other.value, given, 0)
+                merged = backend.merge_pair(value, ids, not n, other.value, given, 0)
                 if merged is None:
                     return None
                 ids = merged
@@ -182,11 +180,12 @@ class Greedy:
     ) -> TracedValue | None:
         """``join`` of two terms in one kernel; None where there is no such kernel."""
         assert first.value is not None and second.value is not None
-        if first.size is not None or not fused.on_gpu(first.value, second.value):
+        backend = backend_of(first.value)
+        if first.size is not None or not backend.fuses(first.value, second.value):
             return None
         uniform = first.ids is None
         provenance, shift = first.provenance.joined(second.provenance)
-        ids = larger(
+        ids = backend.merge_pair(
             first.value,
             1 if first.ids is None else first.ids,
             uniform or first.unmasked,
@@ -218,7 +217,7 @@ class Greedy:
         here = line[place]
         size, ids = wide(here).abs(), (here != 0).int()
         provenance, shift = first.provenance.joined(states[1].provenance)
-        fused.merge(size, ids, wide(other), marks, shift)
+        backend_of(size).merge(size, ids, wide(other), marks, shift)
         here = line[place] = (here + other).to(dtype)
         return TracedValue(total, 0, None, provenance, sparse=SparseElements(at, here, ids))
 
@@ -259,7 +258,7 @@ class Viterbi:
             value, ids = map_.apply_in((x,), MAX)[0], None
         elif form.encoding is Encoding.SCALED:
             value = map_.apply_in((x,), MAX)[0]
-            ids = where(value, ids)
+            ids = backend_of(value).masked(ids, value)
         else:
             found, ids = map_.select(x, ids, value=True)
             assert found is not None
@@ -287,7 +286,7 @@ class Viterbi:
         for other, value in zip(states[1:], values[1:]):
             theirs = 1 if other.ids is None else other.ids
             provenance, shift = provenance.joined(other.provenance)
-            fused.merge(size, ids, value, theirs, shift)
+            backend_of(size).merge(size, ids, value, theirs, shift)
         return TracedValue(size, exponent, *compact(ids, provenance))
 
 

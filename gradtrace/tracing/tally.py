@@ -15,9 +15,10 @@ from torch.nn import Parameter
 
 from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
 from gradtrace.ir.program import Program
-from gradtrace.kernels import steps as fused
-from gradtrace.kernels import sync
-from gradtrace.kernels.cuda_batched_tally import BatchedTally
+from gradtrace.kernels import backend_of, tuning
+from gradtrace.kernels.backend import TallyBatch
+from gradtrace.kernels.exact_sums import summed
+from gradtrace.kernels.sync import fetch_scalars
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid
 from gradtrace.tracing.aggregate import Counts, Reach, grouped
@@ -98,7 +99,7 @@ class Tally:
     leaves: list[LeafCounts] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
     reachable: ReachableComponents | None = None
-    jobs: BatchedTally | None = None
+    jobs: TallyBatch | None = None
     pending: list[PendingLeaf] = field(default_factory=list)
     uniform: list[UniformLeaf] = field(default_factory=list)
     held_bytes: int = 0  # bytes that pending uniform leaves keep alive
@@ -140,7 +141,7 @@ class Tally:
             if at is not None:
                 self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
                 return
-        pieces = part.pieces(gradient, fused.PIECE_ELEMENTS)
+        pieces = part.pieces(gradient, tuning.PIECE_ELEMENTS)
         if pieces is not None:
             leaf.found = _count_pieces(state, pieces, pair)
         else:
@@ -154,7 +155,7 @@ class Tally:
         uniform = UniformLeaf(leaf, state.parts, gradient)
         at = None if jobs is None else jobs.measure(gradient)
         if jobs is None or at is None:
-            count, size = fused.measured(gradient)
+            count, size = backend_of(gradient).measure(gradient)
             missed = uniform.missed(int(count)) if state.parts else None
             count = count if missed is None else count + missed
             leaf.found = Counts(count.reshape(1), size.reshape(1), rows, extra, pair)
@@ -184,18 +185,19 @@ class Tally:
         jobs = self._jobs(gradient)
         at = None if jobs is None else jobs.tally(ids, gradient, size)
         if jobs is None or at is None:
-            leaf.found = Counts(*fused.tally(ids, gradient, size), rows, extra, pair, 1)
+            counted = backend_of(ids).tally(ids, gradient, size)
+            leaf.found = Counts(*counted, rows, extra, pair, 1)
         else:
             self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
 
-    def _jobs(self, gradient: Tensor) -> BatchedTally | None:
+    def _jobs(self, gradient: Tensor) -> TallyBatch | None:
         """The batch for the gradient's device; None if leaves are counted one by one."""
         jobs = self.jobs
-        if jobs is None and self.room and fused.batchable(gradient):
-            jobs = self.jobs = BatchedTally(gradient.device)
+        if jobs is None and self.room:
+            jobs = self.jobs = backend_of(gradient).tally_batch(gradient)
         return jobs if jobs is not None and jobs.device == gradient.device else None
 
-    def _enqueue(self, jobs: BatchedTally, leaf: PendingLeaf) -> None:
+    def _enqueue(self, jobs: TallyBatch, leaf: PendingLeaf) -> None:
         self.pending.append(leaf)
         if self.held_bytes > self.room // 4:
             self._flush_uniform()
@@ -217,7 +219,7 @@ class Tally:
             return
         found = [uniform.leaf.found for uniform in self.uniform]
         ids = [each.counts[each.start] for each in found if each is not None]
-        for uniform, each, number in zip(self.uniform, found, sync.fetch_scalars(ids)):
+        for uniform, each, number in zip(self.uniform, found, fetch_scalars(ids)):
             missed = uniform.missed(number)
             if each is not None and missed is not None:
                 mine = slice(each.start, each.start + 1)
@@ -234,7 +236,7 @@ class Tally:
         ``marks`` are the distinct provenance sets, ``number`` the index of each sampled element's
         set among them, ``gradient`` the elements' gradients.
         """
-        counts, sizes = fused.tally(number.int(), gradient, len(marks))
+        counts, sizes = backend_of(number).tally(number.int(), gradient, len(marks))
         self._leaf(value, size, len(number)).found = Counts(counts, sizes, marks, 0, pair)
 
     def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
@@ -298,9 +300,9 @@ class Tally:
 def _count_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
     """Count a large leaf piece by piece, computing the ids of each piece in turn."""
     rows, extra = state.provenance
-    counted = starmap(lambda marks, part: fused.tally(marks, part, len(rows) + 1), pieces)
+    counted = starmap(lambda ids, part: backend_of(ids).tally(ids, part, len(rows) + 1), pieces)
     # a generator, so that each piece is freed before the next is computed
-    return Counts(*fused.summed(counted), rows, extra, pair, 1)
+    return Counts(*summed(counted), rows, extra, pair, 1)
 
 
 def _count_sparse(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
@@ -309,11 +311,11 @@ def _count_sparse(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
     """
     sparse, (rows, extra) = state.sparse, state.provenance
     assert sparse is not None
-    counts, sizes = fused.tally(sparse.marks, sparse.value, len(rows) + 1)
+    counts, sizes = backend_of(sparse.marks).tally(sparse.marks, sparse.value, len(rows) + 1)
     if not state.parts:
         line, at = laid(gradient, sparse.at)
         line[at] = 0  # restored below: measure the other elements only
-        count, size = fused.measured(gradient)
+        count, size = backend_of(gradient).measure(gradient)
         line[at] = sparse.value
         counts[1] += count
         sizes[1] += size

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import sync
+from gradtrace.kernels import backend_of
 from gradtrace.linops import Contract, Map
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings.base import wide
@@ -152,7 +152,8 @@ class TracedValue(NamedTuple):
             return self
         assert self.value is not None
         if self.ids is not None:
-            return self._replace(ids=where(self.value, self.ids), unmasked=False)
+            ids = backend_of(self.value).masked(self.ids, self.value)
+            return self._replace(ids=ids, unmasked=False)
         ids = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
         torch.ne(self.value, 0, out=ids)
         if self.sparse is not None:
@@ -201,7 +202,7 @@ def materialise(state: TracedValue) -> TracedValue:
 
 def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 although a contribution is not; None if there are none."""
-    waits = sync.would_sync(value)
+    waits = backend_of(value).synchronises
     if not (waits and value.numel() <= ZERO_SEARCH_MAX_ELEMENTS) and bool(value.all()):
         return None
     if not waits and not any(bool(part.x.any()) for part in parts):
@@ -256,11 +257,6 @@ def shared(states: list[TracedValue]) -> bool:
     return len(provenance.rows) <= COMPACT_ABOVE_ENTRIES  # last: len() of a lazy table synchronises
 
 
-def where(value: Tensor, ids: Tensor) -> Tensor:
-    """The ids, 0 where the value is 0."""
-    if not sync.would_sync(value) and bool(value.all()):  # reading is cheaper than copying
-        return ids
-    return ids * (value != 0)
 
 
 def sizes(x: Tensor) -> Tensor:

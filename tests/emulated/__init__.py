@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from backends import CPU, use
 from torch import Tensor
 
-from gradtrace.kernels import cuda_contraction, cuda_launch
+from gradtrace.kernels import Cuda, Reference, cuda_contraction, cuda_launch
 
 HEADER = Path(__file__).with_name("device.h")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
@@ -46,6 +47,18 @@ class Emulated:
         )
         assert fault is None, f"{self.name.decode()}{grid}{block}: {fault.decode()}"
         self.emulator.launches.append(self.name.decode())
+
+
+class EmulatedGpu(Cuda):
+    """Kernels of a GPU for CPU tensors, which may be read and whose memory is that of the CPU."""
+
+    synchronises = False
+    add_rows = Reference.add_rows
+    label = Reference.label
+    free_bytes = Reference.free_bytes
+    held_bytes = Reference.held_bytes
+    spare_bytes = Reference.spare_bytes
+    workspace_max_bytes = Reference.workspace_max_bytes
 
 
 class Emulator:
@@ -118,6 +131,7 @@ class Emulator:
         patch.setattr(cuda_contraction, "triton", lambda: False)
         cuda_contraction.ready.cache_clear()
         cuda_contraction._ready.cache_clear()
+        use(patch, EmulatedGpu(CPU))
 
 
 def compiler() -> str | None:

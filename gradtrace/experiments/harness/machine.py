@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import gradtrace
-from gradtrace.kernels import max_contraction
+from gradtrace import kernels
 
 PACKAGES = ("numpy", "transformers", "torch-semiring-einsum", "matplotlib")
 
@@ -35,7 +35,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
         "gradtrace": gradtrace.__version__,
-        "kernels": max_contraction.isa() or "plain torch",
+        "kernels": kernels.instruction_set() or "plain torch",
     }
     for package in packages:
         try:

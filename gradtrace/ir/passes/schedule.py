@@ -32,8 +32,7 @@ from gradtrace.ir.plan import (
     TakeProvenance,
 )
 from gradtrace.ir.program import Block, Program, Step, Term
-from gradtrace.kernels import backend_of
-from gradtrace.kernels import steps as kernel_steps
+from gradtrace.kernels import backend_of, tuning
 from gradtrace.linops import Contract, Map, Reduce, Scatter, tiling
 
 
@@ -211,7 +210,7 @@ class Schedule:
             return self.batches_leaves
         return (
             isinstance(map_, Contract)
-            and map_.outputs > kernel_steps.PIECE_ELEMENTS
+            and map_.outputs > tuning.PIECE_ELEMENTS
             and map_.plan().turned
         )
 

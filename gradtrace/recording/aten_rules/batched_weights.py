@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import sync
+from gradtrace.kernels import backend_of
 
 Formula: TypeAlias = Callable[..., Sequence[Tensor]]
 """From tensors (nodes, ...) and numbers to tensors (nodes, ...)."""
@@ -66,7 +66,7 @@ def _can_batch(x: Tensor) -> bool:
     """Whether batching a tensor saves time, and it has the same layout in a stack as alone."""
     size = x.nbytes
     return (
-        (size <= BATCH_MAX_BYTES or sync.would_sync(x))
+        (size <= BATCH_MAX_BYTES or backend_of(x).synchronises)
         and not size % ALIGNMENT_BYTES
         and x.is_contiguous()
     )

@@ -1,0 +1,307 @@
+"""``Cpu``: the compiled library, where it supports the tensors; else plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from gradtrace.kernels import cpu_contraction, pointers, tuning
+from gradtrace.kernels.cpu_contraction import Algorithm
+from gradtrace.kernels.cpu_library import checked
+from gradtrace.kernels.operands import (
+    Compressed,
+    Contraction,
+    GroupRequest,
+    GroupSums,
+    LargestEntry,
+    LineLayout,
+    LowRankLines,
+    Matrices,
+    MatrixLayout,
+    Selected,
+    TensorLines,
+    line_operands,
+    normalisable,
+    product_dtype,
+    sizes,
+)
+from gradtrace.kernels.plain_contraction import line_results, widened
+from gradtrace.kernels.reference import Reference
+from gradtrace.kernels.strides import extent, leveled, reduction
+
+SUFFIX = {torch.float32: "float", torch.float64: "double"}
+"""Names of the dtypes that the kernels compute in."""
+
+_GROUPS = struct.Struct("22q")
+
+
+def _serves(value: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels support these tensors: all on the CPU, values float32 or float64."""
+    if not value.is_cpu or value.dtype not in SUFFIX:
+        return False
+    return all(x.is_cpu for x in others)
+
+
+def _is_wide(x: Tensor) -> bool:
+    return x.dtype is torch.float64
+
+
+def _threads(n: int) -> int:
+    return 1 if n <= tuning.SINGLE_THREAD_MAX_ELEMENTS else torch.get_num_threads()
+
+
+class Cpu(Reference):
+    """The backend of a CPU for which the library is loaded."""
+
+    sums_groups = True
+
+    def __init__(self, device: torch.device, library: ctypes.CDLL) -> None:
+        super().__init__(device)
+        self.library = library
+
+    def contract(
+        self,
+        a: Matrices,
+        b: Matrices,
+        *,
+        value: bool = True,
+        index: bool = False,
+        ids: Matrices | None = None,
+        of_b: bool = False,
+    ) -> Contraction:
+        if not cpu_contraction.serves(a, b):
+            return super().contract(a, b, value=value, index=index, ids=ids, of_b=of_b)
+        values_only = ids is None and not index and isinstance(a, Tensor) and isinstance(b, Tensor)
+        if values_only and sizes(a)[2] == 1:  # a single k: no maximum to take
+            assert isinstance(a, Tensor) and isinstance(b, Tensor)
+            dtype = product_dtype(a, b)
+            return Contraction(a.to(dtype).abs() * b.to(dtype).abs(), None, None)
+        how = Algorithm.BY_MEASURE
+        return cpu_contraction.compiled(a, b, value, index, ids, how, of_b)[0]
+
+    def contract_strided(
+        self,
+        a: Tensor,
+        b: Tensor,
+        ids: Tensor,
+        layout: MatrixLayout,
+        shape: tuple[int, ...],
+        value: bool,
+    ) -> Contraction:
+        if cpu_contraction.serves_strided(a, b, ids, layout):
+            return cpu_contraction.strided(a, b, ids, layout, shape, value)
+        return super().contract_strided(a, b, ids, layout, shape, value)
+
+    def contract_lines(self, a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
+        if not (_serves(a.data, b.data) and a.data.dtype is b.data.dtype and length):
+            return super().contract_lines(a, b, length)
+        value, place = line_results(a.offset, a.data.dtype)
+        first, second = a.offset.contiguous(), b.offset.contiguous()
+        n, at = len(first), pointers.flat
+        given: list[int] = []
+        for lines, offset in ((a, first), (b, second)):
+            size = lines.data.numel()
+            given += at(lines.data, value.dtype, size), at(offset, torch.int64, n), lines.step, size
+        found = at(value, value.dtype, n), at(place, torch.int64, n)
+        call = getattr(self.library, f"gradtrace_products_{SUFFIX[value.dtype]}")
+        checked(call(*given, n, length, *found, torch.get_num_threads()))
+        return value, place
+
+    def normalise_at(
+        self, left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        alike = left.dtype is right.dtype is x.dtype
+        if not (len(left) == 2 and alike and _serves(left, right, x)):
+            return super().normalise_at(left, right, x, line, skip)
+        left, right, x = left.contiguous(), right.contiguous(), x.contiguous()
+        line, skip = line.contiguous(), skip.contiguous()
+        value, place = line_results(line, x.dtype)
+        (lines, width), n, kind, at = x.shape, len(line), x.dtype, pointers.flat
+        given = (
+            at(left, kind, 2 * n), at(right, kind, 2 * lines * width), at(x, kind, lines * width),
+            at(line, torch.int64, n), at(skip, torch.int64, n),
+        )  # fmt: skip
+        found = at(value, kind, n), at(place, torch.int64, n)
+        call = getattr(self.library, f"gradtrace_others_{SUFFIX[kind]}")
+        checked(call(*given, n, lines, width, *found, torch.get_num_threads()))
+        return value, place
+
+    def reduce(self, x: Tensor, ids: Tensor, dims: Sequence[int]) -> Selected:
+        how = reduction(x.shape, x.stride(), ids.stride(), tuple(dims))
+        x = widened(x)
+        if not (how.short and _serves(x, ids)):
+            return super().reduce(x, ids, dims)
+        x, ids, levels = leveled(x, ids, dims, how.levels)
+        value = torch.empty(how.shape, dtype=x.dtype, device="cpu")
+        out = torch.empty(how.shape, dtype=torch.int32, device="cpu")
+        numbers = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
+        given = (
+            pointers.address(x, x.dtype, extent(levels, 1)),
+            pointers.address(ids, torch.int32, extent(levels, 2)),
+        )
+        found = (value.data_ptr(), out.data_ptr())  # just made
+        threads = _threads(x.numel())
+        checked(self.library.gradtrace_reduce(_is_wide(x), *given, numbers, *found, threads))
+        return Selected(value, out)
+
+    def scatter(self, x: Tensor, ids: Tensor, target: Tensor, size: int) -> Selected:
+        x = widened(x)
+        if not _serves(x, ids, target):
+            return super().scatter(x, ids, target, size)
+        x, ids, target = x.contiguous(), ids.contiguous(), target.long().contiguous()
+        value, out = x.new_zeros(size), ids.new_zeros(size)
+        n, at = x.numel(), pointers.flat
+        where = (at(x, x.dtype, n), at(ids, torch.int32, n), at(target, torch.int64, n), size)
+        found = (at(value, x.dtype, size), at(out, torch.int32, size))
+        checked(self.library.gradtrace_scatter(_is_wide(x), n, *where, *found))
+        return Selected(value, out)
+
+    def sparse(self, matrices: Compressed, x: Tensor, ids: Tensor) -> Selected:
+        if not self._serves_sparse(matrices, x, ids):
+            return super().sparse(matrices, x, ids)
+        size = _sparse_results(matrices)
+        value, out = x.new_zeros(size), ids.new_zeros(size)
+        self._sparse(matrices, x, ids, value, out)
+        return Selected(value, out)
+
+    def sparse_sum(self, matrices: Compressed, x: Tensor) -> Tensor:
+        if not self._serves_sparse(matrices, x):
+            return super().sparse_sum(matrices, x)
+        value = x.new_zeros(_sparse_results(matrices))
+        self._sparse(matrices, x, None, value, None)
+        return value
+
+    @staticmethod
+    def _serves_sparse(matrices: Compressed, x: Tensor, *ids: Tensor) -> bool:
+        alike = matrices.weight.dtype is x.dtype and not is_functorch_wrapped_tensor(x)
+        return alike and _serves(x, *matrices[:3], *ids)
+
+    def _sparse(
+        self, matrices: Compressed, x: Tensor, ids: Tensor | None, value: Tensor, out: Tensor | None
+    ) -> None:
+        """``sparse`` into ``value`` and ``out``; ``sparse_sum`` into ``value`` without ids."""
+        starts, source, weight, x = (part.contiguous() for part in (*matrices[:3], x))
+        blocks, planes, inner, columns, rows = matrices.sizes
+        n, at, size = len(source), pointers.flat, blocks * planes * inner
+        where = (
+            at(starts, torch.int64, blocks * rows + 1),
+            at(source, torch.int64, n),
+            at(weight, x.dtype, n),
+            at(x, x.dtype, size * columns),
+        )
+        ids = None if ids is None else ids.contiguous()
+        beside = 0 if ids is None else at(ids, torch.int32, size * columns)
+        found = 0 if out is None else at(out, torch.int32, size * rows)
+        results = (beside, at(value, x.dtype, size * rows), found)
+        numbers = (ctypes.c_int64 * 6)(*matrices.sizes, n)
+        threads = _threads(n * planes * inner)
+        checked(self.library.gradtrace_sparse(_is_wide(x), numbers, *where, *results, threads))
+
+    def normalise(
+        self,
+        lines: LowRankLines,
+        ids: Tensor | None = None,
+        value: bool = True,
+        layout: LineLayout | None = None,
+    ) -> LargestEntry | None:
+        given, layout = line_operands(lines, ids, layout)
+        count, n, shape, steps = layout
+        x, rank = lines.x, len(lines.left)
+        parts = given[: 2 * rank + 2]
+        if not normalisable(parts, rank, layout) or not _serves(x, *parts):
+            return super().normalise(lines, ids, value, layout)
+        most = x.new_empty(shape)
+        place = torch.empty(shape, dtype=torch.int64, device=x.device) if ids is None else None
+        out = None if ids is None else ids.new_empty(shape)
+        numbers: list[int] = []
+        for part, (line, step) in zip(given, steps):
+            reach = 1 + (count - 1) * line + (n - 1) * step
+            kind = torch.int32 if part is ids else x.dtype
+            numbers += (pointers.address(part, kind, reach), line, step)
+        where = (ctypes.c_int64 * (3 * len(parts) + 3))(*numbers)
+        wanted = ((most, x.dtype), (place, torch.int64), (out, torch.int32))
+        results = (0 if t is None else pointers.flat(t, dtype, count * n) for t, dtype in wanted)
+        sizes, threads = (count, n, rank), _threads(count * n * 16)
+        checked(self.library.gradtrace_normalise(_is_wide(x), *sizes, where, *results, threads))
+        return LargestEntry(most, place, out)
+
+    def merge(
+        self, size: Tensor, ids: Tensor, value: Tensor, other: Tensor | int, shift: int = 0
+    ) -> None:
+        if not (_serves(size, ids, value) and size.is_contiguous() and ids.is_contiguous()):
+            return super().merge(size, ids, value, other, shift)
+        if isinstance(other, int) and not other:
+            return None
+        value = value.to(size.dtype).expand(size.shape).contiguous()
+        beside, constant = (None, other) if isinstance(other, int) else (other.contiguous(), 0)
+        n, at = size.numel(), pointers.flat
+        there = 0 if beside is None else at(beside, torch.int32, n)
+        where = (at(size, size.dtype, n), at(ids, torch.int32, n), at(value, size.dtype, n), there)
+        threads = _threads(n)
+        checked(self.library.gradtrace_merge(_is_wide(size), n, *where, constant, shift, threads))
+        return None
+
+    def tally_piece(self, ids: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        gradient = widened(gradient)
+        if not _serves(gradient, ids):
+            return super().tally_piece(ids, gradient, count)
+        counts = torch.empty(count, dtype=torch.int64, device=gradient.device)
+        sums = torch.empty(count, dtype=torch.float64, device=gradient.device)
+        n, at = gradient.numel(), pointers.flat
+        where = (at(ids, torch.int32, n), at(gradient, gradient.dtype, n), count)
+        found = (counts.data_ptr(), sums.data_ptr())  # just made
+        wide, threads = _is_wide(gradient), _threads(n)
+        checked(self.library.gradtrace_tally(wide, n, *where, *found, threads))
+        return counts, sums
+
+    def measure_piece(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gradient = widened(gradient)
+        if not _serves(gradient):
+            return super().measure_piece(gradient)
+        n = gradient.numel()
+        count = torch.empty((), dtype=torch.int64, device=gradient.device)
+        total = torch.empty((), dtype=torch.float64, device=gradient.device)
+        place = pointers.flat(gradient, gradient.dtype, n)
+        found = (count.data_ptr(), total.data_ptr())  # just made
+        wide, threads = _is_wide(gradient), _threads(n)
+        checked(self.library.gradtrace_magnitude(wide, n, place, *found, threads))
+        return count, total
+
+    def group_sums(self, request: GroupRequest) -> GroupSums:
+        leaves, counts, sums, extra, able, owned, by_bit, totals, pairs, components = request
+        facts = np.array(
+            [
+                (start, size, blank, rows.ctypes.data, rows.shape[1], rows.shape[0], pair, place)
+                for start, size, blank, rows, pair, place in leaves
+            ],
+            np.int64,
+        ).reshape(-1, 8)
+        totals = np.ascontiguousarray(totals, np.float64)
+        entries, width = len(counts), extra.shape[1]
+        found = np.zeros((2, components, pairs, 2))
+        unreached, nonfinite = np.zeros(components), np.zeros(1, np.int64)
+        arrays: tuple[Any, ...] = (
+            extra, able, *owned, *by_bit, totals, found[0], found[1], unreached, nonfinite,
+        )  # fmt: skip
+        words = (
+            *(len(leaves), entries, pairs, components, len(able), width, able.shape[1]),
+            *(len(owned[1]), facts.ctypes.data),
+            pointers.flat(counts, torch.int64, entries),
+            pointers.flat(sums, torch.float64, entries),
+            *(array.ctypes.data for array in arrays),
+        )
+        checked(self.library.gradtrace_groups(_GROUPS.pack(*words)))
+        eligible, through = found.transpose(0, 2, 1, 3)
+        return GroupSums(eligible, through, unreached, not nonfinite.any())
+
+
+def _sparse_results(matrices: Compressed) -> int:
+    blocks, planes, inner, _, rows = matrices.sizes
+    return blocks * planes * inner * rows

@@ -1,0 +1,71 @@
+"""Tuning constants of the kernels. They change time and memory, not results."""
+
+MAX_PRODUCTS = 1 << 20
+"""The most products that plain torch materialises at a time."""
+
+PIECE_ELEMENTS = 1 << 24
+"""Larger leaves are summed in pieces of this many elements: their provenance ids need not be in
+memory all at once, and the exact sums of a piece fit into 64 bits per bin."""
+
+CONCAT_MAX_ELEMENTS = 1 << 12
+"""Tensors of fewer elements are concatenated before they are summed."""
+
+TABLE_ENTRIES, CUDA_TABLE_ENTRIES = 1 << 22, 1 << 24
+"""How many entries of a table to compute at a time: on the CPU, on a GPU."""
+
+# CPU ---------------------------------------------------------------------------------------------
+
+SINGLE_THREAD_MAX_ELEMENTS = 1 << 15
+"""Up to this many elements one thread is faster than several."""
+
+THREAD_PRODUCTS_PER_CALL = 1_000_000_000
+"""Products per thread and call: at most a third of a second, during which Ctrl-C is delayed."""
+
+SPLIT_MIN_ROWS = 64
+"""The fewest rows per call when a matrix is split: each call packs the other matrix again."""
+
+# Contractions on a GPU ---------------------------------------------------------------------------
+
+CUDA_MIN_PRODUCTS = 1 << 22
+"""The fewest products for which the CUDA kernels, and copying operands for them, pay."""
+
+SMALL_WORKSPACE_BYTES = 1 << 26
+"""Workspaces up to this many bytes are allocated without asking how much memory is free."""
+
+WORKSPACE_MAX_BYTES = 1 << 31
+"""The most bytes of workspace per launch; larger contractions are split."""
+
+CACHED_WORKSPACE_MAX_BYTES = 1 << 25
+"""Workspaces up to this many bytes are cached for the next launch."""
+
+SPLIT_MIN_EXTENT = 256
+"""Rows or columns that are not split further."""
+
+SHARE_MIN_STEPS = 8
+"""The fewest steps of a tile that are worth a thread block."""
+
+WHOLE_ROWS_MAX_K = 128
+"""Up to this many k, the search for the argmax reads whole rows into shared memory."""
+
+STRIDED_ROWS_MAX_BYTES, SEARCH_SHARED_MAX_BYTES = 48 << 10, 72 << 10
+"""The most bytes of shared memory for 8 rows with strided k, and for all rows held in it."""
+
+# Other kernels on a GPU --------------------------------------------------------------------------
+
+PAIRWISE_MAX_ELEMENTS = 64
+"""Up to this many elements per line, all pairs are compared without pruning first."""
+
+BLOCK_MIN_ELEMENTS = 4096
+"""Elements from which another thread block pays when counting."""
+
+SHARED_BYTES = 47 << 10
+"""Bytes of shared memory for bins."""
+
+WORK_MAX_BYTES = 1 << 27
+"""The most bytes of bins in a workspace."""
+
+CACHED_WORDS = 1 << 19
+"""Words of 8 bytes of the workspace that is cached for each stream."""
+
+SPACE_WORDS = 1 << 16
+"""Words of 8 bytes per allocation, for the provenance ids of reduced leaves in a batch."""
