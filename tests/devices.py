@@ -368,7 +368,7 @@ def _taken(
         return jobs.measure(here), (number.reshape(1), total.reshape(1))
     if dims is None:
         return jobs.tally(beside, here, count), plainly(ops.tally, marks, x, count)
-    handed = plainly(ops.reduce, x, marks, dims).marks
+    handed = plainly(ops.reduce, x, marks, dims).ids
     gradient = numbers("odd", x.dtype, *handed.shape, seed=count)
     wanted = plainly(ops.tally, handed, gradient, count)
     return jobs.reduce(here, beside, dims, gradient.to(device), count), wanted

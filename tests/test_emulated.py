@@ -249,7 +249,7 @@ def test_each_leaf_has_memory_of_its_own(built: Emulator, monkeypatch: pytest.Mo
     jobs.counted()
     apart([(job.work, job.plan.words) for job in given], 1 << 40)
     apart([(job.at, job.id_count) for job in given], entries)
-    assert {job.out for job in lines} < {job.marks for job in given}
+    assert {job.out for job in lines} < {job.ids for job in given}
     assert len(lines) == 9 and all(job.reduce_plan.combine_blocks for job in lines) and held
     parts = [(job.most, 16 * job.reduce_plan.places) for job in lines]
     apart(parts + [(job.out, 4 * job.reduce_plan.results) for job in lines], 1 << 62)

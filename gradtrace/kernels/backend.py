@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.operands import (
     Compressed,
     Contraction,
@@ -27,34 +28,6 @@ from gradtrace.kernels.operands import (
     TensorLines,
 )
 from gradtrace.kernels.sync import DeferredChecks
-
-
-class TallyBatch(Protocol):
-    """Leaves on one device, collected to be tallied in one launch.
-
-    ``tally``, ``measure`` and ``reduce`` each add a leaf with its gradient, and return the index in
-    the results at which its counts will begin; or None if the leaf must be tallied by itself. The
-    tensors are referenced until the launch, and must not change before it.
-    """
-
-    device: torch.device
-
-    def full(self, room: int) -> bool:
-        """Whether the leaves must be tallied now, if at most ``room`` bytes may be referenced."""
-
-    def tally(self, ids: Tensor, gradient: Tensor, count: int) -> int | None:
-        """Add a leaf for ``Backend.tally``."""
-
-    def measure(self, gradient: Tensor) -> int | None:
-        """Add a leaf for ``Backend.measure``."""
-
-    def reduce(
-        self, x: Tensor, ids: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
-    ) -> int | None:
-        """Add a leaf for ``Backend.tally``, with the ids that ``Backend.reduce`` returns."""
-
-    def counted(self) -> tuple[Tensor, Tensor]:
-        """Tally all added leaves, and release them: counts and sums."""
 
 
 class Backend(Protocol):
@@ -223,7 +196,7 @@ class Backend(Protocol):
         ``tally``); both 0-d, on the device of the gradient, without a sync.
         """
 
-    def tally_batch(self, gradient: Tensor) -> TallyBatch | None:
+    def tally_batch(self, gradient: Tensor) -> BatchedTally | None:
         """An empty batch of leaves, if leaves like this one can be tallied many at a time."""
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:

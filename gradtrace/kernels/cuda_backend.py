@@ -18,7 +18,6 @@ from gradtrace.kernels import (
     cuda_top_k,
     tuning,
 )
-from gradtrace.kernels.backend import TallyBatch
 from gradtrace.kernels.cuda_batched_tally import BatchedTally, batchable
 from gradtrace.kernels.cuda_launch import KINDS, STEPS, WIDE
 from gradtrace.kernels.operands import (
@@ -30,7 +29,6 @@ from gradtrace.kernels.operands import (
     MatrixLayout,
     Selected,
     line_operands,
-    normalisable,
 )
 from gradtrace.kernels.reference import Reference
 from gradtrace.kernels.strides import leveled, reduction
@@ -109,14 +107,12 @@ class Cuda(Reference):
         value: bool = True,
         layout: LineLayout | None = None,
     ) -> LargestEntry | None:
-        given, layout = line_operands(lines, ids, layout)
-        rank = len(lines.left)
-        parts = given[: 2 * rank + 2]
-        served = lines.x.dtype in WIDE and normalisable(parts, rank, layout)
-        if not served or not cuda_launch.serves(STEPS, *parts):
+        found = line_operands(lines, ids, layout) if lines.x.dtype in WIDE else None
+        if found is None or not cuda_launch.serves(STEPS, *found[0]):
             return super().normalise(lines, ids, value, layout)
-        most, found = cuda_normalise.normalise(given, rank, layout, value)
-        return LargestEntry(most, found, None) if ids is None else LargestEntry(most, None, found)
+        given, layout = found
+        most, at = cuda_normalise.normalise(given, len(lines.left), layout, value)
+        return LargestEntry(most, at, None) if ids is None else LargestEntry(most, None, at)
 
     # Provenance ids ------------------------------------------------------------------------------
 
@@ -175,7 +171,7 @@ class Cuda(Reference):
             return cuda_tally.measured(gradient)
         return super().measure_piece(gradient.reshape(-1))
 
-    def tally_batch(self, gradient: Tensor) -> TallyBatch | None:
+    def tally_batch(self, gradient: Tensor) -> BatchedTally | None:
         return BatchedTally(gradient.device) if batchable(gradient) else None
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:

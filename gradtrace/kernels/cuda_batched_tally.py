@@ -42,7 +42,12 @@ def batchable(gradient: Tensor, *others: Tensor) -> bool:
 
 
 class BatchedTally:
-    """``TallyBatch`` on one GPU."""
+    """Leaves on one GPU, collected to be tallied in one launch.
+
+    ``tally``, ``measure`` and ``reduce`` each add a leaf with its gradient, and return the index in
+    the results at which its counts will begin; or None if the leaf must be tallied by itself. The
+    tensors are referenced until the launch, and must not change before it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -171,9 +171,9 @@ class LargestEntry(NamedTuple):
 
 def line_operands(
     lines: LowRankLines, ids: Tensor | None, layout: LineLayout | None
-) -> tuple[tuple[Tensor, ...], LineLayout]:
+) -> tuple[tuple[Tensor, ...], LineLayout] | None:
     """The tensors in the order in which kernels take them (diagonal, x, left, right and, if given,
-    provenance ids), and their layout.
+    provenance ids), and their layout; None if kernels do not support the rank, sizes or dtypes.
     """
     diagonal, left, right, x = lines
     parts = (diagonal, x, *left, *right)
@@ -181,16 +181,9 @@ def line_operands(
     if layout is None:
         each = [(part.stride(0), part.stride(1)) for part in given]
         layout = LineLayout(x.shape[0], x.shape[1], x.shape, each)
-    return given, layout
-
-
-def normalisable(parts: Sequence[Tensor], rank: int, layout: LineLayout) -> bool:
-    """Whether kernels support the rank, the sizes and the dtypes."""
-    lines, n = layout[:2]
-    if rank not in (1, 2) or not lines * n or n >= 1 << 31:
-        return False
-    dtype = parts[1].dtype
-    return all(part.dtype is dtype for part in parts)
+    if not layout.lines * layout.n or layout.n >= 1 << 31 or len(left) not in (1, 2):
+        return None
+    return (given, layout) if len({part.dtype for part in parts}) == 1 else None
 
 
 # Sums over groups of elements --------------------------------------------------------------------

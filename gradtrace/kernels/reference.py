@@ -8,20 +8,16 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import exact_sums, plain_contraction, plain_selection, tuning
-from gradtrace.kernels.backend import TallyBatch
+from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import (
-    Compressed,
     Contraction,
     GroupRequest,
     GroupSums,
     LargestEntry,
     LineLayout,
     LowRankLines,
-    Matrices,
     MatrixLayout,
-    Selected,
-    TensorLines,
 )
 from gradtrace.kernels.plain_contraction import as_matrices, widened
 from gradtrace.kernels.strides import flattened
@@ -44,19 +40,14 @@ class Reference:
         self.device = device
         self.host = device.type == "cpu"
 
-    # The largest contribution --------------------------------------------------------------------
-
-    def contract(
-        self,
-        a: Matrices,
-        b: Matrices,
-        *,
-        value: bool = True,
-        index: bool = False,
-        ids: Matrices | None = None,
-        of_b: bool = False,
-    ) -> Contraction:
-        return plain_contraction.contraction(a, b, value=value, index=index, ids=ids, of_b=of_b)
+    contract = staticmethod(plain_contraction.contraction)
+    contract_lines = staticmethod(plain_contraction.lines)
+    normalise_at = staticmethod(plain_contraction.others)
+    reduce = staticmethod(plain_selection.reduce)
+    scatter = staticmethod(plain_selection.scatter)
+    sparse = staticmethod(plain_selection.sparse)
+    sparse_sum = staticmethod(plain_selection.sparse_sum)
+    merge = staticmethod(plain_selection.merge)
 
     def contract_strided(
         self,
@@ -73,27 +64,12 @@ class Reference:
         largest = None if largest is None else largest.reshape(shape)
         return Contraction(largest, None, chosen.reshape(shape))
 
-    def contract_lines(self, a: TensorLines, b: TensorLines, length: int) -> tuple[Tensor, Tensor]:
-        return plain_contraction.lines(a, b, length)
-
     @property
     def max_top_k(self) -> int:
         return 0
 
     def contract_top(self, parts: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, ...] | None:
         return None
-
-    def reduce(self, x: Tensor, ids: Tensor, dims: Sequence[int]) -> Selected:
-        return plain_selection.reduce(x, ids, dims)
-
-    def scatter(self, x: Tensor, ids: Tensor, target: Tensor, size: int) -> Selected:
-        return plain_selection.scatter(x, ids, target, size)
-
-    def sparse(self, matrices: Compressed, x: Tensor, ids: Tensor) -> Selected:
-        return plain_selection.sparse(matrices, x, ids)
-
-    def sparse_sum(self, matrices: Compressed, x: Tensor) -> Tensor:
-        return plain_selection.sparse_sum(matrices, x)
 
     def normalise(
         self,
@@ -104,17 +80,7 @@ class Reference:
     ) -> LargestEntry | None:
         return None
 
-    def normalise_at(
-        self, left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return plain_contraction.others(left, right, x, line, skip)
-
     # Provenance ids ------------------------------------------------------------------------------
-
-    def merge(
-        self, size: Tensor, ids: Tensor, value: Tensor, other: Tensor | int, shift: int = 0
-    ) -> None:
-        plain_selection.merge(size, ids, value, other, shift)
 
     def fuses(self, value: Tensor, *others: Tensor) -> bool:
         return False
@@ -170,7 +136,7 @@ class Reference:
     def measure_piece(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return exact_sums.measure(widened(gradient))
 
-    def tally_batch(self, gradient: Tensor) -> TallyBatch | None:
+    def tally_batch(self, gradient: Tensor) -> BatchedTally | None:
         return None
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:

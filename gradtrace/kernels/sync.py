@@ -2,8 +2,8 @@
 
 Python queues GPU work and runs ahead of it. Reading an element of a result (``bool(x)``,
 ``float(x)``, ``x.tolist()``, ``x.nonzero()``, ``x.cpu()``) blocks until the queue is empty, and so
-does copying from unpinned host memory to the GPU. Code therefore reads a tensor for which
-``would_sync`` is true only through ``fetch_scalars``, which synchronises once for many tensors.
+does copying from unpinned host memory to the GPU. Code therefore reads a tensor whose backend
+``synchronises`` only through ``fetch_scalars``, which synchronises once for many tensors.
 """
 
 from __future__ import annotations
@@ -12,14 +12,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-def would_sync(x: Tensor) -> bool:
-    """Whether reading elements of this tensor would synchronise with its device.
-
-    Callers write ``sync.would_sync(x)``, so that tests can replace the function.
-    """
-    return x.is_cuda
 
 
 def fetch_scalars(numbers: Sequence[Tensor]) -> list[float]:

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
 from gradtrace.ir.program import Program
-from gradtrace.kernels import backend_of, tuning
-from gradtrace.kernels.backend import TallyBatch
+from gradtrace.kernels import BatchedTally, backend_of, fetch_scalars, tuning
+from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.sync import fetch_scalars
 from gradtrace.linops import Reduce
@@ -99,7 +99,7 @@ class Tally:
     leaves: list[LeafCounts] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
     reachable: ReachableComponents | None = None
-    jobs: TallyBatch | None = None
+    jobs: BatchedTally | None = None
     pending: list[PendingLeaf] = field(default_factory=list)
     uniform: list[UniformLeaf] = field(default_factory=list)
     held_bytes: int = 0  # bytes that pending uniform leaves keep alive
@@ -190,14 +190,14 @@ class Tally:
         else:
             self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
 
-    def _jobs(self, gradient: Tensor) -> TallyBatch | None:
+    def _jobs(self, gradient: Tensor) -> BatchedTally | None:
         """The batch for the gradient's device; None if leaves are counted one by one."""
         jobs = self.jobs
         if jobs is None and self.room:
             jobs = self.jobs = backend_of(gradient).tally_batch(gradient)
         return jobs if jobs is not None and jobs.device == gradient.device else None
 
-    def _enqueue(self, jobs: TallyBatch, leaf: PendingLeaf) -> None:
+    def _enqueue(self, jobs: BatchedTally, leaf: PendingLeaf) -> None:
         self.pending.append(leaf)
         if self.held_bytes > self.room // 4:
             self._flush_uniform()
