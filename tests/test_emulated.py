@@ -226,7 +226,7 @@ def test_leaves_are_counted_together(backwards: bool, emulator: Emulator) -> Non
     emulator.backwards = backwards
     devices.leaves("cpu", 1)
     assert len(emulator.launches) < 70  # of some 130 leaves, of floats and of doubles
-    assert {"settle_float", "settle_double"} < {*emulator.launches}
+    assert {"combine_float", "combine_double"} < {*emulator.launches}
     assert all(not work.any() for work in cuda_tally._WORK.values())
 
 

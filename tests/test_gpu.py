@@ -80,7 +80,7 @@ def test_a_workspace_holds_all_and_nothing_overlaps(asked: tuple[bool, bool]) ->
 
 
 def test_cpu_tensors_are_not_served() -> None:
-    assert not cuda_contraction.served(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
+    assert not cuda_contraction.serves(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
 
 
 @on_a_gpu

@@ -68,7 +68,7 @@ def reduced(wide: bool, device: torch.device, jobs: Sequence[ReduceJob]) -> None
         )
 
 
-REDUCE, COMBINE = ("reduce_float", "reduce_double"), ("settle_float", "settle_double")
+REDUCE, COMBINE = ("reduce_float", "reduce_double"), ("combine_float", "combine_double")
 
 
 class ReducePlan(NamedTuple):
@@ -126,7 +126,7 @@ def scatter(x: Tensor, ids: Tensor, target: Tensor, size: int) -> tuple[Tensor, 
         on_device(first),
     )  # fmt: skip
     with cuda_launch.at(device):
-        for name in ("send", "find") if n and size else ():
+        for name in ("scatter_max", "scatter_first") if n and size else ():
             cuda_launch.kernel(device, STEPS, f"{name}_{WIDE[dtype]}")(blocks(n), THREADS, words)
         return value, gather(ids, first)
 

@@ -34,41 +34,42 @@ class Scratch {
   size_t size = 0;
 };
 
-struct Mine {
-  Scratch rows, seeds, marks, panel, top, value, index, columns;
+struct ThreadScratch {
+  Scratch rows, seeds, ids, panel, top, value, index, columns;
 };
-thread_local Mine mine;
+thread_local ThreadScratch mine;
 
 int64_t up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 int64_t parts(int64_t x, int64_t step) { return (x + step - 1) / step; }
 
 // Elements per block of packed rows of a: 16 MB of float.
-constexpr int64_t PACKED = 4 << 20;
+constexpr int64_t PACKED_MAX_ELEMENTS = 4 << 20;
 
 // With fewer k than this, pruning costs more than computing all products; without indices to
 // record, products cost less.
-constexpr int64_t WORTH = 24, WORTH_OF_VALUES = 60;
+constexpr int64_t PRUNE_MIN_K = 24, PRUNE_VALUES_MIN_K = 60;
 
 // Products below which a second thread costs more than it saves.
-constexpr int64_t ALONE = 1 << 17;
+constexpr int64_t SINGLE_THREAD_MAX_PRODUCTS = 1 << 17;
 
 template <class T>
 class Product {
  public:
   Product(Call& call, const Kernels<T>& kernels)
-      : call(call), kernels(kernels), stride(up(call.inner, LOOK)) {
-    chunk = up(parts(call.inner, parts(call.inner, MOST)), LOOK);
-    block = std::clamp<int64_t>(PACKED / stride, 16, 1024);
-    const int64_t worth = call.index || call.marked ? WORTH : WORTH_OF_VALUES;
-    way = call.way == BY_MEASURE && call.inner < worth ? DENSE : static_cast<Way>(call.way);
+      : call(call), kernels(kernels), stride(up(call.inner, BOUND_STEP)) {
+    chunk = up(parts(call.inner, parts(call.inner, PANEL_MAX_K)), BOUND_STEP);
+    block = std::clamp<int64_t>(PACKED_MAX_ELEMENTS / stride, 16, 1024);
+    const int64_t worth = call.index || call.out_ids ? PRUNE_MIN_K : PRUNE_VALUES_MIN_K;
+    algorithm = static_cast<Algorithm>(call.algorithm);
+    if (algorithm == BY_MEASURE && call.inner < worth) algorithm = DENSE;
   }
 
   void run() {
     const int64_t batches = call.last_batch - call.first_batch;
     const int64_t rows = call.last_row - call.first_row;
     const double work = double(batches) * rows * call.inner * call.columns;
-    const int threads = work < ALONE ? 1 : static_cast<int>(call.threads);
+    const int threads = work < SINGLE_THREAD_MAX_PRODUCTS ? 1 : static_cast<int>(call.threads);
     if (batches >= 2 * threads || threads == 1) {
       each(batches, threads, [&](int64_t i) { matrix(call.first_batch + i, 1); });
     } else {
@@ -83,7 +84,7 @@ class Product {
     int64_t batch, row, rows;
     T* a;
     uint16_t* seeds;
-    int32_t* marks;
+    int32_t* ids;
     bool finite;
   };
 
@@ -94,8 +95,9 @@ class Product {
       here.row = row;
       here.rows = std::min(block, call.last_row - row);
       pack(here, threads);
-      if (here.rows <= FEW && at_hand()) {
-        each(parts(call.columns, SPAN), threads, [&](int64_t task) { span(here, task * SPAN); });
+      if (here.rows <= UNPACKED_MAX_ROWS && at_hand()) {
+        each(parts(call.columns, UNPACKED_COLUMNS), threads,
+             [&](int64_t task) { span(here, task * UNPACKED_COLUMNS); });
         continue;
       }
       const int64_t panels = parts(call.columns, kernels.panel);
@@ -115,11 +117,11 @@ class Product {
   void pack(Block& here, int threads) {
     here.a = mine.rows.get<T>(here.rows * stride);
     here.seeds = mine.seeds.get<uint16_t>(here.rows * SEEDS);
-    const int64_t marks_step = call.inner + 1;
-    const bool marked = call.marked && !call.by_column;
-    if (marked) {
-      here.marks = mine.marks.get<int32_t>(here.rows * marks_step + 1) + 1;
-      here.marks[-1] = 0;
+    const int64_t ids_step = call.inner + 1;
+    const bool out_ids = call.out_ids && !call.by_column;
+    if (out_ids) {
+      here.ids = mine.ids.get<int32_t>(here.rows * ids_step + 1) + 1;
+      here.ids[-1] = 0;
     }
     constexpr int64_t SOME = 16;
     std::atomic<bool> finite{true};
@@ -128,13 +130,13 @@ class Product {
       const int64_t row = here.row + first, inner = call.inner;
       T* a = here.a + first * stride;
       if (!kernels.pack_rows(call.a, here.batch, row, count, inner, stride, a)) finite = false;
-      if (way != DENSE) {
+      if (algorithm != DENSE) {
         uint16_t* seeds = here.seeds + first * SEEDS;
         kernels.find_seeds(a, count, stride, std::min(chunk, inner), seeded(), seeds);
       }
-      if (marked) {
-        int32_t* marks = here.marks + first * marks_step;
-        kernels.pack_marks(call.marks, here.batch, row, count, inner, marks);
+      if (out_ids) {
+        int32_t* ids = here.ids + first * ids_step;
+        kernels.pack_ids(call.ids, here.batch, row, count, inner, ids);
       }
     });
     here.finite = finite;
@@ -150,18 +152,18 @@ class Product {
     some.seeds = here.seeds + row * SEEDS;
     some.seeded = seeded();
     some.finite = here.finite;
-    some.way = way;
+    some.algorithm = algorithm;
     some.step = each_of_them ? wide : 0;
     const int64_t kept = each_of_them ? rows * wide : wide;
     some.value = mine.value.get<T>(kept);
-    some.index = call.index || call.marked ? mine.index.get<int32_t>(kept) : nullptr;
+    some.index = call.index || call.out_ids ? mine.index.get<int32_t>(kept) : nullptr;
     const int64_t at = (here.batch * call.rows + here.row + row) * call.columns + column;
     some.out_value = call.value ? static_cast<T*>(call.value) + at : nullptr;
     some.out_index = call.index ? call.index + at : nullptr;
-    some.out_marks = call.marked ? call.marked + at : nullptr;
+    some.out_ids = call.out_ids ? call.out_ids + at : nullptr;
     some.pitch = call.columns;
-    some.marks_step = call.inner + 1;
-    some.marks = here.marks ? here.marks + row * some.marks_step : nullptr;
+    some.ids_step = call.inner + 1;
+    some.ids = here.ids ? here.ids + row * some.ids_step : nullptr;
     some.by_column = call.by_column;
     return some;
   }
@@ -169,13 +171,13 @@ class Product {
   // Whether columns of b are contiguous and have the dtype of the products.
   bool at_hand() const {
     return !call.b.rows.table && call.b.rows.step == 1 && call.b.kind == call.kind &&
-           call.way == BY_MEASURE && !call.by_column;
+           call.algorithm == BY_MEASURE && !call.by_column;
   }
 
   // Contracts all rows of the block, if they are few, with a range of columns.
   void span(const Block& here, int64_t column) {
-    const int64_t columns = std::min(SPAN, call.columns - column);
-    const Rows<T> some = rows_of(here, 0, here.rows, column, SPAN, false);
+    const int64_t columns = std::min(UNPACKED_COLUMNS, call.columns - column);
+    const Rows<T> some = rows_of(here, 0, here.rows, column, UNPACKED_COLUMNS, false);
     kernels.few(call.b, here.batch, column, columns, call.inner, some);
   }
 
@@ -188,11 +190,11 @@ class Product {
     panel.floor = panel.top + chunk;
     panel.columns = std::min(wide, call.columns - column);
     Rows<T> some = rows_of(here, row, rows, column, wide, chunk < call.inner);
-    if (call.marked && call.by_column) {
-      int32_t* marks = mine.columns.get<int32_t>(panel.columns * some.marks_step + 1) + 1;
-      marks[-1] = 0;
-      kernels.pack_marks(call.marks, here.batch, column, panel.columns, call.inner, marks);
-      some.marks = marks;
+    if (call.out_ids && call.by_column) {
+      int32_t* ids = mine.columns.get<int32_t>(panel.columns * some.ids_step + 1) + 1;
+      ids[-1] = 0;
+      kernels.pack_ids(call.ids, here.batch, column, panel.columns, call.inner, ids);
+      some.ids = ids;
     }
     for (int64_t k = 0; k < call.inner; k += chunk) {
       panel.inner = std::min(chunk, call.inner - k);
@@ -209,7 +211,7 @@ class Product {
   Call& call;
   const Kernels<T>& kernels;
   int64_t stride, chunk, block;
-  Way way;
+  Algorithm algorithm;
   std::atomic<int64_t> survived{0}, considered{0};
 };
 
@@ -240,12 +242,12 @@ void contract(Call& call) {
   require(0 <= call.first_row && call.first_row <= call.last_row && call.last_row <= call.rows);
   require(call.kind == FLOAT32 || call.kind == FLOAT64);
   require(call.a.kind != INT32 && call.b.kind != INT32);
-  require(call.way >= BY_MEASURE && call.way <= PRUNED);
+  require(call.algorithm >= BY_MEASURE && call.algorithm <= PRUNED);
   check(call.a, call.batches, call.rows, call.inner);
   check(call.b, call.batches, call.columns, call.inner);
-  if (call.marked) {
-    require(call.marks.kind == INT32);
-    check(call.marks, call.batches, call.by_column ? call.columns : call.rows, call.inner);
+  if (call.out_ids) {
+    require(call.ids.kind == INT32);
+    check(call.ids, call.batches, call.by_column ? call.columns : call.rows, call.inner);
   }
   if (call.kind == FLOAT64) {
     Product<double>(call, *machine().twice).run();

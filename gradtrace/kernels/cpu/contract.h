@@ -30,34 +30,34 @@ struct View {
   Axis batch, rows, inner;
 };
 
-enum Way : int64_t { BY_MEASURE = 0, DENSE = 1, PRUNED = 2 };
+enum Algorithm : int64_t { BY_MEASURE = 0, DENSE = 1, PRUNED = 2 };
 
 // The arguments, 8 bytes each, which Python passes as one array. Results are contiguous, of shape
 // (batches, rows, columns); null if not requested.
 struct Call {
-  View a, b, marks;
+  View a, b, ids;
   int64_t batches, rows, inner, columns;
   int64_t kind;  // of the products: FLOAT32 or FLOAT64
   void* value;
   int64_t* index;
-  int32_t* marked;
+  int32_t* out_ids;
   int64_t first_batch, last_batch, first_row, last_row;  // the requested part
-  int64_t threads, way;
+  int64_t threads, algorithm;
   int64_t by_column;  // whether ids belong to b; then their rows are its columns
   int64_t survived, considered;  // incremented: k that survived pruning, and all k
 };
 
-constexpr int64_t LOOK = 16;    // k that are compared with the bound at a time
-constexpr int64_t MOST = 1024;  // k in a panel: limited by the cache and by 16-bit indices
-constexpr int64_t SEEDS = 32;   // the most k of a row that give the first lower bound
-constexpr int64_t FEW = 2;      // rows for which nothing is packed
-constexpr int64_t SPAN = 1024;  // columns that those rows are contracted with at a time
+constexpr int64_t BOUND_STEP = 16;          // k that are compared with the bound at a time
+constexpr int64_t PANEL_MAX_K = 1024;       // limited by the cache and by 16-bit indices
+constexpr int64_t SEEDS = 32;               // the most k of a row that give the first lower bound
+constexpr int64_t UNPACKED_MAX_ROWS = 2;    // up to so many rows, nothing is packed
+constexpr int64_t UNPACKED_COLUMNS = 1024;  // columns that those rows are contracted with at a time
 
 // A group of columns, packed: [k][Kernels::panel].
 template <class T>
 struct Panel {
   T* b;      // 0 in padding columns
-  T* top;    // [k] the largest of the columns; 0 from `inner` to the next multiple of LOOK
+  T* top;    // [k] the largest of the columns; 0 from `inner` to the next multiple of BOUND_STEP
   T* floor;  // [column] infinity where the whole column is 0, else 0
   int64_t columns, inner;
   bool finite;
@@ -72,17 +72,17 @@ struct Rows {
   int64_t seeded;         // number of seeds per row
   int64_t first;          // the first k of the panel
   bool last, finite;      // whether these are the last k; whether all a are finite
-  Way way;
+  Algorithm algorithm;
   T* value;        // [row][panel], maxima so far
   int32_t* index;  // likewise, -1 while the value is 0; null if not requested
   int64_t step;    // stride of rows; 0 if the panel has all k, so that nothing is kept
   T* out_value;    // [row][pitch], each null if not requested
   int64_t* out_index;
-  int32_t* out_marks;
+  int32_t* out_ids;
   int64_t pitch;
-  const int32_t* marks;  // ids: [row][marks_step], 0 at index -1; or [column] of the panel
+  const int32_t* ids;  // [row][ids_step], 0 at index -1; or [column] of the panel
   bool by_column;
-  int64_t marks_step;
+  int64_t ids_step;
   int64_t survived, considered;
 };
 
@@ -91,7 +91,7 @@ struct Kernels {
   int64_t panel;  // columns in a panel
   bool (*pack_rows)(const View&, int64_t batch, int64_t row, int64_t rows, int64_t inner,
                     int64_t stride, T* out);
-  void (*pack_marks)(const View&, int64_t batch, int64_t row, int64_t rows, int64_t inner,
+  void (*pack_ids)(const View&, int64_t batch, int64_t row, int64_t rows, int64_t inner,
                      int32_t* out);
   void (*find_seeds)(const T* rows, int64_t count, int64_t stride, int64_t inner, int64_t seeded,
                      uint16_t* out);

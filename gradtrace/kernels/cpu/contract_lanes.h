@@ -196,7 +196,7 @@ INLINE unsigned bits_of_not(uint16x8_t low, uint16x8_t high) {
 }
 #endif
 
-// Bit j is set if a[j] · top[j] is not less than the bound: larger, equal, or NaN. j < LOOK.
+// Bit j is set if a[j] · top[j] is not less than the bound: larger, equal, or NaN. j < BOUND_STEP.
 INLINE unsigned not_less(const float* a, const float* top, F bound) {
 #if defined(GRADTRACE_AVX512)
   const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(a), _mm512_loadu_ps(top));
@@ -218,7 +218,7 @@ INLINE unsigned not_less(const float* a, const float* top, F bound) {
                      vuzp1q_u16(vreinterpretq_u16_u32(less[2]), vreinterpretq_u16_u32(less[3])));
 #else
   unsigned out = 0;
-  for (int j = 0; j < LOOK; j++) out |= static_cast<unsigned>(!(a[j] * top[j] < bound[0])) << j;
+  for (int j = 0; j < BOUND_STEP; j++) out |= static_cast<unsigned>(!(a[j] * top[j] < bound[0])) << j;
   return out;
 #endif
 }
@@ -250,7 +250,7 @@ INLINE unsigned not_less(const double* a, const double* top, D bound) {
                      vuzp1q_u16(vreinterpretq_u16_u32(less[2]), vreinterpretq_u16_u32(less[3])));
 #else
   unsigned out = 0;
-  for (int j = 0; j < LOOK; j++) out |= static_cast<unsigned>(!(a[j] * top[j] < bound[0])) << j;
+  for (int j = 0; j < BOUND_STEP; j++) out |= static_cast<unsigned>(!(a[j] * top[j] < bound[0])) << j;
   return out;
 #endif
 }

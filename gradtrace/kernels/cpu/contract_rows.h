@@ -86,7 +86,7 @@ static bool pack_rows(const View& x, int64_t batch, int64_t row, int64_t rows, i
 }
 
 // Indices of large values in each row: the largest of every COUNT-th. Rows are 0 from `inner` on,
-// up to a multiple of LOOK.
+// up to a multiple of BOUND_STEP.
 template <class T, int COUNT>
 static void find_some(const T* rows, int64_t count, int64_t stride, int64_t inner, uint16_t* out) {
   using V = typename Lanes<T>::V;
@@ -118,7 +118,7 @@ static void find_seeds(const T* rows, int64_t count, int64_t stride, int64_t inn
 }
 
 // Packs ids with a 0 after each row: index -1 of the next row, the id of a zero value.
-static void pack_marks(const View& x, int64_t batch, int64_t row, int64_t rows, int64_t inner,
+static void pack_ids(const View& x, int64_t batch, int64_t row, int64_t rows, int64_t inner,
                        int32_t* out) {
   copy_rows<int32_t, int32_t>(x, x.batch(batch), row, rows, inner, inner + 1, out);
 }
@@ -187,7 +187,7 @@ static void conclude(Panel<T>& panel) {
     panel.finite = panel.finite && most - most == 0;
     panel.floor[n] = most == 0 ? infinity<T>() : 0;
   }
-  for (int64_t k = panel.inner; k % LOOK; k++) panel.top[k] = 0;
+  for (int64_t k = panel.inner; k % BOUND_STEP; k++) panel.top[k] = 0;
 }
 
 template <class T>
@@ -245,7 +245,7 @@ template <class T>
 static int64_t survivors(const T* a, const Panel<T>& panel, T bound, uint16_t* list) {
   const typename Lanes<T>::V least_needed = all<T>(bound);
   int64_t count = 0;
-  for (int64_t k = 0; k < panel.inner; k += LOOK) {
+  for (int64_t k = 0; k < panel.inner; k += BOUND_STEP) {
     const unsigned bits = not_less(a + k, panel.top + k, least_needed);
     count += append(bits & 255, k, list + count);
     count += append(bits >> 8, k + 8, list + count);
@@ -417,7 +417,7 @@ static void products_of(const Line<T>& line) {
 
 // Writes the results of one row.
 template <class T>
-static void hand_over(const Rows<T>& rows, int64_t r, int64_t columns) {
+static void write_results(const Rows<T>& rows, int64_t r, int64_t columns) {
   const T* value = rows.value + r * rows.step;
   if (rows.out_value) __builtin_memcpy(rows.out_value + r * rows.pitch, value, columns * sizeof(T));
   if (!rows.index) return;
@@ -427,14 +427,14 @@ static void hand_over(const Rows<T>& rows, int64_t r, int64_t columns) {
       rows.out_index[r * rows.pitch + n] = index[n] < 0 ? 0 : index[n];
     }
   }
-  if (rows.out_marks) {
-    int32_t* out = rows.out_marks + r * rows.pitch;
+  if (rows.out_ids) {
+    int32_t* out = rows.out_ids + r * rows.pitch;
     if (rows.by_column) {
-      const int32_t* marks = rows.marks;
-      for (int64_t n = 0; n < columns; n++, marks += rows.marks_step) out[n] = marks[index[n]];
+      const int32_t* ids = rows.ids;
+      for (int64_t n = 0; n < columns; n++, ids += rows.ids_step) out[n] = ids[index[n]];
     } else {
-      const int32_t* marks = rows.marks + r * rows.marks_step;
-      for (int64_t n = 0; n < columns; n++) out[n] = marks[index[n]];
+      const int32_t* ids = rows.ids + r * rows.ids_step;
+      for (int64_t n = 0; n < columns; n++) out[n] = ids[index[n]];
     }
   }
 }
@@ -446,7 +446,7 @@ constexpr int64_t RUN = 32, TRIED = 2;
 template <class T>
 static void run(const Panel<T>& panel, Rows<T>& rows) {
   constexpr int64_t WIDE = ACROSS * Lanes<T>::W;
-  uint16_t list[MOST + LOOK], every[MOST + LOOK];
+  uint16_t list[PANEL_MAX_K + BOUND_STEP], every[PANEL_MAX_K + BOUND_STEP];
   for (int64_t k = 0; k < panel.inner; k++) every[k] = static_cast<uint16_t>(k);
   const bool finite = rows.finite && panel.finite;
   int64_t seen = 0;
@@ -460,7 +460,7 @@ static void run(const Panel<T>& panel, Rows<T>& rows) {
     }
     if (r % RUN == 0) seen = 0;
     const bool much = r % RUN >= TRIED && seen > TRIED * panel.inner * 3 / 4;
-    if (rows.way == PRUNED || (rows.way == BY_MEASURE && !much)) {
+    if (rows.algorithm == PRUNED || (rows.algorithm == BY_MEASURE && !much)) {
       const uint16_t* seeds = rows.seeds + r * SEEDS;
       const int64_t seeded = rows.first ? 0 : rows.seeded;
       const T bound = finite ? lower_bound<T, true>(a, seeds, seeded, line.value, panel)
@@ -476,7 +476,7 @@ static void run(const Panel<T>& panel, Rows<T>& rows) {
       for (int64_t t = line.count; t % GROUP; t++) *end++ = line.list[line.count - 1];
       finite ? products_of<T, true>(line) : products_of<T, false>(line);
     }
-    if (rows.last) hand_over(rows, r, panel.columns);
+    if (rows.last) write_results(rows, r, panel.columns);
   }
 }
 
@@ -507,14 +507,14 @@ static void sweep(const T* const* b, const T* x, int64_t k, int64_t columns, T* 
   }
 }
 
-// At most FEW rows and SPAN columns; b is read once and not packed, since its columns are
-// contiguous.
+// At most UNPACKED_MAX_ROWS rows and UNPACKED_COLUMNS columns; b is read once and not packed, since
+// its columns are contiguous.
 template <class T>
 static void few(const View& x, int64_t batch, int64_t column, int64_t columns, int64_t inner,
                 const Rows<T>& rows) {
   constexpr int64_t GO = 4;
-  T value[FEW][SPAN];
-  typename Lanes<T>::Int place[FEW][SPAN];
+  T value[UNPACKED_MAX_ROWS][UNPACKED_COLUMNS];
+  typename Lanes<T>::Int place[UNPACKED_MAX_ROWS][UNPACKED_COLUMNS];
   __builtin_memset(value, 0, sizeof value);
   __builtin_memset(place, -1, sizeof place);
   const T* data = static_cast<const T*>(x.data) + x.batch(batch) + column;
@@ -538,10 +538,10 @@ static void few(const View& x, int64_t batch, int64_t column, int64_t columns, i
     for (int64_t n = 0; rows.index && n < columns; n++) {
       rows.index[r * rows.step + n] = static_cast<int32_t>(place[r][n]);
     }
-    hand_over(rows, r, columns);
+    write_results(rows, r, columns);
   }
 }
 
 template <class T>
-constexpr Kernels<T> kernels = {ACROSS * Lanes<T>::W, pack_rows<T>, pack_marks, find_seeds<T>,
+constexpr Kernels<T> kernels = {ACROSS * Lanes<T>::W, pack_rows<T>, pack_ids, find_seeds<T>,
                                 pack_panel<T>,        run<T>,       few<T>};

@@ -35,11 +35,11 @@ struct Bits<double> {
 };
 
 template <typename T>
-using Few = typename Bits<T>::few;
+using Vector = typename Bits<T>::few;
 
 template <typename T>
-inline Few<T> load(const T* from) {
-  Few<T> x;
+inline Vector<T> load(const T* from) {
+  Vector<T> x;
   std::memcpy(&x, from, sizeof x);
   return x;
 }
@@ -52,7 +52,7 @@ inline typename Bits<T>::type size_of(T x) {
   return bits & std::numeric_limits<decltype(bits)>::max();
 }
 template <typename T>
-inline typename Bits<T>::sizes sizes_of(Few<T> x) {
+inline typename Bits<T>::sizes sizes_of(Vector<T> x) {
   typename Bits<T>::sizes bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits & std::numeric_limits<typename Bits<T>::type>::max();
@@ -60,10 +60,10 @@ inline typename Bits<T>::sizes sizes_of(Few<T> x) {
 
 // a[k]
 template <typename T>
-struct Alone {
+struct Single {
   const T* a;
   T one(int64_t k) const { return a[k]; }
-  Few<T> few(int64_t k) const { return load(a + k); }
+  Vector<T> few(int64_t k) const { return load(a + k); }
 };
 
 // a[k] * b[k]
@@ -72,7 +72,7 @@ struct Pair {
   const T* a;
   const T* b;
   T one(int64_t k) const { return a[k] * b[k]; }
-  Few<T> few(int64_t k) const { return load(a + k) * load(b + k); }
+  Vector<T> few(int64_t k) const { return load(a + k) * load(b + k); }
 };
 
 // (u * v[k] + s * w[k]) * x[k]
@@ -81,7 +81,7 @@ struct Rank {
   T u, s;
   const T *v, *w, *x;
   T one(int64_t k) const { return (u * v[k] + s * w[k]) * x[k]; }
-  Few<T> few(int64_t k) const { return (u * load(v + k) + s * load(w + k)) * load(x + k); }
+  Vector<T> few(int64_t k) const { return (u * load(v + k) + s * load(w + k)) * load(x + k); }
 };
 
 // The largest |product| over first <= k < last, as bits.
@@ -232,7 +232,7 @@ typename Bits<T>::type largest_of(const T* x, int64_t size, int threads) {
   std::vector<typename Bits<T>::type> most(parts);
   gradtrace::each(parts, threads, [&](int64_t n) {
     const T* from = x + n * PART;
-    most[n] = largest<T>(0, std::min(PART, size - n * PART), Alone<T>{from});
+    most[n] = largest<T>(0, std::min(PART, size - n * PART), Single<T>{from});
   });
   return *std::max_element(most.begin(), most.end());
 }
@@ -261,7 +261,7 @@ class Pruned {
       Winner<T> winner;
       for (const int64_t k : left) {
         const T product = a[k] * b[k * b_.step];
-        winner.look(0, 1, k, Alone<T>{&product});
+        winner.look(0, 1, k, Single<T>{&product});
       }
       winner.tell(value + entry[n], place + entry[n]);
     }
@@ -278,7 +278,7 @@ class Pruned {
     for (int64_t n = 0; n < SEEDS; n++) {
       const int64_t first = n * length_ / SEEDS, last = (n + 1) * length_ / SEEDS;
       Winner<T> winner;
-      winner.look(first, last, 0, Alone<T>{a});
+      winner.look(first, last, 0, Single<T>{a});
       seeds.push_back(std::max(first, winner.place));
     }
     T low = std::numeric_limits<T>::infinity();
@@ -298,7 +298,7 @@ class Pruned {
 
 // The entries for which pruning does not suffice.
 template <typename T>
-std::vector<int64_t> unsettled(Lines<T> a, Lines<T> b, std::vector<int64_t> order, int64_t size,
+std::vector<int64_t> undecided(Lines<T> a, Lines<T> b, std::vector<int64_t> order, int64_t size,
                                int64_t length, T* value, int64_t* place, int threads) {
   const int64_t count = static_cast<int64_t>(order.size());
   if (a.step != 1 || count * length < 2 * size || length < 1024) return order;
@@ -313,15 +313,15 @@ std::vector<int64_t> unsettled(Lines<T> a, Lines<T> b, std::vector<int64_t> orde
     if (n == 0 || a.offset[order[n]] != a.offset[order[n - 1]]) starts.push_back(n);
   const int64_t lines = static_cast<int64_t>(starts.size());
   starts.push_back(count);
-  std::vector<char> settled(lines);
+  std::vector<char> decided(lines);
   const Pruned<T> pruned(a, b, length, bound);
   gradtrace::each(lines, threads, [&](int64_t n) {
     const int64_t first = starts[n];
-    settled[n] = pruned.run(order.data() + first, starts[n + 1] - first, value, place);
+    decided[n] = pruned.run(order.data() + first, starts[n + 1] - first, value, place);
   });
   std::vector<int64_t> rest;
   for (int64_t n = 0; n < lines; n++)
-    if (!settled[n])
+    if (!decided[n])
       rest.insert(rest.end(), order.begin() + starts[n], order.begin() + starts[n + 1]);
   return rest;
 }
@@ -346,7 +346,7 @@ void products(Lines<T> a, Lines<T> b, int64_t a_size, int64_t b_size, int64_t co
   check(b, b_size, count, length);
   std::vector<int64_t> order(count);
   std::iota(order.begin(), order.end(), 0);
-  order = unsettled(a, b, std::move(order), b_size, length, value, place, threads);
+  order = undecided(a, b, std::move(order), b_size, length, value, place, threads);
   count = static_cast<int64_t>(order.size());
   if (b.step != 1)
     std::sort(order.begin(), order.end(),

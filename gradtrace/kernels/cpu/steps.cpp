@@ -1,4 +1,4 @@
-// Elementwise, index and reduction kernels: value and provenance id (mark) in one pass over memory.
+// Elementwise, index and reduction kernels: value and provenance id (id) in one pass over memory.
 //
 // Magnitudes are compared as the bits of |x|, which have the same order; NaN is mapped to the
 // largest bit pattern that occurs, the same for all NaNs, so that the first of them stays.
@@ -66,22 +66,22 @@ void pieces(int64_t n, int64_t length, int threads, const Body& body) {
 // Maximum of terms ----------------------------------------------------------------------------
 
 template <typename T>
-void merge(int64_t n, T* __restrict size, int32_t* __restrict marks, const T* __restrict value,
+void merge(int64_t n, T* __restrict size, int32_t* __restrict ids, const T* __restrict value,
            const int32_t* __restrict other, int32_t constant, int32_t shift) {
   const int32_t fixed = constant + shift;
   for (int64_t i = 0; i < n; i++) {
     const Bits<T> here = sized(size[i]), there = sized(value[i]);
-    const int32_t mark = other ? other[i] : 1;
-    const bool wins = (there > here) & (mark != 0);
+    const int32_t id = other ? other[i] : 1;
+    const bool wins = (there > here) & (id != 0);
     size[i] = wins ? number<T>(there) : size[i];
-    marks[i] = wins ? (other ? mark + shift : fixed) : marks[i];
+    ids[i] = wins ? (other ? id + shift : fixed) : ids[i];
   }
 }
 
 // Counts and sums by provenance id --------------------------------------------------------------
 
 // Sums are exact and rounded once, so that the order of additions does not matter. Values are added
-// to bins by their exponent, 8 exponents per bin: up to a limited number of values (MOST), such
+// to bins by their exponent, 8 exponents per bin: up to a limited number of values (MAX_VALUES), such
 // sums are exact in double precision. The upper and the lower bits of a double are added
 // separately.
 template <typename T>
@@ -90,13 +90,13 @@ struct Cut;
 template <>
 struct Cut<float> {
   static constexpr int UNIT = -150, MANTISSA = 23, HALVES = 1;
-  static constexpr int64_t MOST = 1 << 20;  // values of 24 + 7 bits
+  static constexpr int64_t MAX_VALUES = 1 << 20;  // values of 24 + 7 bits
 };
 
 template <>
 struct Cut<double> {
   static constexpr int UNIT = -1075, MANTISSA = 52, HALVES = 2;
-  static constexpr int64_t MOST = 1 << 16;  // halves of 29 + 7 bits, and of 24 + 7
+  static constexpr int64_t MAX_VALUES = 1 << 16;  // halves of 29 + 7 bits, and of 24 + 7
 };
 
 constexpr int BIN = 8, LOWER = 24;  // exponents per bin, and bits of the lower half
@@ -152,10 +152,10 @@ template <typename T, int COPIES>
 struct Table {
   static constexpr int HALVES = Cut<T>::HALVES;
   static constexpr int64_t BLOCK = 32, LONG = 1024;
-  int64_t count, room = Cut<T>::MOST;
+  int64_t count, room = Cut<T>::MAX_VALUES;
   int lowest, rows;
-  std::vector<double> bins;  // (halves, rows, marks, copies)
-  std::vector<uint64_t> units;  // (halves, rows, marks), from earlier flushes
+  std::vector<double> bins;  // (halves, rows, ids, copies)
+  std::vector<uint64_t> units;  // (halves, rows, ids), from earlier flushes
   std::vector<int64_t> number;
 
   // The 4 additional rows of bins are for the upper parts of the sums of runs.
@@ -166,29 +166,29 @@ struct Table {
         bins(HALVES * rows * count * COPIES),
         number(count * COPIES) {}
 
-  static bool uniform(const int32_t* marks, int32_t mark) {
+  static bool uniform(const int32_t* ids, int32_t id) {
     int32_t differs = 0;
-    for (int64_t i = 0; i < BLOCK; i++) differs |= marks[i] ^ mark;
+    for (int64_t i = 0; i < BLOCK; i++) differs |= ids[i] ^ id;
     return !differs;
   }
 
-  void add(int64_t n, const int32_t* marks, const T* gradient) {
-    if ((room -= n) < 0) settle();
+  void add(int64_t n, const int32_t* ids, const T* gradient) {
+    if ((room -= n) < 0) flush();
     for (int64_t i = 0; i < n;) {
       int64_t j = i;
       if (HALVES == 1) {
-        while (j + BLOCK <= n && j - i < LONG && uniform(marks + j, marks[i])) j += BLOCK;
+        while (j + BLOCK <= n && j - i < LONG && uniform(ids + j, ids[i])) j += BLOCK;
       }
       if (j > i) {
-        check(1, marks + i);
-        number[int64_t(marks[i]) * COPIES] += j - i;
-        run(j - i, marks[i], gradient + i);
+        check(1, ids + i);
+        number[int64_t(ids[i]) * COPIES] += j - i;
+        run(j - i, ids[i], gradient + i);
       } else {
         j = std::min(n, i + BLOCK);
-        check(j - i, marks + i);
+        check(j - i, ids + i);
         for (int64_t k = i; k < j; k++) {
-          number[int64_t(marks[k]) * COPIES + k % COPIES]++;
-          one(marks[k], gradient[k], k % COPIES);
+          number[int64_t(ids[k]) * COPIES + k % COPIES]++;
+          one(ids[k], gradient[k], k % COPIES);
         }
       }
       i = j;
@@ -197,25 +197,25 @@ struct Table {
 
   // Adds elements that all have the first id.
   void all(int64_t n, const T* gradient) {
-    if ((room -= n) < 0) settle();
+    if ((room -= n) < 0) flush();
     int64_t i = 0;
     for (int64_t j = LONG; HALVES == 1 && j <= n; i = j, j += LONG) run(LONG, 0, gradient + i);
     for (; i < n; i++) one(0, gradient[i], i % COPIES);
   }
 
-  void check(int64_t n, const int32_t* marks) const {
+  void check(int64_t n, const int32_t* ids) const {
     const uint32_t limit = static_cast<uint32_t>(std::min<int64_t>(count, INT32_MAX));
     uint32_t wrong = 0;
-    for (int64_t i = 0; i < n; i++) wrong |= static_cast<uint32_t>(marks[i]) >= limit;
-    if (wrong) throw std::out_of_range("a mark that is not counted");
+    for (int64_t i = 0; i < n; i++) wrong |= static_cast<uint32_t>(ids[i]) >= limit;
+    if (wrong) throw std::out_of_range("a id that is not counted");
   }
 
-  void one(int64_t mark, T x, int64_t copy) {
+  void one(int64_t id, T x, int64_t copy) {
     Bits<T> size;
     std::memcpy(&size, &x, sizeof size);
     size &= Kind<T>::SIZE;
     const int row = std::max(field<T>(size) / BIN - lowest, 0);  // 0 may be below all others
-    double* at = &bins[(row * count + mark) * COPIES + copy];
+    double* at = &bins[(row * count + id) * COPIES + copy];
     const double value = number_of(size);
     if (HALVES == 1) {
       *at += value;
@@ -231,13 +231,13 @@ struct Table {
 
   // Adds at most LONG elements of one id: if the ratio of the largest to the smallest is limited,
   // all partial sums are exact in double precision.
-  void run(int64_t n, int64_t mark, const T* gradient) {
+  void run(int64_t n, int64_t id, const T* gradient) {
     Reach<T> reach;
     reach.take(n, gradient);
     if (!reach.most) return;
     constexpr int ROOM = 53 - 24 - 10;  // LONG is 2**10
     if (reach.last() == 255 || reach.last() - reach.first() > ROOM) {
-      for (int64_t i = 0; i < n; i++) one(mark, gradient[i], i % COPIES);
+      for (int64_t i = 0; i < n; i++) one(id, gradient[i], i % COPIES);
       return;
     }
     double held[BLOCK] = {};
@@ -247,7 +247,7 @@ struct Table {
     // In two parts, each within the range of other values of its bin.
     const int row = reach.first() / BIN - lowest, power = Cut<T>::UNIT + BIN * (lowest + row);
     const uint64_t sum = whole(std::accumulate(held, held + BLOCK, 0.0), power);
-    double* at = &bins[(row * count + mark) * COPIES];
+    double* at = &bins[(row * count + id) * COPIES];
     at[0] += std::ldexp(static_cast<double>(sum & 0xffffffff), power);
     at[4 * count * COPIES] += std::ldexp(static_cast<double>(sum >> 32), power + 32);
   }
@@ -257,48 +257,48 @@ struct Table {
   }
 
   // Flushes bins to integers, before they hold so many values that sums might be rounded.
-  void settle() {
+  void flush() {
     units.resize(HALVES * rows * count);
     for (int half = 0; half < HALVES; half++) {
       for (int row = 0; row < rows; row++) {
-        for (int64_t mark = 0; mark < count; mark++) {
-          double* at = &bins[((half * rows + row) * count + mark) * COPIES];
+        for (int64_t id = 0; id < count; id++) {
+          double* at = &bins[((half * rows + row) * count + id) * COPIES];
           for (int copy = 0; copy < COPIES; copy++) {
             if (!std::isfinite(at[copy])) continue;
-            units[(half * rows + row) * count + mark] += whole(at[copy], power(half, row));
+            units[(half * rows + row) * count + id] += whole(at[copy], power(half, row));
             at[copy] = 0.0;
           }
         }
       }
     }
-    room = Cut<T>::MOST;
+    room = Cut<T>::MAX_VALUES;
   }
 
   void take(Table& other) {
-    settle();
-    other.settle();
+    flush();
+    other.flush();
     for (size_t i = 0; i < units.size(); i++) units[i] += other.units[i];
     for (size_t i = 0; i < number.size(); i++) number[i] += other.number[i];
     for (size_t i = 0; i < bins.size(); i++) bins[i] += other.bins[i];  // 0 or not finite
   }
 
   void finish(int64_t* counts, double* sums) const {
-    for (int64_t mark = 0; mark < count; mark++) {
-      counts[mark] = 0;
-      for (int copy = 0; copy < COPIES; copy++) counts[mark] += number[mark * COPIES + copy];
-      sums[mark] = counts[mark] ? rounded(mark) : 0.0;
+    for (int64_t id = 0; id < count; id++) {
+      counts[id] = 0;
+      for (int copy = 0; copy < COPIES; copy++) counts[id] += number[id * COPIES + copy];
+      sums[id] = counts[id] ? rounded(id) : 0.0;
     }
   }
 
   // Rounds to nearest, ties to even: the highest 64 bits form two exact doubles; the bits below are
   // reduced to a sticky bit.
-  double rounded(int64_t mark) const {
+  double rounded(int64_t id) const {
     uint64_t carry = 0, window = 0, held = 0;
     bool lost = false, below = false;
     int top = 0;
     double odd = 0.0;
     const auto read = [&](int half, int row) {
-      const int64_t at = (half * rows + row) * count + mark;
+      const int64_t at = (half * rows + row) * count + id;
       if (!units.empty()) carry += units[at];
       for (int copy = 0; copy < COPIES; copy++) {
         const double here = bins[at * COPIES + copy];
@@ -358,9 +358,9 @@ void counted(int64_t n, int64_t count, const T* gradient, int64_t* counts, doubl
 }
 
 template <typename T>
-void tally(int64_t n, const int32_t* marks, const T* gradient, int64_t count, int64_t* counts,
+void tally(int64_t n, const int32_t* ids, const T* gradient, int64_t count, int64_t* counts,
            double* sums, int threads) {
-  const auto add = [&](auto& table, int64_t i, int64_t j) { table.add(j - i, marks + i, gradient + i); };
+  const auto add = [&](auto& table, int64_t i, int64_t j) { table.add(j - i, ids + i, gradient + i); };
   count <= 128 ? counted<T, 4>(n, count, gradient, counts, sums, threads, add)
                : counted<T, 1>(n, count, gradient, counts, sums, threads, add);
 }
@@ -442,7 +442,7 @@ struct Reduction {
     }
   }
 
-  void run(const int32_t* marks, T* value, int32_t* out, int threads) const {
+  void run(const int32_t* ids, T* value, int32_t* out, int threads) const {
     const int64_t k1 = how.size[1], k2 = how.size[3], reduced = how.size[0] * how.size[2];
     const bool beside = k2 > 1 && how.step[3] == 1;
     const int64_t width = std::min(k2, beside ? BLOCK : std::max<int64_t>(1, BLOCK / (reduced + 1)));
@@ -482,7 +482,7 @@ struct Reduction {
           const int64_t from = r / how.size[2] * how.along[0] + row * how.along[1] +
                                r % how.size[2] * how.along[2] + k * how.along[3];
           if (value) value[out_at] = number<T>(most[best]);
-          out[out_at] = most[best] ? marks[from] : 0;
+          out[out_at] = most[best] ? ids[from] : 0;
         }
       }
     });
@@ -490,7 +490,7 @@ struct Reduction {
 };
 
 template <typename T>
-void scatter(int64_t n, const T* x, const int32_t* marks, const int64_t* target,
+void scatter(int64_t n, const T* x, const int32_t* ids, const int64_t* target,
              int64_t size, T* value, int32_t* out) {
   for (int64_t j = 0; j < n; j++) {
     const int64_t i = target[j];
@@ -498,7 +498,7 @@ void scatter(int64_t n, const T* x, const int32_t* marks, const int64_t* target,
     const Bits<T> here = sized(x[j]);
     if (here > sized(value[i])) {
       value[i] = number<T>(here);
-      out[i] = marks[j];
+      out[i] = ids[j];
     }
   }
 }
@@ -570,7 +570,7 @@ struct Compressed {
     });
   }
 
-  void largest(const T* x, const int32_t* marks, T* value, int32_t* out, int threads) const {
+  void largest(const T* x, const int32_t* ids, T* value, int32_t* out, int threads) const {
     each_row(threads, [&](int64_t block, int64_t plane, int64_t row, int64_t to) {
       if (inner == 1) {
         Bits<T> most = 0;
@@ -581,7 +581,7 @@ struct Compressed {
           most = size > most ? size : most;
         });
         value[to] = number<T>(most);
-        out[to] = place < 0 ? 0 : marks[place];
+        out[to] = place < 0 ? 0 : ids[place];
         return;
       }
       std::fill(value + to, value + to + inner, T(0));
@@ -591,7 +591,7 @@ struct Compressed {
           const Bits<T> size = sized(w * x[at + d]);
           const bool wins = size > sized(value[to + d]);
           value[to + d] = wins ? number<T>(size) : value[to + d];
-          out[to + d] = wins ? marks[at + d] : out[to + d];
+          out[to + d] = wins ? ids[at + d] : out[to + d];
         }
       });
     });
@@ -940,7 +940,7 @@ class Normalised {
 
 // Lines of the diagonal, x, the left and the right factors, in this order.
 template <typename T>
-void normalise(int64_t lines, int64_t n, int rank, const Lines<T>* from, const Lines<int32_t>& marks,
+void normalise(int64_t lines, int64_t n, int rank, const Lines<T>* from, const Lines<int32_t>& ids,
                T* value, int64_t* place, int32_t* out, int threads) {
   const int64_t some = std::max<int64_t>(1, std::min<int64_t>((1 << 14) / n, parts(lines, 4 * threads)));
   pieces(lines, some, threads, [&](int64_t first, int64_t last) {
@@ -953,7 +953,7 @@ void normalise(int64_t lines, int64_t n, int rank, const Lines<T>* from, const L
         const bool there = line.size[i] > 0;
         if (value) value[k * n + i] = number<T>(line.size[i]);
         if (place) place[k * n + i] = there ? at : -1;
-        if (out) out[k * n + i] = there ? marks.data[k * marks.line + at * marks.step] : 0;
+        if (out) out[k * n + i] = there ? ids.data[k * ids.line + at * ids.step] : 0;
       }
     }
   });
@@ -964,29 +964,29 @@ void normalise(int64_t lines, int64_t n, int rank, const Lines<T>* from, const L
 
 using gradtrace::guarded;
 
-GRADTRACE_API int gradtrace_merge(int wide, int64_t n, void* size, int32_t* marks,
+GRADTRACE_API int gradtrace_merge(int wide, int64_t n, void* size, int32_t* ids,
                                   const void* value, const int32_t* other, int32_t constant,
                                   int32_t shift, int threads) {
   const auto run = [&](auto* sizes) {
     const auto* values = static_cast<decltype(sizes)>(const_cast<void*>(value));
     gradtrace::pieces(n, 1 << 15, threads, [&](int64_t i, int64_t j) {
-      gradtrace::merge(j - i, sizes + i, marks + i, values + i, other ? other + i : nullptr,
+      gradtrace::merge(j - i, sizes + i, ids + i, values + i, other ? other + i : nullptr,
                        constant, shift);
     });
   };
   return guarded([&] {
-    gradtrace::require_places(n, {size, marks, value});
+    gradtrace::require_places(n, {size, ids, value});
     wide ? run(static_cast<double*>(size)) : run(static_cast<float*>(size));
   });
 }
 
-GRADTRACE_API int gradtrace_tally(int wide, int64_t n, const int32_t* marks, const void* gradient,
+GRADTRACE_API int gradtrace_tally(int wide, int64_t n, const int32_t* ids, const void* gradient,
                                   int64_t count, int64_t* counts, double* sums, int threads) {
   return guarded([&] {
-    gradtrace::require_places(n, {marks, gradient});
+    gradtrace::require_places(n, {ids, gradient});
     gradtrace::require_places(count, {counts, sums});
-    wide ? gradtrace::tally(n, marks, static_cast<const double*>(gradient), count, counts, sums, threads)
-         : gradtrace::tally(n, marks, static_cast<const float*>(gradient), count, counts, sums, threads);
+    wide ? gradtrace::tally(n, ids, static_cast<const double*>(gradient), count, counts, sums, threads)
+         : gradtrace::tally(n, ids, static_cast<const float*>(gradient), count, counts, sums, threads);
   });
 }
 
@@ -1001,7 +1001,7 @@ GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient,
 }
 
 // how: sizes, strides of x and strides of the ids, each of r1, k1, r2, k2.
-GRADTRACE_API int gradtrace_reduce(int wide, const void* x, const int32_t* marks,
+GRADTRACE_API int gradtrace_reduce(int wide, const void* x, const int32_t* ids,
                                    const int64_t* how, void* value, int32_t* out, int threads) {
   return guarded([&] {
     gradtrace::require(how);
@@ -1010,45 +1010,45 @@ GRADTRACE_API int gradtrace_reduce(int wide, const void* x, const int32_t* marks
     std::copy(how + 4, how + 8, levels.step);
     std::copy(how + 8, how + 12, levels.along);
     const int64_t n = gradtrace::product_of({how[0], how[1], how[2], how[3]});
-    gradtrace::require_places(n, {x, marks, value, out});
+    gradtrace::require_places(n, {x, ids, value, out});
     if (wide) {
       gradtrace::Reduction<double>{static_cast<const double*>(x), levels}.run(
-          marks, static_cast<double*>(value), out, threads);
+          ids, static_cast<double*>(value), out, threads);
     } else {
       gradtrace::Reduction<float>{static_cast<const float*>(x), levels}.run(
-          marks, static_cast<float*>(value), out, threads);
+          ids, static_cast<float*>(value), out, threads);
     }
   });
 }
 
 // value and out must be 0 initially.
-GRADTRACE_API int gradtrace_scatter(int wide, int64_t n, const void* x, const int32_t* marks,
+GRADTRACE_API int gradtrace_scatter(int wide, int64_t n, const void* x, const int32_t* ids,
                                     const int64_t* target, int64_t size, void* value,
                                     int32_t* out) {
   return guarded([&] {
-    gradtrace::require_places(n, {x, marks, target});
+    gradtrace::require_places(n, {x, ids, target});
     gradtrace::require_places(size, {value, out});
     if (wide) {
-      gradtrace::scatter(n, static_cast<const double*>(x), marks, target, size,
+      gradtrace::scatter(n, static_cast<const double*>(x), ids, target, size,
                          static_cast<double*>(value), out);
     } else {
-      gradtrace::scatter(n, static_cast<const float*>(x), marks, target, size,
+      gradtrace::scatter(n, static_cast<const float*>(x), ids, target, size,
                          static_cast<float*>(value), out);
     }
   });
 }
 
-// sizes: blocks, planes, inner, columns, rows, entries. Computes the sums if marks is null.
+// sizes: blocks, planes, inner, columns, rows, entries. Computes the sums if ids is null.
 GRADTRACE_API int gradtrace_sparse(int wide, const int64_t* sizes, const int64_t* starts,
                                    const int64_t* source, const void* weight, const void* x,
-                                   const int32_t* marks, void* value, int32_t* out, int threads) {
+                                   const int32_t* ids, void* value, int32_t* out, int threads) {
   const auto run = [&](auto* values) {
     using T = std::remove_pointer_t<decltype(values)>;
     const gradtrace::Compressed<T> matrix{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
                                           sizes[5], starts,   source,   static_cast<const T*>(weight)};
     gradtrace::require(matrix.sound());
     const T* from = static_cast<const T*>(x);
-    marks ? matrix.largest(from, marks, values, out, threads) : matrix.sum(from, values, threads);
+    ids ? matrix.largest(from, ids, values, out, threads) : matrix.sum(from, values, threads);
   };
   return guarded([&] {
     using gradtrace::product_of;
@@ -1056,7 +1056,7 @@ GRADTRACE_API int gradtrace_sparse(int wide, const int64_t* sizes, const int64_t
     const int64_t outputs = product_of({sizes[0], sizes[1], sizes[2], sizes[4]});
     product_of({sizes[0], sizes[1], sizes[2], sizes[3]});
     gradtrace::require_places(outputs, {value});
-    if (marks) gradtrace::require_places(outputs, {out});
+    if (ids) gradtrace::require_places(outputs, {out});
     gradtrace::require_places(sizes[5], {source, weight, x});
     if (!outputs) return;
     wide ? run(static_cast<double*>(value)) : run(static_cast<float*>(value));
@@ -1074,9 +1074,9 @@ GRADTRACE_API int gradtrace_normalise(int wide, int64_t lines, int64_t n, int ra
     for (int k = 0; k < 2 + 2 * rank; k++, from += 3) {
       all[k] = {reinterpret_cast<const T*>(from[0]), from[1], from[2]};
     }
-    const gradtrace::Lines<int32_t> marks{reinterpret_cast<const int32_t*>(from[0]), from[1],
+    const gradtrace::Lines<int32_t> ids{reinterpret_cast<const int32_t*>(from[0]), from[1],
                                           from[2]};
-    gradtrace::normalise<T>(lines, n, rank, all, marks, values, place, out, threads);
+    gradtrace::normalise<T>(lines, n, rank, all, ids, values, place, out, threads);
   };
   return guarded([&] {
     gradtrace::require(from && (rank == 1 || rank == 2) && n < int64_t(1) << 31);

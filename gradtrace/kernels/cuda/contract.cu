@@ -18,9 +18,9 @@
 #define BK 16
 #define STAGES 3
 #define THREADS 256
-#define ALONE THREADS, 1  // one block per multiprocessor, which may use all registers
-#define PA (BM + 4)       // stride of k in shared memory: 8 k of 4 rows are in different banks
-#define PB (BN + 4)
+#define ONE_BLOCK THREADS, 1  // one block per multiprocessor, which may use all registers
+#define PITCH_A (BM + 4)      // stride of k in shared memory: 8 k of 4 rows are in different banks
+#define PITCH_B (BN + 4)
 
 // x[i, r, k] is at i * batch + r * row + k * inner; offsets within a tile are less than 2^31.
 struct Side {
@@ -41,18 +41,18 @@ struct Contract {
 
 // How an operand is fetched: along contiguous and aligned rows, 16 bytes at a time; along
 // contiguous rows, 4 bytes at a time; or along k.
-enum Lie { QUADS, ROWS, INNER };
+enum Layout { QUADS, ROWS, INNER };
 
-__device__ __forceinline__ Lie lie(const Side& x) {
+__device__ __forceinline__ Layout layout_of(const Side& x) {
   if (x.row != 1 || x.inner == 1) return INNER;
   return (((u64)x.data | x.inner << 2 | x.batch << 2) & 15) == 0 ? QUADS : ROWS;
 }
 
 // The first element that a thread fetches of BK k and COUNT rows; the others are at fixed strides.
 template <int COUNT>
-__device__ __forceinline__ void place(Lie how, int& r, int& k) {
+__device__ __forceinline__ void place(Layout how, int& r, int& k) {
   int tid = threadIdx.x;
-  AFRESH(tid);
+  RECOMPUTE(tid);
   const int warp = tid / 32, lane = tid % 32;
   if (how == QUADS) {
     r = tid * 4 % COUNT;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void place(Lie how, int& r, int& k) {
 
 // Load BK k of COUNT rows into shared memory, as [k][row]; zeros outside the operand.
 template <int COUNT, bool WHOLE>
-__device__ __forceinline__ void load(float* to, const float* from, Lie how, int row, int inner, int rows,
+__device__ __forceinline__ void load(float* to, const float* from, Layout how, int row, int inner, int rows,
                                      int inners) {
   const int pitch = COUNT + 4;
   int r, k;
@@ -105,16 +105,17 @@ struct State {
 };
 
 template <int COUNT>
-__device__ __forceinline__ const float* start(const Side& x, Lie how, i64 i, int r0, int k0) {
+__device__ __forceinline__ const float* start(const Side& x, Layout how, i64 i, int r0, int k0) {
   int r, k;
   place<COUNT>(how, r, k);
   return x.data + i * x.batch + (r0 + r) * x.row + (k0 + k) * x.inner;
 }
 
-__device__ __forceinline__ State start(const Contract& c, Lie lie_a, Lie lie_b, int tile, int ahead) {
+__device__ __forceinline__ State start(const Contract& c, Layout layout_a, Layout layout_b, int tile,
+                                       int ahead) {
   const int wide = ((int)c.N + BN - 1) / BN, tiles = ((int)c.M + BM - 1) / BM * wide;
   const int m0 = tile % tiles / wide * BM, n0 = tile % tiles % wide * BN, k0 = ahead * BK;
-  return {start<BM>(c.a, lie_a, tile / tiles, m0, k0), start<BN>(c.b, lie_b, tile / tiles, n0, k0),
+  return {start<BM>(c.a, layout_a, tile / tiles, m0, k0), start<BN>(c.b, layout_b, tile / tiles, n0, k0),
           (int)c.M - m0, (int)c.N - n0, tile, ahead};
 }
 
@@ -124,34 +125,34 @@ __device__ __forceinline__ int row(int tid) { return (tid / 32 / (BN / 64) * 4 +
 __device__ __forceinline__ int column(int tid) { return (tid / 32 % (BN / 64) * 8 + tid % 8) * 4; }
 
 // grid: thread blocks.
-KERNEL(ALONE, contract, Contract) {
+KERNEL(ONE_BLOCK, contract, Contract) {
   const int M = c.M, N = c.N, steps = c.steps;
   DYNAMIC(float4, memory);
   State* state = (State*)memory;                      // [THREADS]
-  float* sa = (float*)(state + THREADS);              // [STAGES][BK][PA]
-  float* sb = sa + STAGES * BK * PA;                  // [STAGES][BK][PB]
-  float4* before = (float4*)(sb + STAGES * BK * PB);  // [16][THREADS]: results before the block
+  float* sa = (float*)(state + THREADS);                   // [STAGES][BK][PITCH_A]
+  float* sb = sa + STAGES * BK * PITCH_A;                  // [STAGES][BK][PITCH_B]
+  float4* before = (float4*)(sb + STAGES * BK * PITCH_B);  // [16][THREADS]: results before the block
   const int tid = threadIdx.x;
-  const Lie lie_a = lie(c.a), lie_b = lie(c.b);
+  const Layout layout_a = layout_of(c.a), layout_b = layout_of(c.b);
   const int first = blockIdx.x * (int)c.share, last = (int)min(c.total, first + c.share);
 
   int wanted = last - first;
-  state[tid] = start(c, lie_a, lie_b, first / steps, first % steps);
+  state[tid] = start(c, layout_a, layout_b, first / steps, first % steps);
   auto next = [&](int stage) {
     if (wanted-- > 0) {
       State s = state[tid];
       const int inners = (int)c.K - s.ahead * BK;
-      float *to_a = sa + stage * BK * PA, *to_b = sb + stage * BK * PB;
+      float *to_a = sa + stage * BK * PITCH_A, *to_b = sb + stage * BK * PITCH_B;
       if (s.rows >= BM && s.columns >= BN && inners >= BK) {
-        load<BM, true>(to_a, s.a, lie_a, (int)c.a.row, (int)c.a.inner, 0, 0);
-        load<BN, true>(to_b, s.b, lie_b, (int)c.b.row, (int)c.b.inner, 0, 0);
+        load<BM, true>(to_a, s.a, layout_a, (int)c.a.row, (int)c.a.inner, 0, 0);
+        load<BN, true>(to_b, s.b, layout_b, (int)c.b.row, (int)c.b.inner, 0, 0);
       } else {
-        load<BM, false>(to_a, s.a, lie_a, (int)c.a.row, (int)c.a.inner, s.rows, inners);
-        load<BN, false>(to_b, s.b, lie_b, (int)c.b.row, (int)c.b.inner, s.columns, inners);
+        load<BM, false>(to_a, s.a, layout_a, (int)c.a.row, (int)c.a.inner, s.rows, inners);
+        load<BN, false>(to_b, s.b, layout_b, (int)c.b.row, (int)c.b.inner, s.columns, inners);
       }
       s.a += BK * c.a.inner;
       s.b += BK * c.b.inner;
-      if (++s.ahead == steps) s = start(c, lie_a, lie_b, s.tile + 1, 0);
+      if (++s.ahead == steps) s = start(c, layout_a, layout_b, s.tile + 1, 0);
       state[tid] = s;
     }
     COMMIT;
@@ -181,17 +182,17 @@ KERNEL(ALONE, contract, Contract) {
       AWAIT(STAGES - 2);
       __syncthreads();
       next((stage + STAGES - 1) % STAGES);
-      const float* pa = sa + stage * BK * PA + row(tid);
-      const float* pb = sb + stage * BK * PB + column(tid);
+      const float* pa = sa + stage * BK * PITCH_A + row(tid);
+      const float* pb = sb + stage * BK * PITCH_B + column(tid);
 #pragma unroll
       for (int k = 0; k < BK; k += 2) {  // two products at a time, and the maximum so far
         float x[2][8], y[2][8];
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-          *(float4*)&x[t][0] = *(const float4*)(pa + (k + t) * PA);
-          *(float4*)&x[t][4] = *(const float4*)(pa + (k + t) * PA + BM / 2);
-          *(float4*)&y[t][0] = *(const float4*)(pb + (k + t) * PB);
-          *(float4*)&y[t][4] = *(const float4*)(pb + (k + t) * PB + BN / 2);
+          *(float4*)&x[t][0] = *(const float4*)(pa + (k + t) * PITCH_A);
+          *(float4*)&x[t][4] = *(const float4*)(pa + (k + t) * PITCH_A + BM / 2);
+          *(float4*)&y[t][0] = *(const float4*)(pb + (k + t) * PITCH_B);
+          *(float4*)&y[t][4] = *(const float4*)(pb + (k + t) * PITCH_B + BN / 2);
         }
 #pragma unroll
         for (int i = 0; i < 8; i++)
@@ -202,7 +203,7 @@ KERNEL(ALONE, contract, Contract) {
         if (KB < BK ? (k + 2) % KB == 0 : k + 2 == BK && (done + 1) % (KB / BK) == 0) {
           const u32 block = (done * BK + k) / KB;
           int me = tid;
-          AFRESH(me);
+          RECOMPUTE(me);
 #pragma unroll
           for (int q = 0; q < 16; q++) {
             const int i = q / 2, j = (q % 2) * 4;
@@ -220,7 +221,7 @@ KERNEL(ALONE, contract, Contract) {
       stage = (stage + 1) % STAGES;
     }
     int me = tid;
-    AFRESH(me);
+    RECOMPUTE(me);
     const int down = row(me), over = column(me);
     if (begun) {  // by another thread block
 #pragma unroll

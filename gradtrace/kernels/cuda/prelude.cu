@@ -34,7 +34,7 @@ __device__ __forceinline__ void word(void* to, const void* from, bool there) {
 }
 
 // Makes the compiler recompute what depends on x from here on, instead of keeping it in registers.
-#define AFRESH(x) asm volatile("" : "+r"(x))
+#define RECOMPUTE(x) asm volatile("" : "+r"(x))
 
 #define COMMIT asm volatile("cp.async.commit_group;")
 #define AWAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n))

@@ -6,8 +6,8 @@
 //           results of several thread blocks for a tile.
 
 #define LANES (KB / 4)  // of a warp, per result
-#define AT_ONCE (32 / LANES)
-#define MANY 256, 4  // threads per block, and blocks per multiprocessor
+#define RESULTS_PER_WARP (32 / LANES)
+#define FOUR_BLOCKS 256, 4  // threads per block, and blocks per multiprocessor
 #define ROUNDS 2  // in flight at the same time
 
 // x[i, r, k] is at batch + row + inner, each from a table or a stride.
@@ -46,7 +46,7 @@ struct Rescan {
   const u8* numbers;
   i64 rows, columns, steps, share, BK;  // tile size; steps per tile, per thread block; k per step
   i64* index;               // (batches, M, N), strided; index or ids may be null
-  int* marks;
+  int* ids;
   i64 plane_out, pitch_out;
   Operand given;            // provenance ids of a, or of b
   i64 ofb;
@@ -153,7 +153,7 @@ __device__ __forceinline__ int first(const Lines& a, const Lines& b, float best,
     int k[ROUNDS];
 #pragma unroll
     for (int u = 0; u < ROUNDS; u++) {
-      const int which = (round + u) * AT_ONCE + who;
+      const int which = (round + u) * RESULTS_PER_WARP + who;
       size_of[u] = __shfl_sync(0xffffffffu, best, which);
       k[u] = __shfl_sync(0xffffffffu, from, which) + sub * 4;
       x[u] = four(a, min(top + (which >> line), tall - 1), k[u], K);
@@ -167,7 +167,7 @@ __device__ __forceinline__ int first(const Lines& a, const Lines& b, float best,
       at = __float_as_int(size(x[u].y, y[u].y)) == bits ? 1 : at;
       at = __float_as_int(size(x[u].x, y[u].x)) == bits ? 0 : at;
       const u32 those = __ballot_sync(0xffffffffu, at < 4) & mine;
-      if (lane == __ffs(those) - 1) found[(round + u) * AT_ONCE + who] = k[u] + at;
+      if (lane == __ffs(those) - 1) found[(round + u) * RESULTS_PER_WARP + who] = k[u] + at;
     }
   }
   __syncwarp();
@@ -179,7 +179,7 @@ __device__ __forceinline__ int first(const Lines& a, const Lines& b, float best,
 
 // grid: (tiles of results, 1, batches). The 32 lanes of a warp take 32 results: each lane reads one
 // value, then several lanes search its block cooperatively, then each lane writes one result.
-KERNEL(MANY, rescan, Rescan) {
+KERNEL(FOUR_BLOCKS, rescan, Rescan) {
   __shared__ int found[8][32];
   DYNAMIC(float4, memory);
   const int M = c.M, N = c.N, K = c.K, high = c.high, wide = c.wide;
@@ -226,9 +226,9 @@ KERNEL(MANY, rescan, Rescan) {
     if (!there) continue;
     const i64 o = corner + (dm * pitch_out + dn);
     if (c.index) c.index[o] = best == 0.f ? 0 : k;
-    if (!c.marks) continue;
+    if (!c.ids) continue;
     const Operand& t = c.given;
     const i64 at = place(t.batches, t.batch, z) + place(t.rows, t.row, c.ofb ? n : m);
-    c.marks[o] = best == 0.f ? 0 : ((const int*)t.data)[at + place(t.inners, t.inner, k)];
+    c.ids[o] = best == 0.f ? 0 : ((const int*)t.data)[at + place(t.inners, t.inner, k)];
   }
 }

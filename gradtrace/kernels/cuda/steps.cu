@@ -1,6 +1,6 @@
 // Elementwise, index and reduction kernels on NVIDIA GPUs: value and provenance id of every element
 // in one pass over memory. gradtrace/kernels/steps.py defines what each computes; the bits are the
-// same. Provenance ids are called marks in the code.
+// same.
 //
 // For float and double; half precisions are read as float.
 
@@ -72,11 +72,11 @@ __device__ __forceinline__ void find(const Given& c, i64 i, i64 (&at)[N]) {
 
 struct Merge {
   void* size;
-  int* marks;
+  int* ids;
   const void* value;
   const int* other;  // if null, the constant
   i64 constant, shift, kind, n, dims;
-  i64 shape[DIMS], step[4][DIMS];  // strides of size, marks, value, other; innermost first
+  i64 shape[DIMS], step[4][DIMS];  // strides of size, ids, value, other; innermost first
 };
 
 template <typename T>
@@ -84,12 +84,12 @@ __device__ void merge(const Merge& c) {
   for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
     i64 at[4];
     find(c, i, at);
-    const int mark = c.other ? c.other[at[3]] : (int)c.constant;
+    const int id = c.other ? c.other[at[3]] : (int)c.constant;
     const T value = get<T>(c.value, c.kind, at[2]);
     T* size = (T*)c.size + at[0];
-    if (mark && sized(value) > sized(*size)) {
+    if (id && sized(value) > sized(*size)) {
       *size = number(sized(value));
-      c.marks[at[1]] = mark + (int)c.shift;
+      c.ids[at[1]] = id + (int)c.shift;
     }
   }
 }
@@ -104,7 +104,7 @@ struct Larger {
   const void* second;
   const int* theirs;
   i64 constants[2];  // ids where mine or theirs is null
-  i64 shift, loose, kinds[2], n, dims;
+  i64 shift, unmasked, kinds[2], n, dims;
   i64 shape[DIMS], step[5][DIMS];  // strides of out, first, mine, second, theirs
 };
 
@@ -114,11 +114,11 @@ __device__ void larger(const Larger& c) {
     i64 at[5];
     find(c, i, at);
     const auto size = sized(get<T>(c.first, c.kinds[0], at[1]));
-    int mark = c.mine ? c.mine[at[2]] : (int)c.constants[0];
-    if (c.loose && !size) mark = 0;
+    int id = c.mine ? c.mine[at[2]] : (int)c.constants[0];
+    if (c.unmasked && !size) id = 0;
     const int other = c.theirs ? c.theirs[at[4]] : (int)c.constants[1];
-    if (other && sized(get<T>(c.second, c.kinds[1], at[3])) > size) mark = other + (int)c.shift;
-    c.out[at[0]] = mark;
+    if (other && sized(get<T>(c.second, c.kinds[1], at[3])) > size) id = other + (int)c.shift;
+    c.out[at[0]] = id;
   }
 }
 KERNEL(256, larger_float, Larger) { larger<float>(c); }
@@ -132,9 +132,9 @@ KERNEL(256, larger_double, Larger) { larger<double>(c); }
 // block has its own bins in shared memory, of 32 bits and a count of carries, for the range of
 // exponents that most values fall in; other values are added to global memory directly.
 
-#define COUNTERS 512  // threads per block
-#define BATCH 8       // elements that a thread reads at a time
-#define HEAD 16       // words before the bins: number of finished blocks, bitmap of used bins
+#define TALLY_THREADS 512  // threads per block
+#define BATCH 8            // elements that a thread reads at a time
+#define HEAD 16            // words before the bins: number of finished blocks, bitmap of used bins
 
 template <typename T> struct Cut;
 template <> struct Cut<float> {
@@ -164,7 +164,7 @@ __device__ __forceinline__ Parts parts(i64 size) {
 }
 
 struct Tally {
-  const int* marks;
+  const int* ids;
   const void* gradient;
   i64 kind, n, count, low;  // ids from low to low + count
   i64 slots, length;        // ids in shared memory, elements per block
@@ -176,7 +176,7 @@ struct Tally {
 typedef Jobs<Tally, 32> Tallies;
 
 #define INFINITE 1ULL
-#define NO_NUMBER 2ULL
+#define NOT_A_NUMBER 2ULL
 
 // |x| as bits of BATCH elements of a thread; 0 past the end.
 template <typename T>
@@ -185,13 +185,13 @@ __device__ __forceinline__ void read(const void* data, int kind, int at, int end
   if (kind == (sizeof(T) == 4 ? 0 : 1)) {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      const int i = at + u * COUNTERS;
+      const int i = at + u * TALLY_THREADS;
       size[u] = i < end ? sized(((const T*)data)[i]) : 0;
     }
   } else {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      const int i = at + u * COUNTERS;
+      const int i = at + u * TALLY_THREADS;
       const unsigned short bits = i < end ? ((const unsigned short*)data)[i] : 0;
       size[u] = sized((T)(kind == 3 ? of_bfloat(bits) : of_half(bits)));
     }
@@ -204,41 +204,41 @@ struct Work {
   i64 count;
   u32* used;  // bitmap of the bins that this block has used
 
-  __device__ __forceinline__ u64* bin(int b, int mark) const { return rows + (2 + b) * count + mark; }
+  __device__ __forceinline__ u64* bin(int b, int id) const { return rows + (2 + b) * count + id; }
 
   __device__ __forceinline__ void use(int b) const {
     if (!(used[b / 32] >> b % 32 & 1)) atomicOr(used + b / 32, 1u << b % 32);
   }
 
-  __device__ __forceinline__ void add(int b, int mark, u64 units) const {
+  __device__ __forceinline__ void add(int b, int id, u64 units) const {
     use(b);
-    atomicAdd(bin(b, mark), units);
+    atomicAdd(bin(b, id), units);
   }
 
   // Adds a value to global memory directly.
-  __device__ __forceinline__ void take(int mark, typename Kind<T>::Bits size) const {
+  __device__ __forceinline__ void take(int id, typename Kind<T>::Bits size) const {
     const Parts number = parts(size);
     if (!number.finite) {
       const bool infinite = !(size & (((typename Kind<T>::Bits)1 << (sizeof(T) == 4 ? 23 : 52)) - 1));
-      atomicOr(rows + count + mark, infinite ? INFINITE : NO_NUMBER);
+      atomicOr(rows + count + id, infinite ? INFINITE : NOT_A_NUMBER);
       return;
     }
     const u64 units = number.bits << (number.shift & 7);
-    if ((u32)units) add(number.shift >> 3, mark, (u32)units);
-    if (units >> 32) add((number.shift >> 3) + 4, mark, units >> 32);
+    if ((u32)units) add(number.shift >> 3, id, (u32)units);
+    if (units >> 32) add((number.shift >> 3) + 4, id, units >> 32);
   }
 };
 
 // The bins of an id as a double, rounded to nearest, ties to even: the highest 64 bits form two
 // exact doubles; the bits below are reduced to a sticky bit.
 template <typename T>
-__device__ __forceinline__ double rounded(const Work<T>& work, int mark, int first, int last) {
+__device__ __forceinline__ double rounded(const Work<T>& work, int id, int first, int last) {
   u64 carry = 0, window = 0, held = 0;
   bool lost = false, below = false;
   int top = 0;
 #pragma unroll 4
   for (int b = first; b <= last; b++) {
-    if (work.used[b / 32] >> b % 32 & 1) carry += __ldcg(work.bin(b, mark));
+    if (work.used[b / 32] >> b % 32 & 1) carry += __ldcg(work.bin(b, id));
     const u64 digit = carry & 255;
     carry >>= 8;
     lost |= (window & 255) != 0;
@@ -292,21 +292,21 @@ __device__ void finish(const Tally& c, const Work<T>& work) {
     lowest = min(lowest, 32 * w + __ffs(here) - 1);
     highest = 32 * w + 31 - __clz(here);
   }
-  for (int mark = tid; mark < work.count; mark += COUNTERS) {
-    u64* at = work.rows + mark;
+  for (int id = tid; id < work.count; id += TALLY_THREADS) {
+    u64* at = work.rows + id;
     const u64 number = __ldcg(at);
     double sum = 0.0;
     if (number) {
       const u64 odd = __ldcg(at + work.count);
-      sum = rounded<T>(work, mark, lowest, highest);
-      if (odd) sum = __longlong_as_double(odd & NO_NUMBER ? 0x7ff8000000000000LL : 0x7ff0000000000000LL);
+      sum = rounded<T>(work, id, lowest, highest);
+      if (odd) sum = __longlong_as_double(odd & NOT_A_NUMBER ? 0x7ff8000000000000LL : 0x7ff0000000000000LL);
       at[0] = at[work.count] = 0;
       for (int b = lowest; b <= highest; b++) {
-        if (work.used[b / 32] >> b % 32 & 1) *work.bin(b, mark) = 0;
+        if (work.used[b / 32] >> b % 32 & 1) *work.bin(b, id) = 0;
       }
     }
-    c.counts[mark] = number;
-    c.sums[mark] = sum;
+    c.counts[id] = number;
+    c.sums[id] = sum;
   }
   if (blocks > 1 && tid < HEAD) head[tid] = 0;
 }
@@ -321,7 +321,7 @@ __device__ __forceinline__ int highest_bin(typename Kind<T>::Bits most, int* top
   return min(*top + 1, Cut<T>::BINS - 1);
 }
 
-// grid: (n / length of each job), COUNTERS threads; shared memory: the words of `table`.
+// grid: (n / length of each job), TALLY_THREADS threads; shared memory: the words of `table`.
 template <typename T>
 __device__ void tally(const Tallies& all) {
   typedef typename Kind<T>::Bits B;
@@ -336,21 +336,21 @@ __device__ void tally(const Tallies& all) {
   int* owners = (int*)(table + (1 + 2 * WINDOW) * slots);
   const Work<T> work = {c.work + HEAD, c.count, used};
   const int first = (int)(blockIdx.x - c.first) * (int)c.length, end = min((int)c.n, first + (int)c.length);
-  for (int k = tid; k < (1 + 2 * WINDOW) * slots; k += COUNTERS) table[k] = 0;
+  for (int k = tid; k < (1 + 2 * WINDOW) * slots; k += TALLY_THREADS) table[k] = 0;
   if (shares) {
-    for (int k = tid; k < slots; k += COUNTERS) owners[k] = -1;
+    for (int k = tid; k < slots; k += TALLY_THREADS) owners[k] = -1;
   }
   if (tid < (Cut<T>::BINS + 31) / 32) used[tid] = 0;
   if (tid == 0) top = 0;
 
-  int mark[BATCH];
+  int id[BATCH];
   B size[BATCH];
   int base = 0;
-  for (int i = first; i < end; i += COUNTERS * BATCH) {
+  for (int i = first; i < end; i += TALLY_THREADS * BATCH) {
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {  // many reads in flight
-      const int at = i + tid + u * COUNTERS;
-      mark[u] = at < end ? c.marks[at] - low : -1;
+      const int at = i + tid + u * TALLY_THREADS;
+      id[u] = at < end ? c.ids[at] - low : -1;
     }
     read<T>(c.gradient, c.kind, i + tid, end, size);
     if (i == first) {
@@ -363,17 +363,17 @@ __device__ void tally(const Tallies& all) {
     u32 rest = 0;  // elements that do not fit into shared memory
 #pragma unroll
     for (int u = 0; u < BATCH; u++) {
-      if ((u32)mark[u] >= (u32)count) {
-        mark[u] = -1;
+      if ((u32)id[u] >= (u32)count) {
+        id[u] = -1;
         continue;
       }
-      int slot = mark[u];
+      int slot = id[u];
       bool fits = true;
       if (shares) {
-        slot = mark[u] % slots;
+        slot = id[u] % slots;
         int owner = owners[slot];
-        if (owner < 0) owner = atomicCAS(owners + slot, -1, mark[u]);
-        fits = owner < 0 || owner == mark[u];
+        if (owner < 0) owner = atomicCAS(owners + slot, -1, id[u]);
+        fits = owner < 0 || owner == id[u];
       }
       const Parts number = parts(size[u]);
       const u64 units = number.bits << (number.shift & 7);
@@ -382,7 +382,7 @@ __device__ void tally(const Tallies& all) {
       fits &= number.finite && (!near || (u32)bin < (u32)WINDOW) && (!far || (u32)(bin + 4) < (u32)WINDOW);
       rest |= fits ? 0 : 1u << u;
       if (fits) atomicAdd(table + slot, 1u);
-      mark[u] = fits && units ? bin * slots + slot : -1;  // from here on, the index of its bin
+      id[u] = fits && units ? bin * slots + slot : -1;  // from here on, the index of its bin
       size[u] = (B)units;
     }
     // All additions are issued before any of their results is used.
@@ -392,23 +392,23 @@ __device__ void tally(const Tallies& all) {
 #pragma unroll
       for (int u = 0; u < BATCH; u++) {
         const u32 piece = (u32)((u64)size[u] >> 32 * k);
-        was[u] = mark[u] >= 0 && piece ? atomicAdd(bins + mark[u] + 4 * k * slots, piece) : 0;
+        was[u] = id[u] >= 0 && piece ? atomicAdd(bins + id[u] + 4 * k * slots, piece) : 0;
       }
 #pragma unroll
       for (int u = 0; u < BATCH; u++) {
         const u32 piece = (u32)((u64)size[u] >> 32 * k);
-        if (was[u] > ~piece) atomicAdd(bins + mark[u] + (4 * k + WINDOW) * slots, 1u);
+        if (was[u] > ~piece) atomicAdd(bins + id[u] + (4 * k + WINDOW) * slots, 1u);
       }
     }
     for (; rest; rest &= rest - 1) {
-      const int at = i + tid + (__ffs(rest) - 1) * COUNTERS;
-      const int mine = c.marks[at] - low;
+      const int at = i + tid + (__ffs(rest) - 1) * TALLY_THREADS;
+      const int mine = c.ids[at] - low;
       atomicAdd(work.rows + mine, 1ULL);
       work.take(mine, sized(get<T>(c.gradient, c.kind, at)));
     }
   }
   __syncthreads();
-  for (int slot = tid; slot < slots; slot += COUNTERS) {
+  for (int slot = tid; slot < slots; slot += TALLY_THREADS) {
     const u32 number = table[slot];
     if (!number) continue;
     const int mine = shares ? owners[slot] : slot;
@@ -441,7 +441,7 @@ struct Long {
 
 // Tally of all nonzero elements as one id: each thread sums in 128 bits over the range of exponents
 // that most values fall in.
-// grid: (n / length of each job), COUNTERS threads.
+// grid: (n / length of each job), TALLY_THREADS threads.
 template <typename T>
 __device__ void measure(const Tallies& all) {
   typedef typename Kind<T>::Bits B;
@@ -449,8 +449,8 @@ __device__ void measure(const Tallies& all) {
   const int REACH = sizeof(T) == 4 ? 64 : 48;  // 24 more bits allow for the number of elements
   __shared__ u32 used[(Cut<T>::BINS + 31) / 32];
   __shared__ int top;
-  __shared__ Long sums[COUNTERS / 32];
-  __shared__ u32 numbers[COUNTERS / 32];
+  __shared__ Long sums[TALLY_THREADS / 32];
+  __shared__ u32 numbers[TALLY_THREADS / 32];
   const int tid = threadIdx.x;
   const Work<T> work = {c.work + HEAD, 1, used};
   const int first = (int)(blockIdx.x - c.first) * (int)c.length, end = min((int)c.n, first + (int)c.length);
@@ -460,7 +460,7 @@ __device__ void measure(const Tallies& all) {
   Long sum = {0, 0};
   u32 number = 0;
   int base = 0;
-  for (int i = first; i < end; i += COUNTERS * BATCH) {
+  for (int i = first; i < end; i += TALLY_THREADS * BATCH) {
     read<T>(c.gradient, c.kind, i + tid, end, size);
     if (i == first) {
       __syncthreads();
@@ -482,7 +482,7 @@ __device__ void measure(const Tallies& all) {
       }
     }
     for (; rest; rest &= rest - 1) {
-      const int at = i + tid + (__ffs(rest) - 1) * COUNTERS;
+      const int at = i + tid + (__ffs(rest) - 1) * TALLY_THREADS;
       work.take(0, sized(get<T>(c.gradient, c.kind, at)));
     }
   }
@@ -498,7 +498,7 @@ __device__ void measure(const Tallies& all) {
   __syncthreads();
   if (tid == 0) {
     u64 total = number;
-    for (int w = 1; w < COUNTERS / 32; w++) {
+    for (int w = 1; w < TALLY_THREADS / 32; w++) {
       sum.add(sums[w].low, sums[w].high);
       total += numbers[w];
     }
@@ -518,7 +518,7 @@ KERNEL(512, measure_double, Tallies) { measure<double>(c); }
 // Dimensions as four levels, from the outermost: reduced, kept, reduced, kept.
 struct Reduce {
   const void* x;
-  const int* marks;
+  const int* ids;
   i64 kind, size[4], step[4], along[4];
   i64 beside, columns, rows;  // a block computes `columns` results with `rows` threads each
   i64 cuts, length;           // parts of each reduced line, and elements per part
@@ -534,7 +534,7 @@ __device__ __forceinline__ void put(const Reduce& c, i64 k, typename Kind<T>::Bi
   if (c.value) ((T*)c.value)[k] = number(most);
   const i64 r1 = r / c.size[2], r2 = r % c.size[2], k1 = k / c.size[3], k2 = k % c.size[3];
   const i64 from = r1 * c.along[0] + k1 * c.along[1] + r2 * c.along[2] + k2 * c.along[3];
-  c.out[k] = most ? c.marks[from] : 0;
+  c.out[k] = most ? c.ids[from] : 0;
 }
 
 // The maximum of every rows-th element of a line, and its first place. OWN: elements are T already,
@@ -618,7 +618,7 @@ KERNEL(256, reduce_double, Reductions) { reduce<double>(c); }
 // Second pass: combines the parts of cut lines, in order. grid: (the most results / 256 of a job
 // with cuts, jobs), 256 threads.
 template <typename T>
-__device__ void settle(const Reductions& all) {
+__device__ void combine(const Reductions& all) {
   const Reduce& c = all.job[blockIdx.y];
   const i64 k = (i64)blockIdx.x * 256 + threadIdx.x, results = c.size[1] * c.size[3];
   if (c.cuts == 1 || k >= results) return;
@@ -632,8 +632,8 @@ __device__ void settle(const Reductions& all) {
   }
   put<T>(c, k, (typename Kind<T>::Bits)most, place);
 }
-KERNEL(256, settle_float, Reductions) { settle<float>(c); }
-KERNEL(256, settle_double, Reductions) { settle<double>(c); }
+KERNEL(256, combine_float, Reductions) { combine<float>(c); }
+KERNEL(256, combine_double, Reductions) { combine<double>(c); }
 
 struct Scatter {
   const void* x;
@@ -645,7 +645,7 @@ struct Scatter {
 
 // Scatter-max: |x| as bits orders as integers do.
 template <typename T>
-__device__ void send(const Scatter& c) {
+__device__ void scatter_max(const Scatter& c) {
   typedef typename Kind<T>::Bits B;
   for (i64 j = (i64)blockIdx.x * 256 + threadIdx.x; j < c.n; j += (i64)gridDim.x * 256) {
     const i64 i = c.target[j];
@@ -654,12 +654,12 @@ __device__ void send(const Scatter& c) {
     if (size) atomicMax((B*)c.value + i, size);
   }
 }
-KERNEL(256, send_float, Scatter) { send<float>(c); }
-KERNEL(256, send_double, Scatter) { send<double>(c); }
+KERNEL(256, scatter_max_float, Scatter) { scatter_max<float>(c); }
+KERNEL(256, scatter_max_double, Scatter) { scatter_max<double>(c); }
 
 // The first source that attains the maximum of its target.
 template <typename T>
-__device__ void find(const Scatter& c) {
+__device__ void scatter_first(const Scatter& c) {
   typedef typename Kind<T>::Bits B;
   for (i64 j = (i64)blockIdx.x * 256 + threadIdx.x; j < c.n; j += (i64)gridDim.x * 256) {
     const i64 i = c.target[j];
@@ -668,11 +668,11 @@ __device__ void find(const Scatter& c) {
     if (size && size == ((const B*)c.value)[i]) atomicMin(c.first + i, j);
   }
 }
-KERNEL(256, find_float, Scatter) { find<float>(c); }
-KERNEL(256, find_double, Scatter) { find<double>(c); }
+KERNEL(256, scatter_first_float, Scatter) { scatter_first<float>(c); }
+KERNEL(256, scatter_first_double, Scatter) { scatter_first<double>(c); }
 
 struct Gather {
-  const int* marks;
+  const int* ids;
   const i64* source;
   i64 n, most;  // the result is 0 for a source outside 0 .. most - 1
   int* out;
@@ -681,7 +681,7 @@ struct Gather {
 KERNEL(256, gather, Gather) {
   for (i64 j = (i64)blockIdx.x * 256 + threadIdx.x; j < c.n; j += (i64)gridDim.x * 256) {
     const i64 from = c.source[j];
-    c.out[j] = from >= 0 && from < c.most ? c.marks[from] : 0;
+    c.out[j] = from >= 0 && from < c.most ? c.ids[from] : 0;
   }
 }
 
@@ -698,7 +698,7 @@ struct Lines {
 template <typename T>
 struct Normalise {
   Lines<T> d, x, u0, u1, v0, v1;
-  Lines<int> marks;
+  Lines<int> ids;
   i64 lines, n, rows;
   T* value;  // null if not requested
   i64* place;  // this, or out
@@ -721,12 +721,12 @@ __device__ __forceinline__ void chosen(const Normalise<T>& c, i64 line, int i,
   const i64 to = line * c.n + i;
   if (c.value) c.value[to] = number(most);
   if (c.place) c.place[to] = most ? at : -1;
-  if (c.out) c.out[to] = most ? c.marks.at(line, at) : 0;
+  if (c.out) c.out[to] = most ? c.ids.at(line, at) : 0;
 }
 
 // The two largest of a line, the lowest index among equals; -1 for none.
 template <typename B>
-struct Two {
+struct TwoLargest {
   B first, second;
   int i, j;
 
@@ -734,7 +734,7 @@ struct Two {
     return a > b || (a == b && i < j);
   }
 
-  __device__ __forceinline__ void take(const Two& other) {
+  __device__ __forceinline__ void take(const TwoLargest& other) {
     if (before(other.first, other.i, first, i)) {
       const bool mine = before(first, i, other.second, other.j);
       second = mine ? first : other.second;
@@ -750,9 +750,9 @@ struct Two {
 
 // The two largest of a warp, in all lanes.
 template <typename B>
-__device__ __forceinline__ void both(Two<B>& two) {
+__device__ __forceinline__ void merge_in_warp(TwoLargest<B>& two) {
   for (int half = 16; half; half /= 2) {
-    Two<B> other;
+    TwoLargest<B> other;
     other.first = __shfl_xor_sync(FULL, two.first, half);
     other.second = __shfl_xor_sync(FULL, two.second, half);
     other.i = __shfl_xor_sync(FULL, two.i, half);
@@ -770,29 +770,29 @@ struct Line {
   __device__ __forceinline__ T at(int i) const { return data[FLAT ? (i64)(i & -(int)step) : i * step]; }
 };
 
-#define AHEAD 8  // elements that a thread reads at a time
+#define READ_AHEAD 8  // elements that a thread reads at a time
 
 template <typename T, bool FLAT>
 __device__ __forceinline__ void ranked(const Normalise<T>& c) {
   typedef typename Kind<T>::Bits B;
-  __shared__ Two<B> found[8];
+  __shared__ TwoLargest<B> found[8];
   const int rows = c.rows, row = threadIdx.x % rows, n = c.n;
   const i64 line = (i64)blockIdx.x * (256 / rows) + threadIdx.x / rows;
   const bool there = line < c.lines;
   const i64 mine = there ? line : 0;
   const Line<T, FLAT> d(c.d, mine), x(c.x, mine), u(c.u0, mine), v(c.v0, mine);
-  const Line<int, FLAT> marks(c.marks, mine);
-  Two<B> two = {-1, -1, -1, -1};
-  for (int j0 = row; there && j0 < n; j0 += AHEAD * rows) {
-    T xs[AHEAD], vs[AHEAD];
+  const Line<int, FLAT> ids(c.ids, mine);
+  TwoLargest<B> two = {-1, -1, -1, -1};
+  for (int j0 = row; there && j0 < n; j0 += READ_AHEAD * rows) {
+    T xs[READ_AHEAD], vs[READ_AHEAD];
 #pragma unroll
-    for (int k = 0; k < AHEAD; k++) {
+    for (int k = 0; k < READ_AHEAD; k++) {
       const int j = min(j0 + k * rows, n - 1);
       xs[k] = x.at(j);
       vs[k] = v.at(j);
     }
 #pragma unroll
-    for (int k = 0; k < AHEAD; k++) {
+    for (int k = 0; k < READ_AHEAD; k++) {
       const int j = j0 + k * rows;
       const B size = j < n ? sized(mul(vs[k], xs[k])) : -1;
       const bool first = size > two.first, second = size > two.second;
@@ -802,7 +802,7 @@ __device__ __forceinline__ void ranked(const Normalise<T>& c) {
       two.i = first ? j : two.i;
     }
   }
-  both(two);
+  merge_in_warp(two);
   if (rows > 32) {  // all warps of the block share a line
     if (row % 32 == 0) found[row / 32] = two;
     __syncthreads();
@@ -811,10 +811,10 @@ __device__ __forceinline__ void ranked(const Normalise<T>& c) {
     for (int w = 1; w < 8; w++) two.take(found[w]);
   }
   if (!there) return;
-  for (int i0 = row; i0 < n; i0 += AHEAD / 2 * rows) {
-    T xs[AHEAD / 2], vs[AHEAD / 2], us[AHEAD / 2], ds[AHEAD / 2];
+  for (int i0 = row; i0 < n; i0 += READ_AHEAD / 2 * rows) {
+    T xs[READ_AHEAD / 2], vs[READ_AHEAD / 2], us[READ_AHEAD / 2], ds[READ_AHEAD / 2];
 #pragma unroll
-    for (int k = 0; k < AHEAD / 2; k++) {
+    for (int k = 0; k < READ_AHEAD / 2; k++) {
       const int i = min(i0 + k * rows, n - 1);
       xs[k] = x.at(i);
       vs[k] = v.at(i);
@@ -822,7 +822,7 @@ __device__ __forceinline__ void ranked(const Normalise<T>& c) {
       ds[k] = d.at(i);
     }
 #pragma unroll
-    for (int k = 0; k < AHEAD / 2; k++) {
+    for (int k = 0; k < READ_AHEAD / 2; k++) {
       const int i = i0 + k * rows;
       if (i >= n) break;
       const bool own = i == two.i;
@@ -837,7 +837,7 @@ __device__ __forceinline__ void ranked(const Normalise<T>& c) {
       const i64 to = line * n + i;
       if (c.value) c.value[to] = number(most);
       if (c.place) c.place[to] = most ? at : -1;
-      if (c.out) c.out[to] = most ? marks.at(at) : 0;
+      if (c.out) c.out[to] = most ? ids.at(at) : 0;
     }
   }
 }
@@ -846,7 +846,7 @@ __device__ __forceinline__ void ranked(const Normalise<T>& c) {
 // grid: (lines / (256 / rows)), 256 threads, rows of them for each line: 32, or all.
 template <typename T>
 __device__ void ranked(const Normalise<T>& c) {
-  const i64 steps = c.d.step | c.x.step | c.u0.step | c.v0.step | c.marks.step;
+  const i64 steps = c.d.step | c.x.step | c.u0.step | c.v0.step | c.ids.step;
   if ((u64)steps <= 1) {
     ranked<T, true>(c);
   } else {
@@ -857,9 +857,9 @@ __device__ void ranked(const Normalise<T>& c) {
 KERNEL(256, ranked_float, Normalise<float>) { ranked<float>(c); }
 KERNEL(256, ranked_double, Normalise<double>) { ranked<double>(c); }
 
-#define EACH 4     // i per thread
-#define STRETCH 16 // j that are compared before checking for a new maximum
-#define TILE 1024  // j in shared memory at a time
+#define ELEMENTS_PER_THREAD 4  // i
+#define STRETCH 16             // j that are compared before checking for a new maximum
+#define TILE 1024              // j in shared memory at a time
 
 template <typename T>
 struct alignas(16) Point {
@@ -887,15 +887,15 @@ __device__ void paired(const Normalise<T>& c) {
   typedef typename Kind<T>::Bits B;
   __shared__ Point<T> points[TILE];
   const int n = c.n, threads = blockDim.x, tid = threadIdx.x;
-  const int tiles = (n + EACH * threads - 1) / (EACH * threads);
+  const int tiles = (n + ELEMENTS_PER_THREAD * threads - 1) / (ELEMENTS_PER_THREAD * threads);
   const i64 line = blockIdx.x / tiles;
   if (c.left && !c.left[line]) return;  // the whole block
-  const int first = blockIdx.x % tiles * EACH * threads + tid;
-  T u0[EACH], u1[EACH];
+  const int first = blockIdx.x % tiles * ELEMENTS_PER_THREAD * threads + tid;
+  T u0[ELEMENTS_PER_THREAD], u1[ELEMENTS_PER_THREAD];
   bool odd = false;
   const T far = Far<T>::far();
 #pragma unroll
-  for (int k = 0; k < EACH; k++) {
+  for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
     const int i = first + k * threads;
     u0[k] = i < n ? c.u0.at(line, i) : T(0);
     u1[k] = i < n ? c.u1.at(line, i) : T(0);
@@ -906,11 +906,11 @@ __device__ void paired(const Normalise<T>& c) {
     odd |= !(fabs(v0) <= far && fabs(v1) <= far && is_finite(c.x.at(line, j)));
   }
   const bool careful = __syncthreads_or(odd);
-  T most[EACH], before[EACH];
-  int winner[EACH];  // a stretch; in the slower loop, a place
-  B sizes[EACH];
+  T most[ELEMENTS_PER_THREAD], before[ELEMENTS_PER_THREAD];
+  int winner[ELEMENTS_PER_THREAD];  // a stretch; in the slower loop, a place
+  B sizes[ELEMENTS_PER_THREAD];
 #pragma unroll
-  for (int k = 0; k < EACH; k++) {
+  for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
     most[k] = before[k] = T(0);
     winner[k] = careful ? -1 : 0;
     sizes[k] = -1;
@@ -932,7 +932,7 @@ __device__ void paired(const Normalise<T>& c) {
       for (int j = 0; j < count; j++) {
         const Point<T> p = points[j];
 #pragma unroll
-        for (int k = 0; k < EACH; k++) {
+        for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
           const B size = sized(product(u0[k], u1[k], p));
           if (size > sizes[k] && j0 + j != first + k * threads) {
             sizes[k] = size;
@@ -944,15 +944,16 @@ __device__ void paired(const Normalise<T>& c) {
     }
     for (int s = 0; s < padded; s += STRETCH) {
       const int from = j0 + s;
-      // A warp's i are EACH runs of 32. Where the stretch is in one of them, i = j is excluded.
+      // A warp's i are ELEMENTS_PER_THREAD runs of 32. Where the stretch is in one of them, i = j is
+      // excluded.
       bool own = false;
 #pragma unroll
-      for (int k = 0; k < EACH; k++) own |= (first + k * threads) / 32 == from / 32;
+      for (int k = 0; k < ELEMENTS_PER_THREAD; k++) own |= (first + k * threads) / 32 == from / 32;
       if (own) {
         for (int j = 0; j < STRETCH; j++) {
           const Point<T> p = points[s + j];
 #pragma unroll
-          for (int k = 0; k < EACH; k++) {
+          for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
             const T size = product(u0[k], u1[k], p);
             most[k] = most_of(most[k], from + j == first + k * threads ? T(0) : size);
           }
@@ -962,18 +963,19 @@ __device__ void paired(const Normalise<T>& c) {
         for (int j = 0; j < STRETCH; j++) {
           const Point<T> p = points[s + j];
 #pragma unroll
-          for (int k = 0; k < EACH; k++) most[k] = most_of(most[k], product(u0[k], u1[k], p));
+          for (int k = 0; k < ELEMENTS_PER_THREAD; k++)
+            most[k] = most_of(most[k], product(u0[k], u1[k], p));
         }
       }
 #pragma unroll
-      for (int k = 0; k < EACH; k++) {
+      for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
         if (most[k] > before[k]) winner[k] = from;
         before[k] = most[k];
       }
     }
   }
 #pragma unroll
-  for (int k = 0; k < EACH; k++) {
+  for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
     const int i = first + k * threads;
     int at = winner[k];
     if (!careful) {
@@ -1004,8 +1006,8 @@ KERNEL(256, paired_double, Normalise<double>) { paired<double>(c); }
 // same. Why it is exact: computed products differ from true ones by a few roundings of |u0| reach0
 // + |u1| reach1, so a point may be pruned if, moved by MARGIN along either axis, it stays inside.
 
-#define TURNS 16  // directions in half a circle
-#define FEW 512   // the most points that may be left
+#define DIRECTIONS 16   // in half a circle
+#define MAX_POINTS 512  // the most points that may be left
 
 #define COSINES {1.0, 0.9807852804032304, 0.9238795325112867, 0.8314696123025452, 0.7071067811865476, \
                  0.5555702330196023, 0.38268343236508984, 0.19509032201612833, 6.123233995736766e-17}
@@ -1066,14 +1068,14 @@ __device__ __forceinline__ void furthest(B& size, int& place) {
   size = most;
 }
 
-#define TOGETHER 4  // i that a thread compares with the remaining points at a time
+#define ELEMENTS_AT_ONCE 4  // i that a thread compares with the remaining points at a time
 
 template <typename T>
 struct Pruned {
-  Point<T> points[FEW];
-  typename Kind<T>::Bits mosts[8][7], sizes[8][TURNS];
-  T edges[TURNS][3], corners[TURNS + 1][2];
-  int few[FEW], list[FEW], kept_by[8], places[8][TURNS], waiting;
+  Point<T> points[MAX_POINTS];
+  typename Kind<T>::Bits mosts[8][7], sizes[8][DIRECTIONS];
+  T edges[DIRECTIONS][3], corners[DIRECTIONS + 1][2];
+  int few[MAX_POINTS], list[MAX_POINTS], kept_by[8], places[8][DIRECTIONS], waiting;
 };
 
 // One line per block of 256 threads; lines that cannot be pruned are left to paired. n > 1.
@@ -1139,24 +1141,24 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
   auto across = [&](int j) { return mul(mul(v0s.at(j), xs.at(j)), scale[0]); };
   auto up = [&](int j) { return mul(mul(v1s.at(j), xs.at(j)), scale[1]); };
   {
-    B size[TURNS];
-    int place[TURNS];
+    B size[DIRECTIONS];
+    int place[DIRECTIONS];
 #pragma unroll
-    for (int d = 0; d < TURNS; d++) {
+    for (int d = 0; d < DIRECTIONS; d++) {
       size[d] = -1;
       place[d] = 0;
     }
     for (int j = tid; j < n; j += 256) {
       const T a = across(j), b = up(j);
 #pragma unroll
-      for (int d = 0; d < TURNS; d++) {
+      for (int d = 0; d < DIRECTIONS; d++) {
         const B here = sized(add(mul(a, cosine<T>(d)), mul(b, sine<T>(d))));
         place[d] = here > size[d] ? j : place[d];
         size[d] = max(size[d], here);
       }
     }
 #pragma unroll
-    for (int d = 0; d < TURNS; d++) {
+    for (int d = 0; d < DIRECTIONS; d++) {
       furthest(size[d], place[d]);
       if (lane == 0) {
         sizes[warp][d] = size[d];
@@ -1165,7 +1167,7 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     }
   }
   __syncthreads();
-  if (tid < TURNS) {
+  if (tid < DIRECTIONS) {
     B size = sizes[0][tid];
     int place = places[0][tid];
     for (int w = 1; w < 8; w++) {
@@ -1179,12 +1181,12 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     corners[tid][0] = turn ? -a : a;
     corners[tid][1] = turn ? -b : b;
     if (tid == 0) {  // after half a turn, the mirror image
-      corners[TURNS][0] = turn ? a : -a;
-      corners[TURNS][1] = turn ? b : -b;
+      corners[DIRECTIONS][0] = turn ? a : -a;
+      corners[DIRECTIONS][1] = turn ? b : -b;
     }
   }
   __syncthreads();
-  if (tid < TURNS) {
+  if (tid < DIRECTIONS) {
     const T a = corners[tid + 1][1] - corners[tid][1], b = corners[tid][0] - corners[tid + 1][0];
     const T size = add(fabs(a), fabs(b));
     const bool there = size > T(0);  // two directions with the same corner have no edge
@@ -1203,7 +1205,7 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     if (j < high && xs.at(j) != T(0)) {
       const T a = across(j), b = up(j);
 #pragma unroll
-      for (int k = 0; k < TURNS; k++)
+      for (int k = 0; k < DIRECTIONS; k++)
         kept |= !(fabs(add(mul(edges[k][0], a), mul(edges[k][1], b))) <= edges[k][2]);
     }
     return __ballot_sync(FULL, kept);
@@ -1218,7 +1220,7 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     if (w == warp) to = count;
     count += kept_by[w];
   }
-  if (count > FEW || 2 * count > n) {
+  if (count > MAX_POINTS || 2 * count > n) {
     if (tid == 0) c.left[line] = 1;
     return;
   }
@@ -1234,11 +1236,11 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
   if (!count) limit = T(0);
   __syncthreads();
 
-  for (int base = tid; base < n; base += 256 * TOGETHER) {
-    T u0[TOGETHER], u1[TOGETHER], size[TOGETHER];
-    int at[TOGETHER];
+  for (int base = tid; base < n; base += 256 * ELEMENTS_AT_ONCE) {
+    T u0[ELEMENTS_AT_ONCE], u1[ELEMENTS_AT_ONCE], size[ELEMENTS_AT_ONCE];
+    int at[ELEMENTS_AT_ONCE];
 #pragma unroll
-    for (int k = 0; k < TOGETHER; k++) {
+    for (int k = 0; k < ELEMENTS_AT_ONCE; k++) {
       const int i = min(base + 256 * k, n - 1);
       u0[k] = u0s.at(i);
       u1[k] = u1s.at(i);
@@ -1248,14 +1250,14 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
     for (int f = 0; f < count; f++) {  // all products are finite
       const Point<T> p = points[f];
 #pragma unroll
-      for (int k = 0; k < TOGETHER; k++) {
+      for (int k = 0; k < ELEMENTS_AT_ONCE; k++) {
         const T here = fabs(product(u0[k], u1[k], p));
         at[k] = here > size[k] ? f : at[k];
         size[k] = here > size[k] ? here : size[k];
       }
     }
 #pragma unroll
-    for (int k = 0; k < TOGETHER; k++) {
+    for (int k = 0; k < ELEMENTS_AT_ONCE; k++) {
       const int i = base + 256 * k;
       if (i >= n) break;
       // An i that is itself a remaining point, or so small that rounding errors are not relative,
@@ -1264,15 +1266,15 @@ __device__ __forceinline__ void pruned(const Normalise<T>& c, Pruned<T>& shared)
       const int best = at[k] < 0 ? -1 : few[at[k]];
       if (best == i || small) {
         const int where = atomicAdd(&waiting, 1);
-        if (where < FEW) list[where] = i;
+        if (where < MAX_POINTS) list[where] = i;
       } else {
         chosen<T, 2>(c, line, i, best < 0 ? 0 : sized(size[k]), best);
       }
     }
   }
   __syncthreads();
-  if (tid == 0) c.left[line] = waiting > FEW;
-  if (waiting > FEW) return;
+  if (tid == 0) c.left[line] = waiting > MAX_POINTS;
+  if (waiting > MAX_POINTS) return;
   for (int w = warp; w < waiting; w += 8) {
     const int i = list[w];
     const T m0 = u0s.at(i), m1 = u1s.at(i);
@@ -1315,38 +1317,38 @@ struct Used {
 };
 
 // Sets bits; skips the atomic where they are set already, as most are.
-__device__ __forceinline__ void tell(u32* word, u32 bits) {
+__device__ __forceinline__ void set_bits(u32* word, u32 bits) {
   if (bits & ~*word) atomicOr(word, bits);
 }
 
-#define TAKEN 4  // numbers that a thread reads at a time
+#define NUMBERS_PER_THREAD 4  // read at a time
 
 // Bitmap of the numbers that occur.
-KERNEL(COUNTERS, used, Used) {
+KERNEL(TALLY_THREADS, used, Used) {
   DYNAMIC(u32, mine);
-  for (i64 w = threadIdx.x; w < c.slots; w += COUNTERS) mine[w] = 0;
+  for (i64 w = threadIdx.x; w < c.slots; w += TALLY_THREADS) mine[w] = 0;
   __syncthreads();
-  const i64 all = (i64)gridDim.x * COUNTERS;
-  for (i64 i = (i64)blockIdx.x * COUNTERS + threadIdx.x; i < c.n; i += TAKEN * all) {
-    u32 some[TAKEN];
+  const i64 all = (i64)gridDim.x * TALLY_THREADS;
+  for (i64 i = (i64)blockIdx.x * TALLY_THREADS + threadIdx.x; i < c.n; i += NUMBERS_PER_THREAD * all) {
+    u32 some[NUMBERS_PER_THREAD];
 #pragma unroll
-    for (int k = 0; k < TAKEN; k++) {
+    for (int k = 0; k < NUMBERS_PER_THREAD; k++) {
       i64 at[1];
       find(c, i + k * all < c.n ? i + k * all : i, at);
       some[k] = (u32)c.numbers[at[0]];
     }
 #pragma unroll
-    for (int k = 0; k < TAKEN; k++) {
+    for (int k = 0; k < NUMBERS_PER_THREAD; k++) {
       const i64 w = some[k] / 32;
       if (w < c.slots) {
-        tell(mine + w, 1u << some[k] % 32);
+        set_bits(mine + w, 1u << some[k] % 32);
       } else if (w < c.words) {
-        tell(c.there + w, 1u << some[k] % 32);
+        set_bits(c.there + w, 1u << some[k] % 32);
       }
     }
   }
   __syncthreads();
-  for (i64 w = threadIdx.x; w < c.slots; w += COUNTERS) tell(c.there + w, mine[w]);
+  for (i64 w = threadIdx.x; w < c.slots; w += TALLY_THREADS) set_bits(c.there + w, mine[w]);
 }
 
 struct Close {
@@ -1356,17 +1358,17 @@ struct Close {
 };
 
 // Renumbers the numbers that occur from 1 on, without gaps; 0 stays 0. One block.
-KERNEL(COUNTERS, close, Close) {
-  __shared__ int sums[COUNTERS];
+KERNEL(TALLY_THREADS, close, Close) {
+  __shared__ int sums[TALLY_THREADS];
   const i64 words = (c.count + 31) / 32;
   int before = 0;
-  for (i64 first = 0; first < words; first += COUNTERS) {
+  for (i64 first = 0; first < words; first += TALLY_THREADS) {
     const i64 w = first + threadIdx.x;
     u32 bits = w < words ? c.there[w] : 0;
     if (!w) bits &= ~1u;
     sums[threadIdx.x] = __popc(bits);
     __syncthreads();
-    for (int step = 1; step < COUNTERS; step *= 2) {
+    for (int step = 1; step < TALLY_THREADS; step *= 2) {
       const int more = (int)threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
       __syncthreads();
       sums[threadIdx.x] += more;
@@ -1378,7 +1380,7 @@ KERNEL(COUNTERS, close, Close) {
       number += yes;
       c.table[n] = yes ? number : 0;
     }
-    before += sums[COUNTERS - 1];
+    before += sums[TALLY_THREADS - 1];
     __syncthreads();
   }
 }

@@ -5,9 +5,9 @@
 
 #define ROWS 16
 #define COLUMNS 64
-#define EACH 4  // columns per thread
+#define COLUMNS_PER_THREAD 4
 #define DEPTH 16
-#define MANY 256, 1  // threads per block, and one block, for the most registers
+#define ONE_BLOCK 256, 1  // threads per block, and one block, for the most registers
 
 struct Part {
   const void* data;
@@ -35,9 +35,9 @@ __device__ void top(const Top& c) {
   const i64 wide = (c.N + COLUMNS - 1) / COLUMNS;
   const i64 m0 = blockIdx.x / wide * ROWS, n0 = blockIdx.x % wide * COLUMNS, batch = blockIdx.z;
   const int tx = threadIdx.x, ty = threadIdx.y, tid = ty * 16 + tx;
-  T best[EACH][TOP];
+  T best[COLUMNS_PER_THREAD][TOP];
 #pragma unroll
-  for (int e = 0; e < EACH; e++)
+  for (int e = 0; e < COLUMNS_PER_THREAD; e++)
 #pragma unroll
     for (int t = 0; t < TOP; t++) best[e][t] = T(0);
   for (i64 k0 = 0; k0 < c.K; k0 += DEPTH) {
@@ -54,7 +54,7 @@ __device__ void top(const Top& c) {
     __syncthreads();
     for (int k = 0; k < DEPTH; k++) {
 #pragma unroll
-      for (int e = 0; e < EACH; e++) {
+      for (int e = 0; e < COLUMNS_PER_THREAD; e++) {
         const T w = ws[k][e * 16 + tx];
         for (int p = 0; p < TOP; p++) {
           const T x = xs[p][k][ty];
@@ -72,7 +72,7 @@ __device__ void top(const Top& c) {
     }
   }
 #pragma unroll
-  for (int e = 0; e < EACH; e++) {
+  for (int e = 0; e < COLUMNS_PER_THREAD; e++) {
     const i64 m = m0 + ty, n = n0 + e * 16 + tx;
     if (m >= c.M || n >= c.N) continue;
 #pragma unroll
@@ -80,5 +80,5 @@ __device__ void top(const Top& c) {
       ((T*)c.out)[t * c.plane + (batch * c.M + m) * c.N + n] = best[e][t];
   }
 }
-KERNEL(MANY, top_float, Top) { top<float>(c); }
-KERNEL(MANY, top_double, Top) { top<double>(c); }
+KERNEL(ONE_BLOCK, top_float, Top) { top<float>(c); }
+KERNEL(ONE_BLOCK, top_double, Top) { top<double>(c); }
