@@ -17,8 +17,6 @@ from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, anal
 from gradtrace.ir.program import Program
 from gradtrace.kernels import BatchedTally, backend_of, fetch_scalars, tuning
 from gradtrace.kernels.exact_sums import summed
-from gradtrace.kernels.exact_sums import summed
-from gradtrace.kernels.sync import fetch_scalars
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid
 from gradtrace.tracing.aggregate import Counts, Reach, grouped

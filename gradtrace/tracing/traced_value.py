@@ -257,8 +257,6 @@ def shared(states: list[TracedValue]) -> bool:
     return len(provenance.rows) <= COMPACT_ABOVE_ENTRIES  # last: len() of a lazy table synchronises
 
 
-
-
 def sizes(x: Tensor) -> Tensor:
     """|x| as a new contiguous tensor."""
     x = wide(x)

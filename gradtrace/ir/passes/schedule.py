@@ -85,7 +85,7 @@ class Schedule:
             self.known = known | program.kept.keys()
         bounds = request.bounds or analyse_provenance(program, self.components)
         self.must, self.may = bounds
-        self.batches_leaves = backend_of(program.seed).synchronises and not compact
+        self.batches_leaves = backend_of(program.seed).fuses(program.seed) and not compact
         self.last = self._last_uses()
         self.number = -1  # of the step
         self.found: list[Instruction] = []
