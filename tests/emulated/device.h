@@ -18,7 +18,7 @@
 #define __grid_constant__
 #define __restrict__ __restrict
 #define DYNAMIC(type, name) type* name = (type*)emulated::dynamic.data()
-#define AFRESH(x)
+#define RECOMPUTE(x)
 #define COMMIT
 #define AWAIT(n)
 
