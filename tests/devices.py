@@ -109,7 +109,7 @@ def sent(x: Matrices, device: str) -> Matrices:
 
 def contracted(device: str, a: Matrices, b: Matrices, **how: Any) -> None:
     """What ``gpu`` gives and what the reference does."""
-    here: dict[str, Any] = {k: sent(x, device) if k == "marks" else x for k, x in how.items()}
+    here: dict[str, Any] = {k: sent(x, device) if k == "ids" else x for k, x in how.items()}
     found = cuda_contraction.contraction(sent(a, device), sent(b, device), **here)
     alike(found, plain_contraction.contraction(a, b, **how))
 
