@@ -22,6 +22,7 @@ from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, anal
 from gradtrace.ir.passes.storage import choose_storage
 from gradtrace.ir.plan import NO_LIMIT, Encoding, Plan, Storage
 from gradtrace.ir.program import Program, Step
+from gradtrace.kernels import tuning
 from gradtrace.linops import Map
 from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
 from gradtrace.semirings import COUNT, MAX, SUM
@@ -178,7 +179,7 @@ WITHOUT: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_pass_that_makes_a_plan(
     name: str, rule: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule.kernel_steps, "PIECE_ELEMENTS", 2)  # leaves are large
+    monkeypatch.setattr(tuning, "PIECE_ELEMENTS", 2)  # leaves are large
     program = optimise.simplified(recorded(seed))
     wanted = provenance(program, rule)
     WITHOUT[name](monkeypatch)
