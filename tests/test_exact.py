@@ -195,3 +195,12 @@ def test_convolutions_on_a_gpu(clean: None) -> None:
         for a, b in ((x, w), (x.detach().double().requires_grad_(), w.double()))
     )
     assert float(((found - wanted).abs() / wanted).amax()) < 1e-4
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_the_old_name_of_cudnn_can_be_read_meanwhile(allow: bool, clean: None) -> None:
+    """As ``torch.backends.cudnn.flags`` does, which a watched RNN needs."""
+    convolutions(allow)
+    with without_tf32():
+        assert BACKENDS.cudnn.allow_tf32 is False
+    assert BACKENDS.cudnn.allow_tf32 is allow

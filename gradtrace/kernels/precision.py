@@ -69,15 +69,16 @@ def _products() -> Iterator[None]:
 
 @contextmanager
 def _convolutions() -> Iterator[None]:
-    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    if conv.fp32_precision != "tf32":
-        yield
-        return
-    conv.fp32_precision = "ieee"
+    # recurrent layers too: torch refuses to read cudnn.allow_tf32 while the two differ
+    cudnn = torch.backends.cudnn
+    using = [part for part in (cudnn.conv, cudnn.rnn) if part.fp32_precision == "tf32"]  # type: ignore[attr-defined]
+    for part in using:
+        part.fp32_precision = "ieee"
     try:
         yield
     finally:
-        conv.fp32_precision = "tf32"
+        for part in using:
+            part.fp32_precision = "tf32"
 
 
 def _old_precision() -> str | None:
