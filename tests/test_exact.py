@@ -125,7 +125,7 @@ def off() -> bool:
     if MATMUL.allow_tf32:  # on a torch with both interfaces they agree, or this would raise
         return False
     if NEW:
-        return bool(MATMUL.fp32_precision == BACKENDS.cudnn.conv.fp32_precision == "ieee")
+        return "tf32" not in (MATMUL.fp32_precision, BACKENDS.cudnn.conv.fp32_precision)
     return not BACKENDS.cudnn.allow_tf32
 
 

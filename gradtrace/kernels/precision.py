@@ -69,16 +69,29 @@ def _products() -> Iterator[None]:
 
 @contextmanager
 def _convolutions() -> Iterator[None]:
-    # recurrent layers too: torch refuses to read cudnn.allow_tf32 while the two differ
-    cudnn = torch.backends.cudnn
-    using = [part for part in (cudnn.conv, cudnn.rnn) if part.fp32_precision == "tf32"]  # type: ignore[attr-defined]
-    for part in using:
-        part.fp32_precision = "ieee"
+    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    if conv.fp32_precision != "tf32":
+        yield
+        return
+    old = _old_flag_of_cudnn()
+    if old:  # so that it can be read meanwhile, as torch.backends.cudnn.flags does
+        torch._C._set_cudnn_allow_tf32(False)
+    if conv.fp32_precision == "tf32":  # also where it is inherited
+        conv.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for part in using:
-            part.fp32_precision = "tf32"
+        if old:
+            torch._C._set_cudnn_allow_tf32(True)
+        conv.fp32_precision = "tf32"
+
+
+def _old_flag_of_cudnn() -> bool:
+    """Whether cuDNN's TF32 is on, and was so set that the old interface can say it."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # set through the new interface
+        return False
 
 
 def _old_precision() -> str | None:
