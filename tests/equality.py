@@ -215,7 +215,7 @@ def outcome(trace: Trace, marks: ComponentBits, kinds: dict[int, int], paths: in
 def by_block(trace: Trace) -> ComponentBits:
     """A bit for each block of the program."""
     blocks = range(len(trace.program.blocks))
-    return ComponentBits(len(blocks) + 1, {n: 2 << n for n in blocks}, {}, {})
+    return ComponentBits({n: 2 << n for n in blocks}, {}, {})
 
 
 def assert_equal(trace: Trace, paths: int = 0) -> Counter[str]:

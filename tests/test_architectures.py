@@ -80,7 +80,7 @@ def agree(trace: Trace, paths: Paths) -> None:
         for n, block in enumerate(blocks)
         if block.place.module and block.operator != HOOKS
     }
-    marks = ComponentBits(len(modules) + 1, entered, {}, {})
+    marks = ComponentBits(entered, {}, {})
     with torch.no_grad():
         leaves = traced_leaves(trace.program, trace.rule, marks)
         states = {trace.names[f.leaf.value]: f.state for f in leaves}

@@ -181,7 +181,7 @@ def test_few_rows_of_a_large_table_are_compared_by_themselves(
     (state,) = seen
     assert state is not None and state.sparse is not None
     assert len(state.sparse.at) == 4 * 5  # four words occur
-    assert len(set(state.sparse.marks.tolist())) == 3  # past the middle, through it, from the top
+    assert len(set(state.sparse.ids.tolist())) == 3  # past the middle, through it, from the top
     monkeypatch.setattr(Greedy, "_join_sparse", staticmethod(lambda states, step: None))
     plain = traced(model, loss_of).influence()
     for ours, theirs in zip(found.rows, plain.rows, strict=True):

@@ -47,7 +47,7 @@ def bits_of(program: Program) -> ComponentBits:
     blocks = {n: 2 << n for n in range(len(program.blocks)) if n % 3}
     first = len(program.blocks) + 1
     given = {(n, at): 1 << first for n, b in enumerate(program.blocks) for at in (*b.gives,)[1:2]}
-    return ComponentBits(first + 1, blocks, given, {})
+    return ComponentBits(blocks, given, {})
 
 
 def provenance(program: Program, rule: str, storage: Storage = NO_LIMIT) -> list[Any]:

@@ -285,11 +285,11 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
     """Marks of the forest against those of the streaming pass; how many different there are."""
     chosen = ComponentFinder(trace.program, trace.modules, {}).choose(kind)
     forest, starts = grown(trace, sample)
-    found = path_provenance(forest, trace.program, chosen.marks)
-    assert len(set(found.marks)) == len(found.marks)
-    mine = [found.marks[n] for n in found.number.tolist()]
+    found = path_provenance(forest, trace.program, chosen.component_bits)
+    assert len(set(found.sets)) == len(found.sets)
+    mine = [found.sets[n] for n in found.number.tolist()]
     with torch.no_grad():
-        leaves = traced_leaves(trace.program, trace.rule, chosen.marks)
+        leaves = traced_leaves(trace.program, trace.rule, chosen.component_bits)
         states = {f.leaf.value: f.state for f in leaves}
     theirs = []
     for value, elements in starts.items():
@@ -299,7 +299,7 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
         theirs += [known[n] for n in state.ids.reshape(-1)[elements].tolist()]
     assert [mark if mark & 1 else 0 for mark in mine] == theirs
     assert [mark & 1 for mark in mine] == forest.whole.int().tolist()
-    return len(found.marks)
+    return len(found.sets)
 
 
 @pytest.mark.parametrize("rule", RULES)

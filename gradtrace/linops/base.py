@@ -97,13 +97,13 @@ class Map(ABC):
         """The product in a semiring: ``⊕ⱼ lift(J[i, j]) ⊗ x[j]`` for each output element."""
         return self.generic(x, semiring)
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         """For each output element the provenance id of the input element that contributes most, the
         first of several, 0 for none. Returns (largest |contribution| or None, ids); the former only
         with ``value``.
         """
         largest, source = self.largest(x)
-        return largest if value else None, ids_at(marks, source)
+        return largest if value else None, ids_at(ids, source)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
         """The largest contribution to each output element, or to the elements ``at``."""
@@ -257,11 +257,11 @@ def chosen(value: Tensor, source: Tensor, at: Tensor | None) -> Best:
     return Best(value.reshape(-1)[at], source.reshape(-1)[at])
 
 
-def ids_at(marks: Tensor, source: Tensor) -> Tensor:
+def ids_at(ids: Tensor, source: Tensor) -> Tensor:
     """The provenance ids of the elements ``source``; 0 for -1."""
-    if not marks.numel():
-        return marks.new_zeros(source.shape)
-    return torch.where(source >= 0, marks.reshape(-1)[source.clamp(min=0)], 0)
+    if not ids.numel():
+        return ids.new_zeros(source.shape)
+    return torch.where(source >= 0, ids.reshape(-1)[source.clamp(min=0)], 0)
 
 
 def per_element(count: Count, shape: Shape) -> Tensor:

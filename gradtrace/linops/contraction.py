@@ -79,13 +79,13 @@ class Contract(Map):
         source = base + located(place, *steps.along)
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
-        there = self._select_strided(x, marks, value)
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
+        there = self._select_strided(x, ids, value)
         if there is not None:
             return there
         how = self.plan()
         backend = backend_of(x)
-        left, right, ids = how.left(x), how.right(self.weight), how.left(marks)
+        left, right, ids = how.left(x), how.right(self.weight), how.left(ids)
         if how.turned:  # compute the transposed product, so that the result is contiguous
             found = backend.contract(right.mT, left.mT, value=value, ids=ids.mT, of_b=True)
         else:
@@ -98,19 +98,19 @@ class Contract(Map):
         largest = None if found.value is None else how.back(found.value)
         return largest, how.back(found.ids)
 
-    def _select_strided(self, x: Tensor, marks: Tensor, value: bool) -> Selection | None:
+    def _select_strided(self, x: Tensor, ids: Tensor, value: bool) -> Selection | None:
         """``select`` that reads the operands with their strides, without copies; None if these
         cannot be read as matrices.
         """
         weight = self.weight
         layout = _operand_order(
-            self.spec, self.in_shape, weight.shape, x.stride(), weight.stride(), marks.stride()
+            self.spec, self.in_shape, weight.shape, x.stride(), weight.stride(), ids.stride()
         )
         if layout is None:
             return None
         a, b = (weight, x) if layout.how.of_b else (x, weight)
         largest, _, chosen = backend_of(x).contract_strided(
-            a, b, marks, layout.how, layout.shape, value
+            a, b, ids, layout.how, layout.shape, value
         )
         assert chosen is not None
         if layout.order is None:
@@ -120,9 +120,9 @@ class Contract(Map):
         )
 
     def carry_some(
-        self, x: Tensor, marks: Tensor, order: Sequence[int], first: int, last: int
+        self, x: Tensor, ids: Tensor, order: Sequence[int], first: int, last: int
     ) -> Tensor:
-        """Elements ``first`` to ``last`` of ``select(x, marks)[1].permute(order)``, flattened: part
+        """Elements ``first`` to ``last`` of ``select(x, ids)[1].permute(order)``, flattened: part
         of the selected provenance ids. Only the slices along the first of these dimensions that
         hold them are computed.
         """
@@ -135,10 +135,10 @@ class Contract(Map):
             d = letters.find(how.out[dim])
             return t if d < 0 else t.narrow(d, rows.start, rows.stop - rows.start)
 
-        x, marks, weight = sliced(x, how.x), sliced(marks, how.x), sliced(self.weight, how.w)
+        x, ids, weight = sliced(x, how.x), sliced(ids, how.x), sliced(self.weight, how.w)
         shape = resized(self.out_shape, dim, rows.stop - rows.start)
         here = Contract(self.spec, weight, tuple(x.shape), shape)
-        found = here.select(x, marks)[1].permute(*order).reshape(-1)
+        found = here.select(x, ids)[1].permute(*order).reshape(-1)
         return found[first - rows.start * row : last - rows.start * row]
 
     def rows(self, at: Tensor) -> Rows:
@@ -234,16 +234,16 @@ def _operand_order(
             return None
         batch, row, column = matrices.stride()
         found.append((batch, row, column))
-    left, right, marks = found
+    left, right, ids = found
     i, k = how.size(how.batch), how.size(how.inner)
     m, n = how.size(how.rows), how.size(how.columns)
     if how.turned:
         (batch, inner, row), other = right, left
         shape = tuple(how.sizes[c] for c in how.out)
         return _OperandOrder(
-            MatrixLayout((i, n, m), k, (batch, row, inner), other, marks, True), shape, None
+            MatrixLayout((i, n, m), k, (batch, row, inner), other, ids, True), shape, None
         )
     batch, inner, column = right
     written, order = how.written
-    matrix_layout = MatrixLayout((i, m, n), k, left, (batch, column, inner), marks, False)
+    matrix_layout = MatrixLayout((i, m, n), k, left, (batch, column, inner), ids, False)
     return _OperandOrder(matrix_layout, tuple(written), order)

@@ -92,11 +92,11 @@ class Convolve(Map):
             out[o] = out[o] + part if o in out else part
         return tuple(out[o] for o in sorted(out))
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         how = self._products(x)
         if how is None:
-            return super().select(x, marks, value)
-        found = self._contractions(how, x, marks, value)
+            return super().select(x, ids, value)
+        found = self._contractions(how, x, ids, value)
         largest = self._assembled(how, [part.value for part in found]) if value else None
         return largest, self._assembled(how, [part.ids for part in found])
 
@@ -118,11 +118,11 @@ class Convolve(Map):
         return how if how.pieces and not (how.beyond and _has_nonfinite(inside)) else None
 
     def _contractions(
-        self, how: WindowProducts, x: Tensor, marks: Tensor | None = None, value: bool = True
+        self, how: WindowProducts, x: Tensor, ids: Tensor | None = None, value: bool = True
     ) -> list[Contraction]:
         """The result of each batched product."""
         backend, padded = backend_of(x), with_margins(x, how.margins)
-        padded_ids = None if marks is None else with_margins(marks, how.margins)
+        padded_ids = None if ids is None else with_margins(ids, how.margins)
         return [
             backend.contract(
                 piece.left.left(padded),

@@ -51,9 +51,9 @@ class Scan(Map):
         own = torch.arange(self.inputs, device=x.device).reshape(self.in_shape)
         return chosen(self._flip(value), own - (number - place) * step, at)
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         largest, source = self.best(x)
-        return largest if value else None, ids_at(marks, source)
+        return largest if value else None, ids_at(ids, source)
 
     def rows(self, at: Tensor) -> Rows:
         n, step = self.in_shape[self.dim], strides_of(self.in_shape)[self.dim]

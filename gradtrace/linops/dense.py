@@ -32,11 +32,11 @@ class Dense(Map):
         flat = semiring.contract("j,ij->i", each(x, lambda part: part.reshape(-1)), self.matrix)
         return each(flat, lambda part: part.reshape(self.out_shape))
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         if not self._all_finite(x):
-            return super().select(x, marks, value)
+            return super().select(x, ids, value)
         matrix = self.matrix.t().unsqueeze(0)
-        x, ids = x.reshape(1, 1, -1), marks.reshape(1, 1, -1)
+        x, ids = x.reshape(1, 1, -1), ids.reshape(1, 1, -1)
         found = backend_of(x).contract(x, matrix, value=value, ids=ids)
         assert found.ids is not None
         largest = None if found.value is None else found.value.reshape(self.out_shape)

@@ -98,30 +98,30 @@ class Normaliser(Map):
             return self._best_at(x, at)
         return chosen(*super().best(x), at)
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         if not self.inputs:
-            return super().select(x, marks, value)
+            return super().select(x, ids, value)
         x = wide(x)
-        found = self._selected(x, marks, value)
+        found = self._selected(x, ids, value)
         if found is None or found.ids is None:
             size, place = self._best_places(x)
-            ids = torch.where(size != 0, self._lines(marks).gather(1, place), 0)
+            ids = torch.where(size != 0, self._lines(ids).gather(1, place), 0)
             return self._back(size) if value else None, self._back(ids)
         size_or_none = None if found.value is None or not value else self._back(found.value)
         return size_or_none, self._back(found.ids)
 
-    def _selected(self, x: Tensor, marks: Tensor, value: bool) -> LargestEntry | None:
+    def _selected(self, x: Tensor, ids: Tensor, value: bool) -> LargestEntry | None:
         """``select`` by a kernel: reads the tensors with their strides if these allow it, else
         copies them to lines. None if no kernel supports it.
         """
         parts = [wide(part) for part in (self.diagonal, x, *self.left, *self.right)]
-        tensors = [(part.shape, part.stride()) for part in (*parts, marks)]
+        tensors = [(part.shape, part.stride()) for part in (*parts, ids)]
         layout = _line_layout(self.in_shape, self.dims, *tensors)
         if layout is None:
-            parts, marks = [self._lines(part) for part in parts], self._lines(marks)
+            parts, ids = [self._lines(part) for part in parts], self._lines(ids)
         (diagonal, x, *pairs), rank = parts, len(self.left)
         lines = LowRankLines(diagonal, pairs[:rank], pairs[rank:], x)
-        return backend_of(x).normalise(lines, marks, value, layout)
+        return backend_of(x).normalise(lines, ids, value, layout)
 
     def _best_places(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The largest contribution to each element of each line, and its place, in plain torch."""

@@ -51,9 +51,9 @@ class Scale(Map):
         x = wide(x)
         return (wide(self._weight(x)) * x).abs()
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         size = self.weighed(x)
-        return size if value else None, torch.where(size != 0, marks, 0)
+        return size if value else None, torch.where(size != 0, ids, 0)
 
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         if not isinstance(self.weight, Tensor):

@@ -40,9 +40,9 @@ class Gather(Map):
             return chosen(wide(taken_at(x.reshape(-1), source, 0.0)).abs(), source, None)
         return chosen(wide(picked(x, self.in_shape, source)).abs(), source, None)
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         size = wide(self.apply(x)).abs()
-        return size if value else None, torch.where(size != 0, self.apply(marks), 0)
+        return size if value else None, torch.where(size != 0, self.apply(ids), 0)
 
     def rows(self, at: Tensor) -> Rows:
         return Rows(self.sources(at).unsqueeze(1), torch.ones((), device=at.device))

@@ -38,8 +38,8 @@ class Reduce(Map):
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
         return each(semiring.reduce(x, self.dims), lambda part: part.reshape(self.out_shape))
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
-        largest, selected = backend_of(x).reduce(x, marks, self.dims)
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
+        largest, selected = backend_of(x).reduce(x, ids, self.dims)
         shape = self.out_shape
         if selected.shape == shape:
             return largest if value else None, selected

@@ -21,7 +21,7 @@ class SparseElements(NamedTuple):
 
     at: Tensor
     value: Tensor
-    marks: Tensor
+    ids: Tensor
 
 
 class Scatter(Map):
@@ -79,15 +79,15 @@ class Scatter(Map):
         source = taken_at(mine, small.source, -1)
         return Best(small.value[back], source[back])
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         target = self.target.reshape(-1)
         if not value and self.sparse:
-            elements = self.few(x, marks)
-            out = marks.new_zeros(self.outputs)
-            out[elements.at] = elements.marks
+            elements = self.few(x, ids)
+            out = ids.new_zeros(self.outputs)
+            out[elements.at] = elements.ids
             return None, out.reshape(self.out_shape)
         largest, selected = backend_of(x).scatter(
-            x.reshape(-1), marks.reshape(-1), target, self.outputs
+            x.reshape(-1), ids.reshape(-1), target, self.outputs
         )
         return largest.reshape(self.out_shape) if value else None, selected.reshape(self.out_shape)
 
@@ -96,12 +96,12 @@ class Scatter(Map):
         """Whether most outputs are the target of no input."""
         return tuning.SPARSE_RATIO * self.inputs < self.outputs
 
-    def few(self, x: Tensor, marks: Tensor) -> SparseElements:
+    def few(self, x: Tensor, ids: Tensor) -> SparseElements:
         """``apply`` and ``select`` for only the outputs that are the target of some input."""
         target = self.target.reshape(-1)
         at, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         flat = x.reshape(-1)
-        selected = backend_of(x).scatter(flat, marks.reshape(-1), place, len(at)).ids
+        selected = backend_of(x).scatter(flat, ids.reshape(-1), place, len(at)).ids
         value = flat.new_zeros(len(at)).index_add_(0, place, flat)
         there = at >= 0  # -1, no target, is one of the distinct targets here
         return SparseElements(at[there], value[there], selected[there])

@@ -34,10 +34,10 @@ class BlockDiagonal(Map):
             return semiring.zeros(self.out_shape, x)
         return tuple(self._joined(parts) for parts in zip(*found))
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
-        found = [block.select(part, ids, value) for block, (part, ids) in self.blocks(x, marks)]
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
+        found = [block.select(part, ids, value) for block, (part, ids) in self.blocks(x, ids)]
         if not found:
-            return super().select(x, marks, value)
+            return super().select(x, ids, value)
         sizes = [size for size, _ in found if size is not None]
         return self._joined(sizes) if value else None, self._joined([ids for _, ids in found])
 

@@ -153,11 +153,11 @@ class Sparse(Map):
         planes = self.around.planes if self.outputs else 0
         return (slice(n, min(n + step, planes)) for n in range(0, planes, step))
 
-    def select(self, x: Tensor, marks: Tensor, value: bool = False) -> Selection:
+    def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         x, weight = wide(x), wide(self.weight)
         kind = torch.promote_types(x.dtype, weight.dtype)
         matrices = self._compressed(weight.to(kind))
-        largest, selected = backend_of(x).sparse(matrices, x.to(kind), marks)
+        largest, selected = backend_of(x).sparse(matrices, x.to(kind), ids)
         largest = largest.reshape(self.out_shape)
         return largest if value else None, selected.reshape(self.out_shape)
 

@@ -60,7 +60,7 @@ def _tables(traced: TracedProgram, small: bool) -> Tables:
     for key, kind in _kinds(traced).items():
         with contextlib.suppress(UnknownName):  # the program has none of this kind
             parts[key] = finder.choose(kind).components
-    chosen = ComponentSelection([c for some in parts.values() for c in some], finder.marks)
+    chosen = ComponentSelection([c for some in parts.values() for c in some], finder.component_bits)
     notes: tuple[str, ...] = ()
     if small and traced.granularity == "scalar":
         table, notes = counted_sample(traced, chosen, SAMPLED_ELEMENTS), (SMALL_VIEW_NOTE,)

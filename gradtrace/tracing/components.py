@@ -56,7 +56,7 @@ class ComponentSelection:
     """Components, and the blocks, arguments and slices that set their bits."""
 
     components: list[Component]
-    marks: ComponentBits
+    component_bits: ComponentBits
 
 
 @dataclass
@@ -103,26 +103,25 @@ class ComponentFinder:
         self.classes = dict(modules)
         self.leaves = {name: {name, *others} for name, others in leaves.items()}
         self.next = 1  # bit 0 says that there is a path
-        self.marks = ComponentBits(1, {}, {}, {})
+        self.component_bits = ComponentBits({}, {}, {})
 
     def _atom(self) -> int:
         bit = 1 << self.next
         self.next += 1
-        self.marks.bits = self.next
         return bit
 
     # Kinds of components --------------------------------------------------------------------------
 
     def _by(self, key: Callable[[Block], str]) -> Region:
         """One atom for each key of a block; blocks of no key are left out."""
-        bits, marks = dict[str, int](), self.marks.block
+        bits, component_bits = dict[str, int](), self.component_bits.block
         for number, block in enumerate(self.program.blocks):
             name = key(block)
             if name and block.operator != HOOKS:
                 bit = bits.get(name, 0)
                 if not bit:
                     bit = bits[name] = self._atom()
-                marks[number] = marks.get(number, 0) | bit
+                component_bits[number] = component_bits.get(number, 0) | bit
         return Region(bits)
 
     def modules(self) -> Region:
@@ -179,7 +178,7 @@ class ComponentFinder:
                 if name is not None and name not in region.bits:
                     region.bits[name] = self._atom()
             bits = [0 if name is None else region.bits[name] for name in names]
-            self.marks.slices[number] = (dim, bits)
+            self.component_bits.slices[number] = (dim, bits)
         return region
 
     def arguments(self) -> Region:
@@ -194,7 +193,7 @@ class ComponentFinder:
             which = seen[where] = seen.get(where, -1) + 1
             for position, value in sorted(block.gives.items()):
                 name = f"{where}{which or ''}[{position}] from {routes.source(value)}"
-                region.bits[name] = self.marks.position[number, position] = self._atom()
+                region.bits[name] = self.component_bits.position[number, position] = self._atom()
         return region
 
     # Choosing ------------------------------------------------------------------------------------
@@ -213,12 +212,12 @@ class ComponentFinder:
             region = self._region(components)
             names = [n for n in region.bits if n]
             found = [Component(n, region.bits[n], region.owns.get(n, frozenset())) for n in names]
-            return ComponentSelection(found, self.marks)
+            return ComponentSelection(found, self.component_bits)
         if not isinstance(components, Mapping):
             components = {name: name for name in components}
         regions: dict[str, Region] = {}
         found = [self._group(name, parts, regions) for name, parts in components.items()]
-        return ComponentSelection(found, self.marks)
+        return ComponentSelection(found, self.component_bits)
 
     def _region(self, kind: str) -> Region:
         makers = dict(

@@ -44,30 +44,31 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
         kept, budget = traced.uses_kept, traced.budget
         storage = choose_storage(traced.program, kept, budget, WHAT, REMEDY)
         tally.room = storage.batch_bytes
-        tally.bounds = analyse_provenance(traced.program, chosen.marks)
+        tally.bounds = analyse_provenance(traced.program, chosen.component_bits)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
-        for found, gradient in _traced_leaves(traced, chosen.marks, storage, tally.bounds):
+        for found, gradient in _traced_leaves(traced, chosen.component_bits, storage, tally.bounds):
             tally.add(found, gradient)
         return tally.result(traced.rule, "count", traced.notes)
 
 
 def _tally(traced: TracedProgram, chosen: ComponentSelection) -> Tally:
-    return Tally(chosen.components, traced.program, chosen.marks, traced.names, traced.pairs)
+    program, bits = traced.program, chosen.component_bits
+    return Tally(chosen.components, program, bits, traced.names, traced.pairs)
 
 
 def _traced_leaves(
     traced: TracedProgram,
-    marks: ComponentBits,
+    component_bits: ComponentBits,
     storage: Storage,
     bounds: ProvenanceBounds | None,
 ) -> Iterator[tuple[TracedLeaf, Tensor]]:
     """Trace the program: its leaves, each with its gradient."""
     program, rule = traced.program, traced.rule
     if traced.granularity == "operator":
-        yield from _traced_tensors(traced, marks)
+        yield from _traced_tensors(traced, component_bits)
         return
     if traced.pairs == 1:
-        for found in traced_leaves(program, rule, marks, storage, bounds):
+        for found in traced_leaves(program, rule, component_bits, storage, bounds):
             if rule == "viterbi":
                 yield found, found.leaf.compute()
             else:
@@ -78,7 +79,7 @@ def _traced_leaves(
                 yield found, gradient
         return
     pairs = Pairs.follow(program, traced.pairs)
-    leaves = execute_pairs(program, rule, pairs, marks, storage)
+    leaves = execute_pairs(program, rule, pairs, component_bits, storage)
     if rule == "greedy":
         for found in leaves:
             yield found, found.gradient
@@ -89,10 +90,10 @@ def _traced_leaves(
 
 
 def _traced_tensors(
-    traced: TracedProgram, marks: ComponentBits
+    traced: TracedProgram, component_bits: ComponentBits
 ) -> Iterator[tuple[TracedLeaf, Tensor]]:
     """``_traced_leaves`` at operator granularity: a leaf's elements all have its path."""
-    if marks.slices:
+    if component_bits.slices:
         raise GradtraceError(
             "a path of whole tensors runs through all slices of a labelled one; measure labels "
             "with granularity='scalar'"
@@ -104,8 +105,8 @@ def _traced_tensors(
             chain = coarse.chain(leaf.value)
             bits = 1 if chain.links else 0
             for link in chain.links:
-                bits |= marks.block.get(link.block, 0)
-                bits |= marks.position.get((link.block, link.position), 0)
+                bits |= component_bits.block.get(link.block, 0)
+                bits |= component_bits.position.get((link.block, link.position), 0)
             gradient = follower.gradients[leaf.value]
             state = TracedValue(gradient, 0, chain.reached.int(), ProvenanceTable((bits,)))
             yield TracedLeaf(leaf, state, pair), gradient
@@ -126,13 +127,13 @@ def counted_sample(
     starts = {value: elements.to(traced.device) for value, elements in drawn.items()}
     for pair in range(traced.pairs):
         forest = traced.builder(pair).follower.follow(starts, traced.rule)
-        found, first = path_provenance(forest, traced.program, chosen.marks), 0
+        found, first = path_provenance(forest, traced.program, chosen.component_bits), 0
         gradient = forest.gradient[forest.starts]
         for value, elements in drawn.items():
             mine = slice(first, first + len(elements))
             first = mine.stop
             ids = found.number[mine]
-            tally.add_some(value, pair, found.marks, ids, gradient[mine], sizes[value])
+            tally.add_some(value, pair, found.sets, ids, gradient[mine], sizes[value])
     drawn_paths = sum(leaf.total for leaf in tally.leaves) // traced.pairs
     notes = (f"paths of {drawn_paths:,} elements", *traced.notes)
     return tally.result(traced.rule, "count", notes)

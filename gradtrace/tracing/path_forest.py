@@ -60,7 +60,7 @@ class SliceBits(NamedTuple):
 class PathProvenance(NamedTuple):
     """The distinct provenance sets of paths, and for each start the index of its own."""
 
-    marks: list[int]
+    sets: list[int]
     number: Tensor
 
 
@@ -117,7 +117,9 @@ class PathForest:
                 return
             node, first = onward[node], False
 
-    def marks(self, bits: Mapping[int, int], slices: Mapping[int, SliceBits]) -> PathProvenance:
+    def provenance(
+        self, bits: Mapping[int, int], slices: Mapping[int, SliceBits]
+    ) -> PathProvenance:
         """The provenance of each start: the union over its path of the bits of each node's value
         and slice. Bit 0 is set at the root where the seed is not 0.
         """
@@ -268,14 +270,14 @@ class ForestBuilder:
         )
 
 
-def _words(marks: Sequence[int]) -> int:
+def _words(sets: Sequence[int]) -> int:
     """How many words the largest provenance set needs."""
-    return max(1, *(-(-mark.bit_length() // WORD_BITS) for mark in marks)) if marks else 1
+    return max(1, *(-(-one.bit_length() // WORD_BITS) for one in sets)) if sets else 1
 
 
-def _split(marks: Sequence[int], words: int) -> Tensor:
+def _split(sets: Sequence[int], words: int) -> Tensor:
     """Provenance sets as rows of words: (sets, words)."""
     mask = (1 << WORD_BITS) - 1
     return torch.tensor(
-        [[mark >> n * WORD_BITS & mask for n in range(words)] for mark in marks], device="cpu"
+        [[one >> n * WORD_BITS & mask for n in range(words)] for one in sets], device="cpu"
     )

@@ -363,7 +363,7 @@ class Builder:
         return LazyPaths(self.labels, forest, forest.starts[forest.whole].tolist())
 
 
-def path_provenance(forest: PathForest, program: Program, marks: ComponentBits) -> PathProvenance:
+def path_provenance(forest: PathForest, program: Program, bits_of: ComponentBits) -> PathProvenance:
     """The provenance of followed paths; equal to that of ``traced_leaves`` at their starts."""
     bits: dict[int, int] = {}
     slices: dict[int, SliceBits] = {}
@@ -371,12 +371,12 @@ def path_provenance(forest: PathForest, program: Program, marks: ComponentBits) 
     shapes[program.root] = tuple(program.seed.shape)
     for number, block in enumerate(program.blocks):
         for value in block.takes.values():
-            bits[value] = bits.get(value, 0) | marks.block.get(number, 0)
-            if number in marks.slices:
-                slices[value] = SliceBits(shapes[value], *marks.slices[number])
+            bits[value] = bits.get(value, 0) | bits_of.block.get(number, 0)
+            if number in bits_of.slices:
+                slices[value] = SliceBits(shapes[value], *bits_of.slices[number])
         for position, value in block.gives.items():
-            bits[value] = bits.get(value, 0) | marks.position.get((number, position), 0)
-    return forest.marks(bits, slices)
+            bits[value] = bits.get(value, 0) | bits_of.position.get((number, position), 0)
+    return forest.provenance(bits, slices)
 
 
 def unravel(element: int, shape: Shape) -> Shape:

@@ -205,7 +205,7 @@ class Greedy:
         """A uniform term plus a sparse one: only the sparse elements are compared."""
         if len(states) != 2 or not states[0].uniform or states[1].sparse is None:
             return None
-        first, (at, other, marks) = states[0], states[1].sparse
+        first, (at, other, given) = states[0], states[1].sparse
         fresh = first.value is None
         first = materialise(first)
         if first.ids is not None or first.value is None:
@@ -217,7 +217,7 @@ class Greedy:
         here = line[place]
         size, ids = wide(here).abs(), (here != 0).int()
         provenance, shift = first.provenance.joined(states[1].provenance)
-        backend_of(size).merge(size, ids, wide(other), marks, shift)
+        backend_of(size).merge(size, ids, wide(other), given, shift)
         here = line[place] = (here + other).to(dtype)
         return TracedValue(total, 0, None, provenance, sparse=SparseElements(at, here, ids))
 

@@ -89,7 +89,7 @@ class Tally:
 
     components: list[Component]
     program: Program
-    marks: ComponentBits
+    component_bits: ComponentBits
     names: dict[int, str]
     pairs: int
     room: int = 0
@@ -133,9 +133,9 @@ class Tally:
         part, (rows, extra) = state.parts[0], state.provenance
         jobs = self._jobs(gradient)
         if jobs is not None and isinstance(part.map, Reduce) and not part.moves:
-            assert part.marks is not None
+            assert part.source_ids is not None
             size = len(rows) + 1
-            at = jobs.reduce(part.x, part.marks, part.map.dims, gradient, size)
+            at = jobs.reduce(part.x, part.source_ids, part.map.dims, gradient, size)
             if at is not None:
                 self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
                 return
@@ -227,15 +227,15 @@ class Tally:
         self.held_bytes = 0
 
     def add_some(
-        self, value: int, pair: int, marks: list[int], number: Tensor, gradient: Tensor, size: int
+        self, value: int, pair: int, sets: list[int], number: Tensor, gradient: Tensor, size: int
     ) -> None:
         """Count the paths of a sample of a leaf's elements; the leaf has ``size`` elements.
 
-        ``marks`` are the distinct provenance sets, ``number`` the index of each sampled element's
+        ``sets`` are the distinct provenance sets, ``number`` the index of each sampled element's
         set among them, ``gradient`` the elements' gradients.
         """
-        counts, sizes = backend_of(number).tally(number.int(), gradient, len(marks))
-        self._leaf(value, size, len(number)).found = Counts(counts, sizes, marks, 0, pair)
+        counts, sizes = backend_of(number).tally(number.int(), gradient, len(sets))
+        self._leaf(value, size, len(number)).found = Counts(counts, sizes, sets, 0, pair)
 
     def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
         name = self.names[value]
@@ -275,7 +275,7 @@ class Tally:
         if self.reachable is None:
             values = [leaf.value for leaf in self.program.leaves]
             place = {value: n for n, value in enumerate(values)}
-            bounds = self.bounds or analyse_provenance(self.program, self.marks)
+            bounds = self.bounds or analyse_provenance(self.program, self.component_bits)
             reached = bounds.may
             words = words_of([reached[value] for value in values])
             self.reachable = ReachableComponents(place, Reach(words, self._owned(values)))
@@ -309,7 +309,7 @@ def _count_sparse(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
     """
     sparse, (rows, extra) = state.sparse, state.provenance
     assert sparse is not None
-    counts, sizes = backend_of(sparse.marks).tally(sparse.marks, sparse.value, len(rows) + 1)
+    counts, sizes = backend_of(sparse.ids).tally(sparse.ids, sparse.value, len(rows) + 1)
     if not state.parts:
         line, at = laid(gradient, sparse.at)
         line[at] = 0  # restored below: measure the other elements only

@@ -27,13 +27,13 @@ ZERO_SEARCH_MAX_ELEMENTS = 1 << 22
 class PendingContribution(NamedTuple):
     """A deferred contribution: ``map(x)``, then the gathers ``moves`` in order.
 
-    ``marks`` are the provenance ids of ``x``, if the ids of the result are deferred too.
+    ``source_ids`` are the provenance ids of ``x``, if the ids of the result are deferred too.
     """
 
     map: Map
     x: Tensor
     moves: tuple[Map, ...] = ()
-    marks: Tensor | None = None
+    source_ids: Tensor | None = None
 
     def value(self) -> Tensor:
         """``moves(map(x))``."""
@@ -59,8 +59,8 @@ class PendingContribution(NamedTuple):
 
     def ids(self) -> Tensor:
         """The provenance ids of the result."""
-        assert self.marks is not None
-        return self._moved(self.map.select(self.x, self.marks)[1])
+        assert self.source_ids is not None
+        return self._moved(self.map.select(self.x, self.source_ids)[1])
 
     def pieces(self, gradient: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]] | None:
         """Pieces of ``size`` elements in the gradient's memory order: (ids, gradients).
@@ -84,10 +84,10 @@ class PendingContribution(NamedTuple):
         return self._pieces(gradient.permute(along).reshape(-1), order, size)
 
     def _pieces(self, line: Tensor, order: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        assert isinstance(self.map, Contract) and self.marks is not None
+        assert isinstance(self.map, Contract) and self.source_ids is not None
         for first in range(0, len(line), size):
             last = min(first + size, len(line))
-            yield self.map.carry_some(self.x, self.marks, order, first, last), line[first:last]
+            yield self.map.carry_some(self.x, self.source_ids, order, first, last), line[first:last]
 
     def _moved(self, x: Tensor) -> Tensor:
         for move in self.moves:
@@ -131,7 +131,7 @@ class TracedValue(NamedTuple):
     @property
     def lazy(self) -> bool:
         """Whether the ids have not been computed yet."""
-        return bool(self.parts) and self.parts[0].marks is not None
+        return bool(self.parts) and self.parts[0].source_ids is not None
 
     def with_bits(self, bits: int) -> TracedValue:
         """With these bits added to the provenance of every element."""
@@ -157,7 +157,7 @@ class TracedValue(NamedTuple):
         ids = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
         torch.ne(self.value, 0, out=ids)
         if self.sparse is not None:
-            ids.view(-1)[self.sparse.at] = self.sparse.marks
+            ids.view(-1)[self.sparse.at] = self.sparse.ids
         return self._replace(ids=ids, sparse=None)
 
 
@@ -185,7 +185,7 @@ def materialise(state: TracedValue) -> TracedValue:
     if state.sparse is not None:
         value = state.parts[0].value() if value is None else value
         there = torch.zeros(value.shape, dtype=torch.int32, device=value.device)
-        there.view(-1)[state.sparse.at] = state.sparse.marks
+        there.view(-1)[state.sparse.at] = state.sparse.ids
         return state._replace(value=value, ids=there, parts=(), sparse=None)
     if value is None:
         value = state.parts[0].value()

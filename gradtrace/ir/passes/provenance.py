@@ -17,19 +17,18 @@ from gradtrace.ir.program import Program, Step
 
 @dataclass(eq=False)
 class ComponentBits:
-    """Which bits a path gets; ``bits`` is how many bits there are in all.
+    """Which bits a path gets. Bit 0, which every path has, says that there is one.
 
     ``block``: for visiting a block. ``position``: for reaching an argument of a block, by (block,
     argument). ``slices``: for the slices of a labelled tensor, (dimension, bits of each slice).
     """
 
-    bits: int
     block: dict[int, int]
     position: dict[tuple[int, int], int]
     slices: dict[int, tuple[int, list[int]]]
 
 
-NO_COMPONENTS = ComponentBits(1, {}, {}, {})
+NO_COMPONENTS = ComponentBits({}, {}, {})
 """No components: bit 0 alone, whether there is a path."""
 
 
