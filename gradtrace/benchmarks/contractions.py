@@ -11,7 +11,7 @@ from torch import Tensor
 from gradtrace import kernels
 from gradtrace.benchmarks.results import ResultColumn, Section, Setting
 from gradtrace.benchmarks.trained import BATCH, LENGTH, products
-from gradtrace.experiments.harness.rounds import Way, Ways, interleaved
+from gradtrace.experiments.harness.interleaved_timing import Way, Ways, interleaved
 
 Shape = tuple[int, int, int]
 

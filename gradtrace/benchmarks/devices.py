@@ -13,7 +13,7 @@ import torch
 
 from gradtrace.benchmarks.results import Absent, Section, Setting
 from gradtrace.experiments.harness import machine
-from gradtrace.experiments.harness.rounds import Clock, Way
+from gradtrace.experiments.harness.interleaved_timing import Clock, Way
 
 PACKAGES = ("triton", "numpy", "transformers")
 

@@ -18,7 +18,13 @@ from gradtrace.benchmarks.devices import Peak, counted, peak, place, settle, tid
 from gradtrace.benchmarks.models import plain, watched
 from gradtrace.benchmarks.results import Absent, Curve, Figure, ResultColumn, Section, Setting, say
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.harness.rounds import Timed, Way, Ways, interleaved, power_fit
+from gradtrace.experiments.harness.interleaved_timing import (
+    Timed,
+    Way,
+    Ways,
+    interleaved,
+    power_fit,
+)
 from gradtrace.kernels.precision import without_tf32
 
 TERA, GIB = 1e12, 2**30

@@ -7,7 +7,7 @@ import torch
 from gradtrace.benchmarks.cases import FULL, SMALL, Case
 from gradtrace.benchmarks.models import BACKWARD, INFLUENCE, chosen, influence, plain
 from gradtrace.benchmarks.results import ResultColumn, Section, Setting
-from gradtrace.experiments.harness.resident import apart, beyond
+from gradtrace.experiments.harness.peak_memory import apart, beyond
 
 LIMIT = 3.0
 WAYS = {BACKWARD: plain, INFLUENCE: influence}

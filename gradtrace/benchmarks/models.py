@@ -10,7 +10,7 @@ from torch import Tensor
 import gradtrace
 from gradtrace.benchmarks.cases import FULL, SMALL, Case, Problem
 from gradtrace.benchmarks.results import ResultColumn, Section, Setting, say
-from gradtrace.experiments.harness.rounds import Way, Ways, interleaved
+from gradtrace.experiments.harness.interleaved_timing import Way, Ways, interleaved
 from gradtrace.semirings import MAX
 
 VITERBI = 3.0

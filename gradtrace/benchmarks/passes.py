@@ -12,8 +12,8 @@ from gradtrace.benchmarks.cases import Problem, branches, chain, deep, gpt2
 from gradtrace.benchmarks.models import watched
 from gradtrace.benchmarks.results import Curve, Figure, ResultColumn, Section, Setting
 from gradtrace.benchmarks.scaling import LAYERS
-from gradtrace.experiments.harness.resident import resident
-from gradtrace.experiments.harness.rounds import Ways, interleaved, linear_fit
+from gradtrace.experiments.harness.interleaved_timing import Ways, interleaved, linear_fit
+from gradtrace.experiments.harness.peak_memory import resident
 
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
 GRAPHS = {"chain": chain, "branches": branches}

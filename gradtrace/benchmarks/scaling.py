@@ -8,7 +8,7 @@ import gradtrace
 from gradtrace.benchmarks.cases import Problem, branched, deep
 from gradtrace.benchmarks.models import BACKWARD, INFLUENCE, influence, plain
 from gradtrace.benchmarks.results import Curve, Figure, ResultColumn, Section, Setting
-from gradtrace.experiments.harness.rounds import Timed, interleaved, linear_fit
+from gradtrace.experiments.harness.interleaved_timing import Timed, interleaved, linear_fit
 
 LIMIT = 12.0
 """What an influence trace of a small network may take, over ``loss.backward()``."""

@@ -52,7 +52,14 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.rounds import Way, Ways, interleaved, linear_fit, quotient, told
+from gradtrace.experiments.harness.interleaved_timing import (
+    Way,
+    Ways,
+    interleaved,
+    linear_fit,
+    quotient,
+    told,
+)
 from gradtrace.experiments.harness.statistics import Interval, bootstrap
 
 QUICK = {"stacks": [2, 4, 8], "each": 2, "rounds": 5, "counted": 2_000, "drawn": 3}

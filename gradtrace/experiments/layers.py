@@ -41,7 +41,13 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.rounds import Fit, Way, interleaved, linear_fit, quotient
+from gradtrace.experiments.harness.interleaved_timing import (
+    Fit,
+    Way,
+    interleaved,
+    linear_fit,
+    quotient,
+)
 
 QUICK = {"layers": [1, 10, 30, 100, 200, 300], "rounds": 3}
 FULL = {"layers": [1, *range(25, 1001, 25)], "rounds": 9}

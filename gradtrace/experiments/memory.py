@@ -41,9 +41,9 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.ledger import LiveBytes, tensors_alive
-from gradtrace.experiments.harness.resident import apart, beyond
-from gradtrace.experiments.harness.rounds import linear_fit
+from gradtrace.experiments.harness.interleaved_timing import linear_fit
+from gradtrace.experiments.harness.live_bytes import LiveBytes, tensors_alive
+from gradtrace.experiments.harness.peak_memory import apart, beyond
 
 QUICK = {
     "width": 32,

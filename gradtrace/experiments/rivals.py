@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradtrace.experiments.harness.findings import Plot, Series, Table
-from gradtrace.experiments.harness.rounds import told
+from gradtrace.experiments.harness.interleaved_timing import told
 from gradtrace.experiments.harness.statistics import Floats, Interval, percentiles, ranks, resample
 
 RULES = {"greedy": "influence (greedy)", "viterbi": "influence (viterbi)"}

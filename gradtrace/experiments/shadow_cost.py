@@ -49,8 +49,8 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.resident import apart
-from gradtrace.experiments.harness.rounds import told
+from gradtrace.experiments.harness.interleaved_timing import told
+from gradtrace.experiments.harness.peak_memory import apart
 from gradtrace.experiments.harness.statistics import Interval, Trend, medians, pooled, theil_sen
 from gradtrace.experiments.images import pictures
 

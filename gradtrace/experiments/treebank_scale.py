@@ -42,8 +42,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.resident import apart, beyond
-from gradtrace.experiments.harness.rounds import (
+from gradtrace.experiments.harness.interleaved_timing import (
     Fit,
     Way,
     Ways,
@@ -52,6 +51,7 @@ from gradtrace.experiments.harness.rounds import (
     quotient,
     told,
 )
+from gradtrace.experiments.harness.peak_memory import apart, beyond
 
 QUICK = {"words": 1_000, "units": 100, "steps": [10, 20, 40], "rounds": 3}
 FULL = {"words": 10_000, "units": 1_000, "steps": [*range(10, 101, 10)], "rounds": 3}

@@ -12,7 +12,7 @@ import torch
 
 from gradtrace.experiments import memory
 from gradtrace.experiments.harness.findings import Findings, Row
-from gradtrace.experiments.harness.ledger import LiveBytes
+from gradtrace.experiments.harness.live_bytes import LiveBytes
 
 SETTINGS = {
     "width": 6,

@@ -26,7 +26,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.rounds import told
+from gradtrace.experiments.harness.interleaved_timing import told
 from gradtrace.experiments.slides.formulas import Weights
 from gradtrace.experiments.slides.gradients import ORDER, analytic, best_step, numerical
 from gradtrace.experiments.slides.logarithms import exponent

@@ -25,7 +25,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.rounds import told
+from gradtrace.experiments.harness.interleaved_timing import told
 from gradtrace.experiments.slides.gradients import (
     EPSILON,
     ORDER,

@@ -8,7 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from gradtrace.experiments.harness.rounds import Timed, interleaved, linear_fit, power_fit
+from gradtrace.experiments.harness.interleaved_timing import (
+    Timed,
+    interleaved,
+    linear_fit,
+    power_fit,
+)
 
 
 def test_ways_take_turns_and_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import torch
 from sanitized import UNSANITIZED
 from torch import nn
 
-from gradtrace.experiments.harness import resident
-from gradtrace.experiments.harness.resident import apart
+from gradtrace.experiments.harness import peak_memory
+from gradtrace.experiments.harness.peak_memory import apart
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +26,17 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
-LINUX = pytest.mark.skipif(not resident.REFS.exists(), reason="told by Linux")
+LINUX = pytest.mark.skipif(not peak_memory.REFS.exists(), reason="told by Linux")
 
 
 def rises(*sizes: int) -> list[tuple[bool, float, float]]:
     """Of tensors of so many MiB: whether the peak begins anew, the peak, what stays."""
     found = []
     for size in (1, *sizes):  # the first operation of a process brings in code and threads
-        reset, before = resident.forget_peak(), resident.resident()
+        reset, before = peak_memory.forget_peak(), peak_memory.resident()
         gone = torch.ones(size << 18)
         del gone
-        found.append((reset, resident.peak() - before, resident.resident() - before))
+        found.append((reset, peak_memory.peak() - before, peak_memory.resident() - before))
     return found[1:]
 
 
@@ -44,7 +44,7 @@ def wide() -> float:
     """A wide layer on one sample: its gradient is all that its backward pass needs."""
     x = torch.randn(1, 4096)
     more = [
-        resident.beyond(nn.Linear(4096, size)(x).sum().backward)[1]
+        peak_memory.beyond(nn.Linear(4096, size)(x).sum().backward)[1]
         for size in (2, 4096, 4096, 4096)
     ]
     return median(more[1:])
@@ -64,7 +64,7 @@ def test_peak_memory_is_that_of_the_time_since_and_of_what_was_freed() -> None:
 
 @LINUX
 def test_the_memory_of_a_pass() -> None:
-    if not resident.forget_peak():
+    if not peak_memory.forget_peak():
         pytest.skip("the system does not allow it")
     assert apart(f"{__name__}:wide") == pytest.approx(64, abs=4)  # 4096² floats
 
@@ -78,7 +78,7 @@ def test_the_new_process_ends_with_the_one_that_waits(tmp_path: Path) -> None:
     """Killed with -9, a run leaves nothing behind that would disturb the next measurement."""
     told = tmp_path / "pid"
     call = f"apart({__name__ + ':long'!r}, {str(told)!r})"
-    code = f"from gradtrace.experiments.harness.resident import apart; {call}"
+    code = f"from gradtrace.experiments.harness.peak_memory import apart; {call}"
     waiting = subprocess.Popen([sys.executable, "-c", code])
     try:
         assert _within(300, lambda: told.exists() and told.read_text().endswith("."))

@@ -31,9 +31,7 @@ EXACT = {
 memory is memory in use.
 """
 
-CHILD = (
-    "import sys; from gradtrace.experiments.harness.resident import answer; answer(*sys.argv[1:])"
-)
+CHILD = f"import sys; from {__name__} import answer; answer(*sys.argv[1:])"
 
 
 def resident() -> float:
