@@ -4,6 +4,8 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 WORKERS ?= 2
 BIN     = $(VENV)/bin
+# Modules are compiled when they are first imported: most of torch and transformers never is.
+PIP     = $(BIN)/python -m pip install --quiet --no-compile
 
 .PHONY: demo test chromium lint docs web bench experiments sanitize wheel matrix clean
 
@@ -70,18 +72,18 @@ matrix: $(VENV)/.developed
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(PIP) "$(TORCH)"
 	touch $@
 
 SOURCES = pyproject.toml CMakeLists.txt $(wildcard gradtrace/kernels/cpu/*)
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable ".[experiments]"
+	$(PIP) --editable ".[experiments]"
 	touch $@
 
 # What is installed already is not built again: only what developing needs comes on top.
 $(VENV)/.developed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet "gradtrace[dev]"
+	$(PIP) "gradtrace[dev]"
 	touch $@
 
 clean:
