@@ -532,3 +532,33 @@ def test_a_run_that_goes_on_often_is_read_in_linear_work() -> None:
     line.put(1_000, 1)
     line.put(50, 2)
     assert line.steps == (0, 1, 2, 50, 1000) and line.all() == (0, 1, 8, 2, 1)
+
+
+# As a table ---------------------------------------------------------------------------------------
+
+
+def test_a_run_as_a_table(tmp_path: Path) -> None:
+    found = history.read(run(tmp_path / "run.jsonl"))
+    frame = found.to_pandas()
+    assert frame["step"].tolist() == [0, 1, 2]
+    assert frame["loss"].tolist() == list(found.losses)
+    assert frame["share/a"].tolist() == [0.75] * 3
+    assert str(found).startswith("History(3 traced steps of 3, ended)\nstep")
+    assert found.sort("loss", descending=False).column("step") == [2, 1, 0]
+    assert history.History({}).to_pandas().empty
+
+
+def test_a_run_as_a_plot() -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    norms = {"lstm": Norms(1.0, 2.0)}
+    found = history.History({}, (record(0, norms=norms), record(1, "a", "c", norms=norms)))
+    shares = found.plot()
+    assert [line.get_label() for line in shares.lines] == ["a", "b", "c"]
+    assert shares.lines[0].get_xdata().tolist() == [0, 1]
+    losses = found.plot("loss")
+    assert losses.lines[0].get_ydata().tolist() == [0.5, 0.25]
+    assert found.plot("norm/lstm").lines[0].get_ydata().tolist() == [2.0, 2.0]
+    with pytest.raises(GradtraceError, match=r"no curve 'los' in this run; did you mean loss\?"):
+        found.plot("los")
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.close("all")

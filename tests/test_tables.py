@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradtrace
 from gradtrace.errors import GradtraceError
 from gradtrace.io import table as tables
 from gradtrace.io.table import TextColumn, TextTable
@@ -366,3 +368,96 @@ def test_a_long_name_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     str(TextTable("", (TextColumn("a"),), (("x" * 10**7,),)))
     assert max(looked) <= 120
+
+
+# Sorting, cutting, plotting ----------------------------------------------------------------------
+
+HEADS = TextTable(
+    "Heads",
+    (
+        TextColumn("head"),
+        TextColumn("share", "share"),
+        TextColumn("± error", "share"),
+        TextColumn("weight", "number"),
+    ),
+    (
+        ("b", 0.25, 0.01, -8.0),
+        ("a", None, None, 2.0),
+        ("$c$", 0.75, math.nan, math.nan),
+        ("d", 0.25, 0.02, 4),
+    ),
+    ("a note",),
+)
+
+
+def heads(table: TextTable) -> list[object]:
+    return table.column("head")
+
+
+def test_rows_are_sorted_by_a_column() -> None:
+    assert heads(HEADS.sort("share")) == ["$c$", "b", "d", "a"]
+    assert heads(HEADS.sort("share", descending=False)) == ["b", "d", "$c$", "a"]
+    assert heads(HEADS.sort("head")) == ["$c$", "a", "b", "d"]
+    assert heads(HEADS.sort("weight")) == ["d", "a", "b", "$c$"]
+    assert HEADS.sort("share").notes == HEADS.notes
+    with pytest.raises(GradtraceError, match="no column 'shares' in this table; did you mean sha"):
+        HEADS.sort("shares")
+
+
+def test_the_top_rows() -> None:
+    assert heads(HEADS.top(2)) == ["b", "a"]
+    assert heads(HEADS.top(2, "weight")) == ["b", "d"]
+    assert heads(HEADS.top(99, "share")) == ["$c$", "b", "d", "a"]
+    for wrong in (0, -1, True, 1.5, "3"):
+        with pytest.raises(GradtraceError, match="a number of rows from 1 on"):
+            HEADS.top(wrong)  # type: ignore[arg-type]
+    empty = TextTable("", HEADS.columns, ())
+    assert empty.sort("share").top(3).rows == ()
+
+
+def test_values_that_are_no_numbers_come_last() -> None:
+    columns = (TextColumn("x", "number"),)
+    table = TextTable("", columns, ((1,), ("many",), (torch.tensor(3.0),), (math.inf,)))
+    assert table.sort("x").column("x") == [math.inf, 3.0, 1, "many"]
+
+
+def test_bars() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    ax = HEADS.plot()
+    assert [bar.get_width() for bar in ax.patches] == [0.25, 0.0, 0.75, 0.25]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["b", "a", r"\$c\$", "d"]
+    assert ax.get_xlabel() == "share" and ax.get_title() == "Heads"
+    assert any(getattr(each, "has_xerr", False) for each in ax.containers)
+    ax.figure.savefig(io.BytesIO())
+    again = HEADS.plot("weight", most=2, ax=ax)
+    assert again is ax and ax.get_title() == "Heads (2 more rows)"
+    for wrong, text in (("head", "holds texts; plot share or weight"), ("x", "no column 'x'")):
+        with pytest.raises(GradtraceError, match=text):
+            HEADS.plot(wrong)
+    with pytest.raises(GradtraceError, match="no column of numbers to plot"):
+        TextTable("", (TextColumn("a"),), ()).plot()
+    pyplot.close("all")
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(GradtraceError, match=r"pip install matplotlib \(.*extra 'plot'"):
+        HEADS.plot()
+
+
+def test_results_keep_their_kind() -> None:
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    trace = gradtrace.trace((x * x).sum(), names={"x": x})
+    paths = trace.paths(sample=2)
+    best = paths.top(1, "weight")
+    assert isinstance(best, type(paths)) and best[0].index == (1,)
+    assert [path.index for path in paths.sort("weight", descending=False)] == [(0,), (1,)]
+    assert trace.influence().sort("component").names == trace.influence().names
+    assert isinstance(trace.flow().top(1), type(trace.flow()))
+    assert isinstance(best[0].sort("gradient"), TextTable)
+    assert len(best[0].top(2).rows) == 2
+    found = gradtrace.check(lambda: (x * x).sum(), torch.nn.ParameterList([x]))
+    assert len(found.top(1).to_pandas()) == 1

@@ -47,6 +47,6 @@ def check(
         write_json(result.to_dict())
     else:
         out = console()
-        out.print(table(result.table(), right=(1, 2, 4, 5), styles=STYLES))
+        out.print(table(result.lines(), right=(1, 2, 4, 5), styles=STYLES))
         out.print(result.verdict, style=STYLES["ok" if result.ok else "wrong"])
     raise Exit(0 if result.ok else FAILED)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gradtrace.errors import UnknownName
 from gradtrace.io.strict_json import json_value
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
 
 
@@ -94,7 +94,7 @@ BY_CALL = ("calls", "first", "last")
 
 
 @dataclass(frozen=True, repr=False)
-class Flow:
+class Flow(Tabular):
     """The gradient along depth: ``profile`` has a level for each depth, from the loss on, ``rows``
     one row per module, nearest to the loss first, ``findings`` the diagnosis in sentences.
     """
@@ -132,18 +132,8 @@ class Flow:
             self.findings,
         )
 
-    def __str__(self) -> str:
-        return str(self.table())
-
     def __repr__(self) -> str:
         return f"Flow({len(self.rows)} modules, {len(self.profile):,} deep: {self.verdict})"
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_pandas(self) -> Any:
-        """One row per module, as a pandas.DataFrame."""
-        return self.table().to_pandas()
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values; numbers that are not finite as strings."""

@@ -12,13 +12,15 @@ encoder  12,345  75.0%
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module
 from math import floor, isfinite, log10, nan
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from gradtrace.errors import GradtraceError, needs
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, needs
+from gradtrace.io import plotting
 from gradtrace.io.strict_json import json_value
 from gradtrace.io.tuning import (
     CELL_WIDTH,
@@ -53,8 +55,101 @@ class TextColumn:
         return "left" if self.kind == "text" else "right"
 
 
+T = TypeVar("T", bound="Tabular")
+
+
+class Shown:
+    """What every result with a table can do: print it, plot it, hand it over to pandas.
+
+    A subclass has ``table()``. A column whose name begins with ``±`` holds the standard errors of
+    the column before it.
+    """
+
+    __slots__ = ()
+
+    def table(self) -> TextTable:
+        """The table that is printed."""
+        raise NotImplementedError
+
+    def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
+        """Horizontal bars of a column (by default the first of shares, else of numbers), with error
+        bars where there are standard errors; at most ``most`` rows. Returns matplotlib's ``Axes``.
+        """
+        return self.table().bars(by, most, ax)
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a row for each row of the table."""
+        return self.table().to_pandas()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+class Tabular(Shown):
+    """A result whose rows can be sorted and cut, and stay what they are.
+
+    If it is a dataclass whose field ``rows`` has one item for each row of the table, that is all;
+    else a subclass overrides ``_picked``, and ``_row_table`` if ``table()`` has another order.
+
+    >>> columns = (TextColumn("head"), TextColumn("share", "share"))
+    >>> table = TextTable("", columns, (("a", 0.25), ("b", None), ("c", 0.75)))
+    >>> print(table.sort("share").top(2))
+    head  share
+    ────  ─────
+    c     75.0%
+    a     25.0%
+    """
+
+    __slots__ = ()
+
+    def _row_table(self) -> TextTable:
+        """The table with one line for each item of ``rows``, in their order."""
+        return self.table()
+
+    def _shown(self) -> list[int]:
+        """The indices of the items of ``rows``, in the order that ``table`` prints them."""
+        return list(range(len(self._row_table().rows)))
+
+    def _picked(self: T, order: Sequence[int]) -> T:
+        """The same result with these of its rows, in this order."""
+        rows: Sequence[Any] = self.rows  # type: ignore[attr-defined]
+        return replace(self, rows=tuple(rows[n] for n in order))  # type: ignore[type-var]
+
+    def sort(self: T, by: str, *, descending: bool | None = None) -> T:
+        """The same rows ordered by a column; rows without a value come last.
+
+        By default texts ascend and numbers descend. Rows of equal values keep their order.
+        """
+        return self._picked(_ranked(self._row_table(), by, descending))
+
+    def top(self: T, n: int, by: str | None = None) -> T:
+        """The first ``n`` rows as printed, or the ``n`` rows of largest |value| in a column."""
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise GradtraceError(f"top takes a number of rows from 1 on, not {n!r}")
+        if by is None:
+            return self._picked(self._shown()[:n])
+        return self._picked(_ranked(self._row_table(), by, True, magnitude=True)[:n])
+
+
+class Summarised(Shown):
+    """A result that says something of all its rows together: sorted or cut, it is a plain table."""
+
+    __slots__ = ()
+
+    def sort(self, by: str, *, descending: bool | None = None) -> TextTable:
+        """``TextTable.sort`` of the table."""
+        return self.table().sort(by, descending=descending)
+
+    def top(self, n: int, by: str | None = None) -> TextTable:
+        """``TextTable.top`` of the table."""
+        return self.table().top(n, by)
+
+
 @dataclass(frozen=True, repr=False)
-class TextTable:
+class TextTable(Tabular):
     """Rows under columns, with a title above and notes below. Values are stored unconverted."""
 
     title: str
@@ -69,6 +164,17 @@ class TextTable:
         wrong = next((row for row in self.rows if len(row) != len(names)), None)
         if wrong is not None:
             raise ValueError(f"a row has {len(wrong)} values for {len(names)} columns: {wrong!r}")
+
+    def table(self) -> TextTable:
+        """The table itself."""
+        return self
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column."""
+        names = {column.name: at for at, column in enumerate(self.columns)}
+        if name not in names:
+            raise UnknownName(f"no column {name!r} in this table{did_you_mean(name, names)}")
+        return [_scalar(row[names[name]]) for row in self.rows]
 
     def text(self, limit: int | None = MAX_ROWS, width: int = CELL_WIDTH) -> str:
         """Aligned lines: at most ``limit`` rows (None: all of them), no text wider than ``width``.
@@ -152,6 +258,28 @@ class TextTable:
             frame[column.name] = pandas.Series(values, dtype=dtype)
         return frame
 
+    def bars(self, by: str | None = None, most: int = 20, ax: Any = None) -> Any:
+        """``Tabular.plot`` of this table."""
+        names = [column.name for column in self.columns]
+        numbers = [
+            c.name
+            for kind in ("share", "number", "count")
+            for c in self.columns
+            if c.kind == kind and not c.name.startswith("±")
+        ]
+        if by is None and not numbers:
+            raise GradtraceError("this table has no column of numbers to plot")
+        name = numbers[0] if by is None else by
+        values, column = self.column(name), self.columns[names.index(name)]
+        if column.kind == "text":
+            raise GradtraceError(f"column {name!r} holds texts; plot {' or '.join(numbers)}")
+        after = names[names.index(name) + 1 :][:1]
+        errors = self.column(after[0]) if after and after[0].startswith("±") else None
+        texts = next((n for n, c in enumerate(self.columns) if c.kind != "text"), len(names))
+        labels = ["  ".join(cells[:texts]) for cells in self.lines(None)[1:]]
+        bars = plotting.Bars(labels, values, errors, column.header, self.heading)
+        return plotting.drawn(bars, most, column.kind == "share", ax)
+
     def _cells(self, limit: int | None) -> list[list[str]]:
         kinds = [column.kind for column in self.columns]
         rows = self.rows if limit is None else self.rows[: max(limit, 0)]
@@ -162,6 +290,32 @@ class TextTable:
         more = 0 if limit is None else len(self.rows) - max(limit, 0)
         left = [f"… and {more:,} more {'row' if more == 1 else 'rows'}"] if more > 0 else []
         return [*([] if self.rows else ["no rows"]), *left, *self.notes]
+
+
+# Order -------------------------------------------------------------------------------------------
+
+
+def _ranked(
+    table: TextTable, by: str, descending: bool | None, magnitude: bool = False
+) -> list[int]:
+    """The indices of a table's rows, ordered by a column; those without a value last."""
+    values, keys = table.column(by), list[Any]()
+    kind = next(column.kind for column in table.columns if column.name == by)
+    if kind == "text":
+        keys = [None if value is None else str(value) for value in values]
+    else:
+        keys = [_number(value, magnitude) for value in values]
+    known = [n for n, key in enumerate(keys) if key is not None]
+    down = kind != "text" if descending is None else descending
+    ranked = sorted(known, key=lambda n: keys[n], reverse=down)
+    return [*ranked, *sorted(set(range(len(values))) - set(known))]
+
+
+def _number(value: object, magnitude: bool) -> Any:
+    """A value, or its magnitude, to sort by; None if it is no number."""
+    if not isinstance(value, (int, float)) or value != value:
+        return None
+    return abs(value) if magnitude else value
 
 
 # Values ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from gradtrace.io.strict_json import json_value
-from gradtrace.io.table import IGNORE, TextColumn, TextTable
+from gradtrace.io.table import IGNORE, Summarised, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.profiling import resource_meters as meters
 from gradtrace.profiling import tuning
@@ -83,7 +83,7 @@ class RateOfChange(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Pace:
+class Pace(Summarised):
     """Whether the steps of a loop slow down, and what grows with them.
 
     ``trend`` is the trend of the step time over steps, ``epochs`` that of the mean step time over

@@ -32,8 +32,10 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeVar
 
-from gradtrace.io import jsonl, schemas, strict_json
+from gradtrace.errors import UnknownName, did_you_mean
+from gradtrace.io import jsonl, plotting, schemas, strict_json
 from gradtrace.io.atomic_files import BadFile
+from gradtrace.io.table import Summarised, TextColumn, TextTable
 from gradtrace.io.validation import SchemaMismatch, unfit
 from gradtrace.runs import tuning
 from gradtrace.tracing.influence import Influence, Moments, Row
@@ -71,7 +73,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, repr=False)
-class History:
+class History(Summarised):
     """A training run as far as it was recorded.
 
     ``records`` are the traced steps. ``timed`` and ``seconds`` are steps and how long each took,
@@ -128,6 +130,65 @@ class History:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def table(self) -> TextTable:
+        """One row per traced step: loss, what it took, and what flow says."""
+        columns = (
+            TextColumn("step", "count"),
+            TextColumn("loss", "number"),
+            TextColumn("seconds", "number"),
+            TextColumn("cost", "share"),
+            TextColumn("verdict"),
+        )
+        rows = tuple((r.step, r.loss, r.seconds, r.share, r.verdict) for r in self.records)
+        return TextTable(repr(self), columns, rows, self.notes)
+
+    def to_pandas(self) -> Any:
+        """One row per traced step: those of ``table``, then a column ``share/…`` for each component
+        and ``norm/…`` for each module's own parameters.
+        """
+        plain, more = self.table(), self._curves()
+        columns = (*plain.columns, *(TextColumn(name, "number") for name in more))
+        rows = zip(plain.rows, *more.values())
+        return TextTable("", columns, tuple((*row, *rest) for row, *rest in rows)).to_pandas()
+
+    def _curves(self) -> dict[str, list[float]]:
+        """Shares and norms over the traced steps, by name; NaN where there is none."""
+        wide = [scalars(record, "") for record in self.records]
+        names = dict.fromkeys(name for found in wide for name in found)
+        more = [name for name in names if name.startswith(("share/", "norm/"))]
+        return {name: [found.get(name, math.nan) for found in wide] for name in more}
+
+    def plot(self, by: str | None = None, *, most: int = 8, ax: Any = None) -> Any:
+        """A line over steps for each component's share, at most ``most``: those that move most.
+
+        ``by`` names a column of ``to_pandas`` (``"loss"``) to draw alone. Returns the ``Axes``.
+        """
+        lines = self._lines(by, most)
+        ax = plotting.axes(4.0, ax)
+        for name, values in lines.items():
+            ax.plot(self.steps, values, label=plotting.literal(name.removeprefix("share/")))
+        ax.set_xlabel("step")
+        ax.set_ylabel(by or "share")
+        if by is None and lines:
+            plotting.percent(ax.yaxis)
+            ax.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+        ax.set_title(plotting.literal(repr(self)), fontsize="medium")
+        return ax
+
+    def _lines(self, by: str | None, most: int) -> dict[str, list[float]]:
+        """What a plot shows: one column, or the shares with the largest range over steps."""
+        curves = self._curves()
+        if by is not None:
+            plain = self.table()
+            kinds = {c.name: plain.column(c.name) for c in plain.columns if c.kind != "text"}
+            if by not in (known := {**kinds, **curves}):
+                raise UnknownName(f"no curve {by!r} in this run{did_you_mean(by, known)}")
+            return {by: known[by]}
+        shares = {name: line for name, line in curves.items() if name.startswith("share/")}
+        finite = {name: list(filter(math.isfinite, line)) for name, line in shares.items()}
+        moved = sorted(finite, key=lambda name: min(finite[name]) - max(finite[name]))
+        return {name: shares[name] for name in shares if name in moved[: max(most, 1)]}
 
     def __repr__(self) -> str:
         state = "running" if self.running else "ended"

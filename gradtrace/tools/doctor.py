@@ -27,7 +27,7 @@ from gradtrace.semirings import MAX, SUM
 
 OPTIONAL = {
     "pandas": "to_pandas()",
-    "matplotlib": "figures of experiments and benchmarks",
+    "matplotlib": "plot(), figures of experiments and benchmarks",
     "scikit-learn": "the data set of digits",
     "lightning": "gradtrace.integrations.lightning",
     "transformers": "gradtrace.integrations.transformers",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradtrace.errors import GradtraceError, NoGraph, Unsupported
 from gradtrace.io.strict_json import json_value
+from gradtrace.io.table import Summarised, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.pytorch.wrapped_modules import named_parameters
 from gradtrace.tools import tuning
@@ -45,17 +46,21 @@ class Row:
         """Sort key: worse rows have larger ones."""
         return VERDICTS.index(self.verdict), self.error, self.name
 
+    @property
+    def place(self) -> str:
+        """Where the worst element is; empty if none was checked."""
+        others = f"{prod(self.shape) - self.checked:,} others"
+        return "" if not self.checked else others if self.index is None else str([*self.index])
+
     def cells(self) -> tuple[str, ...]:
-        """The row of the table."""
+        """The row as texts."""
         total = prod(self.shape)
-        place = f"{total - self.checked:,} others" if self.index is None else str([*self.index])
-        where = place if self.checked else ""
-        numbers = (f"{self.error:.1e}", where, f"{self.analytic:.6g}", f"{self.numeric:.6g}")
+        numbers = (f"{self.error:.1e}", self.place, f"{self.analytic:.6g}", f"{self.numeric:.6g}")
         return (self.name, f"{self.checked:,}/{total:,}", *numbers, self.verdict)
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Check(Summarised):
     """The result of ``check``: one row for each parameter, the worst first."""
 
     rows: tuple[Row, ...]
@@ -95,13 +100,31 @@ class Check:
             ],
         }
 
-    def table(self) -> list[tuple[str, ...]]:
-        """The rows as texts, after a header."""
+    def table(self) -> TextTable:
+        """The rows as values, with the verdict below."""
+        columns = (
+            TextColumn("parameter"),
+            TextColumn("checked", "count"),
+            TextColumn("elements", "count"),
+            TextColumn("error", "number"),
+            TextColumn("worst at"),
+            TextColumn("analytic", "number"),
+            TextColumn("numeric", "number"),
+            TextColumn("verdict"),
+        )
+        rows = tuple(
+            (r.name, r.checked, prod(r.shape), r.error, r.place, r.analytic, r.numeric, r.verdict)
+            for r in self.rows
+        )
+        return TextTable("Gradient check", columns, rows, (self.verdict,))
+
+    def lines(self) -> list[tuple[str, ...]]:
+        """The rows as texts, after a header; numbers with enough digits to compare them."""
         header = ("parameter", "checked", "error", "worst at", "analytic", "numeric", "verdict")
         return [header, *(row.cells() for row in self.rows)]
 
     def __str__(self) -> str:
-        table = [tuple(map(printable, cells)) for cells in self.table()]
+        table = [tuple(map(printable, cells)) for cells in self.lines()]
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
         return "\n".join([*lines, printable(self.verdict)])

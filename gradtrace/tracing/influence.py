@@ -9,7 +9,7 @@ from math import nan, sqrt
 from typing import Any, Literal
 
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
 
 Weight = Literal["count", "gradient"]
@@ -134,7 +134,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Influence:
+class Influence(Tabular):
     """A table of components.
 
     ``eligible`` is the number of parameter elements outside a component that could pass through it:
@@ -265,19 +265,9 @@ class Influence:
         pairs = f", {self.pairs:,} pairs" if many else ""
         return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, self.notes)
 
-    def __str__(self) -> str:
-        return str(self.table())
-
     def __repr__(self) -> str:
         many = f"{len(self.rows)} components, {self.pairs:,} pairs"
         return printable(f"Influence({many}, {self.rule})")
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_pandas(self) -> Any:
-        """One row per component, as a pandas.DataFrame."""
-        return self.table().to_pandas()
 
     # Storage -------------------------------------------------------------------------------------
 

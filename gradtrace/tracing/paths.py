@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum, inf, log, nan, prod
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.io.table import Summarised, Tabular, TextColumn, TextTable
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program
 from gradtrace.printable import printable
@@ -44,7 +44,7 @@ class PathStep:
 
 
 @dataclass(frozen=True)
-class Path:
+class Path(Summarised):
     """A path, from a leaf element (first step) to the loss (last).
 
     ``weight`` is the signed product of all derivatives along it; ``gradient`` is the leaf element's
@@ -116,18 +116,8 @@ class Path:
         )
         return TextTable(title, columns, rows)
 
-    def __str__(self) -> str:
-        return str(self.table())
-
     def __len__(self) -> int:
         return len(self.steps)
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_pandas(self) -> Any:
-        """The steps as a pandas.DataFrame."""
-        return self.table().to_pandas()
 
     def __repr__(self) -> str:
         route = " -> ".join(self.modules) or f"{len(self.steps)} steps"
@@ -143,7 +133,7 @@ def _route(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Paths(Sequence[Path]):
+class Paths(Tabular, Sequence[Path]):
     """A sequence of paths."""
 
     items: Sequence[Path]
@@ -194,18 +184,11 @@ class Paths(Sequence[Path]):
         )
         return TextTable(self.title, columns, rows)
 
-    def __str__(self) -> str:
-        return str(self.table())
-
     def __repr__(self) -> str:
         return f"Paths({len(self.items):,} paths)"
 
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_pandas(self) -> Any:
-        """One row per path, as a pandas.DataFrame."""
-        return self.table().to_pandas()
+    def _picked(self, order: Sequence[int]) -> Paths:
+        return Paths(tuple(self.items[n] for n in order), self.title)
 
 
 # From edges to paths ------------------------------------------------------------------------------
