@@ -17,8 +17,11 @@ from gradtrace.ir import interpreter, memory
 from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
+from gradtrace.tracing import coverage
+from gradtrace.tracing.agreement import Agreement, agreement
 from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import component_finder, counted, counted_sample
+from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.paths import Builder, Path, Paths, sampled
 from gradtrace.tracing.tensor_paths import TensorPaths
@@ -177,6 +180,31 @@ class Trace(TracedProgram):
         if isinstance(components, str):
             self.asked[components] = table
         return table
+
+    @isolated()
+    def coverage(self, sample: int = 1000, seed: int = 0) -> Coverage:
+        """What part of its element's gradient a path carries: ``path.weight / path.gradient`` of a
+        random sample of elements (of all losses, at most 8 of them), signed.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> found = gt.trace((x * x + 2 * x).sum(), names={"x": x}).coverage()
+        >>> found.parts, found.median  # 3 of 8, and 4 of 10
+        ((0.375, 0.4), 0.3875)
+        """
+        self.check_unchanged()
+        return coverage.measured(self, _positive("sample", sample), seed)
+
+    @isolated()
+    def agreement(
+        self, components: Components = None, *, sample: int = 1000, seed: int = 0
+    ) -> Agreement:
+        """Whether the rules agree: for the same random elements, how often they choose the same
+        path and the same components, and the share of each component by every rule.
+        """
+        self.check_unchanged()
+        chosen = component_finder(self).choose(components)
+        return agreement(self, chosen, _positive("sample", sample), seed)
 
     @isolated()
     def flow(self) -> Flow:

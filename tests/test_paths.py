@@ -1529,7 +1529,7 @@ def test_a_path_as_text() -> None:
     """With ``h = tanh(0.5, 1)``: from h[0] on, 1 and 3; up to h[0], ``1 − tanh² 0.5``."""
     path = shown().path("layer.bias", 0)
     assert str(path).splitlines() == [
-        "layer.bias[0]: weight 2.359, gradient 4.146",
+        "layer.bias[0]: weight 2.359, gradient 4.146, coverage 56.9%",
         "operator        module          shape   element  derivative  gradient   share",
         "──────────────  ──────────────  ──────  ───────  ──────────  ────────  ──────",
         "leaf                            2       [0]               1     4.146   75.9%",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from gradtrace.ir.passes.storage import choose_storage
 from gradtrace.ir.plan import NO_LIMIT, Storage
 from gradtrace.tracing.components import ComponentFinder, ComponentSelection
 from gradtrace.tracing.executor import TracedLeaf, traced_leaves
+from gradtrace.tracing.followed import FollowedElements, follow_elements
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.paths import path_provenance, sampled
@@ -121,12 +123,21 @@ def counted_sample(
             "at operator granularity a leaf has one path, and there is nothing to sample; "
             "trace with granularity='scalar', or leave sample out"
         )
-    tally = _tally(traced, chosen)
     sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
     drawn = sampled(sizes, sample, seed)
-    starts = {value: elements.to(traced.device) for value, elements in drawn.items()}
-    for pair in range(traced.pairs):
-        forest = traced.builder(pair).follower.follow(starts, traced.rule)
+    followed = (follow_elements(traced, drawn, pair) for pair in range(traced.pairs))
+    table = count_followed(traced, chosen, followed)
+    elements = sum(map(len, drawn.values()))
+    return replace(table, notes=(f"paths of {elements:,} elements", *table.notes))
+
+
+def count_followed(
+    traced: TracedProgram, chosen: ComponentSelection, followed: Iterable[FollowedElements]
+) -> Influence:
+    """``counted`` over the paths of some elements, which have been followed one by one."""
+    tally = _tally(traced, chosen)
+    sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
+    for pair, drawn, forest in followed:
         found, first = path_provenance(forest, traced.program, chosen.component_bits), 0
         gradient = forest.gradient[forest.starts]
         for value, elements in drawn.items():
@@ -134,6 +145,4 @@ def counted_sample(
             first = mine.stop
             ids = found.number[mine]
             tally.add_some(value, pair, found.sets, ids, gradient[mine], sizes[value])
-    drawn_paths = sum(leaf.total for leaf in tally.leaves) // traced.pairs
-    notes = (f"paths of {drawn_paths:,} elements", *traced.notes)
-    return tally.result(traced.rule, "count", notes)
+    return tally.result(traced.rule, "count", traced.notes)

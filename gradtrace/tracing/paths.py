@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import fsum, inf, log, nan, prod
+from math import exp, fsum, inf, isfinite, isnan, log, nan, prod
 from typing import TypeVar, overload
 
 import torch
@@ -70,9 +70,24 @@ class Path(Summarised):
         return fsum(log(abs(s.derivative)) if s.derivative else -inf for s in self.steps)
 
     @property
+    def coverage(self) -> float:
+        """The part of its element's gradient that this path carries, signed: weight / gradient.
+
+        1 if the element has no other path; negative if the path has the opposite sign; nan if the
+        gradient is 0, as the contributions of several paths cancel, and at operator granularity.
+        """
+        if not self.gradient:
+            return nan
+        if self.weight or not isfinite(self.log_weight):
+            return self.weight / self.gradient
+        size = exp(self.log_weight - log(abs(self.gradient)))  # the weight underflows
+        odd = sum(step.derivative < 0 for step in self.steps) + (self.gradient < 0)
+        return -size if odd % 2 else size
+
+    @property
     def share(self) -> float:
-        """The part of the leaf element's gradient that this path carries: weight / gradient."""
-        return self.weight / self.gradient if self.gradient else nan
+        """The same as ``coverage``."""
+        return self.coverage
 
     @property
     def modules(self) -> list[str]:
@@ -114,7 +129,15 @@ class Path(Summarised):
         title = (
             f"{self.name}{list(self.index)}: weight {self.weight:.4g}, gradient {self.gradient:.4g}"
         )
-        return TextTable(title, columns, rows)
+        return TextTable(f"{title}{self._carried()}", columns, rows)
+
+    def _carried(self) -> str:
+        """The coverage in words."""
+        if isnan(self.weight):
+            return ""
+        if not self.gradient:
+            return "; its contributions cancel to 0"
+        return f", coverage {self.coverage:.1%}"
 
     def __len__(self) -> int:
         return len(self.steps)
