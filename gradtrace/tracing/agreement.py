@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.errors import UnknownName, did_you_mean
+from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.tracing.components import ComponentSelection
 from gradtrace.tracing.counting import count_followed
 from gradtrace.tracing.coverage import Coverage, of_elements, percent
@@ -54,15 +55,15 @@ class ComponentShares:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(Tabular):
     """How far the rules agree, over the same sample of elements.
 
     ``same_path`` is, for each two rules, the share of elements for which both find the identical
     path: the same elements, by the same arguments of the same operators. ``same_components``: the
     share for which both paths pass through the same set of components. ``elements`` is the number
-    of elements that have a path by every rule, which these are shares of. ``rows`` has the share of each component by
-    each rule (as ``influence(sample=...)`` has it), ``coverage`` what part of the gradient the
-    paths of each rule carry.
+    of elements that have a path by every rule, which these are shares of. ``rows`` has the share of
+    each component by each rule (as ``influence(sample=...)`` has it), those that differ most first;
+    ``coverage`` is what part of the gradient the paths of each rule carry.
     """
 
     rows: tuple[ComponentShares, ...]
@@ -79,14 +80,13 @@ class Agreement:
     @property
     def contradictions(self) -> tuple[ComponentShares, ...]:
         """The components whose shares differ by more than 25 points, the worst first."""
-        return tuple(row for row in self._ranked() if row.difference > CONTRADICTION)
-
-    def _ranked(self) -> list[ComponentShares]:
-        known = [row for row in self.rows if not isnan(row.difference)]
-        return sorted(known, key=lambda row: -row.difference)
+        return tuple(row for row in self.rows if row.difference > CONTRADICTION)
 
     def __getitem__(self, name: str) -> ComponentShares:
-        return next(row for row in self.rows if row.name == name)
+        known = {row.name: row for row in self.rows}
+        if name not in known:
+            raise UnknownName(f"no component {name!r} in this table{did_you_mean(name, known)}")
+        return known[name]
 
     # Display -------------------------------------------------------------------------------------
 
@@ -113,27 +113,16 @@ class Agreement:
         """The shares of components by each rule, those that differ most first."""
         shares = (TextColumn(rule, "share") for rule in self.rules)
         columns = (TextColumn("component"), *shares, TextColumn("difference", "share"))
-        unknown = [row for row in self.rows if isnan(row.difference)]
         rows = tuple(
             (row.name, *(_known(row.shares[rule]) for rule in self.rules), _known(row.difference))
-            for row in (*self._ranked(), *unknown)
+            for row in self.rows
         )
         title = f"Agreement of rules ({self.elements:,} elements)"
         return TextTable(title, columns, rows, self.lines())
 
-    def __str__(self) -> str:
-        return str(self.table())
-
     def __repr__(self) -> str:
         pairs = (f"{' = '.join(p)} {percent(share)}" for p, share in self.same_path.items())
         return f"Agreement({', '.join(pairs)}, {self.elements:,} elements)"
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_pandas(self) -> Any:
-        """One row per component, as a pandas.DataFrame."""
-        return self.table().to_pandas()
 
 
 def _known(share: float) -> float | None:
@@ -165,7 +154,8 @@ def agreement(
         alike = (passed[one] == passed[other]).all(1)
         same_components[one, other] = _share(alike, whole)
     names = [component.name for component in chosen.components]
-    rows = (ComponentShares(n, {rule: found[n] for rule, found in shares.items()}) for n in names)
+    rows = [ComponentShares(n, {rule: found[n] for rule, found in shares.items()}) for n in names]
+    rows.sort(key=lambda row: 0.0 if isnan(row.difference) else -1 - row.difference)
     return Agreement(tuple(rows), same_path, same_components, coverage, int(whole.sum()))
 
 

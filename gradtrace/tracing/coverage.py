@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.io.table import Summarised, TextColumn, TextTable
 from gradtrace.tracing.followed import MAX_LOSSES, FollowedElements, follow_sample
 from gradtrace.tracing.path_forest import PathForest
 from gradtrace.tracing.traced_program import TracedProgram
@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, repr=False)
-class Coverage:
+class Coverage(Summarised):
     """What part of its element's gradient a path carries: signed ``path.weight / path.gradient``.
 
     ``parts`` has it for each element, in ascending order. It is 1 for an element with a single
@@ -144,21 +144,17 @@ class Coverage:
         return (self.in_words(), INSTEAD) if self.is_low else (self.in_words(),)
 
     def table(self) -> TextTable:
-        """The figures as a table."""
-        low, high = self.quartiles
-        values: dict[str, object] = {
-            "median": percent(self.median),
-            "lower quartile": percent(low),
-            "upper quartile": percent(high),
-            "opposite sign": percent(self.opposite),
-            "over twice the gradient": percent(self.heavy),
-            "gradient cancels to 0": percent(self.cancelled),
-            "not finite": f"{self.nonfinite:,}",
-            "elements": f"{self.elements:,}",
-            "without a path": f"{self.unreached:,}",
-        }
-        columns = TextColumn("coverage"), TextColumn("value")
-        return TextTable("", columns, tuple(values.items()), self.lines()[1:])
+        """The figures as a table of one row."""
+        shares = ("median", "lower quartile", "upper quartile", "opposite", "heavy", "cancelled")
+        columns = (
+            *(TextColumn(name, "share") for name in shares),
+            TextColumn("nonfinite", "count"),
+            TextColumn("elements", "count"),
+            TextColumn("unreached", "count"),
+        )
+        row = (self.median, *self.quartiles, self.opposite, self.heavy, self.cancelled)
+        counts = self.nonfinite, self.elements, self.unreached
+        return TextTable("Coverage of paths", columns, ((*row, *counts),), self.lines())
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -169,14 +165,6 @@ class Coverage:
             f"Coverage(median {percent(self.median)}, quartiles {low} and {high}, opposite sign "
             f"{percent(self.opposite)}, {self.elements:,} elements)"
         )
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_pandas(self) -> Any:
-        """The parts, one row per element, as a pandas.DataFrame."""
-        rows = tuple((part,) for part in self.parts)
-        return TextTable("", (TextColumn("coverage", "number"),), rows).to_pandas()
 
     # Storage -------------------------------------------------------------------------------------
 
