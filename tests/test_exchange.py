@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,6 +142,27 @@ def test_strangers_are_not_listened_to(joins: Joins, said: bytes) -> None:
         assert taken(first, 1) == [(1, {"hello": 1})]
         assert first.joined == {1} and not first.failed
         first.close(10)  # does not wait for the stranger
+
+
+def test_a_rank_that_comes_while_rank_0_closes_is_not_left_waiting(joins: Joins) -> None:
+    first = joins(0)
+    store: Any = first.store  # type: ignore[attr-defined]
+    until(lambda: store.check(["gradtrace/test/1/address"]))
+    _, port, token = json.loads(store.get("gradtrace/test/1/address"))
+    come = threading.Event()
+
+    def close_meanwhile() -> None:
+        come.wait(10)
+        first._closing.set()
+
+    first._call(close_meanwhile)  # the loop accepts nobody until then
+    with socket.create_connection(("127.0.0.1", port), 10) as late:
+        late.settimeout(10)
+        come.set()
+        with suppress(ConnectionError):  # it was not even accepted
+            late.sendall(f"{token} 1\n".encode())
+            while late.recv(100):  # until the other side has closed it
+                pass
 
 
 def test_an_address_where_another_server_answers(joins: Joins) -> None:

@@ -17,7 +17,7 @@ import socket
 import threading
 from asyncio import StreamReader, StreamWriter
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -133,21 +133,32 @@ class RankExchange:
         port = server.sockets[0].getsockname()[1]
         store.set("address", json.dumps([socket.gethostname(), port, self._token]))
         await self._closing.wait()
+        # a connection that asyncio is accepting when its server closes would be left open, and the
+        # rank at its other end wait
+        while accepting := asyncio.all_tasks() - {asyncio.current_task(), *self._talks}:
+            await asyncio.wait(accepting)
         server.close()
         await self._hang_up()
 
-    async def _welcome(self, reader: StreamReader, writer: StreamWriter) -> None:
+    def _welcome(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Talk to whoever has connected. Not a coroutine, so that ``_hang_up`` sees it at once."""
+        self._keep_until_done(self._greet(reader, writer), writer)
+
+    def _keep_until_done(self, talk: Coroutine[Any, Any, None], writer: StreamWriter) -> None:
+        task = self._loop.create_task(talk)
+        self._talks[task] = writer
+        task.add_done_callback(self._talks.pop)
+
+    async def _greet(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Talk to a rank, which shows by the token that it has read the store."""
-        self._talks[asyncio.current_task()] = writer
         hello = b""
         with suppress(OSError, ValueError, asyncio.TimeoutError):
             hello = await asyncio.wait_for(reader.readline(), tuning.CONNECT_SECONDS)
         token, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
-        if token == self._token and rank.isdecimal():
+        if token == self._token and rank.isdecimal() and not self._closing.is_set():
             writer.write(f"{token}\n".encode())
             self._enter(int(rank), writer)
             await self._talk(int(rank), reader, writer)
-        self._talks.pop(asyncio.current_task())
         writer.close()
 
     async def _join(self, store: Any) -> None:
@@ -165,9 +176,7 @@ class RankExchange:
         else:
             raise ConnectionError(f"rank 0 does not answer at port {port} of {' or '.join(hosts)}")
         self._enter(0, writer)
-        task = asyncio.ensure_future(self._talk(0, reader, writer))
-        self._talks[task] = writer
-        task.add_done_callback(self._talks.pop)
+        self._keep_until_done(self._talk(0, reader, writer), writer)
         await self._closing.wait()
         await self._hang_up()
 
