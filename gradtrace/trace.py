@@ -22,6 +22,8 @@ from gradtrace.tracing.agreement import Agreement, agreement
 from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import component_finder, counted, counted_sample
 from gradtrace.tracing.coverage import Coverage
+from gradtrace.tracing.decompose import decomposed
+from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.paths import Builder, Path, Paths, sampled
 from gradtrace.tracing.tensor_paths import TensorPaths
@@ -205,6 +207,23 @@ class Trace(TracedProgram):
         self.check_unchanged()
         chosen = component_finder(self).choose(components)
         return agreement(self, chosen, _positive("sample", sample), seed)
+    def decompose(self, components: Components = None) -> Decomposition:
+        """The gradient through each component, over all paths: ``g = g_through + g_around``.
+
+        Exact and signed, whatever the trace's rule. ``components`` are those of ``influence``; a
+        path that enters one many times passes it once. It costs at most a backward pass for each
+        component. See ``Decomposition``.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> split = gt.trace((x.exp() + 3 * x).sum(), names={"x": x}).decompose("arguments")
+        >>> split.gradient("add[1] from MulBackward0", "x")
+        tensor([3., 3.])
+        >>> round(sum(split.shares.values()), 6)
+        1.0
+        """
+        self.check_unchanged()
+        return decomposed(self, component_finder(self).choose(components))
 
     @isolated()
     def flow(self) -> Flow:

@@ -6,7 +6,7 @@ are computed in batches, each pair in its own slice along a new first dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -47,7 +47,7 @@ def execute_pairs(
     plan = optimise(program, Request(rule, components, mixed), storage)
     along = pairs.summed(program, mixed)
     maps: BatchedMaps | None = None
-    for some in _batches(program, mixed, len(program.seed), storage.compact):
+    for some in batches_of(program, mixed, len(program.seed), storage.compact):
         if maps is None or maps.count != len(some):
             maps = BatchedMaps(program, len(some))
         maps.places = {
@@ -86,7 +86,9 @@ class BatchedMaps:
         return found
 
 
-def _batches(program: Program, mixed: frozenset[int], count: int, compact: bool) -> Iterator[range]:
+def batches_of(
+    program: Program, mixed: frozenset[int], count: int, compact: bool
+) -> Iterator[range]:
     """The pairs in batches, if any value mixes pairs; see ``BATCH_MAX_ELEMENTS``."""
     most = max((prod(s.shape) for s in program.steps() if s.out in mixed), default=1)
     size = 1 if compact else max(1, BATCH_MAX_ELEMENTS // max(1, most))
@@ -104,12 +106,23 @@ def _only(
     """
     value, ids = state.value, state.ids
     assert value is not None
-    mine = torch.arange(pairs.start + 1, pairs.stop + 1, device=of.device)
-    there = _each(of, at) == mine.reshape(-1, *[1] * value.dim())
-    nothing = torch.zeros((), dtype=value.dtype, device=value.device)
-    value = torch.where(there, _each(value, at), nothing)
-    ids = None if ids is None else torch.where(there, _each(ids, at), 0)
+    if ids is None:
+        return state._replace(value=only_pairs([value], of, pairs, at)[0])
+    value, ids = only_pairs([value, ids], of, pairs, at)
     return state._replace(value=value, ids=ids)
+
+
+def only_pairs(
+    tensors: Sequence[Tensor], of: Tensor, pairs: range, at: tuple[int, Tensor] | None
+) -> list[Tensor]:
+    """``_only`` for tensors of one value."""
+    mine = torch.arange(pairs.start + 1, pairs.stop + 1, device=of.device)
+    there = _each(of, at) == mine.reshape(-1, *[1] * of.dim())
+    return [torch.where(there, _each(x, at), _zero(x)) for x in tensors]
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=x.dtype, device=x.device)
 
 
 def _each(x: Tensor, at: tuple[int, Tensor] | None) -> Tensor:

@@ -1,0 +1,363 @@
+"""Measures a decomposition: inner products of what came through each component, leaf by leaf.
+
+Of every leaf the sweep hands over its gradient and what of it came through each component. Only
+their inner products are kept, so memory is that of a backward pass, times the components that are
+mixed at a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.errors import GradtraceError
+from gradtrace.ir import memory
+from gradtrace.tracing.components import ComponentSelection
+from gradtrace.tracing.decomposition import ComponentPart, Decomposition, LeafPart, Products
+from gradtrace.tracing.executor import known_gradients
+from gradtrace.tracing.influence import Moments
+from gradtrace.tracing.pair_executor import BatchedMaps, batches_of, only_pairs
+from gradtrace.tracing.per_sample import Pairs, places
+from gradtrace.tracing.through import ComponentRoutes, ThroughSweep, components_in, held_bytes
+from gradtrace.tracing.traced_program import TracedProgram
+
+WHAT = "decomposing the gradient"
+REMEDY = "trace fewer samples at a time, or name fewer components"
+
+GRAM_ELEMENTS = 1 << 20
+"""Elements that are converted to float64 at a time for inner products."""
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+def decomposed(traced: TracedProgram, chosen: ComponentSelection) -> Decomposition:
+    """The decomposition of a trace's gradient by the chosen components."""
+    routes = ComponentRoutes.of(traced.program, chosen.components, chosen.component_bits)
+    totals = Totals.of(traced, chosen, routes)
+    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        for wanted in _sweeps(traced, routes):
+            totals.add(components_in(wanted), list(_products(traced, routes, wanted)))
+    return totals.result(ThroughSource(traced, routes, totals.names))
+
+
+def _sweeps(traced: TracedProgram, routes: ComponentRoutes) -> Iterator[int]:
+    """The components (bits) of each sweep: all, or as many as fit into memory. Then every two of
+    them meet in some sweep, since their inner product is wanted.
+    """
+    every = (1 << routes.count + 1) - 2
+    free = memory.available(traced.device) if traced.budget is None else traced.budget
+    free = None if free is None else free // memory.MIN_FREE_RATIO
+    groups = 1
+    while free is not None and groups < routes.count:
+        parts = _groups(routes.count, groups)
+        if all(held_bytes(routes, wanted) <= free for wanted in parts):
+            break
+        groups += 1 if groups > 1 else 2  # two groups that meet are all
+    yield from _groups(routes.count, groups) if every else ()
+
+
+def _groups(count: int, groups: int) -> list[int]:
+    """All components, or every two of so many groups of them."""
+    some = [sum(1 << n + 1 for n in range(g, count, groups)) for g in range(groups)]
+    return some if groups == 1 else [a | b for a, b in combinations(some, 2)]
+
+
+# Inner products ----------------------------------------------------------------------------------
+
+
+class LeafProducts(NamedTuple):
+    """Inner products of a leaf's gradient (row 0) and of its parts through ``components`` (the rows
+    from 1 on), for some pairs: (pairs, rows, rows) in float64.
+    """
+
+    value: int
+    components: tuple[int, ...]
+    pairs: range
+    products: Tensor
+
+
+def _products(
+    traced: TracedProgram, routes: ComponentRoutes, wanted: int
+) -> Iterator[LeafProducts]:
+    """The inner products of every leaf."""
+    program, known = traced.program, known_gradients(traced.program.constants)
+    if traced.pairs == 1:
+        sweep = ThroughSweep(routes, wanted, known)
+        sweep.values[program.root] = program.seed
+        for value in sweep.run():
+            rows, components = _rows(sweep, value)
+            products = gram([row.unsqueeze(0) for row in rows])
+            yield LeafProducts(value, components, range(1), products)
+        return
+    yield from _pair_products(traced, routes, wanted)
+
+
+def _rows(sweep: ThroughSweep, value: int) -> tuple[list[Tensor], tuple[int, ...]]:
+    """A leaf's gradient and its parts, and the components of these."""
+    parts = sweep.parts.get(value, {})
+    return [sweep.values[value], *parts.values()], tuple(parts)
+
+
+def _pair_products(
+    traced: TracedProgram, routes: ComponentRoutes, wanted: int
+) -> Iterator[LeafProducts]:
+    """``_products`` for each loss of a vector: values that mix pairs are computed for each."""
+    program, pairs = traced.program, Pairs.follow(traced.program, traced.pairs)
+    known = {v: x for v, x in known_gradients(program.constants).items() if v in pairs.apart}
+    whole = ThroughSweep(routes, wanted, known, frozenset(pairs.apart), frozenset(pairs.of))
+    whole.values[program.root] = program.seed
+    for value in whole.run():
+        rows, components = _rows(whole, value)
+        products = gram_by_pair(rows, pairs.of[value], traced.pairs)
+        yield LeafProducts(value, components, range(traced.pairs), products)
+    mixed, along = pairs.mixed(program), pairs.summed(program, pairs.mixed(program))
+    maps: BatchedMaps | None = None
+    for some in batches_of(program, mixed, traced.pairs, False):
+        if maps is None or maps.count != len(some):
+            maps = BatchedMaps(program, len(some))
+        maps.places = {
+            value: (dim, places(pairs.of[value], some, dim))
+            for value, dim in along.items()
+            if dim is not None
+        }
+        sweep = ThroughSweep(routes, wanted, {}, mixed, maps=maps)
+        for value in along:
+            at, of = maps.places.get(value), pairs.of[value]
+            rows, components = _rows(whole, value)
+            sweep.values[value], *parts = only_pairs(rows, of, some, at)
+            sweep.parts[value] = dict(zip(components, parts))
+        for value in sweep.run():
+            rows, components = _rows(sweep, value)
+            yield LeafProducts(value, components, some, gram(rows))
+
+
+def gram(rows: Sequence[Tensor]) -> Tensor:
+    """``out[p, a, b] = Σᵢ rows[a][p, i] · rows[b][p, i]`` in float64."""
+    pairs, device = len(rows[0]), rows[0].device
+    total = torch.zeros(pairs, len(rows), len(rows), dtype=torch.float64, device=device)
+    flat = [row.reshape(pairs, -1) for row in rows]
+    step = max(1, GRAM_ELEMENTS // max(1, len(rows) * pairs))
+    for n in range(0, flat[0].shape[1], step):
+        some = torch.stack([row[:, n : n + step].double() for row in flat], 1)
+        total += some @ some.mT
+    return total
+
+
+def gram_by_pair(rows: Sequence[Tensor], of: Tensor, pairs: int) -> Tensor:
+    """``gram`` where each element belongs to the pair ``of`` it, from 1 on (0: to none)."""
+    flat = torch.stack([row.reshape(-1).double() for row in rows])
+    number = of.reshape(-1)
+    order = number.argsort(stable=True)
+    counts = torch.bincount(number, minlength=pairs + 1).tolist()
+    parts = torch.split(flat[:, order], counts, 1)[1:]
+    return torch.stack([part @ part.mT for part in parts])
+
+
+# Sums over leaves --------------------------------------------------------------------------------
+
+
+@dataclass
+class Totals:
+    """Inner products summed over leaves, for each component and each two of them.
+
+    ``eligible`` and ``contested`` are (leaves, components): whether a path from the leaf, which is
+    none of the component's own, could pass it; and whether another could pass it by. ``dot``,
+    ``size``: ⟨g_C, g⟩ and ⟨g, g⟩ over these leaves, by (kind of leaves, pair, component).
+    """
+
+    traced: TracedProgram
+    chosen: ComponentSelection
+    routes: ComponentRoutes
+    values: list[int]  # of leaves
+    may: Flags
+    must: Flags
+    owned: Flags
+    dot: Floats
+    size: Floats
+    leaf_dot: Floats  # (leaves, components), summed over pairs
+    leaf_through: Floats
+    leaf_size: Floats  # (leaves, components)
+    cross: Floats  # (3, components, components): ⟨g_a, g_b⟩, ⟨g_a, g_a⟩, ⟨g_b, g_b⟩
+    done: Flags  # (components, components)
+    skipped: dict[str, None] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, traced: TracedProgram, chosen: ComponentSelection, routes: ComponentRoutes
+    ) -> Totals:
+        """Zeros for all leaves and components."""
+        values = [leaf.value for leaf in traced.program.leaves]
+        count, pairs, leaves = routes.count, traced.pairs, len(values)
+        must, may = (
+            np.array([[bits[v] >> n + 1 & 1 for n in range(count)] for v in values], bool)
+            for bits in routes.bounds
+        )
+        owned = np.array(
+            [[traced.names[v] in c.owns for c in chosen.components] for v in values], bool
+        )
+        shape = (leaves, count)
+        return cls(
+            traced,
+            chosen,
+            routes,
+            values,
+            may.reshape(shape),
+            must.reshape(shape),
+            owned.reshape(shape),
+            dot=np.zeros((2, pairs, count)),
+            size=np.zeros((2, pairs, count)),
+            leaf_dot=np.zeros(shape),
+            leaf_through=np.zeros(shape),
+            leaf_size=np.zeros(shape),
+            cross=np.zeros((3, count, count)),
+            done=np.zeros((count, count), bool),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the components."""
+        return tuple(component.name for component in self.chosen.components)
+
+    def add(self, components: Sequence[int], found: Sequence[LeafProducts]) -> None:
+        """Add the inner products of one sweep over these components."""
+        columns = np.array(components, np.int64)
+        fresh = ~self.done[np.ix_(columns, columns)]
+        place = {value: n for n, value in enumerate(self.values)}
+        flat = [each.products.reshape(-1) for each in found]
+        numbers = torch.cat(flat).cpu().numpy() if flat else np.zeros(0)  # one sync
+        ends = np.cumsum([len(each) for each in flat])
+        for each, some in zip(found, np.split(numbers, ends[:-1])):
+            self._add(place[each.value], each, some.reshape(each.products.shape), columns, fresh)
+        self.done[np.ix_(columns, columns)] = True
+
+    def _add(
+        self, leaf: int, each: LeafProducts, products: Floats, columns: npt.NDArray[np.int64],
+        fresh: Flags,
+    ) -> None:  # fmt: skip
+        if not np.isfinite(products).all():
+            self.skipped[self.traced.names[each.value]] = None
+            return
+        rows = {component: n + 1 for n, component in enumerate(each.components)}
+        at = np.array(
+            [0 if self.must[leaf, c] else rows.get(int(c), -1) for c in columns], np.int64
+        )
+        padded = np.pad(products, ((0, 0), (0, 1), (0, 1)))  # the last row is 0
+        new = columns[fresh.diagonal()]
+        mine = at[fresh.diagonal()]
+        dot, size = padded[:, 0, mine], padded[:, :1, 0]
+        could = self.may[leaf, new] & ~self.owned[leaf, new]
+        for kind, flags in enumerate((could, could & ~self.must[leaf, new])):
+            here = np.ix_(range(each.pairs.start, each.pairs.stop), new[flags])
+            self.dot[kind][here] += dot[:, flags]
+            self.size[kind][here] += size
+        both = padded.sum(0)
+        self.leaf_dot[leaf, new] += both[0, mine]
+        self.leaf_through[leaf, new] += both[mine, mine]
+        self.leaf_size[leaf, new] += both[0, 0]
+        could = self.may[leaf, columns] & ~self.owned[leaf, columns]
+        meet = np.outer(could, could) & fresh
+        here = np.ix_(columns, columns)
+        inner, own = both[np.ix_(at, at)], both[at, at]
+        for kind, each_ in enumerate((inner, own[:, None], own[None, :])):
+            self.cross[kind][here] += np.where(meet, each_, 0)
+
+    # The result -----------------------------------------------------------------------------------
+
+    def result(self, source: ThroughSource) -> Decomposition:
+        """The decomposition."""
+        self._refuse_impossible()
+        names, notes = self.names, list(self.traced.notes)
+        could = self.may & ~self.owned
+        sizes = np.array([leaf.tensor.numel() for leaf in self.traced.program.leaves])
+        components = tuple(
+            ComponentPart(
+                name,
+                int(sizes[self.owned[:, n]].sum()),
+                tuple(self.traced.names[self.values[k]] for k in np.flatnonzero(could[:, n])),
+                Moments.over(self.dot[0, :, n].tolist(), self.size[0, :, n].tolist()),
+                Moments.over(self.dot[1, :, n].tolist(), self.size[1, :, n].tolist()),
+                float(self.leaf_through[could[:, n], n].sum()),
+            )
+            for n, name in enumerate(names)
+        )
+        if self.skipped:
+            notes.append(
+                f"leaves whose gradient is NaN or infinite are left out: {', '.join(self.skipped)}"
+            )
+        return Decomposition(
+            components, self._leaves(), self._crossing(), self.traced.pairs, tuple(notes), source
+        )
+
+    def _refuse_impossible(self) -> None:
+        if self.names and not self.may.any():
+            named = ", ".join(map(repr, self.names[:4])) + (", ..." if self.names[4:] else "")
+            raise GradtraceError(
+                f"no path from a leaf to this loss can pass {named}: not called, or nothing behind "
+                "it needs a gradient"
+            )
+
+    def _leaves(self) -> tuple[LeafPart, ...]:
+        found = []
+        for k, n in np.argwhere(self.may).tolist():
+            leaf, name = self.traced.names[self.values[k]], self.names[n]
+            sums = self.leaf_dot[k, n], self.leaf_through[k, n], self.leaf_size[k, n]
+            own, must = bool(self.owned[k, n]), bool(self.must[k, n])
+            found.append(LeafPart(leaf, name, own, must, *map(float, sums)))
+        return tuple(found)
+
+    def _crossing(self) -> dict[tuple[str, str], Products]:
+        overlaps = self.routes.overlaps()
+        could = self.may & ~self.owned
+        common = could.T.astype(float) @ could.astype(float) > 0
+        found = {}
+        for a, b in combinations(range(len(self.names)), 2):
+            overlap = bool(overlaps[a] >> b + 1 & 1)
+            if common[a, b] or overlap:
+                dot, first, second = self.cross[:, a, b].tolist()
+                both = Products(dot, first, second, bool(common[a, b]), overlap)
+                found[self.names[a], self.names[b]] = both
+        return found
+
+
+@dataclass(frozen=True)
+class ThroughSource:
+    """Computes the gradients through a component, from the trace that was decomposed."""
+
+    traced: TracedProgram
+    routes: ComponentRoutes
+    names: tuple[str, ...]
+
+    @isolated()
+    def gradients(self, component: str, leaf: str | None = None) -> dict[str, Tensor]:
+        """What came through a component, of one leaf or of all of them, summed over pairs."""
+        traced, number = self.traced, self.names.index(component)
+        traced.check_unchanged()
+        wanted = {traced.leaf(leaf).value} if leaf is not None else set(traced.names)
+        program, found = traced.program, dict[str, Tensor]()
+        with memory.within(traced.device, WHAT, REMEDY):
+            known = known_gradients(program.constants)
+            sweep = ThroughSweep(self.routes, 1 << number + 1, known)
+            sweep.values[program.root] = program.seed
+            for value in sweep.run():
+                if value in wanted:
+                    x = sweep.through(value, number)
+                    grad = sweep.values[value]
+                    found[traced.names[value]] = torch.zeros_like(grad) if x is None else x.clone()
+        return {name: found[name] for name in traced.leaves if name in found}
+
+    def first_name(self, leaf: str) -> str:
+        """The name of a leaf that has several."""
+        return self.traced.names[self.traced.leaf(leaf).value]
+
+    def whole(self, leaf: str) -> Tensor:
+        """The gradient of a leaf."""
+        return self.traced.gradients[leaf]

@@ -1,0 +1,428 @@
+"""``Decomposition``: the gradient split by component, in shares, norms and angles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import isnan, nan, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
+from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.printable import printable
+from gradtrace.tracing.influence import NOTHING, Moments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradtrace.tracing.decompose import ThroughSource
+
+AGAINST = -0.2
+"""Two components pull against each other if their cosine is below this."""
+
+MOST_WORDS = 3
+"""The most components, or pairs of them, that a remark names."""
+
+
+@dataclass(frozen=True)
+class ComponentPart:
+    """One component C; see ``Decomposition``.
+
+    ``leaves`` are those outside C from which a path could pass it, ``own`` is the number of C's own
+    parameter elements, which are left out. ``whole`` has ⟨g_C, g⟩ and ⟨g, g⟩ over these leaves,
+    ``contested`` over those of them that have another way, ``through`` is ‖g_C‖².
+    """
+
+    name: str
+    own: int = 0
+    leaves: tuple[str, ...] = ()
+    whole: Moments = NOTHING
+    contested: Moments = NOTHING
+    through: float = 0.0
+
+    @property
+    def norms(self) -> tuple[float, float]:
+        """``(‖g_C‖, ‖g‖)``."""
+        return sqrt(self.through), sqrt(self.whole.e)
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of g_C and g; nan if one of them is 0."""
+        return _ratio(float(self.whole.t), self.through, float(self.whole.e))
+
+    def __add__(self, other: ComponentPart) -> ComponentPart:
+        return replace(
+            self,
+            own=max(self.own, other.own),
+            leaves=tuple(dict.fromkeys((*self.leaves, *other.leaves))),
+            whole=self.whole + other.whole,
+            contested=self.contested + other.contested,
+            through=self.through + other.through,
+        )
+
+
+class LeafPart(NamedTuple):
+    """What came through a component to a leaf: ⟨g_C, g⟩, ‖g_C‖² and ‖g‖².
+
+    ``own``: the leaf belongs to the component. ``always``: every route from the leaf passes it.
+    """
+
+    leaf: str
+    component: str
+    own: bool
+    always: bool
+    dot: float
+    through: float
+    size: float
+
+    def plus(self, other: LeafPart) -> LeafPart:
+        """The sums of two parts of the same leaf and component."""
+        always = self.always and other.always
+        sums = (a + b for a, b in zip(self[4:], other[4:]))
+        return LeafPart(self.leaf, self.component, self.own, always, *sums)
+
+
+class Products(NamedTuple):
+    """⟨g_a, g_b⟩, ‖g_a‖² and ‖g_b‖² of two components, over the leaves from which both can be
+    passed (``common``: there are some). ``overlap``: some path passes both.
+    """
+
+    dot: float
+    first: float
+    second: float
+    common: bool
+    overlap: bool
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the angle between them; nan if one is 0."""
+        return _ratio(self.dot, self.first, self.second)
+
+    def plus(self, other: Products) -> Products:
+        """The sums of both."""
+        return Products(
+            self.dot + other.dot,
+            self.first + other.first,
+            self.second + other.second,
+            self.common or other.common,
+            self.overlap or other.overlap,
+        )
+
+
+def _ratio(dot: float, first: float, second: float) -> float:
+    size = sqrt(first) * sqrt(second)
+    return max(-1.0, min(1.0, dot / size)) if size else nan
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """The gradient through each component C: the sum over all paths that pass C at least once.
+
+    ``g = g_C + (g - g_C)``, exactly and with signs. ``shares`` are ⟨g_C, g⟩ / ⟨g, g⟩ over the
+    leaves outside C from which a path could pass it: how much of the gradient is explained by what
+    came through C. Branches side by side, through one of which every path must go, add up to 1. A
+    share can be negative (what comes through C points against the gradient) or above 1 (others
+    cancel a part of it). Components in series have 1 by definition, and components on the same
+    path overlap: then shares do not add up to 1.
+
+    ``contested`` are the same shares over the leaves that have another way, and ``cosine(a, b)``
+    says whether two components pull the same way. Of a vector of losses, each is a pair: products
+    are summed over pairs, and ``errors`` are standard errors over them.
+    """
+
+    components: tuple[ComponentPart, ...]
+    parts: tuple[LeafPart, ...] = field(default=(), repr=False)
+    products: Mapping[tuple[str, str], Products] = field(default_factory=dict, repr=False)
+    pairs: int = 1
+    notes: tuple[str, ...] = ()
+    source: ThroughSource | None = field(default=None, repr=False, compare=False)
+    interrupted: bool = False
+
+    def __getitem__(self, name: str) -> ComponentPart:
+        for each in self.components:
+            if each.name == name:
+                return each
+        raise UnknownName(
+            f"no component {name!r} in this decomposition"
+            f"{did_you_mean(str(name), (each.name for each in self.components))}"
+        )
+
+    def __iter__(self) -> Iterator[ComponentPart]:
+        return iter(self.components)
+
+    def __len__(self) -> int:
+        return len(self.components)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "source": None}  # a trace cannot be pickled
+
+    # Numbers --------------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """``{component: ⟨g_C, g⟩ / ⟨g, g⟩}``; nan where no path could pass it from outside."""
+        return {each.name: each.whole.share for each in self.components}
+
+    @property
+    def contested(self) -> dict[str, float]:
+        """``shares`` over the leaves that have another way; nan where there is none."""
+        return {each.name: each.contested.share for each in self.components}
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """``{component: standard error of its share over pairs}``; nan for fewer than two."""
+        return {each.name: each.whole.error(self.pairs) for each in self.components}
+
+    @property
+    def norms(self) -> dict[str, tuple[float, float]]:
+        """``{component: (‖g_C‖, ‖g‖)}``, over the same leaves as its share."""
+        return {each.name: each.norms for each in self.components}
+
+    def cosine(self, first: str, second: str) -> float:
+        """The cosine of the angle between what came through two components.
+
+        It is taken over the leaves outside both from which either can be passed. 1: they pull the
+        same way; below 0: they pull against each other; nan: there is no such leaf, or nothing
+        came through one of them (``cosines()`` says which).
+        """
+        if self[first].name == self[second].name:
+            return nan if not self[first].through else 1.0
+        found = self.products.get((first, second)) or self.products.get((second, first))
+        return nan if found is None else found.cosine
+
+    # Gradients ------------------------------------------------------------------------------------
+
+    def gradient(self, component: str, leaf: str) -> Tensor:
+        """The gradient of a leaf through a component, signed, summed over pairs.
+
+        It is computed when asked for, in one pass over the trace, so ask before the weights are
+        changed. All leaves at once: ``gradients(component)``.
+        """
+        source = self._source(component)
+        return source.gradients(component, leaf)[source.first_name(leaf)]
+
+    def gradients(self, component: str) -> dict[str, Tensor]:
+        """``{leaf: its gradient through a component}`` for all leaves."""
+        return self._source(component).gradients(component)
+
+    def around(self, component: str, leaf: str) -> Tensor:
+        """The gradient of a leaf by paths that do not pass a component: ``g - g_C``."""
+        return self._source(component).whole(leaf) - self.gradient(component, leaf)
+
+    def _source(self, component: str) -> ThroughSource:
+        _ = self[component]
+        if self.source is None:
+            raise GradtraceError(
+                "this decomposition was merged or loaded, and has sums only; for tensors ask the "
+                "decomposition of one trace: watch.trace(loss).decompose(...).gradient(...)"
+            )
+        return self.source
+
+    # Tables ---------------------------------------------------------------------------------------
+
+    def merge(self, *others: Decomposition) -> Decomposition:
+        """The decomposition over the pairs of all of them; gradients can no longer be asked for."""
+        result = self
+        for other in others:
+            result = _merged(result, other)
+        return replace(result, source=None)
+
+    def sort(self, by: str = "share") -> Decomposition:
+        """Sorted by ``share``, ``contested``, ``norm`` or ``cosine``, largest magnitude first, or
+        by ``component``.
+        """
+        keys: dict[str, Callable[[ComponentPart], Any]] = {
+            "share": lambda each: each.whole.share,
+            "contested": lambda each: each.contested.share,
+            "norm": lambda each: each.norms[0],
+            "cosine": lambda each: each.cosine,
+            "component": lambda each: each.name,
+        }
+        if by not in keys:
+            raise UnknownName(f"no column {by!r} to sort by{did_you_mean(str(by), keys)}")
+        key = keys[by]
+        if by == "component":
+            ordered = sorted(self.components, key=key)
+        else:
+            ordered = sorted(self.components, key=lambda each: _descending(key(each)))
+        return replace(self, components=tuple(ordered))
+
+    def top(self, n: int = 10) -> Decomposition:
+        """The ``n`` components with the largest share, by magnitude."""
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise GradtraceError(f"top takes a number of components from 1 on, not {n!r}")
+        return replace(self, components=self.sort().components[:n])
+
+    def table(self) -> TextTable:
+        """One row per component, and remarks in words."""
+        many = self.pairs > 1
+        columns = (
+            TextColumn("component"),
+            TextColumn("share", "share"),
+            *([TextColumn("± error", "share")] if many else []),
+            TextColumn("contested", "share"),
+            TextColumn("cosine", "number"),
+            TextColumn("norm", "number"),
+            TextColumn("whole norm", "number"),
+            TextColumn("leaves", "count"),
+            TextColumn("own", "count"),
+        )
+        rows = tuple(
+            (
+                each.name,
+                _shown(each.whole.share),
+                *([_shown(each.whole.error(self.pairs))] if many else []),
+                _shown(each.contested.share),
+                _shown(each.cosine),
+                *(each.norms if each.leaves else (None, None)),
+                len(each.leaves),
+                each.own,
+            )
+            for each in self.components
+        )
+        title = f"Gradient by component{f' ({self.pairs:,} pairs)' if many else ''}"
+        return TextTable(title, columns, rows, (*self.remarks(), *self.notes))
+
+    def by_leaf(self, component: str | None = None) -> TextTable:
+        """What came through each component, or through one, leaf by leaf."""
+        found = self._parts_of(component)
+        rows = tuple((part.leaf, part.component, *_measures(part)) for part in found)
+        return self._part_table("leaf", rows)
+
+    def by_module(self, component: str | None = None) -> TextTable:
+        """``by_leaf``, summed over the leaves of each module."""
+        sums: dict[tuple[str, str], LeafPart] = {}
+        for part in self._parts_of(component):
+            module = part.leaf.rpartition(".")[0]
+            part = part._replace(leaf=module)
+            key = (module, part.component)
+            sums[key] = sums[key].plus(part) if key in sums else part
+        rows = tuple((part.leaf, part.component, *_measures(part)) for part in sums.values())
+        return self._part_table("module", rows)
+
+    def _parts_of(self, component: str | None) -> list[LeafPart]:
+        names = {each.name for each in self.components}
+        names = names if component is None else {self[component].name}
+        return [part for part in self.parts if part.component in names and not part.own]
+
+    def _part_table(self, first: str, rows: tuple[tuple[object, ...], ...]) -> TextTable:
+        columns = (
+            TextColumn(first),
+            TextColumn("component"),
+            TextColumn("share", "share"),
+            TextColumn("cosine", "number"),
+            TextColumn("norm", "number"),
+            TextColumn("whole norm", "number"),
+        )
+        return TextTable(f"Gradient by {first} and component", columns, rows, self.notes)
+
+    def cosines(self) -> TextTable:
+        """Every two components: do they pull the same way?"""
+        names = [each.name for each in self.components]
+        columns = (
+            TextColumn("component"),
+            TextColumn("and"),
+            TextColumn("cosine", "number"),
+            TextColumn("what it says"),
+        )
+        rows = []
+        for n, first in enumerate(names):
+            for second in names[n + 1 :]:
+                found = self.products.get((first, second)) or self.products.get((second, first))
+                cosine = nan if found is None else found.cosine
+                rows.append((first, second, _shown(cosine), _words_of(found)))
+        return TextTable("Cosines of gradients through two components", columns, tuple(rows))
+
+    def remarks(self) -> list[str]:
+        """In words: which components overlap, pull against each other, or are passed by no path."""
+        here = {each.name for each in self.components}
+        pairs = {key: p for key, p in self.products.items() if set(key) <= here}
+        found = []
+        none = [each.name for each in self.components if not each.leaves]
+        if none:
+            found.append(f"no path from a leaf outside can pass {_listed(none)}")
+        overlap = [f"{a} and {b}" for (a, b), p in pairs.items() if p.overlap]
+        if overlap:
+            found.append(
+                f"some paths pass two components ({_listed(overlap, 1)}), so shares need not add "
+                "up to 100%"
+            )
+        negative = [each.name for each in self.components if each.whole.share < 0]
+        if negative:
+            found.append(
+                f"what comes through {_listed(negative)} points against the whole gradient"
+            )
+        apart = {key: p.cosine for key, p in pairs.items() if not p.overlap}
+        against = sorted((c, *key) for key, c in apart.items() if c < AGAINST)
+        if against:
+            words = [f"{a} and {b} (cosine {cosine:.2f})" for cosine, a, b in against]
+            found.append(f"these pull against each other: {_listed(words)}")
+        return found
+
+    def to_pandas(self) -> Any:
+        """One row per component, as a pandas.DataFrame."""
+        return self.table().to_pandas()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __repr__(self) -> str:
+        return printable(f"Decomposition({len(self)} components, {self.pairs:,} pairs)")
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def _merged(first: Decomposition, second: Decomposition) -> Decomposition:
+    mine = {each.name: each for each in first.components}
+    for each in second.components:
+        mine[each.name] = mine[each.name] + each if each.name in mine else each
+    parts = {part[:2]: part for part in first.parts}
+    for part in second.parts:
+        key = part[:2]
+        parts[key] = parts[key].plus(part) if key in parts else part
+    products = dict(first.products)
+    for (a, b), found in second.products.items():
+        if (b, a) in products:
+            found = found._replace(first=found.second, second=found.first)
+            a, b = b, a
+        products[a, b] = products[a, b].plus(found) if (a, b) in products else found
+    return Decomposition(
+        tuple(mine.values()),
+        tuple(parts.values()),
+        products,
+        first.pairs + second.pairs,
+        tuple(dict.fromkeys((*first.notes, *second.notes))),
+        None,
+        first.interrupted or second.interrupted,
+    )
+
+
+def _measures(part: LeafPart) -> tuple[object, ...]:
+    share = part.dot / part.size if part.size else nan
+    cosine = _ratio(part.dot, part.through, part.size)
+    return _shown(share), _shown(cosine), sqrt(part.through), sqrt(part.size)
+
+
+def _words_of(found: Products | None) -> str:
+    if found is None or not found.common:
+        return "no leaf has paths through either"
+    if isnan(found.cosine):
+        return "nothing came through one of them"
+    words = "against each other" if found.cosine < AGAINST else "apart"
+    words = "the same way" if found.cosine > -AGAINST else words
+    return f"{words}; some paths pass both" if found.overlap else words
+
+
+def _shown(x: float) -> float | None:
+    return None if isnan(x) else x
+
+
+def _descending(x: float) -> tuple[bool, float]:
+    return isnan(x), -abs(x)
+
+
+def _listed(names: Iterable[str], most: int = MOST_WORDS) -> str:
+    names = list(names)
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
