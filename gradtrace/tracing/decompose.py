@@ -23,7 +23,7 @@ from gradtrace.ir import memory
 from gradtrace.tracing.components import ComponentSelection
 from gradtrace.tracing.decomposition import ComponentPart, Decomposition, LeafPart, Products
 from gradtrace.tracing.executor import known_gradients
-from gradtrace.tracing.influence import Moments
+from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.pair_executor import BatchedMaps, batches_of, only_pairs
 from gradtrace.tracing.per_sample import Pairs, places
 from gradtrace.tracing.through import ComponentRoutes, ThroughSweep, components_in, held_bytes

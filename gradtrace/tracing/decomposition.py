@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan, nan, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
-from gradtrace.tracing.influence import NOTHING, Moments
+from gradtrace.tracing.moments import NOTHING, Moments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +115,7 @@ def _ratio(dot: float, first: float, second: float) -> float:
 
 
 @dataclass(frozen=True)
-class Decomposition:
+class Decomposition(Tabular):
     """The gradient through each component C: the sum over all paths that pass C at least once.
 
     ``g = g_C + (g - g_C)``, exactly and with signs. ``shares`` are ⟨g_C, g⟩ / ⟨g, g⟩ over the
@@ -130,7 +130,7 @@ class Decomposition:
     are summed over pairs, and ``errors`` are standard errors over them.
     """
 
-    components: tuple[ComponentPart, ...]
+    rows: tuple[ComponentPart, ...]
     parts: tuple[LeafPart, ...] = field(default=(), repr=False)
     products: Mapping[tuple[str, str], Products] = field(default_factory=dict, repr=False)
     pairs: int = 1
@@ -139,19 +139,19 @@ class Decomposition:
     interrupted: bool = False
 
     def __getitem__(self, name: str) -> ComponentPart:
-        for each in self.components:
+        for each in self.rows:
             if each.name == name:
                 return each
         raise UnknownName(
             f"no component {name!r} in this decomposition"
-            f"{did_you_mean(str(name), (each.name for each in self.components))}"
+            f"{did_you_mean(str(name), (each.name for each in self.rows))}"
         )
 
     def __iter__(self) -> Iterator[ComponentPart]:
-        return iter(self.components)
+        return iter(self.rows)
 
     def __len__(self) -> int:
-        return len(self.components)
+        return len(self.rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "source": None}  # a trace cannot be pickled
@@ -161,22 +161,22 @@ class Decomposition:
     @property
     def shares(self) -> dict[str, float]:
         """``{component: ⟨g_C, g⟩ / ⟨g, g⟩}``; nan where no path could pass it from outside."""
-        return {each.name: each.whole.share for each in self.components}
+        return {each.name: each.whole.share for each in self.rows}
 
     @property
     def contested(self) -> dict[str, float]:
         """``shares`` over the leaves that have another way; nan where there is none."""
-        return {each.name: each.contested.share for each in self.components}
+        return {each.name: each.contested.share for each in self.rows}
 
     @property
     def errors(self) -> dict[str, float]:
         """``{component: standard error of its share over pairs}``; nan for fewer than two."""
-        return {each.name: each.whole.error(self.pairs) for each in self.components}
+        return {each.name: each.whole.error(self.pairs) for each in self.rows}
 
     @property
     def norms(self) -> dict[str, tuple[float, float]]:
         """``{component: (‖g_C‖, ‖g‖)}``, over the same leaves as its share."""
-        return {each.name: each.norms for each in self.components}
+        return {each.name: each.norms for each in self.rows}
 
     def cosine(self, first: str, second: str) -> float:
         """The cosine of the angle between what came through two components.
@@ -227,32 +227,6 @@ class Decomposition:
             result = _merged(result, other)
         return replace(result, source=None)
 
-    def sort(self, by: str = "share") -> Decomposition:
-        """Sorted by ``share``, ``contested``, ``norm`` or ``cosine``, largest magnitude first, or
-        by ``component``.
-        """
-        keys: dict[str, Callable[[ComponentPart], Any]] = {
-            "share": lambda each: each.whole.share,
-            "contested": lambda each: each.contested.share,
-            "norm": lambda each: each.norms[0],
-            "cosine": lambda each: each.cosine,
-            "component": lambda each: each.name,
-        }
-        if by not in keys:
-            raise UnknownName(f"no column {by!r} to sort by{did_you_mean(str(by), keys)}")
-        key = keys[by]
-        if by == "component":
-            ordered = sorted(self.components, key=key)
-        else:
-            ordered = sorted(self.components, key=lambda each: _descending(key(each)))
-        return replace(self, components=tuple(ordered))
-
-    def top(self, n: int = 10) -> Decomposition:
-        """The ``n`` components with the largest share, by magnitude."""
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise GradtraceError(f"top takes a number of components from 1 on, not {n!r}")
-        return replace(self, components=self.sort().components[:n])
-
     def table(self) -> TextTable:
         """One row per component, and remarks in words."""
         many = self.pairs > 1
@@ -278,7 +252,7 @@ class Decomposition:
                 len(each.leaves),
                 each.own,
             )
-            for each in self.components
+            for each in self.rows
         )
         title = f"Gradient by component{f' ({self.pairs:,} pairs)' if many else ''}"
         return TextTable(title, columns, rows, (*self.remarks(), *self.notes))
@@ -301,7 +275,7 @@ class Decomposition:
         return self._part_table("module", rows)
 
     def _parts_of(self, component: str | None) -> list[LeafPart]:
-        names = {each.name for each in self.components}
+        names = {each.name for each in self.rows}
         names = names if component is None else {self[component].name}
         return [part for part in self.parts if part.component in names and not part.own]
 
@@ -318,7 +292,7 @@ class Decomposition:
 
     def cosines(self) -> TextTable:
         """Every two components: do they pull the same way?"""
-        names = [each.name for each in self.components]
+        names = [each.name for each in self.rows]
         columns = (
             TextColumn("component"),
             TextColumn("and"),
@@ -335,10 +309,10 @@ class Decomposition:
 
     def remarks(self) -> list[str]:
         """In words: which components overlap, pull against each other, or are passed by no path."""
-        here = {each.name for each in self.components}
+        here = {each.name for each in self.rows}
         pairs = {key: p for key, p in self.products.items() if set(key) <= here}
         found = []
-        none = [each.name for each in self.components if not each.leaves]
+        none = [each.name for each in self.rows if not each.leaves]
         if none:
             found.append(f"no path from a leaf outside can pass {_listed(none)}")
         overlap = [f"{a} and {b}" for (a, b), p in pairs.items() if p.overlap]
@@ -347,7 +321,7 @@ class Decomposition:
                 f"some paths pass two components ({_listed(overlap, 1)}), so shares need not add "
                 "up to 100%"
             )
-        negative = [each.name for each in self.components if each.whole.share < 0]
+        negative = [each.name for each in self.rows if each.whole.share < 0]
         if negative:
             found.append(
                 f"what comes through {_listed(negative)} points against the whole gradient"
@@ -359,23 +333,13 @@ class Decomposition:
             found.append(f"these pull against each other: {_listed(words)}")
         return found
 
-    def to_pandas(self) -> Any:
-        """One row per component, as a pandas.DataFrame."""
-        return self.table().to_pandas()
-
-    def __str__(self) -> str:
-        return str(self.table())
-
     def __repr__(self) -> str:
         return printable(f"Decomposition({len(self)} components, {self.pairs:,} pairs)")
 
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
 
 def _merged(first: Decomposition, second: Decomposition) -> Decomposition:
-    mine = {each.name: each for each in first.components}
-    for each in second.components:
+    mine = {each.name: each for each in first.rows}
+    for each in second.rows:
         mine[each.name] = mine[each.name] + each if each.name in mine else each
     parts = {part[:2]: part for part in first.parts}
     for part in second.parts:
@@ -416,10 +380,6 @@ def _words_of(found: Products | None) -> str:
 
 def _shown(x: float) -> float | None:
     return None if isnan(x) else x
-
-
-def _descending(x: float) -> tuple[bool, float]:
-    return isnan(x), -abs(x)
 
 
 def _listed(names: Iterable[str], most: int = MOST_WORDS) -> str:
