@@ -207,6 +207,7 @@ class Trace(TracedProgram):
         self.check_unchanged()
         chosen = component_finder(self).choose(components)
         return agreement(self, chosen, _positive("sample", sample), seed)
+
     def decompose(self, components: Components = None) -> Decomposition:
         """The gradient through each component, over all paths: ``g = g_through + g_around``.
 
