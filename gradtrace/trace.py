@@ -208,6 +208,7 @@ class Trace(TracedProgram):
         chosen = component_finder(self).choose(components)
         return agreement(self, chosen, _positive("sample", sample), seed)
 
+    @isolated()
     def decompose(self, components: Components = None) -> Decomposition:
         """The gradient through each component, over all paths: ``g = g_through + g_around``.
 

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.errors import GradtraceError
 from gradtrace.ir import memory
 from gradtrace.tracing.components import ComponentSelection
@@ -26,11 +25,16 @@ from gradtrace.tracing.executor import known_gradients
 from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.pair_executor import BatchedMaps, batches_of, only_pairs
 from gradtrace.tracing.per_sample import Pairs, places
-from gradtrace.tracing.through import ComponentRoutes, ThroughSweep, components_in, held_bytes
+from gradtrace.tracing.through import (
+    REMEDY,
+    WHAT,
+    ComponentRoutes,
+    ThroughSource,
+    ThroughSweep,
+    components_in,
+    held_bytes,
+)
 from gradtrace.tracing.traced_program import TracedProgram
-
-WHAT = "decomposing the gradient"
-REMEDY = "trace fewer samples at a time, or name fewer components"
 
 GRAM_ELEMENTS = 1 << 20
 """Elements that are converted to float64 at a time for inner products."""
@@ -326,38 +330,3 @@ class Totals:
                 both = Products(dot, first, second, bool(common[a, b]), overlap)
                 found[self.names[a], self.names[b]] = both
         return found
-
-
-@dataclass(frozen=True)
-class ThroughSource:
-    """Computes the gradients through a component, from the trace that was decomposed."""
-
-    traced: TracedProgram
-    routes: ComponentRoutes
-    names: tuple[str, ...]
-
-    @isolated()
-    def gradients(self, component: str, leaf: str | None = None) -> dict[str, Tensor]:
-        """What came through a component, of one leaf or of all of them, summed over pairs."""
-        traced, number = self.traced, self.names.index(component)
-        traced.check_unchanged()
-        wanted = {traced.leaf(leaf).value} if leaf is not None else set(traced.names)
-        program, found = traced.program, dict[str, Tensor]()
-        with memory.within(traced.device, WHAT, REMEDY):
-            known = known_gradients(program.constants)
-            sweep = ThroughSweep(self.routes, 1 << number + 1, known)
-            sweep.values[program.root] = program.seed
-            for value in sweep.run():
-                if value in wanted:
-                    x = sweep.through(value, number)
-                    grad = sweep.values[value]
-                    found[traced.names[value]] = torch.zeros_like(grad) if x is None else x.clone()
-        return {name: found[name] for name in traced.leaves if name in found}
-
-    def first_name(self, leaf: str) -> str:
-        """The name of a leaf that has several."""
-        return self.traced.names[self.traced.leaf(leaf).value]
-
-    def whole(self, leaf: str) -> Tensor:
-        """The gradient of a leaf."""
-        return self.traced.gradients[leaf]

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan, nan, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.tracing.moments import NOTHING, Moments
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from gradtrace.tracing.decompose import ThroughSource
+from gradtrace.tracing.through import ThroughSource
 
 AGAINST = -0.2
 """Two components pull against each other if their cosine is below this."""
