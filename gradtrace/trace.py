@@ -25,6 +25,7 @@ from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.decompose import decomposed
 from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence, checked_weight
+from gradtrace.tracing.mass import Mass, mass_of
 from gradtrace.tracing.paths import Builder, Path, Paths, sampled
 from gradtrace.tracing.tensor_paths import TensorPaths
 from gradtrace.tracing.traced_program import TracedProgram, indices
@@ -226,6 +227,23 @@ class Trace(TracedProgram):
         """
         self.check_unchanged()
         return decomposed(self, component_finder(self).choose(components))
+
+    @isolated()
+    def mass(self, components: Components = None, p: float = 1.0) -> Mass:
+        """The share of the mass of all paths, ``Σ |weight|**p``, that passes each component.
+
+        All paths count, each by its weight; ``components`` are as for ``influence``. With larger
+        ``p`` the heaviest paths count more. See ``Mass`` for what is divided by what.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> loss = (3 * x).exp().log() + x.sin()
+        >>> table = gt.trace(loss, names={"x": x}).mass("arguments")
+        >>> {name: round(share, 4) for name, share in table.shares.items()}
+        {'add[0] from LogBackward0': 0.8782, 'add[1] from SinBackward0': 0.1218}
+        """
+        self.check_unchanged()
+        return mass_of(self, components, p)
 
     @isolated()
     def flow(self) -> Flow:

@@ -17,6 +17,7 @@ from gradtrace.linops.reduce import Reduce
 from gradtrace.linops.scatter import Scatter
 from gradtrace.linops.side_by_side import SideBySide, copied
 from gradtrace.linops.sparse import Around, Sparse
+from gradtrace.linops.transpose import column_sums, is_permutation, transposed
 
 __all__ = [
     "Around",
@@ -37,8 +38,11 @@ __all__ = [
     "Slot",
     "Sparse",
     "Windows",
+    "column_sums",
     "copied",
     "gather",
+    "is_permutation",
     "tiled",
     "tiling",
+    "transposed",
 ]

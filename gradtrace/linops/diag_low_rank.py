@@ -14,8 +14,9 @@ from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
 from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.linops.indexing import line_offsets, located, merged_dims, picked, strides_of
+from gradtrace.linops.low_rank_sums import expanded_sums, is_expanded, pairwise_sums
 from gradtrace.pytorch.plain_tensors import plain
-from gradtrace.semirings import MAX, Semiring, Value
+from gradtrace.semirings import MAX, Abs, Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.types import Shape
 
@@ -78,7 +79,7 @@ class Normaliser(Map):
         if len(self.left) != 1 or not self.inputs:
             if semiring == MAX:
                 return (self.weighed(x[0]),)
-            return self.generic(x, semiring)
+            return self._summed(x, semiring) if self.inputs else self.generic(x, semiring)
         # ⊕ over all elements but the own one: prefix ⊕ suffix, both exclusive.
         u, v = semiring.weigh(self.left[0]), semiring.weigh(self.right[0])
         own = semiring.times(semiring.weigh(self._own_weights()), x)
@@ -88,6 +89,18 @@ class Normaliser(Map):
         after = each(_exclusive(reversed_, semiring), lambda part: part.flip(1))
         others = each(semiring.plus(before, after), self._back)
         return semiring.plus(own, semiring.times(u, others))
+
+    def _summed(self, x: Value, semiring: Semiring) -> Value:
+        """``apply_in`` for ranks other than 1."""
+        diagonal, *pairs = [
+            self._lines(wide(part)) for part in (self.diagonal, *self.left, *self.right)
+        ]
+        left, right = pairs[: len(self.left)], pairs[len(self.left) :]
+        lines = each(x, self._lines)
+        if isinstance(semiring, Abs) and is_expanded(semiring.p, len(left), self.width):
+            found = expanded_sums(diagonal, left, right, lines[0], int(semiring.p))
+            return (self._back(found.to(torch.promote_types(x[0].dtype, diagonal.dtype))),)
+        return each(pairwise_sums(diagonal, left, right, lines, semiring), self._back)
 
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         there = x != 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
-from gradtrace.errors import OutOfRange
+from gradtrace.errors import GradtraceError, OutOfRange
 from gradtrace.kernels.precision import exact
 from gradtrace.semirings.base import Piece, Semiring, Value, each, shifted, wide
 from gradtrace.semirings.einsum_plan import sum_weight_only_letters
@@ -91,21 +92,40 @@ class Sum(Additive):
 
 @dataclass(frozen=True)
 class Abs(Additive):
-    """(+, ×) on absolute values: ``Σ |weight|`` over the paths, their total mass.
+    """(+, ×) on powers of absolute values: ``Σ |weight|**p`` over the paths, their total mass.
 
-    Where it is much larger than the gradient, paths cancel. With ``log``, its base-2 logarithm.
+    For ``p = 1`` it is much larger than the gradient where paths cancel. The larger p, the more the
+    heaviest path counts; powers other than 1 are computed in float64. With ``log``, the base-2
+    logarithm.
 
     >>> ABS.lift(torch.tensor(-3.0))
     (tensor(3.),)
+    >>> Abs(p=2).lift(torch.tensor(-3.0))
+    (tensor(9.),)
     """
 
     log: bool = False
     name: str = "ABS"
     zero: tuple[float, ...] = (0.0,)
     one: tuple[float, ...] = (1.0,)
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p < inf:
+            raise GradtraceError(
+                f"p is a positive number, not {self.p!r}"
+                + ("; for the heaviest path alone take MAX" if self.p == inf else "")
+            )
+        if self.p != 1 and self.name == "ABS":
+            object.__setattr__(self, "name", f"ABS**{self.p:g}")
 
     def lift(self, weight: Tensor) -> Value:
-        return (weight.abs(),)
+        if self.p == 1:
+            return (weight.abs(),)
+        return (weight * weight if self.p == 2 else weight.abs().pow(self.p),)
+
+    def weigh(self, weight: Tensor) -> Value:
+        return self.lift(wide(weight) if self.p == 1 else weight.double())
 
     def times(self, a: Value, b: Value) -> Value:
         return (a[0] * b[0],)

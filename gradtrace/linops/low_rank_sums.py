@@ -1,0 +1,80 @@
+"""``out[i] = Σⱼ |J[i, j]|**p · x[j]`` for lines with ``J = diag(d) + Σᵣ uᵣvᵣᵀ``, in less than n².
+
+Norms have rank two. The sign of ``u₁[i]·v₁[j] + u₂[i]·v₂[j]`` changes once along the j sorted by
+``v₁[j] / v₂[j]``, so for whole p the sum is a polynomial of u₁[i] and u₂[i] whose coefficients are
+prefix sums: ``n log n`` for a line of n elements. Other powers and ranks take n², in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+import torch
+from torch import Tensor
+
+from gradtrace.linops import tuning
+from gradtrace.semirings import Semiring, Value
+
+MAX_POLYNOMIAL_POWER = 8
+"""The largest power that is expanded; the terms of higher ones are too large beside their sum."""
+
+
+def is_expanded(p: float, rank: int, width: int) -> bool:
+    """Whether ``expanded_sums`` is exact up to rounding, and faster than ``pairwise_sums``."""
+    whole = p == int(p) and p <= MAX_POLYNOMIAL_POWER
+    return whole and rank == 2 and width > tuning.PAIRWISE_MAX_ELEMENTS
+
+
+def expanded_sums(
+    diagonal: Tensor, left: Sequence[Tensor], right: Sequence[Tensor], x: Tensor, p: int
+) -> Tensor:
+    """The sums of lines, (lines, elements), for rank two and a whole p; in float64."""
+    d, u1, u2, v1, v2, x = (part.double() for part in (diagonal, *left, *right, x))
+    own = u1 * v1 + u2 * v2
+    if p % 2:
+        flip = torch.where((u1 < 0) | ((u1 == 0) & (u2 < 0)), -1.0, 1.0)
+        u1, u2 = u1 * flip + 0.0, u2 * flip  # the sign does not matter; -0.0 would in a quotient
+        flip = torch.where((v2 < 0) | ((v2 == 0) & (v1 < 0)), -1.0, 1.0)
+        v1, v2 = v1 * flip, v2 * flip + 0.0
+        ratio, order = (v1 / v2).nan_to_num(0.0, torch.inf, -torch.inf).sort(1)
+        v1, v2, weight = v1.gather(1, order), v2.gather(1, order), x.gather(1, order)
+        place = torch.searchsorted(ratio, (-u2 / u1).nan_to_num(0.0, torch.inf, -torch.inf))
+    else:
+        place, weight = None, x
+    total = torch.zeros_like(x)
+    for k in range(p + 1):
+        moment = v1.pow(k) * v2.pow(p - k) * weight
+        if place is None:
+            found = moment.sum(1, keepdim=True)
+        else:  # products before the place are negative
+            prefix = torch.cat([moment.new_zeros(len(moment), 1), moment.cumsum(1)], 1)
+            found = prefix[:, -1:] - 2 * prefix.gather(1, place)
+        total = total + comb(p, k) * u1.pow(k) * u2.pow(p - k) * found
+    others = (total - own.abs().pow(p) * x).clamp(min=0)
+    return others + (d + own).abs().pow(p) * x
+
+
+def pairwise_sums(
+    diagonal: Tensor, left: Sequence[Tensor], right: Sequence[Tensor], x: Value, semiring: Semiring
+) -> Value:
+    """``⊕ⱼ lift(J[i, j]) ⊗ x[j]`` of lines, (lines, elements), in any semiring and for any rank.
+    All n² weights of a line are formed, in chunks of ``ROWS_MAX_ENTRIES``.
+    """
+    lines, n = x[0].shape
+    rows = min(n, max(1, tuning.ROWS_MAX_ENTRIES // max(1, n)))
+    step = max(1, tuning.ROWS_MAX_ENTRIES // max(1, n * rows))
+    found: list[Value] = []
+    for line in range(0, lines, step):
+        some = slice(line, line + step)
+        parts = tuple(part[some] for part in x)
+        chunks = []
+        for first in range(0, n, rows):
+            here = slice(first, first + rows)
+            weight = diagonal.new_zeros(len(parts[0]), len(range(n)[here]), n)  # (line, i, j)
+            for u, v in zip(left, right):
+                weight = weight + u[some, here].unsqueeze(2) * v[some].unsqueeze(1)
+            weight.diagonal(first, 1, 2).add_(diagonal[some, here])
+            chunks.append(semiring.contract("lj,lij->li", parts, weight))
+        found.append(tuple(torch.cat(pieces, 1) for pieces in zip(*chunks)))
+    return tuple(torch.cat(pieces) for pieces in zip(*found))

@@ -1,0 +1,278 @@
+"""``Mass``: the share of the mass of all paths, ``Σ |weight|**p``, that passes each component."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import inf, isnan, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.ir import memory
+from gradtrace.ir.passes.entries import Entries, bits_by_component, find_entries
+from gradtrace.printable import printable
+from gradtrace.semirings import Abs
+from gradtrace.tracing.components import Component, Components
+from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.influence import NOTHING, Moments
+from gradtrace.tracing.path_mass import BackwardMass, PathMass, leaf_tails, run_ahead
+from gradtrace.tracing.traced_program import TracedProgram
+
+WHAT = "measuring the mass of paths"
+REMEDY = "trace fewer samples at a time, or measure fewer components"
+
+
+@dataclass(frozen=True)
+class MassRow:
+    """A component: the mass of the paths through it, and of those that could pass through it."""
+
+    name: str
+    moments: Moments = NOTHING
+
+    @property
+    def mass(self) -> float:
+        """``Σ |weight|**p`` over the paths through the component."""
+        return _number(self.moments.t)
+
+    @property
+    def eligible(self) -> float:
+        """``Σ |weight|**p`` over all paths of the leaves outside it that could pass through it."""
+        return _number(self.moments.e)
+
+    @property
+    def share(self) -> float:
+        """The ratio of the two; nan if no path could pass through the component."""
+        return self.moments.share
+
+    def __add__(self, other: MassRow) -> MassRow:
+        return replace(self, moments=self.moments + other.moments)
+
+
+@dataclass(frozen=True)
+class Mass:
+    """A table of components: how much of the mass of all paths passes through each.
+
+    The mass of a path is ``|weight|**p``, the weight being the product of the derivatives along
+    it. ``share`` is the mass of the paths through a component over that of all paths of the leaves
+    outside it for which some route through it exists; its own leaves are left out of both. A path
+    counts once, however often it visits a component. Shares of branches side by side, of which
+    every path takes one, add up to 1.
+
+    With ``p = 1`` all paths count by what they carry; with larger p the heaviest count more, and in
+    the limit only the path that the rule "viterbi" finds. For several losses, masses are summed
+    over pairs before they are divided, and ``errors`` are over pairs. ``total`` is the mass of all
+    paths, ``gradient`` is ``Σ |gradient|`` over all leaves (for one loss and ``p = 1``, else nan).
+    """
+
+    rows: tuple[MassRow, ...]
+    p: float = 1.0
+    pairs: int = 1
+    total: float = nan
+    gradient: float = nan
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> MassRow:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        known = ", ".join(row.name for row in self.rows[:8])
+        raise UnknownName(f"no component {name!r} in this table; there are {known}")
+
+    def __iter__(self) -> Iterator[MassRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the components."""
+        return tuple(row.name for row in self.rows)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """``{component: share}``; nan if no path could pass through it."""
+        return {row.name: row.share for row in self.rows}
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """``{component: standard error of its share over pairs}``; nan for fewer than two."""
+        return {row.name: row.moments.error(self.pairs) for row in self.rows}
+
+    @property
+    def cancellation(self) -> float:
+        """``Σ |weight| / Σ |gradient|``, at least 1: how many times the gradient the paths carry
+        that cancel in it. nan for several losses, and for p other than 1.
+        """
+        return self.total / self.gradient if self.gradient else nan
+
+    def merge(self, *others: Mass) -> Mass:
+        """The table over the pairs of all tables; the same in any order and grouping."""
+        result = self
+        for other in others:
+            if other.p != result.p:
+                raise GradtraceError(
+                    f"masses with p = {result.p:g} and p = {other.p:g} cannot be merged"
+                )
+            mine = {row.name: row for row in result.rows}
+            theirs = {row.name: row for row in other.rows}
+            names = list(mine) if list(mine) == list(theirs) else sorted(mine | theirs)
+            rows = tuple(mine.get(n, MassRow(n)) + theirs.get(n, MassRow(n)) for n in names)
+            result = replace(
+                result,
+                rows=rows,
+                pairs=result.pairs + other.pairs,
+                total=result.total + other.total,
+                gradient=nan,
+                notes=tuple(sorted({*result.notes, *other.notes})),
+            )
+        return result
+
+    # Display -------------------------------------------------------------------------------------
+
+    def table(self) -> TextTable:
+        """The table as text: one row per component."""
+        many = self.pairs > 1
+        columns = (
+            TextColumn("component"),
+            TextColumn("share", "share"),
+            *([TextColumn("± error", "share")] if many else []),
+            TextColumn("mass", "number"),
+            TextColumn("eligible", "number"),
+        )
+        rows = tuple(
+            (
+                row.name,
+                None if isnan(row.share) else row.share,
+                *([row.moments.error(self.pairs)] if many else []),
+                row.mass,
+                row.eligible,
+            )
+            for row in self.rows
+        )
+        pairs = f", {self.pairs:,} pairs" if many else ""
+        return TextTable(f"Mass of paths (p = {self.p:g}{pairs})", columns, rows, self._words())
+
+    def _words(self) -> tuple[str, ...]:
+        words = []
+        if not isnan(self.cancellation):
+            words.append(
+                f"all paths carry {self.cancellation:.3g} times the gradient: the rest cancels"
+            )
+        apart = [row.name for row in self.rows if not row.moments.e]
+        if apart:
+            shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if apart[3:] else "")
+            words.append(f"no path of a leaf outside it can pass through {shown}")
+        return (*words, *self.notes)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __repr__(self) -> str:
+        return printable(f"Mass({len(self.rows)} components, p={self.p:g}, {self.pairs:,} pairs)")
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_pandas(self) -> Any:
+        """One row per component, as a pandas.DataFrame."""
+        return self.table().to_pandas()
+
+
+def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
+    """The table of the chosen components; see ``Mass``."""
+    semiring = Abs(p=checked_power(p))
+    chosen, program = component_finder(traced).choose(components), traced.program
+    bits = bits_by_component(chosen.component_bits, [each.bits for each in chosen.components])
+    owned = _owners(traced, chosen.components)
+    entries = find_entries(program, bits, owned)
+    entered = entries.values()
+    tails = leaf_tails(program, entered)
+    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        ahead = run_ahead(program, semiring, entered, tails)
+        found = [
+            BackwardMass(program, semiring, entries, tails, ahead).run(seed)
+            for seed in _seeds(traced)
+        ]
+        gradient = nan
+        if p == 1 and traced.pairs == 1:
+            sizes = (leaf.compute().abs().sum(dtype=torch.float64) for leaf in program.leaves)
+            gradient = float(sum(float(size) for size in sizes))
+    rows = tuple(
+        MassRow(component.name, _moments(2 << k, found, entries, owned))
+        for k, component in enumerate(chosen.components)
+    )
+    masses = [mass for each in found for mass in each.leaves.values()]
+    total = _number(sum(masses, Fraction(0)))
+    return Mass(rows, float(p), traced.pairs, total, gradient, traced.notes)
+
+
+def checked_power(p: float) -> float:
+    """A finite number above 0, or a clear error."""
+    number = isinstance(p, (int, float)) and not isinstance(p, bool)
+    if not number or not 0 < p < inf:
+        hint = "; for the heaviest path alone: trace(rule='viterbi')" if p == inf else ""
+        raise GradtraceError(f"p is a positive number, not {p!r}{hint}")
+    return float(p)
+
+
+def _owners(traced: TracedProgram, components: Sequence[Component]) -> dict[int, int]:
+    """For each leaf, by value, the bits of the components that it belongs to."""
+    found: dict[int, int] = {}
+    for value, name in traced.names.items():
+        found[value] = sum(2 << k for k, each in enumerate(components) if name in each.owns)
+    return found
+
+
+def _seeds(traced: TracedProgram) -> Iterator[Tensor]:
+    """The seed of each loss."""
+    seed = traced.program.seed
+    if traced.pairs == 1:
+        yield seed
+        return
+    for pair in range(traced.pairs):
+        chosen = torch.tensor(pair, device=seed.device)
+        yield torch.zeros_like(seed).index_fill(0, chosen, 1)
+
+
+def _moments(
+    bit: int, found: Sequence[PathMass], entries: Entries, owned: dict[int, int]
+) -> Moments:
+    pairs = [_through(bit, each, entries, owned) for each in found]
+    through, eligible = [t for t, _ in pairs], [e for _, e in pairs]
+    return Moments(
+        sum(through, Fraction(0)),
+        sum(eligible, Fraction(0)),
+        sum((t * t for t in through), Fraction(0)),
+        sum((t * e for t, e in pairs), Fraction(0)),
+        sum((e * e for e in eligible), Fraction(0)),
+    )
+
+
+def _through(
+    bit: int, found: PathMass, entries: Entries, owned: dict[int, int]
+) -> tuple[Fraction, Fraction]:
+    """The mass through a component, and that which could pass through it."""
+    may = {leaf: mass for leaf, mass in found.leaves.items() if entries.may[leaf] & bit}
+    eligible = sum((m for leaf, m in may.items() if not owned[leaf] & bit), Fraction(0))
+    if not any(entries.mixed(leaf) & bit and not owned[leaf] & bit for leaf in may):
+        return eligible, eligible  # all of its paths pass
+    k = bit.bit_length() - 1
+    own = Fraction(0)
+    for leaf, mass in may.items():
+        if owned[leaf] & bit:
+            own += mass - found.avoiding.get((k, leaf), Fraction(0))
+    through = found.entered.get(k, Fraction(0)) - own
+    return min(max(through, Fraction(0)), eligible), eligible
+
+
+def _number(exact: Fraction) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        return inf

@@ -1,0 +1,362 @@
+"""The mass of paths through components: against the list of all paths, and by hand."""
+
+from __future__ import annotations
+
+from math import fsum, isnan, nan
+from typing import Any
+
+import pytest
+import torch
+from bruteforce import Path, ScalarGraph
+from randomgraphs import Sample, build
+from thorough import few
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace.errors import GradtraceError, NonFinite, UnknownName
+from gradtrace.ir import interpreter
+from gradtrace.semirings import Abs
+from gradtrace.trace import Trace
+from gradtrace.tracing.components import SUMS
+from gradtrace.tracing.mass import Mass
+
+GRAPHS, EACH = few(200, 2000), 40
+POWERS = (1.0, 2.0, 8.0)
+
+
+# Random graphs -----------------------------------------------------------------------------------
+
+
+def operators_above(graph: ScalarGraph) -> dict[int, set[str]]:
+    """For each node the operators on any route of nodes from the root to it, itself included."""
+    found: dict[Any, set[str]] = {graph.nodes[0]: set()}
+    for number, node in enumerate(graph.nodes):
+        mine = found.setdefault(node, set())
+        mine.add(graph.operator(number))
+        for below, _ in node.next_functions:
+            if below is not None:
+                found.setdefault(below, set()).update(mine)
+    return {n: found[node] for n, node in enumerate(graph.nodes)}
+
+
+def listed(sample: Sample) -> dict[str, list[Path]]:
+    """All paths of each leaf."""
+    return {
+        name: [p for i in range(leaf.numel()) for p in sample.graph.paths(name, i)]
+        for name, leaf in sample.leaves.items()
+        if name in sample.graph.starts
+    }
+
+
+def wanted_masses(sample: Sample, paths: dict[str, list[Path]], p: float) -> dict[str, Any]:
+    """Operator: (mass through it, eligible mass), path by path."""
+    graph = sample.graph
+    reach = operators_above(graph)
+    found: dict[str, list[float]] = {}
+    for name, some in paths.items():
+        node = graph.places[graph.starts[name]].node
+        everything = fsum(abs(path.weight) ** p for path in some)
+        for operator in reach[node] - {"AccumulateGrad"}:
+            found.setdefault(operator, [0.0, 0.0])[1] += everything
+        for path in some:
+            for operator in {graph.operator(edge.consumer) for edge in path.edges}:
+                found[operator][0] += abs(path.weight) ** p
+    return found
+
+
+def wanted_arguments(sample: Sample, paths: dict[str, list[Path]], p: float) -> list[float]:
+    """The masses through the arguments of sums, sorted."""
+    graph, found = sample.graph, dict[tuple[int, int], float]()
+    for path in (path for some in paths.values() for path in some):
+        for place in {(edge.consumer, edge.position) for edge in path.edges}:
+            if graph.operator(place[0]) in SUMS:
+                found[place] = found.get(place, 0.0) + abs(path.weight) ** p
+    return sorted(found.values())
+
+
+def check(seed: int) -> None:
+    sample = build(seed)
+    trace = gt.trace(sample.loss, names=sample.leaves)
+    paths = listed(sample)
+    for p in POWERS:
+        least = 1e-9 * max(1e-30, sample.graph.largest**p)
+        wanted = wanted_masses(sample, paths, p)
+        table = trace.mass("operators", p=p)
+        for row in table:
+            through, eligible = wanted.get(row.name, (0.0, 0.0))  # 0: opened, or no leaf below
+            assert row.mass == pytest.approx(through, rel=1e-8, abs=least), (seed, p, row.name)
+            assert row.eligible == pytest.approx(eligible, rel=1e-8, abs=least), (seed, row.name)
+        total = fsum(abs(path.weight) ** p for some in paths.values() for path in some)
+        assert table.total == pytest.approx(total, rel=1e-8, abs=least)
+        try:
+            found = trace.mass("arguments", p=p)
+        except UnknownName:  # there is no sum of two
+            continue
+        masses = sorted(row.mass for row in found)
+        for mass in masses:
+            near = [abs(mass - other) for other in [0.0, *wanted_arguments(sample, paths, p)]]
+            assert min(near) <= 1e-8 * mass + least, (seed, p)
+
+
+@pytest.mark.parametrize("first", range(0, GRAPHS, EACH))
+def test_random_graphs(first: int) -> None:
+    for seed in range(first, first + EACH):
+        check(seed)
+
+
+# Modules and labels, against the paths that the trace itself lists --------------------------------
+
+
+class Branches(nn.Module):
+    """``left(z) + right(z)`` of ``z = stem(x)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right, self.head = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.stem(x))
+        return self.head(self.left(z).relu() + self.right(z).sin())
+
+
+class Residual(nn.Module):
+    """``x + f(x)`` twice, with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two = nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.one(self.norm(x)).tanh()
+        return x + self.two(self.norm(x)).tanh()
+
+
+class Recurrent(nn.Module):
+    """A cell and a gate called at each step, with a way around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.cell, self.gate = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.start(x)
+        for _ in range(3):
+            h = h.sin() + self.gate(self.cell(h).tanh()) * 0.5
+        return h
+
+
+class Tied(nn.Module):
+    """The first and the last layer share their weight; the embedding has a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(3, 2), nn.Linear(2, 2), nn.Linear(2, 3)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(torch.tensor([0, 2]))
+        return self.head(h * 0.3 + self.mid(h).tanh()).square()
+
+
+MODELS = {kind.__name__: kind for kind in (Branches, Residual, Recurrent, Tied)}
+
+
+def traced(name: str, **options: Any) -> Trace:
+    torch.manual_seed(3)
+    model = MODELS[name]().double()
+    size = 3 if name == "Branches" else 2
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, size, dtype=torch.float64)).square().sum()
+    return watch.trace(loss, **options)
+
+
+def check_listed(trace: Trace, table: Mass, members: dict[str, set[str]], owns: bool) -> None:
+    """Each row against the list of all paths; ``members``: the modules of each component."""
+    paths = list(trace.enumerate(limit=100_000, zeros=True))
+    for row in table:
+        mine = members[row.name]
+
+        def inside(module: str, mine: set[str] = mine) -> bool:
+            return any(module == each or module.startswith(each + ".") for each in mine)
+
+        names = {path.name for path in paths}
+        every = {n: {n, *trace.aliases.get(n, ())} for n in names}
+        own = {n for n in names if owns and any(inside(other) for other in every[n])}
+        through = eligible = 0.0
+        could = {p.name for p in paths if any(inside(s.module) for s in p.steps[1:])}
+        for path in paths:
+            if path.name in could - own:
+                mass = abs(path.weight) ** table.p
+                eligible += mass
+                through += mass * any(inside(step.module) for step in path.steps[1:])
+        assert row.mass == pytest.approx(through, rel=1e-9), row.name
+        assert row.eligible == pytest.approx(eligible, rel=1e-9), row.name
+
+
+@pytest.mark.parametrize("p", POWERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_are_the_listed_paths(name: str, p: float) -> None:
+    trace = traced(name)
+    table = trace.mass(p=p)
+    check_listed(trace, table, {row.name: {row.name} for row in table}, True)
+
+
+def test_groups_are_counted_once() -> None:
+    trace = traced("Recurrent")
+    groups = {"both": ["cell", "gate"], "cell": "cell", "all": ["start", "cell", "gate"]}
+    members = {"both": {"cell", "gate"}, "cell": {"cell"}, "all": {"start", "cell", "gate"}}
+    table = trace.mass(groups)
+    check_listed(trace, table, members, True)
+    assert 0 < table.shares["cell"] < 1
+
+
+def test_branches_that_exhaust_the_paths_add_up_to_one() -> None:
+    table = traced("Branches").mass(["left", "right"])
+    assert sum(table.shares.values()) == pytest.approx(1, abs=1e-12)
+    both = traced("Branches").mass({"both": ["left", "right"], "stem": "stem"})
+    assert both.shares["both"] == 1  # exactly: every path takes one of them
+    assert isnan(both.shares["stem"])
+    assert "no path of a leaf outside it can pass through stem" in str(both)
+
+
+def test_labels() -> None:
+    """Slices, of which some have no name and two have one; the name is in two tensors."""
+    torch.manual_seed(1)
+    w, v = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    names = ["a", "b", None, "a"]
+    h = gt.label(torch.randn(2, 4, dtype=torch.float64) @ w, 1, names).tanh()
+    loss = (gt.label(h @ v, 1, ["b", "a", "c", None]) + h).square().sum()
+    trace = gt.trace(loss, names={"w": w, "v": v})
+    labels = {0: names, 1: ["b", "a", "c", None]}
+    wanted, total = dict.fromkeys("abc", 0.0), 0.0
+    for path in trace.enumerate():
+        total += abs(path.weight)
+        steps = [step for step in path.steps if step.operator == "LabelBackward"]
+        which = [0, 1] if len(steps) == 2 else [0 if path.name == "w" else 1]
+        met = {labels[n][step.index[1]] for n, step in zip(which, steps)}
+        for name in met - {None}:
+            wanted[str(name)] += abs(path.weight)
+    table = trace.mass("labels")
+    assert {row.name: row.mass for row in table} == pytest.approx(wanted, rel=1e-12)
+    assert table["a"].eligible == pytest.approx(total, rel=1e-12)
+
+
+# By hand -----------------------------------------------------------------------------------------
+
+
+def test_by_hand() -> None:
+    """``loss = 3a·b + 4a``: of a, one path of mass |3b| and one of 4; of b one of |3a|."""
+    a, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.0, -5.0))
+    trace = gt.trace((3 * a) * b + 4 * a, names={"a": a, "b": b})
+    table = trace.mass("arguments")
+    assert [(row.mass, row.eligible) for row in table] == [(15.0 + 6.0, 25.0), (4.0, 19.0)]
+    assert table.total == 25.0
+    assert table.gradient == abs(-15 + 4) + 6
+    assert table.cancellation == 25 / 17
+    square = trace.mass("arguments", p=2)
+    assert [row.mass for row in square] == [225.0 + 36.0, 16.0]
+    assert isnan(square.gradient) and isnan(square.cancellation)
+
+
+def test_the_total_is_that_of_the_semiring() -> None:
+    trace = traced("Residual")
+    for p in (1.0, 3.0):
+        found = interpreter.run(trace.program, Abs(p=p)).values()
+        wanted = sum(float(part.sum()) for part in found)
+        assert trace.mass(p=p).total == pytest.approx(wanted, rel=1e-12)
+
+
+def test_deep_graphs_do_not_leave_the_range() -> None:
+    x = torch.full((2,), 0.5, requires_grad=True)
+    y = x
+    for _ in range(300):
+        y = y * 1e-3 + y * 1e-3
+    table = gt.trace(y.sum(), names={"x": x}).mass("arguments")
+    assert table.total == 0  # below the range of floats
+    assert list(table.shares.values()) == pytest.approx([0.5] * 600, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_large_powers_tend_to_viterbi(name: str) -> None:
+    """Shares tend to those of the best paths of all elements, each weighed by |weight|**p."""
+    trace, p = traced(name, rule="viterbi"), 64
+    paths, table = trace.paths(sample=10**6), trace.mass(p=p)
+    every = trace.enumerate(limit=100_000)
+    seen = {(path.name, step.module) for path in every for step in path.steps[1:]}
+    for row in table:
+        if not row.moments.e:
+            continue
+        could = {leaf for leaf, module in seen if module == row.name}
+        own = {n for n in could if row.name in (n.split(".")[0], *_first(trace, n))}
+        best = [path for path in paths if path.name in could - own]
+        masses = [abs(path.weight) ** p for path in best]
+        inside = [any(step.module == row.name for step in path.steps[1:]) for path in best]
+        wanted = sum(m for m, there in zip(masses, inside) if there) / sum(masses)
+        assert row.share == pytest.approx(wanted, abs=1e-3), row.name
+    heaviest = max(abs(path.weight) for path in paths)
+    assert table.total ** (1 / p) == pytest.approx(heaviest, rel=0.03)
+
+
+def _first(trace: Trace, name: str) -> list[str]:
+    return [other.split(".")[0] for other in trace.aliases.get(name, ())]
+
+
+# Several losses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pairs_are_added(name: str) -> None:
+    """A vector of losses gives the table that those of its losses give together."""
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    x = torch.randn(2, 3 if name == "Branches" else 2, dtype=torch.float64)
+    with gt.watch(model) as watch:
+        losses = model(x).square().sum(1)
+    table = watch.trace(losses).mass()
+    first, second = (watch.trace(loss).mass() for loss in losses)
+    both = first.merge(second)
+    assert (table.pairs, both.pairs) == (2, 2)
+    for row, other in zip(table, both):
+        assert (row.mass, row.eligible) == pytest.approx((other.mass, other.eligible), rel=1e-12)
+    assert table.errors == pytest.approx(both.errors, rel=1e-9, nan_ok=True)
+    assert table.total == pytest.approx(both.total)
+    assert "2 pairs" in str(table) and "± error" in str(table)
+    with pytest.raises(GradtraceError, match="cannot be merged"):
+        first.merge(watch.trace(losses[1]).mass(p=2))
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0, -1.0, nan, "2", None, True])
+def test_powers_that_are_none(p: Any) -> None:
+    with pytest.raises(GradtraceError, match="p is a positive number, not"):
+        traced("Residual").mass(p=p)
+
+
+def test_infinite_power_is_viterbi() -> None:
+    with pytest.raises(GradtraceError, match="rule='viterbi'"):
+        traced("Residual").mass(p=float("inf"))
+
+
+def test_unknown_components() -> None:
+    with pytest.raises(UnknownName, match=r"'onee'.*did you mean one"):
+        traced("Residual").mass(["onee"])
+
+
+def test_what_is_not_finite() -> None:
+    x = torch.tensor([0.0, 1.0], requires_grad=True)
+    trace = gt.trace((x.sqrt() * 2).sum(), names={"x": x}, nonfinite="allow")
+    with pytest.raises(NonFinite, match="mass of paths is not finite"):
+        trace.mass("operators")
+
+
+def test_changed_weights_are_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    trace = gt.trace((x * x).sum(), names={"x": x})
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(GradtraceError, match="changed in place"):
+        trace.mass()
