@@ -19,7 +19,7 @@ from gradtrace.printable import printable
 from gradtrace.semirings import Abs
 from gradtrace.tracing.components import Component, Components
 from gradtrace.tracing.counting import component_finder
-from gradtrace.tracing.influence import NOTHING, Moments
+from gradtrace.tracing.moments import NOTHING, Moments
 from gradtrace.tracing.path_mass import BackwardMass, PathMass, leaf_tails, run_ahead
 from gradtrace.tracing.traced_program import TracedProgram
 
