@@ -26,8 +26,10 @@ from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.program import Program
 from gradtrace.trace import Trace
 from gradtrace.tracing import decompose as measuring
+from gradtrace.tracing import leaf_products
 from gradtrace.tracing.components import SUMS, within
 from gradtrace.tracing.decomposition import Decomposition
+from gradtrace.tracing.through import ThroughSweep
 
 # Against all paths -------------------------------------------------------------------------------
 
@@ -457,6 +459,54 @@ def same(found: Decomposition, wanted: Decomposition) -> None:
         assert part[2:] == pytest.approx(parts[part[:2]], rel=1e-9)
 
 
+class Wide(nn.Module):
+    """Weights that are larger than the activations they meet; some are used twice, or tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(60, 24, padding_idx=3)
+        self.once = nn.Linear(24, 32)
+        self.twice = nn.Linear(32, 32)
+        self.mixed = nn.Parameter(torch.randn(32, 24))
+        self.out = nn.Linear(24, 60, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.once(self.embed(tokens))
+        x = x + torch.tanh(self.twice(x))
+        x = x + torch.tanh(self.twice(x))
+        x = x @ self.mixed + F.linear(x[..., :24], self.mixed[:24]).tanh()
+        return self.out(x)
+
+
+@pytest.mark.parametrize("names", [["once", "twice", "operator:TanhBackward0"], "arguments"])
+def test_large_leaves_are_not_computed(names: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, tokens = Wide().double(), torch.tensor([[5, 3, 5, 7]])
+    with gt.watch(model) as watch:
+        loss = F.cross_entropy(model(tokens)[0], torch.tensor([1, 2, 5, 3]))
+    trace = watch.trace(loss)
+    called = dict.fromkeys(("_weight_gram", "_scatter_gram"), 0)
+    for name in called:
+        way = getattr(leaf_products, name)
+
+        def counting(*args: Any, name: str = name, way: Any = way) -> Tensor:
+            called[name] += 1
+            found: Tensor = way(*args)
+            return found
+
+        monkeypatch.setattr(leaf_products, name, counting)
+    found = trace.decompose(names)
+    assert called["_weight_gram"] >= 2
+    assert called["_scatter_gram"] == 1
+    parts = {name: found.gradients(name) for name in found.shares}
+    monkeypatch.setattr(ThroughSweep, "_deferrable", lambda self: set())
+    wanted = trace.decompose(names)
+    same(found, wanted)
+    for name in parts:
+        torch.testing.assert_close(parts[name], wanted.gradients(name))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_small_budget_takes_several_sweeps_and_gives_the_same(
     reduction: str, monkeypatch: pytest.MonkeyPatch
@@ -476,7 +526,7 @@ def test_a_small_budget_takes_several_sweeps_and_gives_the_same(
     parts = trace.decompose(names)
     assert len(sweeps) == 10  # every two of five
     same(parts, whole)
-    monkeypatch.setattr(measuring, "GRAM_ELEMENTS", 7)
+    monkeypatch.setattr(leaf_products, "GRAM_ELEMENTS", 7)
     same(trace.decompose(names), whole)
 
 

@@ -132,11 +132,11 @@ def _batched(parts: list[LazyPart]) -> list[LazyPart]:
         unbatched = (
             not isinstance(first, Contract) or first.spec != WEIGHT_GRADIENT_SPEC or len(rest) > 1
         )
-        groups.setdefault(n if unbatched else tuple(map(_layout_key, rest)), []).append(part)
+        groups.setdefault(n if unbatched else tuple(map(layout_key, rest)), []).append(part)
     return [_concatenated(some) for some in groups.values()]
 
 
-def _layout_key(move: Map) -> tuple[object, ...]:
+def layout_key(move: Map) -> tuple[object, ...]:
     """Key that tells the two layouts of a matrix apart (row-major, transposed): the source of its
     second element.
     """

@@ -22,6 +22,7 @@ from gradtrace.ir import memory
 from gradtrace.tracing.components import ComponentSelection
 from gradtrace.tracing.decomposition import ComponentPart, Decomposition, LeafPart, Products
 from gradtrace.tracing.executor import known_gradients
+from gradtrace.tracing.leaf_products import gram, gram_by_pair, leaf_gram
 from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.pair_executor import BatchedMaps, batches_of, only_pairs
 from gradtrace.tracing.per_sample import Pairs, places
@@ -35,9 +36,6 @@ from gradtrace.tracing.through import (
     held_bytes,
 )
 from gradtrace.tracing.traced_program import TracedProgram
-
-GRAM_ELEMENTS = 1 << 20
-"""Elements that are converted to float64 at a time for inner products."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -95,14 +93,22 @@ def _products(
     """The inner products of every leaf."""
     program, known = traced.program, known_gradients(traced.program.constants)
     if traced.pairs == 1:
-        sweep = ThroughSweep(routes, wanted, known)
+        sweep = ThroughSweep(routes, wanted, known, defers=True)
         sweep.values[program.root] = program.seed
         for value in sweep.run():
-            rows, components = _rows(sweep, value)
-            products = gram([row.unsqueeze(0) for row in rows])
+            components, products = _leaf_products(sweep, value)
             yield LeafProducts(value, components, range(1), products)
         return
     yield from _pair_products(traced, routes, wanted)
+
+
+def _leaf_products(sweep: ThroughSweep, value: int) -> tuple[tuple[int, ...], Tensor]:
+    tail = sweep.tails.get(value)
+    if tail is None:
+        rows, components = _rows(sweep, value)
+        return components, gram([row.unsqueeze(0) for row in rows])
+    components = sweep.components_of(value)
+    return components, leaf_gram(tail, components, lambda: sweep.gradient(value))
 
 
 def _rows(sweep: ThroughSweep, value: int) -> tuple[list[Tensor], tuple[int, ...]]:
@@ -142,28 +148,6 @@ def _pair_products(
         for value in sweep.run():
             rows, components = _rows(sweep, value)
             yield LeafProducts(value, components, some, gram(rows))
-
-
-def gram(rows: Sequence[Tensor]) -> Tensor:
-    """``out[p, a, b] = Σᵢ rows[a][p, i] · rows[b][p, i]`` in float64."""
-    pairs, device = len(rows[0]), rows[0].device
-    total = torch.zeros(pairs, len(rows), len(rows), dtype=torch.float64, device=device)
-    flat = [row.reshape(pairs, -1) for row in rows]
-    step = max(1, GRAM_ELEMENTS // max(1, len(rows) * pairs))
-    for n in range(0, flat[0].shape[1], step):
-        some = torch.stack([row[:, n : n + step].double() for row in flat], 1)
-        total += some @ some.mT
-    return total
-
-
-def gram_by_pair(rows: Sequence[Tensor], of: Tensor, pairs: int) -> Tensor:
-    """``gram`` where each element belongs to the pair ``of`` it, from 1 on (0: to none)."""
-    flat = torch.stack([row.reshape(-1).double() for row in rows])
-    number = of.reshape(-1)
-    order = number.argsort(stable=True)
-    counts = torch.bincount(number, minlength=pairs + 1).tolist()
-    parts = torch.split(flat[:, order], counts, 1)[1:]
-    return torch.stack([part @ part.mT for part in parts])
 
 
 # Sums over leaves --------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ from torch import Tensor
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.ir import memory
 from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
+from gradtrace.ir.passes.tails import find_tails
 from gradtrace.ir.program import Block, Program, Step, Term
-from gradtrace.linops import Map, tiled, tiling
+from gradtrace.linops import Identity, Map, tiled, tiling
 from gradtrace.tracing.components import Component
 from gradtrace.tracing.executor import known_gradients
+from gradtrace.tracing.leaf_products import WHOLE, TailPart, dense
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT = "decomposing the gradient"
@@ -136,7 +138,9 @@ class ThroughSweep:
 
     ``values`` and ``parts`` are those in use, by value number. ``known`` are gradients that need
     not be computed. ``subset`` are the values to compute (None: all), of which ``keep`` stay after
-    their last use. ``maps`` gives the map of a term, if values have a new first dimension.
+    their last use. ``maps`` gives the map of a term, if values have a new first dimension. With
+    ``defers`` leaves that are larger than what they are made of are not computed: ``tails`` has
+    their contributions.
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class ThroughSweep:
         subset: frozenset[int] | None = None,
         keep: frozenset[int] = frozenset(),
         maps: Callable[[int, int], Map] | None = None,
+        defers: bool = False,
     ) -> None:
         self.program = routes.program
         self.routes = routes
@@ -160,6 +165,13 @@ class ThroughSweep:
         self.leaves = {leaf.value for leaf in self.program.leaves}
         self.values: dict[int, Tensor] = {}
         self.parts: dict[int, Parts] = {}
+        self.tails: dict[int, list[TailPart]] = {}
+        self.deferrable = self._deferrable() if defers else set[int]()
+
+    def _deferrable(self) -> set[int]:
+        """Values that only a leaf is made of. What enters a labelled slice is computed."""
+        blocks, slices = self.program.blocks, self.routes.bits.slices
+        return find_tails(self.program) - {v for at in slices for v in blocks[at].takes.values()}
 
     def run(self) -> Iterator[int]:
         """Compute all values, and yield leaves as they are complete; each is freed after that."""
@@ -179,8 +191,8 @@ class ThroughSweep:
                     yield step.out
                 for value in (step.out, *(term.value for term in step.terms)):
                     if last.get(value, -1) <= number and value not in self.keep:
-                        self.values.pop(value, None)
-                        self.parts.pop(value, None)
+                        for held in (self.values, self.parts, self.tails):
+                            held.pop(value, None)
 
     def _last_uses(self) -> dict[int, int]:
         if self.subset is None:
@@ -188,17 +200,36 @@ class ThroughSweep:
         steps = enumerate(self.program.steps())
         return {term.value: n for n, s in steps if s.out in self.subset for term in s.terms}
 
+    def gradient(self, value: int) -> Tensor:
+        """The gradient of a value; computed now if it was deferred."""
+        if value not in self.values:
+            found = self.known.get(value)
+            if found is None:
+                found = dense(self.tails[value], WHOLE)
+                assert found is not None
+            self.values[value] = found
+        return self.values[value]
+
     def through(self, value: int, component: int) -> Tensor | None:
         """What of a value's gradient came through a component; None if nothing did."""
         if self.routes.bounds.must[value] >> component + 1 & 1:
-            return self.values[value]
+            return self.gradient(value)
+        if value in self.tails:
+            return dense(self.tails[value], component)
         return self.parts.get(value, {}).get(component)
+
+    def components_of(self, value: int) -> tuple[int, ...]:
+        """The components that a part, but not all, of a deferred value came through."""
+        mixed = components_in(self.routes.mixed(value) & self.wanted)
+        return tuple(c for c in mixed if any(c in part.rows for part in self.tails[value]))
 
     def _run(self, step: Step) -> None:
         out = step.out
+        if out in self.deferrable and self._defer(step):
+            return
         known = self.known.get(out)
         if known is None:
-            known = self._sum(step, [self.values[term.value] for term in step.terms])
+            known = self._sum(step, [self.gradient(term.value) for term in step.terms])
         self.values[out] = known
         mixed = self.routes.mixed(out) & self.wanted
         if mixed:
@@ -207,6 +238,34 @@ class ThroughSweep:
                 inputs = [self.through(term.value, component) for term in step.terms]
                 if any(x is not None for x in inputs):
                     found[component] = self._sum(step, inputs)
+
+    def _defer(self, step: Step) -> bool:
+        """Hold a value by its contributions, if these have fewer elements than it has."""
+        must, found = self.routes.bounds.must, list[TailPart]()
+        for at, value in step.terms:
+            map_ = self.map(at, value)
+            before = self.tails.get(value)
+            if before is None:
+                before = [TailPart((map_,), self._inputs(value))]
+            elif not (isinstance(map_, Identity) and map_.in_shape == map_.out_shape):
+                before = [part.then(map_) for part in before]
+            added = components_in(must[step.out] & ~must[value] & self.wanted)
+            if added:  # by the argument of a sum
+                before = [part.all_through(added) for part in before]
+            found += before
+        if sum(part.inputs for part in found) >= prod(step.shape):
+            return False
+        self.tails[step.out] = found
+        return True
+
+    def _inputs(self, value: int) -> dict[int, Tensor]:
+        """A value's gradient, and what of it came through each component."""
+        found = {WHOLE: self.gradient(value)}
+        for component in components_in(self.routes.bounds.may[value] & self.wanted):
+            x = self.through(value, component)
+            if x is not None:
+                found[component] = x
+        return found
 
     def _sum(self, step: Step, inputs: Sequence[Tensor | None]) -> Tensor:
         """One step in SUM. Inputs that are None are 0; not all of them are."""
@@ -227,7 +286,7 @@ class ThroughSweep:
 
     def _filled(self, terms: Sequence[Term], inputs: Sequence[Tensor | None]) -> list[Tensor]:
         pairs = zip(terms, inputs)
-        return [torch.zeros_like(self.values[v]) if x is None else x for (_, v), x in pairs]
+        return [torch.zeros_like(self.gradient(v)) if x is None else x for (_, v), x in pairs]
 
     def _enter_slices(self, number: int, block: Block) -> None:
         """What reaches a labelled slice has come through its components."""
@@ -249,13 +308,17 @@ class ThroughSweep:
 
 
 def held_bytes(routes: ComponentRoutes, wanted: int) -> int:
-    """About the most bytes that a sweep holds at a time: live values, each with its parts."""
-    program = routes.program
+    """About the most bytes that a sweep holds at a time: live values, each with its parts. What
+    leaves are made of is held, if that is less.
+    """
+    program, tails = routes.program, find_tails(routes.program)
     last, now, most = program.last_uses, 0, 0
     held: dict[int, int] = {}
     for n, step in enumerate(program.steps()):
-        copies = 1 + (routes.mixed(step.out) & wanted).bit_count()
-        size = held[step.out] = copies * prod(step.shape) * step.dtype.itemsize
+        copies, count = 1 + (routes.mixed(step.out) & wanted).bit_count(), prod(step.shape)
+        if step.out in tails:
+            count = min(count, sum(program.maps[at].inputs for at, _ in step.terms))
+        size = held[step.out] = copies * count * step.dtype.itemsize
         now += size
         most = max(most, now)
         for value in {step.out, *(term.value for term in step.terms)}:
@@ -281,13 +344,13 @@ class ThroughSource:
         program, found = traced.program, dict[str, Tensor]()
         with memory.within(traced.device, WHAT, REMEDY):
             known = known_gradients(program.constants)
-            sweep = ThroughSweep(self.routes, 1 << number + 1, known)
+            sweep = ThroughSweep(self.routes, 1 << number + 1, known, defers=True)
             sweep.values[program.root] = program.seed
             for value in sweep.run():
                 if value in wanted:
                     x = sweep.through(value, number)
-                    grad = sweep.values[value]
-                    found[traced.names[value]] = torch.zeros_like(grad) if x is None else x.clone()
+                    x = torch.zeros_like(sweep.gradient(value)) if x is None else x.clone()
+                    found[traced.names[value]] = x
         return {name: found[name] for name in traced.leaves if name in found}
 
     def first_name(self, leaf: str) -> str:
