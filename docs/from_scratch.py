@@ -259,6 +259,8 @@ say("5. Gradient tracing")
 # the root. What "most" is depends on the values:
 #   greedy    |w(u, v)·g_u| with the values g of SUM: the largest term of the true gradient g_v
 #   viterbi   |w(u, v)·m_u| with the values m of MAX: the path of the greatest |product|
+# (For tensors greedy compares what whole operators hand back; to compare single edges, as here, is
+# another rule there, edge. For scalars they are the same.)
 # Ties go to the consumer met first. A contribution of exactly 0 is none, and a vertex that has
 # none has no path. One `>` says both.
 Pointers = dict[Scalar, tuple[Scalar, float]]
@@ -395,5 +397,5 @@ check("a wrong sign shows: it errs by 2·cos(1)", error(wrong, 1.0), 2 * math.co
 # The same for tensors, on any PyTorch model, with `import gradtrace as gt`:
 #   gradient, backward   gt.backward(loss), gt.backward(loss, gt.semirings.MAX)
 #   paths                gt.enumerate_paths, where the graph is small
-#   trace, follow        trace = gt.trace(loss), by rule="greedy" or "viterbi"; trace.path
+#   trace, follow        trace = gt.trace(loss), by rule="greedy", "edge", "viterbi"; trace.path
 #   influence, error     trace.influence(), gt.check

@@ -95,13 +95,33 @@ def trace(
     nonfinite: str = "raise",
     dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Trace:
-    """Trace the gradient of a loss back to its parameters: along which paths did most of it come?
+    """Trace the gradient of a loss back to its parameters: along which paths did it come?
 
-    ``rule="greedy"`` (Equation 1.7 of the chapter) follows at every element the largest
-    ``|weight · gradient|``; ``"viterbi"`` finds the path of greatest ``|product|``. With
-    ``granularity="operator"`` whole tensors are followed instead of their elements: from every
-    tensor to the user that contributed the most gradient. A vector of losses is traced as separate
-    pairs of input and target, one for each loss.
+    Every element of a parameter gets one path to the loss, by a ``rule``:
+
+    - ``"greedy"`` (Algorithm 1 of the chapter): from a value to the operator that handed back the
+      largest ``|Σ w·g|`` of all its users; inside it, to the element of the largest ``|w·g|``.
+    - ``"edge"`` (Equation 1.7): to the element of the largest ``|w·g|`` of all users at once.
+    - ``"viterbi"``: the path of the greatest ``|product|`` of all.
+
+    Here ``w`` is the derivative of an operator's output element by its input element and ``g`` the
+    gradient of that output element. Only ``"viterbi"`` finds the heaviest path; the others follow
+    gradients, in which paths cancel. All three may differ:
+
+    >>> import torch, gradtrace
+    >>> x = torch.tensor(1.0, requires_grad=True)
+    >>> y = -x
+    >>> loss = x.expand(3).sum() + 2 * x + (5 * y - 4 * y)
+    >>> for rule in ("greedy", "edge", "viterbi"):  # expand: 1 + 1 + 1; mul: 2; neg: -5 + 4
+    ...     path = gradtrace.trace(loss, rule=rule, names={"x": x}).path("x")
+    ...     print(rule, path.operators[0], path.weight)
+    greedy ExpandBackward0 1.0
+    edge MulBackward0 2.0
+    viterbi NegBackward0 -5.0
+
+    With ``granularity="operator"`` whole tensors are followed instead of their elements: from every
+    tensor to the user that handed back the largest ``Σ |element|`` (``"edge"``: along one of its
+    outputs). A vector of losses is traced as separate pairs of input and target, one for each loss.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 from gradtrace.printable import printable
@@ -23,6 +23,17 @@ def did_you_mean(
         return f"; did you mean {' or '.join(map(show, found))}?"
     listed = [*map(show, names[:most]), *(["..."] if names[most:] else [])]
     return f"; there are {', '.join(listed) or 'none'}" if most else ""
+
+
+def not_one_of(word: str, value: object, allowed: Sequence[str]) -> str:
+    """What is wrong with an option that is none of ``allowed``.
+
+    >>> not_one_of("rule", "egde", ("greedy", "edge", "viterbi"))
+    "rule is 'greedy', 'edge' or 'viterbi', not 'egde'; did you mean 'edge'?"
+    """
+    *others, last = map(repr, allowed)
+    hint = did_you_mean(value, allowed, 0, repr) if isinstance(value, str) else ""
+    return f"{word} is {', '.join(others)} or {last}, not {value!r}{hint}"
 
 
 UPDATE = "update gradtrace (pull its clone and pip install . again, or take a newer release)"

@@ -14,7 +14,7 @@ from gradtrace.autodiff.backward import RECENT, gradient, seed_of
 from gradtrace.autodiff.loss_checks import admit, isolated
 from gradtrace.autodiff.names import Gradients, LazyGradients, NameTable
 from gradtrace.autodiff.traversal import walk
-from gradtrace.errors import GradtraceError, NotScalar, UnknownName, Unsupported
+from gradtrace.errors import GradtraceError, NotScalar, UnknownName, Unsupported, not_one_of
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.ir import interpreter, memory
 from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite
@@ -24,6 +24,7 @@ from gradtrace.kernels import backend_of
 from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
+from gradtrace.types import RULES
 
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ class Session:
     ) -> Trace:
         """The paths of the loss's gradient; see ``gradtrace.trace``."""
         _one_of("nonfinite", nonfinite, "raise", "allow")
-        _one_of("rule", rule, "greedy", "viterbi")
+        _one_of("rule", rule, *RULES)
         _one_of("granularity", granularity, "scalar", "operator")
         table, hooks = self.name_table, self._hooks
         admit(loss, table)
@@ -151,7 +152,7 @@ class Session:
 
 def _one_of(word: str, value: str, *allowed: str) -> None:
     if value not in allowed:
-        raise UnknownName(f"{word} is {' or '.join(map(repr, allowed))}, not {value!r}")
+        raise UnknownName(not_one_of(word, value, allowed))
 
 
 def kept_gradient_bytes(table: NameTable, device: torch.device) -> int:

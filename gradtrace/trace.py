@@ -35,12 +35,13 @@ from gradtrace.tracing.traced_program import TracedProgram, indices
 class Trace(TracedProgram):
     """The paths behind a loss.
 
-    ``gradients`` are those of autograd, by name; ``rule`` is ``"greedy"`` or ``"viterbi"``;
-    ``pairs`` is the number of losses. ``budget`` limits the bytes of the values that are kept to
-    follow paths; values that do not fit are recomputed (None: the limit is the free memory). If
-    influence needs more than half of the budget, provenance ids are stored in one or two bytes
-    instead of four. Paths and influence are computed on request, from the weights and activations
-    of the forward pass: request them before these are changed in place, as an optimiser does.
+    ``gradients`` are those of autograd, by name; ``rule`` is ``"greedy"``, ``"edge"`` or
+    ``"viterbi"`` (see ``gradtrace.trace``); ``pairs`` is the number of losses. ``budget`` limits
+    the bytes of the values that are kept to follow paths; values that do not fit are recomputed
+    (None: the limit is the free memory). If influence needs more than half of the budget,
+    provenance ids are stored in one or two bytes instead of four. Paths and influence are computed
+    on request, from the weights and activations of the forward pass: request them before these are
+    changed in place, as an optimiser does.
     """
 
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
@@ -50,7 +51,10 @@ class Trace(TracedProgram):
 
     @isolated()
     def path(self, name: str, index: int | Sequence[int] = (), *, pair: int = 0) -> Path:
-        """The path that carried the most gradient to one element of a leaf.
+        """The path of one element of a leaf, as the trace's rule chooses it.
+
+        Only ``rule="viterbi"`` finds the heaviest path. ``path.share`` is the part of the element's
+        gradient that the path carries: ``path.weight / path.gradient``.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([3.0, 4.0], requires_grad=True)

@@ -1,4 +1,4 @@
-"""One random graph against the list of all its paths: every semiring, both rules, every path."""
+"""One random graph against the list of all its paths: every semiring, all rules, every path."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def check(sample: Sample, paths: int = 6) -> None:
     greedy = gt.trace(sample.loss, names=sample.leaves)
     check_semirings(greedy.program, greedy, sample.graph, sample)
     check_paths(greedy, sample, paths)
+    check_paths(dataclasses.replace(greedy, rule="edge"), sample, paths)
     viterbi = dataclasses.replace(greedy, rule="viterbi")
     check_paths(viterbi, sample, paths)
     names = [name for name in viterbi.gradients if sample.leaves[name].numel()]
@@ -130,7 +131,12 @@ def check_path(
     trace: Trace, path: Path | None, name: str, element: int, graph: ScalarGraph
 ) -> None:
     """The path is one of the graph, has the weight it says, and is what the rule asks for."""
-    fault = graph.greedy_fault if trace.rule == "greedy" else graph.viterbi_fault
+    faults_by = {
+        "greedy": graph.greedy_fault,
+        "edge": graph.edge_fault,
+        "viterbi": graph.viterbi_fault,
+    }
+    fault = faults_by[trace.rule]
     if path is None:
         if lost(trace.rule, name, element, graph):
             return
@@ -154,6 +160,9 @@ def lost(rule: str, name: str, element: int, graph: ScalarGraph) -> bool:
     vertex, least = graph.vertex(name, element), NOISE * graph.largest
     if vertex is None or graph.mass(vertex) < least:
         return True
+    if rule == "edge":
+        edges = [abs(e.weight * graph.gradient(e.above)) for e in graph.up[vertex]]
+        return max(edges, default=0.0) < least
     handed = [abs(use.contribution) for use in graph.consumers(vertex)]
     return rule == "greedy" and max(handed, default=0.0) < least
 

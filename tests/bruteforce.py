@@ -289,7 +289,7 @@ class ScalarGraph:
             for edge in edges
         )
 
-    # Greedy: Equation 1.7 and Algorithm 1 of the chapter
+    # Greedy: Algorithm 1 of the chapter
 
     def gradient(self, vertex: int) -> float:
         """``g``: the sum over all paths, by Equation 1.6."""
@@ -332,7 +332,7 @@ class ScalarGraph:
         return abs(edge.weight * self.gradient(edge.above))
 
     def greedy(self, name: str, index: Position) -> Path | None:
-        """The path that goes, at every vertex, where most of its gradient came from.
+        """The path that goes, at every vertex, to the operator that handed back most.
 
         That is to the consumer with the largest |contribution|, and in it to the element with the
         largest |J[i, j] · g[j]|; ties go to the first. None where every such product is 0.
@@ -395,6 +395,57 @@ class ScalarGraph:
         if not part and not rtol:
             return f"{edge} carries nothing"
         return None
+
+    # Edge: Equation 1.7 of the chapter
+
+    def edge(self, name: str, index: Position) -> Path | None:
+        """The path that takes, at every vertex, the edge of the largest |J[i, j] · g[j]| of all
+        consumers; ties go to the first consumer, then to the first element. None where all are 0.
+        """
+        at = self.vertex(name, index)
+        edges: list[Edge] = []
+        weight = 1.0
+        while at is not None and at not in self.seeds:
+            every = [edge for use in self.consumers(at) for edge in use.edges]
+            best = max(every, key=self._part, default=None)
+            if best is None or not self._part(best):
+                return None
+            edges.append(best)
+            weight *= best.weight
+            at = best.above
+        return None if at is None else Path(tuple(edges), weight * self.seeds[at])
+
+    def edge_fault(
+        self, edges: Sequence[Edge] | None, name: str, index: Position, rtol: float = RTOL
+    ) -> str | None:
+        """What is wrong with a claimed path of largest edges, or with the claim of none; numbers
+        are known up to rounding, as in ``greedy_fault``.
+        """
+        at = self.vertex(name, index)
+        if edges is None:
+            every = [] if at is None else self.up[at]
+            there = [e for e in every if self._part(e) > rtol * self._part_mass(e)]
+            return f"there is a path: {there[0]}" if there else None
+        if not self.is_path(edges, name, index):
+            return "these edges are no path from here to the root"
+        for edge in edges:
+            part = self._part(edge)
+            for other in self.up[edge.below]:
+                slack = rtol * (self._part_mass(edge) + self._part_mass(other))
+                if self._part(other) > part + slack:
+                    return f"{other} ({self._part(other)}) gives more than {edge} ({part})"
+            if not part and not rtol:
+                return f"{edge} carries nothing"
+        return None
+
+    def edge_ok(
+        self, edges: Sequence[Edge] | None, name: str, index: Position, rtol: float = RTOL
+    ) -> bool:
+        """Whether every edge of a claimed path is the largest one, up to rounding."""
+        return self.edge_fault(edges, name, index, rtol) is None
+
+    def _part_mass(self, edge: Edge) -> float:
+        return abs(edge.weight) * self.mass(edge.above)
 
     # Viterbi
 

@@ -35,10 +35,10 @@ from gradtrace.kernels.operands import Contraction, LowRankLines, Matrices, Oper
 from gradtrace.kernels.strides import reduction
 from gradtrace.linops import Contract, Normaliser
 from gradtrace.semirings import TopK
-from gradtrace.tracing import rules
+from gradtrace.tracing import greedy_rule
+from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.provenance import ProvenanceTable
-from gradtrace.tracing.rules import Greedy
 from gradtrace.tracing.traced_value import TracedValue
 
 NAN, INF = math.nan, math.inf
@@ -662,7 +662,7 @@ def shared_sums(device: str) -> None:
         form = Form(Encoding.DENSE, dtype)
         found = Greedy().join(states, form)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rules, "shared", lambda states: False)
+            patch.setattr(greedy_rule, "shared", lambda states: False)
             wanted = plainly(Greedy().join, states, form)
         assert found.provenance == wanted.provenance and not found.unmasked
         same(found.value, wanted.value.cpu())

@@ -56,7 +56,7 @@ SPARSE = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
 NOISY = {"native_layer_norm", "nn.functional.layer_norm"}
 """As in the operator tests: what is refused, and what PyTorch itself computes roughly."""
 
-RULES = ("greedy", "viterbi")
+RULES = ("greedy", "edge", "viterbi")
 
 # The seam -----------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def test_all_parameters_agree(watched: bool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_both_rules_trace(name: str) -> None:
+def test_all_rules_trace(name: str) -> None:
     """The table is printed, and its marks are those of the paths, followed one by one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,7 +60,8 @@ def test_both_rules_trace(name: str) -> None:
         with gradtrace.watch(model) as watch:
             loss = loss_of(model)
         greedy = watch.trace(loss)
-        for trace in (greedy, dataclasses.replace(greedy, rule="viterbi")):
+        for rule in ("greedy", "edge", "viterbi"):
+            trace = dataclasses.replace(greedy, rule=rule)
             table = trace.influence()
             assert str(table).count("\n") >= min(len(table), 40)
             assert all(0 <= row.count.t <= row.count.e for row in table)

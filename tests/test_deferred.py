@@ -14,11 +14,11 @@ import gradtrace as gt
 from gradtrace import session
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir.lazy_gradient import LazyGradient
-from gradtrace.ir.program import MapTable, Step
+from gradtrace.ir.program import MapTable
 from gradtrace.recording import record
 from gradtrace.recording.gradient_cache import GradientCache
 from gradtrace.trace import Trace
-from gradtrace.tracing.rules import Greedy
+from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.traced_value import TracedValue
 
 
@@ -142,7 +142,7 @@ def test_memory_is_spent_as_long_as_there_is_plenty() -> None:
     assert not GradientCache(0, MapTable()).spend(0)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_depends_on_it(case: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss_of = CASES[case]()
@@ -165,25 +165,27 @@ def test_nothing_depends_on_it(case: str, rule: str, monkeypatch: pytest.MonkeyP
         assert mine.weight == pytest.approx(other.weight, rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.parametrize("rule", ["greedy", "edge"])
 def test_few_rows_of_a_large_table_are_compared_by_themselves(
+    rule: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, loss_of = tied(rows=100)
     seen = []
     real = Greedy._join_sparse
 
-    def counted(states: list[TracedValue], step: Step) -> TracedValue | None:
-        seen.append(real(states, step))
+    def counted(self: Greedy, states: list[TracedValue], dtype: torch.dtype) -> TracedValue | None:
+        seen.append(real(self, states, dtype))
         return seen[-1]
 
-    monkeypatch.setattr(Greedy, "_join_sparse", staticmethod(counted))
-    found = traced(model, loss_of).influence()
+    monkeypatch.setattr(Greedy, "_join_sparse", counted)
+    found = traced(model, loss_of, rule).influence()
     (state,) = seen
     assert state is not None and state.sparse is not None
     assert len(state.sparse.at) == 4 * 5  # four words occur
     assert len(set(state.sparse.ids.tolist())) == 3  # past the middle, through it, from the top
-    monkeypatch.setattr(Greedy, "_join_sparse", staticmethod(lambda states, step: None))
-    plain = traced(model, loss_of).influence()
+    monkeypatch.setattr(Greedy, "_join_sparse", lambda self, states, dtype: None)
+    plain = traced(model, loss_of, rule).influence()
     for ours, theirs in zip(found.rows, plain.rows, strict=True):
         assert ours.count == theirs.count
         assert float(ours.gradient.t) == pytest.approx(float(theirs.gradient.t), rel=1e-6)

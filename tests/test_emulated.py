@@ -363,7 +363,7 @@ def test_plain_leaves_are_looked_at_once(
     assert [n for n in looks if n] == ([1, 1, 1] if room == 1 else [3])
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_influence_of_pairs_is_that_of_the_cpu(rule: str, emulator: Emulator) -> None:
     for pairs in (1, 7):
         wanted = plainly(devices.influences, "cpu", torch.float32, pairs, rule=rule)

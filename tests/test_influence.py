@@ -17,7 +17,7 @@ from gradtrace.trace import Trace
 from gradtrace.tracing.components import Component, within
 from gradtrace.tracing.influence import Influence, Moments, Row
 
-RULES = pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+RULES = pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 
 
 class Residual(nn.Module):
@@ -352,7 +352,7 @@ class Skip(nn.Module):
         return self.c(h + self.b(h).tanh())
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("pairs", [1, 5])
 def test_a_sample_of_all_elements_is_the_whole_table(rule: str, pairs: int) -> None:
     torch.manual_seed(0)
@@ -388,7 +388,7 @@ def test_a_sample_counts_as_many_elements_as_asked_for() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_every_leaf_of_a_recurrent_layer_is_counted(kind: type[nn.RNNBase], rule: str) -> None:
     """Also where the cotangent of one bias is made of that of the other, within one operator."""
     torch.manual_seed(0)

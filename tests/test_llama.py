@@ -85,7 +85,7 @@ def test_sum_is_the_gradient(name: str) -> None:
     assert not trace.program.notes()
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("name", CASES)
 def test_tables_are_whole_and_close_to_those_of_float32(name: str, rule: str) -> None:
     model, _, trace = traced(*CASES[name], rule=rule)
@@ -102,7 +102,7 @@ def test_tables_are_whole_and_close_to_those_of_float32(name: str, rule: str) ->
     assert table.shares["lm_head"] == 1.0
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_paths_have_the_marks_of_the_table(dtype: torch.dtype, rule: str) -> None:
     """Every path, followed by itself, has visited what the streaming pass has marked."""

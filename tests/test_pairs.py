@@ -34,9 +34,9 @@ from gradtrace.linops import (
 )
 from gradtrace.semirings import MAX
 from gradtrace.tracing.executor import Executor
+from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.per_sample import Pairs
-from gradtrace.tracing.rules import Greedy
 from gradtrace.tracing.traced_value import TracedValue
 
 BATCH = 4
@@ -172,7 +172,7 @@ def assert_same(found: Influence, wanted: Influence) -> None:
             assert float(mine) == pytest.approx(float(theirs), rel=1e-9)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("name", MODELS)
 def test_together_is_each_alone(name: str, rule: str) -> None:
     torch.manual_seed(3)
@@ -191,7 +191,7 @@ def test_together_is_each_alone(name: str, rule: str) -> None:
         assert_same(together, total)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("name", MODELS)
 def test_paths_of_a_pair_are_those_of_the_sample_alone(name: str, rule: str) -> None:
     torch.manual_seed(4)
@@ -220,7 +220,7 @@ def one_by_one(
     return found[0].merge(*found[1:])
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_batch_norm_in_training_is_traced_pair_by_pair(rule: str) -> None:
     torch.manual_seed(5)
     model = BatchNorm().double()
@@ -408,7 +408,7 @@ def test_everyday_maps_have_copies_of_their_own_kind() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 75, 200])
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_pairs_may_come_some_at_a_time(
     rule: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

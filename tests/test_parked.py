@@ -138,7 +138,7 @@ def both(trace: Trace, *asked: Any) -> None:
     assert trace.influence(*asked) == wide
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_random_graphs(rule: str, kinds: set[torch.dtype]) -> None:
     for seed in range(30):
         sample = randomgraphs.build(seed)
@@ -146,7 +146,7 @@ def test_random_graphs(rule: str, kinds: set[torch.dtype]) -> None:
     assert torch.uint8 in kinds
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet", "mamba2", "t5"])
 def test_architectures(name: str, rule: str, kinds: set[torch.dtype]) -> None:
     model, loss_of = ARCHITECTURES[name]()
@@ -157,7 +157,7 @@ def test_architectures(name: str, rule: str, kinds: set[torch.dtype]) -> None:
     assert torch.uint8 in kinds
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_pairs(rule: str, kinds: set[torch.dtype]) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"table": nn.Embedding(7, 6), "norm": nn.LayerNorm(6)})

@@ -30,7 +30,7 @@ from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.traced_value import materialise
 
 SEEDS = range(12)
-RULES = ("greedy", "viterbi")
+RULES = ("greedy", "edge", "viterbi")
 KEEP = 1 << 20
 
 
@@ -206,7 +206,7 @@ def test_storage_is_chosen_by_memory(
 
 
 def planned(program: Program, rule: str = "greedy") -> Plan:
-    request = schedule.Request(rule, bits_of(program), gradients=rule == "greedy")
+    request = schedule.Request(rule, bits_of(program), gradients=rule != "viterbi")
     return optimise.optimise(program, request)
 
 

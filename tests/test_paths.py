@@ -21,7 +21,7 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.semirings import COUNT, MAX, TopK
 
-RULES = ("greedy", "viterbi")
+RULES = ("greedy", "edge", "viterbi")
 
 
 def near(wanted: Any) -> Any:

@@ -40,7 +40,7 @@ def trace(rule: str = "greedy", reduction: str = "mean", **options: Any) -> Trac
     return watch.trace(loss, rule=rule, **options)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_round_trip(tmp_path: Path, rule: str, reduction: str) -> None:
     made = trace(rule, reduction)

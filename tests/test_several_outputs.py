@@ -314,7 +314,7 @@ def samples(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return ((p.tanh() * x).sum(1) + (q.sin() * x**3).sum(1)).sigmoid()
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_each_loss_of_a_vector_chooses_as_it_would_alone(rule: str) -> None:
     torch.manual_seed(0)
     x, w, m = rand(4, 3), leaf(3), rand(3, 3)

@@ -22,10 +22,10 @@ from gradtrace.ir.program import Program, Step
 from gradtrace.linops import Contract, Identity, Index, Map, tiling
 from gradtrace.linops.diag_low_rank import Normaliser, _line_layout
 from gradtrace.linops.gather import Slot
-from gradtrace.tracing import executor, rules
+from gradtrace.tracing import executor, greedy_rule
 from gradtrace.tracing.executor import concatenated
+from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.provenance import COMPACT_ABOVE_ENTRIES, ProvenanceTable
-from gradtrace.tracing.rules import Greedy
 from gradtrace.tracing.traced_value import (
     PendingContribution,
     TracedValue,
@@ -98,13 +98,13 @@ def tiled(rule: str, rows: int = 2) -> TracedValue:
     return concatenated(maps, [first, second], order, None, form, rule == "viterbi")
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("rows", [2, COMPACT_ABOVE_ENTRIES])
 def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int) -> None:
     found = tiled(rule, rows)
     told = found.with_provenance().ids
     assert told is not None and told.dtype is torch.int32
-    assert found.unmasked == (rule == "greedy" and rows == 2)
+    assert found.unmasked == (rule != "viterbi" and rows == 2)
     marks = found.provenance.sets()
     assert [marks[n] for n in told.tolist()] == [1, 0, 0, 0, (2 * rows - 1) | 8, 0]
 
@@ -154,7 +154,7 @@ class Users(nn.Module):
 
 
 @pytest.mark.parametrize("users", [2, 3, 4, 7])
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_influence_is_that_of_comparing(
     users: int, rule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -169,7 +169,7 @@ def test_influence_is_that_of_comparing(
         return found
 
     for way in (noted, lambda states: False):
-        monkeypatch.setattr(rules, "shared", way)
+        monkeypatch.setattr(greedy_rule, "shared", way)
         monkeypatch.setattr(executor, "shared", way)
         with gt.watch(model) as watch:
             loss = model(x)

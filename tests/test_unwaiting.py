@@ -25,7 +25,7 @@ def measured(given: cases.Problem, rule: str = "greedy") -> Influence:
     return watch.trace(loss, rule=rule).influence()
 
 
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_nothing_changes(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(2)
     before = measured(given, rule)

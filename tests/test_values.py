@@ -51,7 +51,7 @@ def same(some: Iterable[Path], others: Iterable[Path]) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 1_000, 4_000])
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 def test_paths_are_the_same(rule: str, budget: int) -> None:
     whole, bounded = traced(rule), traced(rule)
     bounded.budget = budget

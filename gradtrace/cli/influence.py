@@ -37,8 +37,11 @@ def kinds(incomplete: str) -> list[str]:
 
 
 Rule = Annotated[
-    Literal["greedy", "viterbi"],
-    Option(help="Follow the largest contribution, or the largest product."),
+    Literal["greedy", "edge", "viterbi"],
+    Option(
+        help="Go to the operator that hands back most, along the largest single edge, or along the "
+        "path of the largest product."
+    ),
 ]
 Granularity = Annotated[
     Literal["scalar", "operator"], Option(help="Follow elements, or whole tensors.")

@@ -83,7 +83,7 @@ def trace(
     report: ReportPage = None,
     as_json: Json = False,
 ) -> None:
-    """Trace the gradient of a loss: through which modules does most of it come?"""
+    """Trace the gradient of a loss: through which modules do its paths run?"""
     from gradtrace.pytorch.global_switches import uncompiled
 
     chosen, elements = parsed(components or []), [element(text) for text in path or ()]

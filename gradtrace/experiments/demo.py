@@ -208,8 +208,8 @@ def page(found: dict[str, Any], first: Look, pictures: dict[str, bytes]) -> str:
             _wide(first.graph.draw()),
             "<h2>Which way it came</h2>",
             "<p>A second network: a tanh branch, a ReLU branch and a way past both, on one "
-            "embedding. Of the embedding's entries that get any gradient, this share get most of "
-            "it through each branch:</p>",
+            "embedding. Of the embedding's entries that get any gradient, this share have their "
+            "path through each branch:</p>",
             _wide(first.branches._repr_html_()),
             "<p>The largest path of the embedding in the first sample, from the parameter to the "
             "loss:</p>",

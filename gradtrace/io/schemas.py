@@ -43,11 +43,12 @@ from gradtrace.io.validation import (
     unfit,
     usually,
 )
+from gradtrace.types import RULES
 
 ROUNDING = Fraction(1, 10**6)
 """Sums of |gradient| are rounded: a part may exceed the whole by this share of it."""
 
-RULE = one_of("greedy", "viterbi")
+RULE = one_of(*RULES)
 GRANULARITY = one_of("scalar", "operator")
 WEIGHT = one_of("count", "gradient")
 NOTES = array(text(), 100_000)

@@ -34,11 +34,31 @@ class Encoding(IntEnum):
     """The operand is a partial sum, which is taken as it is."""
 
 
+class Sizing(IntEnum):
+    """Whether the largest single contribution to each element is found beside a result, which is
+    their sum. Only the rule ``edge`` asks for it.
+    """
+
+    NONE = 0
+    """No: it is |value|, or nothing depends on it."""
+    FRESH = auto()
+    """Of the contributions of the operand's elements."""
+    CARRIED = auto()
+    """Of the contributions that the operand was made of, within the same operator."""
+    LAST = auto()
+    """As ``CARRIED``, but only to see which elements have a path; then it is dropped."""
+    PRESENT = auto()
+    """A term of a sum whose terms all have the same provenance: only whether there is a
+    contribution matters, even if those of the term cancel.
+    """
+
+
 class Form(NamedTuple):
     """In which form a rule computes a result.
 
     ``deferred``: only a leaf is made of it, so its value is not computed until it is counted.
-    ``leaf``: it is a leaf. ``partial``: of a sum, if more terms follow.
+    ``leaf``: it is a leaf. ``partial``: of a sum, if more terms follow. ``size``: whether the
+    largest single contribution is found too.
     """
 
     encoding: Encoding
@@ -46,6 +66,7 @@ class Form(NamedTuple):
     deferred: bool = False
     leaf: bool = False
     partial: bool = False
+    size: Sizing = Sizing.NONE
 
 
 class Apply(NamedTuple):
@@ -95,9 +116,12 @@ class Nested(NamedTuple):
 
 
 class TakeProvenance(NamedTuple):
-    """Values take the provenance of the largest contributions that ``Nested`` found."""
+    """Values take the provenance of the largest contributions that ``Nested`` found; those in
+    ``sized`` their sizes, too.
+    """
 
     values: tuple[int, ...]
+    sized: frozenset[int] = frozenset()
 
 
 class AddBits(NamedTuple):

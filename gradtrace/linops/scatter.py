@@ -17,11 +17,14 @@ from gradtrace.types import Shape
 
 
 class SparseElements(NamedTuple):
-    """Some elements: their numbers, values and provenance ids."""
+    """Some elements: their numbers, values, provenance ids and, if known, their largest
+    |contribution|.
+    """
 
     at: Tensor
     value: Tensor
     ids: Tensor
+    size: Tensor | None = None
 
 
 class Scatter(Map):
@@ -101,10 +104,10 @@ class Scatter(Map):
         target = self.target.reshape(-1)
         at, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         flat = x.reshape(-1)
-        selected = backend_of(x).scatter(flat, ids.reshape(-1), place, len(at)).ids
+        size, selected = backend_of(x).scatter(flat, ids.reshape(-1), place, len(at))
         value = flat.new_zeros(len(at)).index_add_(0, place, flat)
         there = at >= 0  # -1, no target, is one of the distinct targets here
-        return SparseElements(at[there], value[there], selected[there])
+        return SparseElements(at[there], value[there], selected[there], size[there])
 
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)

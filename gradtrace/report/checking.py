@@ -9,6 +9,7 @@ import numpy as np
 
 from gradtrace.io.validation import array, check_each, integer, one_of, unfit
 from gradtrace.report.model import UNFOLLOWED, HeatMap, Leaf, View
+from gradtrace.types import RULES
 
 MAX_COUNT = 2**63 - 1
 """The largest count."""
@@ -16,7 +17,7 @@ MAX_COUNT = 2**63 - 1
 MAX_DIMENSIONS = 64
 
 _shape = array(integer(0, MAX_COUNT), MAX_DIMENSIONS)
-_rule, _granularity = one_of("greedy", "viterbi"), one_of("scalar", "operator")
+_rule, _granularity = one_of(*RULES), one_of("scalar", "operator")
 
 
 def check(view: View) -> None:

@@ -82,7 +82,7 @@ def _traced_leaves(
         return
     pairs = Pairs.follow(program, traced.pairs)
     leaves = execute_pairs(program, rule, pairs, component_bits, storage)
-    if rule == "greedy":
+    if rule != "viterbi":
         for found in leaves:
             yield found, found.gradient
         return

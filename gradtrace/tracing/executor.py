@@ -2,11 +2,13 @@
 
 Each cotangent element carries its *provenance*: the set of components that its path to the root
 has visited (see ``provenance``). An element of a step's output takes the provenance of the element
-it points to. So no pointers are stored, and memory is that of a backward pass. Two rules define
+it points to. So no pointers are stored, and memory is that of a backward pass. Three rules define
 what an element points to:
 
 - ``greedy``: values are the gradients. Of the users of a value, the one with the largest
-  |contribution|; inside that operator, the element with the largest |weight · gradient|.
+  |contribution|, a sum; inside that operator, the element with the largest |weight · gradient|.
+- ``edge``: values are the gradients. Of all elements of all users of a value, the one with the
+  largest |weight · gradient|.
 - ``viterbi``: values are computed in the MAX semiring, so the pointers are those of the path of
   greatest |product|.
 
@@ -41,6 +43,7 @@ from gradtrace.ir.plan import (
     Join,
     Nested,
     Plan,
+    Sizing,
     Storage,
     Sum,
     TakeProvenance,
@@ -50,6 +53,7 @@ from gradtrace.linops import Map, tiled
 from gradtrace.linops.indexing import nearby
 from gradtrace.semirings.base import shifted, wide
 from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
+from gradtrace.tracing.edge_rule import unsized
 from gradtrace.tracing.provenance import (
     COMPACT_ABOVE_ENTRIES,
     ProvenanceTable,
@@ -57,7 +61,7 @@ from gradtrace.tracing.provenance import (
     sliced,
 )
 from gradtrace.tracing.rules import RULES, Rule
-from gradtrace.tracing.traced_value import TracedValue, made, materialise, shared
+from gradtrace.tracing.traced_value import TracedValue, made, materialise, own, shared
 
 VITERBI, GRADIENT = RULES["viterbi"], RULES["gradient"]
 
@@ -91,7 +95,7 @@ def traced_leaves(
     bounds: ProvenanceBounds | None = None,
 ) -> Iterator[TracedLeaf]:
     """The leaves of one loss with their provenance by a rule, in the order they are complete."""
-    request = Request(rule, components, gradients=rule == "greedy", bounds=bounds)
+    request = Request(rule, components, gradients=rule != "viterbi", bounds=bounds)
     return execute(optimise(program, request, storage), program.constants)
 
 
@@ -131,7 +135,7 @@ class Executor:
     ) -> None:
         self.plan = plan
         self.rule = RULES[plan.rule]
-        self.absolute = plan.rule == "viterbi"
+        self.absolute, self.by_edge = plan.rule == "viterbi", plan.rule == "edge"
         self.compact = plan.storage.compact
         self.batched = maps is not None
         self.maps = table = constants.maps
@@ -162,6 +166,8 @@ class Executor:
                 map_ = maps[at] if unbatched else self.map(at, value)
                 states[out] = through(map_, states[value], form, known.get(out))
             elif kind is Emit:
+                if self.by_edge and (found := states[op.value]).size is not None:
+                    states[op.value] = unsized(found)
                 yield op.value
                 continue
             else:
@@ -196,7 +202,10 @@ class Executor:
     def _take_provenance(self, op: TakeProvenance) -> tuple[int, ...]:
         for value in op.values:
             largest = self.largest[value].with_provenance()
-            self.states[value] = made(self.states[value].value, largest.ids, largest.provenance)
+            found = made(self.states[value].value, largest.ids, largest.provenance)
+            if value in op.sized:
+                found = found._replace(size=_shifted(largest, 0))
+            self.states[value] = found
         self.largest = {}
         return ()
 
@@ -231,7 +240,10 @@ class Executor:
         maps = [self.map(at, value) for at, value in step.terms]
         states = [materialise(self.states[value]) for _, value in step.terms]
         known = self.known.get(step.out)
-        self.states[step.out] = concatenated(maps, states, op.order, known, op.form, self.absolute)
+        if op.form.size < Sizing.CARRIED:
+            states = [state if state.size is None else unsized(state) for state in states]
+        found = concatenated(maps, states, op.order, known, op.form, self.absolute)
+        self.states[step.out] = unsized(found) if op.form.size is Sizing.LAST else found
         return op.free
 
     def _join(self, op: Join) -> tuple[int, ...]:
@@ -250,7 +262,8 @@ class Executor:
                 found, checked = some, len(some)
         if not form.partial:
             total = self.rule.join(found, form, self.known.get(step.out))
-            self.states[step.out] = total if total.size is None else total._replace(size=None)
+            done = total.size is None or form.size is not Sizing.NONE
+            self.states[step.out] = total if done else total._replace(size=None)
         elif self._stays_apart(found, form, checked):
             self.sums[step.out] = found
         else:
@@ -262,6 +275,11 @@ class Executor:
         """The first of several terms. A gathered element of it has a path only if it is not 0;
         elements of later terms that are 0 are never chosen.
         """
+        if state.size is not None:  # ``join`` writes to it
+            ids = None if state.ids is None else own(state.ids)
+            return state._replace(size=own(state.size), ids=ids)
+        if form.size is not Sizing.NONE and state.parts:
+            return state
         has_ids = state.ids is not None or state.lazy
         gathered = form.encoding is Encoding.MOVED and not self.absolute
         if gathered and has_ids and not state.unmasked:
@@ -270,7 +288,9 @@ class Executor:
 
     def _stays_apart(self, found: list[TracedValue], form: Form, checked: int) -> bool:
         """Whether the terms of a partial sum are added only when the sum is complete."""
-        if form.encoding is Encoding.UNIFORM and all(s.uniform for s in found[checked:]):
+        if form.encoding is Encoding.UNIFORM and all(
+            state.uniform and state.size is None for state in found[checked:]
+        ):
             return True
         return not self.compact and len(found) <= UNADDED_MAX_TERMS and shared(found)
 
@@ -300,8 +320,11 @@ def concatenated(
     value = known
     if value is None:
         value = tiled(maps, [_shifted(state, exponent) for state in states], order)
+    size = None
+    if form.size is not Sizing.NONE:
+        size = tiled(maps, [wide(state.compared).abs() for state in states], order)
     if form.encoding is Encoding.UNIFORM and all(state.uniform for state in states):
-        return TracedValue(value, exponent, None, states[0].provenance)
+        return TracedValue(value, exponent, None, states[0].provenance, (), size)
     ids, provenance = [], states[0].provenance
     for state in states:
         given = state.with_provenance().ids if state.ids is None else state.ids
@@ -311,8 +334,9 @@ def concatenated(
     both = tiled(maps, ids, order)
     # compact() must not count ids of elements that are 0 as used
     if absolute or len(provenance.rows) > COMPACT_ABOVE_ENTRIES:
-        return TracedValue(value, exponent, *compact(both * (value != 0), provenance))
-    return made(value, both, provenance, unmasked=True)
+        both = both * ((value if size is None else size) != 0)
+        return TracedValue(value, exponent, *compact(both, provenance), (), size)
+    return TracedValue(value, 0, both, provenance, (), size, None, True)
 
 
 def _sizes(state: TracedValue) -> TracedValue:

@@ -104,12 +104,10 @@ def _only(
     ``of`` gives each element's pair. ``at`` is a dimension and, for each pair, the indices along
     it to select; None selects all.
     """
-    value, ids = state.value, state.ids
-    assert value is not None
-    if ids is None:
-        return state._replace(value=only_pairs([value], of, pairs, at)[0])
-    value, ids = only_pairs([value, ids], of, pairs, at)
-    return state._replace(value=value, ids=ids)
+    assert state.value is not None
+    given = {"value": state.value, "ids": state.ids, "size": state.size}
+    there = {name: x for name, x in given.items() if x is not None}
+    return state._replace(**dict(zip(there, only_pairs([*there.values()], of, pairs, at))))
 
 
 def only_pairs(

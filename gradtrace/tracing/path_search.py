@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradtrace.ir.bound import BoundTerm
 from gradtrace.ir.interpreter import ScaledValue, balanced, gradient_of, value_of
+from gradtrace.ir.passes.edge_sizes import single_contributions
 from gradtrace.ir.passes.nested_sums import NestedSum, nested
 from gradtrace.ir.program import Block, MapTable, Program, Step
 from gradtrace.ir.recompute import RecomputedValues, Values
@@ -29,6 +30,7 @@ from gradtrace.linops.base import Best
 from gradtrace.linops.indexing import nearby, picked
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted, wide
+from gradtrace.tracing.edge_sizes import EdgeSizes
 from gradtrace.tracing.path_forest import ElementEdges, ForestBuilder, PathForest
 from gradtrace.types import Shape
 
@@ -81,7 +83,7 @@ def kept_by(program: Program) -> dict[int, Tensor]:
 
 @dataclass
 class PathFollower:
-    """Follows paths through a program, by its gradients (greedy) or its MAX values (viterbi)."""
+    """Follows paths through a program, by its gradients (greedy, edge) or MAX values (viterbi)."""
 
     program: Program
     seed: Tensor
@@ -110,24 +112,7 @@ class PathFollower:
     @cached_property
     def makers(self) -> dict[int, tuple[BoundTerm, ...]]:
         """The terms that make each value; chained merges as one sum over all users."""
-        made: dict[int, tuple[BoundTerm, ...]] = {}
-        sums: dict[int, list[BoundTerm]] = {}
-        maps = self.program.maps
-        for block in self.program.blocks:
-            for step in block.steps:
-                made[step.out] = tuple([BoundTerm(maps[at], value) for at, value in step.terms])
-            for step in block.merges:
-                first, *rest = (BoundTerm(maps[at], value) for at, value in step.terms)
-                terms = sums.pop(first.value, None)  # extended in place: there may be thousands
-                if terms is None:
-                    terms = [first]
-                else:
-                    del made[first.value]  # a partial sum has no other user
-                terms += rest
-                sums[step.out] = terms
-                made[step.out] = ()  # keeps the position in the order; filled below
-        made.update((value, tuple(terms)) for value, terms in sums.items())
-        return made
+        return _makers(self.program)
 
     @cached_property
     def takers(self) -> dict[int, tuple[Block, int]]:
@@ -153,6 +138,25 @@ class PathFollower:
             self._nested_cache = part, values
         return self._nested_cache[1]
 
+    @cached_property
+    def edges(self) -> EdgeSizes:
+        """The sizes of single contributions, by which the rule ``edge`` chooses."""
+        return EdgeSizes(
+            single_contributions(self.program),
+            self.makers,
+            lambda value, at: wide(self.gradient(value, at)).abs(),
+            lambda term, at: self._offer(term, at, None),
+            self._nested_sizes,
+        )
+
+    def _nested_sizes(self, value: int, at: Tensor) -> Tensor | None:
+        """The largest single |contribution| to elements of a sum of sums; None for other values."""
+        part = self.nested.get(value)
+        if part is None:
+            return None
+        held = self._within_nested(part)[value]
+        return shifted(held.value[0].reshape(-1)[at], held.exponent)
+
     # Following the largest contributions -------------------------------------------------------
 
     def follow(self, starts: Mapping[int, Tensor], rule: str) -> PathForest:
@@ -171,8 +175,13 @@ class PathFollower:
                         builder.gradient(gradient)
                         check = terms[0].map.is_diagonal and not backend_of(gradient).synchronises
                         alive = check and bool(gradient.all())
-                    for edges in self._onward(terms, at, self._compared(out, rule), alive):
-                        builder.send(edges)
+                    held = self._compared(out, rule)
+                    if rule == "edge" and held is None and self.edges.chooses(out, terms):
+                        edges = _chosen(terms, at, self.edges.offers(out, at))
+                    else:
+                        edges = self._onward(terms, at, held, alive)
+                    for some in edges:
+                        builder.send(some)
             root = self.program.root
             if builder.arrived(root):
                 at = builder.stage(root, self.seed.numel())
@@ -181,7 +190,7 @@ class PathFollower:
 
     def _compared(self, out: int, rule: str) -> Values[ScaledValue] | None:
         """The sizes by which the terms of a value are compared; None for the gradients."""
-        if rule != "greedy":
+        if rule == "viterbi":
             return self.largest
         part = self.nested.get(out)
         return None if part is None else self._within_nested(part)
@@ -205,11 +214,7 @@ class PathFollower:
             return
         offers = [self._offer(term, at, held) for term in terms]
         sizes = self._sizes(terms, offers, at, held)
-        which = torch.stack(sizes).max(0).indices
-        for k, (term, offer) in enumerate(zip(terms, offers)):
-            mine = ((which == k) & (offer.source >= 0)).nonzero().reshape(-1)
-            if mine.numel():
-                yield _edges(term, at[mine], offer.source[mine], mine)
+        yield from _chosen(terms, at, [o._replace(value=s) for o, s in zip(offers, sizes)])
 
     def _single_term(
         self, term: BoundTerm, at: Tensor, held: Values[ScaledValue] | None
@@ -361,6 +366,37 @@ class PathFollower:
                     if place >= 0 and (w or zeros)
                 ]
             stack += reversed(onward)
+
+
+def _makers(program: Program) -> dict[int, tuple[BoundTerm, ...]]:
+    """The terms that make each value; chained merges as one sum over all users."""
+    made: dict[int, tuple[BoundTerm, ...]] = {}
+    sums: dict[int, list[BoundTerm]] = {}
+    maps = program.maps
+    for block in program.blocks:
+        for step in block.steps:
+            made[step.out] = tuple([BoundTerm(maps[at], value) for at, value in step.terms])
+        for step in block.merges:
+            first, *rest = (BoundTerm(maps[at], value) for at, value in step.terms)
+            terms = sums.pop(first.value, None)  # extended in place: there may be thousands
+            if terms is None:
+                terms = [first]
+            else:
+                del made[first.value]  # a partial sum has no other user
+            terms += rest
+            sums[step.out] = terms
+            made[step.out] = ()  # keeps the position in the order; filled below
+    made.update((value, tuple(terms)) for value, terms in sums.items())
+    return made
+
+
+def _chosen(terms: tuple[BoundTerm, ...], at: Tensor, offers: list[Best]) -> Iterator[ElementEdges]:
+    """The edges of the largest of several offers to each of the elements ``at``."""
+    which = torch.stack([offer.value for offer in offers]).max(0).indices
+    for k, (term, offer) in enumerate(zip(terms, offers)):
+        mine = ((which == k) & (offer.source >= 0)).nonzero().reshape(-1)
+        if mine.numel():
+            yield _edges(term, at[mine], offer.source[mine], mine)
 
 
 def _largest(step: Step, maps: MapTable, values: dict[int, ScaledValue]) -> ScaledValue:

@@ -1,4 +1,4 @@
-"""Rules that choose, for each element, the contribution it points to: greedy, Viterbi, none."""
+"""Rules that choose, for each element, the contribution it points to."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from torch import Tensor
 from gradtrace.ir.interpreter import ScaledValue, balanced
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.kernels import backend_of
-from gradtrace.linops import Identity, Map, Scatter
-from gradtrace.linops.indexing import filled, laid
-from gradtrace.linops.scatter import SparseElements
+from gradtrace.linops import Map
 from gradtrace.semirings import MAX
-from gradtrace.semirings.base import NARROW, cast, shifted, wide
+from gradtrace.semirings.base import shifted
+from gradtrace.tracing.edge_rule import Edge
+from gradtrace.tracing.greedy_rule import Greedy, alike
 from gradtrace.tracing.provenance import compact
-from gradtrace.tracing.traced_value import (
-    PendingContribution,
-    TracedValue,
-    made,
-    materialise,
-    own,
-    shared,
-    sizes,
-)
+from gradtrace.tracing.traced_value import TracedValue, own
 
 
 class Rule(Protocol):
@@ -40,203 +32,6 @@ class Rule(Protocol):
         self, states: list[TracedValue], form: Form, known: Tensor | None = None
     ) -> TracedValue:
         """The sum of terms."""
-
-
-@dataclass(frozen=True)
-class Greedy:
-    """Equation 1.7 of the chapter: values are gradients."""
-
-    def through(
-        self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
-    ) -> TracedValue:
-        """The gradient, and the provenance of the largest contribution to each element."""
-        encoding, dtype, deferred, _, _ = form
-        if encoding is Encoding.MOVED:
-            return self._gather(map_, state, dtype, known)
-        state = materialise(state)
-        x, provenance = state.value, state.provenance
-        assert x is not None
-        value = known if known is not None or deferred else cast(map_.apply(x), dtype)
-        if encoding is Encoding.SCALED:
-            assert value is not None
-            return self._scale(map_, state, value)
-        if encoding is Encoding.UNIFORM:
-            found = TracedValue(value, 0, None, provenance, (PendingContribution(map_, x),))
-            return found if deferred else materialise(found)
-        ids = state.with_provenance().ids if state.ids is None else state.ids
-        assert ids is not None
-        if encoding is Encoding.SPARSE:
-            assert isinstance(map_, Scatter)
-            part, sparse = PendingContribution(map_, x), map_.few(x, ids)
-            return TracedValue(None, 0, None, provenance, (part,), None, sparse)
-        if encoding is Encoding.LAZY:
-            return TracedValue(value, 0, None, provenance, (PendingContribution(map_, x, (), ids),))
-        parts = (PendingContribution(map_, x),) if value is None else ()
-        return made(value, map_.select(x, ids)[1], provenance, parts)
-
-    @staticmethod
-    def _gather(
-        map_: Map, state: TracedValue, dtype: torch.dtype, known: Tensor | None
-    ) -> TracedValue:
-        if state.sparse is not None:
-            if isinstance(map_, Identity):
-                return state
-            state = materialise(state)
-        value, _, ids, provenance, parts, _, _, unmasked = state
-        if unmasked and value is not None and value.dtype is not dtype:
-            ids, unmasked = state.with_provenance().ids, False  # the cast may round a nonzero to 0
-        if ids is not None:
-            ids = map_.apply(ids)
-        if known is None and value is not None:
-            known = cast(map_.apply(value), dtype)
-        if parts:
-            parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
-        return made(known, ids, provenance, parts, unmasked)
-
-    @staticmethod
-    def _scale(map_: Map, state: TracedValue, value: Tensor) -> TracedValue:
-        """A diagonal map: an element that becomes 0 loses its path."""
-        x, ids = state.value, state.ids
-        assert x is not None
-        if x.dtype in NARROW or value.dtype in NARROW:  # an underflow to 0 keeps its path
-            there = map_.weighed(x) != 0
-            if ids is None and not backend_of(x).synchronises and torch.equal(there, value != 0):
-                return TracedValue(value, 0, None, state.provenance)
-            ids = there.int() if ids is None else ids * there
-            return made(value, ids, state.provenance)
-        return made(value, ids, state.provenance, (), ids is not None)
-
-    def join(
-        self, states: list[TracedValue], form: Form, known: Tensor | None = None
-    ) -> TracedValue:
-        """The sum, and the provenance of the largest term."""
-        if _alike(states, form):
-            return self._join_uniform(states, form, known)
-        if known is None and form.leaf and (found := self._join_sparse(states, form.dtype)):
-            return found
-        if (
-            not form.partial
-            and shared(states)
-            and (found := self._join_shared_ids(states, form.dtype, known))
-        ):
-            return found
-        first, *rest = map(materialise, states)
-        if (
-            len(rest) == 1
-            and not form.partial
-            and (found := self._join_pair(first, rest[0], form.dtype, known))
-        ):
-            return found
-        given = first.ids
-        first = first.with_provenance()
-        assert first.value is not None and first.ids is not None
-        total, provenance = first.value, first.provenance
-        size, ids = first.size, first.ids
-        if size is None:
-            free = ids is not given and ids.is_contiguous()
-            size, ids = sizes(total), ids if free else own(ids)
-        for other in rest:
-            assert other.value is not None
-            if known is None:
-                total = total + other.value
-            theirs = 1 if other.ids is None else other.ids
-            provenance, shift = provenance.joined(other.provenance)
-            backend_of(size).merge(size, ids, wide(other.value), theirs, shift)
-        ids, provenance = compact(ids, provenance)
-        total = cast(total, form.dtype) if known is None else known
-        return TracedValue(total, 0, ids, provenance, (), size)
-
-    @staticmethod
-    def _join_shared_ids(
-        states: list[TracedValue], dtype: torch.dtype, known: Tensor | None
-    ) -> TracedValue | None:
-        """Terms that share one tensor of ids: an element has a path if any of its terms is not 0.
-        None where comparing the terms is no slower.
-        """
-        first, *rest = states
-        given, value, total = first.ids, first.value, first.value
-        assert given is not None and value is not None and total is not None
-        ids = given
-        backend = backend_of(value)
-        if first.unmasked and backend.synchronises:
-            # Comparing with the first term is enough: if another term is not 0 and not larger than
-            # the first, the first is not 0 either.
-            for n, other in enumerate(rest):
-                assert other.value is not None
-                merged = backend.merge_pair(value, ids, not n, other.value, given, 0)
-                if merged is None:
-                    return None
-                ids = merged
-        elif first.unmasked and not bool(value.all()):
-            return None
-        for other in rest if known is None else ():
-            assert other.value is not None
-            total = total + other.value
-        return made(cast(total, dtype) if known is None else known, ids, first.provenance)
-
-    @staticmethod
-    def _join_pair(
-        first: TracedValue, second: TracedValue, dtype: torch.dtype, known: Tensor | None
-    ) -> TracedValue | None:
-        """``join`` of two terms in one kernel; None where there is no such kernel."""
-        assert first.value is not None and second.value is not None
-        backend = backend_of(first.value)
-        if first.size is not None or not backend.fuses(first.value, second.value):
-            return None
-        uniform = first.ids is None
-        provenance, shift = first.provenance.joined(second.provenance)
-        ids = backend.merge_pair(
-            first.value,
-            1 if first.ids is None else first.ids,
-            uniform or first.unmasked,
-            second.value,
-            1 if second.ids is None else second.ids,
-            shift,
-        )
-        if ids is None:
-            return None
-        total = known
-        if total is None:
-            total = cast(first.value + second.value, dtype)
-        return TracedValue(total, 0, *compact(ids, provenance))
-
-    @staticmethod
-    def _join_sparse(states: list[TracedValue], dtype: torch.dtype) -> TracedValue | None:
-        """A uniform term plus a sparse one: only the sparse elements are compared."""
-        if len(states) != 2 or not states[0].uniform or states[1].sparse is None:
-            return None
-        first, (at, other, given) = states[0], states[1].sparse
-        fresh = first.value is None
-        first = materialise(first)
-        if first.ids is not None or first.value is None:
-            return None
-        total = first.value.to(dtype)
-        if (total is first.value and not fresh) or not filled(total):
-            total = own(total)
-        line, place = laid(total, at)
-        here = line[place]
-        size, ids = wide(here).abs(), (here != 0).int()
-        provenance, shift = first.provenance.joined(states[1].provenance)
-        backend_of(size).merge(size, ids, wide(other), given, shift)
-        here = line[place] = (here + other).to(dtype)
-        return TracedValue(total, 0, None, provenance, sparse=SparseElements(at, here, ids))
-
-    @staticmethod
-    def _join_uniform(states: list[TracedValue], form: Form, known: Tensor | None) -> TracedValue:
-        """Uniform terms of equal provenance: only whether any of them is not 0 matters."""
-        parts: list[PendingContribution] = []
-        for state in states:
-            if state.value is None or len(state.parts) > 1:
-                parts += state.parts
-            else:
-                parts.append(PendingContribution(Identity(tuple(state.value.shape)), state.value))
-        if known is None and not form.deferred:
-            total = parts[0].value()
-            for part in parts[1:]:
-                total = total + part.value()
-            known = total.to(form.dtype)
-        found = TracedValue(known, 0, None, states[0].provenance, tuple(parts))
-        return found if form.deferred else materialise(found)
 
 
 @dataclass(frozen=True)
@@ -275,7 +70,7 @@ class Viterbi:
         for state in states:
             assert state.value is not None
             values.append(shifted(state.value, state.exponent - exponent))
-        if _alike(states, form):
+        if alike(states, form):
             size = values[0]
             for value in values[1:]:
                 size = torch.maximum(size, value)
@@ -313,9 +108,9 @@ class Gradient:
         return states[0]._replace(value=total.to(form.dtype))
 
 
-def _alike(states: list[TracedValue], form: Form) -> bool:
-    """Whether all terms have the same provenance in all elements."""
-    return form.encoding is Encoding.UNIFORM and all(state.uniform for state in states)
-
-
-RULES: dict[str, Rule] = {"greedy": Greedy(), "viterbi": Viterbi(), "gradient": Gradient()}
+RULES: dict[str, Rule] = {
+    "greedy": Greedy(),
+    "edge": Edge(),
+    "viterbi": Viterbi(),
+    "gradient": Gradient(),
+}

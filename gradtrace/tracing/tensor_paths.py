@@ -2,8 +2,10 @@
 
 The gradient of a tensor is the sum of its users' contributions. The path follows the contribution
 with the largest ``Σ |element|``; in an operator with several outputs, the output whose cotangent
-contributes the most. By ``greedy`` the tensors are the gradients; by ``viterbi`` a tensor is only
-what came along the path chosen so far.
+contributes the most. By ``greedy`` and ``edge`` the tensors are the gradients; by ``viterbi`` a
+tensor is only what came along the path chosen so far. An edge joins one output of an operator with
+one of its arguments, so ``edge`` compares users by what a single output contributes, ``greedy`` by
+all of their outputs together.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from gradtrace.semirings.base import wide
 class TensorEdge(NamedTuple):
     """The largest contribution to a value: its block, argument, and the block's cotangent (take).
 
-    ``size`` is that block's contribution, ``total`` that of all blocks, both as ``Σ |element|``.
+    ``size`` is that block's contribution (``edge``: of that cotangent alone), ``total`` that of all
+    blocks (of all their cotangents), both as ``Σ |element|``.
     """
 
     block: int
@@ -43,7 +46,7 @@ class TensorPaths:
 
     def __init__(self, program: Program, rule: str, seed: Tensor) -> None:
         self.program = program
-        self.viterbi = rule == "viterbi"
+        self.viterbi, self.edge = rule == "viterbi", rule == "edge"
         self.links: dict[int, TensorEdge] = {}
         self.reached: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -84,9 +87,10 @@ class TensorPaths:
             best = max(sizes, key=lambda take: sizes[take])
             handed = parts[best] if self.viterbi else _sum(list(parts.values()))
             values[value] = handed
-            size = sizes[best] if len(parts) == 1 else _size(handed)
+            size = sizes[best] if len(parts) == 1 or self.edge else _size(handed)
             if sizes[best] != 0:
-                self.links[value] = TensorEdge(number, position, best, size, size)
+                total = sum(sizes.values()) if self.edge else size
+                self.links[value] = TensorEdge(number, position, best, size, total)
 
     def _merge(self, step: Step, values: dict[int, Tensor]) -> None:
         """Add the contributions of two users; follow the larger, the first if equal."""

@@ -122,7 +122,7 @@ class TracedProgram:
     @property
     def uses_kept(self) -> bool:
         """Whether the gradients that recording kept are the values that are followed."""
-        return self.rule == "greedy" and self.pairs == 1
+        return self.rule != "viterbi" and self.pairs == 1
 
 
 def indices(index: int | Sequence[int]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Contract, Map
 from gradtrace.linops.scatter import SparseElements
+from gradtrace.semirings import MAX
 from gradtrace.semirings.base import wide
 from gradtrace.tracing.provenance import COMPACT_ABOVE_ENTRIES, ProvenanceTable
 
@@ -28,12 +29,15 @@ class PendingContribution(NamedTuple):
     """A deferred contribution: ``map(x)``, then the gathers ``moves`` in order.
 
     ``source_ids`` are the provenance ids of ``x``, if the ids of the result are deferred too.
+    ``single``: beside other contributions, it is one where any of its products is not 0, even if
+    they cancel (``edge``); else where their sum is not 0.
     """
 
     map: Map
     x: Tensor
     moves: tuple[Map, ...] = ()
     source_ids: Tensor | None = None
+    single: bool = False
 
     def value(self) -> Tensor:
         """``moves(map(x))``."""
@@ -51,11 +55,31 @@ class PendingContribution(NamedTuple):
         if ROW_COST_ELEMENTS * len(at) > self.map.outputs:
             _, found = self.map.select(self.x, torch.ones_like(self.x, dtype=torch.int32))
             return self._moved(found).reshape(-1)[at] != 0
+        return self._largest_by_rows(at) != 0
+
+    def largest(self) -> Tensor:
+        """The largest single |product| to each element."""
+        return self._moved(self.map.apply_in((wide(self.x).abs(),), MAX)[0])
+
+    def largest_at(self, at: Tensor) -> Tensor:
+        """``largest``, of the elements ``at``."""
+        if ROW_COST_ELEMENTS * len(at) > self.map.outputs:
+            return self.largest().reshape(-1)[at]
+        return self._largest_by_rows(at)
+
+    def _largest_by_rows(self, at: Tensor) -> Tensor:
         there = torch.ones_like(at, dtype=torch.bool)
         for move in reversed(self.moves):
             source = move.rows(at).source[:, 0]
             there, at = there & (source >= 0), source.clamp(min=0)
-        return there & (self.map.best(self.x, at).value != 0)
+        return self.map.best(self.x, at).value * there
+
+    def selected(self) -> tuple[Tensor, Tensor]:
+        """The largest single |product| to each element, and its provenance id."""
+        assert self.source_ids is not None
+        size, ids = self.map.select(self.x, self.source_ids, value=True)
+        assert size is not None
+        return self._moved(size), self._moved(ids)
 
     def ids(self) -> Tensor:
         """The provenance ids of the result."""
@@ -112,6 +136,10 @@ class TracedValue(NamedTuple):
 
     ``unmasked`` ids are valid only at nonzero elements. No rule selects an element that is 0, so
     they are seldom masked.
+
+    ``size`` is by what the value is compared with others: of a partial sum the largest term so far;
+    by the rule ``edge``, the largest single |contribution|. None: |value|. Where it is known, an
+    element has a path if its size is not 0.
     """
 
     value: Tensor | None
@@ -119,7 +147,7 @@ class TracedValue(NamedTuple):
     ids: Tensor | None
     provenance: ProvenanceTable
     parts: tuple[PendingContribution, ...] = ()
-    size: Tensor | None = None  # |largest term| so far, of a partial sum
+    size: Tensor | None = None
     sparse: SparseElements | None = None
     unmasked: bool = False
 
@@ -146,16 +174,24 @@ class TracedValue(NamedTuple):
         assert state.ids is not None
         return self.provenance.sets()[int(state.ids[index])]
 
+    @property
+    def compared(self) -> Tensor:
+        """By what the value is compared with others, up to its sign."""
+        if self.size is not None:
+            return self.size
+        assert self.value is not None
+        return self.value
+
     def with_provenance(self) -> TracedValue:
         """With an id for each element, and id 0 at elements without a path (not ``unmasked``)."""
         if self.ids is not None and not self.unmasked:
             return self
-        assert self.value is not None
+        compared = self.compared
         if self.ids is not None:
-            ids = backend_of(self.value).masked(self.ids, self.value)
+            ids = backend_of(compared).masked(self.ids, compared)
             return self._replace(ids=ids, unmasked=False)
-        ids = torch.empty(self.value.shape, dtype=torch.int32, device=self.value.device)
-        torch.ne(self.value, 0, out=ids)
+        ids = torch.empty(compared.shape, dtype=torch.int32, device=compared.device)
+        torch.ne(compared, 0, out=ids)
         if self.sparse is not None:
             ids.view(-1)[self.sparse.at] = self.sparse.ids
         return self._replace(ids=ids, sparse=None)
@@ -218,7 +254,7 @@ def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor |
     else:
         reached = torch.zeros(len(at), dtype=torch.bool, device=at.device)
         for part in parts:
-            reached |= part.value().reshape(-1)[at] != 0
+            reached |= part.reached(at) if part.single else part.value().reshape(-1)[at] != 0
     if not bool(reached.any()):
         return None
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradtrace.distributed import process_group
 from gradtrace.distributed.rank_exchange import RankExchange
-from gradtrace.errors import GradtraceError, caution
+from gradtrace.errors import GradtraceError, caution, not_one_of
 from gradtrace.pytorch.module_calls import listen
 from gradtrace.pytorch.wrapped_modules import unwrapped
 from gradtrace.runs.history import History, StepRecord
@@ -34,6 +34,7 @@ from gradtrace.training.run_report import ViewCache
 from gradtrace.training.sampled_watch import SampledWatch
 from gradtrace.training.schedule import Schedule
 from gradtrace.training.step_tracer import Scaler, StepTracer
+from gradtrace.types import RULES
 
 
 class Cost(NamedTuple):
@@ -378,8 +379,8 @@ def _check(model: nn.Module, budget: float | None, rule: str, **counts: int | No
             f"budget is the share of training time that traces may take, such as 0.03, not "
             f"{budget}; None for no bound"
         )
-    if rule not in ("greedy", "viterbi"):
-        raise GradtraceError(f"rule is 'greedy' or 'viterbi', not {rule!r}")
+    if rule not in RULES:
+        raise GradtraceError(not_one_of("rule", rule, RULES))
     for name, number in counts.items():
         whole = isinstance(number, int) and not isinstance(number, bool) and number >= 1
         if not whole and (number is not None or name != "sample"):

@@ -1,11 +1,11 @@
-"""Find operators whose formula is a sum of sums, where greedy would select more than once.
+"""Find operators whose formula is a sum of sums, where a rule would select more than once.
 
-The greedy rule connects an element of an argument to one element of an output: the one with the
-largest |derivative · gradient|, over all outputs. Where an operator's formula is a single sum, that
-is its largest term. Where it is a sum of sums (each output summed, then both added), the largest
-partial sum may consist of small contributions. There the largest single contribution is computed
-besides the gradient: this is MAX started at |gradient| of the outputs, which is exact because two
-elements of one operator are connected by one weight.
+The rules that go by gradients (greedy, edge) connect an element of an argument to one element of an
+output: the one with the largest |derivative · gradient|, over all outputs. Where an operator's
+formula is a single sum, that is its largest term. Where it is a sum of sums (each output summed,
+then both added), the largest partial sum may consist of small contributions. There the largest
+single contribution is computed besides the gradient: this is MAX started at |gradient| of the
+outputs, which is exact because two elements of one operator are connected by one weight.
 """
 
 from __future__ import annotations

@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gradtrace.ir.passes.edge_sizes import (
+    NO_SIZES,
+    single_contributions,
+    sized_values,
+)
 from gradtrace.ir.passes.nested_sums import NestedSum, nested
 from gradtrace.ir.passes.provenance import (
     NO_COMPONENTS,
@@ -28,6 +33,7 @@ from gradtrace.ir.plan import (
     Instruction,
     Join,
     Nested,
+    Sizing,
     Sum,
     TakeProvenance,
 )
@@ -40,9 +46,9 @@ from gradtrace.linops import Contract, Map, Reduce, Scatter, tiling
 class Request:
     """What is asked of a program.
 
-    ``rule`` is greedy, viterbi or gradient; ``components`` the bits of provenance. ``values`` are
-    those to compute (None: all); of them ``keep`` are not freed. ``gradients``: whether values are
-    those of recording, whose kept gradients are used and whose leaves need not be computed.
+    ``rule`` is greedy, edge, viterbi or gradient; ``components`` the bits of provenance. ``values``
+    are those to compute (None: all); of them ``keep`` are not freed. ``gradients``: whether values
+    are those of recording, whose kept gradients are used and whose leaves need not be computed.
     ``bounds`` are those of ``components``, if they are known.
     """
 
@@ -85,6 +91,10 @@ class Schedule:
             self.known = known | program.kept.keys()
         bounds = request.bounds or analyse_provenance(program, self.components)
         self.must, self.may = bounds
+        self.single, self.sized = NO_SIZES, set[int]()
+        if self.rule == "edge":
+            self.single = single_contributions(program)
+            self.sized = sized_values(program, self.single, self.partial, bounds)
         self.batches_leaves = backend_of(program.seed).fuses(program.seed) and not compact
         self.last = self._last_uses()
         self.number = -1  # of the step
@@ -114,7 +124,7 @@ class Schedule:
             found.append(_tuple(AddBits, (value, bits)))
         if number in components.slices:
             found += [AddSlices(value, *components.slices[number]) for value in takes.values()]
-        part = nested(block, self.maps) if self.rule == "greedy" else None
+        part = nested(block, self.maps) if self.rule in ("greedy", "edge") else None
         if part is not None and (values is None or part.gives & values):
             found.append(self._nested(part))
         else:
@@ -123,9 +133,9 @@ class Schedule:
             self.number += 1
             if values is None or step[0] in values:
                 alone = part is not None and step.out in part.alone
-                found.append(self._sum(step) if alone else self._lowered(step))
+                found.append(self._sum(step) if alone else self._lowered(step, block.opened))
         if part is not None:
-            found.append(TakeProvenance(tuple(part.gives)))
+            found.append(TakeProvenance(tuple(part.gives), part.gives & self.sized))
         for at, value in block.gives.items():
             if position and (number, at) in position and (values is None or value in values):
                 found.append(AddBits(value, position[number, at]))
@@ -138,21 +148,48 @@ class Schedule:
             if value in leaves and (values is None or value in values):
                 found.append(_tuple(Emit, (value,)))
 
-    def _lowered(self, step: Step) -> Apply | Join | Concat:
+    def _lowered(self, step: Step, opened: bool) -> Apply | Join | Concat:
         terms = step[1]
         if len(terms) == 1:
             value = terms[0][1]
             kept = self.last[value] != self.number or value in self.keep
             form = self._form(step, terms[0], step[0] in self.tails)
+            if self.sized:
+                form = self._with_size(form, self._size(step))
             return _tuple(Apply, (step, form, () if kept else (value,)))
         free = self._free(step)
         order = tiling(self.maps.of(step))
         if order is not None:
-            return Concat(step, self._result(step), order, free)
-        return self._join(step, free)
+            form = self._result(step)
+            return Concat(step, self._with_size(form, self._size(step)), order, free)
+        return self._join(step, free, opened)
 
-    def _join(self, step: Step, free: tuple[int, ...]) -> Join:
-        return Join(step, self._result(step), self._terms(step), free)
+    def _join(self, step: Step, free: tuple[int, ...], opened: bool = False) -> Join:
+        result, terms = self._result(step), self._terms(step)
+        if self.single.summed:
+            final = step.out in self.sized or self.must[step.out] != self.may[step.out]
+            sizing = [self._term_size(step, term, final, opened) for term in step.terms]
+            terms = tuple([self._with_size(*each) for each in zip(terms, sizing)])
+        return Join(step, result, terms, free)
+
+    def _size(self, step: Step) -> Sizing:
+        """Of a step of one term, or of a concatenation."""
+        carried = any(self.single.carries(step.out, term.value) for term in step.terms)
+        if step.out in self.sized:
+            return Sizing.CARRIED if carried else Sizing.FRESH
+        inner = carried and any(term.value in self.sized for term in step.terms)
+        return Sizing.LAST if inner else Sizing.NONE
+
+    def _term_size(self, step: Step, term: Term, final: bool, opened: bool) -> Sizing:
+        """Of one of several terms; ``final``: whether they are compared by size in the end."""
+        if self.single.carries(step.out, term.value):
+            return Sizing.CARRIED if final else Sizing.PRESENT
+        if not opened or self.maps[term.map].single_source:
+            return Sizing.NONE
+        return Sizing.FRESH if final else Sizing.PRESENT
+
+    def _with_size(self, form: Form, size: Sizing) -> Form:
+        return form if form.size is size else self._shared(*form[:5], size)
 
     def _sum(self, step: Step) -> Sum:
         return Sum(step, self._result(step), self._terms(step), self._free(step))
@@ -175,6 +212,8 @@ class Schedule:
         uniform = self.rule == "gradient" or self.must[out] == self.may[out]
         encoding = Encoding.UNIFORM if uniform else Encoding.DENSE
         tail, end, partial = out in self.tails, out in self.ends, out in self.partial
+        if out in self.sized:
+            return self._shared(encoding, step.dtype, tail, end, partial, Sizing.FRESH)
         return self._shared(encoding, step.dtype, tail, end, partial)
 
     def _form(self, step: Step, term: Term, tail: bool = False) -> Form:

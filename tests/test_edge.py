@@ -1,0 +1,318 @@
+"""The rule ``edge``: by hand, against brute force, and the same along all ways to ask for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from bruteforce import ScalarGraph
+from randomgraphs import build
+from thorough import few
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.ir.passes.provenance import ComponentBits
+from gradtrace.ir.plan import Storage
+from gradtrace.trace import Trace
+from gradtrace.tracing.executor import traced_leaves
+from gradtrace.tracing.paths import path_provenance
+from gradtrace.tracing.traced_value import materialise
+
+GRAPHS, EACH = few(200, 2000), 50
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def first(loss: Tensor, x: Tensor, rule: str = "edge", index: int | tuple[int, ...] = 0) -> str:
+    return gt.trace(loss, names={"x": x}, rule=rule).path("x", index).operators[0]
+
+
+# By hand ------------------------------------------------------------------------------------------
+
+
+def test_all_three_rules_differ() -> None:
+    """X is handed 1 + 1 + 1 by expand, 2 by mul, and -5 + 4 by neg."""
+    x = torch.tensor(1.0, requires_grad=True)
+    y = -x
+    loss = x.expand(3).sum() + 2 * x + (5 * y - 4 * y)
+    graph = ScalarGraph.of(loss, {"x": x})
+    wanted = {"greedy": ("Expand", 1.0), "edge": ("Mul", 2.0), "viterbi": ("Neg", -5.0)}
+    for rule, (operator, weight) in wanted.items():
+        trace = gt.trace(loss, rule=rule, names={"x": x})
+        path = trace.path("x")
+        assert (path.operators[0], path.weight) == (f"{operator}Backward0", weight)
+        through = {name for name, share in trace.influence("operators").shares.items() if share}
+        assert f"operator:{operator}Backward0" in through or f"{operator}Backward0" in through
+        alone = getattr(graph, rule)("x", 0)
+        assert alone.weight == weight
+
+
+def test_a_sum_of_small_contributions_loses_to_one_edge() -> None:
+    """The product hands back 1 + 1 + 1, and its largest edge is 1; the scaling hands back 2."""
+    x = leaf(1.0, 2.0)[None].detach().requires_grad_()
+    weight = torch.ones(2, 3, dtype=torch.float64)
+    loss = (x @ weight).sum() + (2 * x).sum()
+    assert first(loss, x, "greedy", (0, 0)) == "MmBackward0"
+    assert first(loss, x, "edge", (0, 0)) == "MulBackward0"
+
+
+def test_contributions_that_cancel_are_edges_all_the_same() -> None:
+    """The product hands back 3 - 3 = 0, so greedy does not see it; its edges are 3, more than 2."""
+    x = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[3.0, -3.0]], dtype=torch.float64)
+    loss = (x @ weight).sum() + (2 * x).sum()
+    assert first(loss, x, "greedy", (0, 0)) == "MulBackward0"
+    assert first(loss, x, "edge", (0, 0)) == "MmBackward0"
+    trace = gt.trace(loss, names={"x": x}, rule="edge")
+    assert trace.influence("operators").shares[mm(trace)] == 1
+
+
+def mm(trace: Trace) -> str:
+    """What the component of the matrix product is called."""
+    names = trace.influence("operators").shares
+    return next(name for name in names if "MmBackward0" in name)
+
+
+@pytest.mark.parametrize("users", [1, 2, 3])
+def test_elements_whose_users_all_cancel_have_a_path(users: int) -> None:
+    """Uniform provenance: nothing is compared, but whether there is a path is known."""
+    x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[3.0, -3.0], [1.0, 2.0]], dtype=torch.float64)
+    loss = torch.stack([(x @ weight).sum() for _ in range(users)]).sum()
+    for rule, reached in (("edge", 2), ("greedy", 2 if users == 1 else 1)):
+        trace = gt.trace(loss, names={"x": x}, rule=rule)
+        consistent(trace, {0: 2})
+        row = trace.influence("operators")[mm(trace)]
+        assert (row.count.t, row.unreached) == (reached, 2 - reached)
+
+
+def test_ties_go_to_the_first_term_then_to_the_lowest_element() -> None:
+    x = leaf(1.0)
+    loss = (x.expand(3) * 2).sum() + (x.expand(2) * 2).sum()
+    graph, trace = ScalarGraph.of(loss, {"x": x}), gt.trace(loss, names={"x": x}, rule="edge")
+    path = trace.path("x", 0)
+    wanted = graph.edge("x", 0)
+    assert wanted is not None and graph.places[wanted.edges[0].above].element == 0
+    program = trace.program
+    user = next(block for block in program.blocks if block.operator == "ExpandBackward0")
+    shape = program.maps[user.steps[0].terms[0].map].in_shape
+    assert (path.steps[1].shape, path.steps[1].index) == (shape, (0,))
+
+
+def test_size_starts_again_in_every_operator() -> None:
+    """The product's 1 + 1 + 1 is one edge of weight 1 for the permutation after it, of size 3."""
+    x = leaf(1.0)
+    loss = (x.reshape(1, 1).t() @ torch.ones(1, 3, dtype=torch.float64)).sum() + (2 * x).sum()
+    assert first(loss, x) == "ReshapeAliasBackward0" or first(loss, x) == "ViewBackward0"
+
+
+def test_no_path_where_all_is_zero() -> None:
+    x = leaf(1.0, 1.0)
+    loss = (x * torch.tensor([0.0, 1.0])).sum() + (x * 0).sum()
+    trace = gt.trace(loss, names={"x": x}, rule="edge")
+    with pytest.raises(GradtraceError, match="no path"):
+        trace.path("x", 0)
+    consistent(trace, {0: 2})
+
+
+def test_whole_tensors() -> None:
+    """Split hands back 3 + 3 by two outputs, each of them less than the 4 of the scaling."""
+    x = leaf(1.0, 1.0)
+    low, high = x.split(1)
+    loss = (3 * low).sum() + (3 * high).sum() + (2 * x).sum()
+    for rule, operator in (("greedy", "SplitBackward0"), ("edge", "MulBackward0")):
+        trace = gt.trace(loss, names={"x": x}, rule=rule, granularity="operator")
+        path = trace.path("x")
+        assert path.operators[0] == operator
+        assert path.steps[0].share == (0.6 if rule == "greedy" else 0.4)
+        assert trace.influence("operators")
+
+
+# Influence is that of the paths ------------------------------------------------------------------
+
+
+def consistent(trace: Trace, entered: dict[int, int], storage: Storage | None = None) -> None:
+    """The provenance of every element of every leaf is that of its path, followed by itself."""
+    program, bits = trace.program, ComponentBits(entered, {}, {})
+    given = () if storage is None else (storage,)
+    with torch.no_grad():
+        found = {f.leaf.value: f for f in traced_leaves(program, trace.rule, bits, *given)}
+    leaves = [leaf for leaf in program.leaves if not leaf.tensor.is_complex()]
+    starts = {leaf.value: torch.arange(leaf.tensor.numel()) for leaf in leaves}
+    forest = trace.builder(0).follower.follow(starts, trace.rule)
+    wanted, at = path_provenance(forest, program, bits), 0
+    for value, elements in starts.items():
+        state = found[value].state._replace(value=found[value].gradient)
+        state = materialise(state).with_provenance()
+        assert state.ids is not None
+        sets = state.provenance.sets()
+        mine = [sets[number] for number in state.ids.reshape(-1).tolist()]
+        theirs = [wanted.sets[n] for n in wanted.number[at : at + len(elements)].tolist()]
+        at += len(elements)
+        assert mine == [one if one & 1 else 0 for one in theirs], trace.names[value]
+
+
+def components(count: int, kind: int) -> dict[int, int]:
+    """Bits of blocks: each its own, groups of three, or few."""
+    if kind == 0:
+        return {n: 2 << n for n in range(count)}
+    if kind == 1:
+        return {n: 2 << n // 3 for n in range(count)}
+    return {n: 2 for n in range(count) if n % 4 == kind % 4}
+
+
+@pytest.mark.parametrize("seed", range(0, GRAPHS, EACH))
+def test_provenance_is_that_of_the_path(seed: int) -> None:
+    """Random graphs; ``against_bruteforce.check`` compares the paths with all paths."""
+    for number in range(seed, seed + EACH):
+        sample = build(number)
+        trace = gt.trace(sample.loss, names=sample.leaves, rule="edge")
+        consistent(trace, components(len(trace.program.blocks), number % 3))
+
+
+class Recurrent(nn.Module):
+    """A cell that is called again and again, beside a way past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 4)
+        self.cell, self.skip, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.out = nn.Linear(4, 40, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for _ in range(3):
+            x = x + torch.tanh(self.cell(self.norm(x))) * self.skip(x)
+        logits: Tensor = self.out(x)
+        return logits
+
+
+class Gates(nn.Module):
+    """A fused recurrent layer, whose steps count as operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.other = nn.LSTM(3, 4, batch_first=True), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.rnn(x)[0] + self.other(x)).pow(2)
+
+
+def recurrent(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Recurrent().to(dtype), torch.randint(0, 40, (4, 3))
+
+
+def gates(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Gates().to(dtype), torch.randn(4, 5, 3, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [recurrent, gates])
+@pytest.mark.parametrize("storage", [None, Storage(compact=True)])
+def test_models(
+    case: Callable[[torch.dtype], tuple[nn.Module, Tensor]],
+    dtype: torch.dtype,
+    storage: Storage | None,
+) -> None:
+    """Tied weights with few rows, residuals, a cell called many times, fused layers."""
+    model, x = case(dtype)
+    with gt.watch(model) as watch:
+        loss = model(x).square().mean()
+    trace = watch.trace(loss, rule="edge")
+    for kind in range(3):
+        consistent(trace, components(len(trace.program.blocks), kind), storage)
+
+
+def test_without_names_the_gradient_is_asked_for_before() -> None:
+    """A leaf whose gradient is known is not computed again."""
+    model, x = recurrent(torch.float32)
+    with gt.watch(model) as watch:
+        loss = model(x).square().mean()
+    trace, other = (watch.trace(loss, rule="edge") for _ in range(2))
+    assert dict(other.gradients)
+    assert trace.influence() == other.influence()
+
+
+@pytest.mark.parametrize("case", [recurrent, gates])
+def test_pairs_are_each_loss_alone(
+    case: Callable[[torch.dtype], tuple[nn.Module, Tensor]],
+) -> None:
+    model, x = case(torch.float64)
+    with gt.watch(model) as watch:
+        losses = model(x).square().flatten(1).mean(1)
+        trace = watch.trace(losses, rule="edge")
+    alone = []
+    for n in range(len(x)):
+        with gt.watch(model) as watch:
+            alone.append(watch.trace(model(x[n : n + 1]).square().mean(), rule="edge").influence())
+    whole = alone[0]
+    for other in alone[1:]:
+        whole = whole.merge(other)
+    assert [row.count for row in trace.influence()] == [row.count for row in whole]
+
+
+def test_a_sample_of_all_is_the_table() -> None:
+    model, x = recurrent(torch.float64)
+    with gt.watch(model) as watch:
+        trace = watch.trace(model(x).square().mean(), rule="edge")
+    table, sample = trace.influence(), trace.influence(sample=10**6)
+    assert [row.count for row in table] == [row.count for row in sample]
+
+
+def test_paths_within_a_budget() -> None:
+    model, x = recurrent(torch.float64)
+    with gt.watch(model) as watch:
+        trace = watch.trace(model(x).square().mean(), rule="edge")
+    wanted = [path.steps for path in trace.paths(sample=50)]
+    again = copy.copy(trace)
+    again.budget, again._followers = 10_000, {}
+    assert [path.steps for path in again.paths(sample=50)] == wanted
+
+
+def test_complex() -> None:
+    x = leaf(1.0, 3.0)
+    y = torch.complex(x, 2 * x)
+    matrix = torch.tensor([[1 + 1j, 2.0], [0.5j, 1.0]], dtype=y.dtype)
+    loss = (matrix @ y).abs().sum() + (2 * y).abs().sum()
+    trace = gt.trace(loss, names={"x": x}, rule="edge")
+    consistent(trace, components(len(trace.program.blocks), 0))
+
+
+# Wherever a rule is named -------------------------------------------------------------------------
+
+
+def test_unknown_rules() -> None:
+    x = leaf(1.0)
+    with pytest.raises(UnknownName, match=r"'greedy', 'edge' or 'viterbi', not 'egde'; did you"):
+        gt.trace((x * x).sum(), names={"x": x}, rule="egde")
+    with pytest.raises(GradtraceError, match="not 'edges'; did you mean 'edge'"):
+        gt.Monitor(nn.Linear(1, 1), rule="edges")
+
+
+def test_data_sets_and_files(tmp_path: Path) -> None:
+    model, x = recurrent(torch.float32)
+
+    def losses(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().flatten(1).mean(1)
+
+    batches: Iterable[Tensor] = x.split(2)
+    table = gt.influence(model, losses, batches, rule="edge", progress=False)
+    assert table.rule == "edge" and table.pairs == 4 and "edge" in str(table)
+    with gt.watch(model) as watch:
+        trace = watch.trace(model(x).square().mean(), rule="edge")
+    trace.save(tmp_path / "a.gradtrace", sample=20)
+    saved = gt.load(tmp_path / "a.gradtrace")
+    assert saved.rule == "edge" and saved.influence().shares == trace.influence().shares
+    trace.report(tmp_path / "a.html", sample=20)
+    with gt.Monitor(model, every=1, rule="edge", budget=None) as monitor:
+        monitor.step(model(x).square().mean())
+    assert monitor.history.records
