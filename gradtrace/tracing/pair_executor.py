@@ -104,10 +104,12 @@ def _only(
     ``of`` gives each element's pair. ``at`` is a dimension and, for each pair, the indices along
     it to select; None selects all.
     """
+
+    def only(x: Tensor | None) -> Tensor | None:
+        return None if x is None else only_pairs([x], of, pairs, at)[0]
+
     assert state.value is not None
-    given = {"value": state.value, "ids": state.ids, "size": state.size}
-    there = {name: x for name, x in given.items() if x is not None}
-    return state._replace(**dict(zip(there, only_pairs([*there.values()], of, pairs, at))))
+    return state._replace(value=only(state.value), ids=only(state.ids), size=only(state.size))
 
 
 def only_pairs(
