@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 import torch
@@ -17,14 +17,20 @@ from gradtrace.ir import interpreter, memory
 from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
-from gradtrace.tracing import coverage
 from gradtrace.tracing.agreement import Agreement, agreement
 from gradtrace.tracing.components import Components
-from gradtrace.tracing.counting import component_finder, counted, counted_sample
-from gradtrace.tracing.coverage import Coverage
+from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.coverage import Coverage, measured
 from gradtrace.tracing.decompose import decomposed
 from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence, checked_weight
+from gradtrace.tracing.leaf_selection import (
+    Leaves,
+    TraceCoverage,
+    influence_of,
+    leaf_names,
+    selected,
+)
 from gradtrace.tracing.mass import Mass, mass_of
 from gradtrace.tracing.paths import Builder, Path, Paths, sampled
 from gradtrace.tracing.tensor_paths import TensorPaths
@@ -45,7 +51,9 @@ class Trace(TracedProgram):
     """
 
     asked: dict[str, Influence] = field(default_factory=dict, repr=False)
+    compared: Agreement | None = field(default=None, repr=False)  # the last ``agreement()``
     _views: dict[tuple[int, int, bool], reports.View] = field(default_factory=dict, repr=False)
+    _coverages: dict[tuple[object, ...], Coverage] = field(default_factory=dict, repr=False)
 
     # Paths ----------------------------------------------------------------------------------------
 
@@ -165,6 +173,8 @@ class Trace(TracedProgram):
         components: Components = None,
         weight: str = "count",
         *,
+        of: Leaves | None = None,
+        index: int | Sequence[int] | None = None,
         sample: int | None = None,
         seed: int = 0,
     ) -> Influence:
@@ -175,23 +185,34 @@ class Trace(TracedProgram):
         concatenation), a list of module names or patterns, or ``{group: names}``. A name is a
         module's, or begins with ``class:``, ``operator:``, ``label:`` or ``argument:``.
 
-        With ``sample`` only the paths of that many random elements of all leaves are followed and
+        ``of`` measures the influence on some leaves alone, by name, pattern or module
+        (``"embed.weight"``, ``"encoder.*"``, ``["embed", "out.bias"]``); no others are traced. With
+        ``index`` it is that on one element: for how many of the losses its path passes each
+        component. With ``sample`` only the paths of that many random elements are followed and
         counted. That costs little more than recording did.
+
+        >>> import torch, gradtrace as gt
+        >>> x, y = torch.tensor([3.0, 4.0], requires_grad=True), torch.ones(2, requires_grad=True)
+        >>> trace = gt.trace(torch.stack([(x * y).sum(), x.exp().sum()]), names={"x": x, "y": y})
+        >>> trace.influence("operators", of="x", index=1)["MulBackward0"]  # for 1 of 2 losses
+        Row('MulBackward0', through=1, eligible=2, share=0.5, weighted=0.01799, unreached=0, own=0)
         """
         self.check_unchanged()
         by = checked_weight(weight)
         chosen = component_finder(self).choose(components)
-        if sample is not None:
-            return counted_sample(self, chosen, _positive("sample", sample), seed).by(by)
-        table = counted(self, chosen).by(by)
-        if isinstance(components, str):
+        drawn = None if sample is None else (_positive("sample", sample), seed)
+        table = influence_of(self, chosen, of, index, drawn).by(by)
+        if table.measured is None and self.granularity == "scalar":
+            table = replace(table, source=TraceCoverage(self, of))
+        if isinstance(components, str) and of is None and drawn is None:
             self.asked[components] = table
         return table
 
     @isolated()
-    def coverage(self, sample: int = 1000, seed: int = 0) -> Coverage:
+    def coverage(self, sample: int = 1000, seed: int = 0, *, of: Leaves | None = None) -> Coverage:
         """What part of its element's gradient a path carries: ``path.weight / path.gradient`` of a
-        random sample of elements (of all losses, at most 8 of them), signed.
+        random sample of elements (of all losses, at most 8 of them), signed. ``of``: of some leaves
+        alone, as in ``influence``.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -199,8 +220,13 @@ class Trace(TracedProgram):
         >>> found.parts, found.median  # 3 of 8, and 4 of 10
         ((0.375, 0.4), 0.3875)
         """
-        self.check_unchanged()
-        return coverage.measured(self, _positive("sample", sample), seed)
+        leaves = None if of is None else tuple(leaf_names(self, of))
+        key = (self.rule, _positive("sample", sample), seed, leaves)
+        if key not in self._coverages:
+            self.check_unchanged()
+            part = self if of is None else selected(self, of)
+            self._coverages[key] = measured(part, sample, seed)
+        return self._coverages[key]
 
     @isolated()
     def agreement(
@@ -211,7 +237,8 @@ class Trace(TracedProgram):
         """
         self.check_unchanged()
         chosen = component_finder(self).choose(components)
-        return agreement(self, chosen, _positive("sample", sample), seed)
+        self.compared = agreement(self, chosen, _positive("sample", sample), seed)
+        return self.compared
 
     @isolated()
     def decompose(self, components: Components = None) -> Decomposition:
@@ -268,6 +295,7 @@ class Trace(TracedProgram):
         """
         view = self._view(sample, seed)
         tables = {"": self.influence(), **self.asked}
+        tables = {kind: replace(each, measured=each.coverage) for kind, each in tables.items()}
         coarse = self.granularity == "operator"
         paths = [] if coarse else list(self.paths(sample=sample, seed=seed))
         saving.save(path, self, view, tables, self.flow(), paths)

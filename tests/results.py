@@ -49,7 +49,10 @@ def digest(*found: object) -> str:
 
 def table(found: object) -> str:
     """Every row of an influence table: whole numbers and fractions, exactly."""
-    return digest(*(repr(row) for row in found.rows))  # type: ignore[attr-defined]
+    rows = found.rows  # type: ignore[attr-defined]
+    return digest(
+        *((r.name, r.own, r.unreached, r.count.parts(), r.gradient.parts()) for r in rows)
+    )
 
 
 def of_trace(trace: object, kind: str | None) -> Iterator[str]:

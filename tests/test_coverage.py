@@ -335,7 +335,7 @@ def test_a_forest_is_the_same_as_itself() -> None:
     trace = gt.trace(randomgraphs.build(3).loss)
     (followed,) = follow_sample(trace, 50, 0)
     assert same_paths(followed.forest, followed.forest).all()
-    assert of_elements(trace, [followed]).elements == int(followed.forest.whole.sum())
+    assert of_elements(trace, followed).elements == int(followed.forest.whole.sum())
 
 
 def test_the_program_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from math import inf, prod
+from itertools import pairwise
+from math import inf, isfinite, prod
 from typing import Any
 
 import torch
@@ -84,8 +85,25 @@ def _sums(table: Mapping[str, Any]) -> None:
     including(rows=array(including(count=count, gradient=gradient)))(table)
 
 
+_parts = usually(list, lambda x: type(x) is float and isfinite(x), array(finite()))
+
+
+def _ascending(coverage: Mapping[str, Any]) -> None:
+    parts = coverage["parts"]
+    if any(a > b for a, b in pairwise(parts)):
+        unfit("has parts that do not ascend")
+
+
+COVERAGE = each_of(
+    including(
+        parts=_parts, cancellations=COUNT, nonfinite=COUNT, unreached=COUNT, sampled=boolean()
+    ),
+    _ascending,
+)
+
 INFLUENCE = each_of(
     including(
+        {"coverage": COVERAGE},
         rows=array(
             including(name=text(), own=COUNT, unreached=COUNT, count=MOMENTS, gradient=MOMENTS)
         ),

@@ -15,7 +15,7 @@ from gradtrace.errors import UnknownName, did_you_mean
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.tracing.components import ComponentSelection
 from gradtrace.tracing.counting import count_followed
-from gradtrace.tracing.coverage import Coverage, of_elements, percent
+from gradtrace.tracing.coverage import Coverage, percent
 from gradtrace.tracing.followed import FollowedElements, follow_sample
 from gradtrace.tracing.path_forest import PathForest
 from gradtrace.tracing.paths import path_provenance
@@ -142,8 +142,9 @@ def agreement(
     for rule in PATH_RULES:
         by_rule = traced if rule == traced.rule else replace(traced, rule=rule, _followers={})
         followed[rule] = list(follow_sample(by_rule, sample, seed))
-        shares[rule] = count_followed(by_rule, chosen, followed[rule]).shares
-        coverage[rule] = of_elements(by_rule, followed[rule])
+        table = count_followed(by_rule, chosen, followed[rule])
+        assert table.measured is not None
+        shares[rule], coverage[rule] = table.shares, table.measured
     passed = {rule: _passed(traced, chosen, some) for rule, some in followed.items()}
     whole = np.logical_and.reduce([_joined([f.forest.whole for f in x]) for x in followed.values()])
     same_path, same_components = dict[Pair, float](), dict[Pair, float]()

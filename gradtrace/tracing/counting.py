@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, anal
 from gradtrace.ir.passes.storage import choose_storage
 from gradtrace.ir.plan import NO_LIMIT, Storage
 from gradtrace.tracing.components import ComponentFinder, ComponentSelection
+from gradtrace.tracing.coverage import Coverage, of_elements
 from gradtrace.tracing.executor import TracedLeaf, traced_leaves
 from gradtrace.tracing.followed import FollowedElements, follow_elements
 from gradtrace.tracing.influence import Influence
@@ -128,16 +129,30 @@ def counted_sample(
     followed = (follow_elements(traced, drawn, pair) for pair in range(traced.pairs))
     table = count_followed(traced, chosen, followed)
     elements = sum(map(len, drawn.values()))
-    return replace(table, notes=(f"paths of {elements:,} elements", *table.notes))
+    assert table.measured is not None
+    return replace(
+        table,
+        notes=(f"paths of {elements:,} elements", *table.notes),
+        measured=replace(table.measured, sampled=elements < sum(sizes.values())),
+    )
 
 
 def count_followed(
-    traced: TracedProgram, chosen: ComponentSelection, followed: Iterable[FollowedElements]
+    traced: TracedProgram,
+    chosen: ComponentSelection,
+    followed: Iterable[FollowedElements],
+    sizes: Mapping[int, int] | None = None,
 ) -> Influence:
-    """``counted`` over the paths of some elements, which have been followed one by one."""
+    """``counted`` over the paths of some elements, which have been followed one by one. ``sizes``
+    are the numbers of elements that count as a component's own, by value (None: of whole leaves).
+    """
     tally = _tally(traced, chosen)
-    sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
-    for pair, drawn, forest in followed:
+    if sizes is None:
+        sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
+    coverage = Coverage((), sampled=False)
+    for each in followed:
+        pair, drawn, forest = each
+        coverage += of_elements(traced, each)
         found, first = path_provenance(forest, traced.program, chosen.component_bits), 0
         gradient = forest.gradient[forest.starts]
         for value, elements in drawn.items():
@@ -145,4 +160,4 @@ def count_followed(
             first = mine.stop
             ids = found.number[mine]
             tally.add_some(value, pair, found.sets, ids, gradient[mine], sizes[value])
-    return tally.result(traced.rule, "count", traced.notes)
+    return replace(tally.result(traced.rule, "count", traced.notes), measured=coverage)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, nan
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -185,6 +185,23 @@ class Coverage(Summarised):
         return cls(tuple(map(float, data["parts"])), **counts, sampled=bool(data["sampled"]))
 
 
+class CoverageSource(Protocol):
+    """Where a table of influence can find its coverage."""
+
+    def measure(self) -> Coverage | None:
+        """The coverage of the paths behind the table; None if it cannot be measured any more."""
+
+    def contradictions(self) -> str:
+        """In which components the rules contradict each other, if they have been compared."""
+
+
+def combined(one: Coverage | None, other: Coverage | None) -> Coverage | None:
+    """The coverage of two tables together, as far as it is known."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
 def percent(part: float) -> str:
     """A part of a whole, short: ``16%``, ``1.3%``, ``-40%``, ``31 times``.
 
@@ -204,18 +221,19 @@ def percent(part: float) -> str:
 def measured(traced: TracedProgram, sample: int, seed: int) -> Coverage:
     """The coverage of a random sample of elements of all leaves."""
     total = sum(leaf.tensor.numel() for leaf in traced.leaves.values()) * traced.pairs
-    found = of_elements(traced, follow_sample(traced, sample, seed))
-    return replace(found, sampled=sample < total or traced.pairs > MAX_LOSSES)
-
-
-def of_elements(traced: TracedProgram, followed: Iterable[FollowedElements]) -> Coverage:
-    """The coverage of elements whose paths have been followed."""
-    rounding = {leaf.value: torch.finfo(leaf.tensor.dtype).eps for leaf in traced.leaves.values()}
-    found = Coverage((), sampled=False)
-    for _, drawn, forest in followed:
-        counts = [len(elements) for elements in drawn.values()]
-        found += of_paths(forest, np.repeat([rounding[value] for value in drawn], counts))
+    found = Coverage((), sampled=sample < total or traced.pairs > MAX_LOSSES)
+    traced = traced if traced._followers else replace(traced)  # values are freed afterwards
+    for followed in follow_sample(traced, sample, seed):
+        found += of_elements(traced, followed)
     return found
+
+
+def of_elements(traced: TracedProgram, followed: FollowedElements) -> Coverage:
+    """The coverage of elements whose paths have been followed."""
+    leaves = {leaf.value: leaf.tensor for leaf in traced.leaves.values()}
+    drawn = followed.drawn
+    rounding = [torch.finfo(leaves[value].dtype).eps for value in drawn]
+    return of_paths(followed.forest, np.repeat(rounding, [len(x) for x in drawn.values()]))
 
 
 def of_paths(forest: PathForest, rounding: Floats) -> Coverage:

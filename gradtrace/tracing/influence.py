@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
+from gradtrace.tracing.coverage import Coverage, CoverageSource, combined
 from gradtrace.tracing.moments import NOTHING
 from gradtrace.tracing.moments import Moments as Moments
 
 Weight = Literal["count", "gradient"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Row:
     """The counts of one component; see ``Influence``."""
 
@@ -25,6 +26,32 @@ class Row:
     unreached: int = 0
     count: Moments = NOTHING
     gradient: Moments = NOTHING
+
+    @property
+    def through(self) -> int:
+        """The number of elements whose paths pass through the component."""
+        return int(self.count.t)
+
+    @property
+    def eligible(self) -> int:
+        """The number of elements that have a path and could pass through it."""
+        return int(self.count.e)
+
+    @property
+    def share(self) -> float:
+        """``through / eligible``; nan if none is eligible."""
+        return self.count.share
+
+    @property
+    def weighted(self) -> float:
+        """The share with every element weighted by its |gradient|."""
+        return self.gradient.share
+
+    def __repr__(self) -> str:
+        shares = f"share={self.share:.4g}, weighted={self.weighted:.4g}"
+        counts = f"through={self.through}, eligible={self.eligible}"
+        rest = f"unreached={self.unreached}, own={self.own}"
+        return printable(f"Row({self.name!r}, {counts}, {shares}, {rest})")
 
     def __add__(self, other: Row) -> Row:
         return replace(
@@ -54,6 +81,8 @@ class Influence(Tabular):
     rule: str = "greedy"
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+    measured: Coverage | None = field(default=None, compare=False, repr=False)
+    source: CoverageSource | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def later(
@@ -77,7 +106,7 @@ class Influence(Tabular):
 
     def __getstate__(self) -> dict[str, Any]:
         _ = self.rows
-        return self.__dict__
+        return {**self.__dict__, "source": None}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,6 +139,16 @@ class Influence(Tabular):
         """``{component: standard error of its share over pairs}``; nan for fewer than two."""
         return {row.name: getattr(row, self.weight).error(self.pairs) for row in self.rows}
 
+    @property
+    def coverage(self) -> Coverage | None:
+        """What part of its element's gradient a path behind this table carries; measured when first
+        asked for or printed, which takes the trace that the table was made from. None if that is
+        gone, or its weights have changed, and for tables from files that do not have it.
+        """
+        if self.measured is None and self.source is not None:
+            self.__dict__["measured"] = self.source.measure()
+        return self.measured
+
     def by(self, weight: Weight) -> Influence:
         """The same table, with shares by ``"count"`` or by ``"gradient"``."""
         return replace(self, weight=checked_weight(weight))
@@ -134,6 +173,8 @@ class Influence(Tabular):
                 pairs=result.pairs + other.pairs,
                 notes=notes,
                 interrupted=result.interrupted or other.interrupted,
+                measured=combined(result.measured, other.measured),
+                source=None,
             )
         return result
 
@@ -168,6 +209,19 @@ class Influence(Tabular):
         pairs = f", {self.pairs:,} pairs" if many else ""
         return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, self.notes)
 
+    def _explained(self) -> TextTable:
+        """The table, with its coverage in words below."""
+        table, coverage = self.table(), self.coverage
+        lines = () if coverage is None else coverage.lines()
+        warning = "" if self.source is None else self.source.contradictions()
+        return replace(table, notes=(*table.notes, *lines, *([warning] if warning else [])))
+
+    def __str__(self) -> str:
+        return str(self._explained())
+
+    def _repr_html_(self) -> str:
+        return self._explained()._repr_html_()
+
     def __repr__(self) -> str:
         many = f"{len(self.rows)} components, {self.pairs:,} pairs"
         return printable(f"Influence({many}, {self.rule})")
@@ -175,8 +229,11 @@ class Influence(Tabular):
     # Storage -------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON values; fractions as [numerator, denominator]."""
-        return {
+        """All fields as JSON values; fractions as [numerator, denominator]. Coverage only if it has
+        been measured.
+        """
+        coverage = {} if self.measured is None else {"coverage": self.measured.to_dict()}
+        return coverage | {
             "rows": [
                 {
                     "name": row.name,
@@ -214,6 +271,7 @@ class Influence(Tabular):
             str(data["rule"]),
             tuple(data["notes"]),
             bool(data["interrupted"]),
+            Coverage.from_dict(data["coverage"]) if "coverage" in data else None,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import nan, sqrt
+from math import inf, nan, sqrt
 
 
 class Moments:
@@ -62,7 +62,8 @@ class Moments:
         return hash(self.parts())
 
     def __repr__(self) -> str:
-        return f"Moments({', '.join(map(str, self.parts()))})"
+        through, eligible = map(_rounded, (self.t, self.e))
+        return f"Moments(through={through:.6g}, eligible={eligible:.6g}, share={self.share:.4g})"
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(a + b for a, b in zip(self.parts(), other.parts())))
@@ -100,6 +101,13 @@ def _summed(through: Sequence[float], eligible: Sequence[float]) -> tuple[Fracti
         Fraction(sum(x * y for x, y in zip(t, e)), two),
         Fraction(sum(y * y for y in e), two),
     )
+
+
+def _rounded(number: Fraction) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return inf
 
 
 NOTHING = Moments()

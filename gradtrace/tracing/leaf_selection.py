@@ -1,0 +1,144 @@
+"""Influence on some leaves, or on one element of a leaf: nothing else is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from fnmatch import fnmatchcase
+from typing import Protocol
+from weakref import ref
+
+import torch
+
+from gradtrace.autodiff.names import unknown
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.ir.passes.select_leaves import select_leaves
+from gradtrace.tracing.agreement import Agreement
+from gradtrace.tracing.components import ComponentSelection, within
+from gradtrace.tracing.counting import count_followed, counted, counted_sample
+from gradtrace.tracing.coverage import Coverage
+from gradtrace.tracing.followed import follow_elements
+from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.traced_program import TracedProgram, indices
+
+Leaves = str | Sequence[str]
+"""Leaves by name, by pattern (``"encoder.*"``) or by the module that they belong to."""
+
+Index = int | Sequence[int]
+
+
+def selected(traced: TracedProgram, of: Leaves) -> TracedProgram:
+    """The trace of some leaves alone: only what leads to them is computed."""
+    names = leaf_names(traced, of)
+    values = {traced.leaves[name].value for name in names}
+    parts = {part.name: getattr(traced, part.name) for part in fields(TracedProgram)}
+    parts["program"] = select_leaves(traced.program, values)
+    parts["names"] = {value: name for value, name in traced.names.items() if value in values}
+    return TracedProgram(**parts | {"_followers": {}})
+
+
+def leaf_names(traced: TracedProgram, of: Leaves) -> list[str]:
+    """The names of leaves, in the order of the model; an error for one that matches none."""
+    found: set[str] = set()
+    known = {name: name for name in traced.leaves} | dict(traced.gradients.aliases)
+    patterns = [of] if isinstance(of, str) else list(of)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise UnknownName(
+                f"of={pattern!r} is no name of a leaf; give names such as 'embed.weight', patterns "
+                "such as 'encoder.*', or modules"
+            )
+        exact = [known[pattern]] if pattern in known else []
+        hits = exact or [first for name, first in known.items() if fnmatchcase(name, pattern)]
+        hits = hits or [first for name, first in known.items() if pattern and within(name, pattern)]
+        if not hits:
+            raise UnknownName(unknown("leaf", pattern, known))
+        found.update(hits)
+    if not found:
+        raise UnknownName("of=[] names no leaf")
+    return [name for name in traced.leaves if name in found]
+
+
+def influence_of(
+    traced: TracedProgram,
+    chosen: ComponentSelection,
+    of: Leaves | None,
+    index: Index | None = None,
+    sample: tuple[int, int] | None = None,
+) -> Influence:
+    """The influence on some leaves (None: on all), or on the element ``index`` of one of them.
+    ``sample``: over that many random elements, with a seed.
+    """
+    if index is not None:
+        name = only_leaf(traced, of)
+        if sample is not None:
+            raise GradtraceError(f"index names one element of {name}: leave sample out")
+        return _counted_element(selected(traced, name), chosen, name, index)
+    part = traced if of is None else selected(traced, of)
+    table = counted(part, chosen) if sample is None else counted_sample(part, chosen, *sample)
+    return table if of is None else _noted(table, of if isinstance(of, str) else ", ".join(of))
+
+
+def _noted(table: Influence, of: str) -> Influence:
+    return replace(table, notes=(f"influence on {of} alone", *table.notes))
+
+
+def _counted_element(
+    traced: TracedProgram, chosen: ComponentSelection, name: str, index: Index
+) -> Influence:
+    """The influence on one element: its path to each of the losses, followed one by one."""
+    if traced.granularity == "operator":
+        raise GradtraceError(
+            "at operator granularity a leaf is followed as a whole: leave index out, or trace with "
+            "granularity='scalar'"
+        )
+    value, element = traced.element(name, index)
+    drawn = {value: torch.tensor([element], device="cpu")}
+    followed = (follow_elements(traced, drawn, pair) for pair in range(traced.pairs))
+    table = count_followed(traced, chosen, followed, {value: 1})
+    return _noted(table, f"{name}{list(indices(index))}")
+
+
+class TraceCoverage:
+    """The coverage of a table, from the trace that it was made from. A table does not keep its
+    trace alive, which holds the activations of a forward pass.
+    """
+
+    def __init__(self, trace: MeasuresCoverage, of: Leaves | None) -> None:
+        self.trace = ref(trace)
+        self.of = of
+
+    def measure(self) -> Coverage | None:
+        """The coverage; None if the trace is gone, or can no longer be followed."""
+        trace = self.trace()
+        with suppress(GradtraceError):
+            return None if trace is None else trace.coverage(of=self.of)
+        return None
+
+    def contradictions(self) -> str:
+        """Where the rules contradict each other; empty unless ``trace.agreement()`` was called."""
+        trace = self.trace()
+        return "" if trace is None or trace.compared is None else trace.compared.warning()
+
+
+class MeasuresCoverage(Protocol):
+    """A ``Trace``."""
+
+    compared: Agreement | None
+
+    def coverage(self, *, of: Leaves | None = None) -> Coverage:
+        """``Trace.coverage``."""
+
+
+def only_leaf(traced: TracedProgram, of: Leaves | None) -> str:
+    """The one leaf that an index is in; an error if there are several."""
+    if of is None:
+        raise GradtraceError("index names an element of a leaf: say which, of='embed.weight'")
+    names = leaf_names(traced, of)
+    if len(names) > 1:
+        raise GradtraceError(
+            f"index names an element of one leaf, and of={of!r} matches {len(names)}: "
+            f"{', '.join(names[:8])}"
+        )
+    return names[0]

@@ -1,0 +1,324 @@
+"""Influence on some leaves, or on one element, over losses; and what a table says of its paths."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import weakref
+from collections.abc import Callable
+
+import architectures
+import pytest
+import randomgraphs
+import torch
+from thorough import few, some
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.ir.passes.select_leaves import select_leaves
+from gradtrace.trace import Trace
+from gradtrace.tracing.agreement import PATH_RULES
+from gradtrace.tracing.coverage import Coverage
+from gradtrace.tracing.influence import Influence, Row
+from gradtrace.tracing.moments import Moments
+from gradtrace.tracing.paths import Path
+
+
+class Branches(nn.Module):
+    """An embedding that is read by a recurrent and a convolutional branch, and used by the output
+    (tied weights).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.out = nn.Linear(4, 7)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.embed(x)
+        return self.out(self.rnn(e)[0] + self.conv(e.mT).mT)
+
+
+def traced(reduction: str = "mean", rule: str = "greedy", **options: str) -> Trace:
+    torch.manual_seed(0)
+    model, x = Branches().double(), torch.randint(7, (3, 5))
+    with gt.watch(model) as watch:
+        losses = nn.functional.cross_entropy(model(x).mT, x, reduction="none")
+        loss = losses.mean(1) if reduction == "none" else losses.mean()
+    return watch.trace(loss, rule=rule, **options)
+
+
+def total(tables: list[Influence]) -> dict[str, tuple[object, ...]]:
+    """Counts and |gradient| of tables over other leaves, added up."""
+    found: dict[str, list[float]] = {}
+    for table in tables:
+        for row in table.rows:
+            sums = found.setdefault(row.name, [0.0] * 5)
+            numbers = (row.count.t, row.count.e, row.unreached, row.own, row.gradient.t)
+            for n, number in enumerate(numbers):
+                sums[n] += float(number)
+    return {name: tuple(sums) for name, sums in found.items()}
+
+
+def check_sums(trace: Trace, components: str | None) -> None:
+    whole = total([trace.influence(components)])
+    parts = total([trace.influence(components, of=name) for name in trace.gradients])
+    assert whole.keys() == parts.keys()
+    for name, numbers in whole.items():
+        assert parts[name][:4] == numbers[:4], name
+        assert parts[name][4] == pytest.approx(numbers[4], rel=1e-9)
+
+
+# Whole leaves -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(few(100, 1000)))
+def test_tables_of_leaves_add_up_on_random_graphs(seed: int) -> None:
+    sample = randomgraphs.build(seed)
+    trace = gt.trace(sample.loss, names=sample.leaves)
+    for rule in PATH_RULES:
+        check_sums(dataclasses.replace(trace, rule=rule, _followers={}), "operators")
+
+
+@pytest.mark.parametrize("rule", PATH_RULES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("components", [None, "arguments", "classes", "operators"])
+def test_tables_of_leaves_add_up(rule: str, reduction: str, components: str | None) -> None:
+    check_sums(traced(reduction, rule), components)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", some(architectures.ARCHITECTURES, 4))
+def test_tables_of_leaves_add_up_on_architectures(name: str) -> None:
+    torch.manual_seed(0)
+    model, make = architectures.ARCHITECTURES[name]()
+    with gt.watch(model) as watch:
+        loss = make(model)
+    trace = watch.trace(loss)
+    leaves = list(trace.gradients)
+    parts = [leaves[n::3] for n in range(3)]  # each table of a third of the leaves
+    whole = total([trace.influence()])
+    found = total([trace.influence(of=some_of) for some_of in parts if some_of])
+    assert {n: x[:4] for n, x in found.items()} == {n: x[:4] for n, x in whole.items()}
+
+
+def test_operator_granularity() -> None:
+    trace = traced(granularity="operator")
+    check_sums(trace, None)
+    assert trace.influence(of="embed.weight").coverage is None
+    with pytest.raises(GradtraceError, match="followed as a whole"):
+        trace.influence(of="embed.weight", index=(0, 0))
+
+
+def test_leaves_by_name_pattern_module_and_alias() -> None:
+    trace = traced()
+    rows = [trace.influence(of=of).rows for of in ("rnn.*", "rnn", ["rnn.weight*", "rnn.bias*"])]
+    assert rows[0] == rows[1] == rows[2]
+    assert trace.influence(of="out.weight").rows == trace.influence(of="embed.weight").rows
+    assert trace.influence(of=["embed", "embed.weight"]).rows == trace.influence(of="embed").rows
+    assert trace.influence(of="*").rows == trace.influence().rows
+    assert "influence on rnn.* alone" in str(trace.influence(of="rnn.*"))
+
+
+def test_only_what_leads_to_the_leaf_is_computed() -> None:
+    trace = traced()
+    leaf = trace.leaves["out.bias"]
+    part = select_leaves(trace.program, {leaf.value})
+    assert len(part.blocks) == len(trace.program.blocks)
+    assert len(part.steps()) < len(trace.program.steps()) / 5
+    assert [kept.value for kept in part.leaves] == [leaf.value]
+
+
+def test_a_sample_of_one_leaf() -> None:
+    trace = traced()
+    found = trace.influence(["rnn", "conv"], of="embed.weight", sample=5)
+    assert found["rnn"].eligible + found["rnn"].unreached == 5
+    whole = trace.influence(["rnn", "conv"], of="embed.weight", sample=10**6)
+    assert whole.rows == trace.influence(["rnn", "conv"], of="embed.weight").rows
+
+
+# One element --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", PATH_RULES)
+def test_the_table_of_an_element_is_that_of_its_paths(rule: str) -> None:
+    trace = traced("none", rule)
+    for index in [(0, 0), (3, 2), (6, 3)]:
+        found = trace.influence(["rnn", "conv"], of="embed.weight", index=index)
+        paths = [path_of(trace, index, pair) for pair in range(trace.pairs)]
+        there = [path for path in paths if path is not None]
+        for part in ("rnn", "conv"):
+            through = sum(any(m.split(".")[0] == part for m in path.modules) for path in there)
+            assert found[part].through == through
+            assert found[part].eligible == len(there)
+            assert found[part].unreached == len(paths) - len(there)
+            assert found[part].own == 0
+            size = sum(abs(path.gradient) for path in there)
+            assert float(found[part].gradient.e) == pytest.approx(size)
+        assert found.coverage is not None
+        assert found.coverage.parts == pytest.approx(sorted(path.coverage for path in there))
+
+
+def path_of(trace: Trace, index: tuple[int, int], pair: int) -> Path | None:
+    try:
+        return trace.path("embed.weight", index, pair=pair)
+    except GradtraceError:
+        return None
+
+
+def test_all_elements_of_a_leaf_are_the_leaf() -> None:
+    trace = traced("none")
+    whole = total([trace.influence(of="conv.bias")])
+    parts = total([trace.influence(of="conv.bias", index=n) for n in range(4)])
+    assert parts == pytest.approx(whole)
+
+
+def test_an_element_counts_as_its_own() -> None:
+    found = traced().influence(of="rnn.bias_hh_l0", index=-1)
+    assert (found["rnn"].own, found["rnn"].eligible, found["out"].through) == (1, 0, 1)
+    assert "influence on rnn.bias_hh_l0[-1] alone" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"of": "embd.weight"}, UnknownName, "did you mean embed.weight"),
+        ({"of": ["embed.weight", "nothing.*"]}, UnknownName, "no leaf 'nothing"),
+        ({"of": []}, UnknownName, "names no leaf"),
+        ({"of": ""}, UnknownName, "no leaf ''"),
+        ({"of": 3}, TypeError, "iter"),
+        ({"of": [3]}, UnknownName, "no name of a leaf"),
+        ({"index": (0, 0)}, GradtraceError, "say which"),
+        ({"of": "rnn", "index": 0}, GradtraceError, "matches 4"),
+        ({"of": "embed.weight", "index": 0}, UnknownName, "2 dimensions"),
+        ({"of": "embed.weight", "index": (7, 0)}, UnknownName, "outside its shape"),
+        ({"of": "embed.weight", "index": (0, 0), "sample": 3}, GradtraceError, "leave sample out"),
+    ],
+)
+def test_errors(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        traced().influence(**arguments)  # type: ignore[arg-type]
+
+
+# What tables say ----------------------------------------------------------------------------------
+
+
+def test_a_table_measures_its_coverage_when_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = traced()
+    table = trace.influence()
+    assert table.measured is None
+    assert "A path carries" not in str(table.table())
+    assert trace.coverage().in_words() in str(table)
+    assert table.measured == trace.coverage() == table.by("gradient").coverage
+    assert "A path carries" in table._repr_html_()
+    part = trace.influence(of="rnn")
+    assert part.coverage == trace.coverage(of="rnn") != table.coverage
+
+
+def test_a_table_does_not_keep_its_trace_alive() -> None:
+    table = traced().influence()
+    assert table.coverage is None
+    assert "carries" not in str(table)
+
+
+def test_a_table_of_changed_weights_has_no_coverage_unless_measured_before() -> None:
+    trace = traced()
+    table, seen = trace.influence(), trace.influence()
+    known = str(seen)
+    with torch.no_grad():
+        trace.leaves["conv.bias"].tensor.add_(1.0)
+    trace._coverages.clear()
+    assert table.coverage is None
+    assert str(seen) == known
+
+
+def test_low_coverage_is_warned_of() -> None:
+    table = dataclasses.replace(traced().influence(), measured=Coverage((0.1, 0.2)))
+    assert "trace.decompose()" in str(table)
+    assert "trace.decompose()" not in str(dataclasses.replace(table, measured=Coverage((1.0,))))
+
+
+def test_contradictions_are_mentioned_once_rules_were_compared() -> None:
+    trace = traced()
+    table = trace.influence()
+    assert "contradict" not in str(table)
+    found = trace.agreement()
+    assert bool(found.warning()) == ("contradict" in str(table))
+    trace.compared = dataclasses.replace(
+        found, rows=(dataclasses.replace(found.rows[0], shares={"greedy": 0.51, "viterbi": 0.0}),)
+    )
+    assert "51% by greedy, 0% by viterbi" in str(table)
+
+
+def test_merged_tables_have_the_coverage_of_all() -> None:
+    one, two, three = (traced().influence(sample=n) for n in (3, 4, 5))
+    merged = one.merge(two, three)
+    assert merged.coverage is not None and one.measured is not None
+    assert merged.coverage == three.merge(one, two).coverage
+    plain = traced().influence()
+    assert one.merge(plain).coverage == one.measured == plain.merge(one).coverage
+    assert plain.merge(plain).coverage is None
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda table: pickle.loads(pickle.dumps(table)),
+        lambda table: Influence.from_dict(table.to_dict()),
+    ],
+)
+def test_copies_and_files_keep_what_was_measured(
+    through: Callable[[Influence], Influence],
+) -> None:
+    trace = traced()
+    table = trace.influence()
+    assert "coverage" not in table.to_dict()
+    assert table.coverage is not None
+    found = through(table)
+    assert found == table
+    assert found.measured == table.measured
+
+
+def test_files_of_traces_keep_coverage(tmp_path: object) -> None:
+    trace = traced()
+    trace.influence("operators")
+    trace.save(f"{tmp_path}/a.gradtrace")
+    saved = gt.load(f"{tmp_path}/a.gradtrace")
+    for kind in (None, "operators"):
+        assert saved.influence(kind).coverage == trace.coverage()
+    assert "carries" in str(saved.influence())
+
+
+def test_nothing_is_kept_alive_by_a_printed_table() -> None:
+    trace = traced()
+    table = trace.influence()
+    str(table)
+    assert not trace._followers
+    gone = weakref.ref(trace)
+    del trace
+    assert gone() is None
+
+
+# Rows in numbers ----------------------------------------------------------------------------------
+
+
+def test_rows_print_numbers() -> None:
+    row = Row("attn", 7, 2, Moments.over((3.0, 1.0), (4.0, 4.0)), Moments.of(0.1, 0.3))
+    assert repr(row) == (
+        "Row('attn', through=4, eligible=8, share=0.5, weighted=0.3333, unreached=2, own=7)"
+    )
+    assert (row.through, row.eligible, row.share) == (4, 8, 0.5)
+    assert row.weighted == pytest.approx(1 / 3)
+    assert repr(row.gradient) == "Moments(through=0.1, eligible=0.3, share=0.3333)"
+    assert repr(Row("none")) == (
+        "Row('none', through=0, eligible=0, share=nan, weighted=nan, unreached=0, own=0)"
+    )
+    assert "inf" in repr(Moments.over((1e308, 1e308), (1e308, 1e308)))
+    assert "\x1b" not in repr(Row("\x1b[31m"))
