@@ -20,17 +20,11 @@ from gradtrace.semirings import Count
 from gradtrace.tracing.agreement import Agreement, agreement
 from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import component_finder
-from gradtrace.tracing.coverage import Coverage, measured
+from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.decompose import decomposed
 from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.leaf_selection import (
-    Leaves,
-    TraceCoverage,
-    influence_of,
-    leaf_names,
-    selected,
-)
+from gradtrace.tracing.leaf_selection import Leaves, TraceCoverage, coverage_of, influence_of
 from gradtrace.tracing.mass import Mass, mass_of
 from gradtrace.tracing.paths import Builder, Path, Paths, sampled
 from gradtrace.tracing.tensor_paths import TensorPaths
@@ -210,9 +204,8 @@ class Trace(TracedProgram):
 
     @isolated()
     def coverage(self, sample: int = 1000, seed: int = 0, *, of: Leaves | None = None) -> Coverage:
-        """What part of its element's gradient a path carries: ``path.weight / path.gradient`` of a
-        random sample of elements (of all losses, at most 8 of them), signed. ``of``: of some leaves
-        alone, as in ``influence``.
+        """What part of its element's gradient a path carries, signed: ``weight / gradient`` of a
+        random sample of elements (and of at most 8 losses); ``of`` is as in ``influence``.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -220,13 +213,7 @@ class Trace(TracedProgram):
         >>> found.parts, found.median  # 3 of 8, and 4 of 10
         ((0.375, 0.4), 0.3875)
         """
-        leaves = None if of is None else tuple(leaf_names(self, of))
-        key = (self.rule, _positive("sample", sample), seed, leaves)
-        if key not in self._coverages:
-            self.check_unchanged()
-            part = self if of is None else selected(self, of)
-            self._coverages[key] = measured(part, sample, seed)
-        return self._coverages[key]
+        return coverage_of(self, self._coverages, of, _positive("sample", sample), seed)
 
     @isolated()
     def agreement(

@@ -17,7 +17,7 @@ from gradtrace.ir.passes.select_leaves import select_leaves
 from gradtrace.tracing.agreement import Agreement
 from gradtrace.tracing.components import ComponentSelection, within
 from gradtrace.tracing.counting import count_followed, counted, counted_sample
-from gradtrace.tracing.coverage import Coverage
+from gradtrace.tracing.coverage import Coverage, measured
 from gradtrace.tracing.followed import follow_elements
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.traced_program import TracedProgram, indices
@@ -98,6 +98,23 @@ def _counted_element(
     followed = (follow_elements(traced, drawn, pair) for pair in range(traced.pairs))
     table = count_followed(traced, chosen, followed, {value: 1})
     return _noted(table, f"{name}{list(indices(index))}")
+
+
+def coverage_of(
+    traced: TracedProgram,
+    known: dict[tuple[object, ...], Coverage],
+    of: Leaves | None,
+    sample: int,
+    seed: int,
+) -> Coverage:
+    """The coverage of a sample of elements of some leaves (None: of all); ``known`` has those that
+    were measured before, which are available after an optimiser's step.
+    """
+    key = (traced.rule, sample, seed, None if of is None else tuple(leaf_names(traced, of)))
+    if key not in known:
+        traced.check_unchanged()
+        known[key] = measured(traced if of is None else selected(traced, of), sample, seed)
+    return known[key]
 
 
 class TraceCoverage:
