@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gradtrace import errors, semirings, testing
     from gradtrace.api import backward, enumerate_paths, graph, program, trace
     from gradtrace.autodiff.labels import label
+    from gradtrace.distributed.dataset_decompose import decompose
     from gradtrace.distributed.dataset_influence import influence
     from gradtrace.profiling.timing import timing
     from gradtrace.report.saving import load
@@ -32,6 +33,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted
     "ablate",
     "backward",
     "check",
+    "decompose",
     "enumerate_paths",
     "errors",
     "graph",
@@ -53,6 +55,7 @@ _HOMES = {
     "ablate": "tools.ablation",
     "backward": "api",
     "check": "tools.gradcheck",
+    "decompose": "distributed.dataset_decompose",
     "enumerate_paths": "api",
     "graph": "api",
     "influence": "distributed.dataset_influence",

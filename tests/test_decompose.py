@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.autodiff.labels import labels_of
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.io import schemas
+from gradtrace.io.validation import SchemaMismatch
 from gradtrace.ir.program import Program
 from gradtrace.trace import Trace
 from gradtrace.tracing import decompose as measuring
@@ -615,3 +619,62 @@ def test_gradients_that_are_not_finite_are_left_out() -> None:
     found = trace.decompose(["operator:ExpBackward0", "operator:SqrtBackward0"])
     assert "left out: x" in str(found)
     assert 0 < found.shares["operator:ExpBackward0"] < 1
+
+
+# Over a data set ---------------------------------------------------------------------------------
+
+
+def data(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randint(0, 7, (4, 5), generator=generator),
+            torch.randint(0, 3, (4,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def test_a_data_set_is_its_batches_merged(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, names, file = Branches().double(), ["rnn", "lstm", "linear"], tmp_path / "run.gradtrace"
+    traces = []
+    for batch in data():
+        with gt.watch(model) as watch:
+            loss = losses_of(model, batch)
+        traces.append(watch.trace(loss).decompose(names))
+    wanted = traces[0].merge(*traces[1:])
+    found = gt.decompose(model, losses_of, data(), components=names)
+    assert found == wanted
+    assert found.pairs == 12
+    assert abs(sum(found.shares.values()) - 1) < 1e-9
+    assert all(0 < error < 1 for error in found.errors.values())
+    gt.decompose(model, losses_of, data(1), components=names, checkpoint=file)
+    more = gt.decompose(model, losses_of, data(), components=names, checkpoint=file)
+    same(more, wanted)
+    with pytest.raises(GradtraceError, match="another components"):
+        gt.decompose(model, losses_of, data(), components=["rnn"], checkpoint=file)
+    with pytest.raises(GradtraceError, match="decomposition"):
+        gt.influence(model, losses_of, data(), components=names, checkpoint=file)
+    assert Decomposition.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    found = branches("none")[0].decompose(["rnn", "lstm"]).to_dict()
+    schemas.DECOMPOSITION(found)
+    for change in (
+        lambda d: d["rows"][0].update(through=-1.0),
+        lambda d: d["rows"][0]["whole"].__setitem__(1, [-1, 1]),
+        lambda d: d["rows"][0]["whole"].__setitem__(4, [0, 1]),
+        lambda d: d["parts"][0].pop(),
+        lambda d: d.update(pairs=-1),
+        lambda d: d["products"].append(["a", "b", "c"]),
+    ):
+        broken = json.loads(json.dumps(found))
+        change(broken)
+        with pytest.raises(SchemaMismatch):
+            schemas.DECOMPOSITION(broken)

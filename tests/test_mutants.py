@@ -336,7 +336,7 @@ def test_versions_that_are_none(version: Any) -> None:
 def test_journals_are_checked(tmp_path: Path, change: Any) -> None:
     mutants.counted(tmp_path / "x")
     meta = container.read(tmp_path / "x").meta
-    schemas.JOURNAL(meta)
+    schemas.JOURNALS["influence"](meta)
     change(meta)
     container.write(tmp_path / "x", "influence", meta, {})
     with pytest.raises(container.BadFile, match="its contents do not fit together"):

@@ -25,6 +25,7 @@ PUBLIC = {
         "ablate",
         "backward",
         "check",
+        "decompose",
         "enumerate_paths",
         "errors",
         "graph",

@@ -1,4 +1,4 @@
-"""Checkpoints of ``influence``: the table counted so far, and the batches it covers.
+"""Checkpoints over a data set: the table counted so far, and the batches it covers.
 
 A single process writes one file. Each of several writes its own counts to a file beside that one,
 ``run.gradtrace.rank0``, ``run.gradtrace.rank1``, and so on; at the end these are merged into one.
@@ -17,14 +17,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 from gradtrace.distributed import tuning
 from gradtrace.distributed.batches import START_OVER_HINT, Batch, BatchEntry
 from gradtrace.distributed.identity import RunIdentity
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container, schemas
+from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence
+
+Result: TypeAlias = Influence | Decomposition
+"""What is measured over a data set: tables that can be merged."""
+
+KINDS: dict[str, type[Influence] | type[Decomposition]] = {
+    "influence": Influence,
+    "decomposition": Decomposition,
+}
+"""Results by the kind of their checkpoints, which is also the name of their field there."""
 
 SHARED = ""
 """The name of a loader that is the same on all ranks. That of rank 2 of four is called ``2/4``."""
@@ -34,21 +44,21 @@ SHARED = ""
 class PartialResult:
     """A table, and the batches it covers: by loader and by the name of the batch."""
 
-    table: Influence | None = None
+    table: Result | None = None
     batches: Mapping[tuple[str, str], BatchEntry] = field(default_factory=dict)
 
     def of(self, loader: str) -> dict[str, BatchEntry]:
         """The batches of one loader."""
         return {name: entry for (one, name), entry in self.batches.items() if one == loader}
 
-    def add(self, loader: str, batch: Batch, part: Influence) -> PartialResult:
+    def add(self, loader: str, batch: Batch, part: Result) -> PartialResult:
         """A result with one more batch, whose table is ``part``."""
         entry = BatchEntry(batch.number, batch.content)
         return self.join(PartialResult(part, {(loader, batch.name): entry}))
 
     def join(self, other: PartialResult) -> PartialResult:
         """The sum of two results that have no batch in common."""
-        tables = [each.table for each in (self, other) if each.table is not None]
+        tables: list[Any] = [each.table for each in (self, other) if each.table is not None]
         table = tables[0].merge(*tables[1:]) if tables else None
         return PartialResult(table, {**self.batches, **other.batches})
 
@@ -61,32 +71,39 @@ class PartialResult:
         words: dict[str, list[str]] = {}
         for (loader, name), entry in self.batches.items():
             words.setdefault(loader, []).append(f"{entry.number:x}:{name}:{entry.content}")
-        return {
-            "influence": None if self.table is None else self.table.to_dict(),
-            "batches": {loader: " ".join(some) for loader, some in words.items()},
-        }
+        table = self.table
+        tables = {k: table.to_dict() for k, kind in KINDS.items() if isinstance(table, kind)}
+        return {**tables, "batches": {loader: " ".join(some) for loader, some in words.items()}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartialResult:
         """The inverse of ``to_dict``."""
-        table, found = data["influence"], {}
+        tables = [k.from_dict(data[key]) for key, k in KINDS.items() if data.get(key) is not None]
+        found = {}
         for loader, text in data["batches"].items():
             for word in text.split():
                 number, name, content = word.split(":")
                 found[loader, name] = BatchEntry(int(number, 16), content)
-        return cls(None if table is None else Influence.from_dict(table), found)
+        return cls(tables[0] if tables else None, found)
 
 
 class CheckpointFiles:
-    """The files of one checkpoint, as used by one rank; without a path, nothing is written.
+    """The files of one checkpoint, as used by one rank; without a path, nothing is written. They
+    are of one kind, see ``KINDS``.
 
     ``identity`` is the identity that files must match, and ``names`` are the names of the model's
     tensors, for error messages.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, settings: dict[str, Any], rank: int, world: int
+        self,
+        path: str | os.PathLike[str] | None,
+        settings: dict[str, Any],
+        rank: int,
+        world: int,
+        kind: str = "influence",
     ) -> None:
+        self.kind = kind
         self.path = None if path is None else Path(path).expanduser()
         self.settings = settings
         self.identity: RunIdentity | None = None
@@ -157,12 +174,12 @@ class CheckpointFiles:
     def _write(self, path: Path, counted: PartialResult) -> None:
         assert self.identity is not None
         meta = {"settings": self.settings, "identity": asdict(self.identity)}
-        container.write(path, "influence", {**meta, **counted.to_dict()}, {})
+        container.write(path, self.kind, {**meta, self.kind: None, **counted.to_dict()}, {})
 
     def _read(self, path: Path) -> PartialResult:
         if not path.exists():
             return PartialResult()
-        meta = container.read(path, "influence", schemas.JOURNAL).meta
+        meta = container.read(path, self.kind, schemas.JOURNALS[self.kind]).meta
         if meta["settings"] != self.settings:
             changed = [k for k in self.settings if meta["settings"].get(k) != self.settings[k]]
             raise GradtraceError(

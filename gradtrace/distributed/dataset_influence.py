@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from gradtrace.distributed.checkpoint import (
     SHARED,
     CheckpointFiles,
     PartialResult,
+    Result,
     check_loaders,
     pooled,
 )
@@ -29,6 +30,7 @@ from gradtrace.tracing.influence import Influence
 from gradtrace.watch import watch
 
 LossFn = Callable[[Any, Any], Tensor]
+Measure = Callable[[watch, Tensor], Result]
 
 
 def influence(
@@ -82,16 +84,52 @@ def influence(
         "rule": rule,
         "granularity": granularity,
     }
+    measured = over_batches(
+        "influence",
+        settings,
+        (model, loss_fn, loader),
+        lambda watched, loss: watched.trace(loss, rule=rule, granularity=granularity).influence(
+            components, weight
+        ),
+        RunOptions(checkpoint, progress, group, sharded),
+    )
+    assert isinstance(measured, Influence)
+    return measured
+
+
+class RunOptions(NamedTuple):
+    """How a data set is gone over; see ``influence``."""
+
+    checkpoint: str | os.PathLike[str] | None
+    progress: bool | None
+    group: Any
+    sharded: bool | None
+
+
+def over_batches(
+    kind: str,
+    settings: dict[str, Any],
+    given: tuple[nn.Module, LossFn, Iterable[Any]],
+    measure: Measure,
+    options: RunOptions,
+) -> Result:
+    """The sum of what ``measure`` finds of each batch: a result of this kind (``KINDS``).
+
+    ``settings`` are those that a checkpoint must have been made with; ``given`` are the model, the
+    loss function and the loader.
+    """
+    model, loss_fn, loader = given
+    checkpoint, progress, group, sharded = options
     try:
         with joined(group) as ranks, unwrap.apart(model):
             own = batches.sharded(loader, ranks.world) if sharded is None else sharded
-            run = InfluenceRun(
-                ranks, CheckpointFiles(checkpoint, settings, ranks.rank, ranks.world), own
-            )
+            files = CheckpointFiles(checkpoint, settings, ranks.rank, ranks.world, kind)
+            run = InfluenceRun(ranks, files, own)
             run.begin(model, loss_fn)
-            part = settings | {"components": components}
             run.count(
-                loader, progress, lambda batch, number: _traced(model, loss_fn, batch, number, part)
+                loader,
+                progress,
+                lambda batch, number: _traced(model, loss_fn, batch, number, measure),
             )
             return run.conclude(batches.remarks(loader) if own else ())
     except RankFailed as error:
@@ -161,7 +199,7 @@ class InfluenceRun:
         }
 
     def count(
-        self, loader: Iterable[Any], progress: bool | None, trace: Callable[[Any, int], Influence]
+        self, loader: Iterable[Any], progress: bool | None, trace: Callable[[Any, int], Result]
     ) -> None:
         """Trace the batches of this rank, until all are done or the ranks are halted."""
         own, rank, world = self.own, self.ranks.rank, self.ranks.world
@@ -191,7 +229,7 @@ class InfluenceRun:
         finally:
             self.files.flush()
 
-    def conclude(self, notes: tuple[str, ...]) -> Influence:
+    def conclude(self, notes: tuple[str, ...]) -> Result:
         """Merge the tables of all ranks; the same table on each of them."""
         assert self.part is not None
         said = {
@@ -200,9 +238,9 @@ class InfluenceRun:
             "stopped": self.ranks.halted,
         }
         verdict = self.ranks.meet(said, lambda all_said: self._verdict(all_said, notes))
-        if verdict["influence"] is None:
+        table = PartialResult.from_dict(verdict).table
+        if table is None:
             raise KeyboardInterrupt
-        table = Influence.from_dict(verdict["influence"])
         if table.interrupted and self.ranks.rank == 0:
             many = f" of {self.ranks.world} ranks" if self.ranks.world > 1 else ""
             print(
@@ -219,7 +257,7 @@ class InfluenceRun:
             whole = whole.join(PartialResult.from_dict(each["counted"]))
         table = whole.table
         if any(each["stopped"] for each in said):
-            return {"influence": table and replace(table, interrupted=True).to_dict()}
+            return PartialResult(table and replace(table, interrupted=True)).to_dict()
         if not self.own:
             for rank, each in enumerate(said):
                 _check_batches(rank, each["digest"], said[0]["digest"])
@@ -228,7 +266,7 @@ class InfluenceRun:
         if notes:
             table = replace(table, notes=tuple(sorted({*table.notes, *notes})))
         self.files.close(whole)
-        return {"influence": table.to_dict()}
+        return PartialResult(table).to_dict()
 
 
 def _check_arguments(rank: int, other: Message, first: Message) -> None:
@@ -237,7 +275,7 @@ def _check_arguments(rank: int, other: Message, first: Message) -> None:
         if other["settings"].get(key) != value:
             raise GradtraceError(
                 f"rank {rank} has {key}={other['settings'].get(key)!r}, and rank 0 has {value!r}: "
-                "call influence with the same arguments on all ranks"
+                "call it with the same arguments on all ranks"
             )
     if other["loader"] != first["loader"]:
         raise GradtraceError(
@@ -266,9 +304,7 @@ def _check_batches(rank: int, digest: str, first: str) -> None:
     )
 
 
-def _traced(
-    model: nn.Module, loss_fn: LossFn, batch: Any, number: int, settings: dict[str, Any]
-) -> Influence:
+def _traced(model: nn.Module, loss_fn: LossFn, batch: Any, number: int, measure: Measure) -> Result:
     try:
         with restored(model) as undo:
             with watch(model) as watched, undo:
@@ -278,8 +314,7 @@ def _traced(
                     f"loss_fn returned a {type(loss).__name__}; return a loss, or a vector of "
                     "losses"
                 )
-            trace = watched.trace(loss, rule=settings["rule"], granularity=settings["granularity"])
-            return trace.influence(settings["components"], settings["weight"])
+            return measure(watched, loss)
     except GradtraceError as error:
         raise type(error)(f"batch {number}: {error}") from error
 

@@ -2,7 +2,7 @@
 
 - ``TRACE`` and ``VIEW``: the metadata of ``.gradtrace`` files of traces (``trace_tensors`` and
   ``report.checking`` check their tensors),
-- ``JOURNAL``: the metadata of checkpoints of ``gradtrace.influence``,
+- ``JOURNALS``: the metadata of checkpoints of ``gradtrace.influence`` and ``gradtrace.decompose``,
 - ``LINES``: the lines of a Monitor's ``.jsonl``, by kind,
 - ``ROWS``: the header and the rows of an experiment's journal.
 
@@ -114,6 +114,46 @@ INFLUENCE = each_of(
         interrupted=boolean(),
     ),
     _sums,
+)
+
+# Decompositions ----------------------------------------------------------------------------------
+
+_square = finite(0)
+
+
+def _ordered(pairs: int, found: Sequence[Sequence[int]]) -> None:
+    """Check that Σt, Σe, Σt², Σte, Σe² are possible sums over ``pairs`` with ``e >= 0``."""
+    t, e, tt, te, ee = (Fraction(*each) for each in found)
+    more = 1 + ROUNDING
+    squares = all(one * one <= pairs * whole * more for one, whole in ((t, tt), (e, ee)))
+    if e < 0 or ee > e * e * more or not squares or te * te > tt * ee * more:
+        unfit(f"are no sums over {pairs:,} pairs")
+
+
+def _signed_sums(table: Mapping[str, Any]) -> None:
+    sums = partial(_ordered, table["pairs"])
+    including(rows=array(including(whole=sums, contested=sums)))(table)
+
+
+DECOMPOSITION = each_of(
+    including(
+        rows=array(
+            including(
+                name=text(),
+                own=COUNT,
+                leaves=NOTES,
+                whole=MOMENTS,
+                contested=MOMENTS,
+                through=_square,
+            )
+        ),
+        parts=array(sequence(text(), text(), boolean(), boolean(), finite(), _square, _square)),
+        products=array(sequence(text(), text(), finite(), _square, _square, boolean(), boolean())),
+        pairs=integer(),
+        notes=NOTES,
+        interrupted=boolean(),
+    ),
+    _signed_sums,
 )
 
 # Traces ------------------------------------------------------------------------------------------
@@ -253,37 +293,40 @@ def _batches(value: Any) -> None:
         unfit("names a batch twice")
 
 
-def _counted(meta: Mapping[str, Any]) -> None:
+def _counted(kind: str, meta: Mapping[str, Any]) -> None:
     """Check that each counted batch has at least one pair, and each component one row."""
-    table = meta["influence"]
+    table = meta[kind]
     many, pairs = sum(len(some.split()) for some in meta["batches"].values()), 0
     if table is not None:
         pairs = table["pairs"]
         if len({row["name"] for row in table["rows"]}) < len(table["rows"]):
-            unfit("influence names a component twice")
+            unfit(f"{kind} names a component twice")
     if pairs < many or (pairs > 0 and not many):
         unfit(f"{many:,} batches cannot have {pairs:,} pairs")
 
 
 _settings = mapping(anything())
 _identity = ("gradtrace", "python", "model", "tensors", "values", "modules", "mode", "loss")
-_journal = each_of(
-    including(
-        identity=record(**{name: text(10**8) for name in _identity}),
-        influence=maybe(INFLUENCE),
-        batches=mapping(_batches, 100_000, key=_loader),
-    ),
-    _counted,
-)
 
 
-def _unless_older(meta: Mapping[str, Any]) -> None:
-    """Older checkpoints have no identity; nothing but their settings is used."""
-    if "identity" in meta:
-        _journal(meta)
+def _journal(kind: str, table: Schema) -> Schema:
+    """The schema of checkpoints with tables of one kind."""
+    fields = {kind: maybe(table), "batches": mapping(_batches, 100_000, key=_loader)}
+    identity = record(**{name: text(10**8) for name in _identity})
+    whole = each_of(including(identity=identity, **fields), partial(_counted, kind))
+
+    def unless_older(meta: Mapping[str, Any]) -> None:
+        """Older checkpoints have no identity; nothing but their settings is used."""
+        if "identity" in meta:
+            whole(meta)
+
+    return each_of(including(settings=_settings), unless_older)
 
 
-JOURNAL = each_of(including(settings=_settings), _unless_older)
+JOURNALS = {
+    "influence": _journal("influence", INFLUENCE),
+    "decomposition": _journal("decomposition", DECOMPOSITION),
+}
 
 
 # Lines of a run ----------------------------------------------------------------------------------

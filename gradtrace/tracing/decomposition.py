@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from math import isnan, nan, sqrt
 from typing import Any, NamedTuple
 
@@ -330,6 +331,53 @@ class Decomposition(Tabular):
             words = [f"{a} and {b} (cosine {cosine:.2f})" for cosine, a, b in against]
             found.append(f"these pull against each other: {_listed(words)}")
         return found
+
+    # Storage --------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """All sums as JSON values; fractions as [numerator, denominator]."""
+        return {
+            "rows": [
+                {
+                    "name": row.name,
+                    "own": row.own,
+                    "leaves": list(row.leaves),
+                    "whole": [[f.numerator, f.denominator] for f in row.whole.parts()],
+                    "contested": [[f.numerator, f.denominator] for f in row.contested.parts()],
+                    "through": row.through,
+                }
+                for row in self.rows
+            ],
+            "parts": [list(part) for part in self.parts],
+            "products": [[*names, *found] for names, found in self.products.items()],
+            "pairs": self.pairs,
+            "notes": list(self.notes),
+            "interrupted": self.interrupted,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Decomposition:
+        """The inverse of ``to_dict``."""
+        rows = tuple(
+            ComponentPart(
+                str(row["name"]),
+                int(row["own"]),
+                tuple(row["leaves"]),
+                Moments(*(Fraction(*pair) for pair in row["whole"])),
+                Moments(*(Fraction(*pair) for pair in row["contested"])),
+                float(row["through"]),
+            )
+            for row in data["rows"]
+        )
+        return cls(
+            rows,
+            tuple(LeafPart(*part) for part in data["parts"]),
+            {(first, second): Products(*rest) for first, second, *rest in data["products"]},
+            int(data["pairs"]),
+            tuple(data["notes"]),
+            None,
+            bool(data["interrupted"]),
+        )
 
     def __repr__(self) -> str:
         return printable(f"Decomposition({len(self)} components, {self.pairs:,} pairs)")

@@ -1,0 +1,63 @@
+"""``decompose`` over a data set: as ``influence``, batch by batch, resumable, interruptible."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradtrace.distributed.dataset_influence import LossFn, RunOptions, over_batches
+from gradtrace.tracing.components import Components, spelt
+from gradtrace.tracing.decomposition import Decomposition
+from gradtrace.watch import watch
+
+
+def decompose(
+    model: nn.Module,
+    loss_fn: LossFn,
+    loader: Iterable[Any],
+    *,
+    components: Components = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    group: Any = None,
+    sharded: bool | None = None,
+) -> Decomposition:
+    """The gradient through each component, ``trace.decompose``, over a data set.
+
+    ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each sample. Each counts
+    as a pair: shares are ``Σ ⟨g_C, g⟩ / Σ ⟨g, g⟩`` over pairs, with standard errors. Sums are kept,
+    no gradients. Checkpoints, Ctrl-C, progress and ranks are as for ``gradtrace.influence``.
+
+    >>> import torch, gradtrace as gt
+    >>> _ = torch.manual_seed(0)
+    >>> class Two(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.first, self.a, self.b = (torch.nn.Linear(2, 2) for _ in range(3))
+    ...     def forward(self, x):
+    ...         x = self.first(x)
+    ...         return self.a(x) + self.b(x).tanh()
+    >>> def losses(model, x):
+    ...     return model(x).square().sum(1)
+    >>> split = gt.decompose(Two(), losses, [torch.randn(4, 2)] * 3, components=["a", "b"])
+    >>> split.pairs, round(split.shares["a"] + split.shares["b"], 6)
+    (12, 1.0)
+    """
+
+    def measure(watched: watch, loss: Tensor) -> Decomposition:
+        # the source would keep the graph of the batch
+        return replace(watched.trace(loss).decompose(components), source=None)
+
+    found = over_batches(
+        "decomposition",
+        {"components": spelt(components)},
+        (model, loss_fn, loader),
+        measure,
+        RunOptions(checkpoint, progress, group, sharded),
+    )
+    assert isinstance(found, Decomposition)
+    return found
