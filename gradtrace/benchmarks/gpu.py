@@ -180,7 +180,7 @@ def _ways(problem: Problem) -> dict[str, Way]:
 def gpt2_small(setting: Setting) -> Section:
     """GPT-2 small in float32 at 1,024 tokens."""
     device = place(setting)
-    make = _tiny if setting.quick else (lambda: gpt2(TOKENS))
+    make = tiny if setting.quick else (lambda: gpt2(TOKENS))
     name = "GPT-2 build, 8 tokens" if setting.quick else "GPT-2 small, 1,024 tokens, float32"
     section = _compared(f"{name}: a whole trace on a GPU", setting, device, make, LIMIT)
     return told(section, device, setting)
@@ -189,7 +189,7 @@ def gpt2_small(setting: Setting) -> Section:
 def billion(setting: Setting) -> Section:
     """A Llama of a billion parameters in bfloat16 at 1,024 tokens."""
     device = place(setting)
-    make = _small_llama if setting.quick else (lambda: llama(TOKENS, torch.bfloat16))
+    make = small_llama if setting.quick else (lambda: llama(TOKENS, torch.bfloat16))
     name = "Llama build, 8 tokens" if setting.quick else "Llama of 1.1 billion parameters, bfloat16"
     section = _compared(f"{name}: a whole trace on a GPU", setting, device, make, None)
     if not setting.quick:
@@ -201,11 +201,13 @@ def billion(setting: Setting) -> Section:
     return told(section, device, setting)
 
 
-def _tiny(tokens: int = 8, width: int = 16) -> Problem:
+def tiny(tokens: int = 8, width: int = 16) -> Problem:
+    """GPT-2's build with one layer, to try a section."""
     return gpt2(tokens, vocab_size=50, n_embd=width, n_layer=1, n_head=2, n_positions=64)
 
 
-def _small_llama() -> Problem:
+def small_llama() -> Problem:
+    """Llama's build with one layer, to try a section."""
     return llama(
         8, torch.bfloat16, vocab_size=50, hidden_size=16, intermediate_size=32,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -235,7 +237,7 @@ def _compared(
             ResultColumn("rounds", "d"),
         ],
     )
-    problem = _made(setting, device, make)
+    problem = made_on(setting, device, make)
     ways = _ways(problem)
     taken: dict[str, Peak | None] = {}
     with without_tf32():
@@ -274,7 +276,7 @@ def _compared(
     return section
 
 
-def _made(setting: Setting, device: torch.device, make: Callable[[], Problem]) -> Problem:
+def made_on(setting: Setting, device: torch.device, make: Callable[[], Problem]) -> Problem:
     """A model with its data on a device."""
     if not setting.has("transformers", "models on a GPU"):
         raise Absent("transformers is not installed")
@@ -296,7 +298,7 @@ def over_tokens(setting: Setting) -> Section:
 
     def make(tokens: int) -> Problem:
         if setting.quick:
-            return _tiny(tokens)
+            return tiny(tokens)
         return gpt2(tokens, n_positions=max(TOKENS, tokens))
 
     sizes = (8, 16) if setting.quick else LENGTHS
@@ -308,7 +310,7 @@ def over_width(setting: Setting) -> Section:
 
     def make(width: int) -> Problem:
         if setting.quick:
-            return _tiny(8, width)
+            return tiny(8, width)
         return gpt2(TOKENS, n_embd=width, n_head=width // HEAD)
 
     sizes = (16, 32) if setting.quick else WIDTHS
@@ -358,7 +360,7 @@ def _measured(
     device: torch.device,
     make: Callable[[], Problem],
 ) -> Timed:
-    ways = _ways(_made(setting, device, make))
+    ways = _ways(made_on(setting, device, make))
     del ways[VITERBI]
     with without_tf32():
         for way in ways.values():

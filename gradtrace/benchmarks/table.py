@@ -17,6 +17,7 @@ SECTIONS = {
     "trained": "contractions.trained",
     "others": "contractions.others",
     "models": "models.models",
+    "measures": "measures.measures",
     "peak": "memory.peak_memory",
     "depth": "scaling.depth",
     "size": "scaling.size",
@@ -26,6 +27,7 @@ SECTIONS = {
     "gpu-contraction": "gpu.contractions",
     "gpu-gpt2": "gpu.gpt2_small",
     "gpu-billion": "gpu.billion",
+    "gpu-measures": "measures.gpu_measures",
     "gpu-tokens": "gpu.over_tokens",
     "gpu-width": "gpu.over_width",
 }
