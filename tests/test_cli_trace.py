@@ -208,6 +208,16 @@ def test_the_numbers_are_those_of_a_watch(script: Path) -> None:
         assert [step["operator"] for step in data["paths"][0]["steps"][1:]] == path.operators
 
 
+def test_influence_on_some_parameters(script: Path) -> None:
+    watch = direct()
+    wanted = watch.trace(watch.loss).influence(of="embed.weight")  # type: ignore[attr-defined]
+    data = traced(script, "loss", "--of", "embed.weight")
+    for row in data["influence"]:
+        assert row["eligible"] == wanted[row["component"]].eligible
+    assert run("trace", f"{script}:loss", "--of", "embd.weight").exit_code
+    assert "A path carries" in run("trace", f"{script}:loss").stdout
+
+
 def test_a_vector_of_losses(script: Path) -> None:
     data = traced(script, "several")
     assert len(data["loss"]) == 3

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import architectures
 import pytest
@@ -203,6 +203,95 @@ def test_an_element_counts_as_its_own() -> None:
 def test_errors(arguments: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         traced().influence(**arguments)  # type: ignore[arg-type]
+
+
+# Data sets ----------------------------------------------------------------------------------------
+
+
+def batches() -> tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x).mT, x, reduction="none").mean(1)
+
+    return Branches().double(), losses, [torch.randint(7, (3, 5)) for _ in range(4)]
+
+
+@pytest.mark.parametrize("index", [None, (3, 2)])
+def test_influence_on_a_leaf_over_a_data_set(index: tuple[int, int] | None) -> None:
+    model, losses, loader = batches()
+    found = gt.influence(model, losses, loader, of="embed.weight", index=index)
+    parts = []
+    for x in loader:
+        with gt.watch(model) as watch:
+            loss = losses(model, x)
+        parts.append(watch.trace(loss).influence(of="embed.weight", index=index))
+    first, *rest = parts
+    assert found.rows == first.merge(*rest).rows
+    assert found.pairs == 12
+    note = "embed.weight" if index is None else "embed.weight[3, 2]"
+    assert f"influence on {note} alone" in found.notes
+
+
+def test_coverage_of_a_data_set_is_that_of_its_first_batches() -> None:
+    model, losses, loader = batches()
+    found = gt.influence(model, losses, loader)
+    assert found.coverage is not None
+    assert found.coverage.elements + found.coverage.unreached == 4 * 100
+    assert "A path carries" in str(found)
+    assert gt.influence(model, losses, loader, coverage=False).coverage is None
+    assert gt.influence(model, losses, loader, granularity="operator").coverage is None
+    many = gt.influence(model, losses, [x[:1] for x in loader] * 4)
+    assert many.coverage is not None
+    assert many.coverage.elements + many.coverage.unreached == 10 * 100
+
+
+def test_a_checkpoint_keeps_coverage_and_belongs_to_its_leaf(tmp_path: object) -> None:
+    model, losses, loader = batches()
+    file = f"{tmp_path}/run.gradtrace"
+
+    def stopped() -> Iterator[Tensor]:
+        yield from loader[:2]
+        raise KeyboardInterrupt
+
+    part = gt.influence(model, losses, stopped(), of="rnn", checkpoint=file)
+    assert part.interrupted
+    for other in (None, "conv"):
+        with pytest.raises(GradtraceError, match="of"):
+            gt.influence(model, losses, loader, of=other, checkpoint=file)
+    whole = gt.influence(model, losses, loader, of="rnn", checkpoint=file)
+    alone = gt.influence(model, losses, loader, of="rnn")
+    assert whole.rows == alone.rows and whole.coverage == alone.coverage
+
+
+class Experts(nn.Module):
+    """One of two layers, chosen by the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.out = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.experts[int(x[0, 0] > 0)](x))
+
+
+def test_a_parameter_that_takes_no_part_in_a_batch_has_no_paths_there() -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    loader = [torch.ones(2, 2), -torch.ones(2, 2), torch.ones(2, 2)]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = model(x).sum(1)
+        return found
+
+    found = gt.influence(model, loss, loader, of="experts.0.weight")
+    assert (found.pairs, found["out"].eligible) == (6, 2 * 4)
+    both = gt.influence(model, loss, loader, of=["experts.0", "experts.1"])
+    assert both["out"].eligible == 6 * 6
+    assert gt.influence(model, loss, loader, of="experts.0.bias", index=1)["out"].through == 2
+    with pytest.raises(UnknownName, match=r"batch 0: no leaf 'expert\.0'"):
+        gt.influence(model, loss, loader, of="expert.0")
 
 
 # What tables say ----------------------------------------------------------------------------------

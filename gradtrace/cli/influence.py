@@ -54,6 +54,12 @@ Components = Annotated[
         autocompletion=kinds,
     ),
 ]
+Of = Annotated[
+    list[str] | None,
+    Option(
+        help="Influence on these parameters alone: names, patterns or modules. May be given again."
+    ),
+]
 Weight = Annotated[
     Literal["count", "gradient"],
     Option(help="Count every element as one, or with its |gradient|."),
@@ -83,6 +89,7 @@ def influence(
     granularity: Granularity = "scalar",
     components: Components = None,
     weight: Weight = "count",
+    of: Of = None,
     top: Top = None,
     journal: Annotated[
         Path | None,
@@ -94,6 +101,7 @@ def influence(
     options = {
         "components": parsed(components or []),
         "weight": weight,
+        "of": of or None,
         "rule": rule,
         "granularity": granularity,
         "checkpoint": journal,
@@ -140,7 +148,8 @@ def write_influence(found: Influence, top: int | None) -> None:
     table = _largest(found, top or DEFAULT_TOP).table()
     more = len(found) - len(table.rows)
     left = (f"… and {more:,} more components (--top {len(found)} shows all)",) if more else ()
-    write_table(replace(table, notes=(*left, *table.notes)))
+    lines = found.coverage.lines() if found.coverage is not None else ()
+    write_table(replace(table, notes=(*left, *table.notes, *lines)))
 
 
 def rows(found: Influence, top: int | None) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from gradtrace.cli.app import app, examples
 from gradtrace.cli.influence import (
     Components,
     Granularity,
+    Of,
     Rule,
     Top,
     Weight,
@@ -75,6 +76,7 @@ def trace(
     granularity: Granularity = "scalar",
     components: Components = None,
     weight: Weight = "count",
+    of: Of = None,
     sample: Sample = None,
     seed: Annotated[int, Option(help="For the sample.")] = 0,
     top: Top = None,
@@ -94,7 +96,7 @@ def trace(
         traced = watched.trace(loss, rule=rule, granularity=granularity)
         paths = [_path(traced, *each) for each in elements]  # first: a typo is reported early
         work.begin("measuring influence")
-        table = traced.influence(chosen, weight, sample=sample, seed=seed)
+        table = traced.influence(chosen, weight, of=of or None, sample=sample, seed=seed)
         flow = traced.flow().verdict
         for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
             if file is not None:

@@ -48,7 +48,7 @@ def decompose(
     (12, 1.0)
     """
 
-    def measure(watched: watch, loss: Tensor) -> Decomposition:
+    def measure(watched: watch, loss: Tensor, number: int) -> Decomposition:
         # the source would keep the graph of the batch
         return replace(watched.trace(loss).decompose(components), source=None)
 

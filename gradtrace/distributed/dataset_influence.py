@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -26,11 +26,17 @@ from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.pytorch.side_effects import restored
 from gradtrace.tracing.components import Components, spelt
-from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.influence import Influence, checked_weight
+from gradtrace.tracing.leaf_selection import Leaves, taking_part
+from gradtrace.tracing.traced_program import indices
 from gradtrace.watch import watch
 
 LossFn = Callable[[Any, Any], Tensor]
-Measure = Callable[[watch, Tensor], Result]
+Measure = Callable[[watch, Tensor, int], Result]
+"""Measures a loss, given the watch of its forward pass and the number of the batch."""
+
+COVERED_BATCHES, COVERED_ELEMENTS = 10, 100
+"""Coverage is measured for the first batches, each time for that many elements."""
 
 
 def influence(
@@ -40,19 +46,24 @@ def influence(
     *,
     components: Components = None,
     weight: str = "count",
+    of: Leaves | None = None,
+    index: int | Sequence[int] | None = None,
     rule: str = "greedy",
     granularity: str = "scalar",
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     group: Any = None,
     sharded: bool | None = None,
+    coverage: bool = True,
 ) -> Influence:
     """The influence of a model's components over a data set.
 
     ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each sample; each counts
     as a pair, and the table has the standard error of every share over pairs. Batches are traced
     one after the other and only counts are kept. The model, its mode and its gradients are not
-    changed.
+    changed. ``of`` and ``index`` are as in ``Trace.influence``: the influence on some parameters
+    alone, or on one element, over all pairs. The table says what part of the gradient its paths
+    carry (``table.coverage``), from a sample of the first batches, unless ``coverage=False``.
 
     With ``checkpoint`` the counts are written to that file after every batch, and a run that finds
     the file continues with the batches that are not in it. The file identifies the weights, the
@@ -83,14 +94,26 @@ def influence(
         "weight": weight,
         "rule": rule,
         "granularity": granularity,
+        **({} if of is None else {"of": of if isinstance(of, str) else list(of)}),
+        **({} if index is None else {"index": list(indices(index))}),
     }
+
+    def measure(watched: watch, loss: Tensor, number: int) -> Influence:
+        trace = watched.trace(loss, rule=rule, granularity=granularity)
+        wanted = of if of is None else taking_part(trace, of, _parameters(model))
+        if wanted == []:  # none of them takes part in this loss, so there are no paths
+            return Influence((), trace.pairs, checked_weight(weight), rule)
+        table = trace.influence(components, weight, of=wanted, index=index)
+        known = table.measured  # for an element
+        if coverage and known is None and number < COVERED_BATCHES and granularity == "scalar":
+            known = trace.coverage(COVERED_ELEMENTS, of=wanted)
+        return replace(table, measured=known if coverage else None)
+
     measured = over_batches(
         "influence",
         settings,
         (model, loss_fn, loader),
-        lambda watched, loss: watched.trace(loss, rule=rule, granularity=granularity).influence(
-            components, weight
-        ),
+        measure,
         RunOptions(checkpoint, progress, group, sharded),
     )
     assert isinstance(measured, Influence)
@@ -271,10 +294,11 @@ class InfluenceRun:
 
 def _check_arguments(rank: int, other: Message, first: Message) -> None:
     """Raise an error if a rank has other settings, another kind of loader or another model."""
-    for key, value in first["settings"].items():
-        if other["settings"].get(key) != value:
+    for key in {**first["settings"], **other["settings"]}:
+        mine, theirs = first["settings"].get(key), other["settings"].get(key)
+        if mine != theirs:
             raise GradtraceError(
-                f"rank {rank} has {key}={other['settings'].get(key)!r}, and rank 0 has {value!r}: "
+                f"rank {rank} has {key}={theirs!r}, and rank 0 has {mine!r}: "
                 "call it with the same arguments on all ranks"
             )
     if other["loader"] != first["loader"]:
@@ -314,9 +338,15 @@ def _traced(model: nn.Module, loss_fn: LossFn, batch: Any, number: int, measure:
                     f"loss_fn returned a {type(loss).__name__}; return a loss, or a vector of "
                     "losses"
                 )
-            return measure(watched, loss)
+            return measure(watched, loss, number)
     except GradtraceError as error:
         raise type(error)(f"batch {number}: {error}") from error
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    """The names of all parameters, also of those that take no part in a loss."""
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return [name.removeprefix("module.") for name in names]
 
 
 @contextmanager

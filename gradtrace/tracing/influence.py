@@ -286,6 +286,7 @@ def checked_weight(weight: str) -> Weight:
 
 def _order(first: tuple[Row, ...], second: tuple[Row, ...]) -> Any:
     """Names in an order that does not depend on which table was first."""
+    first, second = first or second, second or first  # an empty table has no say
     if [row.name for row in first] == [row.name for row in second]:
         place = {row.name: n for n, row in enumerate(first)}
         return lambda name: place[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
@@ -42,6 +42,27 @@ def leaf_names(traced: TracedProgram, of: Leaves) -> list[str]:
     """The names of leaves, in the order of the model; an error for one that matches none."""
     found: set[str] = set()
     known = {name: name for name in traced.leaves} | dict(traced.gradients.aliases)
+    for pattern in _patterns(of):
+        hits = _matching(known, pattern)
+        if not hits:
+            raise UnknownName(unknown("leaf", pattern, known))
+        found.update(known[name] for name in hits)
+    return [name for name in traced.leaves if name in found]
+
+
+def taking_part(traced: TracedProgram, of: Leaves, parameters: Sequence[str]) -> list[str]:
+    """Those of the names and patterns that match a leaf of this loss; an error for one that matches
+    no parameter of the model either.
+    """
+    known = [*traced.leaves, *traced.gradients.aliases]
+    found = [pattern for pattern in _patterns(of) if _matching(known, pattern)]
+    for pattern in _patterns(of):
+        if pattern not in found and not _matching(parameters, pattern):
+            leaf_names(traced, pattern)
+    return found
+
+
+def _patterns(of: Leaves) -> list[str]:
     patterns = [of] if isinstance(of, str) else list(of)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -49,15 +70,18 @@ def leaf_names(traced: TracedProgram, of: Leaves) -> list[str]:
                 f"of={pattern!r} is no name of a leaf; give names such as 'embed.weight', patterns "
                 "such as 'encoder.*', or modules"
             )
-        exact = [known[pattern]] if pattern in known else []
-        hits = exact or [first for name, first in known.items() if fnmatchcase(name, pattern)]
-        hits = hits or [first for name, first in known.items() if pattern and within(name, pattern)]
-        if not hits:
-            raise UnknownName(unknown("leaf", pattern, known))
-        found.update(hits)
-    if not found:
+    if not patterns:
         raise UnknownName("of=[] names no leaf")
-    return [name for name in traced.leaves if name in found]
+    return patterns
+
+
+def _matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The name itself, or those that the pattern matches, or those of leaves in that module."""
+    every = list(names)
+    if pattern in every:
+        return [pattern]
+    found = [name for name in every if fnmatchcase(name, pattern)]
+    return found or [name for name in every if pattern and within(name, pattern)]
 
 
 def influence_of(
