@@ -18,6 +18,8 @@ from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
 from gradtrace.tracing.agreement import Agreement, agreement
+from gradtrace.tracing.choices import Choices
+from gradtrace.tracing.choosing import TraceChoices, choices
 from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.coverage import Coverage
@@ -196,6 +198,8 @@ class Trace(TracedProgram):
         chosen = component_finder(self).choose(components)
         drawn = None if sample is None else (_positive("sample", sample), seed)
         table = influence_of(self, chosen, of, index, drawn).by(by)
+        kind = components if isinstance(components, str) else ""
+        table = replace(table, kind=kind, divide=TraceChoices(self, of))
         if table.measured is None and self.granularity == "scalar":
             table = replace(table, source=TraceCoverage(self, of))
         if isinstance(components, str) and of is None and drawn is None:
@@ -262,6 +266,34 @@ class Trace(TracedProgram):
         """
         self.check_unchanged()
         return mass_of(self, components, p)
+
+    @isolated()
+    def choices(
+        self,
+        measures: Sequence[str] = ("paths",),
+        *,
+        of: Leaves | None = None,
+        every: bool = False,
+        sample: int | None = None,
+        seed: int = 0,
+    ) -> Choices:
+        """How paths divide at each fork: sums, concatenations, gates, labelled slices.
+
+        Of the elements that could take at least two branches of a fork and come to it, the share
+        that takes each. Shares of a fork add up to 1; a chain of sums is one fork. ``every`` lists
+        also the arithmetic within activations, norms and cells; ``of`` and ``sample`` are as for
+        ``influence``.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> w = torch.tensor([0.5, 3.0], requires_grad=True)
+        >>> trace = gt.trace((x + w * x).sum(), names={"x": x, "w": w})
+        >>> trace.choices().shares
+        {'add': {'skip': 0.5, 'mul of w': 0.5}}
+        """
+        self.check_unchanged()
+        drawn = None if sample is None else (_positive("sample", sample), seed)
+        return choices(self, measures, of, every, drawn)
 
     @isolated()
     def flow(self) -> Flow:

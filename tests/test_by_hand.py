@@ -665,7 +665,7 @@ def test_residual_chain_arguments(rule: str) -> None:
     assert len(table) == 12
     for n in range(6):
         takers = sum(n in layers for layers in TAKEN.values())
-        skip = table[f"{n}.add[0] from {n - 1 if n else 'leaf'}"]
+        skip = table[f"{n}.add[0] from {n - 1 if n else 'x'}"]
         branch = table[f"{n}.add[1] from {n}.branch"]
         assert (int(skip.count.t), int(skip.count.e)) == ((4 - takers) * (n + 1), 4 * (n + 1))
         assert (int(branch.count.t), int(branch.count.e)) == (takers * (n + 1) + 4, 4 * (n + 2))

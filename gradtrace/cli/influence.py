@@ -5,7 +5,6 @@ Also what ``gradtrace trace`` shares with it: the options, and the table that is
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,7 +63,7 @@ Weight = Annotated[
     Literal["count", "gradient"],
     Option(help="Count every element as one, or with its |gradient|."),
 ]
-Top = Annotated[int | None, Option(help="Show so many components, those of most influence.", min=1)]
+Top = Annotated[int | None, Option(help="Show so many components, those that tell most.", min=1)]
 PartsFunction = Annotated[
     str,
     script_function(
@@ -144,8 +143,8 @@ def parsed(given: Sequence[str]) -> component_names.Components:
 
 
 def write_influence(found: Influence, top: int | None) -> None:
-    """Print the table of the largest components."""
-    table = _largest(found, top or DEFAULT_TOP).table()
+    """Print the components that tell most: by information, those in series last."""
+    table = found.top(top or DEFAULT_TOP).table()
     more = len(found) - len(table.rows)
     left = (f"… and {more:,} more components (--top {len(found)} shows all)",) if more else ()
     lines = found.coverage.lines() if found.coverage is not None else ()
@@ -153,19 +152,14 @@ def write_influence(found: Influence, top: int | None) -> None:
 
 
 def rows(found: Influence, top: int | None) -> list[dict[str, Any]]:
-    """The rows of the largest components (None: all, in the model's order), for ``--json``."""
-    table = found if top is None else _largest(found, top)
+    """The rows of the components that tell most (None: all, in the model's order), for
+    ``--json``.
+    """
+    table = replace(found, order="rows") if top is None else found.top(top)
     return [
         {key.removeprefix("± "): value for key, value in row.items()}
         for row in table.table().to_dicts()
     ]
-
-
-def _largest(found: Influence, top: int) -> Influence:
-    """The ``top`` components by influence, the largest first."""
-    shares = {name: -1.0 if math.isnan(x) else x for name, x in found.shares.items()}
-    ranked = sorted(found.rows, key=lambda row: shares[row.name], reverse=True)
-    return replace(found, rows=tuple(ranked[:top]))
 
 
 # Measuring ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from math import isfinite
 from typing import Any, NamedTuple
@@ -51,6 +51,30 @@ def drawn(bars: Bars, most: int, shares: bool, ax: Any = None) -> Any:
         percent(ax.xaxis)
     if any(width < 0 for width in widths):
         ax.axvline(0, color="0.5", linewidth=0.8)
+    return ax
+
+
+def divided(
+    bars: Mapping[str, Sequence[tuple[str, float]]], most: int, title: str, ax: Any = None
+) -> Any:
+    """One bar for each key, divided into named parts; at most ``most`` bars. Returns the axes."""
+    shown = list(bars.items())[: max(most, 1)]
+    ax = axes(1.2 + 0.4 * len(shown), ax)
+    for place, (_, parts) in enumerate(shown):
+        left = 0.0
+        for n, (name, width) in enumerate(parts):
+            width = width if isfinite(width) else 0.0
+            ax.barh(place, width, left=left, height=0.75, color=f"C{n % 10}", edgecolor="white")
+            if width > 0.02 * len(name):
+                text = {"ha": "center", "va": "center", "fontsize": "small", "color": "white"}
+                ax.text(left + width / 2, place, literal(name), text, clip_on=True)
+            left += width
+    ax.set_yticks(range(len(shown)), [literal(name) for name, _ in shown])
+    ax.invert_yaxis()
+    more = len(bars) - len(shown)
+    ax.set_title(literal(title) + (f" ({more:,} more)" if more else ""), fontsize="medium")
+    ax.spines[["top", "right"]].set_visible(False)
+    percent(ax.xaxis)
     return ax
 
 

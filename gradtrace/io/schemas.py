@@ -103,9 +103,16 @@ COVERAGE = each_of(
 
 INFLUENCE = each_of(
     including(
-        {"coverage": COVERAGE},
+        {"coverage": COVERAGE, "kind": text(100)},
         rows=array(
-            including(name=text(), own=COUNT, unreached=COUNT, count=MOMENTS, gradient=MOMENTS)
+            including(
+                {"alternative": boolean()},
+                name=text(),
+                own=COUNT,
+                unreached=COUNT,
+                count=MOMENTS,
+                gradient=MOMENTS,
+            )
         ),
         pairs=integer(),
         weight=WEIGHT,

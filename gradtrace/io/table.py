@@ -113,6 +113,10 @@ class Tabular(Shown):
         """The indices of the items of ``rows``, in the order that ``table`` prints them."""
         return list(range(len(self._row_table().rows)))
 
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a row for each item of ``rows``, in their order."""
+        return self._row_table().to_pandas()
+
     def _picked(self: T, order: Sequence[int]) -> T:
         """The same result with these of its rows, in this order."""
         rows: Sequence[Any] = self.rows  # type: ignore[attr-defined]

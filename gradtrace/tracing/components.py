@@ -15,6 +15,7 @@ from gradtrace.autodiff.names import unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS, Block, Program
+from gradtrace.tracing.operator_names import MOVES, spoken
 
 Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """How a caller names components; see ``ComponentFinder.choose``."""
@@ -65,24 +66,27 @@ class Routes:
 
     takers: dict[int, Block]
     wholes: dict[int, int]
-    leaves: set[int]
+    names: Mapping[int, str]  # of leaves, by value
 
     @classmethod
-    def of(cls, program: Program) -> Routes:
+    def of(cls, program: Program, names: Mapping[int, str] | None = None) -> Routes:
         """The routes of a program."""
         takers = {value: block for block in program.blocks for value in block.takes.values()}
-        return cls(takers, program.wholes(), {leaf.value for leaf in program.leaves})
+        return cls(takers, program.wholes(), names or {})
 
     def source(self, value: int) -> str:
-        """The nearest module that the argument came from, or else the operator."""
+        """The leaf that the argument is, or a view of; else the nearest module that it came from,
+        or the operator.
+        """
         first = ""
         for _ in range(100):  # skip operators outside any module
-            block = self.takers.get(self.wholes.get(value, value))
+            value = self.wholes.get(value, value)
+            block = self.takers.get(value)
             if block is None:
-                return first or "leaf"
+                return first or self.names.get(value, "leaf")
             if block.place.module:
                 return block.place.module
-            first = first or block.operator
+            first = first or ("" if spoken(block.operator) in MOVES else block.operator)
             if not block.gives:
                 return first
             value = next(iter(block.gives.values()))
@@ -93,15 +97,20 @@ class ComponentFinder:
     """Finds the components of a program that paths can pass through, and gives them bits.
 
     ``modules`` maps the names of a model's modules to their classes, ``leaves`` are the names of
-    the program's leaves, with all their aliases.
+    the program's leaves, with all their aliases, ``names`` the first of them by value.
     """
 
     def __init__(
-        self, program: Program, modules: Mapping[str, str], leaves: Mapping[str, Iterable[str]]
+        self,
+        program: Program,
+        modules: Mapping[str, str],
+        leaves: Mapping[str, Iterable[str]],
+        names: Mapping[int, str] | None = None,
     ) -> None:
         self.program = program
         self.classes = dict(modules)
         self.leaves = {name: {name, *others} for name, others in leaves.items()}
+        self.names = names or {}
         self.next = 1  # bit 0 says that there is a path
         self.component_bits = ComponentBits({}, {}, {})
 
@@ -183,7 +192,7 @@ class ComponentFinder:
 
     def arguments(self) -> Region:
         """The arguments of sums and concatenations: which branch a path takes."""
-        routes = Routes.of(self.program)
+        routes = Routes.of(self.program, self.names)
         region, seen = Region(), dict[str, int]()
         for number, block in enumerate(self.program.blocks):
             if block.operator not in SUMS or len(block.gives) < 2:

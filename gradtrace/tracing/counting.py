@@ -37,7 +37,7 @@ REMEDY = (
 def component_finder(traced: TracedProgram) -> ComponentFinder:
     """Finds the components of a program by their names."""
     others = {name: traced.aliases.get(name, ()) for name in traced.leaves}
-    return ComponentFinder(traced.program, traced.modules, others)
+    return ComponentFinder(traced.program, traced.modules, others, traced.names)
 
 
 def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:

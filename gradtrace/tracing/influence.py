@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import count
+from math import log2
 from typing import Any, Literal
 
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.tracing.coverage import Coverage, CoverageSource, combined
+from gradtrace.tracing.choices import Choice, Choices
 from gradtrace.tracing.moments import NOTHING
 from gradtrace.tracing.moments import Moments as Moments
 
@@ -19,13 +23,16 @@ Weight = Literal["count", "gradient"]
 
 @dataclass(frozen=True, repr=False)
 class Row:
-    """The counts of one component; see ``Influence``."""
+    """The counts of one component; see ``Influence``. ``alternative``: whether some path from a
+    parameter goes around it, or every path that could pass it does; None if unknown.
+    """
 
     name: str
     own: int = 0
     unreached: int = 0
     count: Moments = NOTHING
     gradient: Moments = NOTHING
+    alternative: bool | None = field(default=None, compare=False)
 
     @property
     def through(self) -> int:
@@ -60,7 +67,13 @@ class Row:
             unreached=self.unreached + other.unreached,
             count=self.count + other.count,
             gradient=self.gradient + other.gradient,
+            alternative=_either(self.alternative, other.alternative),
         )
+
+    @property
+    def series(self) -> bool:
+        """Whether every path that could pass the component does: its share is 1 by definition."""
+        return self.alternative is False
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,11 @@ class Influence(Tabular):
     ``unreached`` is the number of elements with a route but no path, as all their contributions are
     0; ``own`` is the number of the component's own parameters, which are left out. Counts are sums
     over pairs, so tables can be merged: ``a.merge(b)``.
+
+    A component in series, which every path that could pass it does pass, has a share of 1 by
+    definition (``row.series``). The printed table has those last, and the others by information,
+    ``eligible × entropy of the share``, the largest first; ``rows`` are in the model's order.
+    ``choices()`` tells how paths divide at each fork.
     """
 
     rows: tuple[Row, ...]
@@ -83,6 +101,9 @@ class Influence(Tabular):
     interrupted: bool = False
     measured: Coverage | None = field(default=None, compare=False, repr=False)
     source: CoverageSource | None = field(default=None, compare=False, repr=False)
+    kind: str = field(default="", compare=False, repr=False)  # as in influence(kind), if known
+    order: str = field(default="information", compare=False, repr=False)
+    divide: Callable[[], Choices | None] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def later(
@@ -106,7 +127,7 @@ class Influence(Tabular):
 
     def __getstate__(self) -> dict[str, Any]:
         _ = self.rows
-        return {**self.__dict__, "source": None}
+        return {**self.__dict__, "source": None, "divide": None}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,14 +196,42 @@ class Influence(Tabular):
                 interrupted=result.interrupted or other.interrupted,
                 measured=combined(result.measured, other.measured),
                 source=None,
+                divide=None,
             )
         return result
+
+    def choices(self) -> Choices:
+        """How paths divide at each fork: ``trace.choices()`` of the trace that made this table.
+
+        If the trace is gone, a table of arguments or of labels is divided as it is: a path through
+        a parameter inside a branch, which has no choice, then counts too.
+        """
+        return (None if self.divide is None else self.divide()) or _regrouped(self)
+
+    @property
+    def information(self) -> dict[str, float]:
+        """``{component: eligible elements × entropy of its share, in bits}``."""
+        return {row.name: _information(row, self.weight) for row in self.rows}
 
     # Display -------------------------------------------------------------------------------------
 
     def table(self) -> TextTable:
-        """The table as text: one row per component."""
-        many = self.pairs > 1
+        """The table as text: one row per component, by information, those in series last."""
+        whole = self._row_table()
+        return replace(whole, rows=tuple(whole.rows[n] for n in self._shown()))
+
+    def _shown(self) -> list[int]:
+        order = list(range(len(self.rows)))
+        if self.order == "information":
+            told = [(row.series, -_information(row, self.weight)) for row in self.rows]
+            order.sort(key=lambda n: told[n])
+        return order
+
+    def _picked(self, order: Sequence[int]) -> Influence:
+        return replace(self, rows=tuple(self.rows[n] for n in order), order="rows")
+
+    def _row_table(self) -> TextTable:
+        many, series = self.pairs > 1, any(row.series for row in self.rows)
         columns = (
             TextColumn("component"),
             TextColumn("through", "count"),
@@ -192,6 +241,7 @@ class Influence(Tabular):
             TextColumn("weighted", "share"),
             TextColumn("unreached", "count"),
             TextColumn("own", "count"),
+            *([TextColumn("choice")] if series else []),
         )
         rows = tuple(
             (
@@ -203,11 +253,21 @@ class Influence(Tabular):
                 row.gradient.share if row.gradient.e else None,
                 row.unreached,
                 row.own,
+                *(["in series" if row.series else ""] if series else []),
             )
             for row in self.rows
         )
         pairs = f", {self.pairs:,} pairs" if many else ""
-        return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, self.notes)
+        notes = (*([SERIES_NOTE] if series else []), *self.notes)
+        return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, notes)
+
+    def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
+        """Bars of the shares, or of another column, with standard errors over pairs; only of the
+        components that have an alternative, if there are some. Returns matplotlib's ``Axes``.
+        """
+        free = [n for n in self._shown() if not self.rows[n].series and self.rows[n].count.e]
+        shown = self._picked(free) if free else self
+        return shown._row_table().bars(by or _COLUMN[self.weight], most, ax)
 
     def _explained(self) -> TextTable:
         """The table, with its coverage in words below."""
@@ -241,6 +301,7 @@ class Influence(Tabular):
                     "unreached": row.unreached,
                     "count": [[f.numerator, f.denominator] for f in row.count.parts()],
                     "gradient": [[f.numerator, f.denominator] for f in row.gradient.parts()],
+                    **({} if row.alternative is None else {"alternative": row.alternative}),
                 }
                 for row in self.rows
             ],
@@ -249,6 +310,7 @@ class Influence(Tabular):
             "rule": self.rule,
             "notes": list(self.notes),
             "interrupted": self.interrupted,
+            **({"kind": self.kind} if self.kind else {}),
         }
 
     @classmethod
@@ -261,6 +323,7 @@ class Influence(Tabular):
                 int(row["unreached"]),
                 Moments(*(Fraction(*pair) for pair in row["count"])),
                 Moments(*(Fraction(*pair) for pair in row["gradient"])),
+                row.get("alternative"),
             )
             for row in data["rows"]
         )
@@ -272,7 +335,63 @@ class Influence(Tabular):
             tuple(data["notes"]),
             bool(data["interrupted"]),
             Coverage.from_dict(data["coverage"]) if "coverage" in data else None,
+            kind=str(data.get("kind", "")),
         )
+
+
+SERIES_NOTE = "in series: every path that could pass it does, so its share is 100% by definition"
+_COLUMN = {"count": "share", "gradient": "weighted"}
+
+
+def _information(row: Row, weight: Weight) -> float:
+    """Eligible elements times the entropy of the share, in bits; 0 where there is none."""
+    share = float(getattr(row, weight).share)
+    if not 0 < share < 1:
+        return 0.0
+    return -float(row.count.e) * (share * log2(share) + (1 - share) * log2(1 - share))
+
+
+REGROUPED_NOTE = (
+    "divided without the trace: parameters inside a branch, which have no choice, count too"
+)
+_ARGUMENT = re.compile(r"(.+)\[\d+\] from (.+)", re.DOTALL)
+_NUMBERED = re.compile(r"(.*\S) ?\d+", re.DOTALL)
+
+
+def _regrouped(table: Influence) -> Choices:
+    """The choices in a table of arguments or labels, without its trace."""
+    groups: dict[str, dict[str, Row]] = {}
+    for row in table.rows:
+        if found := _ARGUMENT.fullmatch(row.name):
+            mine = groups.setdefault(found[1], {})
+            mine[_unlike(found[2], mine)] = row
+        elif table.kind == "labels":
+            stem = _NUMBERED.fullmatch(row.name)
+            groups.setdefault(stem[1] if stem else "label", {})[row.name] = row
+    rows = []
+    for fork, branches in groups.items():
+        totals = [sum(getattr(row, w).t for row in branches.values()) for w in _COLUMN]
+        for branch, row in branches.items() if len(branches) > 1 else ():
+            parts = [
+                Moments.of(float(getattr(row, w).t), float(e)) for w, e in zip(_COLUMN, totals)
+            ]
+            rows.append(Choice(fork, branch, "", parts[0], parts[1]))
+    if not rows:
+        raise GradtraceError(
+            "the trace of this table is gone, and its components are no branches: keep the trace "
+            "and call trace.choices(), or measure influence('arguments') or influence('labels')"
+        )
+    pairs = [f"sums over {table.pairs:,} pairs"] if table.pairs > 1 else []
+    return Choices(tuple(rows), 1, table.rule, (*pairs, REGROUPED_NOTE, *table.notes))
+
+
+def _unlike(name: str, known: Mapping[str, object]) -> str:
+    """The name, numbered if it is known already."""
+    return (
+        name
+        if name not in known
+        else next(other for n in count(2) if (other := f"{name} #{n}") not in known)
+    )
 
 
 def checked_weight(weight: str) -> Weight:
@@ -282,6 +401,11 @@ def checked_weight(weight: str) -> Weight:
     if weight == "gradient":
         return "gradient"
     raise UnknownName(f"weight is 'count' or 'gradient', not {weight!r}")
+
+
+def _either(first: bool | None, second: bool | None) -> bool | None:
+    """Whether there is an alternative in either of two tables; None is not known."""
+    return second if first is None else first if second is None else first or second
 
 
 def _order(first: tuple[Row, ...], second: tuple[Row, ...]) -> Any:

@@ -39,6 +39,11 @@ class Moments:
         found._parts, found._pairs = None, (through, eligible)
         return found
 
+    @property
+    def through(self) -> Sequence[float]:
+        """``t`` of each pair, of moments that were made by ``over``."""
+        return self._pairs[0]
+
     def parts(self) -> tuple[Fraction, ...]:
         """The five sums."""
         if self._parts is None:

@@ -24,6 +24,7 @@ from gradtrace.tracing.components import Component
 from gradtrace.tracing.executor import TracedLeaf
 from gradtrace.tracing.influence import Influence, Moments, Row, Weight
 from gradtrace.tracing.provenance import words_of
+from gradtrace.tracing.series import alternatives
 from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
@@ -267,7 +268,7 @@ class Tally:
         )
         names = (component.name for component in self.components)
         counts = map(int, own.tolist()), map(int, unreached.tolist())
-        rows = tuple(map(Row, names, *counts, *moments))
+        rows = tuple(map(Row, names, *counts, *moments, self._alternatives()))
         return Influence(rows, self.pairs, weight, rule, tuple(notes))
 
     def _reachable(self) -> ReachableComponents:
@@ -275,11 +276,18 @@ class Tally:
         if self.reachable is None:
             values = [leaf.value for leaf in self.program.leaves]
             place = {value: n for n, value in enumerate(values)}
-            bounds = self.bounds or analyse_provenance(self.program, self.component_bits)
-            reached = bounds.may
+            if self.bounds is None:
+                self.bounds = analyse_provenance(self.program, self.component_bits)
+            reached = self.bounds.may
             words = words_of([reached[value] for value in values])
             self.reachable = ReachableComponents(place, Reach(words, self._owned(values)))
         return self.reachable
+
+    def _alternatives(self) -> list[bool | None]:
+        """Whether paths have an alternative to each component."""
+        assert self.bounds is not None
+        parts = self.program, self.components, self.component_bits, self.bounds
+        return alternatives(*parts, self.names)
 
     def _owned(self, values: list[int]) -> npt.NDArray[np.int64]:
         """(2, n): indices of leaves, and of the components they belong to."""

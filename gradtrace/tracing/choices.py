@@ -1,0 +1,262 @@
+"""``Choices``: how paths, gradient and mass divide at each fork."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import isfinite, log2, nan
+from typing import Any
+
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
+from gradtrace.io import plotting
+from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.printable import printable
+from gradtrace.tracing.moments import NOTHING, Moments
+
+MEASURES = ("paths", "gradient", "mass")
+"""How a fork can be divided: by paths of the trace's rule, by the signed gradient through each
+branch, by the mass of all paths."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One branch of a fork.
+
+    ``count`` holds how many elements' paths take the branch, of those that come to the fork and
+    could take another; ``gradient`` the same weighted by |gradient|. ``others`` are the shares by
+    other measures. ``times`` is how often the fork occurs (calls of a module, time steps).
+    """
+
+    fork: str
+    branch: str
+    kind: str = ""
+    count: Moments = NOTHING
+    gradient: Moments = NOTHING
+    others: Mapping[str, float] = field(default_factory=dict)
+    times: int = 1
+
+    def __add__(self, other: Choice) -> Choice:
+        return replace(
+            self,
+            count=self.count + other.count,
+            gradient=self.gradient + other.gradient,
+            others={},  # shares by other measures are of one trace
+            times=max(self.times, other.times),
+        )
+
+
+@dataclass(frozen=True)
+class Choices(Tabular):
+    """A table of forks and their branches: at each fork the shares of its branches add up to 1.
+
+    A fork is an operator that joins branches (a sum, a concatenation, a product), or a tensor with
+    labelled slices. Elements are counted at a fork if they could take at least two of its branches
+    and their path comes to it: parameters inside a branch have no choice, and are left out. Forks
+    are printed by information, ``elements × entropy of the shares``, the largest first; ``rows``
+    are from the leaves to the loss. Counts are sums over pairs, so tables can be merged.
+    """
+
+    rows: tuple[Choice, ...]
+    pairs: int = 1
+    rule: str = "greedy"
+    notes: tuple[str, ...] = ()
+    order: str = field(default="information", compare=False, repr=False)
+
+    @property
+    def forks(self) -> tuple[str, ...]:
+        """The names of the forks, from the leaves to the loss."""
+        return tuple(dict.fromkeys(row.fork for row in self.rows))
+
+    @property
+    def shares(self) -> dict[str, dict[str, float]]:
+        """``{fork: {branch: share of the paths}}``; nan where no path comes to the fork."""
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            found.setdefault(row.fork, {})[row.branch] = row.count.share
+        return found
+
+    @property
+    def information(self) -> dict[str, float]:
+        """``{fork: elements × entropy of the shares in bits}``: 0 if all take the same branch."""
+        found = dict.fromkeys(self.forks, 0.0)
+        for row in self.rows:
+            share, elements = row.count.share, float(row.count.e)
+            if 0 < share < 1:
+                found[row.fork] -= elements * share * log2(share)
+        return found
+
+    def __getitem__(self, fork: str) -> Choices:
+        rows = tuple(row for row in self.rows if row.fork == fork)
+        if not rows:
+            raise UnknownName(f"no fork {fork!r} in this table{did_you_mean(fork, self.forks)}")
+        return replace(self, rows=rows)
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def merge(self, *others: Choices) -> Choices:
+        """The table over the pairs of all tables, by paths; the same in any order."""
+        tables = (self, *others)
+        if any(other.rule != self.rule for other in others):
+            rules = " and ".join(sorted({table.rule for table in tables}))
+            raise GradtraceError(f"choices by different rules cannot be merged: {rules}")
+        found = {_key(row): Choice(*_key(row), times=0) for table in tables for row in table}
+        for table in tables:
+            came = {row.fork: row for row in table}  # what comes to a fork is equal in its rows
+            mine = {_key(row): row for row in table}
+            for key in found:
+                if key[0] in came:
+                    found[key] += mine.get(key) or _untaken(*key, came[key[0]])
+        notes = tuple(sorted({note for table in tables for note in table.notes}))
+        pairs = sum(table.pairs for table in tables)
+        return replace(self, rows=tuple(found.values()), pairs=pairs, notes=notes)
+
+    # Display --------------------------------------------------------------------------------------
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The measures that the table has shares by."""
+        return tuple(m for m in MEASURES if m == "paths" or any(m in r.others for r in self.rows))
+
+    def _row_table(self) -> TextTable:
+        many, more = self.pairs > 1, self.measures[1:]
+        columns = (
+            TextColumn("fork"),
+            TextColumn("branch"),
+            TextColumn("elements", "count"),
+            TextColumn("paths", "share"),
+            *([TextColumn("± error", "share")] if many else []),
+            TextColumn("weighted", "share"),
+            *(TextColumn(measure, "share") for measure in more),
+        )
+        rows = tuple(
+            (
+                row.fork + (f" (×{row.times})" if row.times > 1 else ""),
+                row.branch,
+                int(row.count.t),
+                row.count.share if row.count.e else None,
+                *([row.count.error(self.pairs)] if many else []),
+                row.gradient.share if row.gradient.e else None,
+                *(row.others.get(measure) for measure in more),
+            )
+            for row in self.rows
+        )
+        return TextTable(self._title(), columns, rows, self.notes)
+
+    def _title(self) -> str:
+        pairs = f", {self.pairs:,} pairs" if self.pairs > 1 else ""
+        return f"Choices ({self.rule}{pairs}): how paths divide at each fork"
+
+    def _shown(self) -> list[int]:
+        order = list(range(len(self.rows)))
+        if self.order == "information":
+            known, forks = self.information, {fork: n for n, fork in enumerate(self.forks)}
+            order.sort(key=lambda n: (-known[self.rows[n].fork], forks[self.rows[n].fork]))
+        return order
+
+    def _picked(self, order: Sequence[int]) -> Choices:
+        return replace(self, rows=tuple(self.rows[n] for n in order), order="rows")
+
+    def top(self, n: int, by: str | None = None) -> Choices:
+        """The ``n`` forks with the most information, whole; or the ``n`` largest branches by a
+        column.
+        """
+        if by is not None or not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            return super().top(n, by)
+        rows = [self.rows[k] for k in self._shown()]
+        first = list(dict.fromkeys(row.fork for row in rows))[:n]
+        return replace(self, rows=tuple(r for r in rows if r.fork in first), order="rows")
+
+    def table(self) -> TextTable:
+        """One row per branch, fork by fork."""
+        whole = self._row_table()
+        return replace(whole, rows=tuple(whole.rows[n] for n in self._shown()))
+
+    def _grouped(self) -> TextTable:
+        """The table with each fork's name at its first branch only."""
+        table, last, rows = self.table(), None, []
+        for row in table.rows:
+            rows.append(row if row[0] != last else ("", *row[1:]))
+            last = row[0]
+        return replace(table, rows=tuple(rows))
+
+    def __str__(self) -> str:
+        return str(self._grouped())
+
+    def _repr_html_(self) -> str:
+        return self._grouped()._repr_html_()
+
+    def __repr__(self) -> str:
+        return printable(f"Choices({len(self.forks)} forks, {self.pairs:,} pairs, {self.rule})")
+
+    def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
+        """A bar for each fork, divided into its branches by a column of shares (``"paths"``); at
+        most ``most`` forks. Returns matplotlib's ``Axes``.
+        """
+        table, bars = self.table(), dict[str, list[tuple[str, float]]]()
+        shares = [c.name for c in table.columns if c.kind == "share" and c.name[0] != "±"]
+        if by is not None and by not in shares:
+            raise UnknownName(f"no column of shares {by!r}{did_you_mean(by, shares)}")
+        columns = (table.column(name) for name in ("fork", "branch", by or shares[0]))
+        for fork, branch, share in zip(*columns):
+            known = share if share is not None and isfinite(share) else nan
+            bars.setdefault(fork, []).append((branch, known))
+        return plotting.divided(bars, most, table.heading, ax)
+
+    # Storage --------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values; fractions as [numerator, denominator]."""
+        return {
+            "rows": [
+                {
+                    "fork": row.fork,
+                    "branch": row.branch,
+                    "kind": row.kind,
+                    "count": [[f.numerator, f.denominator] for f in row.count.parts()],
+                    "gradient": [[f.numerator, f.denominator] for f in row.gradient.parts()],
+                    "others": {name: x for name, x in row.others.items() if isfinite(x)},
+                    "times": row.times,
+                }
+                for row in self.rows
+            ],
+            "pairs": self.pairs,
+            "rule": self.rule,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Choices:
+        """The inverse of ``to_dict``."""
+        rows = tuple(
+            Choice(
+                str(row["fork"]),
+                str(row["branch"]),
+                str(row["kind"]),
+                Moments(*(Fraction(*pair) for pair in row["count"])),
+                Moments(*(Fraction(*pair) for pair in row["gradient"])),
+                {str(name): float(x) for name, x in row["others"].items()},
+                int(row["times"]),
+            )
+            for row in data["rows"]
+        )
+        return cls(rows, int(data["pairs"]), str(data["rule"]), tuple(data["notes"]))
+
+
+def _key(row: Choice) -> tuple[str, str, str]:
+    return row.fork, row.branch, row.kind
+
+
+def _untaken(fork: str, branch: str, kind: str, other: Choice) -> Choice:
+    """A branch that no path of a table could take, given another one of its fork."""
+    count, gradient = _none_of(other.count), _none_of(other.gradient)
+    return Choice(fork, branch, kind, count, gradient, times=other.times)
+
+
+def _none_of(moments: Moments) -> Moments:
+    _, e, _, _, ee = moments.parts()
+    return Moments(e=e, ee=ee)

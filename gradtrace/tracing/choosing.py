@@ -1,0 +1,114 @@
+"""Counts how paths divide at the forks of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import ref
+
+from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.ir.passes.provenance import ComponentBits
+from gradtrace.tracing.choices import MEASURES, Choice, Choices
+from gradtrace.tracing.components import Component, ComponentSelection
+from gradtrace.tracing.counting import counted, counted_sample
+from gradtrace.tracing.forks import Fork, find_forks, fork_bits
+from gradtrace.tracing.influence import Row
+from gradtrace.tracing.leaf_selection import Leaves, selected
+from gradtrace.tracing.moments import Moments
+from gradtrace.tracing.traced_program import TracedProgram
+
+NO_FORKS = (
+    "there is no fork: every parameter of this loss has one way to it only, so paths have no choice"
+)
+
+
+def choices(
+    traced: TracedProgram,
+    measures: Sequence[str] = ("paths",),
+    of: Leaves | None = None,
+    every: bool = False,
+    sample: tuple[int, int] | None = None,
+) -> Choices:
+    """How paths divide at each fork; see ``Trace.choices``. ``sample``: how many elements, and a
+    seed.
+    """
+    _check_measures(measures)
+    traced = traced if of is None else selected(traced, of)
+    forks = find_forks(traced.program, traced.names, traced.modules, every)
+    if traced.granularity == "operator":  # a whole tensor runs through all slices
+        forks = [fork for fork in forks if fork.kind != "label"]
+    if not forks:
+        return Choices((), traced.pairs, traced.rule, (NO_FORKS, *traced.notes))
+    chosen = branches(traced, forks)
+    if sample is None:
+        table = counted(traced, chosen)
+    else:
+        table = counted_sample(traced, chosen, *sample)
+    rows = _divided(forks, table.rows)
+    return Choices(rows, traced.pairs, traced.rule, table.notes)
+
+
+class TraceChoices:
+    """The choices behind a table of influence; it does not keep its trace alive, which holds the
+    activations of a forward pass.
+    """
+
+    def __init__(self, trace: MeasuresChoices, of: Leaves | None) -> None:
+        self.trace = ref(trace)
+        self.of = of
+
+    def __call__(self) -> Choices | None:
+        """The choices; None if the trace is gone."""
+        trace = self.trace()
+        return None if trace is None else trace.choices(of=self.of)
+
+
+class MeasuresChoices(Protocol):
+    """A ``Trace``."""
+
+    def choices(self, *, of: Leaves | None = None) -> Choices:
+        """``Trace.choices``."""
+
+
+def _check_measures(measures: Sequence[str]) -> None:
+    if isinstance(measures, str):
+        raise GradtraceError(f"measures are several: measures=({measures!r},)")
+    for measure in measures:
+        if measure not in MEASURES:
+            raise UnknownName(f"measure {measure!r} is none of {', '.join(MEASURES)}")
+
+
+def branches(traced: TracedProgram, forks: Sequence[Fork]) -> ComponentSelection:
+    """The branches of forks as components, in order. The leaves without a choice at a fork belong
+    to its branches, so that they do not count.
+    """
+    bits = ComponentBits({}, {}, {})
+    numbers = iter(fork_bits(forks, traced.program.blocks, bits))
+    leaves, found = frozenset(traced.names.values()), list[Component]()
+    for fork in forks:
+        others = leaves - fork.choosers
+        found += [Component(f"{fork.name}: {b.name}", next(numbers), others) for b in fork.branches]
+    return ComponentSelection(found, bits)
+
+
+def _divided(forks: Sequence[Fork], rows: Sequence[Row]) -> tuple[Choice, ...]:
+    """Rows of choices from those of the branches: forks of one name are added."""
+    sums: dict[tuple[str, str], list[list[float]]] = {}
+    kinds, times, place = dict[str, str](), dict[str, int](), 0
+    for fork in forks:
+        kinds[fork.name], times[fork.name] = fork.kind, times.get(fork.name, 0) + 1
+        for branch, row in zip(fork.branches, rows[place : place + len(fork.branches)]):
+            both = [list(row.count.through), list(row.gradient.through)]
+            known = sums.setdefault((fork.name, branch.name), both)
+            if known is not both:
+                known[:] = [[*map(sum, zip(*two))] for two in zip(known, both)]
+        place += len(fork.branches)
+    totals: dict[str, list[list[float]]] = {}
+    for (name, _), both in sums.items():
+        known = totals.setdefault(name, [[0.0] * len(line) for line in both])
+        known[:] = [[*map(sum, zip(*two))] for two in zip(known, both)]
+    found = []
+    for (name, taken), both in sums.items():
+        count, gradient = map(Moments.over, both, totals[name])
+        found.append(Choice(name, taken, kinds[name], count, gradient, {}, times[name]))
+    return tuple(found)
