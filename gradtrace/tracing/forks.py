@@ -151,7 +151,7 @@ class _Graph:
             if len(block.gives) < 2 or number in absorbed:
                 continue
             found = self._arguments(number, absorbed)
-            once = sum(w in self.leaves and w not in self.shared for w in found)
+            once = sum(self._used_once(whole) for whole in found)
             if len(found) - once < 2:  # leaves that are used once have no choice
                 continue
             kind = "sum" if block.operator in SUMS else "product"
@@ -173,6 +173,19 @@ class _Graph:
                 absorbed.add(inner)
                 pending += self._given(inner)
         return found
+
+    def _used_once(self, value: int) -> bool:
+        """Whether a value is a leaf, or made of one leaf alone, and used nowhere else."""
+        for _ in range(100):
+            if value in self.shared or value in self.leaves:
+                return value not in self.shared
+            if value not in self.takers:
+                return True  # a constant
+            gives = self.program.blocks[self.takers[value][0]].gives
+            if len(gives) != 1:
+                break
+            value = next(self.wholes.get(each, each) for each in gives.values())
+        return False
 
     def _given(self, number: int) -> list[tuple[int, int, int]]:
         gives = self.program.blocks[number].gives
