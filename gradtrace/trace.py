@@ -18,8 +18,7 @@ from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
 from gradtrace.tracing.agreement import Agreement, agreement
-from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.choosing import TraceChoices, choices
+from gradtrace.tracing.choosing import TraceChoices
 from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.coverage import Coverage
@@ -28,13 +27,14 @@ from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.leaf_selection import Leaves, TraceCoverage, coverage_of, influence_of
 from gradtrace.tracing.mass import Mass, mass_of
+from gradtrace.tracing.measures import Measures, positive
 from gradtrace.tracing.paths import Builder, Path, Paths, sampled
 from gradtrace.tracing.tensor_paths import TensorPaths
-from gradtrace.tracing.traced_program import TracedProgram, indices
+from gradtrace.tracing.traced_program import indices
 
 
 @dataclass
-class Trace(TracedProgram):
+class Trace(Measures):
     """The paths behind a loss.
 
     ``gradients`` are those of autograd, by name; ``rule`` is ``"greedy"``, ``"edge"`` or
@@ -111,7 +111,7 @@ class Trace(TracedProgram):
         if sample is not None:
             leaves = self.leaves.values() if name is None else [self.leaf(name)]
             sizes = {leaf.value: leaf.tensor.numel() for leaf in leaves}
-            drawn = sampled(sizes, _positive("sample", sample), seed)
+            drawn = sampled(sizes, positive("sample", sample), seed)
             starts = {value: e.to(self.device) for value, e in drawn.items() if len(e)}
             return Paths(builder.lazy_paths(starts, self.rule), f"Paths ({self.rule})")
         if name is None:
@@ -124,7 +124,7 @@ class Trace(TracedProgram):
         else:
             value, element = self.element(name, index)
             elements = torch.tensor([element], device=self.device)
-        best = builder.follower.best(value, elements, _positive("k", k))
+        best = builder.follower.best(value, elements, positive("k", k))
         return Paths(
             tuple(builder.path(value, int(elements[place]), edges) for place, edges in best),
             f"Largest paths of {name}",
@@ -196,7 +196,7 @@ class Trace(TracedProgram):
         self.check_unchanged()
         by = checked_weight(weight)
         chosen = component_finder(self).choose(components)
-        drawn = None if sample is None else (_positive("sample", sample), seed)
+        drawn = None if sample is None else (positive("sample", sample), seed)
         table = influence_of(self, chosen, of, index, drawn).by(by)
         kind = components if isinstance(components, str) else ""
         table = replace(table, kind=kind, divide=TraceChoices(self, of))
@@ -217,7 +217,7 @@ class Trace(TracedProgram):
         >>> found.parts, found.median  # 3 of 8, and 4 of 10
         ((0.375, 0.4), 0.3875)
         """
-        return coverage_of(self, self._coverages, of, _positive("sample", sample), seed)
+        return coverage_of(self, self._coverages, of, positive("sample", sample), seed)
 
     @isolated()
     def agreement(
@@ -228,7 +228,7 @@ class Trace(TracedProgram):
         """
         self.check_unchanged()
         chosen = component_finder(self).choose(components)
-        self.compared = agreement(self, chosen, _positive("sample", sample), seed)
+        self.compared = agreement(self, chosen, positive("sample", sample), seed)
         return self.compared
 
     @isolated()
@@ -266,34 +266,6 @@ class Trace(TracedProgram):
         """
         self.check_unchanged()
         return mass_of(self, components, p)
-
-    @isolated()
-    def choices(
-        self,
-        measures: Sequence[str] = ("paths",),
-        *,
-        of: Leaves | None = None,
-        every: bool = False,
-        sample: int | None = None,
-        seed: int = 0,
-    ) -> Choices:
-        """How paths divide at each fork: sums, concatenations, gates, labelled slices.
-
-        Of the elements that could take at least two branches of a fork and come to it, the share
-        that takes each. Shares of a fork add up to 1; a chain of sums is one fork. ``every`` lists
-        also the arithmetic within activations, norms and cells; ``of`` and ``sample`` are as for
-        ``influence``.
-
-        >>> import torch, gradtrace as gt
-        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
-        >>> w = torch.tensor([0.5, 3.0], requires_grad=True)
-        >>> trace = gt.trace((x + w * x).sum(), names={"x": x, "w": w})
-        >>> trace.choices().shares
-        {'add': {'skip': 0.5, 'mul of w': 0.5}}
-        """
-        self.check_unchanged()
-        drawn = None if sample is None else (_positive("sample", sample), seed)
-        return choices(self, measures, of, every, drawn)
 
     @isolated()
     def flow(self) -> Flow:
@@ -343,7 +315,7 @@ class Trace(TracedProgram):
         >>> with TemporaryDirectory() as folder:
         ...     gt.trace((x * x).sum(), names={"x": x}).report(f"{folder}/x.html", name="squares")
         """
-        drawn = (_positive("sample", sample), seed)
+        drawn = (positive("sample", sample), seed)
         saving.write(path, [self, compare], name, training, *drawn)
 
     def _repr_html_(self) -> str:
@@ -352,13 +324,7 @@ class Trace(TracedProgram):
 
     def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
         """The data of a report; cached, so it is available after an optimiser's step."""
-        key = (_positive("sample", sample), seed, small)
+        key = (positive("sample", sample), seed, small)
         if key not in self._views:
             self._views[key] = view_of(self, *key)
         return self._views[key]
-
-
-def _positive(word: str, number: int) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise GradtraceError(f"{word} is a number of paths from 1 on, not {number!r}")
-    return number

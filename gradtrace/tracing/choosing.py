@@ -40,10 +40,7 @@ def choices(
     if not forks:
         return Choices((), traced.pairs, traced.rule, (NO_FORKS, *traced.notes))
     chosen = branches(traced, forks)
-    if sample is None:
-        table = counted(traced, chosen)
-    else:
-        table = counted_sample(traced, chosen, *sample)
+    table = counted(traced, chosen) if sample is None else counted_sample(traced, chosen, *sample)
     rows = _divided(forks, table.rows)
     return Choices(rows, traced.pairs, traced.rule, table.notes)
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
-from gradtrace.tracing.coverage import Coverage, CoverageSource, combined
 from gradtrace.tracing.choices import Choice, Choices
+from gradtrace.tracing.coverage import Coverage, CoverageSource, combined
 from gradtrace.tracing.moments import NOTHING
 from gradtrace.tracing.moments import Moments as Moments
 
