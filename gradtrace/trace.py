@@ -26,7 +26,6 @@ from gradtrace.tracing.decompose import decomposed
 from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.leaf_selection import Leaves, TraceCoverage, coverage_of, influence_of
-from gradtrace.tracing.mass import Mass, mass_of
 from gradtrace.tracing.measures import Measures, positive
 from gradtrace.tracing.paths import Builder, Path, Paths, sampled
 from gradtrace.tracing.tensor_paths import TensorPaths
@@ -249,23 +248,6 @@ class Trace(Measures):
         """
         self.check_unchanged()
         return decomposed(self, component_finder(self).choose(components))
-
-    @isolated()
-    def mass(self, components: Components = None, p: float = 1.0) -> Mass:
-        """The share of the mass of all paths, ``Σ |weight|**p``, that passes each component.
-
-        All paths count, each by its weight; ``components`` are as for ``influence``. With larger
-        ``p`` the heaviest paths count more. See ``Mass`` for what is divided by what.
-
-        >>> import torch, gradtrace as gt
-        >>> x = torch.tensor(2.0, requires_grad=True)
-        >>> loss = (3 * x).exp().log() + x.sin()
-        >>> table = gt.trace(loss, names={"x": x}).mass("arguments")
-        >>> {name: round(share, 4) for name, share in table.shares.items()}
-        {'add[0] from LogBackward0': 0.8782, 'add[1] from SinBackward0': 0.1218}
-        """
-        self.check_unchanged()
-        return mass_of(self, components, p)
 
     @isolated()
     def flow(self) -> Flow:

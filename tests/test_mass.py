@@ -9,7 +9,7 @@ import pytest
 import torch
 from bruteforce import Path, ScalarGraph
 from randomgraphs import Sample, build
-from thorough import few
+from thorough import THOROUGH, few
 from torch import Tensor, nn
 
 import gradtrace as gt
@@ -78,7 +78,7 @@ def check(seed: int) -> None:
     sample = build(seed)
     trace = gt.trace(sample.loss, names=sample.leaves)
     paths = listed(sample)
-    for p in POWERS:
+    for p in POWERS if THOROUGH else POWERS[seed % 3 :][:1]:
         least = 1e-9 * max(1e-30, sample.graph.largest**p)
         wanted = wanted_masses(sample, paths, p)
         table = trace.mass("operators", p=p)

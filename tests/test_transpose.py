@@ -32,14 +32,14 @@ def lifted(matrix: Tensor, x: Tensor, semiring: Semiring) -> list[Tensor]:
     return list(semiring.fold(product, 1))
 
 
-@pytest.mark.parametrize("semiring", SEMIRINGS, ids=lambda s: s.name)
-def test_transpose_is_that_of_the_matrix(m: Map, semiring: Semiring) -> None:
-    x, t = maker(seed=1)(*m.out_shape), transposed(m)
+def test_transpose_is_that_of_the_matrix(m: Map) -> None:
+    x, t, matrix = maker(seed=1)(*m.out_shape), transposed(m), matrix_of(m)
     assert (t.in_shape, t.out_shape) == (m.out_shape, m.in_shape)
-    found = t.apply_in(semiring.weigh(x), semiring)
-    for part, wanted in zip(found, lifted(matrix_of(m).T, x, semiring)):
-        assert tuple(part.shape) == m.in_shape
-        close(part.reshape(-1), wanted)
+    for semiring in SEMIRINGS:
+        found = t.apply_in(semiring.weigh(x), semiring)
+        for part, wanted in zip(found, lifted(matrix.T, x, semiring)):
+            assert tuple(part.shape) == m.in_shape
+            close(part.reshape(-1), wanted)
 
 
 def test_rows_of_the_transpose(m: Map) -> None:
@@ -53,31 +53,27 @@ def test_rows_of_the_transpose(m: Map) -> None:
 
 
 def test_other_methods_of_the_transpose(m: Map) -> None:
-    x, t = maker(seed=1)(*m.out_shape), transposed(m)
-    close(t.apply(x).reshape(-1), matrix_of(m).T @ x.reshape(-1))
-    close(Transposed(m).apply(x).reshape(-1), matrix_of(m).T @ x.reshape(-1))
-    size = (matrix_of(m).T * x.reshape(1, -1)).abs()
+    x, t, matrix = maker(seed=1)(*m.out_shape), transposed(m), matrix_of(m).T
+    close(t.apply(x).reshape(-1), matrix @ x.reshape(-1))
+    close(Transposed(m).apply(x).reshape(-1), matrix @ x.reshape(-1))
+    close(transposed(t).apply(x.new_ones(m.in_shape)).reshape(-1), matrix.sum(0))
+    size = (matrix * x.reshape(1, -1)).abs()
     best = t.best(x).value.reshape(-1)
     close(best, size.amax(1) if size.numel() else torch.zeros(t.outputs))
     numbers = torch.arange(1, t.inputs + 1).reshape(t.in_shape)
     bound = t.max_source(numbers).reshape(-1)
-    there = (matrix_of(m).T != 0) * torch.arange(1, t.inputs + 1)
+    there = (matrix != 0) * torch.arange(1, t.inputs + 1)
     assert not bound.numel() or not there.numel() or bool((bound >= there.amax(1)).all())
 
 
-def test_twice_transposed_is_the_map(m: Map) -> None:
-    x, back = maker(seed=1)(*m.in_shape), transposed(transposed(m))
-    close(back.apply(x), m.apply(x))
-
-
-@pytest.mark.parametrize("semiring", [SUM, ABS, Abs(p=2), ENTROPY], ids=lambda s: s.name)
-def test_column_sums(m: Map, semiring: Semiring) -> None:
-    like = semiring.weigh(torch.ones(1, dtype=torch.float64))
-    ones = torch.ones(m.outputs, dtype=torch.float64)
-    found = column_sums(m, semiring, like)
-    for part, wanted in zip(found, lifted(matrix_of(m).T, ones, semiring)):
-        assert tuple(part.shape) == m.in_shape
-        close(part.reshape(-1), wanted)
+def test_column_sums(m: Map) -> None:
+    ones, matrix = torch.ones(m.outputs, dtype=torch.float64), matrix_of(m)
+    for semiring in (SUM, ABS, Abs(p=2), ENTROPY):
+        like = semiring.weigh(torch.ones(1, dtype=torch.float64))
+        found = column_sums(m, semiring, like)
+        for part, wanted in zip(found, lifted(matrix.T, ones, semiring)):
+            assert tuple(part.shape) == m.in_shape
+            close(part.reshape(-1), wanted)
 
 
 def test_weights_of_a_pair_are_added_before_they_are_lifted() -> None:
@@ -142,17 +138,17 @@ def test_powers_of_small_weights_do_not_vanish() -> None:
 # Norms in |weight|**p ----------------------------------------------------------------------------
 
 
-def norm(n: int, lines: int = 3, degenerate: bool = False) -> Normaliser:
+def norm(n: int, lines: int = 2, degenerate: bool = False) -> Normaliser:
     make = maker(seed=n)
     u, v = make(lines, n), make(lines, n)
     if degenerate:  # zeros, and lines of which all ratios are the same
-        u[0], v[1], u[2, ::2], v[2, ::3] = 0, 1, 0, 0
+        u[0, ::2], v[0, ::3], u[1], v[1] = 0, 0, 0, 1
     return Normaliser(make(lines, n), [(u, v), (make(1, n), make(lines, 1))], [1], (lines, n))
 
 
 @pytest.mark.parametrize("degenerate", [False, True])
 @pytest.mark.parametrize("p", [1, 2, 3, 8, 2.5])
-@pytest.mark.parametrize("n", [5, 100])
+@pytest.mark.parametrize("n", [5, 70])
 def test_norms_without_all_pairs(n: int, p: float, degenerate: bool) -> None:
     """Sorted prefix sums and explicit pairs are the matrix' sums; also of single precision."""
     m = norm(n, degenerate=degenerate)
@@ -168,7 +164,7 @@ def test_norms_without_all_pairs(n: int, p: float, degenerate: bool) -> None:
 
 @pytest.mark.parametrize("p", [1, 2.5])
 def test_norms_in_chunks(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    m, x = norm(7), maker(seed=1)(3, 7).abs()
+    m, x = norm(7), maker(seed=1)(2, 7).abs()
     wanted = matrix_of(m).abs().pow(p) @ x.reshape(-1)
     for entries in (1, 14, 60, 100, 1 << 20):
         monkeypatch.setattr(linops_tuning, "ROWS_MAX_ENTRIES", entries)

@@ -20,6 +20,10 @@ MAX_POLYNOMIAL_POWER = 8
 """The largest power that is expanded; the terms of higher ones are too large beside their sum."""
 
 
+CHUNK_ELEMENTS = 1 << 16
+"""The most elements of lines that are expanded at a time; their terms fit into a CPU's cache."""
+
+
 def is_expanded(p: float, rank: int, width: int) -> bool:
     """Whether ``expanded_sums`` is exact up to rounding, and faster than ``pairwise_sums``."""
     whole = p == int(p) and p <= MAX_POLYNOMIAL_POWER
@@ -30,8 +34,19 @@ def expanded_sums(
     diagonal: Tensor, left: Sequence[Tensor], right: Sequence[Tensor], x: Tensor, p: int
 ) -> Tensor:
     """The sums of lines, (lines, elements), for rank two and a whole p; in float64."""
-    d, u1, u2, v1, v2, x = (part.double() for part in (diagonal, *left, *right, x))
-    own = u1 * v1 + u2 * v2
+    step = max(1, CHUNK_ELEMENTS // max(1, x.shape[1]))
+    found = []
+    for line in range(0, len(x), step):
+        some = slice(line, line + step)
+        d, *uv = (part[some] for part in (diagonal, *left, *right))
+        found.append(_expanded(d, uv, x[some], p))
+    return torch.cat(found)
+
+
+def _expanded(diagonal: Tensor, uv: list[Tensor], x: Tensor, p: int) -> Tensor:
+    u1, u2, v1, v2 = uv
+    own = (u1 * v1 + u2 * v2).double()
+    place, weight = None, x
     if p % 2:
         flip = torch.where((u1 < 0) | ((u1 == 0) & (u2 < 0)), -1.0, 1.0)
         u1, u2 = u1 * flip + 0.0, u2 * flip  # the sign does not matter; -0.0 would in a quotient
@@ -40,19 +55,25 @@ def expanded_sums(
         ratio, order = (v1 / v2).nan_to_num(0.0, torch.inf, -torch.inf).sort(1)
         v1, v2, weight = v1.gather(1, order), v2.gather(1, order), x.gather(1, order)
         place = torch.searchsorted(ratio, (-u2 / u1).nan_to_num(0.0, torch.inf, -torch.inf))
-    else:
-        place, weight = None, x
+    u1, u2, v1, v2, weight, x = (part.double() for part in (u1, u2, v1, v2, weight, x))
     total = torch.zeros_like(x)
     for k in range(p + 1):
-        moment = v1.pow(k) * v2.pow(p - k) * weight
+        moment = _monomial(v1, v2, k, p) * weight
         if place is None:
             found = moment.sum(1, keepdim=True)
         else:  # products before the place are negative
             prefix = torch.cat([moment.new_zeros(len(moment), 1), moment.cumsum(1)], 1)
             found = prefix[:, -1:] - 2 * prefix.gather(1, place)
-        total = total + comb(p, k) * u1.pow(k) * u2.pow(p - k) * found
-    others = (total - own.abs().pow(p) * x).clamp(min=0)
-    return others + (d + own).abs().pow(p) * x
+        total = total.addcmul_(_monomial(u1, u2, k, p), found, value=comb(p, k))
+    others = (total - own.abs().pow(p) * x).clamp_(min=0)
+    return others + (diagonal + own).abs().pow(p) * x
+
+
+def _monomial(a: Tensor, b: Tensor, k: int, p: int) -> Tensor:
+    """``a**k · b**(p − k)``."""
+    if k in (0, p):
+        return a.pow(p) if k else b.pow(p)
+    return a.pow(k) * b.pow(p - k)
 
 
 def pairwise_sums(

@@ -127,6 +127,9 @@ class Abs(Additive):
     def weigh(self, weight: Tensor) -> Value:
         return self.lift(wide(weight) if self.p == 1 else weight.double())
 
+    def size(self, x: Value) -> float:
+        return float(x[0].amax()) if x[0].numel() else 1.0  # no value is negative
+
     def times(self, a: Value, b: Value) -> Value:
         return (a[0] * b[0],)
 

@@ -20,7 +20,7 @@ from gradtrace.semirings import Abs
 from gradtrace.tracing.components import Component, Components
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.moments import NOTHING, Moments
-from gradtrace.tracing.path_mass import BackwardMass, PathMass, leaf_tails, run_ahead
+from gradtrace.tracing.path_mass import BackwardMass, PathMass, as_float, leaf_tails, run_ahead
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT = "measuring the mass of paths"
@@ -37,12 +37,12 @@ class MassRow:
     @property
     def mass(self) -> float:
         """``Σ |weight|**p`` over the paths through the component."""
-        return _number(self.moments.t)
+        return as_float(self.moments.t)
 
     @property
     def eligible(self) -> float:
         """``Σ |weight|**p`` over all paths of the leaves outside it that could pass through it."""
-        return _number(self.moments.e)
+        return as_float(self.moments.e)
 
     @property
     def share(self) -> float:
@@ -208,7 +208,7 @@ def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
         for k, component in enumerate(chosen.components)
     )
     masses = [mass for each in found for mass in each.leaves.values()]
-    total = _number(sum(masses, Fraction(0)))
+    total = as_float(sum(masses, Fraction(0)))
     return Mass(rows, float(p), traced.pairs, total, gradient, traced.notes)
 
 
@@ -269,10 +269,3 @@ def _through(
             own += mass - found.avoiding.get((k, leaf), Fraction(0))
     through = found.entered.get(k, Fraction(0)) - own
     return min(max(through, Fraction(0)), eligible), eligible
-
-
-def _number(exact: Fraction) -> float:
-    try:
-        return float(exact)
-    except OverflowError:
-        return inf

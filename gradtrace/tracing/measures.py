@@ -10,11 +10,11 @@ from gradtrace.errors import GradtraceError
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.choosing import choices
 from gradtrace.tracing.leaf_selection import Leaves
-from gradtrace.tracing.traced_program import TracedProgram
+from gradtrace.tracing.path_sums import PathSums
 
 
 @dataclass
-class Measures(TracedProgram):
+class Measures(PathSums):
     """A traced program with measures of it."""
 
     @isolated()

@@ -8,11 +8,11 @@ component are the paths through its entries (``ir.passes.entries``), each counte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import isfinite
-from typing import NamedTuple
+from math import inf, isfinite
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from gradtrace.ir.passes.entries import Entries, Entry
 from gradtrace.ir.program import Program, Step, Term
 from gradtrace.kernels import fetch_scalars
 from gradtrace.linops import column_sums, is_permutation, transposed
-from gradtrace.semirings import Semiring
+from gradtrace.semirings import Semiring, Value
 
 
 class Scalar(NamedTuple):
@@ -55,10 +55,13 @@ def leaf_tails(program: Program, entered: set[int]) -> dict[int, int]:
 
 
 class Ahead(NamedTuple):
-    """``ahead`` at the values that are entered, and all values that lead to a leaf."""
+    """``ahead`` at the values that are entered, all values that lead to a leaf, and the column sums
+    of maps to leaves, by index, where they are small.
+    """
 
     kept: dict[int, ScaledValue]
     alive: set[int]
+    sums: dict[int, Value]
 
 
 def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[int, int]) -> Ahead:
@@ -66,7 +69,7 @@ def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[
     like = semiring.weigh(program.seed)
     held: dict[int, ScaledValue] = {}
     kept: dict[int, ScaledValue] = {}
-    alive = set(tails)
+    alive, sums = set(tails), dict[int, Value]()
     shapes = {step.out: step.shape for step in program.steps()}
     for leaf in program.leaves:
         if leaf.value not in tails:
@@ -87,6 +90,8 @@ def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[
             map_ = program.maps[at]
             if whole is None:
                 found = ScaledValue(column_sums(map_, semiring, like), 0)
+                if _is_small(found.value[0]):
+                    sums[at] = found.value
             else:
                 found = ScaledValue(
                     transposed(map_).apply_in(whole.value, semiring), whole.exponent
@@ -96,7 +101,12 @@ def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[
         alive.add(program.root)
         if program.root in keep:
             kept[program.root] = held[program.root]
-    return Ahead(kept, alive)
+    return Ahead(kept, alive, sums)
+
+
+def _is_small(x: Tensor) -> bool:
+    """Whether a tensor is repeated in memory: it takes an eighth of what its elements would."""
+    return x.untyped_storage().nbytes() * 8 <= x.numel() * x.itemsize
 
 
 def _plus(a: ScaledValue, b: ScaledValue, semiring: Semiring) -> ScaledValue:
@@ -188,8 +198,10 @@ class BackwardMass:
         for term in step.terms:
             if term.value in self.tails:
                 continue
-            (sums,) = column_sums(self.program.maps[term.map], self.semiring, like)
-            weights = ScaledValue((sums,), 0)
+            sums = self.ahead.sums.get(term.map)
+            if sums is None:
+                sums = column_sums(self.program.maps[term.map], self.semiring, like)
+            weights = ScaledValue(sums, 0)
             self.leaves.setdefault(leaf, []).append(_dot(self.behind[term.value], weights))
             for k in channels:
                 terms, values = self._avoided(step, k)
@@ -231,7 +243,7 @@ class BackwardMass:
     ) -> None:
         dim, kinds = slices
         product = held.value[0] * ahead.value[0]
-        by_slice = product.movedim(dim, 0).reshape(len(kinds), -1).sum(1, dtype=torch.float64)
+        by_slice = product.movedim(dim, 0).reshape(len(kinds), -1).sum(1)
         for k in bits_of(mask):
             mine = _places(kinds, k, by_slice.device)
             total = by_slice.index_select(0, mine).sum()
@@ -255,31 +267,37 @@ class BackwardMass:
             mine.pop(value, None)
 
     def _fetched(self) -> PathMass:
-        """The sums as exact numbers, with one synchronisation."""
-        lists = [*self.leaves.values(), *self.entered.values(), *self.avoiding.values()]
-        numbers = iter(fetch_scalars([scalar.value for some in lists for scalar in some]))
-        leaves, entered, avoiding = (
-            [_exact(some, numbers) for some in given.values()]
-            for given in (self.leaves, self.entered, self.avoiding)
-        )
         return PathMass(
-            dict(zip(self.leaves, leaves)),
-            dict(zip(self.entered, entered)),
-            dict(zip(self.avoiding, avoiding)),
+            exact_sums(self.leaves), exact_sums(self.entered), exact_sums(self.avoiding)
         )
 
 
-def _exact(scalars: list[Scalar], numbers: Iterator[float]) -> Fraction:
-    """The sum of scalars whose values are the next numbers."""
-    total = Fraction(0)
-    for scalar, number in zip(scalars, numbers):
-        if not isfinite(number):
-            raise NonFinite(
-                "the mass of paths is not finite: a derivative is NaN or infinite; trace.flow() "
-                "tells where"
-            )
-        total += Fraction(number) * Fraction(2) ** scalar.exponent
-    return total
+Key = TypeVar("Key")
+
+
+def exact_sums(scalars: Mapping[Key, list[Scalar]]) -> dict[Key, Fraction]:
+    """The sums of scalars as exact numbers, with one synchronisation."""
+    numbers = iter(fetch_scalars([each.value for some in scalars.values() for each in some]))
+    found: dict[Key, Fraction] = {}
+    for key, some in scalars.items():
+        total = Fraction(0)
+        for scalar, number in zip(some, numbers):
+            if not isfinite(number):
+                raise NonFinite(
+                    "the mass of paths is not finite: a derivative is NaN or infinite; "
+                    "trace.flow() tells where"
+                )
+            total += Fraction(number) * Fraction(2) ** scalar.exponent
+        found[key] = total
+    return found
+
+
+def as_float(exact: Fraction) -> float:
+    """The nearest float; infinite beyond their range."""
+    try:
+        return float(exact)
+    except OverflowError:
+        return inf
 
 
 def bits_of(mask: int) -> Iterator[int]:
@@ -298,8 +316,8 @@ def _places(kinds: list[int], k: int, device: torch.device) -> Tensor:
 
 def _dot(a: ScaledValue, b: ScaledValue) -> Scalar:
     product = a.value[0] * b.value[0]
-    return Scalar(product.sum(dtype=torch.float64), a.exponent + b.exponent)
+    return Scalar(product.sum(), a.exponent + b.exponent)
 
 
 def _total(held: ScaledValue) -> Scalar:
-    return Scalar(held.value[0].sum(dtype=torch.float64), held.exponent)
+    return Scalar(held.value[0].sum(), held.exponent)

@@ -1,0 +1,299 @@
+"""``Spectrum``: mass and gradient of all paths, by their length or by the residual branches taken.
+
+Every value is held once for each grade (length so far, or branches so far) that a path to it has,
+so a spectrum costs about as many passes as there are grades.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import nan
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradtrace.errors import UnknownName
+from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.ir import memory
+from gradtrace.ir.interpreter import ScaledValue, balanced, value_of
+from gradtrace.ir.passes.residuals import residual_branches
+from gradtrace.ir.program import HOOKS, Leaf, Program, Step
+from gradtrace.linops import column_sums, transposed
+from gradtrace.printable import printable
+from gradtrace.semirings import SUM, Abs, Semiring
+from gradtrace.tracing.mass import checked_power
+from gradtrace.tracing.path_mass import Scalar, as_float, exact_sums, leaf_tails
+from gradtrace.tracing.traced_program import TracedProgram
+
+WHAT, REMEDY = "measuring a spectrum", "take the spectrum of one leaf: spectrum(of=name)"
+
+By: TypeAlias = Literal["length", "branches"]
+Graded: TypeAlias = dict[int, ScaledValue]
+"""A value for each grade."""
+
+
+@dataclass(frozen=True)
+class SpectrumRow:
+    """The paths of one grade: their mass ``Σ |weight|**p``, its share of the mass of all paths, and
+    the share of the gradient that they carry, ``⟨g_n, g⟩ / ⟨g, g⟩``.
+    """
+
+    grade: int
+    mass: float
+    share: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Mass and gradient of all paths by ``"length"`` (operators on the path, a fused one counting
+    as one) or by ``"branches"`` (residual branches taken: of ``x + f(x)`` the path through f).
+
+    Shares of mass add up to 1, and so do those of the gradient, which may be negative where paths
+    of a grade pull against the whole. ``gradients`` are the parts of the gradient by grade, for the
+    spectrum of one leaf; they add up to its gradient.
+    """
+
+    by: By
+    rows: tuple[SpectrumRow, ...]
+    p: float = 1.0
+    of: str | None = None
+    gradients: Mapping[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[SpectrumRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def masses(self) -> dict[int, float]:
+        """``{grade: mass}``."""
+        return {row.grade: row.mass for row in self.rows}
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """``{grade: share of the mass of all paths}``."""
+        return {row.grade: row.share for row in self.rows}
+
+    @property
+    def gradient_shares(self) -> dict[int, float]:
+        """``{grade: share of the gradient}``."""
+        return {row.grade: row.gradient for row in self.rows}
+
+    @property
+    def mean(self) -> float:
+        """The mean grade of a path, each path weighed by its mass."""
+        return sum(row.grade * row.share for row in self.rows) if self.rows else nan
+
+    def table(self) -> TextTable:
+        """The table as text: one row per grade."""
+        columns = (
+            TextColumn(self.by, "count"),
+            TextColumn("share of mass", "share"),
+            TextColumn("share of gradient", "share"),
+            TextColumn("mass", "number"),
+        )
+        rows = tuple((row.grade, row.share, row.gradient, row.mass) for row in self.rows)
+        of = f" of {self.of}" if self.of else ""
+        return TextTable(f"Spectrum{of} by {self.by} (p = {self.p:g})", columns, rows, self.notes)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __repr__(self) -> str:
+        of = f", of={self.of!r}" if self.of else ""
+        return printable(f"Spectrum(by={self.by!r}, {len(self.rows)} grades, p={self.p:g}{of})")
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_pandas(self) -> Any:
+        """One row per grade, as a pandas.DataFrame."""
+        return self.table().to_pandas()
+
+
+def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spectrum:
+    """The spectrum of all leaves, or of one; see ``Spectrum``."""
+    kind, semiring = _checked(by), Abs(p=checked_power(p))
+    leaves = list(traced.program.leaves) if of is None else [traced.leaf(of)]
+    grading = Grading.of(traced.program, kind, leaves)
+    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        given = {leaf.value: leaf.compute() for leaf in leaves}
+        square = sum(_inner(g, g) for g in given.values())
+        masses = _masses(grading, semiring)
+        if of is None:
+            inner, parts = _products(grading, given), dict[int, Tensor]()
+        else:
+            parts = _parts(grading, leaves[0])
+            inner = {n: _inner(part, given[leaves[0].value]) for n, part in parts.items()}
+    total = sum(masses.values(), Fraction(0))
+    rows = tuple(
+        SpectrumRow(
+            n,
+            as_float(masses.get(n, Fraction(0))),
+            float(masses.get(n, Fraction(0)) / total) if total else nan,
+            inner.get(n, 0.0) / square if square else nan,
+        )
+        for n in sorted(masses.keys() | inner.keys())
+    )
+    return Spectrum(kind, rows, float(p), of, parts, traced.notes)
+
+
+def _checked(by: str) -> By:
+    if by == "length":
+        return "length"
+    if by == "branches":
+        return "branches"
+    raise UnknownName(f"a spectrum is by 'length' or 'branches', not {by!r}")
+
+
+def _inner(a: Tensor, b: Tensor) -> float:
+    return float((a.double() * b.double()).sum())
+
+
+@dataclass
+class Grading:
+    """Which blocks and arguments raise a path's grade by one, and the values that lead to the
+    leaves that are measured.
+    """
+
+    program: Program
+    blocks: frozenset[int]
+    arguments: frozenset[tuple[int, int]]
+    leaves: list[Leaf]
+    alive: set[int]
+
+    @classmethod
+    def of(cls, program: Program, by: By, leaves: list[Leaf]) -> Grading:
+        """The grading of a program by length or by branches."""
+        alive = {leaf.value for leaf in leaves}
+        for step in reversed(program.steps()):
+            if step.out in alive:
+                alive.update(term.value for term in step.terms)
+        if by == "branches":
+            arguments = frozenset(residual_branches(program))
+            return cls(program, frozenset(), arguments, leaves, alive)
+        blocks = (n for n, block in enumerate(program.blocks) if block.operator != HOOKS)
+        return cls(program, frozenset(blocks), frozenset(), leaves, alive)
+
+    def run(
+        self, semiring: Semiring, tails: Mapping[int, int], at_tail: Callable[[Step, Values], None]
+    ) -> dict[int, Graded]:
+        """Run the program grade by grade; returns the values of the leaves that are no tails.
+        ``at_tail`` is called with the steps to tails, which are not computed.
+        """
+        program = self.program
+        values: Values = {program.root: {0: ScaledValue(semiring.weigh(program.seed), 0)}}
+        keep = {leaf.value for leaf in self.leaves}
+        last, n = program.last_uses, -1
+        for number, block in enumerate(program.blocks):
+            if number in self.blocks:
+                self._raise(values, block.takes.values())
+            branches = [v for at, v in block.gives.items() if (number, at) in self.arguments]
+            for k, step in enumerate((*block.steps, *block.merges)):
+                n += 1
+                if k == len(block.steps):
+                    self._raise(values, branches)
+                if step.out in tails:
+                    at_tail(step, values)
+                elif step.out in self.alive:
+                    values[step.out] = self._graded(step, values, semiring)
+                for term in step.terms:
+                    if last[term.value] == n and term.value not in keep:
+                        values.pop(term.value, None)
+            if not block.merges:
+                self._raise(values, branches)
+        return {value: values[value] for value in keep if value in values}
+
+    def _raise(self, values: Values, which: Any) -> None:
+        for value in which:
+            if value in values:
+                values[value] = {grade + 1: held for grade, held in values[value].items()}
+
+    def _graded(self, step: Step, values: Values, semiring: Semiring) -> Graded:
+        found: Graded = {}
+        for grade in sorted({g for term in step.terms for g in values.get(term.value, ())}):
+            here = [term for term in step.terms if grade in values.get(term.value, ())]
+            held = {term.value: values[term.value][grade] for term in here}
+            part = value_of(step._replace(terms=tuple(here)), self.program.maps, held, semiring)
+            found[grade] = balanced(part, semiring)
+        return found
+
+
+Values: TypeAlias = dict[int, Graded]
+
+
+def _masses(grading: Grading, semiring: Semiring) -> dict[int, Fraction]:
+    """The mass of the paths of each grade."""
+    program = grading.program
+    mine = {leaf.value for leaf in grading.leaves}
+    raised = _raised(grading)
+    every = leaf_tails(program, raised)
+    tails = {value: leaf for value, leaf in every.items() if leaf in mine}
+    like = semiring.weigh(program.seed)
+    found: dict[int, list[Scalar]] = {}
+
+    def at_tail(step: Step, values: Values) -> None:
+        for at, value in step.terms:
+            if value in tails or value not in values:
+                continue
+            (sums,) = column_sums(program.maps[at], semiring, like)
+            for grade, held in values[value].items():
+                total = (held.value[0] * sums).sum()
+                found.setdefault(grade, []).append(Scalar(total, held.exponent))
+
+    for graded in grading.run(semiring, tails, at_tail).values():
+        for grade, held in graded.items():
+            found.setdefault(grade, []).append(Scalar(held.value[0].sum(), held.exponent))
+    return exact_sums(found)
+
+
+def _raised(grading: Grading) -> set[int]:
+    """The values at which the grade of paths changes."""
+    blocks = grading.program.blocks
+    found = {value for n in grading.blocks for value in blocks[n].takes.values()}
+    return found | {blocks[n].gives[at] for n, at in grading.arguments}
+
+
+def _products(grading: Grading, given: Mapping[int, Tensor]) -> dict[int, float]:
+    """``⟨g_n, g⟩`` for each grade n. The gradients of leaves are pulled back to the inputs of the
+    last maps, once for all grades, so that no part of a gradient is formed.
+    """
+    program = grading.program
+    tails = {v: leaf for v, leaf in leaf_tails(program, _raised(grading)).items() if v == leaf}
+    found: dict[int, float] = {}
+
+    def at_tail(step: Step, values: Values) -> None:
+        for at, value in step.terms:
+            if value not in values:
+                continue
+            gradient = _real(given[step.out], step.shape)
+            pulled = transposed(program.maps[at]).apply(gradient)
+            for grade, held in values[value].items():
+                found[grade] = found.get(grade, 0.0) + _inner(held.value[0], pulled)
+
+    for leaf, graded in grading.run(SUM, tails, at_tail).items():
+        for grade, held in graded.items():
+            gradient = _real(given[leaf], tuple(held.value[0].shape))
+            found[grade] = found.get(grade, 0.0) + _inner(held.value[0], gradient)
+    return found
+
+
+def _real(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A gradient as the program holds it: a complex one as real and imaginary parts."""
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return x.reshape(shape)
+
+
+def _parts(grading: Grading, leaf: Leaf) -> dict[int, Tensor]:
+    """The parts of a leaf's gradient, by grade."""
+    found = grading.run(SUM, {}, lambda step, values: None).get(leaf.value, {})
+    tensors = {grade: held.value[0] for grade, held in found.items()}
+    if leaf.tensor.is_complex():
+        tensors = {n: torch.view_as_complex(x.contiguous()) for n, x in tensors.items()}
+    return {grade: x.reshape(leaf.tensor.shape) for grade, x in sorted(tensors.items())}
