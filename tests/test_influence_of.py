@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.select_leaves import select_leaves
+from gradtrace.report.encode import contained, read
+from gradtrace.report.model import View, revived
 from gradtrace.trace import Trace
 from gradtrace.tracing.agreement import PATH_RULES
 from gradtrace.tracing.coverage import Coverage
@@ -383,6 +385,20 @@ def test_files_of_traces_keep_coverage(tmp_path: object) -> None:
     for kind in (None, "operators"):
         assert saved.influence(kind).coverage == trace.coverage()
     assert "carries" in str(saved.influence())
+
+
+def test_a_report_says_coverage() -> None:
+    trace = traced()
+    view = trace._view()
+    wanted = trace.coverage()
+    assert view.coverage is not None
+    assert (view.coverage.median, view.coverage.words) == (wanted.median, wanted.lines())
+    assert wanted.in_words() in view.notes
+    data = read(contained(view))
+    assert revived(View, data).coverage == view.coverage
+    del data["coverage"]  # a file of an older version
+    assert revived(View, data).coverage is None
+    assert traced(granularity="operator")._view().coverage is None
 
 
 def test_nothing_is_kept_alive_by_a_printed_table() -> None:

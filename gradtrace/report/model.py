@@ -7,7 +7,7 @@ trace it was made from nor to the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -175,6 +175,19 @@ class Flow:
     rows: tuple[FlowRow, ...]
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """What part of their elements' gradients the paths carry, over a sample of elements."""
+
+    median: float
+    lower: float
+    upper: float
+    opposite: float
+    cancelled: float
+    elements: int
+    words: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class View:
     """Everything that a report shows of one trace."""
@@ -195,6 +208,7 @@ class View:
     sample: Sample
     tables: dict[str, Influence]
     flow: Flow
+    coverage: Coverage | None = None  # None: whole tensors, or a file of an older version
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,10 +260,13 @@ def revived(kind: type, data: Any) -> Any:
     Sample(paths=3, drawn=4, elements=9, seed=0)
     """
     hints = _hints(kind)
-    if not isinstance(data, Mapping) or not data.keys() >= hints.keys():
+    optional = {part.name for part in fields(kind) if part.default is not MISSING}
+    if not isinstance(data, Mapping) or not data.keys() >= hints.keys() - optional:
         unfit(f"is no {kind.__name__}")
     values = {}
     for name, hint in hints.items():
+        if name not in data:
+            continue
         try:
             values[name] = _value(hint, data[name])
         except SchemaMismatch as error:

@@ -8,11 +8,13 @@ from itertools import islice
 
 from gradtrace.errors import TooLarge, UnknownName
 from gradtrace.ir.program import Program
+from gradtrace.report import model
 from gradtrace.report.building import view
 from gradtrace.report.model import View
 from gradtrace.report.source import Source
 from gradtrace.report.tuning import (
     ARGUMENTS_MAX_OPERATORS,
+    COVERED_ELEMENTS,
     FULL,
     FULL_VIEW_MAX_ELEMENTS,
     FULL_VIEW_MAX_OPERATORS,
@@ -21,6 +23,7 @@ from gradtrace.report.tuning import (
 )
 from gradtrace.tracing.components import Component, ComponentSelection
 from gradtrace.tracing.counting import component_finder, counted, counted_sample
+from gradtrace.tracing.coverage import Coverage, measured
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.traced_program import TracedProgram
 
@@ -48,8 +51,19 @@ def view_of(traced: TracedProgram, sample: int, seed: int, small: bool = False) 
             f"paths and heat maps are those of the first of {traced.pairs:,} losses; masses and "
             "flow are of their sum",
         )
+    found = None
+    if traced.granularity == "scalar":
+        found = measured(traced, min(sample, COVERED_ELEMENTS), seed)
+        notes += found.lines()
     source = Source(traced, tables, (*traced.notes, *notes))
-    return view(source, sample, seed, SMALL if small else FULL)
+    return replace(view(source, sample, seed, SMALL if small else FULL), coverage=_coverage(found))
+
+
+def _coverage(found: Coverage | None) -> model.Coverage | None:
+    if found is None:
+        return None
+    shares = found.median, *found.quartiles, found.opposite, found.cancelled
+    return model.Coverage(*shares, found.elements, found.lines())
 
 
 def _tables(traced: TracedProgram, small: bool) -> Tables:

@@ -32,6 +32,9 @@ ARGUMENTS_MAX_OPERATORS = 4_000
 SAMPLED_ELEMENTS = 10_000
 """The number of elements a report samples for influence if memory is short for all."""
 
+COVERED_ELEMENTS = 1_000
+"""The most elements whose paths a report measures the coverage of."""
+
 LEAF_MAX_CELLS = 48 * 48
 """The most cells of a leaf."""
 
