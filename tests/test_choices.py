@@ -443,6 +443,47 @@ def test_measures_are_checked() -> None:
         trace.choices("paths")
 
 
+def test_gradient_and_mass_by_hand() -> None:
+    x, w = leaf(1, 2, 5), leaf(0.5, -3, 0.25)
+    found = gt.trace((x + w * x).sum(), names={"x": x, "w": w}).choices(["gradient", "mass"])
+    skip, mul = found
+    g = 1 + w.detach()
+    assert skip.others["gradient"] == pytest.approx(float(g.sum() / g.square().sum()))
+    assert mul.others["gradient"] == pytest.approx(float((w.detach() * g).sum() / (g * g).sum()))
+    assert skip.others["mass"] == pytest.approx(3 / 6.75)
+    assert found.measures == ("paths", "gradient", "mass")
+    assert "gradient" in str(found) and len(found.plot("mass").patches) == 2
+    again = Choices.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert again == found
+
+
+def test_gradient_and_mass_add_up() -> None:
+    for seed in range(thorough.few(30, 500)):
+        sample = randomgraphs.build(seed)
+        trace = gt.trace(sample.loss, names=sample.leaves)
+        found = trace.choices(("gradient", "mass"), every=True)
+        for fork in found.forks:
+            for measure in ("gradient", "mass"):
+                shares = [row.others[measure] for row in found[fork]]
+                assert all(map(math.isnan, shares)) or abs(sum(shares) - 1) < 1e-9, (seed, fork)
+            assert all(not row.others["mass"] < 0 for row in found)
+
+
+def test_measures_of_labels_and_calls() -> None:
+    torch.manual_seed(0)
+    cell, x = nn.RNNCell(2, 3), torch.randn(4, 1, 2)
+    with gt.watch(cell) as watch:
+        h = torch.zeros(1, 3)
+        for step in x:
+            h = gt.label(cell(step, h), 1, "unit")
+        loss = h.square().sum()
+    found = watch.trace(loss).choices(("gradient", "mass"))
+    assert {row.times for row in found if row.kind == "label"} == {4}
+    for fork in found.forks:
+        for measure in ("gradient", "mass"):
+            assert sum(row.others[measure] for row in found[fork]) == pytest.approx(1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     x = torch.tensor([[1.0, 2.0]], dtype=dtype.to_real(), requires_grad=True)

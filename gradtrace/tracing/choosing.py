@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import nan
 from typing import Protocol
 from weakref import ref
 
@@ -11,9 +13,11 @@ from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.tracing.choices import MEASURES, Choice, Choices
 from gradtrace.tracing.components import Component, ComponentSelection
 from gradtrace.tracing.counting import counted, counted_sample
+from gradtrace.tracing.decompose import decomposed
 from gradtrace.tracing.forks import Fork, find_forks, fork_bits
 from gradtrace.tracing.influence import Row
 from gradtrace.tracing.leaf_selection import Leaves, selected
+from gradtrace.tracing.mass import mass_through
 from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.traced_program import TracedProgram
 
@@ -42,7 +46,36 @@ def choices(
     chosen = branches(traced, forks)
     table = counted(traced, chosen) if sample is None else counted_sample(traced, chosen, *sample)
     rows = _divided(forks, table.rows)
+    more = [measure for measure in MEASURES[1:] if measure in measures]
+    found = {measure: _shares(forks, _THROUGH[measure](traced, chosen)) for measure in more}
+    rows = tuple(
+        replace(row, others={m: shares[row.fork, row.branch] for m, shares in found.items()})
+        for row in rows
+    )
     return Choices(rows, traced.pairs, traced.rule, table.notes)
+
+
+def _gradients(traced: TracedProgram, chosen: ComponentSelection) -> list[float]:
+    """Of each branch ⟨g_branch, g⟩: what the gradient through it adds to the gradient, signed."""
+    return [float(row.whole.t) for row in decomposed(traced, chosen).rows]
+
+
+def _masses(traced: TracedProgram, chosen: ComponentSelection) -> list[float]:
+    """Of each branch the mass of the paths through it."""
+    return [row.mass for row in mass_through(traced, chosen)]
+
+
+_THROUGH = {"gradient": _gradients, "mass": _masses}
+
+
+def _shares(forks: Sequence[Fork], through: Sequence[float]) -> dict[tuple[str, str], float]:
+    """The share of each branch, by fork and branch: forks of one name are added."""
+    branches, totals = dict[tuple[str, str], float](), dict[str, float]()
+    places = [(fork.name, branch.name) for fork in forks for branch in fork.branches]
+    for (fork, branch), part in zip(places, through):
+        branches[fork, branch] = branches.get((fork, branch), 0.0) + part
+        totals[fork] = totals.get(fork, 0.0) + part
+    return {key: part / totals[key[0]] if totals[key[0]] else nan for key, part in branches.items()}
 
 
 class TraceChoices:

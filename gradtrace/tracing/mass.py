@@ -17,7 +17,7 @@ from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries, bits_by_component, find_entries
 from gradtrace.printable import printable
 from gradtrace.semirings import Abs
-from gradtrace.tracing.components import Component, Components
+from gradtrace.tracing.components import Component, Components, ComponentSelection
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.moments import NOTHING, Moments
 from gradtrace.tracing.path_mass import BackwardMass, PathMass, as_float, leaf_tails, run_ahead
@@ -185,9 +185,14 @@ class Mass:
 
 
 def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
-    """The table of the chosen components; see ``Mass``."""
-    semiring = Abs(p=checked_power(p))
-    chosen, program = component_finder(traced).choose(components), traced.program
+    """The table of components; see ``Mass``."""
+    checked_power(p)
+    return mass_through(traced, component_finder(traced).choose(components), p)
+
+
+def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1.0) -> Mass:
+    """The table of the chosen components."""
+    semiring, program = Abs(p=checked_power(p)), traced.program
     bits = bits_by_component(chosen.component_bits, [each.bits for each in chosen.components])
     owned = _owners(traced, chosen.components)
     entries = find_entries(program, bits, owned)

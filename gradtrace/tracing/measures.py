@@ -34,6 +34,11 @@ class Measures(PathSums):
         also the arithmetic within activations, norms and cells; ``of`` and ``sample`` are as for
         ``influence``.
 
+        ``measures`` may add ``"gradient"`` (signed: ⟨g_b, g⟩, what the gradient through branch b
+        adds to the gradient of these leaves, over the sum of that of all branches; see
+        ``decompose``) and ``"mass"`` (Σ |weight| of all paths through b, likewise; see ``mass``).
+        They cost up to a backward pass for each branch, and a few.
+
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> w = torch.tensor([0.5, 3.0], requires_grad=True)

@@ -204,8 +204,8 @@ class BackwardMass:
             weights = ScaledValue(sums, 0)
             self.leaves.setdefault(leaf, []).append(_dot(self.behind[term.value], weights))
             for k in channels:
-                terms, values = self._avoided(step, k)
-                if term in terms:
+                terms, values = self._avoided(step._replace(terms=(term,)), k)
+                if terms:
                     self._avoids(k, leaf).append(_dot(values[term.value], weights))
 
     def _end(self, leaf: int) -> None:
