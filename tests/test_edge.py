@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -285,6 +286,170 @@ def test_complex() -> None:
     loss = (matrix @ y).abs().sum() + (2 * y).abs().sum()
     trace = gt.trace(loss, names={"x": x}, rule="edge")
     consistent(trace, components(len(trace.program.blocks), 0))
+
+
+# Sizes, by their definition ----------------------------------------------------------------------
+
+
+def defined_sizes(trace: Trace) -> dict[int, Tensor]:
+    """The largest single contribution to each element of every value that a block makes: MAX over
+    all entries of its steps' Jacobians, started at |gradient| of what the block takes. In a
+    decomposed block each step starts again.
+    """
+    gradients, maps = trace.builder(0).follower.gradients, trace.program.maps
+    found: dict[int, Tensor] = {}
+    for block in trace.program.blocks:
+        inner: dict[int, Tensor] = {}
+        for step in block.steps:
+            offers = []
+            for at, value in step.terms:
+                x = gradients[value].reshape(-1).abs().double()
+                x = x if block.opened else inner.get(value, x)
+                rows = maps[at].rows(torch.arange(maps[at].outputs))
+                entries = rows.weight.expand(rows.source.shape).double().abs()
+                entries = entries * torch.where(rows.source < 0, 0, x[rows.source.clamp(min=0)])
+                offers.append(torch.cat([entries, entries.new_zeros(len(entries), 1)], 1).amax(1))
+            inner[step.out] = torch.stack(offers).amax(0)
+        found |= inner
+    return found
+
+
+def sizes_are_defined(trace: Trace) -> int:
+    """Compare the sizes by which users are compared; how many values have several users."""
+    follower, wanted = trace.builder(0).follower, defined_sizes(trace)
+    merges = {step.out for block in trace.program.blocks for step in block.merges}
+    found = [(out, terms) for out, terms in follower.makers.items() if out in merges]
+    for out, terms in found:
+        at = torch.arange(terms[0].map.outputs)
+        for term, offer in zip(terms, follower.edges.offers(out, at)):
+            torch.testing.assert_close(
+                offer.value.double(), wanted[term.value], rtol=1e-6, atol=1e-12
+            )
+    return len(found)
+
+
+def test_sizes_of_random_graphs() -> None:
+    merges = 0
+    for number in range(few(60, 600)):
+        sample = build(number)
+        merges += sizes_are_defined(gt.trace(sample.loss, names=sample.leaves, rule="edge"))
+    assert merges > 30
+
+
+def test_the_steps_of_a_fused_layer_are_operators() -> None:
+    torch.manual_seed(0)
+    model, x = nn.LSTM(3, 4, batch_first=True), torch.randn(2, 4, 3, requires_grad=True)
+    loss = model(x)[0].square().sum() + (0.1 * x).sum()
+    trace = gt.trace(loss, names={"x": x, **dict(model.named_parameters())}, rule="edge")
+    assert any(block.opened for block in trace.program.blocks)
+    assert sizes_are_defined(trace)
+    consistent(trace, components(len(trace.program.blocks), 0))
+
+
+class Formula(torch.autograd.Function):
+    """A function of two arguments with a given backward formula, of the cotangent and a matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, matrix: Tensor, kind: str) -> Tensor:
+        ctx.matrix, ctx.kind = matrix, kind
+        return (x + y) @ matrix
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *FORMULAS[ctx.kind](grads[0], ctx.matrix.T), None, None
+
+
+FORMULAS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "scaled after the sum": lambda g, m: (2 * (g @ m), (g @ m) * 0.5),
+    "one sum for two": lambda g, m: (s := g @ m, s.view(s.shape)),
+    "turned": lambda g, m: ((m.T @ g.T).T.flip(0).flip(0), g @ m),
+    "sums of sums": lambda g, m: (g @ m + g.flip(0) @ (m + 1), g @ m),
+    "joined": lambda g, m: (torch.cat([g[:1] @ m, g[1:] @ (2 * m)]), g @ m),
+}
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+@pytest.mark.parametrize("beside", [0.0, 1.0])
+def test_formulas(kind: str, beside: float) -> None:
+    """Contributions of ±3, ±1, ... that partly cancel, beside users that hand back 2 or 0."""
+    x, y = (torch.ones(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    matrix = torch.tensor([[3.0, -3.0, 1.0], [1.0, 1.0, 1.0], [2.0, -1.0, -1.0]]).double()
+    out = Formula.apply(x, y, matrix, kind)  # type: ignore[no-untyped-call]
+    loss = 2 * beside * x.sum() + (3 * beside * y).sum() + out.sum()
+    leaves = {"x": x, "y": y}
+    trace = gt.trace(loss, names=leaves, rule="edge")
+    graph = ScalarGraph.of(loss, leaves)
+    sizes_are_defined(trace)
+    for kinds in range(2):
+        consistent(trace, components(len(trace.program.blocks), kinds))
+    found = {(path.name, path.index): path for path in trace.paths(sample=99)}
+    for name in leaves:
+        for number in range(6):
+            wanted = graph.edge(name, number)
+            assert wanted is not None
+            path = found[name, divmod(number, 3)]
+            assert path.operators[0] == graph.operator(wanted.edges[0].consumer).split("::")[-1]
+            assert path.weight == pytest.approx(wanted.weight)
+
+
+def test_users_of_one_component_then_another() -> None:
+    """Three users, of which the first two have the same provenance."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    one, two = (torch.randn(4, 6, dtype=torch.float64) for _ in range(2))
+    loss = (1.5 * x).sum() + (x @ one).sum() + (x @ two).sum()
+    trace = gt.trace(loss, names={"x": x}, rule="edge")
+    sizes_are_defined(trace)
+    names = [block.operator for block in trace.program.blocks]
+    consistent(trace, {n: 2 for n, name in enumerate(names) if name == "MmBackward0"})
+    consistent(trace, {n: 2 for n, name in enumerate(names) if name == "MulBackward0"})
+
+
+class Tied(nn.Module):
+    """Rows of a large table that occur often, and again as the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(400, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.mix(self.embed(tokens))) @ self.embed.weight.T
+
+
+def test_few_rows_of_a_large_table() -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied().double(), torch.randint(0, 3, (30,))
+    with gt.watch(model) as watch:
+        loss = model(tokens).square().mean()
+    shares = []
+    for rule in ("greedy", "edge"):
+        trace = watch.trace(loss, rule=rule)
+        consistent(trace, components(len(trace.program.blocks), 0))
+        shares.append(trace.influence().shares)
+    assert shares[0] != shares[1]
+
+
+class Mixing(nn.Module):
+    """A value of which one user keeps samples apart and another mixes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.apart, self.mixed = nn.Linear(3, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        return (torch.tanh(self.apart(h)) + self.mixed(h)).square().sum(1)
+
+
+def test_pairs_that_mix() -> None:
+    torch.manual_seed(0)
+    model = Mixing().double()
+    with gt.watch(model) as watch:
+        losses = model(torch.randn(6, 3, dtype=torch.float64))
+    trace = watch.trace(losses, rule="edge")
+    table, paths = trace.influence(), trace.influence(sample=10**6)
+    assert [row.count for row in table] == [row.count for row in paths]
+    assert 0 < table.shares["apart"] < 1
 
 
 # Wherever a rule is named -------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from gradtrace.linops import Map, tiled
 from gradtrace.linops.indexing import nearby
 from gradtrace.semirings.base import shifted, wide
 from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
-from gradtrace.tracing.edge_rule import unsized
+from gradtrace.tracing.edge_rule import unsized, with_size
 from gradtrace.tracing.provenance import (
     COMPACT_ABOVE_ENTRIES,
     ProvenanceTable,
@@ -238,10 +238,11 @@ class Executor:
     def _concat(self, op: Concat) -> tuple[int, ...]:
         step = op.step
         maps = [self.map(at, value) for at, value in step.terms]
-        states = [materialise(self.states[value]) for _, value in step.terms]
-        known = self.known.get(step.out)
-        if op.form.size < Sizing.CARRIED:
-            states = [state if state.size is None else unsized(state) for state in states]
+        known, states = self.known.get(step.out), [self.states[value] for _, value in step.terms]
+        if op.form.size >= Sizing.CARRIED:
+            states = [with_size(state) for state in states]
+        else:
+            states = [materialise(s if s.size is None else unsized(s)) for s in states]
         found = concatenated(maps, states, op.order, known, op.form, self.absolute)
         self.states[step.out] = unsized(found) if op.form.size is Sizing.LAST else found
         return op.free
