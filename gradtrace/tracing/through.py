@@ -21,7 +21,17 @@ from gradtrace.ir import memory
 from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
 from gradtrace.ir.passes.tails import find_tails
 from gradtrace.ir.program import Block, Program, Step, Term
-from gradtrace.linops import Identity, Map, tiled, tiling
+from gradtrace.linops import (
+    Contract,
+    Identity,
+    Map,
+    Normaliser,
+    Reduce,
+    Scale,
+    copied,
+    tiled,
+    tiling,
+)
 from gradtrace.tracing.components import Component
 from gradtrace.tracing.executor import known_gradients
 from gradtrace.tracing.leaf_products import WHOLE, TailPart, dense
@@ -233,11 +243,7 @@ class ThroughSweep:
         self.values[out] = known
         mixed = self.routes.mixed(out) & self.wanted
         if mixed:
-            self.parts[out] = found = {}
-            for component in components_in(mixed):
-                inputs = [self.through(term.value, component) for term in step.terms]
-                if any(x is not None for x in inputs):
-                    found[component] = self._sum(step, inputs)
+            self.parts[out] = self._mixed(step, components_in(mixed))
 
     def _defer(self, step: Step) -> bool:
         """Hold a value by its contributions, if these have fewer elements than it has."""
@@ -266,6 +272,22 @@ class ThroughSweep:
             if x is not None:
                 found[component] = x
         return found
+
+    def _mixed(self, step: Step, components: Sequence[int]) -> Parts:
+        """One step in SUM for each component."""
+        if len(step.terms) > 1 and tiling([self.map(*term) for term in step.terms]) is not None:
+            found = {}
+            for component in components:
+                inputs = [self.through(term.value, component) for term in step.terms]
+                if any(x is not None for x in inputs):
+                    found[component] = self._sum(step, inputs)
+            return found
+        total: Parts = {}
+        for at, value in step.terms:
+            given = {c: x for c in components if (x := self.through(value, c)) is not None}
+            for c, x in zip(given, applied(self.map(at, value), list(given.values()))):
+                total[c] = total[c] + x if c in total else x
+        return {c: total[c].to(step.dtype) for c in components if c in total}
 
     def _sum(self, step: Step, inputs: Sequence[Tensor | None]) -> Tensor:
         """One step in SUM. Inputs that are None are 0; not all of them are."""
@@ -305,6 +327,19 @@ class ThroughSweep:
                     slices = gradient.index_select(along, at)
                     parts[component] = before.index_copy(along, at, slices)
             self.parts[value] = parts
+
+
+BATCHED = (Contract, Normaliser, Reduce, Scale)
+"""Maps that are applied to several components at once; the others move elements, mostly as views,
+or have no faster way.
+"""
+
+
+def applied(map_: Map, rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The map applied to each row."""
+    if len(rows) > 1 and isinstance(map_, BATCHED):
+        return copied(map_, len(rows)).apply(torch.stack(tuple(rows))).unbind()
+    return [map_.apply(x) for x in rows]
 
 
 def held_bytes(routes: ComponentRoutes, wanted: int) -> int:
