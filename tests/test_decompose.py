@@ -601,6 +601,7 @@ def test_tables() -> None:
     assert repr(found) == "Decomposition(4 components, 4 pairs)"
     assert len(found) == 4
     assert "some paths pass two components" in str(found)
+    assert "no path has another way than through out" in str(found)
 
 
 def test_merged_and_pickled_results_have_no_tensors() -> None:
@@ -622,6 +623,11 @@ def test_bad_input() -> None:
         trace.decompose(["lsmt"])
     with pytest.raises(UnknownName, match="none of modules"):
         trace.decompose("heads")
+    for empty in ([], {}):
+        with pytest.raises(GradtraceError, match="name at least one"):
+            trace.decompose(empty)
+    with pytest.raises(GradtraceError, match="is made of 3; give names"):
+        trace.decompose([3])  # type: ignore[list-item]
     found = trace.decompose(["rnn", "lstm"])
     with pytest.raises(UnknownName, match="did you mean rnn"):
         found.gradient("rn", "embed.weight")

@@ -246,7 +246,8 @@ class ComponentFinder:
         self, name: str, parts: str | Sequence[str], regions: dict[str, Region]
     ) -> Component:
         bits, owns = 0, frozenset[str]()
-        for part in [parts] if isinstance(parts, str) else parts:
+        several = isinstance(parts, Iterable) and not isinstance(parts, str)
+        for part in parts if several else [parts]:
             if not isinstance(part, str):
                 raise GradtraceError(
                     f"component {name!r} is made of {part!r}; give names such as 'encoder.*', "

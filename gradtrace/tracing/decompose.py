@@ -43,6 +43,8 @@ Flags = npt.NDArray[np.bool_]
 
 def decomposed(traced: TracedProgram, chosen: ComponentSelection) -> Decomposition:
     """The decomposition of a trace's gradient by the chosen components."""
+    if not chosen.components:
+        raise GradtraceError("there is no component to decompose by: name at least one")
     routes = ComponentRoutes.of(traced.program, chosen.components, chosen.component_bits)
     totals = Totals.of(traced, chosen, routes)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
@@ -55,7 +57,6 @@ def _sweeps(traced: TracedProgram, routes: ComponentRoutes) -> Iterator[int]:
     """The components (bits) of each sweep: all, or as many as fit into memory. Then every two of
     them meet in some sweep, since their inner product is wanted.
     """
-    every = (1 << routes.count + 1) - 2
     free = memory.available(traced.device) if traced.budget is None else traced.budget
     free = None if free is None else free // memory.MIN_FREE_RATIO
     groups = 1
@@ -64,7 +65,7 @@ def _sweeps(traced: TracedProgram, routes: ComponentRoutes) -> Iterator[int]:
         if all(held_bytes(routes, wanted) <= free for wanted in parts):
             break
         groups += 1 if groups > 1 else 2  # two groups that meet are all
-    yield from _groups(routes.count, groups) if every else ()
+    yield from _groups(routes.count, groups)
 
 
 def _groups(count: int, groups: int) -> list[int]:

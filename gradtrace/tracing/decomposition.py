@@ -320,6 +320,9 @@ class Decomposition(Tabular):
                 f"some paths pass two components ({_listed(overlap, 1)}), so shares need not add "
                 "up to 100%"
             )
+        always = [e.name for e in self.rows if e.whole.share == 1 and isnan(e.contested.share)]
+        if always:
+            found.append(f"no path has another way than through {_listed(always)}: 100% of course")
         negative = [each.name for each in self.rows if each.whole.share < 0]
         if negative:
             found.append(
