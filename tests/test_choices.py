@@ -8,6 +8,7 @@ import math
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import randomgraphs
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.io import schemas
+from gradtrace.io import container, schemas
+from gradtrace.report import encode
+from gradtrace.report import forks as report_forks
 from gradtrace.trace import Trace
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.influence import Influence, Moments, Row
@@ -350,6 +353,53 @@ def test_choices_as_json() -> None:
     found = residual().choices()
     again = Choices.from_dict(json.loads(json.dumps(found.to_dict())))
     assert again == found and again.shares == found.shares
+
+
+def test_files_hold_choices_and_old_ones_do_not(tmp_path: Path) -> None:
+    trace, file = residual(), tmp_path / "a.gradtrace"
+    trace.influence("arguments")
+    trace.save(file)
+    found = gt.load(file)
+    assert found.choices() == trace.choices()
+    assert [row.series for row in found.influence()] == [row.series for row in trace.influence()]
+    assert repr(found._view().choices) == repr(trace._view().choices)  # nan is not nan
+    meta, tensors = container.read(file, "trace", lambda _: None)[1:]
+    del meta["choices"]
+    for table in meta["tables"].values():
+        for row in table["rows"]:
+            row.pop("alternative", None)
+    view = encode.read(tensors["view"].numpy().tobytes())
+    for part in ("choices", "coverage"):
+        del view[part]
+    for table in view["tables"].values():
+        del table["series"]
+    tensors["view"] = torch.frombuffer(bytearray(encode.contained(view)), dtype=torch.uint8)
+    container.write(file, "trace", meta, tensors)
+    old = gt.load(file)
+    assert old._view().choices is None and old._view().tables[""].series is None
+    assert old.influence() == trace.influence()
+    adds_up(old.influence("arguments").choices())
+    with pytest.raises(GradtraceError, match="saved by an older gradtrace"):
+        old.choices()
+    old.report(tmp_path / "old.html")
+
+
+def test_a_report_has_the_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = residual()
+    forks = trace._view().choices
+    assert forks is not None
+    told = trace.choices().information
+    assert [fork.name for fork in forks] == sorted(told, key=lambda name: -told[name])
+    assert forks[0].module > 0 and forks[0].branches[1].module > 0
+    for fork in forks:
+        assert sum(branch.share for branch in fork.branches) == pytest.approx(1)
+    monkeypatch.setattr(report_forks, "FORK_MAX_BRANCHES", 3)
+    monkeypatch.setattr(report_forks, "MAX_FORKS", 1)
+    x = leaf(1, 2)
+    parts = [x * n for n in range(1, 7)]
+    (fork,) = report_forks.shown(gt.trace(torch.cat(parts).sum(), names={"x": x}).choices(), {})
+    assert [branch.name for branch in fork.branches][2] == "4 other branches"
+    assert sum(branch.share for branch in fork.branches) == pytest.approx(1)
 
 
 # Without the trace --------------------------------------------------------------------------------

@@ -163,6 +163,26 @@ DECOMPOSITION = each_of(
     _signed_sums,
 )
 
+CHOICES = each_of(
+    including(
+        rows=array(
+            including(
+                fork=text(),
+                branch=text(),
+                kind=text(100),
+                count=MOMENTS,
+                gradient=MOMENTS,
+                others=mapping(finite(), 10),
+                times=integer(),
+            )
+        ),
+        pairs=integer(1),
+        rule=RULE,
+        notes=NOTES,
+    ),
+    _sums,
+)
+
 # Traces ------------------------------------------------------------------------------------------
 
 _norm = number(0)
@@ -204,6 +224,7 @@ def _named(meta: Mapping[str, Any]) -> None:
 
 TRACE = each_of(
     including(
+        {"choices": CHOICES},
         rule=RULE,
         granularity=GRANULARITY,
         pairs=integer(1),

@@ -216,6 +216,7 @@ def _table(found: Influence, modules: Mapping[str, int]) -> model.Influence:
         _floats(row.unreached for row in rows),
         _floats(row.own for row in rows),
         found.notes,
+        np.array([row.series for row in rows], dtype=np.uint8),
     )
 
 

@@ -32,6 +32,7 @@ def check(view: View) -> None:
         "routes": _routes,
         "tables": _tables,
         "flow": _flow,
+        "choices": _choices,
     }
     check_each((name, part, view) for name, part in parts.items())
 
@@ -120,6 +121,16 @@ def _tables(view: View) -> None:
         if len(table.name) != len(table.module):
             unfit("have other names than rows")
         _bounded(table, module=(-1, len(view.modules)))
+        if table.series is not None:
+            _bounded(table, series=2)
+
+
+def _choices(view: View) -> None:
+    modules = (-1, len(view.modules))
+    for fork in view.choices or ():
+        _bounded(fork, module=modules, times=MAX_COUNT)
+        for branch in fork.branches:
+            _bounded(branch, module=modules)
 
 
 def _flow(view: View) -> None:

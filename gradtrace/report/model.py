@@ -146,6 +146,30 @@ class Influence:
     unreached: Floats
     own: Floats
     notes: tuple[str, ...]
+    series: Bytes | None = None  # None: in a file of an older version
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One way that paths take at a fork."""
+
+    name: str
+    module: int
+    elements: float
+    share: float
+    weighted: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A place where paths divide."""
+
+    name: str
+    kind: str
+    module: int
+    times: int
+    branches: tuple[Branch, ...]
 
 
 @dataclass(frozen=True)
@@ -209,6 +233,7 @@ class View:
     tables: dict[str, Influence]
     flow: Flow
     coverage: Coverage | None = None  # None: whole tensors, or a file of an older version
+    choices: tuple[Fork, ...] | None = None  # None: not measured, or a file of an older version
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, overload
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from gradtrace import report as reports
 from gradtrace.autodiff.names import Gradients, unknown
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow
 from gradtrace.io import container, schemas
 from gradtrace.report.training import timing as of_timing
 from gradtrace.report.training import training as of_training
 from gradtrace.runs import history
+from gradtrace.tracing.choices import Choices
+from gradtrace.tracing.choosing import choices
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.paths import Path, Paths, PathStep, ravel, unravel
 from gradtrace.tracing.traced_program import TracedProgram
@@ -48,6 +51,7 @@ class Saved:
     _flow: Flow = field(repr=False)
     _paths: Paths = field(repr=False)
     _seen: reports.View | None = field(default=None, repr=False)  # None: in files of schema 1
+    _choices: Choices | None = field(default=None, repr=False)  # None: in older files
 
     def influence(self, components: str | None = None, weight: str = "count") -> Influence:
         """A saved table: that of modules, or of another kind that was requested before saving."""
@@ -59,6 +63,15 @@ class Saved:
                 "need the model: trace again and ask before saving"
             )
         return self._tables[kind].by(checked_weight(weight))
+
+    def choices(self) -> Choices:
+        """How paths divide at each fork."""
+        if self._choices is None:
+            raise UnknownName(
+                "the file does not say how paths divide, as it was saved by an older gradtrace; "
+                "influence('arguments').choices() may, if that was saved"
+            )
+        return self._choices
 
     def flow(self) -> Flow:
         """Gradient magnitude along depth."""
@@ -139,6 +152,9 @@ def save(
 ) -> None:
     """Write a trace, and what was measured of it, to a file."""
     kinds, arrays = _packed(paths)
+    divided: dict[str, Any] = {}
+    with suppress(TooLarge):
+        divided["choices"] = choices(trace).to_dict()
     meta = {
         "rule": trace.rule,
         "granularity": trace.granularity,
@@ -150,6 +166,7 @@ def save(
         "tables": {kind: table.to_dict() for kind, table in tables.items()},
         "flow": flow.to_dict(),
         "kinds": kinds,
+        **divided,
     }
     grads = {f"gradient {n}": grad for n, grad in enumerate(trace.gradients.values())}
     container.write(path, KIND, meta, {**grads, **arrays, VIEW: reports.saved(view)})
@@ -177,6 +194,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         Flow.from_dict(meta["flow"]),
         Paths(Packed(meta["kinds"], tensors), f"Paths ({meta['rule']})"),
         seen,
+        Choices.from_dict(meta["choices"]) if "choices" in meta else None,
     )
 
 

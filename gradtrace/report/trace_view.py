@@ -10,6 +10,7 @@ from gradtrace.errors import TooLarge, UnknownName
 from gradtrace.ir.program import Program
 from gradtrace.report import model
 from gradtrace.report.building import view
+from gradtrace.report.forks import forks
 from gradtrace.report.model import View
 from gradtrace.report.source import Source
 from gradtrace.report.tuning import (
@@ -56,7 +57,9 @@ def view_of(traced: TracedProgram, sample: int, seed: int, small: bool = False) 
         found = measured(traced, min(sample, COVERED_ELEMENTS), seed)
         notes += found.lines()
     source = Source(traced, tables, (*traced.notes, *notes))
-    return replace(view(source, sample, seed, SMALL if small else FULL), coverage=_coverage(found))
+    made = view(source, sample, seed, SMALL if small else FULL)
+    divided = forks(traced, made.modules, small)
+    return replace(made, coverage=_coverage(found), choices=divided)
 
 
 def _coverage(found: Coverage | None) -> model.Coverage | None:

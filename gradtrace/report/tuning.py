@@ -35,6 +35,9 @@ SAMPLED_ELEMENTS = 10_000
 COVERED_ELEMENTS = 1_000
 """The most elements whose paths a report measures the coverage of."""
 
+MAX_FORKS, FORK_MAX_BRANCHES = 200, 64
+"""The most forks in a view, those of most information, and the most branches of each."""
+
 LEAF_MAX_CELLS = 48 * 48
 """The most cells of a leaf."""
 

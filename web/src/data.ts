@@ -186,7 +186,18 @@ function trace(trace: Trace): void {
     const { name, module, share, weighted, error, through, eligible, unreached, own } = table;
     same(name.length, [module, share, weighted, error, through, eligible, unreached, own], "influence");
     within(module, -1, modules.length, "a component's module");
+    if (table.series) same(name.length, [table.series], "influence");
   }
+  for (const fork of trace.choices ?? []) {
+    demand(typeof fork.name === "string" && Array.isArray(fork.branches), "a fork has no branches");
+    within([fork.module, ...fork.branches.map((branch) => branch.module)], -1, modules.length, "a fork's module");
+    for (const branch of fork.branches) {
+      for (const key of ["elements", "share", "weighted", "error"] as const)
+        branch[key] = number(branch[key], "a branch's share");
+    }
+  }
+  for (const key of ["median", "lower", "upper", "opposite", "cancelled"] as const)
+    if (trace.coverage) trace.coverage[key] = number(trace.coverage[key], "a part of the gradient");
   const flow = trace.flow;
   same(flow.depth.length, [flow.norm, flow.rms, flow.zeros], "the profile");
   for (const row of flow.rows) {

@@ -1,5 +1,6 @@
 /** What the report says, in plain words. */
 import { Bar } from "./charts/bar";
+import { Choices, Terms, rules } from "./choices";
 import { FlowChart, Verdicts } from "./flow";
 import { brief, count, counted, moduleName, percent, shape, short } from "./format";
 import { Routes } from "./paths/routes";
@@ -19,7 +20,10 @@ export interface Ranked {
   eligible: number; // elements that could run through it
 }
 
-/** Components by influence, the most influential first; those that nothing could reach are out. */
+/**
+ * Components by influence, the most influential first. Those that nothing could reach are out, and
+ * those in series, which have 100% by definition.
+ */
 export function ranked(table: Influence | undefined, by: "share" | "weighted"): Ranked[] {
   if (!table) return [];
   const found = table.name.map((name, row) => ({
@@ -31,7 +35,7 @@ export function ranked(table: Influence | undefined, by: "share" | "weighted"): 
     eligible: table.eligible[row]!,
   }));
   return found
-    .filter((one) => Number.isFinite(one.value) && one.module !== 0)
+    .filter((one) => Number.isFinite(one.value) && one.module !== 0 && !table.series?.[one.row])
     .sort((a, b) => b.value - a.value || a.row - b.row);
 }
 
@@ -75,14 +79,27 @@ export function Overview(view: View) {
     );
   }
   const show = (module: number): void => go({ tab: "graph", module });
-  const notes = [...trace.notes, ...(trace.tables[""]?.notes ?? [])];
+  const said = new Set(trace.coverage?.words);
+  const notes = [...trace.notes, ...(trace.tables[""]?.notes ?? [])].filter((note) => !said.has(note));
   return (
     <div class="sheet overview" data-testid="overview">
       <div class="grid">
         <section class="card lead">
           <h2>{says(trace)}</h2>
-          <Facts trace={trace} />
+          {trace.coverage?.words.map((line) => (
+            <p class="coverage" data-testid="coverage">
+              <bdi>{short(line, 1000)}</bdi>
+            </p>
+          ))}
         </section>
+        <section class="card full" aria-labelledby="choices-title" data-testid="choices">
+          <div class="card-head">
+            <h2 id="choices-title">Where gradient had a choice</h2>
+            <By by={state.by} go={go} />
+          </div>
+          <Choices trace={trace} by={state.by} show={show} />
+        </section>
+        <Terms />
         <section class="card full" aria-labelledby="findings-title">
           <h2 id="findings-title">Findings</h2>
           {trace.flow.findings.length ? (
@@ -114,10 +131,7 @@ export function Overview(view: View) {
         </section>
         <div class="stack">
           <section class="card" aria-labelledby="influence-title">
-            <div class="card-head">
-              <h2 id="influence-title">Most influential modules</h2>
-              <By by={state.by} go={go} />
-            </div>
+            <h2 id="influence-title">Most influential modules</h2>
             <Modules trace={trace} by={state.by} show={show} />
           </section>
           <Unreached view={view} />
@@ -136,6 +150,10 @@ export function Overview(view: View) {
         <section class="card full" aria-labelledby="flow-title">
           <h2 id="flow-title">Flow</h2>
           <FlowChart traces={alone(trace)} />
+        </section>
+        <section class="card full" aria-labelledby="facts-title">
+          <h2 id="facts-title">This trace</h2>
+          <Facts trace={trace} />
         </section>
         <Made made={report.made} />
       </div>
@@ -178,9 +196,7 @@ function Facts({ trace }: { trace: Trace }) {
     [
       "Rule",
       trace.rule,
-      trace.rule === "greedy"
-        ? "each step goes where the largest contribution came from"
-        : "the path with the largest product of derivatives",
+      rules[trace.rule],
     ],
     [
       "Granularity",
@@ -247,7 +263,7 @@ function Modules({ trace, by, show }: {
 }) {
   const all = ranked(trace.tables[""], by);
   if (!all.length) {
-    return <p class="void">There are no modules to rank.</p>;
+    return <p class="void">There are no modules to rank: all are in series, or nothing reaches them.</p>;
   }
   const shown = telling(trace, all).slice(0, MODULES);
   return (

@@ -23,7 +23,7 @@ export interface Report {
 
 export interface Trace {
   name: string;
-  rule: "greedy" | "viterbi";
+  rule: "greedy" | "edge" | "viterbi";
   granularity: "scalar" | "operator";
   /** How many losses the root holds. */
   pairs: number;
@@ -42,6 +42,39 @@ export interface Trace {
   /** Influence by kind of component: "" (modules), "classes", "operators", ... */
   tables: Record<string, Influence>;
   flow: Flow;
+  /** What part of their elements' gradients the paths carry; none for whole tensors, in old files. */
+  coverage?: Coverage | null;
+  /** Where paths divide, the most informative first; none in old files. */
+  choices?: Fork[] | null;
+}
+
+export interface Coverage {
+  median: number;
+  lower: number; // quartiles
+  upper: number;
+  opposite: number; // share of elements whose path has the sign opposite to their gradient
+  cancelled: number;
+  elements: number;
+  words: string[]; // the same in words
+}
+
+/** An operator that joins branches, or a tensor whose slices are labelled. */
+export interface Fork {
+  name: string;
+  kind: string; // "sum", "concatenation", "product", "label"
+  module: number; // into modules, -1 outside any
+  times: number; // how often it occurs: calls of a module, time steps
+  branches: Branch[];
+}
+
+/** The shares of a fork's branches add up to 1. */
+export interface Branch {
+  name: string;
+  module: number; // into modules, -1 for other branches
+  elements: number; // whose paths take it, of those that could take another
+  share: number;
+  weighted: number; // the same by |gradient|
+  error: number; // standard error of share over pairs; NaN for one pair
 }
 
 /** The first is the model itself, named "". Parents come before their children. */
@@ -145,6 +178,7 @@ export interface Influence {
   unreached: Float64Array;
   own: Float64Array;
   notes: string[];
+  series?: Uint8Array | null; // 1: every path that could pass it does; none in old files
 }
 
 export interface Flow {

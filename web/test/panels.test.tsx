@@ -179,6 +179,40 @@ describe("overview", () => {
     expect(state()).toMatchObject({ tab: "graph", module: 4 });
   });
 
+  test("it leads with the choices, says what is in series and what the words mean", () => {
+    const data = small();
+    const mine = data.traces[0]!;
+    const branch = (name: string, share: number, module = -1) => ({
+      name, module, elements: 8 * share, share, weighted: 1 - share, error: NaN,
+    });
+    mine.choices = [
+      { name: "body.add", kind: "sum", module: 1, times: 3, branches: [branch("skip", 0.25), branch("body", 0.75, 1)] },
+      { name: "never", kind: "sum", module: -1, times: 1, branches: [branch("a", 0), branch("b", 0)] },
+    ];
+    const table = mine.tables[""]!;
+    table.series = Uint8Array.from(table.name, (name) => (name === "head" ? 1 : 0));
+    mine.coverage = { median: 0.2, lower: 0, upper: 1, opposite: 0, cancelled: 0, elements: 9, words: ["A path carries 20%"] };
+    const { box, all, one, state } = show(Overview, data);
+    expect([...box.querySelectorAll("h2")].map((each) => each.textContent)[1]).toBe("Where gradient had a choice");
+    expect(all("fork").map((each) => each.dataset.name)).toEqual(["body.add"]);
+    expect(all("branch").map((each) => each.dataset.name)).toEqual(["body", "skip"]);
+    expect(one("fork").textContent).toContain("×3");
+    expect(one("branch").textContent).toContain("75");
+    expect(one("series").textContent).toContain("head");
+    expect(all("influence").map((each) => each.dataset.name)).not.toContain("head");
+    expect(one("coverage").textContent).toBe("A path carries 20%");
+    for (const word of ["greedy", "edge", "viterbi", "share", "eligible", "coverage"])
+      expect(one("terms").textContent).toContain(word);
+    expect(box.textContent).not.toContain("carried the most");
+    click(one("branch").querySelector("button")!);
+    expect(state()).toMatchObject({ tab: "graph", module: 1 });
+  });
+
+  test("an old file does not say where paths divide", () => {
+    const { one } = show(Overview, small());
+    expect(one("choices").textContent).toContain("does not say where paths divide");
+  });
+
   test("an empty trace is no error", () => {
     const { box } = show(Overview, report([bare()]));
     expect(box.textContent).toContain("reaches no parameter");

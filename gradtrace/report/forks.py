@@ -1,0 +1,63 @@
+"""The forks of a report: how paths divide at each, the most informative first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import nan
+
+from gradtrace.errors import TooLarge
+from gradtrace.report.model import Branch, Fork, Module
+from gradtrace.report.tuning import FORK_MAX_BRANCHES, MAX_FORKS, SAMPLED_ELEMENTS
+from gradtrace.tracing.choices import Choice, Choices
+from gradtrace.tracing.choosing import choices
+from gradtrace.tracing.traced_program import TracedProgram
+
+
+def forks(
+    traced: TracedProgram, modules: tuple[Module, ...], small: bool
+) -> tuple[Fork, ...] | None:
+    """The forks of a trace; None if there are too many to analyse. ``small``: of a sample."""
+    scalar = traced.granularity == "scalar"
+    try:
+        found = choices(traced, sample=(SAMPLED_ELEMENTS, 0) if small and scalar else None)
+    except TooLarge:
+        return None
+    return shown(found, {module.name: n for n, module in enumerate(modules)})
+
+
+def shown(found: Choices, modules: Mapping[str, int]) -> tuple[Fork, ...]:
+    """The forks as a report shows them; ``modules`` are their numbers by name."""
+    told, rows = found.information, dict[str, list[Choice]]()
+    for row in found.rows:
+        rows.setdefault(row.fork, []).append(row)
+    order = sorted(rows, key=lambda fork: -told[fork])[:MAX_FORKS]
+    return tuple(_fork(rows[name], found.pairs, modules) for name in order)
+
+
+def _fork(rows: list[Choice], pairs: int, modules: Mapping[str, int]) -> Fork:
+    first, rest = rows, list[Choice]()
+    if len(rows) > FORK_MAX_BRANCHES:
+        ranked = sorted(rows, key=lambda row: -row.count.t)
+        first, rest = ranked[: FORK_MAX_BRANCHES - 1], ranked[FORK_MAX_BRANCHES - 1 :]
+    branches = [
+        Branch(
+            row.branch,
+            modules.get(row.branch.partition(" (call ")[0], -1),
+            float(row.count.t),
+            row.count.share,
+            row.gradient.share,
+            row.count.error(pairs),
+        )
+        for row in first
+    ]
+    if rest:
+        elements, share, weighted = map(sum, zip(*map(_numbers, rest)))
+        name = f"{len(rest):,} other branches"
+        branches.append(Branch(name, -1, elements, share, weighted, nan))
+    name, kind, times = rows[0].fork, rows[0].kind, rows[0].times
+    base = name.partition(" (")[0].rpartition(".")[0]
+    return Fork(name, kind, modules.get(base, -1), times, tuple(branches))
+
+
+def _numbers(row: Choice) -> tuple[float, float, float]:
+    return float(row.count.t), row.count.share, row.gradient.share
