@@ -254,7 +254,7 @@ def test_by_hand() -> None:
     assert [(row.mass, row.eligible) for row in table] == [(15.0 + 6.0, 25.0), (4.0, 19.0)]
     assert table.total == 25.0
     assert table.gradient == abs(-15 + 4) + 6
-    assert table.cancellation == 25 / 17
+    assert table.cancellation == trace.cancellation() == 25 / 17
     square = trace.mass("arguments", p=2)
     assert [row.mass for row in square] == [225.0 + 36.0, 16.0]
     assert isnan(square.gradient) and isnan(square.cancellation)
@@ -266,6 +266,15 @@ def test_the_total_is_that_of_the_semiring() -> None:
         found = interpreter.run(trace.program, Abs(p=p)).values()
         wanted = sum(float(part.sum()) for part in found)
         assert trace.mass(p=p).total == pytest.approx(wanted, rel=1e-12)
+
+
+def test_large_models_do_not_sum_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = traced("Residual")
+    table = trace.mass()
+    assert trace.cancellation() == pytest.approx(table.cancellation, rel=1e-12)
+    monkeypatch.setattr("gradtrace.tracing.mass.GRADIENT_MAX_ELEMENTS", 3)
+    assert isnan(trace.mass().cancellation)
+    assert "cancels" not in str(trace.mass())
 
 
 def test_deep_graphs_do_not_leave_the_range() -> None:

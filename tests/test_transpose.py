@@ -13,6 +13,7 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError, TooLarge
 from gradtrace.linops import Index, Map, Normaliser, Opaque, column_sums, transposed
 from gradtrace.linops import tuning as linops_tuning
+from gradtrace.linops.low_rank_sums import sums_of_others
 from gradtrace.linops.transpose import Transposed
 from gradtrace.semirings import ABS, COUNT, ENTROPY, MAX, SUM, Abs, Semiring
 
@@ -160,6 +161,15 @@ def test_norms_without_all_pairs(n: int, p: float, degenerate: bool) -> None:
         torch.testing.assert_close(found.reshape(-1), wanted, rtol=1e-10, atol=least)
         (single,) = t.apply_in((x.float(),), semiring)
         torch.testing.assert_close(single.reshape(-1).double(), wanted, rtol=1e-5, atol=least)
+
+
+def test_softmax_of_one_large_element() -> None:
+    """All others together are far below the rounding of the whole."""
+    x = torch.tensor([[1e-12, 1.0, 3e-12, 0.0], [2.0, 2.0, 0.0, 1e-9]])
+    wanted = x.double().sum(1, keepdim=True) - x.double()
+    wanted[0, 1] = 4e-12
+    torch.testing.assert_close(sums_of_others(x).double(), wanted, rtol=1e-6, atol=0)
+    assert sums_of_others(torch.tensor([[3.0]])).tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("p", [1, 2.5])

@@ -14,7 +14,7 @@ from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
 from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.linops.indexing import line_offsets, located, merged_dims, picked, strides_of
-from gradtrace.linops.low_rank_sums import expanded_sums, is_expanded, pairwise_sums
+from gradtrace.linops.low_rank_sums import expanded_sums, is_expanded, pairwise_sums, sums_of_others
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import MAX, Abs, Semiring, Value
 from gradtrace.semirings.base import each, wide
@@ -80,10 +80,13 @@ class Normaliser(Map):
             if semiring == MAX:
                 return (self.weighed(x[0]),)
             return self._summed(x, semiring) if self.inputs else self.generic(x, semiring)
-        # ⊕ over all elements but the own one: prefix ⊕ suffix, both exclusive.
         u, v = semiring.weigh(self.left[0]), semiring.weigh(self.right[0])
         own = semiring.times(semiring.weigh(self._own_weights()), x)
         seen = each(semiring.times(v, x), self._lines)
+        if isinstance(semiring, Abs):
+            rest = (self._back(sums_of_others(seen[0])),)
+            return semiring.plus(own, semiring.times(u, rest))
+        # ⊕ over all elements but the own one: prefix ⊕ suffix, both exclusive.
         before = _exclusive(semiring.scan(seen, 1), semiring)
         reversed_ = semiring.scan(each(seen, lambda part: part.flip(1)), 1)
         after = each(_exclusive(reversed_, semiring), lambda part: part.flip(1))

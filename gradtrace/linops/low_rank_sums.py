@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gradtrace.kernels import backend_of
 from gradtrace.linops import tuning
 from gradtrace.semirings import Semiring, Value
 
@@ -52,9 +54,11 @@ def _expanded(diagonal: Tensor, uv: list[Tensor], x: Tensor, p: int) -> Tensor:
         u1, u2 = u1 * flip + 0.0, u2 * flip  # the sign does not matter; -0.0 would in a quotient
         flip = torch.where((v2 < 0) | ((v2 == 0) & (v1 < 0)), -1.0, 1.0)
         v1, v2 = v1 * flip, v2 * flip + 0.0
-        ratio, order = (v1 / v2).nan_to_num(0.0, torch.inf, -torch.inf).sort(1)
+        ratio, zero = (
+            (a / b).nan_to_num(0.0, torch.inf, -torch.inf) for a, b in ((v1, v2), (-u2, u1))
+        )
+        order, place = _sorted_places(ratio, zero)
         v1, v2, weight = v1.gather(1, order), v2.gather(1, order), x.gather(1, order)
-        place = torch.searchsorted(ratio, (-u2 / u1).nan_to_num(0.0, torch.inf, -torch.inf))
     u1, u2, v1, v2, weight, x = (part.double() for part in (u1, u2, v1, v2, weight, x))
     total = torch.zeros_like(x)
     for k in range(p + 1):
@@ -67,6 +71,35 @@ def _expanded(diagonal: Tensor, uv: list[Tensor], x: Tensor, p: int) -> Tensor:
         total = total.addcmul_(_monomial(u1, u2, k, p), found, value=comb(p, k))
     others = (total - own.abs().pow(p) * x).clamp_(min=0)
     return others + (diagonal + own).abs().pow(p) * x
+
+
+def _sorted_places(ratio: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """The order of each line of ratios, and the place of each of the other numbers in it."""
+    if not backend_of(ratio).host or ratio.dtype is not torch.float32:
+        ratio, order = ratio.sort(1)
+        return order, torch.searchsorted(ratio, zero)
+    # On a CPU one sort of whole numbers, (key, index), takes a fifth of the time of both.
+    lines, n = ratio.shape
+    keys = torch.cat([ratio, zero], 1).numpy().view(np.int32).astype(np.int64)
+    keys = np.where(keys < 0, keys ^ 0x7FFFFFFF, keys) << 32  # ordered as the floats are
+    index = np.sort(keys | np.arange(2 * n), 1) & 0xFFFFFFFF
+    wanted = index >= n
+    before = np.cumsum(~wanted, 1)
+    place = np.empty((lines, n), np.int64)
+    np.put_along_axis(
+        place, (index[wanted] - n).reshape(lines, n), before[wanted].reshape(lines, n), 1
+    )
+    return torch.from_numpy(index[~wanted].reshape(lines, n)), torch.from_numpy(place)
+
+
+def sums_of_others(x: Tensor) -> Tensor:
+    """``out[l, i] = Σⱼ x[l, j]`` over ``j ≠ i``, for x ≥ 0, without cancellation: nothing is
+    subtracted from a sum that it is the largest part of.
+    """
+    most, at = x.max(1, keepdim=True)
+    rest = x.scatter(1, at, 0.0)
+    total = rest.sum(1, keepdim=True)
+    return (total - rest).add_(most).scatter_(1, at, total)
 
 
 def _monomial(a: Tensor, b: Tensor, k: int, p: int) -> Tensor:

@@ -147,8 +147,12 @@ class Spread(Scatter):
     @property
     def target(self) -> Tensor:  # type: ignore[override]
         """For each input element the number of its output element, -1 for none."""
+        return self._targets(None)
+
+    def _targets(self, device: torch.device | None) -> Tensor:
+        """The target, found on this device: an index may hold tensors that are there."""
         if self._target is None:
-            self._target = self.index.source()
+            self._target = self.index.source(device)
         return self._target
 
     def apply(self, x: Tensor) -> Tensor:
@@ -158,7 +162,7 @@ class Spread(Scatter):
         view = self._view(x[0].device)
         if view is None:
             flat = each(x, lambda part: part.reshape(-1))
-            target = self.target.reshape(-1).to(x[0].device)
+            target = self._targets(x[0].device).reshape(-1)
             found = semiring.scatter(flat, target, self.outputs)
             return each(found, lambda part: part.reshape(self.out_shape))
         sizes, strides, offset = view

@@ -15,16 +15,30 @@ from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries, bits_by_component, find_entries
+from gradtrace.ir.program import Program
+from gradtrace.kernels import fetch_scalars
 from gradtrace.printable import printable
 from gradtrace.semirings import Abs
 from gradtrace.tracing.components import Component, Components, ComponentSelection
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.moments import NOTHING, Moments
-from gradtrace.tracing.path_mass import BackwardMass, PathMass, as_float, leaf_tails, run_ahead
+from gradtrace.tracing.path_mass import (
+    Ahead,
+    BackwardMass,
+    PathMass,
+    as_float,
+    leading_to_leaves,
+    leaf_tails,
+    run_ahead,
+)
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT = "measuring the mass of paths"
 REMEDY = "trace fewer samples at a time, or measure fewer components"
+
+
+GRADIENT_MAX_ELEMENTS = 1 << 22
+"""The most leaf elements whose gradients are summed besides; of large models that takes as long."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,8 @@ class Mass:
     With ``p = 1`` all paths count by what they carry; with larger p the heaviest count more, and in
     the limit only the path that the rule "viterbi" finds. For several losses, masses are summed
     over pairs before they are divided, and ``errors`` are over pairs. ``total`` is the mass of all
-    paths, ``gradient`` is ``Σ |gradient|`` over all leaves (for one loss and ``p = 1``, else nan).
+    paths, ``gradient`` is ``Σ |gradient|`` over all leaves (of one loss, for ``p = 1``, up to four
+    million elements, else nan; see ``Trace.cancellation``).
     """
 
     rows: tuple[MassRow, ...]
@@ -107,7 +122,7 @@ class Mass:
     @property
     def cancellation(self) -> float:
         """``Σ |weight| / Σ |gradient|``, at least 1: how many times the gradient the paths carry
-        that cancel in it. nan for several losses, and for p other than 1.
+        that cancel in it. nan where ``gradient`` is.
         """
         return self.total / self.gradient if self.gradient else nan
 
@@ -204,10 +219,8 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
             BackwardMass(program, semiring, entries, tails, ahead).run(seed)
             for seed in _seeds(traced)
         ]
-        gradient = nan
-        if p == 1 and traced.pairs == 1:
-            sizes = (leaf.compute().abs().sum(dtype=torch.float64) for leaf in program.leaves)
-            gradient = float(sum(float(size) for size in sizes))
+        small = sum(leaf.tensor.numel() for leaf in program.leaves) <= GRADIENT_MAX_ELEMENTS
+        gradient = gradient_size(program) if p == 1 and traced.pairs == 1 and small else nan
     rows = tuple(
         MassRow(component.name, _moments(2 << k, found, entries, owned))
         for k, component in enumerate(chosen.components)
@@ -215,6 +228,23 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
     masses = [mass for each in found for mass in each.leaves.values()]
     total = as_float(sum(masses, Fraction(0)))
     return Mass(rows, float(p), traced.pairs, total, gradient, traced.notes)
+
+
+def gradient_size(program: Program) -> float:
+    """``Σ |gradient|`` over all leaves."""
+    sizes = [leaf.compute().abs().sum() for leaf in program.leaves]
+    return sum(fetch_scalars(sizes))
+
+
+def cancellation_of(traced: TracedProgram) -> float:
+    """``Σ |weight| / Σ |gradient|`` over all paths and all leaves, of the sum of all losses."""
+    program, nothing = traced.program, Entries({}, {})
+    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        ahead = Ahead({}, leading_to_leaves(program), {})
+        tails = leaf_tails(program, set())
+        found = BackwardMass(program, Abs(), nothing, tails, ahead).run(program.seed)
+        size = gradient_size(program)
+    return as_float(sum(found.leaves.values(), Fraction(0)) / Fraction(size)) if size else nan
 
 
 def checked_power(p: float) -> float:

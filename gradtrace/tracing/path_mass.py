@@ -54,6 +54,15 @@ def leaf_tails(program: Program, entered: set[int]) -> dict[int, int]:
     return found
 
 
+def leading_to_leaves(program: Program) -> set[int]:
+    """The values from which some leaf is reached."""
+    found = {leaf.value for leaf in program.leaves}
+    for step in reversed(program.steps()):
+        if step.out in found:
+            found.update(term.value for term in step.terms)
+    return found
+
+
 class Ahead(NamedTuple):
     """``ahead`` at the values that are entered, all values that lead to a leaf, and the column sums
     of maps to leaves, by index, where they are small.

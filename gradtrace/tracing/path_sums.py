@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.tracing.components import Components
-from gradtrace.tracing.mass import Mass, mass_of
+from gradtrace.tracing.mass import Mass, cancellation_of, mass_of
 from gradtrace.tracing.spectrum import Spectrum, spectrum_of
 from gradtrace.tracing.traced_program import TracedProgram
 
@@ -31,6 +31,19 @@ class PathSums(TracedProgram):
         """
         self.check_unchanged()
         return mass_of(self, components, p)
+
+    @isolated()
+    def cancellation(self) -> float:
+        """``Σ |weight| / Σ |gradient|``, at least 1: how many times the gradient all paths carry,
+        the rest of which cancels. For several losses, of their sum.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> gt.trace(3 * x - 2 * x, names={"x": x}).cancellation()
+        5.0
+        """
+        self.check_unchanged()
+        return cancellation_of(self)
 
     @isolated()
     def spectrum(self, by: str = "length", p: float = 1.0, *, of: str | None = None) -> Spectrum:
