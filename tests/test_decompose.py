@@ -78,14 +78,20 @@ class PathSums:
 
     def pass_both(self, first: int, second: int, leaf: str) -> bool:
         """Whether a path from the leaf passes both."""
-        start, size = self.graph.starts.get(leaf, 0), math.prod(self.graph.shapes[leaf])
+        size = math.prod(self.graph.shapes[leaf]) if leaf in self.graph.starts else 0
+        start = self.graph.starts.get(leaf, 0)
         every = (path for paths in self.paths[start : start + size] for path in paths)
         return any(passed & first and passed & second for _, passed in every)
 
 
 def check(trace: Trace, paths: PathSums, components: Any, bits: dict[str, int]) -> None:
     """Every component's gradients, share, norm and angles are those of the listed paths."""
-    found, least = trace.decompose(components), 1e-6 * paths.graph.largest + 1e-300
+    try:
+        found, least = trace.decompose(components), 1e-6 * paths.graph.largest + 1e-300
+    except GradtraceError as error:
+        assert "no path from a leaf to this loss can pass" in str(error)
+        assert not any(paths.pass_both(b, b, leaf) for b in bits.values() for leaf in trace.leaves)
+        return
     wanted: dict[str, dict[str, Tensor]] = {name: {} for name in bits}
     for name, mine in bits.items():
         for leaf, grad in found.gradients(name).items():
@@ -196,7 +202,7 @@ SPARSE = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
 NOISY = {"native_layer_norm", "nn.functional.layer_norm"}
 
 
-@pytest.mark.parametrize("name", some(sorted(set(ENTRIES) - SPARSE), 120))
+@pytest.mark.parametrize("name", some(sorted(set(ENTRIES) - SPARSE), 80))
 def test_operators(name: str) -> None:
     """A skip connection around the operator, so that it is not all of the gradient."""
     with warnings.catch_warnings():
@@ -209,6 +215,8 @@ def test_operators(name: str) -> None:
         assert loss is not None
         if any(leaf.is_complex() for leaf in leaves):
             pytest.skip("complex leaf")
+        if not any(leaf.numel() for leaf in leaves):
+            pytest.skip("nothing passes an operator on empty tensors")
         skip = sum((leaf.double().sin() * 0.3).sum() for leaf in leaves)
         total = loss.double() + loss.double() * skip
         wanted = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
