@@ -18,7 +18,8 @@ from gradtrace.ir.passes.entries import Entries, bits_by_component, find_entries
 from gradtrace.ir.program import Program
 from gradtrace.kernels import fetch_scalars
 from gradtrace.printable import printable
-from gradtrace.semirings import Abs
+from gradtrace.semirings import Abs, Semiring
+from gradtrace.semirings.logarithmic import LogAbs
 from gradtrace.tracing.components import Component, Components, ComponentSelection
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.moments import NOTHING, Moments
@@ -207,7 +208,7 @@ def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
 
 def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1.0) -> Mass:
     """The table of the chosen components."""
-    semiring, program = Abs(p=checked_power(p)), traced.program
+    semiring, program = _semiring(p), traced.program
     bits = bits_by_component(chosen.component_bits, [each.bits for each in chosen.components])
     owned = _owners(traced, chosen.components)
     entries = find_entries(program, bits, owned)
@@ -245,6 +246,14 @@ def cancellation_of(traced: TracedProgram) -> float:
         found = BackwardMass(program, Abs(), nothing, tails, ahead).run(program.seed)
         size = gradient_size(program)
     return as_float(sum(found.leaves.values(), Fraction(0)) / Fraction(size)) if size else nan
+
+
+LOGARITHMS_FROM = 16
+"""Above this power masses are computed as logarithms: elements of one tensor are too far apart."""
+
+
+def _semiring(p: float) -> Semiring:
+    return Abs(p=checked_power(p)) if p <= LOGARITHMS_FROM else LogAbs(p=checked_power(p))
 
 
 def checked_power(p: float) -> float:
@@ -298,9 +307,9 @@ def _through(
     if not any(entries.mixed(leaf) & bit and not owned[leaf] & bit for leaf in may):
         return eligible, eligible  # all of its paths pass
     k = bit.bit_length() - 1
-    own = Fraction(0)
-    for leaf, mass in may.items():
-        if owned[leaf] & bit:
-            own += mass - found.avoiding.get((k, leaf), Fraction(0))
-    through = found.entered.get(k, Fraction(0)) - own
+    if bit & entries.avoided:
+        avoiding = (found.avoiding.get((k, leaf), Fraction(0)) for leaf in may)
+        through = eligible - sum(avoiding, Fraction(0))
+    else:
+        through = found.entered.get(k, Fraction(0))
     return min(max(through, Fraction(0)), eligible), eligible

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import inf, isfinite
+from math import floor, inf, isfinite
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from gradtrace.ir.program import Program, Step, Term
 from gradtrace.kernels import fetch_scalars
 from gradtrace.linops import column_sums, is_permutation, transposed
 from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings.logarithmic import LogAbs
 
 
 class Scalar(NamedTuple):
@@ -83,7 +84,7 @@ def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[
     for leaf in program.leaves:
         if leaf.value not in tails:
             shape = shapes.get(leaf.value, tuple(program.seed.shape))
-            held[leaf.value] = ScaledValue((torch.ones_like(like[0].new_empty(shape)),), 0)
+            held[leaf.value] = ScaledValue((like[0].new_full(shape, semiring.one[0]),), 0)
     for step in reversed(program.steps()):
         whole = held.pop(step.out, None)
         if whole is not None:
@@ -121,14 +122,15 @@ def _is_small(x: Tensor) -> bool:
 def _plus(a: ScaledValue, b: ScaledValue, semiring: Semiring) -> ScaledValue:
     if a.exponent < b.exponent:
         a, b = b, a
-    smaller = semiring.scale(b.value, b.exponent - a.exponent)
+    shift = b.exponent - a.exponent
+    smaller = semiring.scale(b.value, shift) if shift else b.value
     return ScaledValue(semiring.plus(a.value, smaller), a.exponent)
 
 
 @dataclass
 class PathMass:
     """Masses of one run from the root: of all paths of each leaf, of the paths that enter each
-    component (by number of its bit), and of the paths of a component's own leaves that avoid it.
+    component, or exit it (by number of its bit), and of the paths of leaves that avoid a component.
     """
 
     leaves: dict[int, Fraction] = field(default_factory=dict)
@@ -165,6 +167,7 @@ class BackwardMass:
             self._enter(entries.takes.get(number, ()))
             for k, step in enumerate((*block.steps, *block.merges)):
                 if k == len(block.steps):
+                    self._exit(entries.exits.get(number, ()))
                     self._enter(entries.gives.get(number, ()))
                 self._step(step)
                 if step.out in leaves and step.out not in self.tails:
@@ -174,6 +177,7 @@ class BackwardMass:
                         self._free(term.value)
                 n += 1
             if not block.merges:
+                self._exit(entries.exits.get(number, ()))
                 self._enter(entries.gives.get(number, ()))
         return self._fetched()
 
@@ -211,17 +215,20 @@ class BackwardMass:
             if sums is None:
                 sums = column_sums(self.program.maps[term.map], self.semiring, like)
             weights = ScaledValue(sums, 0)
-            self.leaves.setdefault(leaf, []).append(_dot(self.behind[term.value], weights))
+            self.leaves.setdefault(leaf, []).append(
+                _dot(self.behind[term.value], weights, self.semiring)
+            )
             for k in channels:
                 terms, values = self._avoided(step._replace(terms=(term,)), k)
                 if terms:
-                    self._avoids(k, leaf).append(_dot(values[term.value], weights))
+                    held = _dot(values[term.value], weights, self.semiring)
+                    self._avoids(k, leaf).append(held)
 
     def _end(self, leaf: int) -> None:
         """Note the mass of a leaf that is no tail."""
-        self.leaves[leaf] = [_total(self.behind[leaf])]
+        self.leaves[leaf] = [_total(self.behind[leaf], self.semiring)]
         for k in bits_of(self.entries.needed.get(leaf, 0)):
-            self._avoids(k, leaf).append(_total(self.around[k][leaf]))
+            self._avoids(k, leaf).append(_total(self.around[k][leaf], self.semiring))
 
     def _avoids(self, k: int, leaf: int) -> list[Scalar]:
         return self.avoiding.setdefault((k, leaf), [])
@@ -240,22 +247,31 @@ class BackwardMass:
             here += [(1 << k, self.around[k][value]) for k in bits_of(entry.mixed)]
             for mask, held in here:
                 if mask & entry.whole:
-                    total = _dot(held, ahead)
+                    total = _dot(held, ahead, self.semiring)
                     for k in bits_of(mask & entry.whole):
                         self.entered.setdefault(k, []).append(total)
                 if sliced is not None and mask & of_slices & ~entry.whole:
                     self._enter_slices(mask & of_slices & ~entry.whole, held, ahead, sliced)
             self._leave(entry)
 
+    def _exit(self, exits: Iterable[tuple[int, int]]) -> None:
+        """Count the paths that exit components here."""
+        for value, mask in exits:
+            if value in self.ahead.kept:
+                total = _dot(self.behind[value], self.ahead.kept[value], self.semiring)
+                for k in bits_of(mask):
+                    self.entered.setdefault(k, []).append(total)
+
     def _enter_slices(
         self, mask: int, held: ScaledValue, ahead: ScaledValue, slices: tuple[int, list[int]]
     ) -> None:
         dim, kinds = slices
-        product = held.value[0] * ahead.value[0]
-        by_slice = product.movedim(dim, 0).reshape(len(kinds), -1).sum(1)
+        (product,) = self.semiring.times(held.value, ahead.value)
+        lines = product.movedim(dim, 0).reshape(len(kinds), -1)
+        (by_slice,) = self.semiring.fold((lines,), 1)
         for k in bits_of(mask):
             mine = _places(kinds, k, by_slice.device)
-            total = by_slice.index_select(0, mine).sum()
+            (total,) = self.semiring.fold((by_slice.index_select(0, mine),), 0)
             exponent = held.exponent + ahead.exponent
             self.entered.setdefault(k, []).append(Scalar(total, exponent))
 
@@ -267,7 +283,8 @@ class BackwardMass:
             if entry.slices is not None and any(kind >> k & 1 for kind in entry.slices[1]):
                 dim, kinds = entry.slices
                 places = _places(kinds, k, held.value[0].device)
-                held = ScaledValue((held.value[0].index_fill(dim, places, 0),), held.exponent)
+                none = self.semiring.zero[0]
+                held = ScaledValue((held.value[0].index_fill(dim, places, none),), held.exponent)
             mine[entry.value] = held
 
     def _free(self, value: int) -> None:
@@ -276,27 +293,36 @@ class BackwardMass:
             mine.pop(value, None)
 
     def _fetched(self) -> PathMass:
+        logs = isinstance(self.semiring, LogAbs)
         return PathMass(
-            exact_sums(self.leaves), exact_sums(self.entered), exact_sums(self.avoiding)
+            exact_sums(self.leaves, logs),
+            exact_sums(self.entered, logs),
+            exact_sums(self.avoiding, logs),
         )
 
 
 Key = TypeVar("Key")
 
 
-def exact_sums(scalars: Mapping[Key, list[Scalar]]) -> dict[Key, Fraction]:
-    """The sums of scalars as exact numbers, with one synchronisation."""
+def exact_sums(scalars: Mapping[Key, list[Scalar]], logs: bool = False) -> dict[Key, Fraction]:
+    """The sums of scalars, or of what they are the base-2 logarithms of, as exact numbers; with one
+    synchronisation.
+    """
     numbers = iter(fetch_scalars([each.value for some in scalars.values() for each in some]))
     found: dict[Key, Fraction] = {}
     for key, some in scalars.items():
         total = Fraction(0)
         for scalar, number in zip(some, numbers):
+            power = scalar.exponent
+            if logs:
+                whole = floor(number) if isfinite(number) else 0
+                number, power = 2.0 ** (number - whole), power + whole
             if not isfinite(number):
                 raise NonFinite(
                     "the mass of paths is not finite: a derivative is NaN or infinite; "
                     "trace.flow() tells where"
                 )
-            total += Fraction(number) * Fraction(2) ** scalar.exponent
+            total += Fraction(number) * Fraction(2) ** power
         found[key] = total
     return found
 
@@ -323,10 +349,10 @@ def _places(kinds: list[int], k: int, device: torch.device) -> Tensor:
     return torch.tensor(mine, dtype=torch.int64, device=device)
 
 
-def _dot(a: ScaledValue, b: ScaledValue) -> Scalar:
-    product = a.value[0] * b.value[0]
-    return Scalar(product.sum(), a.exponent + b.exponent)
+def _dot(a: ScaledValue, b: ScaledValue, semiring: Semiring) -> Scalar:
+    return _total(ScaledValue(semiring.times(a.value, b.value), a.exponent + b.exponent), semiring)
 
 
-def _total(held: ScaledValue) -> Scalar:
-    return Scalar(held.value[0].sum(), held.exponent)
+def _total(held: ScaledValue, semiring: Semiring) -> Scalar:
+    (total,) = semiring.fold((held.value[0].reshape(-1),), 0)
+    return Scalar(total, held.exponent)

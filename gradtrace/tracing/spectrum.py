@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtrace.errors import UnknownName
+from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.ir import memory
 from gradtrace.ir.interpreter import ScaledValue, balanced, value_of
@@ -24,7 +24,7 @@ from gradtrace.ir.program import HOOKS, Leaf, Program, Step
 from gradtrace.linops import column_sums, transposed
 from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
-from gradtrace.tracing.mass import checked_power
+from gradtrace.tracing.mass import LOGARITHMS_FROM, checked_power
 from gradtrace.tracing.path_mass import Scalar, as_float, exact_sums, leaf_tails
 from gradtrace.tracing.traced_program import TracedProgram
 
@@ -120,6 +120,10 @@ class Spectrum:
 def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spectrum:
     """The spectrum of all leaves, or of one; see ``Spectrum``."""
     kind, semiring = _checked(by), Abs(p=checked_power(p))
+    if p > LOGARITHMS_FROM:
+        raise GradtraceError(
+            f"a spectrum is of p up to {LOGARITHMS_FROM}, not {p:g}; mass(p={p:g}) goes further"
+        )
     leaves = list(traced.program.leaves) if of is None else [traced.leaf(of)]
     grading = Grading.of(traced.program, kind, leaves)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):

@@ -5,6 +5,11 @@ that a block of the component takes, at an argument, or at a slice of a labelled
 first entry of a path counts. Whether an entry is the first is known from the structure of the
 program alone where no path, or every path, has been in the component before; where only some have,
 the entry is *mixed*, and the paths that have avoided the component so far are followed apart.
+
+The paths of a component's own leaves do not count, and may weigh many times as much as those that
+do: to subtract them would leave rounding. So a component with leaves of its own is counted where
+paths *exit* it; where they may come back to it, or to its leaves, the paths of other leaves that
+avoid it are counted instead.
 """
 
 from __future__ import annotations
@@ -40,7 +45,9 @@ class Entries:
     """The entries of a program, by block: where blocks begin, and at their arguments.
 
     ``must`` and ``may`` are the components that all, and any, paths from the root to a value have
-    entered. ``needed`` are, by value, those whose avoiding paths are followed there.
+    entered. ``needed`` are, by value, those whose avoiding paths are followed there. ``exits`` are,
+    by block, the values at which paths exit components for good, with these; ``avoided`` are the
+    components whose avoiding paths are counted instead.
     """
 
     must: dict[int, int]
@@ -48,6 +55,8 @@ class Entries:
     takes: dict[int, list[Entry]] = field(default_factory=dict)
     gives: dict[int, list[Entry]] = field(default_factory=dict)
     needed: dict[int, int] = field(default_factory=dict)
+    exits: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    avoided: int = 0
 
     def mixed(self, value: int) -> int:
         """The components that some paths to the value have entered, but not all."""
@@ -56,7 +65,8 @@ class Entries:
     def values(self) -> set[int]:
         """The values at which anything is entered."""
         every = (*self.takes.values(), *self.gives.values())
-        return {entry.value for entries in every for entry in entries}
+        exits = {value for exits in self.exits.values() for value, _ in exits}
+        return exits | {entry.value for entries in every for entry in entries}
 
 
 def bits_by_component(atoms: ComponentBits, components: Sequence[int]) -> ComponentBits:
@@ -90,9 +100,49 @@ def find_entries(program: Program, bits: ComponentBits, owned: dict[int, int]) -
         bound.update((value, mask & ~1) for value, mask in bound.items())  # bit 0: there is a path
     leaves = [leaf.value for leaf in program.leaves]
     counted = reduce(or_, (found.mixed(v) & ~owned.get(v, 0) for v in leaves), 0)
-    _collect(program, bits, counted, found)
-    _need(program, found, {v: found.mixed(v) & owned.get(v, 0) & counted for v in leaves})
+    owning = reduce(or_, (owned.get(v, 0) & found.may[v] for v in leaves), 0) & counted
+    found.avoided = owning & _find_exits(program, bits, owned, owning, found)
+    for number, exits in found.exits.items():
+        kept = [(value, mask & ~found.avoided) for value, mask in exits]
+        found.exits[number] = [(value, mask) for value, mask in kept if mask]
+    _collect(program, bits, counted & ~owning, found)
+    _need(program, found, {v: found.mixed(v) & found.avoided & ~owned.get(v, 0) for v in leaves})
     return found
+
+
+def _find_exits(
+    program: Program, bits: ComponentBits, owned: dict[int, int], owning: int, found: Entries
+) -> int:
+    """Note the exits from components, and return those to which paths may come back after one, or
+    which have parts that are no blocks.
+    """
+    below = {leaf.value: owned.get(leaf.value, 0) for leaf in program.leaves}
+    ends, wholes = dict(below), program.wholes()
+    takers: dict[int, int] = {}
+    again = reduce(or_, bits.position.values(), 0)
+    for _, kinds in bits.slices.values():
+        again |= reduce(or_, kinds, 0)
+    for number in reversed(range(len(program.blocks))):
+        block, mine = program.blocks[number], bits.block.get(number, 0) & owning
+        _reach(reversed(block.merges), below)
+        for value in set(block.gives.values()) if mine else ():
+            whole = wholes.get(value, value)
+            exited, inside = mine & ~below.get(value, 0), takers.get(whole, 0) | ends.get(whole, 0)
+            if exited:
+                found.exits.setdefault(number, []).append((value, exited))
+            again |= mine & ~exited & ~inside
+        _reach(reversed(block.steps), below)
+        for value in block.takes.values():
+            takers[value] = bits.block.get(number, 0)
+            below[value] = below.get(value, 0) | takers[value]
+    return again
+
+
+def _reach(steps: Iterable[Step], below: dict[int, int]) -> None:
+    for out, terms, _, _ in steps:
+        mine = below.get(out, 0)
+        for _, value in terms if mine else ():
+            below[value] = below.get(value, 0) | mine
 
 
 def _collect(program: Program, bits: ComponentBits, counted: int, found: Entries) -> None:
@@ -139,12 +189,12 @@ def _bound(steps: Iterable[Step], must: dict[int, int], may: dict[int, int]) -> 
         must[out], may[out] = every, some
 
 
-def _need(program: Program, found: Entries, own: dict[int, int]) -> None:
-    """Find the values at which avoiding paths are followed: those that a mixed entry, or a leaf of
-    the component itself, is reached from.
+def _need(program: Program, found: Entries, counted: dict[int, int]) -> None:
+    """Find the values at which avoiding paths are followed: those that a mixed entry, or a leaf for
+    which they are counted, is reached from.
     """
     needed = found.needed
-    needed.update((value, mask) for value, mask in own.items() if mask)
+    needed.update((value, mask) for value, mask in counted.items() if mask)
     for number in reversed(range(len(program.blocks))):
         block = program.blocks[number]
         _need_terms(reversed(block.merges), found)
