@@ -291,41 +291,47 @@ def test_complex() -> None:
 # Sizes, by their definition ----------------------------------------------------------------------
 
 
-def defined_sizes(trace: Trace) -> dict[int, Tensor]:
-    """The largest single contribution to each element of every value that a block makes: MAX over
-    all entries of its steps' Jacobians, started at |gradient| of what the block takes. In a
-    decomposed block each step starts again.
+def defined_sizes(trace: Trace) -> dict[int, list[Tensor]]:
+    """For each term of every step the largest single contribution to each element: MAX over all
+    entries of the Jacobians of a block's steps, started at |gradient| of what the block takes. In a
+    decomposed block each step starts again. For sums over users, those of their terms.
     """
     gradients, maps = trace.builder(0).follower.gradients, trace.program.maps
-    found: dict[int, Tensor] = {}
+    found: dict[int, list[Tensor]] = {}
+    whole: dict[int, Tensor] = {}
     for block in trace.program.blocks:
         inner: dict[int, Tensor] = {}
         for step in block.steps:
-            offers = []
+            found[step.out] = []
             for at, value in step.terms:
                 x = gradients[value].reshape(-1).abs().double()
                 x = x if block.opened else inner.get(value, x)
                 rows = maps[at].rows(torch.arange(maps[at].outputs))
                 entries = rows.weight.expand(rows.source.shape).double().abs()
                 entries = entries * torch.where(rows.source < 0, 0, x[rows.source.clamp(min=0)])
-                offers.append(torch.cat([entries, entries.new_zeros(len(entries), 1)], 1).amax(1))
-            inner[step.out] = torch.stack(offers).amax(0)
-        found |= inner
+                entries = torch.cat([entries, entries.new_zeros(len(entries), 1)], 1)
+                found[step.out].append(entries.amax(1))
+            whole[step.out] = inner[step.out] = torch.stack(found[step.out]).amax(0)
+        for step in block.merges:
+            first, second = (term.value for term in step.terms)
+            terms = found[first] if first not in whole else [whole[first]]
+            found[step.out] = [*terms, whole[second]]
     return found
 
 
 def sizes_are_defined(trace: Trace) -> int:
-    """Compare the sizes by which users are compared; how many values have several users."""
+    """Compare the sizes by which terms are compared; how many values have several."""
     follower, wanted = trace.builder(0).follower, defined_sizes(trace)
-    merges = {step.out for block in trace.program.blocks for step in block.merges}
-    found = [(out, terms) for out, terms in follower.makers.items() if out in merges]
-    for out, terms in found:
-        at = torch.arange(terms[0].map.outputs)
-        for term, offer in zip(terms, follower.edges.offers(out, at)):
-            torch.testing.assert_close(
-                offer.value.double(), wanted[term.value], rtol=1e-6, atol=1e-12
-            )
-    return len(found)
+    several = {
+        out: terms
+        for out, terms in follower.makers.items()
+        if len(terms) > 1 and out not in follower.nested
+    }
+    for out, terms in several.items():
+        offers = follower.edges.offers(out, torch.arange(terms[0].map.outputs))
+        for offer, size in zip(offers, wanted[out], strict=True):
+            torch.testing.assert_close(offer.value.double(), size, rtol=1e-5, atol=1e-12)
+    return len(several)
 
 
 def test_sizes_of_random_graphs() -> None:
@@ -339,10 +345,11 @@ def test_sizes_of_random_graphs() -> None:
 def test_the_steps_of_a_fused_layer_are_operators() -> None:
     torch.manual_seed(0)
     model, x = nn.LSTM(3, 4, batch_first=True), torch.randn(2, 4, 3, requires_grad=True)
-    loss = model(x)[0].square().sum() + (0.1 * x).sum()
+    out, (last, cell) = model(x)
+    loss = out.square().sum() + (3 * cell).sum() + last.exp().sum() + (0.1 * x).sum()
     trace = gt.trace(loss, names={"x": x, **dict(model.named_parameters())}, rule="edge")
     assert any(block.opened for block in trace.program.blocks)
-    assert sizes_are_defined(trace)
+    assert sizes_are_defined(trace) > 10
     consistent(trace, components(len(trace.program.blocks), 0))
 
 
@@ -392,12 +399,45 @@ def test_formulas(kind: str, beside: float) -> None:
             assert path.weight == pytest.approx(wanted.weight)
 
 
+class Two(torch.autograd.Function):
+    """Two products of one argument: what it gets back is a sum of two sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *matrices: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.one, ctx.two = matrices
+        return x @ ctx.one, x @ ctx.two
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] @ ctx.one.T + grads[1] @ ctx.two.T, None, None
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_sums_of_sums_beside_another_user(inner: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 9, dtype=torch.float64, requires_grad=True)
+    one, two = (torch.randn(9, 6, dtype=torch.float64) for _ in range(2))
+    h = x.exp() if inner else x
+    first, second = Two.apply(h, one, two)  # type: ignore[no-untyped-call]
+    loss = (1.5 * h).sum() + first.sum() + second.square().sum() / 9
+    trace = gt.trace(loss, names={"x": x}, rule="edge")
+    assert trace.builder(0).follower.nested
+    consistent(trace, components(len(trace.program.blocks), 0))
+    graph = ScalarGraph.of(loss, {"x": x})
+    for path in trace.paths(sample=99):
+        found = graph.edge("x", path.index)
+        assert found is not None and path.weight == pytest.approx(found.weight)
+    greedy = [graph.greedy("x", n) for n in range(27)]
+    assert greedy != [graph.edge("x", n) for n in range(27)]
+
+
 def test_users_of_one_component_then_another() -> None:
     """Three users, of which the first two have the same provenance."""
     torch.manual_seed(1)
-    x = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
-    one, two = (torch.randn(4, 6, dtype=torch.float64) for _ in range(2))
-    loss = (1.5 * x).sum() + (x @ one).sum() + (x @ two).sum()
+    x = torch.randn(8, 9, dtype=torch.float64, requires_grad=True)
+    one, two = (torch.randn(9, 6, dtype=torch.float64) for _ in range(2))
+    h = x.exp()
+    loss = (1.5 * h).sum() + (h @ one).sum() + (h @ two).sum()
     trace = gt.trace(loss, names={"x": x}, rule="edge")
     sizes_are_defined(trace)
     names = [block.operator for block in trace.program.blocks]
