@@ -259,8 +259,7 @@ say("5. Gradient tracing")
 # the root. What "most" is depends on the values:
 #   greedy    |w(u, v)·g_u| with the values g of SUM: the largest term of the true gradient g_v
 #   viterbi   |w(u, v)·m_u| with the values m of MAX: the path of the greatest |product|
-# (For tensors greedy compares what whole operators hand back; to compare single edges, as here, is
-# another rule there, edge. For scalars they are the same.)
+# (On tensors greedy compares what whole operators hand back, and single edges are the rule edge.)
 # Ties go to the consumer met first. A contribution of exactly 0 is none, and a vertex that has
 # none has no path. One `>` says both.
 Pointers = dict[Scalar, tuple[Scalar, float]]
