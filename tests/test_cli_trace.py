@@ -259,6 +259,8 @@ def test_what_is_asked_for(script: Path) -> None:
     every = traced(script, "loss")["influence"]
     (first,) = traced(script, "loss", "--top", 1)["influence"]
     assert first in every and 0 < first["share"] < 1  # what is in series comes last
+    (shares,) = traced(script, "loss")["choices"].values()
+    assert sum(shares.values()) == pytest.approx(1)
     data = traced(script, "loss", "--granularity", "operator", "--path", "embed.weight")
     assert data["granularity"] == "operator" and data["paths"][0]["weight"] == "nan"
     data = traced(script, "loss", "--sample", 5, "--seed", 1)

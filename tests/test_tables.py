@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import io
 import json
 import math
+import pkgutil
 import re
 import sys
 import unicodedata
@@ -461,3 +464,21 @@ def test_results_keep_their_kind() -> None:
     assert len(best[0].top(2).rows) == 2
     found = gradtrace.check(lambda model: model(torch.ones(1, 1)).sum(), torch.nn.Linear(1, 1))
     assert len(found.top(1).to_pandas()) == 1
+
+
+def test_every_result_with_a_table_can_be_sorted_plotted_and_handed_on() -> None:
+    found = set()
+    for each in pkgutil.walk_packages(gradtrace.__path__, "gradtrace."):
+        parts = each.name.split(".")
+        if {"experiments", "benchmarks", "cli", "__main__", "triton_contraction"} & set(parts):
+            continue
+        for kind in vars(importlib.import_module(each.name)).values():
+            if inspect.isclass(kind) and kind.__module__ == each.name:
+                made = getattr(kind, "table", None)
+                hint = getattr(made, "__annotations__", {}).get("return")
+                if hint == "TextTable" and kind is not tables.Shown:
+                    found.add(kind)
+    assert {kind.__name__ for kind in found} >= {"Influence", "Paths", "Flow", "History", "Mass"}
+    for kind in found:
+        for verb in ("sort", "top", "plot", "to_pandas", "_repr_html_"):
+            assert hasattr(kind, verb), (kind, verb)

@@ -23,16 +23,18 @@ from gradtrace.cli.influence import (
 )
 from gradtrace.cli.printing import Json, working, write, write_json, write_table
 from gradtrace.cli.target import Arguments, Target, kind_of, script_function
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, TooLarge
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradtrace.trace import Trace
+    from gradtrace.tracing.choices import Choices
     from gradtrace.tracing.influence import Influence
     from gradtrace.tracing.paths import Path as GradientPath
     from gradtrace.watch import watch
 
+SHOWN_FORKS = 5
 RETURNS = "return a loss, a model and its loss, or (model, loss_fn)"
 
 LossFunction = Annotated[
@@ -97,6 +99,7 @@ def trace(
         paths = [_path(traced, *each) for each in elements]  # first: a typo is reported early
         work.begin("measuring influence")
         table = traced.influence(chosen, weight, of=of or None, sample=sample, seed=seed)
+        divided = _divided(traced, sample, seed)
         flow = traced.flow().verdict
         for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
             if file is not None:
@@ -105,16 +108,28 @@ def trace(
                 make(file)
     if as_json:
         files = {"out": out and str(out), "report": report and str(report)}
-        write_json(_data(traced, loss, table, top, flow, paths) | files)
+        shares = {"choices": {} if divided is None else divided.shares}
+        write_json(_data(traced, loss, table, top, flow, paths) | shares | files)
         return
     write(_summary(traced, loss))
     write_influence(table, top)
+    if divided is not None and divided.rows:
+        write_table(divided.top(SHOWN_FORKS).table())
     write(f"Flow: {flow}")
     for each in paths:
         write_table(each.table())
     for what, file in (("trace", out), ("report", report)):
         if file is not None:
             write(f"The {what} is in {file}")
+
+
+def _divided(traced: Trace, sample: int | None, seed: int) -> Choices | None:
+    """How paths divide at forks; None if that is too large to find."""
+    drawn = sample if traced.granularity == "scalar" else None
+    try:
+        return traced.choices(sample=drawn, seed=seed)
+    except TooLarge:
+        return None
 
 
 def element(text: str) -> tuple[str, tuple[int, ...] | None]:

@@ -279,7 +279,7 @@ class TextTable(Tabular):
             raise GradtraceError(f"column {name!r} holds texts; plot {' or '.join(numbers)}")
         after = names[names.index(name) + 1 :][:1]
         errors = self.column(after[0]) if after and after[0].startswith("±") else None
-        texts = next((n for n, c in enumerate(self.columns) if c.kind != "text"), len(names))
+        texts = next((n for n, c in enumerate(self.columns) if c.kind != "text"), len(names)) or 1
         labels = ["  ".join(cells[:texts]) for cells in self.lines(None)[1:]]
         bars = plotting.Bars(labels, values, errors, column.header, self.heading)
         return plotting.drawn(bars, most, column.kind == "share", ax)

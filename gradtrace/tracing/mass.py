@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf, isnan, nan
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries, bits_by_component, find_entries
 from gradtrace.ir.program import Program
@@ -69,7 +68,7 @@ class MassRow:
 
 
 @dataclass(frozen=True)
-class Mass:
+class Mass(Tabular):
     """A table of components: how much of the mass of all paths passes through each.
 
     The mass of a path is ``|weight|**p``, the weight being the product of the derivatives along
@@ -186,18 +185,8 @@ class Mass:
             words.append(f"no path of a leaf outside it can pass through {shown}")
         return (*words, *self.notes)
 
-    def __str__(self) -> str:
-        return str(self.table())
-
     def __repr__(self) -> str:
         return printable(f"Mass({len(self.rows)} components, p={self.p:g}, {self.pairs:,} pairs)")
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_pandas(self) -> Any:
-        """One row per component, as a pandas.DataFrame."""
-        return self.table().to_pandas()
 
 
 def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.io.table import Summarised, TextColumn, TextTable
 from gradtrace.ir import memory
 from gradtrace.ir.interpreter import ScaledValue, balanced, value_of
 from gradtrace.ir.passes.residuals import residual_branches
@@ -48,7 +48,7 @@ class SpectrumRow:
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class Spectrum(Summarised):
     """Mass and gradient of all paths by ``"length"`` (operators on the path, a fused one counting
     as one) or by ``"branches"`` (residual branches taken: of ``x + f(x)`` the path through f).
 
@@ -102,19 +102,9 @@ class Spectrum:
         of = f" of {self.of}" if self.of else ""
         return TextTable(f"Spectrum{of} by {self.by} (p = {self.p:g})", columns, rows, self.notes)
 
-    def __str__(self) -> str:
-        return str(self.table())
-
     def __repr__(self) -> str:
         of = f", of={self.of!r}" if self.of else ""
         return printable(f"Spectrum(by={self.by!r}, {len(self.rows)} grades, p={self.p:g}{of})")
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_pandas(self) -> Any:
-        """One row per grade, as a pandas.DataFrame."""
-        return self.table().to_pandas()
 
 
 def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spectrum:

@@ -100,6 +100,12 @@ def test_it_opens_on_what_the_trace_says(network: pages.Made, look: Opener) -> N
         assert name is not None and value is not None
         assert float(value) == pytest.approx(shares[name].count.share, abs=1e-12)
     assert page.get_by_test_id("route").count() > 0
+    divided = network.trace.choices().shares
+    for fork in page.get_by_test_id("fork").all():
+        mine = divided[fork.get_attribute("data-name") or ""]
+        for branch in fork.get_by_test_id("branch").all():
+            share = float(branch.get_attribute("data-value") or "nan")
+            assert share == pytest.approx(mine[branch.get_attribute("data-name") or ""], abs=1e-12)
     visit.shot("overview")
 
 

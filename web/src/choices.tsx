@@ -7,14 +7,19 @@ import type { State } from "./view";
 const FORKS = 6;
 const BRANCHES = 6;
 
-/** Modules that every path passes, outermost first, without those inside of one that is listed. */
-export function inSeries(trace: Trace): number[] {
-  const table = trace.tables[""];
-  if (!table?.series) return [];
+/** Modules that every path passes. */
+export function seriesOf(trace: Trace): Set<number> {
   const found = new Set<number>();
-  table.module.forEach((module, row) => {
-    if (module > 0 && table.series![row]) found.add(module);
+  const table = trace.tables[""];
+  table?.module.forEach((module, row) => {
+    if (module > 0 && table.series?.[row]) found.add(module);
   });
+  return found;
+}
+
+/** Modules that every path passes, without those inside of one that is listed. */
+export function inSeries(trace: Trace): number[] {
+  const found = seriesOf(trace);
   const inside = (module: number): boolean => {
     for (let at = trace.modules[module]!.parent; at > 0; at = trace.modules[at]!.parent)
       if (found.has(at)) return true;

@@ -1,5 +1,6 @@
 /** The module tree with influence, after the tree pattern of WAI-ARIA. Only rows in sight are made. */
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { seriesOf } from "./choices";
 import { percent, short } from "./format";
 import { reveal } from "./graph/boxes";
 import { influence } from "./influence";
@@ -70,6 +71,7 @@ export function Tree(view: View & { done?: () => void }) {
   const box = useRef<HTMLDivElement>(null);
   const [span, setSpan] = useState({ top: 0, height: 900 });
   const shares = influence(trace, state.by);
+  const series = useMemo(() => seriesOf(trace), [trace]);
 
   useEffect(() => setOpen(unfolded(children)), [children]);
   useLayoutEffect(() => {
@@ -203,7 +205,11 @@ export function Tree(view: View & { done?: () => void }) {
                 <span class="tree-name">
                   <bdi>{short(name, 60)}</bdi> <span class="soft">{short(trace.modules[module]!.kind, 40)}</span>
                 </span>
-                {share >= 0 ? (
+                {series.has(module) ? (
+                  <span class="figure soft" title="every path that could pass it does: 100% by definition">
+                    in series
+                  </span>
+                ) : share >= 0 ? (
                   <>
                     <span class="meter" aria-hidden="true">
                       <span style={{ width: `${100 * Math.min(1, share)}%` }} />
