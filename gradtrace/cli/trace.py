@@ -99,7 +99,7 @@ def trace(
         paths = [_path(traced, *each) for each in elements]  # first: a typo is reported early
         work.begin("measuring influence")
         table = traced.influence(chosen, weight, of=of or None, sample=sample, seed=seed)
-        divided = _divided(traced, sample, seed)
+        divided = _divided(traced, of, sample, seed)
         flow = traced.flow().verdict
         for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
             if file is not None:
@@ -108,28 +108,26 @@ def trace(
                 make(file)
     if as_json:
         files = {"out": out and str(out), "report": report and str(report)}
-        shares = {"choices": {} if divided is None else divided.shares}
-        write_json(_data(traced, loss, table, top, flow, paths) | shares | files)
+        write_json(_data(traced, loss, table, divided, top, flow, paths) | files)
         return
     write(_summary(traced, loss))
     write_influence(table, top)
-    if divided is not None and divided.rows:
-        write_table(divided.top(SHOWN_FORKS).table())
     write(f"Flow: {flow}")
-    for each in paths:
+    for each in (*([divided.top(SHOWN_FORKS)] if divided.rows else []), *paths):
         write_table(each.table())
     for what, file in (("trace", out), ("report", report)):
         if file is not None:
             write(f"The {what} is in {file}")
 
 
-def _divided(traced: Trace, sample: int | None, seed: int) -> Choices | None:
-    """How paths divide at forks; None if that is too large to find."""
-    drawn = sample if traced.granularity == "scalar" else None
+def _divided(traced: Trace, of: list[str] | None, sample: int | None, seed: int) -> Choices:
+    """How paths divide at forks; none if that is too large to find."""
+    from gradtrace.tracing.choices import Choices
+
     try:
-        return traced.choices(sample=drawn, seed=seed)
+        return traced.choices(of=of or None, sample=sample, seed=seed)
     except TooLarge:
-        return None
+        return Choices(())
 
 
 def element(text: str) -> tuple[str, tuple[int, ...] | None]:
@@ -219,6 +217,7 @@ def _data(
     traced: Trace,
     loss: Tensor,
     table: Influence,
+    divided: Choices,
     top: int | None,
     flow: str,
     paths: list[GradientPath],
@@ -231,6 +230,7 @@ def _data(
         "leaves": {traced.names[x.value]: list(x.tensor.shape) for x in traced.program.leaves},
         "weight": table.weight,
         "influence": rows(table, top),
+        "choices": divided.shares,
         "flow": flow,
         "paths": [
             {
