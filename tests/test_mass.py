@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from math import fsum, isnan, nan
 from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from bruteforce import Path, ScalarGraph
 from randomgraphs import Sample, build
-from thorough import THOROUGH, few
+from thorough import THOROUGH, few, some
 from torch import Tensor, nn
 
 import gradtrace as gt
@@ -53,12 +55,12 @@ def wanted_masses(sample: Sample, paths: dict[str, list[Path]], p: float) -> dic
     graph = sample.graph
     reach = operators_above(graph)
     found: dict[str, list[float]] = {}
-    for name, some in paths.items():
+    for name, several in paths.items():
         node = graph.places[graph.starts[name]].node
-        everything = fsum(abs(path.weight) ** p for path in some)
+        everything = fsum(abs(path.weight) ** p for path in several)
         for operator in reach[node] - {"AccumulateGrad"}:
             found.setdefault(operator, [0.0, 0.0])[1] += everything
-        for path in some:
+        for path in several:
             for operator in {graph.operator(edge.consumer) for edge in path.edges}:
                 found[operator][0] += abs(path.weight) ** p
     return found
@@ -67,7 +69,7 @@ def wanted_masses(sample: Sample, paths: dict[str, list[Path]], p: float) -> dic
 def wanted_arguments(sample: Sample, paths: dict[str, list[Path]], p: float) -> list[float]:
     """The masses through the arguments of sums, sorted."""
     graph, found = sample.graph, dict[tuple[int, int], float]()
-    for path in (path for some in paths.values() for path in some):
+    for path in (path for several in paths.values() for path in several):
         for place in {(edge.consumer, edge.position) for edge in path.edges}:
             if graph.operator(place[0]) in SUMS:
                 found[place] = found.get(place, 0.0) + abs(path.weight) ** p
@@ -86,7 +88,7 @@ def check(seed: int) -> None:
             through, eligible = wanted.get(row.name, (0.0, 0.0))  # 0: opened, or no leaf below
             assert row.mass == pytest.approx(through, rel=1e-8, abs=least), (seed, p, row.name)
             assert row.eligible == pytest.approx(eligible, rel=1e-8, abs=least), (seed, row.name)
-        total = fsum(abs(path.weight) ** p for some in paths.values() for path in some)
+        total = fsum(abs(path.weight) ** p for several in paths.values() for path in several)
         assert table.total == pytest.approx(total, rel=1e-8, abs=least)
         try:
             found = trace.mass("arguments", p=p)
@@ -369,3 +371,108 @@ def test_changed_weights_are_refused() -> None:
         x.mul_(2)
     with pytest.raises(GradtraceError, match="changed in place"):
         trace.mass()
+
+
+# Other inputs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_other_precisions(dtype: torch.dtype) -> None:
+    """Masses are computed at least in single precision, so shares are those of the weights."""
+    torch.manual_seed(3)
+    model = Branches().to(dtype)
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 3, dtype=dtype)).square().sum()
+    trace = watch.trace(loss)
+    for p in POWERS:
+        table = trace.mass(["left", "right"], p=p)
+        assert sum(table.shares.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_complex_numbers_are_pairs() -> None:
+    parts = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    z = torch.view_as_complex(parts)
+    w = (z * (2 - 1j)).exp() * z
+    trace = gt.trace((w.real + w.imag.sin()).sum(), names={"parts": parts})
+    table, paths = trace.mass("operators"), trace.enumerate()
+    assert table.total == pytest.approx(sum(abs(path.weight) for path in paths))
+    exp = sum(abs(path.weight) for path in paths if "ExpBackward0" in path.operators)
+    assert table["ExpBackward0"].mass == pytest.approx(exp)
+    assert fsum(trace.spectrum().gradient_shares.values()) == pytest.approx(1)
+
+
+def test_in_place_views_and_scalars() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    s = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    y = x.clone()
+    y[1:].mul_(s)
+    y[:, 0] = y[:, 1] + s
+    trace = gt.trace((y.t().reshape(-1).cumsum(0) * s).sum(), names={"x": x, "s": s})
+    wanted: dict[str, float] = {}
+    total = 0.0
+    for path in trace.enumerate(limit=100_000):
+        total += abs(path.weight)
+        for operator in set(path.operators):
+            wanted[operator] = wanted.get(operator, 0.0) + abs(path.weight)
+    table = trace.mass("operators")
+    assert table.total == pytest.approx(total)
+    for row in table:
+        assert row.mass == pytest.approx(wanted.get(row.name, 0.0), rel=1e-9), row.name
+
+
+def test_no_gradient_at_all() -> None:
+    """All weights are 0: there is no mass to divide."""
+    x = torch.ones(2, requires_grad=True)
+    table = gt.trace((x * 0).sum(), names={"x": x}).mass("operators")
+    assert table.total == 0 and all(isnan(share) for share in table.shares.values())
+    assert "–" in str(table)
+
+
+def test_operator_granularity_has_the_same_mass() -> None:
+    whole = traced("Residual", granularity="operator").mass()
+    assert whole.shares == pytest.approx(traced("Residual").mass().shares, nan_ok=True)
+
+
+def test_recurrent_layers_called_many_times() -> None:
+    """Every mixed entry of a cell in a long sequence; a class is all of its modules."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"cell": nn.GRUCell(2, 3), "out": nn.Linear(3, 1)}).double()
+    with gt.watch(model) as watch:
+        h = torch.zeros(1, 3, dtype=torch.float64)
+        for _ in range(6):
+            h = 0.5 * h + model["cell"](torch.ones(1, 2, dtype=torch.float64), h)
+        loss = model["out"](h).sum()
+    trace = watch.trace(loss)
+    table = trace.mass({"out": "out", "add": "operator:AddBackward0", "cell": "cell"})
+    assert table.shares["out"] == 1
+    assert 0 < table.shares["add"] <= 1
+    assert isnan(table.shares["cell"])  # all leaves above it belong to out
+
+
+@pytest.mark.parametrize("name", some(ARCHITECTURES, 4))
+def test_architectures(name: str) -> None:
+    """The arguments of each sum of two have the mass of what both hand on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, loss_of = ARCHITECTURES[name]()
+        torch.manual_seed(0)
+        with gt.watch(model.double()) as watch:
+            loss = loss_of(model)
+    trace = watch.trace(loss)
+    for components in (None, "classes", "operators"):
+        for share in trace.mass(components).shares.values():
+            assert isnan(share) or 0 <= share <= 1
+    found = interpreter.run(trace.program, Abs()).values()
+    wanted = sum(float(part.sum()) for part in found)
+    assert trace.mass().total == pytest.approx(wanted, rel=1e-9)
+
+
+def test_it_prints() -> None:
+    table = traced("Residual").mass()
+    assert repr(table) == "Mass(4 components, p=1, 1 pairs)"
+    assert str(table).startswith("Mass of paths (p = 1)\ncomponent")
+    assert list(table.to_pandas()["component"]) == list(table.names)
+    assert "<table" in table._repr_html_()
+    assert len(table) == 4 and table["one"].share == table.shares["one"]
+    with pytest.raises(UnknownName, match="no component 'three'"):
+        table["three"]

@@ -75,11 +75,14 @@ class Ahead(NamedTuple):
 
 
 def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[int, int]) -> Ahead:
-    """Run the program from the leaves to the root; values are freed when they have been used."""
+    """Run the program from the leaves up to the last values that are kept; the others are freed
+    when they have been used.
+    """
     like = semiring.weigh(program.seed)
     held: dict[int, ScaledValue] = {}
     kept: dict[int, ScaledValue] = {}
-    alive, sums = set(tails), dict[int, Value]()
+    sums: dict[int, Value] = {}
+    needed = _below(program, keep)
     shapes = {step.out: step.shape for step in program.steps()}
     for leaf in program.leaves:
         if leaf.value not in tails:
@@ -89,13 +92,12 @@ def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[
         whole = held.pop(step.out, None)
         if whole is not None:
             whole = balanced(whole, semiring)
-            alive.add(step.out)
             if step.out in keep:
                 kept[step.out] = whole
         elif step.out not in tails:
             continue
         for at, value in step.terms:
-            if value in tails:
+            if value in tails or value not in needed:
                 continue
             map_ = program.maps[at]
             if whole is None:
@@ -108,10 +110,17 @@ def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[
                 )
             held[value] = found if value not in held else _plus(held[value], found, semiring)
     if program.root in held:
-        alive.add(program.root)
-        if program.root in keep:
-            kept[program.root] = held[program.root]
-    return Ahead(kept, alive, sums)
+        kept[program.root] = held[program.root]
+    return Ahead(kept, leading_to_leaves(program), sums)
+
+
+def _below(program: Program, values: set[int]) -> set[int]:
+    """These values, and all that are made of them."""
+    found = set(values)
+    for step in program.steps():
+        if any(term.value in found for term in step.terms):
+            found.add(step.out)
+    return found
 
 
 def _is_small(x: Tensor) -> bool:

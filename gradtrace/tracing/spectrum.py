@@ -266,28 +266,18 @@ def _products(grading: Grading, given: Mapping[int, Tensor]) -> dict[int, float]
         for at, value in step.terms:
             if value not in values:
                 continue
-            gradient = _real(given[step.out], step.shape)
-            pulled = transposed(program.maps[at]).apply(gradient)
+            pulled = transposed(program.maps[at]).apply(given[step.out].reshape(step.shape))
             for grade, held in values[value].items():
                 found[grade] = found.get(grade, 0.0) + _inner(held.value[0], pulled)
 
     for leaf, graded in grading.run(SUM, tails, at_tail).items():
         for grade, held in graded.items():
-            gradient = _real(given[leaf], tuple(held.value[0].shape))
-            found[grade] = found.get(grade, 0.0) + _inner(held.value[0], gradient)
+            found[grade] = found.get(grade, 0.0) + _inner(held.value[0], given[leaf])
     return found
-
-
-def _real(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A gradient as the program holds it: a complex one as real and imaginary parts."""
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return x.reshape(shape)
 
 
 def _parts(grading: Grading, leaf: Leaf) -> dict[int, Tensor]:
     """The parts of a leaf's gradient, by grade."""
     found = grading.run(SUM, {}, lambda step, values: None).get(leaf.value, {})
-    tensors = {grade: held.value[0] for grade, held in found.items()}
-    if leaf.tensor.is_complex():
-        tensors = {n: torch.view_as_complex(x.contiguous()) for n, x in tensors.items()}
-    return {grade: x.reshape(leaf.tensor.shape) for grade, x in sorted(tensors.items())}
+    shape = leaf.tensor.shape
+    return {grade: held.value[0].reshape(shape) for grade, held in sorted(found.items())}
