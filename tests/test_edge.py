@@ -114,6 +114,34 @@ def test_size_starts_again_in_every_operator() -> None:
     assert first(loss, x) == "ReshapeAliasBackward0" or first(loss, x) == "ViewBackward0"
 
 
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
+def test_only_edge_depends_on_views(rule: str) -> None:
+    """As docs/tracing.md says: a linear layer of a 3-d tensor begins with a view, which is handed
+    the sum; of a matrix it begins with the product itself.
+    """
+    torch.manual_seed(1)
+    model = Branches().double()
+    x = torch.randn(16, 8, dtype=torch.float64)
+    shares = []
+    for given in (x, x.view(2, 8, 8)):
+        with gt.watch(model) as watch:
+            loss = model(given).square().mean()
+        shares.append(watch.trace(loss, rule=rule).influence(["one", "two"]).shares)
+    assert (shares[0] == shares[1]) == (rule != "edge")
+
+
+class Branches(nn.Module):
+    """Two linear layers side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        return torch.tanh(self.one(h)) + torch.relu(self.two(h))
+
+
 def test_no_path_where_all_is_zero() -> None:
     x = leaf(1.0, 1.0)
     loss = (x * torch.tensor([0.0, 1.0])).sum() + (x * 0).sum()
