@@ -146,6 +146,7 @@ def test_words() -> None:
         "A path carries the whole gradient of its element, of 2 sampled elements"
     )
     assert Coverage(()).in_words() == "No element has a path"
+    assert Coverage((-0.5,)).in_words() == "The path carries -50% of its element's gradient"
     assert percent(float("nan")) == "–" and percent(1e9) == "1e+09 times"
 
 
@@ -336,6 +337,17 @@ def test_a_forest_is_the_same_as_itself() -> None:
     (followed,) = follow_sample(trace, 50, 0)
     assert same_paths(followed.forest, followed.forest).all()
     assert of_elements(trace, followed).elements == int(followed.forest.whole.sum())
+
+
+def test_paths_are_the_same_only_if_all_they_visit_is() -> None:
+    (followed,) = follow_sample(gt.trace(randomgraphs.build(3).loss), 50, 0)
+    forest = followed.forest
+    elsewhere = dataclasses.replace(forest, values=tuple(v + 1000 for v in forest.values))
+    assert not same_paths(forest, elsewhere).any()
+    ends = dataclasses.replace(forest, onward=forest.onward.clone())
+    ends.onward[forest.starts[0]] = -1
+    for one, other in ((forest, ends), (ends, forest)):
+        assert same_paths(one, other).tolist()[:2] == [False, True]
 
 
 def test_the_program_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:

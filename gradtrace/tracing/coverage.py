@@ -121,6 +121,8 @@ class Coverage(Summarised):
         many = f"{self.elements:,} {'sampled ' if self.sampled else ''}elements"
         if not self.elements:
             return "No element has a path"
+        if len(self.parts) == self.elements == 1:
+            return f"The path carries {percent(self.median)} of its element's gradient"
         found = []
         if self.parts and all(abs(part - 1) < 0.01 for part in self.parts):
             found.append("A path carries the whole gradient of its element")

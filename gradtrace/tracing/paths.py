@@ -198,11 +198,12 @@ class Paths(Tabular, Sequence[Path]):
             TextColumn("element"),
             TextColumn("weight", "number"),
             TextColumn("gradient", "number"),
+            TextColumn("coverage", "share"),
             TextColumn("steps", "count"),
             TextColumn("way"),
         )
         rows = tuple(
-            (p.name, str(list(p.index)), p.weight, p.gradient, len(p), _route(p))
+            (p.name, str(list(p.index)), p.weight, p.gradient, p.coverage, len(p), _route(p))
             for p in self.items
         )
         return TextTable(self.title, columns, rows)
@@ -402,6 +403,12 @@ def ravel(index: Sequence[int], shape: Shape) -> int:
     return number
 
 
+PERMUTED_MAX_ELEMENTS = 1 << 16
+"""Above this many elements a small sample is drawn element by element: to permute a few million
+takes as long as ten backward passes over them.
+"""
+
+
 def sampled(sizes: Mapping[K, int], sample: int, seed: int) -> dict[K, Tensor]:
     """``sample`` elements of several tensors, uniformly without replacement: flat indices by
     tensor, in ascending order.
@@ -410,7 +417,7 @@ def sampled(sizes: Mapping[K, int], sample: int, seed: int) -> dict[K, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     if sample >= total:
         drawn = torch.arange(total, device="cpu")
-    elif total <= 1 << 24:
+    elif total <= PERMUTED_MAX_ELEMENTS or 4 * sample > total:
         drawn = torch.randperm(total, generator=generator, device="cpu")[:sample].sort().values
     else:
         drawn = torch.empty(0, dtype=torch.int64, device="cpu")
