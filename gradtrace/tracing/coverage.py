@@ -30,9 +30,8 @@ paths.
 """
 
 INSTEAD = (
-    "Coverage is low: single paths explain little of the gradient here, so take shares of paths "
-    "with care. trace.decompose() divides the gradient itself, trace.mass() counts all paths, "
-    "trace.agreement() compares the rules"
+    "Coverage is low: single paths explain little of the gradient. trace.decompose() divides the "
+    "gradient itself, trace.mass() counts all paths, trace.agreement() compares the rules"
 )
 
 Floats = npt.NDArray[np.float64]
