@@ -77,7 +77,7 @@ def _sorted_places(ratio: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     """The order of each line of ratios, and the place of each of the other numbers in it."""
     if not backend_of(ratio).host or ratio.dtype is not torch.float32:
         ratio, order = ratio.sort(1)
-        return order, torch.searchsorted(ratio, zero)
+        return order, torch.searchsorted(ratio.contiguous(), zero.contiguous())
     # On a CPU one sort of whole numbers, (key, index), takes a fifth of the time of both.
     lines, n = ratio.shape
     keys = torch.cat([ratio, zero], 1).numpy().view(np.int32).astype(np.int64)
