@@ -192,6 +192,29 @@ def test_branches_of_one_module_are_told_apart() -> None:
     ]
 
 
+def test_rotations_and_dropout_do_not_hide_where_a_branch_comes_from() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp = nn.Linear(4, 4)
+            self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+
+        def turned(self, x: Tensor) -> Tensor:
+            return 0.6 * x + 0.8 * torch.cat([-x[..., 2:], x[..., :2]], -1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inp(x)
+            weights = self.turned(self.q(h)) @ self.turned(self.k(h)).mT
+            return nn.functional.dropout(weights.softmax(-1)) @ self.v(h)
+
+    torch.manual_seed(0)
+    found = traced(nn.Sequential(Attention()), torch.randn(2, 5, 4)).choices()
+    assert [list(shares) for shares in found.shares.values()] == [
+        ["0.q", "0.k"],
+        ["softmax", "0.v"],
+    ]
+
+
 def test_a_cell_called_many_times_is_one_fork() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

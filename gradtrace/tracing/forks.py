@@ -16,7 +16,7 @@ from gradtrace.errors import TooLarge
 from gradtrace.ir.passes.provenance import ComponentBits, analyse_provenance
 from gradtrace.ir.program import Block, Program
 from gradtrace.tracing.components import ancestors, within
-from gradtrace.tracing.operator_names import MOVES, spoken
+from gradtrace.tracing.operator_names import MOVES, SCALES, spoken
 
 SUMS = ("AddBackward0", "SubBackward0", "RsubBackward0", "IndexAddBackward0", "IndexPutBackward0")
 """Sums. A chain of them, as ``a + b + c``, is one fork."""
@@ -248,14 +248,15 @@ class _Graph:
                 names[n] = text
         return names
 
-    def _source(self, module: str, value: int) -> tuple[str, str, str, str]:
+    def _source(self, module: str, value: int, depth: int = 3) -> tuple[str, str, str, str]:
         """What made a value, as seen from a module: names that tell more and more."""
-        first, slot, blocks = "", "", self.program.blocks
+        first, weak, slot, blocks = "", "", "", self.program.blocks
         for _ in range(100):  # back through operators of one argument, to a module or a leaf
             if value in self.leaves:
-                return (f"{first} of {self.leaves[value]}" if first else self.leaves[value],) * 4
+                first, leaf = first or weak, self.leaves[value]
+                return (f"{first} of {leaf}" if first else leaf,) * 4
             if value not in self.takers:
-                return (first or "constant",) * 4
+                return (first or weak or "constant",) * 4
             number, out = self.takers[value]
             block, operator = blocks[number], spoken(blocks[number].operator)
             slot = f"[{out}]" if len(block.takes) > 1 else slot
@@ -268,12 +269,25 @@ class _Graph:
             if len(made) > 1 and len(used) >= len(made) - 1:
                 name = min(used, key=lambda leaf: ("bias" in leaf, len(leaf)))
                 return (f"{operator} of {name}",) + (f"{operator} of {name}{slot}",) * 3
-            first = first or ("" if operator in MOVES else operator)
             if len(made) != 1:
+                if not first and (one := self._one_source(module, made, depth)):
+                    return one
                 finer = f"{operator}({', '.join(map(self._made, made))})"
                 return first or operator, (first or operator) + slot, finer, finer + slot
+            weak = weak or (operator if operator in SCALES else "")
+            first = first or ("" if operator in MOVES | SCALES else operator)
             value = self.wholes.get(value := next(iter(block.gives.values())), value)
-        return (first,) * 4
+        return (first or weak,) * 4
+
+    def _one_source(
+        self, module: str, values: list[int], depth: int
+    ) -> tuple[str, str, str, str] | None:
+        """The module that all of some values come from, as in a rotation of what it gave."""
+        if not depth or not 2 <= len(values) <= 4:
+            return None
+        routes = [self._source(module, self.wholes.get(v, v), depth - 1) for v in values]
+        same = len({route[0] for route in routes}) == 1 and routes[0][0] in self.modules
+        return routes[0] if same else None
 
     def _behind(self, value: int) -> int:
         """The value that an argument is a view of."""

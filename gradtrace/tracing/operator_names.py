@@ -6,8 +6,12 @@ MOVES = {
     *("alias", "as_strided", "clone", "copy", "expand", "native_dropout", "permute", "reshape"),
     *("reshape_alias", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "to_copy"),
     *("transpose", "unbind", "unsafe_split", "unsafe_view", "unsqueeze", "view"),
+    *("view_as_complex", "view_as_real"),
 }
 """Operators that tell nothing of where a value comes from."""
+
+SCALES = {"mul", "div", "neg", "masked_fill", "where", "dropout"}
+"""Operators that, of one argument, tell little: a scale, a mask, dropout."""
 
 
 def spoken(operator: str) -> str:
