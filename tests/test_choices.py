@@ -339,6 +339,25 @@ def test_a_module_around_two_branches_is_in_series() -> None:
     assert table.names[0] == "embed"  # rows keep the model's order
 
 
+def test_parts_side_by_side_are_in_series_together() -> None:
+    """Every path passes one of them, though none is passed by every path."""
+
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp = nn.Linear(2, 3)
+            self.both = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inp(x)
+            return self.both[0](h) + self.both[1](h)
+
+    table = traced(Parallel(), torch.randn(4, 2)).influence()
+    known = {row.name: row.alternative for row in table}
+    assert known == {"inp": None, "both": False, "both.0": True, "both.1": True}
+    assert table["both"].count.share == 1
+
+
 def test_information_orders_the_table() -> None:
     x, w = leaf(1, 2, 5), leaf(0.5, 3, 0.25)
     table = gt.trace((x + w * x).sum(), names={"x": x, "w": w}).influence("operators")
