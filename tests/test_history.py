@@ -467,7 +467,7 @@ def test_a_history_is_read_without_fractions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables are made when they are looked at, of floats; sums only when somebody asks."""
-    influence = sys.modules["gradtrace.tracing.influence"]
+    influence = sys.modules["gradtrace.tracing.moments"]
     path = run(tmp_path / "run.jsonl", steps=50)
     made: list[str] = []
     summed, row = influence._summed, history._unpacked
