@@ -371,8 +371,8 @@ def test_the_command_measures_on_two_ranks(groups: dict[str, Ended]) -> None:
     assert ended.out(1) == ""
     found = json.loads(ended.out(0))
     assert found["pairs"] == ranks.SIZE
-    table = Influence.from_dict(alone()).table()
-    shares = [(row[0], row[1], row[3]) for row in table.rows]
+    table = {row[0]: row for row in Influence.from_dict(alone()).table().rows}
+    shares = [(name, table[name][1], table[name][3]) for name in Influence.from_dict(alone()).names]
     assert [(r["component"], r["through"], r["share"]) for r in found["influence"]] == shares
     assert (ended.folder / "run.gradtrace").exists()
 
