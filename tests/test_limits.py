@@ -139,10 +139,14 @@ import resource, sys, torch, gradtrace as gt
 from gradtrace.ir import memory
 from gradtrace.pytorch import memory_limits as limits
 from torch import nn
-model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
-gt.trace(model(torch.randn(2, 64)).sum()).influence("operators")
+class MeanSquare(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
+model = nn.Sequential(*layers, MeanSquare())  # any of its operators may be the one that fails
+gt.trace(model(torch.randn(2, 64))).influence("operators")
 with gt.watch(model) as watch:
-    loss = model(torch.randn(60_000, 64)).square().mean()  # 15 MB a layer
+    loss = model(torch.randn(60_000, 64))  # 15 MB a layer
 kind = getattr(resource, sys.argv[1])
 used = limits._entry(limits.ROOT / "proc/self/status", "Vm" + sys.argv[2])
 resource.setrlimit(kind, (used + (48 << 20),) * 2)

@@ -990,7 +990,7 @@ def test_influence_of_arguments_counts_paths(name: str, rule: str) -> None:
     assert len(table) == 2 * len(sums) > 0
     for op in sums:
         for edge, maker in _users(graph, op):
-            source = "leaf" if maker.leaf else maker.module or maker.name
+            source = maker.leaf or maker.module or maker.name
             ending = f"add[{edge.position}] from {source}"
             (row,) = [r for r in table if r.name.startswith(op.module) and r.name.endswith(ending)]
 
@@ -1546,8 +1546,10 @@ def test_paths_as_text() -> None:
     trace = shown()
     lines = str(trace.paths("layer.bias", 0, k=2)).splitlines()
     assert lines[0] == "Largest paths of layer.bias"
-    assert lines[1].split() == ["leaf", "element", "weight", "gradient", "steps", "way"]
-    assert lines[3].split() == ["layer.bias", "[0]", "2.359", "4.146", "5", "layer"]
+    assert lines[1].split() == [
+        *("leaf", "element", "weight", "gradient", "coverage", "steps", "way")
+    ]
+    assert lines[3].split() == ["layer.bias", "[0]", "2.359", "4.146", "56.9%", "5", "layer"]
     assert len(lines) == 5
     assert str(trace.paths(sample=4)).startswith("Paths (greedy)\n")
     x = leaf([2.0])
