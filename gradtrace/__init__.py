@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gradtrace.semirings import SUM
     from gradtrace.tools.ablation import ablate
     from gradtrace.tools.gradcheck import check
+    from gradtrace.tracing.kept_plans import plans
     from gradtrace.training.monitor import Monitor
     from gradtrace.watch import watch
 
@@ -40,6 +41,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted
     "influence",
     "label",
     "load",
+    "plans",
     "program",
     "semirings",
     "testing",
@@ -61,6 +63,7 @@ _HOMES = {
     "influence": "distributed.dataset_influence",
     "label": "autodiff.labels",
     "load": "report.saving",
+    "plans": "tracing.kept_plans",
     "program": "api",
     "timing": "profiling.timing",
     "trace": "api",

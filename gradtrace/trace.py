@@ -20,7 +20,7 @@ from gradtrace.semirings import Count
 from gradtrace.tracing.agreement import Agreement, agreement
 from gradtrace.tracing.choosing import TraceChoices
 from gradtrace.tracing.components import Components
-from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.counting import chosen_components, component_finder
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.decompose import decomposed
 from gradtrace.tracing.decomposition import Decomposition
@@ -194,7 +194,7 @@ class Trace(Measures):
         """
         self.check_unchanged()
         by = checked_weight(weight)
-        chosen = component_finder(self).choose(components)
+        chosen = chosen_components(self, components)
         drawn = None if sample is None else (positive("sample", sample), seed)
         table = influence_of(self, chosen, of, index, drawn).by(by)
         kind = components if isinstance(components, str) else ""

@@ -31,7 +31,7 @@ PUBLIC = {
         "graph",
         "influence",
     ),
-    *("label", "load", "program", "semirings", "testing", "timing", "trace", "watch"),
+    *("label", "load", "plans", "program", "semirings", "testing", "timing", "trace", "watch"),
 }
 
 LAYERS: tuple[set[str], ...] = (

@@ -156,6 +156,12 @@ class Map(ABC):
         """
         raise NotImplementedError(f"{self} does not sum over dimension {dim}")
 
+    def structure(self) -> object:
+        """What passes over programs read of the map, as a hashable value: maps of equal structure
+        are planned alike, whatever their weights.
+        """
+        return type(self)
+
     def tensors(self) -> tuple[str, ...]:
         """The names of the attributes that hold weight tensors."""
         return tuple(name for name in self.weights if isinstance(getattr(self, name), Tensor))

@@ -38,6 +38,9 @@ class Contract(Map):
         self.in_shape = in_shape
         self.out_shape = out_shape
 
+    def structure(self) -> object:
+        return Contract, self.spec, self.in_shape, self.weight.shape
+
     def plan(self) -> EinsumPlan:
         """The contraction as a batched matrix product."""
         return plan(self.spec, self.in_shape, tuple(self.weight.shape))

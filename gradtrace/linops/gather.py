@@ -183,6 +183,9 @@ class Slot(Index):
         self.start = start
         self.cut = cut
 
+    def structure(self) -> object:
+        return Slot, self.dim, self.start, self.cut, self.out_shape
+
     def copies(self, count: int) -> Map | None:
         shapes = ((count, *shape) for shape in (self.cut, self.in_shape, self.out_shape))
         return Slot(self.dim + 1, self.start, *shapes)

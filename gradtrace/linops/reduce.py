@@ -27,6 +27,9 @@ class Reduce(Map):
         self.in_shape = in_shape
         self.out_shape = out_shape
 
+    def structure(self) -> object:
+        return Reduce, self.dims, self.in_shape
+
     @property
     def single_source(self) -> bool:  # type: ignore[override]
         """Whether all dimensions summed over are of size 1 or 0."""

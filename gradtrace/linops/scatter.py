@@ -38,6 +38,9 @@ class Scatter(Map):
         self.in_shape = tuple(target.shape)
         self.out_shape = out_shape
 
+    def structure(self) -> object:
+        return type(self), self.sparse, self.in_shape
+
     @classmethod
     def table(cls, indices: Tensor, shape: Shape, rows: int, padding: int = -1) -> Scatter:
         """The backward of an embedding: row n of the input is added to row ``indices[n]`` of a

@@ -53,6 +53,9 @@ class SideBySide(BlockDiagonal):
         self.in_shape = (len(self.maps), *first.in_shape)
         self.out_shape = (len(self.maps), *first.out_shape)
 
+    def structure(self) -> object:
+        return type(self), tuple(map_.structure() for map_ in self.maps)
+
     @property
     def single_source(self) -> bool:  # type: ignore[override]
         """Whether all blocks are."""

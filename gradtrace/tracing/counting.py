@@ -10,14 +10,15 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.ir import memory
-from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
+from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.passes.storage import choose_storage
 from gradtrace.ir.plan import NO_LIMIT, Storage
-from gradtrace.tracing.components import ComponentFinder, ComponentSelection
+from gradtrace.tracing.components import ComponentFinder, Components, ComponentSelection
 from gradtrace.tracing.coverage import Coverage, of_elements
-from gradtrace.tracing.executor import TracedLeaf, traced_leaves
+from gradtrace.tracing.executor import TracedLeaf, execute
 from gradtrace.tracing.followed import FollowedElements, follow_elements
 from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.per_sample import Pairs
@@ -40,38 +41,35 @@ def component_finder(traced: TracedProgram) -> ComponentFinder:
     return ComponentFinder(traced.program, traced.modules, others, traced.names)
 
 
+def chosen_components(traced: TracedProgram, components: Components) -> ComponentSelection:
+    """The components of a program by their names; found once for all programs of its structure."""
+    return traced.kept.chosen(lambda: component_finder(traced), components)
+
+
 def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
     """The table of the chosen components, over the paths of all elements."""
-    tally, storage = _tally(traced, chosen), NO_LIMIT
+    facts, storage = traced.kept.facts(chosen), NO_LIMIT
+    tally = Tally(facts, traced.program, traced.pairs)
     if traced.granularity == "scalar":
         kept, budget = traced.uses_kept, traced.budget
         storage = choose_storage(traced.program, kept, budget, WHAT, REMEDY)
         tally.room = storage.batch_bytes
-        tally.bounds = analyse_provenance(traced.program, chosen.component_bits)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
-        for found, gradient in _traced_leaves(traced, chosen.component_bits, storage, tally.bounds):
+        for found, gradient in _traced_leaves(traced, facts, storage):
             tally.add(found, gradient)
         return tally.result(traced.rule, "count", traced.notes)
 
 
-def _tally(traced: TracedProgram, chosen: ComponentSelection) -> Tally:
-    program, bits = traced.program, chosen.component_bits
-    return Tally(chosen.components, program, bits, traced.names, traced.pairs)
-
-
 def _traced_leaves(
-    traced: TracedProgram,
-    component_bits: ComponentBits,
-    storage: Storage,
-    bounds: ProvenanceBounds | None,
+    traced: TracedProgram, facts: ComponentFacts, storage: Storage
 ) -> Iterator[tuple[TracedLeaf, Tensor]]:
     """Trace the program: its leaves, each with its gradient."""
-    program, rule = traced.program, traced.rule
+    program, rule, component_bits = traced.program, traced.rule, facts.chosen.component_bits
     if traced.granularity == "operator":
         yield from _traced_tensors(traced, component_bits)
         return
     if traced.pairs == 1:
-        for found in traced_leaves(program, rule, component_bits, storage, bounds):
+        for found in execute(facts.plan(program, rule, storage), program.constants):
             if rule == "viterbi":
                 yield found, found.leaf.compute()
             else:
@@ -146,7 +144,7 @@ def count_followed(
     """``counted`` over the paths of some elements, which have been followed one by one. ``sizes``
     are the numbers of elements that count as a component's own, by value (None: of whole leaves).
     """
-    tally = _tally(traced, chosen)
+    tally = Tally(traced.kept.facts(chosen), traced.program, traced.pairs)
     if sizes is None:
         sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
     coverage = Coverage((), sampled=False)

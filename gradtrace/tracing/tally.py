@@ -8,23 +8,19 @@ from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
 from gradtrace.ir.program import Program
 from gradtrace.kernels import BatchedTally, backend_of, fetch_scalars, tuning
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid
-from gradtrace.tracing.aggregate import Counts, Reach, grouped
-from gradtrace.tracing.components import Component
+from gradtrace.tracing.aggregate import Counts, grouped
 from gradtrace.tracing.executor import TracedLeaf
 from gradtrace.tracing.influence import Influence, Moments, Row, Weight
-from gradtrace.tracing.provenance import words_of
-from gradtrace.tracing.series import alternatives
+from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
@@ -39,15 +35,6 @@ class LeafCounts:
     size: int  # elements; 0 if a leaf of this name was added before
     total: int  # the number of paths if every element counted had one
     found: Counts | None = None  # set once the leaf is counted
-
-
-class ReachableComponents(NamedTuple):
-    """What follows from the program's structure alone: the index of each leaf's value, and by that
-    index the components that paths from the leaf could pass and those it belongs to.
-    """
-
-    place: dict[int, int]
-    reach: Reach
 
 
 class PendingLeaf(NamedTuple):
@@ -88,16 +75,12 @@ class Tally:
     On a GPU several leaves are counted in one launch; pending leaves may hold up to ``room`` bytes.
     """
 
-    components: list[Component]
+    facts: ComponentFacts
     program: Program
-    component_bits: ComponentBits
-    names: dict[int, str]
     pairs: int
     room: int = 0
-    bounds: ProvenanceBounds | None = None
     leaves: list[LeafCounts] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
-    reachable: ReachableComponents | None = None
     jobs: BatchedTally | None = None
     pending: list[PendingLeaf] = field(default_factory=list)
     uniform: list[UniformLeaf] = field(default_factory=list)
@@ -239,21 +222,22 @@ class Tally:
         self._leaf(value, size, len(number)).found = Counts(counts, sizes, sets, 0, pair)
 
     def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
-        name = self.names[value]
+        name = self.facts.names[value]
         own = 0 if name in self.sized else size
         self.sized.add(name)
         found = LeafCounts(name, value, own, total)
         self.leaves.append(found)
-        self._reachable()
+        self.facts.reachable(self.program)  # now, so that it overlaps with work on a GPU
         return found
 
     def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
         """The influence table of all leaves counted so far."""
         self._flush_uniform()
-        place, reach = self._reachable()
+        place, reach = self.facts.reachable(self.program)
         order = [place[leaf.value] for leaf in self.leaves]
         groups = grouped([leaf.found for leaf in self.leaves if leaf.found is not None])
-        bits = [component.bits for component in self.components]
+        components = self.facts.chosen.components
+        bits = [component.bits for component in components]
         sizes = np.zeros(len(place))
         np.add.at(sizes, order, [float(leaf.size) for leaf in self.leaves])  # exact below 2**53
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
@@ -266,41 +250,11 @@ class Tally:
             map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist())
             for k in (0, 1)
         )
-        names = (component.name for component in self.components)
+        names = (component.name for component in components)
         counts = map(int, own.tolist()), map(int, unreached.tolist())
-        rows = tuple(map(Row, names, *counts, *moments, self._alternatives()))
+        found = self.facts.alternatives(self.program)
+        rows = tuple(map(Row, names, *counts, *moments, found))
         return Influence(rows, self.pairs, weight, rule, tuple(notes))
-
-    def _reachable(self) -> ReachableComponents:
-        """Computed when the first leaf is added, so that it overlaps with work on a GPU."""
-        if self.reachable is None:
-            values = [leaf.value for leaf in self.program.leaves]
-            place = {value: n for n, value in enumerate(values)}
-            if self.bounds is None:
-                self.bounds = analyse_provenance(self.program, self.component_bits)
-            reached = self.bounds.may
-            words = words_of([reached[value] for value in values])
-            self.reachable = ReachableComponents(place, Reach(words, self._owned(values)))
-        return self.reachable
-
-    def _alternatives(self) -> list[bool | None]:
-        """Whether paths have an alternative to each component."""
-        assert self.bounds is not None
-        parts = self.program, self.components, self.component_bits, self.bounds
-        return alternatives(*parts, self.names)
-
-    def _owned(self, values: list[int]) -> npt.NDArray[np.int64]:
-        """(2, n): indices of leaves, and of the components they belong to."""
-        places: dict[str, list[int]] = {}
-        for place, value in enumerate(values):
-            places.setdefault(self.names[value], []).append(place)
-        leaves: list[int] = []
-        components: list[int] = []
-        for n, component in enumerate(self.components):
-            here = [place for name in component.owns for place in places.get(name, ())]
-            leaves += here
-            components += [n] * len(here)
-        return np.array([leaves, components], np.int64)
 
 
 def _count_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:

@@ -15,6 +15,7 @@ from gradtrace.autodiff.names import LazyGradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir import memory
 from gradtrace.ir.program import Leaf, Program
+from gradtrace.tracing.kept_plans import KEPT, KeptPlans
 from gradtrace.tracing.path_search import PathFollower
 from gradtrace.tracing.paths import Builder, ravel
 
@@ -46,6 +47,11 @@ class TracedProgram:
                 "optimiser step?), so its paths can no longer be followed; ask for paths and "
                 "influence before the step"
             )
+
+    @cached_property
+    def kept(self) -> KeptPlans:
+        """The plans of losses of this structure."""
+        return KEPT.of(self.program, self.names, self.modules, self.gradients.aliases)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,0 +1,344 @@
+"""Plans that are kept for the next loss of the same structure.
+
+A training loop computes the same operators in every step. What passes find out of a program's
+structure (its components, the bounds of provenance, the plan) is therefore kept, and found again by
+``ir.structure.Structure``, which is compared whole: a plan is used for a loss only if recording it
+gave the very same steps. Kept plans hold no tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.ir.optimise import optimise
+from gradtrace.ir.passes.provenance import ProvenanceBounds, analyse_provenance
+from gradtrace.ir.passes.schedule import Request
+from gradtrace.ir.plan import Plan, Storage
+from gradtrace.ir.program import Program
+from gradtrace.ir.structure import Structure, difference, structure_of
+from gradtrace.tracing.aggregate import Reach
+from gradtrace.tracing.components import Component, ComponentFinder, Components, ComponentSelection
+from gradtrace.tracing.provenance import words_of
+from gradtrace.tracing.series import alternatives
+
+MAX_STRUCTURES = 64
+"""The most structures that are kept; the one that was used least recently goes first."""
+
+MAX_STEPS = 500_000
+"""The most steps of all structures that are kept together: some 0.5 GiB."""
+
+MAX_SELECTIONS = 32
+"""The most choices of components for which a structure's plans are kept; then all are forgotten."""
+
+
+class ReachableComponents(NamedTuple):
+    """The index of each leaf's value, and by that index the components that paths from the leaf
+    could pass and those it belongs to.
+    """
+
+    place: dict[int, int]
+    reach: Reach
+
+
+class ComponentFacts:
+    """What follows from the structure of a program alone, for some of its components. Each fact is
+    found when it is first asked for, from any program of this structure.
+    """
+
+    def __init__(self, chosen: ComponentSelection, names: Mapping[int, str]) -> None:
+        self.chosen = chosen
+        self.names = names  # of leaves, by value
+        self.plans: dict[tuple[str, Storage], Plan] = {}
+        self._bounds: ProvenanceBounds | None = None
+        self._reachable: ReachableComponents | None = None
+        self._alternatives: list[bool | None] | None = None
+
+    def plan(self, program: Program, rule: str, storage: Storage) -> Plan:
+        """The plan of an influence pass."""
+        key = (rule, storage)
+        found = self.plans.get(key)
+        if found is None:
+            bits, bounds = self.chosen.component_bits, self.bounds(program)
+            request = Request(rule, bits, gradients=rule != "viterbi", bounds=bounds)
+            found = self.plans[key] = optimise(program, request, storage)
+        return found
+
+    def bounds(self, program: Program) -> ProvenanceBounds:
+        """The bits of provenance that all paths from a value have, and those that any has."""
+        if self._bounds is None:
+            self._bounds = analyse_provenance(program, self.chosen.component_bits)
+        return self._bounds
+
+    def reachable(self, program: Program) -> ReachableComponents:
+        """The components that the paths of each leaf could pass, and those it belongs to."""
+        if self._reachable is None:
+            values = [leaf.value for leaf in program.leaves]
+            may = self.bounds(program).may
+            words = words_of([may[value] for value in values])
+            place = {value: n for n, value in enumerate(values)}
+            self._reachable = ReachableComponents(place, Reach(words, self._owned(values)))
+        return self._reachable
+
+    def alternatives(self, program: Program) -> list[bool | None]:
+        """Whether paths have an alternative to each component."""
+        if self._alternatives is None:
+            parts = self.chosen.components, self.chosen.component_bits, self.bounds(program)
+            self._alternatives = alternatives(program, *parts, self.names)
+        return self._alternatives
+
+    def _owned(self, values: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """(2, n): indices of leaves, and of the components they belong to."""
+        places: dict[str, list[int]] = {}
+        for place, value in enumerate(values):
+            places.setdefault(self.names[value], []).append(place)
+        leaves: list[int] = []
+        components: list[int] = []
+        for n, component in enumerate(self.chosen.components):
+            here = [place for name in component.owns for place in places.get(name, ())]
+            leaves += here
+            components += [n] * len(here)
+        return np.array([leaves, components], np.int64)
+
+
+@dataclass(eq=False)
+class KeptPlans:
+    """All that was found out of one structure. ``hits`` counts the losses that used it again."""
+
+    structure: Structure
+    names: Mapping[int, str]
+    hits: int = 0
+    missed: str = ""  # why it was not found among those kept before
+    selections: dict[Hashable, ComponentSelection] = field(default_factory=dict)
+    _facts: dict[int, ComponentFacts] = field(default_factory=dict)  # by id, which they keep alive
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the program."""
+        return sum(len(block.steps) + len(block.merges) for block in self.structure.blocks)
+
+    def chosen(
+        self, finder: Callable[[], ComponentFinder], components: Components
+    ) -> ComponentSelection:
+        """``finder().choose(components)``, found once."""
+        key = _spelling(components)
+        if key is None:
+            return finder().choose(components)
+        found = self.selections.get(key)
+        if found is None:
+            if len(self.selections) >= MAX_SELECTIONS:
+                self.selections.clear()
+            found = self.selections[key] = finder().choose(components)
+        return found
+
+    def facts(self, chosen: ComponentSelection) -> ComponentFacts:
+        """What follows from the structure for these components."""
+        found = self._facts.get(id(chosen))
+        if found is None:
+            if len(self._facts) >= MAX_SELECTIONS:
+                self._facts.clear()
+            found = self._facts[id(chosen)] = ComponentFacts(chosen, self.names)
+        return found
+
+    @property
+    def plans(self) -> int:
+        """The number of plans, by components and rule."""
+        return sum(len(facts.plans) for facts in self._facts.values())
+
+
+class PlanRow(NamedTuple):
+    """A structure that is kept: how many operators, leaves and plans it has, for how many losses it
+    was used again, how many bytes it takes, and why it was new.
+    """
+
+    operators: int
+    leaves: int
+    plans: int
+    hits: int
+    bytes: int
+    missed: str
+
+
+@dataclass(frozen=True)
+class Plans(Tabular):
+    """The plans that are kept, the most recently used first; see ``gradtrace.plans``."""
+
+    rows: tuple[PlanRow, ...]
+    hits: int
+    misses: int
+
+    @property
+    def bytes(self) -> int:
+        """The memory that all of them take."""
+        return sum(row.bytes for row in self.rows)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def table(self) -> TextTable:
+        """One row for each structure."""
+        columns = (
+            *(TextColumn(name, "count") for name in ("operators", "leaves", "plans", "hits")),
+            TextColumn("bytes", "count"),
+            TextColumn("new because"),
+        )
+        title = f"Kept plans: {self.hits:,} of {self.hits + self.misses:,} losses had one"
+        return TextTable(title, columns, tuple(tuple(row) for row in self.rows))
+
+    def clear(self) -> None:
+        """Forget all plans, and how often they were used."""
+        KEPT.clear()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+class PlanCache:
+    """Kept plans by structure; bounded, and safe to use from several threads."""
+
+    def __init__(self, structures: int = MAX_STRUCTURES, steps: int = MAX_STEPS) -> None:
+        self.max_structures, self.max_steps = structures, steps
+        self._lock = Lock()
+        self._kept: OrderedDict[Hashable, KeptPlans] = OrderedDict()
+        self._steps = self.hits = self.misses = 0
+
+    def of(
+        self,
+        program: Program,
+        names: Mapping[int, str],
+        modules: Mapping[str, str],
+        aliases: Mapping[str, str],
+    ) -> KeptPlans:
+        """The plans of a program; new ones if there are none for its structure and the names of its
+        leaves (by value), modules (their classes) and aliases of leaves.
+        """
+        structure = structure_of(program)
+        key = (structure, *((*some.items(),) for some in (names, modules, aliases)))
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                found.hits += 1
+                self.hits += 1
+                return found
+            found = KeptPlans(structure, dict(names), missed=self._reason(structure, names))
+            self.misses += 1
+            self._kept[key] = found
+            self._steps += found.steps
+            while len(self._kept) > 1 and (
+                len(self._kept) > self.max_structures or self._steps > self.max_steps
+            ):
+                self._steps -= self._kept.popitem(last=False)[1].steps
+            return found
+
+    def _reason(self, structure: Structure, names: Mapping[int, str]) -> str:
+        """Why no plan was found: how the last loss of the same leaves was different."""
+        known = set(names.values())
+        for kept in reversed(self._kept.values()):
+            if set(kept.names.values()) == known:
+                return difference(kept.structure, structure)
+        return "its first loss"
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        with self._lock:
+            self._kept.clear()
+            self._steps = self.hits = self.misses = 0
+
+    def summary(self) -> Plans:
+        """What is kept now."""
+        with self._lock:
+            kept = list(reversed(self._kept.values()))
+            hits, misses = self.hits, self.misses
+        rows = [
+            PlanRow(
+                len(each.structure.blocks),
+                len(each.structure.leaves),
+                each.plans,
+                each.hits,
+                _bytes_of(each),
+                each.missed,
+            )
+            for each in kept
+        ]
+        return Plans(tuple(rows), hits, misses)
+
+
+KEPT = PlanCache()
+"""The plans of this process."""
+
+
+def plans() -> Plans:
+    """The plans that are kept for losses of the same structure.
+
+    The passes behind ``trace.influence`` read the structure of a loss alone: its operators, how
+    they are connected, shapes and dtypes. So the plan is kept, and a later loss of the same
+    structure uses it again. The table tells for each structure how many losses did so, what memory
+    it takes (none of it holds tensors), and why it was new: what was different from the last loss
+    of the same parameters. ``gradtrace.plans().clear()`` forgets all.
+
+    >>> import torch, gradtrace as gt
+    >>> gt.plans().clear()
+    >>> model = torch.nn.Linear(3, 1)
+    >>> for batch in (2, 2, 5):
+    ...     with gt.watch(model) as watch:
+    ...         loss = model(torch.ones(batch, 3)).sum()
+    ...     table = watch.trace(loss).influence("operators")
+    >>> [(kept.hits, kept.missed) for kept in gt.plans()]
+    [(0, 'SumBackward0: shape (5, 1), not (2, 1)'), (1, 'its first loss')]
+    """
+    return KEPT.summary()
+
+
+def _spelling(components: Components) -> Hashable:
+    """Components as a key; None if they are no names, which an error will say."""
+    if components is None or isinstance(components, str):
+        return ("kind", components)
+    if isinstance(components, Mapping):
+        parts = [
+            (name, value if isinstance(value, str) else tuple(value))
+            for name, value in components.items()
+            if isinstance(value, (str, list, tuple))
+        ]
+        key: Hashable = ("groups", *parts) if len(parts) == len(components) else None
+    else:
+        key = ("names", *components) if isinstance(components, (list, tuple)) else None
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _bytes_of(root: object) -> int:
+    """The bytes of an object and all that it refers to, each once; of Python's own and of arrays,
+    not of classes and what they share.
+    """
+    seen: set[int] = set()
+    stack, total = [root], 0
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, type):
+            continue
+        seen.add(id(item))
+        total += sys.getsizeof(item)
+        if isinstance(item, Mapping):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, (tuple, list, set, frozenset)):
+            stack += item
+        elif isinstance(item, (KeptPlans, ComponentFacts, ComponentSelection, Component, Plan)):
+            stack += getattr(item, "__dict__", {}).values()
+    return total
