@@ -70,8 +70,8 @@ def test_other_methods_of_the_transpose(m: Map) -> None:
 def test_column_sums(m: Map) -> None:
     ones, matrix = torch.ones(m.outputs, dtype=torch.float64), matrix_of(m)
     for semiring in (SUM, ABS, Abs(p=2), ENTROPY):
-        like = semiring.weigh(torch.ones(1, dtype=torch.float64))
-        found = column_sums(m, semiring, like)
+        one = semiring.weigh(torch.ones((), dtype=torch.float64))
+        found = column_sums(m, semiring, one)
         for part, wanted in zip(found, lifted(matrix.T, ones, semiring)):
             assert tuple(part.shape) == m.in_shape
             close(part.reshape(-1), wanted)
@@ -82,9 +82,9 @@ def test_weights_of_a_pair_are_added_before_they_are_lifted() -> None:
     from gradtrace.linops import Contract
 
     m = Contract("mk,kna->mn", maker()(3, 2, 4), (2, 3), (2, 2))
-    like = (torch.ones(1, dtype=torch.float64),)
+    one = (torch.ones((), dtype=torch.float64),)
     wanted = matrix_of(m).abs().sum(0)
-    close(column_sums(m, ABS, like)[0].reshape(-1), wanted)
+    close(column_sums(m, ABS, one)[0].reshape(-1), wanted)
     ones = torch.ones(m.out_shape, dtype=torch.float64)
     close(transposed(m).apply_in((ones,), ABS)[0].reshape(-1), wanted)
 

@@ -310,14 +310,10 @@ def is_permutation(map_: Map) -> bool:
     return not getattr(map_, "fills", False) and map_.single_target
 
 
-def column_sums(map_: Map, semiring: Semiring, like: Value) -> Value:
-    """``⊕ᵢ lift(J[i, j])`` for each input element j: the transpose applied to ones of the dtypes of
-    ``like``. Of a matrix product only the weight is summed.
+def column_sums(map_: Map, semiring: Semiring, ones: Value) -> Value:
+    """``⊕ᵢ lift(J[i, j]) ⊗ one`` for each input element j: the transpose applied to a value that is
+    the same everywhere (0-d tensors). Of a matrix product only the weight is summed.
     """
-    ones = tuple(
-        torch.full((), one, dtype=part.dtype, device=part.device)
-        for part, one in zip(like, semiring.one)
-    )
     if isinstance(map_, Reduce) or is_permutation(map_):
         return each(ones, lambda one: one.expand(map_.in_shape))
     if isinstance(map_, Contract):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf, isnan, nan
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries, bits_by_component, find_entries
 from gradtrace.ir.program import Program
+from gradtrace.ir.rescaling import Rescaling, rescaled
 from gradtrace.kernels import fetch_scalars
 from gradtrace.printable import printable
 from gradtrace.semirings import Abs, Semiring
 from gradtrace.semirings.logarithmic import LogAbs
 from gradtrace.tracing.components import Component, Components, ComponentSelection
 from gradtrace.tracing.counting import component_finder
-from gradtrace.tracing.moments import NOTHING, Moments
+from gradtrace.tracing.moments import NOTHING, Moments, in_units
 from gradtrace.tracing.path_mass import (
     Ahead,
     BackwardMass,
@@ -29,6 +31,7 @@ from gradtrace.tracing.path_mass import (
     as_float,
     leading_to_leaves,
     leaf_tails,
+    path_masses,
     run_ahead,
 )
 from gradtrace.tracing.traced_program import TracedProgram
@@ -203,20 +206,25 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
     entries = find_entries(program, bits, owned)
     entered = entries.values()
     tails = leaf_tails(program, entered)
+
+    def measured(rescaling: Rescaling) -> list[PathMass] | None:
+        ahead = run_ahead(program, rescaling, entered, tails)
+        backward = BackwardMass(program, rescaling, entries, tails, ahead)
+        return path_masses([backward.run(seed) for seed in _seeds(traced)], rescaling)
+
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
-        ahead = run_ahead(program, semiring, entered, tails)
-        found = [
-            BackwardMass(program, semiring, entries, tails, ahead).run(seed)
-            for seed in _seeds(traced)
-        ]
+        found = rescaled(semiring, program.seed, measured)
         small = sum(leaf.tensor.numel() for leaf in program.leaves) <= GRADIENT_MAX_ELEMENTS
         gradient = gradient_size(program) if p == 1 and traced.pairs == 1 and small else nan
+    leaves = [
+        _Leaf(v, entries.may[v] & ~owned[v], entries.mixed(v) & ~owned[v]) for v in found[0].leaves
+    ]
     rows = tuple(
-        MassRow(component.name, _moments(2 << k, found, entries, owned))
+        MassRow(component.name, _moments(2 << k, found, entries, leaves))
         for k, component in enumerate(chosen.components)
     )
-    masses = [mass for each in found for mass in each.leaves.values()]
-    total = as_float(sum(masses, Fraction(0)))
+    masses = sum(sum(each.leaves.values()) for each in found)
+    total = as_float(in_units(masses, found[0].power))
     return Mass(rows, float(p), traced.pairs, total, gradient, traced.notes)
 
 
@@ -232,9 +240,15 @@ def cancellation_of(traced: TracedProgram) -> float:
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         ahead = Ahead({}, leading_to_leaves(program), {})
         tails = leaf_tails(program, set())
-        found = BackwardMass(program, Abs(), nothing, tails, ahead).run(program.seed)
+
+        def measured(rescaling: Rescaling) -> list[PathMass] | None:
+            backward = BackwardMass(program, rescaling, nothing, tails, ahead)
+            return path_masses([backward.run(program.seed)], rescaling)
+
+        (found,) = rescaled(Abs(), program.seed, measured)
         size = gradient_size(program)
-    return as_float(sum(found.leaves.values(), Fraction(0)) / Fraction(size)) if size else nan
+    mass = in_units(sum(found.leaves.values()), found.power)
+    return as_float(mass / Fraction(size)) if size else nan
 
 
 LOGARITHMS_FROM = 16
@@ -273,32 +287,33 @@ def _seeds(traced: TracedProgram) -> Iterator[Tensor]:
         yield torch.zeros_like(seed).index_fill(0, chosen, 1)
 
 
+class _Leaf(NamedTuple):
+    """A leaf, and the components outside which it is that any, and that only some, of its paths
+    pass (bits).
+    """
+
+    value: int
+    may: int
+    mixed: int
+
+
 def _moments(
-    bit: int, found: Sequence[PathMass], entries: Entries, owned: dict[int, int]
+    bit: int, found: Sequence[PathMass], entries: Entries, leaves: Sequence[_Leaf]
 ) -> Moments:
-    pairs = [_through(bit, each, entries, owned) for each in found]
-    through, eligible = [t for t, _ in pairs], [e for _, e in pairs]
-    return Moments(
-        sum(through, Fraction(0)),
-        sum(eligible, Fraction(0)),
-        sum((t * t for t in through), Fraction(0)),
-        sum((t * e for t, e in pairs), Fraction(0)),
-        sum((e * e for e in eligible), Fraction(0)),
-    )
+    pairs = [_through(bit, each, entries, leaves) for each in found]
+    return Moments.whole([t for t, _ in pairs], [e for _, e in pairs], found[0].power)
 
 
 def _through(
-    bit: int, found: PathMass, entries: Entries, owned: dict[int, int]
-) -> tuple[Fraction, Fraction]:
+    bit: int, found: PathMass, entries: Entries, leaves: Sequence[_Leaf]
+) -> tuple[int, int]:
     """The mass through a component, and that which could pass through it."""
-    may = {leaf: mass for leaf, mass in found.leaves.items() if entries.may[leaf] & bit}
-    eligible = sum((m for leaf, m in may.items() if not owned[leaf] & bit), Fraction(0))
-    if not any(entries.mixed(leaf) & bit and not owned[leaf] & bit for leaf in may):
+    eligible = sum([found.leaves[leaf] for leaf, may, _ in leaves if may & bit])
+    if not any(mixed & bit for _, _, mixed in leaves):
         return eligible, eligible  # all of its paths pass
     k = bit.bit_length() - 1
     if bit & entries.avoided:
-        avoiding = (found.avoiding.get((k, leaf), Fraction(0)) for leaf in may)
-        through = eligible - sum(avoiding, Fraction(0))
+        through = eligible - sum([found.avoiding.get((k, leaf), 0) for leaf, _, _ in leaves])
     else:
-        through = found.entered.get(k, Fraction(0))
-    return min(max(through, Fraction(0)), eligible), eligible
+        through = found.entered.get(k, 0)
+    return min(max(through, 0), eligible), eligible

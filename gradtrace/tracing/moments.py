@@ -14,7 +14,7 @@ class Moments:
     same bits. The fractions are computed lazily, as most rows of most tables are never read.
     """
 
-    __slots__ = ("_pairs", "_parts")
+    __slots__ = ("_pairs", "_parts", "_power")
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class Moments:
     ) -> None:
         self._parts: tuple[Fraction, ...] | None = (t, e, tt, te, ee)
         self._pairs: tuple[Sequence[float], Sequence[float]] = ((), ())
+        self._power = 0
 
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
@@ -35,8 +36,15 @@ class Moments:
     @classmethod
     def over(cls, through: Sequence[float], eligible: Sequence[float]) -> Moments:
         """The moments of many pairs."""
+        return cls.whole(through, eligible, 0)
+
+    @classmethod
+    def whole(cls, through: Sequence[float], eligible: Sequence[float], power: int) -> Moments:
+        """The moments of many pairs, given in units of ``2**power``; whole numbers may have any
+        size.
+        """
         found = cls.__new__(cls)
-        found._parts, found._pairs = None, (through, eligible)
+        found._parts, found._pairs, found._power = None, (through, eligible), power
         return found
 
     @property
@@ -47,7 +55,7 @@ class Moments:
     def parts(self) -> tuple[Fraction, ...]:
         """The five sums."""
         if self._parts is None:
-            self._parts = _summed(*self._pairs)
+            self._parts = _summed(*self._pairs, self._power)
         return self._parts
 
     @property
@@ -77,7 +85,9 @@ class Moments:
     def share(self) -> float:
         """``Σt / Σe``."""
         if self._parts is None and len(self._pairs[0]) == 1:
-            (t,), (e,) = self._pairs  # float division rounds as the exact quotient does
+            (t,), (e,) = self._pairs  # division rounds as the exact quotient does
+            if isinstance(t, int) and isinstance(e, int):
+                return t / e if e else nan
             if 1e-200 < e < 1e200 and 1e-100 * e < t <= e:
                 return t / e
         return float(self.t / self.e) if self.e else nan
@@ -92,20 +102,25 @@ class Moments:
         return sqrt(max(0.0, float(residual * pairs / (pairs - 1) / e**2)))
 
 
-def _summed(through: Sequence[float], eligible: Sequence[float]) -> tuple[Fraction, ...]:
-    """Σt, Σe, Σt², Σte, Σe², exact: integers over a common power of two."""
+def _summed(through: Sequence[float], eligible: Sequence[float], unit: int) -> tuple[Fraction, ...]:
+    """Σt, Σe, Σt², Σte, Σe² in units of ``2**unit``, exact: integers over a common power of two."""
     ratios = [x.as_integer_ratio() for x in (*through, *eligible)]
     power = max((below.bit_length() for _, below in ratios), default=1) - 1
     whole = [above << (power + 1 - below.bit_length()) for above, below in ratios]
     t, e = whole[: len(through)], whole[len(through) :]
-    one, two = 1 << power, 1 << 2 * power
+    one, two = unit - power, 2 * (unit - power)
     return (
-        Fraction(sum(t), one),
-        Fraction(sum(e), one),
-        Fraction(sum(x * x for x in t), two),
-        Fraction(sum(x * y for x, y in zip(t, e)), two),
-        Fraction(sum(y * y for y in e), two),
+        in_units(sum(t), one),
+        in_units(sum(e), one),
+        in_units(sum(x * x for x in t), two),
+        in_units(sum(x * y for x, y in zip(t, e)), two),
+        in_units(sum(y * y for y in e), two),
     )
+
+
+def in_units(number: int, power: int) -> Fraction:
+    """``number · 2**power``."""
+    return Fraction(number << power) if power >= 0 else Fraction(number, 1 << -power)
 
 
 def _rounded(number: Fraction) -> float:

@@ -8,30 +8,32 @@ component are the paths through its entries (``ir.passes.entries``), each counte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor, inf, isfinite
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradtrace.errors import NonFinite
-from gradtrace.ir.interpreter import ScaledValue, balanced, value_of
+from gradtrace.ir.interpreter import applied, is_move, value_of
 from gradtrace.ir.passes.entries import Entries, Entry
 from gradtrace.ir.program import Program, Step, Term
+from gradtrace.ir.rescaling import Rescaling, ScaledValue
 from gradtrace.kernels import fetch_scalars
 from gradtrace.linops import column_sums, is_permutation, transposed
-from gradtrace.semirings import Semiring, Value
+from gradtrace.semirings import Semiring
 from gradtrace.semirings.logarithmic import LogAbs
 
 
 class Scalar(NamedTuple):
-    """``value · 2**exponent``, on the device."""
+    """``value · 2**exponent``, on the device; ``powers`` as in ``ScaledValue``."""
 
     value: Tensor
     exponent: int
+    powers: tuple[int, ...] = ()
 
 
 def leaf_tails(program: Program, entered: set[int]) -> dict[int, int]:
@@ -71,27 +73,30 @@ class Ahead(NamedTuple):
 
     kept: dict[int, ScaledValue]
     alive: set[int]
-    sums: dict[int, Value]
+    sums: dict[int, ScaledValue]
 
 
-def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[int, int]) -> Ahead:
+def run_ahead(
+    program: Program, rescaling: Rescaling, keep: set[int], tails: dict[int, int]
+) -> Ahead:
     """Run the program from the leaves up to the last values that are kept; the others are freed
     when they have been used.
     """
-    like = semiring.weigh(program.seed)
+    semiring = rescaling.semiring
+    (like,) = semiring.weigh(program.seed)
     held: dict[int, ScaledValue] = {}
     kept: dict[int, ScaledValue] = {}
-    sums: dict[int, Value] = {}
+    sums: dict[int, ScaledValue] = {}
     needed = _below(program, keep)
     shapes = {step.out: step.shape for step in program.steps()}
     for leaf in program.leaves:
         if leaf.value not in tails:
             shape = shapes.get(leaf.value, tuple(program.seed.shape))
-            held[leaf.value] = ScaledValue((like[0].new_full(shape, semiring.one[0]),), 0)
+            held[leaf.value] = ScaledValue((like.new_full(shape, semiring.one[0]),), 0)
     for step in reversed(program.steps()):
         whole = held.pop(step.out, None)
         if whole is not None:
-            whole = balanced(whole, semiring)
+            whole = rescaling.balanced(whole, alone=not held)
             if step.out in keep:
                 kept[step.out] = whole
         elif step.out not in tails:
@@ -101,14 +106,14 @@ def run_ahead(program: Program, semiring: Semiring, keep: set[int], tails: dict[
                 continue
             map_ = program.maps[at]
             if whole is None:
-                found = ScaledValue(column_sums(map_, semiring, like), 0)
+                powers = held[value].powers if value in held else ()
+                ones = (rescaling.one(powers, like),)
+                found = ScaledValue(column_sums(map_, semiring, ones), 0, powers, age=1)
                 if _is_small(found.value[0]):
-                    sums[at] = found.value
+                    sums[at] = found
             else:
-                found = ScaledValue(
-                    transposed(map_).apply_in(whole.value, semiring), whole.exponent
-                )
-            held[value] = found if value not in held else _plus(held[value], found, semiring)
+                found = applied(transposed(map_), whole, semiring)
+            held[value] = found if value not in held else rescaling.plus(held[value], found)
     if program.root in held:
         kept[program.root] = held[program.root]
     return Ahead(kept, leading_to_leaves(program), sums)
@@ -128,23 +133,24 @@ def _is_small(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() * 8 <= x.numel() * x.itemsize
 
 
-def _plus(a: ScaledValue, b: ScaledValue, semiring: Semiring) -> ScaledValue:
-    if a.exponent < b.exponent:
-        a, b = b, a
-    shift = b.exponent - a.exponent
-    smaller = semiring.scale(b.value, shift) if shift else b.value
-    return ScaledValue(semiring.plus(a.value, smaller), a.exponent)
-
-
-@dataclass
-class PathMass:
+class PathMass(NamedTuple):
     """Masses of one run from the root: of all paths of each leaf, of the paths that enter each
     component, or exit it (by number of its bit), and of the paths of leaves that avoid a component.
+    All are whole multiples of ``2**power``.
     """
 
-    leaves: dict[int, Fraction] = field(default_factory=dict)
-    entered: dict[int, Fraction] = field(default_factory=dict)
-    avoiding: dict[tuple[int, int], Fraction] = field(default_factory=dict)
+    leaves: dict[int, int]
+    entered: dict[int, int]
+    avoiding: dict[tuple[int, int], int]
+    power: int
+
+
+class Collected(NamedTuple):
+    """The parts of ``PathMass``, not yet summed."""
+
+    leaves: dict[int, list[Scalar]]
+    entered: dict[int, list[Scalar]]
+    avoiding: dict[tuple[int, int], list[Scalar]]
 
 
 @dataclass
@@ -156,20 +162,29 @@ class BackwardMass:
     """
 
     program: Program
-    semiring: Semiring
+    rescaling: Rescaling
     entries: Entries
     tails: dict[int, int]
     ahead: Ahead
     behind: dict[int, ScaledValue] = field(default_factory=dict)
     around: dict[int, dict[int, ScaledValue]] = field(default_factory=dict)
+    one: Tensor = field(init=False)
     leaves: dict[int, list[Scalar]] = field(default_factory=dict)
     entered: dict[int, list[Scalar]] = field(default_factory=dict)
     avoiding: dict[tuple[int, int], list[Scalar]] = field(default_factory=dict)
 
-    def run(self, seed: Tensor) -> PathMass:
-        """The masses of the paths from this seed."""
+    @property
+    def semiring(self) -> Semiring:
+        """The semiring of the values."""
+        return self.rescaling.semiring
+
+    def run(self, seed: Tensor) -> Collected:
+        """The masses of the paths from this seed; nothing is read."""
         program, entries = self.program, self.entries
-        self.behind = {program.root: ScaledValue(self.semiring.weigh(seed), 0)}
+        self.leaves, self.entered, self.avoiding = {}, {}, {}
+        (root,) = self.semiring.weigh(seed)
+        self.one = self.rescaling.one((), root)
+        self.behind = {program.root: ScaledValue((root,), 0)}
         last, n = program.last_uses, 0
         leaves = {leaf.value for leaf in program.leaves}
         for number, block in enumerate(program.blocks):
@@ -184,11 +199,18 @@ class BackwardMass:
                 for term in step.terms:
                     if last[term.value] == n:
                         self._free(term.value)
+                if step.out in self.behind and not is_move(step, program.maps):
+                    alone = len(self.behind) == 1 and not any(self.around.values())
+                    held = self.rescaling.balanced(self.behind[step.out], alone)
+                    self.behind[step.out] = held
                 n += 1
             if not block.merges:
                 self._exit(entries.exits.get(number, ()))
                 self._enter(entries.gives.get(number, ()))
-        return self._fetched()
+            for value in leaves & self.behind.keys() - last.keys():
+                self._free(value)
+        self.behind, self.around = {}, {}
+        return Collected(self.leaves, self.entered, self.avoiding)
 
     def _step(self, step: Step) -> None:
         out = step.out
@@ -197,12 +219,12 @@ class BackwardMass:
             return
         if out not in self.ahead.alive:
             return
-        maps, semiring = self.program.maps, self.semiring
-        self.behind[out] = balanced(value_of(step, maps, self.behind, semiring), semiring)
+        maps, rescaling = self.program.maps, self.rescaling
+        self.behind[out] = value_of(step, maps, self.behind, rescaling)
         for k in bits_of(self.entries.needed.get(out, 0)):
             terms, values = self._avoided(step, k)
-            part = value_of(step._replace(terms=terms), maps, values, semiring)
-            self.around.setdefault(k, {})[out] = balanced(part, semiring)
+            part = value_of(step._replace(terms=terms), maps, values, rescaling)
+            self.around.setdefault(k, {})[out] = rescaling.balanced(part)
 
     def _avoided(self, step: Step, k: int) -> tuple[tuple[Term, ...], dict[int, ScaledValue]]:
         """The terms of a step whose paths, or some of them, have avoided component k, and their
@@ -215,15 +237,15 @@ class BackwardMass:
 
     def _add_to_leaf(self, step: Step) -> None:
         """Add what comes to a tail to the mass of its leaf, by column sums."""
-        leaf, like = self.tails[step.out], self.semiring.weigh(self.program.seed)
+        leaf = self.tails[step.out]
         channels = bits_of(self.entries.needed.get(leaf, 0))
         for term in step.terms:
             if term.value in self.tails:
                 continue
-            sums = self.ahead.sums.get(term.map)
-            if sums is None:
-                sums = column_sums(self.program.maps[term.map], self.semiring, like)
-            weights = ScaledValue(sums, 0)
+            weights = self.ahead.sums.get(term.map)
+            if weights is None:
+                map_ = self.program.maps[term.map]
+                weights = ScaledValue(column_sums(map_, self.semiring, (self.one,)), 0)
             self.leaves.setdefault(leaf, []).append(
                 _dot(self.behind[term.value], weights, self.semiring)
             )
@@ -235,9 +257,9 @@ class BackwardMass:
 
     def _end(self, leaf: int) -> None:
         """Note the mass of a leaf that is no tail."""
-        self.leaves[leaf] = [_total(self.behind[leaf], self.semiring)]
+        self.leaves[leaf] = [total(self.behind[leaf], self.semiring)]
         for k in bits_of(self.entries.needed.get(leaf, 0)):
-            self._avoids(k, leaf).append(_total(self.around[k][leaf], self.semiring))
+            self._avoids(k, leaf).append(total(self.around[k][leaf], self.semiring))
 
     def _avoids(self, k: int, leaf: int) -> list[Scalar]:
         return self.avoiding.setdefault((k, leaf), [])
@@ -256,9 +278,9 @@ class BackwardMass:
             here += [(1 << k, self.around[k][value]) for k in bits_of(entry.mixed)]
             for mask, held in here:
                 if mask & entry.whole:
-                    total = _dot(held, ahead, self.semiring)
+                    mass = _dot(held, ahead, self.semiring)
                     for k in bits_of(mask & entry.whole):
-                        self.entered.setdefault(k, []).append(total)
+                        self.entered.setdefault(k, []).append(mass)
                 if sliced is not None and mask & of_slices & ~entry.whole:
                     self._enter_slices(mask & of_slices & ~entry.whole, held, ahead, sliced)
             self._leave(entry)
@@ -267,9 +289,9 @@ class BackwardMass:
         """Count the paths that exit components here."""
         for value, mask in exits:
             if value in self.ahead.kept:
-                total = _dot(self.behind[value], self.ahead.kept[value], self.semiring)
+                mass = _dot(self.behind[value], self.ahead.kept[value], self.semiring)
                 for k in bits_of(mask):
-                    self.entered.setdefault(k, []).append(total)
+                    self.entered.setdefault(k, []).append(mass)
 
     def _enter_slices(
         self, mask: int, held: ScaledValue, ahead: ScaledValue, slices: tuple[int, list[int]]
@@ -281,8 +303,8 @@ class BackwardMass:
         for k in bits_of(mask):
             mine = _places(kinds, k, by_slice.device)
             (total,) = self.semiring.fold((by_slice.index_select(0, mine),), 0)
-            exponent = held.exponent + ahead.exponent
-            self.entered.setdefault(k, []).append(Scalar(total, exponent))
+            exponent, powers = held.exponent + ahead.exponent, held.powers + ahead.powers
+            self.entered.setdefault(k, []).append(Scalar(total, exponent, powers))
 
     def _leave(self, entry: Entry) -> None:
         """Beyond an entry, the paths that avoid its components are those of the other slices."""
@@ -293,7 +315,7 @@ class BackwardMass:
                 dim, kinds = entry.slices
                 places = _places(kinds, k, held.value[0].device)
                 none = self.semiring.zero[0]
-                held = ScaledValue((held.value[0].index_fill(dim, places, none),), held.exponent)
+                held = held._replace(value=(held.value[0].index_fill(dim, places, none),))
             mine[entry.value] = held
 
     def _free(self, value: int) -> None:
@@ -301,39 +323,51 @@ class BackwardMass:
         for mine in self.around.values():
             mine.pop(value, None)
 
-    def _fetched(self) -> PathMass:
-        logs = isinstance(self.semiring, LogAbs)
-        return PathMass(
-            exact_sums(self.leaves, logs),
-            exact_sums(self.entered, logs),
-            exact_sums(self.avoiding, logs),
-        )
 
-
-Key = TypeVar("Key")
-
-
-def exact_sums(scalars: Mapping[Key, list[Scalar]], logs: bool = False) -> dict[Key, Fraction]:
-    """The sums of scalars, or of what they are the base-2 logarithms of, as exact numbers; with one
-    synchronisation.
+def path_masses(runs: Sequence[Collected], rescaling: Rescaling) -> list[PathMass] | None:
+    """The masses of these runs; None if values have left the range of floats. Reads from the device
+    a fixed number of times.
     """
-    numbers = iter(fetch_scalars([each.value for some in scalars.values() for each in some]))
-    found: dict[Key, Fraction] = {}
-    for key, some in scalars.items():
-        total = Fraction(0)
-        for scalar, number in zip(some, numbers):
-            power = scalar.exponent
-            if logs:
-                whole = floor(number) if isfinite(number) else 0
-                number, power = 2.0 ** (number - whole), power + whole
-            if not isfinite(number):
-                raise NonFinite(
-                    "the mass of paths is not finite: a derivative is NaN or infinite; "
-                    "trace.flow() tells where"
-                )
-            total += Fraction(number) * Fraction(2) ** power
-        found[key] = total
-    return found
+    groups: list[Mapping[Any, Sequence[Scalar]]] = [group for run in runs for group in run]
+    found = exact_sums(groups, rescaling)
+    if found is None:
+        return None
+    sums, power = iter(found[0]), found[1]
+    return [PathMass(next(sums), next(sums), next(sums), power) for _ in runs]
+
+
+def exact_sums(
+    groups: Sequence[Mapping[Any, Sequence[Scalar]]], rescaling: Rescaling
+) -> tuple[list[dict[Any, int]], int] | None:
+    """The sums of the scalars of each key, or of what they are the base-2 logarithms of: exact, as
+    whole multiples of a power of two, and its exponent. None if values have left their range.
+    """
+    several = [some for group in groups for some in group.values()]
+    numbers = fetch_scalars([scalar.value for some in several for scalar in some])
+    if not rescaling.in_range(numbers):
+        return None
+    if isinstance(rescaling.semiring, LogAbs):
+        parts = [floor(x) if isfinite(x) else 0 for x in numbers]
+        numbers = [2.0 ** (x - whole) for x, whole in zip(numbers, parts)]
+    else:
+        parts = [0] * len(numbers)
+    if not all(map(isfinite, numbers)):
+        raise NonFinite(
+            "the mass of paths is not finite: a derivative is NaN or infinite; "
+            "trace.flow() tells where"
+        )
+    powers, wholes = rescaling.exponents(), iter(zip(numbers, parts))
+    terms = [[_whole(*next(wholes), scalar, powers) for scalar in some] for some in several]
+    unit = min((power for some in terms for number, power in some if number), default=0)
+    sums = iter([sum(n << power - unit for n, power in some if n) for some in terms])
+    return [{key: next(sums) for key in group} for group in groups], unit
+
+
+def _whole(number: float, shift: int, scalar: Scalar, powers: Sequence[int]) -> tuple[int, int]:
+    """A scalar of which the number has been read, as ``n · 2**power`` with a whole n."""
+    above, below = number.as_integer_ratio()
+    power = shift + scalar.exponent + sum(powers[n] for n in scalar.powers)
+    return above, power + 1 - below.bit_length()
 
 
 def as_float(exact: Fraction) -> float:
@@ -359,9 +393,11 @@ def _places(kinds: list[int], k: int, device: torch.device) -> Tensor:
 
 
 def _dot(a: ScaledValue, b: ScaledValue, semiring: Semiring) -> Scalar:
-    return _total(ScaledValue(semiring.times(a.value, b.value), a.exponent + b.exponent), semiring)
+    product = semiring.times(a.value, b.value)
+    return total(ScaledValue(product, a.exponent + b.exponent, a.powers + b.powers), semiring)
 
 
-def _total(held: ScaledValue, semiring: Semiring) -> Scalar:
-    (total,) = semiring.fold((held.value[0].reshape(-1),), 0)
-    return Scalar(total, held.exponent)
+def total(held: ScaledValue, semiring: Semiring) -> Scalar:
+    """``⊕`` over all elements."""
+    (found,) = semiring.fold((held.value[0].reshape(-1),), 0)
+    return Scalar(found, held.exponent, held.powers)

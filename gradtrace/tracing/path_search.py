@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from gradtrace.ir.bound import BoundTerm
-from gradtrace.ir.interpreter import ScaledValue, balanced, gradient_of, value_of
+from gradtrace.ir.interpreter import gradient_of, value_of
 from gradtrace.ir.passes.edge_sizes import single_contributions
 from gradtrace.ir.passes.nested_sums import NestedSum, nested
 from gradtrace.ir.program import Block, MapTable, Program, Step
 from gradtrace.ir.recompute import RecomputedValues, Values
+from gradtrace.ir.rescaling import Rescaling, ScaledValue
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Identity, Index, Map, Scale
 from gradtrace.linops.base import Best
@@ -33,6 +34,8 @@ from gradtrace.semirings.base import shifted, wide
 from gradtrace.tracing.edge_sizes import EdgeSizes
 from gradtrace.tracing.path_forest import ElementEdges, ForestBuilder, PathForest
 from gradtrace.types import Shape
+
+_RESCALING = Rescaling(MAX)
 
 ROW_COST_ELEMENTS = 64
 """Computing one element by its row costs at most as much as this many elements of a full pass."""
@@ -400,7 +403,7 @@ def _chosen(terms: tuple[BoundTerm, ...], at: Tensor, offers: list[Best]) -> Ite
 
 
 def _largest(step: Step, maps: MapTable, values: dict[int, ScaledValue]) -> ScaledValue:
-    return balanced(value_of(step, maps, values, MAX), MAX)
+    return _RESCALING.balanced(value_of(step, maps, values, _RESCALING))
 
 
 def _edges(term: BoundTerm, at: Tensor, source: Tensor, mine: Tensor | None) -> ElementEdges:

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradtrace.ir.interpreter import ScaledValue, balanced
 from gradtrace.ir.plan import Encoding, Form
+from gradtrace.ir.rescaling import Rescaling, ScaledValue
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Map
 from gradtrace.semirings import MAX
@@ -18,6 +18,8 @@ from gradtrace.tracing.edge_rule import Edge
 from gradtrace.tracing.greedy_rule import Greedy, alike
 from gradtrace.tracing.provenance import compact
 from gradtrace.tracing.traced_value import TracedValue, own
+
+_RESCALING = Rescaling(MAX)
 
 
 class Rule(Protocol):
@@ -58,7 +60,7 @@ class Viterbi:
             found, ids = map_.select(x, ids, value=True)
             assert found is not None
             value = found
-        held = balanced(ScaledValue((value,), state.exponent), MAX)
+        held = _RESCALING.balanced(ScaledValue((value,), state.exponent))
         return TracedValue(held.value[0], held.exponent, ids, state.provenance)
 
     def join(

@@ -18,14 +18,16 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Summarised, TextColumn, TextTable
 from gradtrace.ir import memory
-from gradtrace.ir.interpreter import ScaledValue, balanced, value_of
+from gradtrace.ir.interpreter import is_move, value_of
 from gradtrace.ir.passes.residuals import residual_branches
 from gradtrace.ir.program import HOOKS, Leaf, Program, Step
+from gradtrace.ir.rescaling import Rescaling, ScaledValue, rescaled
 from gradtrace.linops import column_sums, transposed
 from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
 from gradtrace.tracing.mass import LOGARITHMS_FROM, checked_power
-from gradtrace.tracing.path_mass import Scalar, as_float, exact_sums, leaf_tails
+from gradtrace.tracing.moments import in_units
+from gradtrace.tracing.path_mass import Scalar, as_float, exact_sums, leaf_tails, total
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT, REMEDY = "measuring a spectrum", "take the spectrum of one leaf: spectrum(of=name)"
@@ -176,13 +178,17 @@ class Grading:
         return cls(program, frozenset(blocks), frozenset(), leaves, alive)
 
     def run(
-        self, semiring: Semiring, tails: Mapping[int, int], at_tail: Callable[[Step, Values], None]
+        self,
+        rescaling: Rescaling,
+        tails: Mapping[int, int],
+        at_tail: Callable[[Step, Values], None],
     ) -> dict[int, Graded]:
         """Run the program grade by grade; returns the values of the leaves that are no tails.
         ``at_tail`` is called with the steps to tails, which are not computed.
         """
         program = self.program
-        values: Values = {program.root: {0: ScaledValue(semiring.weigh(program.seed), 0)}}
+        seed = rescaling.semiring.weigh(program.seed)
+        values: Values = {program.root: {0: ScaledValue(seed, 0)}}
         keep = {leaf.value for leaf in self.leaves}
         last, n = program.last_uses, -1
         for number, block in enumerate(program.blocks):
@@ -196,7 +202,7 @@ class Grading:
                 if step.out in tails:
                     at_tail(step, values)
                 elif step.out in self.alive:
-                    values[step.out] = self._graded(step, values, semiring)
+                    values[step.out] = self._graded(step, values, rescaling)
                 for term in step.terms:
                     if last[term.value] == n and term.value not in keep:
                         values.pop(term.value, None)
@@ -209,13 +215,15 @@ class Grading:
             if value in values:
                 values[value] = {grade + 1: held for grade, held in values[value].items()}
 
-    def _graded(self, step: Step, values: Values, semiring: Semiring) -> Graded:
+    def _graded(self, step: Step, values: Values, rescaling: Rescaling) -> Graded:
         found: Graded = {}
+        maps = self.program.maps
         for grade in sorted({g for term in step.terms for g in values.get(term.value, ())}):
             here = [term for term in step.terms if grade in values.get(term.value, ())]
             held = {term.value: values[term.value][grade] for term in here}
-            part = value_of(step._replace(terms=tuple(here)), self.program.maps, held, semiring)
-            found[grade] = balanced(part, semiring)
+            some = step._replace(terms=tuple(here))
+            part = value_of(some, maps, held, rescaling)
+            found[grade] = part if is_move(some, maps) else rescaling.balanced(part)
         return found
 
 
@@ -229,22 +237,31 @@ def _masses(grading: Grading, semiring: Semiring) -> dict[int, Fraction]:
     raised = _raised(grading)
     every = leaf_tails(program, raised)
     tails = {value: leaf for value, leaf in every.items() if leaf in mine}
-    like = semiring.weigh(program.seed)
-    found: dict[int, list[Scalar]] = {}
+    (like,) = semiring.weigh(program.seed)
 
-    def at_tail(step: Step, values: Values) -> None:
-        for at, value in step.terms:
-            if value in tails or value not in values:
-                continue
-            (sums,) = column_sums(program.maps[at], semiring, like)
-            for grade, held in values[value].items():
-                total = (held.value[0] * sums).sum()
-                found.setdefault(grade, []).append(Scalar(total, held.exponent))
+    def measured(rescaling: Rescaling) -> dict[int, Fraction] | None:
+        found: dict[int, list[Scalar]] = {}
+        ones = (rescaling.one((), like),)
 
-    for graded in grading.run(semiring, tails, at_tail).values():
-        for grade, held in graded.items():
-            found.setdefault(grade, []).append(Scalar(held.value[0].sum(), held.exponent))
-    return exact_sums(found)
+        def at_tail(step: Step, values: Values) -> None:
+            for at, value in step.terms:
+                if value in tails or value not in values:
+                    continue
+                (sums,) = column_sums(program.maps[at], semiring, ones)
+                for grade, held in values[value].items():
+                    part = held._replace(value=(held.value[0] * sums,))
+                    found.setdefault(grade, []).append(total(part, semiring))
+
+        for graded in grading.run(rescaling, tails, at_tail).values():
+            for grade, held in graded.items():
+                found.setdefault(grade, []).append(total(held, semiring))
+        sums = exact_sums([found], rescaling)
+        if sums is None:
+            return None
+        ((masses,), power) = sums
+        return {grade: in_units(mass, power) for grade, mass in masses.items()}
+
+    return rescaled(semiring, program.seed, measured)
 
 
 def _raised(grading: Grading) -> set[int]:
@@ -270,7 +287,7 @@ def _products(grading: Grading, given: Mapping[int, Tensor]) -> dict[int, float]
             for grade, held in values[value].items():
                 found[grade] = found.get(grade, 0.0) + _inner(held.value[0], pulled)
 
-    for leaf, graded in grading.run(SUM, tails, at_tail).items():
+    for leaf, graded in grading.run(Rescaling(SUM), tails, at_tail).items():
         for grade, held in graded.items():
             found[grade] = found.get(grade, 0.0) + _inner(held.value[0], given[leaf])
     return found
@@ -278,6 +295,6 @@ def _products(grading: Grading, given: Mapping[int, Tensor]) -> dict[int, float]
 
 def _parts(grading: Grading, leaf: Leaf) -> dict[int, Tensor]:
     """The parts of a leaf's gradient, by grade."""
-    found = grading.run(SUM, {}, lambda step, values: None).get(leaf.value, {})
+    found = grading.run(Rescaling(SUM), {}, lambda step, values: None).get(leaf.value, {})
     shape = leaf.tensor.shape
     return {grade: held.value[0].reshape(shape) for grade, held in sorted(found.items())}

@@ -1,0 +1,170 @@
+"""Mass where reading an element would wait for a GPU: few reads, few launches, the same masses."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import test_mass
+import torch
+from architectures import ARCHITECTURES
+from backends import imitate_gpu
+from thorough import some
+from torch import Tensor
+
+import gradtrace as gt
+from gradtrace.errors import NonFinite
+from gradtrace.ir import rescaling
+from gradtrace.ir.rescaling import DeferredRescaling, Rescaling, ScaledValue
+from gradtrace.semirings import ABS, Abs
+from gradtrace.trace import Trace
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_gpu(monkeypatch)
+
+
+def only_deferred(patch: pytest.MonkeyPatch) -> None:
+    """A second run, with every value read, would fail."""
+
+    def read(self: Rescaling, held: ScaledValue, alone: bool = False) -> ScaledValue:
+        raise AssertionError("values were out of range")
+
+    patch.setattr(Rescaling, "balanced", read)
+
+
+# The same masses ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("often", [1, 3, 20])
+def test_random_graphs(often: int, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often values are rescaled."""
+    monkeypatch.setattr(rescaling, "DEFERRED_STEPS", often)
+    monkeypatch.setattr(rescaling, "DEFERRED_STEPS_ALONE", often)
+    for seed in range(often * 10, often * 10 + 10):
+        test_mass.check(seed)
+
+
+def deep(steps: int, gain: float, other: float, dtype: torch.dtype = torch.float32) -> Trace:
+    """Two branches after two, and a way past all of them."""
+    x = torch.tensor([0.5, 0.25], dtype=dtype, requires_grad=True)
+    y = x
+    for _ in range(steps):
+        y = y * gain + y * other
+    return gt.trace(y.sum() + (x * 3.0).sum(), names={"x": x})
+
+
+@pytest.mark.parametrize("gains", [(1e-3, 2e-3), (-0.4, 0.8), (50.0, -49.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_deep_graphs(
+    gains: tuple[float, float], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = deep(150, *gains, dtype).mass("arguments")
+    imitate_gpu(monkeypatch)
+    found = deep(150, *gains, dtype).mass("arguments")
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-12
+    assert found.shares == pytest.approx(wanted.shares, rel=tolerance, abs=1e-30)
+    assert found.total == pytest.approx(wanted.total, rel=tolerance)
+
+
+def test_growth_needs_no_second_run(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_deferred(monkeypatch)
+    table = deep(200, 50.0, -49.0).mass("arguments")
+    assert table.total == float("inf")  # 2 · 99²⁰⁰ is no float
+    assert float(next(iter(table)).moments.e / 99**200) == pytest.approx(2, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", some(ARCHITECTURES, 6))
+def test_architectures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, loss_of = ARCHITECTURES[name]()
+        torch.manual_seed(0)
+        with gt.watch(model) as watch:
+            loss = loss_of(model)
+    trace = watch.trace(loss)
+    wanted = trace.mass()
+    imitate_gpu(monkeypatch)
+    only_deferred(monkeypatch)
+    found = trace.mass()
+    assert found.shares == pytest.approx(wanted.shares, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert found.total == pytest.approx(wanted.total, rel=1e-4)
+
+
+def test_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = deep(12, 50.0, -49.0).spectrum("branches", p=2)
+    imitate_gpu(monkeypatch)
+    monkeypatch.setattr(rescaling, "DEFERRED_STEPS", 4)
+    found = deep(12, 50.0, -49.0).spectrum("branches", p=2)
+    assert found.shares == pytest.approx(wanted.shares, rel=1e-12)
+
+
+# Range -------------------------------------------------------------------------------------------
+
+
+def test_out_of_range_is_computed_again(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that leave the range between two rescalings, upwards or downwards, for a while."""
+    reads = []
+    balanced = Rescaling.balanced
+    monkeypatch.setattr(
+        Rescaling, "balanced", lambda *given, **more: reads.append(1) or balanced(*given, **more)
+    )
+    for factor in (1e-30, 1e30):
+        reads.clear()
+        x = torch.tensor([0.5, 0.25], requires_grad=True)
+        loss = (x * factor / factor).sum()
+        assert gt.trace(loss, names={"x": x}).mass("operators").total == pytest.approx(2)
+        assert reads
+
+
+def test_what_is_not_finite(gpu: None) -> None:
+    x = torch.zeros(2, requires_grad=True)
+    trace = gt.trace(x.sqrt().sum() + x.sum(), names={"x": x}, nonfinite="allow")
+    with pytest.raises(NonFinite, match="flow"):
+        trace.mass("operators")
+
+
+def test_alignment() -> None:
+    """Values with other powers of two: more of them, or others."""
+    deferred = DeferredRescaling(ABS)
+
+    def held(number: float, age: int = 99) -> ScaledValue:
+        return ScaledValue((torch.tensor([number, number / 4]),), 0, age=age)
+
+    def number(value: ScaledValue) -> Tensor:
+        powers = deferred.exponents()
+        return value.value[0].double() * 2.0 ** sum(powers[n] for n in value.powers)
+
+    a, b = deferred.balanced(held(3e10)), deferred.balanced(held(7e-10))
+    c = deferred.balanced(a._replace(value=(a.value[0] * 1000,), age=99))
+    assert a.powers != b.powers and c.powers[:1] == a.powers and not a.age
+    assert 1 <= float(a.value[0].amax()) < 2
+    for first, second in ((a, b), (a, c), (c, a), (a, held(5.0)), (b, c), (held(5.0), b)):
+        both = deferred.plus(first, second)
+        torch.testing.assert_close(
+            number(both), number(first) + number(second), rtol=1e-6, atol=0.0
+        )
+    for powers in ((), a.powers, b.powers, c.powers):
+        one = ScaledValue((deferred.one(powers, torch.ones(1)),), 0, powers)
+        assert float(number(one)) == 1.0
+    assert deferred.in_range([1.0]) and not deferred.in_range([float("inf")])
+
+
+def test_zeros_stay_zeros() -> None:
+    deferred = DeferredRescaling(ABS)
+    zero = deferred.balanced(ScaledValue((torch.zeros(3),), 0, age=99))
+    assert not zero.value[0].any() and deferred.in_range([0.0])
+    empty = ScaledValue((torch.zeros(0),), 0, age=99)
+    assert deferred.balanced(empty) is empty
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**60, float("nan")])
+def test_watched_values(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for most in (1, 1000):
+        monkeypatch.setattr(rescaling, "WATCHED_VALUES", most)
+        deferred = DeferredRescaling(Abs())
+        deferred.balanced(ScaledValue((torch.ones(3),), 0, age=1))
+        assert deferred.in_range([])
+        deferred.balanced(ScaledValue((torch.tensor([size, 0.0]),), 0, age=1))
+        assert not deferred.in_range([])
