@@ -8,10 +8,13 @@ compare two evaluations, call `torch.manual_seed` with the same seed before each
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 Builder = Callable[[], tuple[torch.nn.Module, Loss]]
@@ -264,3 +267,45 @@ ARCHITECTURES: dict[str, Builder] = {
         projection_dim=8,
     ),
 }
+
+
+class _NoFloat32(TorchFunctionMode):
+    """Computes in float64 where float32 is asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args, kwargs = tree_map(
+            lambda x: torch.float64 if x is torch.float32 else x, (args, dict(kwargs or {}))
+        )
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _NoFloat32():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def in_float64(name: str) -> tuple[torch.nn.Module, Loss]:
+    """The model and its loss in float64 throughout: norms and losses that are written in float32
+    would leave its rounding in an otherwise exact comparison.
+    """
+    with _float64():
+        model, loss_of = ARCHITECTURES[name]()
+        model.double()
+    config: Any = model.config
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # grouped products have no float64
+
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        with _float64():
+            return loss_of(model)
+
+    return model, loss

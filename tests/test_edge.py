@@ -348,6 +348,7 @@ def defined_sizes(trace: Trace) -> dict[int, list[Tensor]]:
     return found
 
 
+@torch.no_grad()  # as all that follows paths
 def sizes_are_defined(trace: Trace) -> int:
     """Compare the sizes by which terms are compared; how many values have several."""
     follower, wanted = trace.builder(0).follower, defined_sizes(trace)

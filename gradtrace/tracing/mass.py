@@ -23,6 +23,7 @@ from gradtrace.semirings import Abs, Semiring
 from gradtrace.semirings.logarithmic import LogAbs
 from gradtrace.tracing.components import Component, Components, ComponentSelection
 from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.masked_weights import finitely
 from gradtrace.tracing.moments import NOTHING, Moments, in_units
 from gradtrace.tracing.path_mass import (
     Ahead,
@@ -207,13 +208,16 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
     entered = entries.values()
     tails = leaf_tails(program, entered)
 
-    def measured(rescaling: Rescaling) -> list[PathMass] | None:
-        ahead = run_ahead(program, rescaling, entered, tails)
-        backward = BackwardMass(program, rescaling, entries, tails, ahead)
-        return path_masses([backward.run(seed) for seed in _seeds(traced)], rescaling)
+    def measured(program: Program) -> list[PathMass]:
+        def run(rescaling: Rescaling) -> list[PathMass] | None:
+            ahead = run_ahead(program, rescaling, entered, tails)
+            backward = BackwardMass(program, rescaling, entries, tails, ahead)
+            return path_masses([backward.run(seed) for seed in _seeds(traced)], rescaling)
+
+        return rescaled(semiring, program.seed, run)
 
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
-        found = rescaled(semiring, program.seed, measured)
+        found = finitely(program, measured)
         small = sum(leaf.tensor.numel() for leaf in program.leaves) <= GRADIENT_MAX_ELEMENTS
         gradient = gradient_size(program) if p == 1 and traced.pairs == 1 and small else nan
     leaves = [
@@ -236,16 +240,18 @@ def gradient_size(program: Program) -> float:
 
 def cancellation_of(traced: TracedProgram) -> float:
     """``Σ |weight| / Σ |gradient|`` over all paths and all leaves, of the sum of all losses."""
-    program, nothing = traced.program, Entries({}, {})
-    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
-        ahead = Ahead({}, leading_to_leaves(program), {})
-        tails = leaf_tails(program, set())
+    program = traced.program
+    ahead, tails = Ahead({}, leading_to_leaves(program), {}), leaf_tails(program, set())
 
-        def measured(rescaling: Rescaling) -> list[PathMass] | None:
-            backward = BackwardMass(program, rescaling, nothing, tails, ahead)
+    def measured(program: Program) -> list[PathMass]:
+        def run(rescaling: Rescaling) -> list[PathMass] | None:
+            backward = BackwardMass(program, rescaling, Entries({}, {}), tails, ahead)
             return path_masses([backward.run(program.seed)], rescaling)
 
-        (found,) = rescaled(Abs(), program.seed, measured)
+        return rescaled(Abs(), program.seed, run)
+
+    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        (found,) = finitely(program, measured)
         size = gradient_size(program)
     mass = in_units(sum(found.leaves.values()), found.power)
     return as_float(mass / Fraction(size)) if size else nan

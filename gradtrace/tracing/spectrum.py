@@ -7,7 +7,7 @@ so a spectrum costs about as many passes as there are grades.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import nan
 from typing import Any, Literal, TypeAlias
@@ -25,6 +25,7 @@ from gradtrace.ir.rescaling import Rescaling, ScaledValue, rescaled
 from gradtrace.linops import column_sums, transposed
 from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
+from gradtrace.tracing.masked_weights import finitely
 from gradtrace.tracing.mass import LOGARITHMS_FROM, checked_power
 from gradtrace.tracing.moments import in_units
 from gradtrace.tracing.path_mass import Scalar, as_float, exact_sums, leaf_tails, total
@@ -121,12 +122,10 @@ def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spe
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         given = {leaf.value: leaf.compute() for leaf in leaves}
         square = sum(_inner(g, g) for g in given.values())
-        masses = _masses(grading, semiring)
-        if of is None:
-            inner, parts = _products(grading, given), dict[int, Tensor]()
-        else:
-            parts = _parts(grading, leaves[0])
-            inner = {n: _inner(part, given[leaves[0].value]) for n, part in parts.items()}
+        masses, inner, parts = finitely(
+            traced.program,
+            lambda some: _measured(replace(grading, program=some), semiring, given, of),
+        )
     total = sum(masses.values(), Fraction(0))
     rows = tuple(
         SpectrumRow(
@@ -138,6 +137,20 @@ def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spe
         for n in sorted(masses.keys() | inner.keys())
     )
     return Spectrum(kind, rows, float(p), of, parts, traced.notes)
+
+
+def _measured(
+    grading: Grading, semiring: Semiring, given: Mapping[int, Tensor], of: str | None
+) -> tuple[dict[int, Fraction], dict[int, float], dict[int, Tensor]]:
+    """By grade: masses, ⟨g_n, g⟩, and of one leaf the parts of its gradient."""
+    masses, parts = _masses(grading, semiring), dict[int, Tensor]()
+    if of is None:
+        inner = _products(grading, given)
+    else:
+        (leaf,) = grading.leaves
+        parts = _parts(grading, leaf)
+        inner = {n: _inner(part, given[leaf.value]) for n, part in parts.items()}
+    return masses, inner, parts
 
 
 def _checked(by: str) -> By:
