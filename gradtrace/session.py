@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,14 +15,23 @@ from gradtrace.autodiff.backward import RECENT, gradient, seed_of
 from gradtrace.autodiff.loss_checks import admit, isolated
 from gradtrace.autodiff.names import Gradients, LazyGradients, NameTable
 from gradtrace.autodiff.traversal import walk
-from gradtrace.errors import GradtraceError, NotScalar, UnknownName, Unsupported, not_one_of
+from gradtrace.errors import (
+    GradtraceError,
+    NonFinite,
+    NotScalar,
+    UnknownName,
+    Unsupported,
+    not_one_of,
+)
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.ir import interpreter, memory
 from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite
 from gradtrace.ir.optimise import simplified
 from gradtrace.ir.program import Program
 from gradtrace.kernels import backend_of
+from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
+from gradtrace.recording.sharded import recorder_of
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
 from gradtrace.types import RULES
@@ -92,7 +102,8 @@ class Session:
             text = f"values of {semiring.name} are not exact. {'; '.join(notes)}"
             warnings.warn(text, stacklevel=self._frames)
         if semiring is SUM and nonfinite == "raise":
-            refuse_nonfinite(named, loss, seed, table, hooks)
+            with same_on_all_ranks(table.sharded):
+                refuse_nonfinite(named, loss, seed, table, hooks)
         return named
 
     @isolated()
@@ -139,15 +150,34 @@ class Session:
         gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, aliases)
         if nonfinite == "raise":
             doubtful = {name: gradients[name] for name in maybe_nonfinite(named)}
-            refuse_nonfinite(doubtful, loss, seed, table, hooks)
+            with same_on_all_ranks(table.sharded):
+                refuse_nonfinite(doubtful, loss, seed, table, hooks)
         names = {leaf.value: name for name, leaf in named.items()}
         return Trace(recorded, gradients, rule, granularity, loss.numel(), self._classes(), names)
 
     def _recorded(self, loss: Tensor, seed: Tensor, *options: Any, **more: Any) -> Program:
         """The program of a loss; the options are those of ``record``."""
+        more["make"] = recorder_of(self.name_table)
         found = simplified(record(loss, seed, self.name_table, self._hooks, *options, **more))
         RECENT.refresh()
         return found
+
+
+@contextmanager
+def same_on_all_ranks(model: ShardedModel | None) -> Iterator[None]:
+    """Raise ``NonFinite`` on all ranks that share a sharded model if one raises it within.
+
+    Ranks gather parameters together, so that none may go on without the others.
+    """
+    found: NonFinite | None = None
+    try:
+        yield
+    except NonFinite as error:
+        found = error
+    if model is not None and not model.agreed(found is None) and found is None:
+        found = NonFinite("a gradient of another rank is not finite; its error says which")
+    if found is not None:
+        raise found
 
 
 def _one_of(word: str, value: str, *allowed: str) -> None:

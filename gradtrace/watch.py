@@ -14,12 +14,20 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, ModuleCall, ThreadCall
 from gradtrace.autodiff.nodes import annotate
 from gradtrace.autodiff.pass_scope import backward_runs
+from gradtrace.autodiff.sharded_hooks import QUIET
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch import composed_lstm
+from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.pytorch.global_switches import COMPOSED, eager
 from gradtrace.pytorch.module_calls import Listener, listen, same_in_replicas
 from gradtrace.pytorch.nested import tensors_in
-from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters, refuse_sharded
+from gradtrace.pytorch.wrapped_modules import (
+    join,
+    named_modules,
+    named_parameters,
+    refuse_sharded,
+    user_class,
+)
 from gradtrace.session import Session
 
 W = TypeVar("W", bound="watch")
@@ -62,12 +70,15 @@ class watch(Session, Listener):
         if self._thread not in (0, threading.get_ident()):
             raise GradtraceError("this watch was open on another thread; make a second one")
         refuse_sharded(self.model)
+        self.name_table.sharded = ShardedModel.of(self.model)
         self._thread = threading.get_ident()
         self._here = _ThreadState()
         try:
             self._contexts.enter_context(eager())
             if self.composed:
                 self._contexts.enter_context(COMPOSED)
+            if self.name_table.sharded is not None:
+                self._contexts.enter_context(QUIET)
             self._stop_listening = self._attach()
         except BaseException:
             self._close()
@@ -108,6 +119,7 @@ class watch(Session, Listener):
             self._stop_listening = None
         while self._here.stack:
             self._here.stack.pop().fuse_again()
+        self._name_gathered()
         if self._thread == threading.get_ident():
             self.name_table.enter(_now(), NO_MODULE)
         self._contexts.close()
@@ -145,6 +157,19 @@ class watch(Session, Listener):
             if isinstance(tensor, Tensor) and tensor.is_leaf and id(tensor) not in known:
                 self.name_table.name(tensor, join(self._name(module), key))
 
+    def _name_gathered(self) -> None:
+        """Name the parameters that units had in their forward passes, in the model's order."""
+        model = self.name_table.sharded
+        if model is None:
+            return
+        gathered = {id(each.sharded): each.gathered for each in model.parameters()}
+        before, self.name_table.leaves = self.name_table.leaves, {}
+        for name, parameter in named_parameters(self.model):
+            self.name_table.name(gathered.get(id(parameter), parameter), name)
+        for tensor, names in before.values():
+            if id(tensor) not in gathered and id(tensor) not in self.name_table.leaves:
+                self.name_table.leaves[id(tensor)] = tensor, names
+
     def leave(self, entered: Noted | None, result: Any) -> None:
         """The call has ended: new nodes belong to the enclosing module again."""
         if entered is None:
@@ -157,6 +182,8 @@ class watch(Session, Listener):
             pass  # entered by ``inside``
         notes = self.name_table if here.away is None else here.away
         notes.enter(_now(), here.stack[-1].place if here.stack else NO_MODULE)
+        if not here.stack:
+            self._name_gathered()
         if here.away is not None and not here.stack:
             for tensor in tensors_in(result):
                 annotate(tensor, here.away, MADE)
@@ -170,7 +197,7 @@ class watch(Session, Listener):
         return not _OPEN.watches and torch.is_grad_enabled()
 
     def _classes(self) -> dict[str, str]:
-        return {name: type(module).__name__ for name, module in named_modules(self.model)}
+        return {name: user_class(module).__name__ for name, module in named_modules(self.model)}
 
 
 class _ThreadState(threading.local):

@@ -259,7 +259,6 @@ def sharded(rank: int) -> Iterator[tuple[str, object]]:
         yield name, gt.influence(net, losses, loader(8)).to_dict()
         yield f"{name} is sharded", all(hasattr(p, "full_tensor") for p in net.parameters())
         if dtype is None:
-            yield "fsdp refused", failure(lambda: gt.watch(net).__enter__())  # noqa: B023
             with unwrap.gathered(net), gt.watch(net) as watch:
                 traced = watch.trace(losses(net, next(iter(loader())))).influence()
             yield "fsdp gathered", traced.to_dict()

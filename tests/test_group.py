@@ -270,13 +270,10 @@ def test_a_sharded_model_is_measured_whole(two: Ended) -> None:
         assert [row["count"] for row in found["rows"]] == [row["count"] for row in table["rows"]]
 
 
-def test_a_sharded_model_is_refused_or_gathered(two: Ended) -> None:
+def test_a_sharded_model_is_gathered(two: Ended) -> None:
     with gt.watch(net := ranks.model()) as watch:
         table = watch.trace(ranks.losses(net, next(iter(ranks.loader())))).influence()
     assert two.each("wrappers", "fsdp gathered") == [table.to_dict()] * 2
-    for message in two.each("wrappers", "fsdp refused"):
-        assert message.startswith("Unsupported: fully_shard has sharded the model")
-        assert "gradtrace.distributed.unwrap.gathered(model)" in message
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp in bfloat16"])

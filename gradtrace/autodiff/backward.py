@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,9 +14,10 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import ModuleCall, NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, Edges, Grads, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
-from gradtrace.autodiff.threads import off_thread_calls
+from gradtrace.autodiff.threads import off_thread_calls, unit_around
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import NotScalar, Unsupported
+from gradtrace.pytorch.fsdp import POST_BACKWARD, Residency, resident
 
 RECENT = HookWatch()
 """Refreshed after each pass: nodes made since its reset have no hooks, if none was registered."""
@@ -123,18 +128,55 @@ class GradientWalk:
         return nodes.call_ready(node, grads)
 
 
+class ShardedWalk(GradientWalk):
+    """A ``GradientWalk`` over a sharded model, of which units are gathered as they are needed."""
+
+    def __init__(self, residency: Residency, *given: Any) -> None:
+        super().__init__(*given)
+        self.residency = residency
+        self.off_thread = off_thread_calls(self.loss, self.name_table)
+
+    def visit(self, node: Node, edges: Edges) -> None:
+        """Call a node, after its unit is gathered; those of FSDP only pass cotangents on."""
+        if type(node).__name__ != POST_BACKWARD:
+            if node in self.adjoints and type(node) is not ACCUMULATE:
+                self.residency.at(unit_around(node, self.off_thread, self.name_table))
+            super().visit(node, edges)
+            return
+        for (child, slot), grad in zip(edges, self.adjoints.pop(node, ())):
+            if child is not None and grad is not None:
+                waiting = self.adjoints.setdefault(child, [])
+                waiting += [None] * (slot + 1 - len(waiting))
+                there = waiting[slot]
+                waiting[slot] = grad if there is None else there + grad
+
+
+@contextmanager
+def walking(
+    loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch
+) -> Iterator[GradientWalk]:
+    """The walk over a graph; within, units of a sharded model are gathered."""
+    model = name_table.sharded
+    if model is None:
+        yield GradientWalk(loss, seed, name_table, watch)
+        return
+    with resident(model) as residency:
+        yield ShardedWalk(residency, loss, seed, name_table, watch)
+
+
 def gradient(
     loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch, order: str = "kahn"
 ) -> list[tuple[Tensor, Tensor]]:
     """Every leaf with its gradient, as ``torch.autograd.grad`` gives it."""
-    state = GradientWalk(loss, seed, name_table, watch)
-    with one_pass():
+    with one_pass(), walking(loss, seed, name_table, watch) as state:
         walk(loss, state.visit, order)
     return state.leaves
 
 
 def first_nonfinite(loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> str:
     """The first operator, counted from the loss, that gives a gradient which is not finite."""
+    if name_table.sharded is not None:  # other ranks do not walk along
+        return "an operator that was not looked for, since all ranks would have to"
     state = GradientWalk(loss, seed, name_table, watch)
     found: list[str] = []
 

@@ -171,3 +171,13 @@ def _unhooked(node: Node, grads: Grads) -> Grads:
             "hooks. Register hooks before the forward pass, or use all outputs"
         )
     return grads
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within, hooks that are registered do not count: they do not change gradients."""
+    before = RemovableHandle.next_id
+    try:
+        yield
+    finally:
+        _OWN_HANDLES[0] += RemovableHandle.next_id - before

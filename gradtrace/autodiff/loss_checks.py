@@ -20,6 +20,7 @@ from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
+from gradtrace.pytorch.fsdp import all_gathered, unwatched
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 
 LOSS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -91,12 +92,23 @@ def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
             f"the loss is of {loss.dtype}, which PyTorch cannot compute gradients in; convert it "
             "(loss.float()) where it is made"
         )
+    _check_gathered(loss, name_table)
     wrapped = {
         key: names[0] for key, (leaf, names) in name_table.leaves.items() if is_wrapper(leaf)
     }
     for node in pending(nodes.root_of(loss))[0] if wrapped and elements else ():
         if type(node) is nodes.ACCUMULATE and id(node.variable) in wrapped:
             refuse_wrapper(node.variable, f"leaf {wrapped[id(node.variable)]}")
+
+
+def _check_gathered(loss: Tensor, name_table: NameTable) -> None:
+    """Refuse parameters of a sharded model that is not watched, whose memory may be freed."""
+    watched = name_table.sharded
+    known = () if watched is None else [id(each.gathered) for each in watched.parameters()]
+    freed = all_gathered().difference(known)
+    for node in pending(nodes.root_of(loss))[0] if freed else ():
+        if type(node) is nodes.ACCUMULATE and id(node.variable) in freed:
+            raise unwatched(node.variable)
 
 
 def _check_not_in_transform(loss: Tensor) -> None:

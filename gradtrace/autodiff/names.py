@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from gradtrace.autodiff.nodes import Node, explain, name_of, sequence_of
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.printable import printable
+from gradtrace.pytorch.fsdp import ShardedModel
 
 
 class ModuleCall(NamedTuple):
@@ -71,6 +72,7 @@ class NameTable(CallRanges):
 
     leaves: dict[int, tuple[Tensor, list[str]]] = field(default_factory=dict)  # by id
     away: bool = False  # whether modules were called on other threads
+    sharded: ShardedModel | None = None  # what fully_shard has sharded of the model
 
     @classmethod
     def of(cls, names: Mapping[str, Tensor] | None) -> NameTable:

@@ -42,6 +42,11 @@ def backward_runs() -> bool:
     return _PASS.passes > 0 or _TASK() != -1
 
 
+def pass_runs() -> bool:
+    """Whether a pass of gradtrace runs on this thread."""
+    return _PASS.passes > 0
+
+
 KEEPER = "gradtrace: frees a deep graph step by step"
 """The metadata key under which a node holds references to some of its children."""
 

@@ -9,6 +9,8 @@ no module.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, ModuleCall, NameTable, ThreadCall
@@ -19,10 +21,12 @@ from gradtrace.autodiff.nodes import (
     Node,
     annotations_of,
     edges_of,
+    name_of,
     root_of,
     sequence_of,
 )
 from gradtrace.autodiff.traversal import pending
+from gradtrace.errors import Unsupported
 
 
 def off_thread_calls(loss: Tensor, name_table: NameTable) -> dict[Node, ModuleCall]:
@@ -36,6 +40,18 @@ def off_thread_calls(loss: Tensor, name_table: NameTable) -> dict[Node, ModuleCa
     left = {node: number for node, number in numbers.items() if node not in found}
     found.update(dict.fromkeys(_foreign(left, edges, name_table), NO_MODULE))
     return found
+
+
+def unit_around(node: Node, off_thread: Mapping[Node, ModuleCall], name_table: NameTable) -> str:
+    """The name of the module that made a node of a sharded model; raises if that is not known."""
+    place = off_thread.get(node) or name_table.place_of(node)
+    if place is NO_MODULE and node in off_thread:
+        raise Unsupported(
+            f"{name_of(node)} was made on a thread that the watch knows nothing of, so it is not "
+            "known which parameters of the sharded model it uses; call the model on the thread of "
+            "the watch"
+        )
+    return place.module
 
 
 def _annotated(numbers: dict[Node, int], edges: dict[Node, Edges]) -> dict[Node, ModuleCall]:

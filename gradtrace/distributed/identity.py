@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gradtrace.distributed import digests, tuning
-from gradtrace.pytorch.wrapped_modules import join, named_modules, unwrapped
+from gradtrace.pytorch.wrapped_modules import join, named_modules, unwrapped, user_class
 
 CONSTRUCTORS = ("__init__", "__post_init__", "__new__", "__setstate__")
 """Methods that construct an object: attributes that other methods assign change during use."""
@@ -109,7 +109,7 @@ def identity(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[RunIdentity
     return RunIdentity(
         gradtrace=sys.modules["gradtrace"].__version__,
         python=".".join(platform.python_version_tuple()[:2]),
-        model=digests.named(_class(unwrapped(model))),
+        model=digests.named(user_class(unwrapped(model))),
         tensors=digests.digest(
             *((n, str(t.dtype), tuple(t.shape), t.requires_grad) for n, t in tensors.items())
         ),
@@ -143,12 +143,6 @@ def named_tensors(
         for key, tensor in table.items()
         if tensor is not None
     }
-
-
-def _class(module: nn.Module) -> type:
-    """The user's class of a module; ``fully_shard`` replaces it by a subclass."""
-    kinds = type(module).__mro__
-    return kinds[2] if kinds[1].__name__ == "FSDPModule" else kinds[0]
 
 
 # Code ---------------------------------------------------------------------------------------------
@@ -239,7 +233,7 @@ class CodeWalk:
 
     def module(self, module: nn.Module) -> None:
         """Add the class and the settings of a module, without its children."""
-        self._kind(_class(module))
+        self._kind(user_class(module))
         self._settings(module, MODULE_ATTRIBUTES)
 
     def _settings(self, item: Any, without: frozenset[str]) -> None:

@@ -98,9 +98,10 @@ class Graph:
         """
         from gradtrace.ir.cost import count_edges
         from gradtrace.recording.record import record
+        from gradtrace.recording.sharded import recorder_of
 
-        seed = torch.ones_like(self._loss)
-        return count_edges(record(self._loss, seed, self._table, self._watch))
+        seed, make = torch.ones_like(self._loss), recorder_of(self._table)
+        return count_edges(record(self._loss, seed, self._table, self._watch, make=make))
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """The graph with an edge from each operator to each argument, keyed by position."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,16 +88,23 @@ class Block:
 @dataclass
 class Leaf:
     """A leaf, the number of the value that is its gradient, and the gradient as autograd's formulas
-    computed it, or a lazy gradient that can be computed later.
+    computed it, or a lazy gradient that can be computed later. ``shard`` is the part that this rank
+    holds of a parameter which is in memory as a whole only while it is used.
     """
 
     tensor: Tensor
     value: int
     given: Tensor | LazyGradient
+    shard: Any = None  # a DTensor
 
     def compute(self) -> Tensor:
         """The gradient, computed now if it is lazy."""
         return self.given.total() if isinstance(self.given, LazyGradient) else self.given
+
+    @property
+    def stored(self) -> Tensor:
+        """What is in memory of the leaf."""
+        return self.tensor if self.shard is None else self.shard.to_local()
 
     @property
     def known(self) -> Tensor | None:

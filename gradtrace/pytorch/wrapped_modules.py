@@ -51,6 +51,12 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield join(name, key), parameter
 
 
+def user_class(module: nn.Module) -> type:
+    """The user's class of a module; ``fully_shard`` replaces it by a subclass."""
+    kinds = type(module).__mro__
+    return kinds[2] if kinds[1].__name__ == "FSDPModule" else kinds[0]
+
+
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The modules that ``torch.distributed.fsdp.fully_shard`` was applied to."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if anything is sharded
@@ -75,17 +81,11 @@ def refuse_flat(model: nn.Module) -> None:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise for a sharded model, of which each rank holds a part."""
+    """Raise for parameters of which each rank holds a part, but for those of ``fully_shard``."""
     refuse_flat(model)
-    for module in sharded_modules(model):
-        if sharding_hooks(module._forward_pre_hooks):
-            raise Unsupported(
-                "fully_shard has sharded the model, and its parameters are gone when the forward "
-                "pass is over: use gradtrace.influence, or first enter "
-                "gradtrace.distributed.unwrap.gathered(model), on all ranks"
-            )
+    units = {id(p) for module in sharded_modules(model) for p in module.parameters()}
     for name, parameter in named_parameters(model):
-        if hasattr(parameter, "full_tensor"):
+        if hasattr(parameter, "full_tensor") and id(parameter) not in units:
             raise Unsupported(
                 f"{name} is a DTensor, of which each rank holds a part: load the full state dict "
                 "(torch.distributed.checkpoint.state_dict, full_state_dict=True) into a plain "

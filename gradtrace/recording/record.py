@@ -8,8 +8,8 @@ formulas of other nodes run under a dispatch mode that records their ATen operat
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from math import prod
 from typing import NamedTuple
 
@@ -181,6 +181,9 @@ class ProgramRecorder:
         self.new, self.maps = self.recorder.new, self.recorder.maps
         # nodes with sequence numbers in [start, end) were made by the module call ``place``
         self.place, self.start, self.end = NO_MODULE, 0, 0
+
+    def close(self) -> None:
+        """Called at the end of the pass."""
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Record the maps of a node and pass its results on to the nodes of its arguments."""
@@ -410,13 +413,14 @@ def record(
     opaque: bool = False,
     keep: int = 0,
     bare: bool = False,
+    make: Callable[..., ProgramRecorder] = ProgramRecorder,
 ) -> Program:
     """The backward program of a loss.
 
     An operator without a structured rule is stored as a matrix of at most ``limit`` entries; a
     larger one is refused, or with ``opaque`` kept as a function. ``keep`` is the number of bytes of
     gradients to cache with the program. A ``bare`` program has placeholders instead of gradients,
-    if no user code reads them.
+    if no user code reads them. ``make`` makes the recorder.
 
     Recording is repeated where an attempt was on a wrong assumption (``Retry``): first with
     placeholders if ``bare``, then with deferred checks on a GPU, then without either.
@@ -424,9 +428,9 @@ def record(
     others = off_thread_calls(loss, name_table)
 
     def attempt(bare: bool, checks: DeferredChecks | None) -> Program:
-        recorder = ProgramRecorder(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
+        recorder = make(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
         recorder.off_thread = others
-        with _assuming(bare, checks), one_pass():
+        with closing(recorder), _assuming(bare, checks), one_pass():
             walk(loss, recorder.visit, order)
             recorder.products.batched_weights.flush()
         kept = {} if bare else recorder.cache.values

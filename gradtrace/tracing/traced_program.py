@@ -15,6 +15,7 @@ from gradtrace.autodiff.names import LazyGradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir import memory
 from gradtrace.ir.program import Leaf, Program
+from gradtrace.linops.sharded import sharded_model
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
 from gradtrace.tracing.path_search import PathFollower
 from gradtrace.tracing.paths import Builder, ravel
@@ -36,7 +37,9 @@ class TracedProgram:
 
     def __post_init__(self) -> None:
         self._versions = [(t, t._version) for t in weights_of(self.program)]
-        self._prints = WeightFingerprints(leaf.tensor for leaf in self.program.leaves)
+        shards = (leaf.shard for leaf in self.program.leaves if leaf.shard is not None)
+        self._versions += [(shard, shard._version) for shard in shards]
+        self._prints = WeightFingerprints(leaf.stored for leaf in self.program.leaves)
 
     def check_unchanged(self) -> None:
         """Raise if the weights and activations are not those of the forward pass any more."""
@@ -107,6 +110,8 @@ class TracedProgram:
         if not 0 <= pair < self.pairs:
             raise UnknownName(f"pair {pair} is none of the {self.pairs} losses of this trace")
         if pair not in self._followers:
+            if (model := sharded_model(self.program.maps)) is not None:
+                model.read_all()  # which weights a path reads depends on the rank's own data
             seed = self.program.seed
             if self.pairs > 1:
                 chosen = torch.tensor(pair, device=seed.device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradtrace.distributed import process_group
 from gradtrace.distributed.rank_exchange import RankExchange
 from gradtrace.errors import GradtraceError, caution, not_one_of
+from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.pytorch.module_calls import listen
 from gradtrace.pytorch.wrapped_modules import unwrapped
 from gradtrace.runs.history import History, StepRecord
@@ -77,7 +78,9 @@ class Monitor:
     A step is an optimiser step: ``accumulate`` is its number of backward passes, of which the first
     is traced. Under ``torch.distributed`` each process traces its own part of the batch and sends
     the result to rank 0, which writes the sum: no process waits for another, and they may have
-    different numbers of steps. Make a Monitor in every process, or pass ``distributed=False``.
+    different numbers of steps. Make a Monitor in every process, or pass ``distributed=False``. A
+    model sharded by ``fully_shard`` is traced together, at the same steps: there is no ``budget``
+    then, all elements are followed, and no view is stored.
 
     Training is not disturbed: weights are bitwise the same as without a Monitor, unless fused
     kernels have to be replaced by ``composed`` ones (on GPUs) or compiled modules run eagerly; both
@@ -116,6 +119,8 @@ class Monitor:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         _check(model, budget, rule, every=every, accumulate=accumulate, sample=sample)
+        if ShardedModel.of(model) is not None:  # what ranks gather, they gather together
+            sample, budget, view = None, None, False
         self.model, self.every, self.accumulate = model, every, accumulate
         self._page, self._budget = report, Budget(budget, clock)
         self._tracer = StepTracer(model, sample, components, rule, seed)
