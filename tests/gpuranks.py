@@ -15,7 +15,7 @@ from typing import Any
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import Batch, failure, loader
+from ranks import Batch, loader
 from torch import Tensor, nn
 
 import gradtrace as gt

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from gradtrace.linops.base import Map
+from gradtrace.linops.contraction import Contract
 from gradtrace.linops.side_by_side import SideBySide
 from gradtrace.pytorch.fsdp import ShardedModel, Unit
+from gradtrace.semirings.einsum_plan import plan
 from gradtrace.types import Shape
 
 
@@ -92,4 +94,12 @@ def _kind(kind: type[Map], names: frozenset[str]) -> type[Map]:
 
     body: dict[str, Any] = {name: reader(name) for name in names}
     body["weights"] = tuple(name for name in kind.weights if name not in names)
+    if issubclass(kind, Contract):  # passes read its shape, on some ranks only if plans are kept
+        body["plan"] = lambda self: plan(self.spec, self.in_shape, self.views["weight"].shape)
+        body["structure"] = lambda self: (
+            Contract,
+            self.spec,
+            self.in_shape,
+            self.views["weight"].shape,
+        )
     return type(kind.__name__, (kind,), {"__slots__": ("views",), **body})
