@@ -84,6 +84,15 @@ class Map(ABC):
         structure; 0 where it has no source.
         """
 
+    def apply_at(self, x: Tensor, at: Tensor) -> Tensor:
+        """The elements ``at`` of ``apply(x)``: ``Σⱼ J[i, j]·x[j]``, one row for each."""
+        flat, found = x.reshape(-1), [x.new_empty(0)]
+        for some in self._chunks(x.device, at):
+            source, weight = self.rows(some)
+            taken = torch.where(source < 0, 0, flat[source.clamp(min=0)])
+            found.append((taken * weight).sum(1).to(x.dtype))
+        return torch.cat(found)
+
     def routes(self, count: Count) -> Count:
         """How many routes end at each output element, given how many end at each input element:
         ``Σⱼ [J[i, j] ≠ 0] · count[j]``, where entries are nonzero by structure, not by value. The

@@ -76,14 +76,24 @@ class Scatter(Map):
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
         if at is None or at.numel() >= self.outputs:
             return chosen(*super().best(x), at)
-        # Inputs with other targets are skipped.
+        part, mine, back = self._into(at)
+        small = part.best(x.reshape(-1)[mine])
+        source = taken_at(mine, small.source, -1)
+        return Best(small.value[back], source[back])
+
+    def apply_at(self, x: Tensor, at: Tensor) -> Tensor:
+        part, mine, back = self._into(at)
+        return part.apply(x.reshape(-1)[mine])[back]
+
+    def _into(self, at: Tensor) -> tuple[Scatter, Tensor, Tensor]:
+        """The scatter into these outputs alone, each once; the inputs that have such a target; and
+        for each of ``at`` the number of its output.
+        """
         wanted, back = at.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         target = self.target.reshape(-1).contiguous()
         place = torch.searchsorted(wanted, target).clamp(max=max(0, len(wanted) - 1))
         mine = (wanted[place] == target).nonzero().reshape(-1) if len(wanted) else target[:0]
-        small = Scatter(place[mine], (len(wanted),)).best(x.reshape(-1)[mine])
-        source = taken_at(mine, small.source, -1)
-        return Best(small.value[back], source[back])
+        return Scatter(place[mine], (len(wanted),)), mine, back
 
     def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
         target = self.target.reshape(-1)
@@ -127,7 +137,10 @@ class Scatter(Map):
     @property
     def width(self) -> int:
         kept = self.target[self.target >= 0]
-        return int(torch.bincount(kept.reshape(-1)).max()) if kept.numel() else 1
+        if not kept.numel():
+            return 1
+        _, times = kept.unique(return_counts=True)  # type: ignore[no-untyped-call]
+        return int(times.max())
 
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         return self.max_source((x != 0).int()) != 0

@@ -32,7 +32,7 @@ def follow_elements(
 ) -> FollowedElements:
     """Follow the paths of elements, given by value, to one of the losses."""
     starts = {value: elements.to(traced.device) for value, elements in drawn.items()}
-    forest = traced.builder(pair).follower.follow(starts, traced.rule)
+    forest = traced.builder(pair).follower.follow(starts, traced.rule, gradients=False)
     return FollowedElements(pair, drawn, forest)
 
 

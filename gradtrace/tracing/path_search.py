@@ -40,9 +40,6 @@ _RESCALING = Rescaling(MAX)
 ROW_COST_ELEMENTS = 64
 """Computing one element by its row costs at most as much as this many elements of a full pass."""
 
-CHUNK_ENTRIES = 1 << 22
-"""How many entries of a map's rows to process at a time."""
-
 
 class PathEdge(NamedTuple):
     """An edge to an element of a step's input: the input value, the element number, the weight."""
@@ -162,21 +159,24 @@ class PathFollower:
 
     # Following the largest contributions -------------------------------------------------------
 
-    def follow(self, starts: Mapping[int, Tensor], rule: str) -> PathForest:
+    def follow(
+        self, starts: Mapping[int, Tensor], rule: str, gradients: bool = True
+    ) -> PathForest:
         """The paths from elements of values towards the root, in one sweep over the program.
 
-        ``starts`` maps values to element numbers; paths are numbered in its order.
+        ``starts`` maps values to element numbers; paths are numbered in its order. ``gradients``:
+        of the outputs of all operators on the way, or else only of the starts and of the root.
         """
         builder = ForestBuilder(starts)
         with torch.no_grad():
             for out, terms in reversed(self.makers.items()):
                 if builder.arrived(out):
                     at = builder.stage(out, terms[0].map.outputs)
-                    alive = False
-                    if out in self.takers or out in starts:
+                    alive, diagonal = False, _is_scale(terms)
+                    if out in starts or (out in self.takers and (gradients or diagonal)):
                         gradient = self.gradient(out, at)
                         builder.gradient(gradient)
-                        check = terms[0].map.is_diagonal and not backend_of(gradient).synchronises
+                        check = diagonal and not backend_of(gradient).synchronises
                         alive = check and bool(gradient.all())
                     held = self._compared(out, rule)
                     if rule == "edge" and held is None and self.edges.chooses(out, terms):
@@ -266,13 +266,7 @@ class PathFollower:
         if map_.is_gather:
             source = map_.rows(at).source[:, 0]
             return torch.where(source < 0, 0, self.gradient(value, source.clamp(min=0)))
-        x = self.gradients[value]
-        flat, found = x.reshape(-1), []
-        for some in torch.split(at, max(1, CHUNK_ENTRIES // max(1, map_.width))):
-            source, weight = map_.rows(some)
-            taken = torch.where(source < 0, 0, flat[source.clamp(min=0)])
-            found.append((taken * weight).sum(1).to(x.dtype))
-        return torch.cat(found)
+        return map_.apply_at(self.gradients[value], at)
 
     def _shape(self, value: int) -> Shape:
         return self.makers[value][0].map.out_shape
@@ -404,6 +398,11 @@ def _chosen(terms: tuple[BoundTerm, ...], at: Tensor, offers: list[Best]) -> Ite
 
 def _largest(step: Step, maps: MapTable, values: dict[int, ScaledValue]) -> ScaledValue:
     return _RESCALING.balanced(value_of(step, maps, values, _RESCALING))
+
+
+def _is_scale(terms: tuple[BoundTerm, ...]) -> bool:
+    """Whether a value is one other, scaled element by element."""
+    return len(terms) == 1 and terms[0].map.is_diagonal and not terms[0].map.is_gather
 
 
 def _edges(term: BoundTerm, at: Tensor, source: Tensor, mine: Tensor | None) -> ElementEdges:
