@@ -61,15 +61,26 @@ _large = integer(-(2**tuning.SUM_MAX_BITS), 2**tuning.SUM_MAX_BITS)
 _positive = integer(1, 2**tuning.SUM_MAX_BITS)
 _fraction = sequence(_large, _positive)
 MOMENTS = sequence(*[_fraction] * 5)
+_sampled_moments = sequence(*[_fraction] * 10)
+
+
+def _any_moments(value: Any) -> None:
+    """Check the sums of a row, with five more if elements were sampled."""
+    (_sampled_moments if type(value) is list and len(value) == 10 else MOMENTS)(value)
 
 
 def _moments(pairs: int, slack: Fraction, found: Sequence[Sequence[int]]) -> None:
     """Check that Σt, Σe, Σt², Σte, Σe² are possible sums over ``pairs`` with ``0 <= t <= e``; whole
     numbers unless they are rounded, by the share ``slack``.
     """
-    if not slack and any(below != 1 for _, below in found):
+    if len(found) == 10:  # estimates: rounded, and no whole numbers if rows of leaves stand for all
+        slack = ROUNDING
+        through, both, around, units, left = (Fraction(*each) for each in found[5:])
+        if min(through, around, left) < 0 or both**2 > through * around * 2 or left > units * 2:
+            unfit("are no variances")
+    elif not slack and any(below != 1 for _, below in found):
         unfit("are no whole numbers")
-    t, e, tt, te, ee = (Fraction(*each) for each in found)
+    t, e, tt, te, ee = (Fraction(*each) for each in found[:5])
     more = 1 + slack
     ordered = 0 <= t <= e * more and 0 <= tt <= te * more and te <= ee * more
     squares = all(
@@ -110,8 +121,8 @@ INFLUENCE = each_of(
                 name=text(),
                 own=COUNT,
                 unreached=COUNT,
-                count=MOMENTS,
-                gradient=MOMENTS,
+                count=_any_moments,
+                gradient=_any_moments,
             )
         ),
         pairs=integer(),
@@ -360,19 +371,25 @@ JOURNALS = {
 # Lines of a run ----------------------------------------------------------------------------------
 
 ROW_TYPES = [int, int, float, float, float, float]
+SAMPLED_ROW_TYPES = ROW_TYPES + [float] * 10
 _numbers = sequence(COUNT, COUNT, *[finite(0)] * 4)
-_sums_of_pairs = sequence(COUNT, COUNT, MOMENTS, MOMENTS)
+_sums_of_pairs = sequence(COUNT, COUNT, _any_moments, _any_moments)
+_variances = sequence(*[finite()] * 10)
 
 
 def _row(value: Any) -> None:
-    """Check a row: own, unreached, then through and eligible, by count and by |gradient|."""
-    if type(value) is not list or len(value) not in (4, 6):
-        unfit("is no row of 6 numbers, or of 2 and two lists of sums")
+    """Check a row: own, unreached, then through and eligible, by count and by |gradient|, and the
+    sampling variances of both if elements were sampled.
+    """
+    if type(value) is not list or len(value) not in (4, 6, 16):
+        unfit("is no row of 6 or 16 numbers, or of 2 and two lists of sums")
     if len(value) == 4:
         _sums_of_pairs(value)
         return
-    _numbers(value)
-    t, e, gt, ge = value[2:]
+    _numbers(value[:6])
+    t, e, gt, ge = value[2:6]
+    if len(value) == 16:
+        _variances(value[6:])
     if t > e or gt > ge * (1 + float(ROUNDING)):
         unfit("has more through than eligible")
 
@@ -380,8 +397,9 @@ def _row(value: Any) -> None:
 def _usual_row(row: Any) -> bool:
     return (
         type(row) is list
-        and [*map(type, row)] == ROW_TYPES
-        and min(row) >= 0
+        and [*map(type, row)] in (ROW_TYPES, SAMPLED_ROW_TYPES)
+        and min(row[:6]) >= 0
+        and all(map(isfinite, row[6:]))
         and row[2] <= row[3] < inf
         and row[4] <= row[5] < inf
         and max(row[:2]) < 2**53

@@ -39,6 +39,7 @@ from gradtrace.io.table import Summarised, TextColumn, TextTable
 from gradtrace.io.validation import SchemaMismatch, unfit
 from gradtrace.runs import tuning
 from gradtrace.tracing.influence import Influence, Moments, Row
+from gradtrace.tracing.moments import SamplingVariance
 
 SCHEMA = 1
 AFTER_TORN_KINDS = ("resume", "gap")
@@ -447,10 +448,14 @@ def _maybe(value: Any) -> float | None:
 def _unpacked(name: str, row: Sequence[Any]) -> Row:
     """The inverse of ``_packed``."""
     own, unreached, *sums = row
-    if len(sums) == 4:
-        t, e, gt, ge = map(float, sums)
-        return Row(name, own, unreached, Moments.of(t, e), Moments.of(gt, ge))
-    count, gradient = (Moments(*(Fraction(*pair) for pair in five)) for five in sums)
+    if len(sums) == 2:
+        count, gradient = (Moments(*(Fraction(*pair) for pair in each)) for each in sums)
+        return Row(name, own, unreached, count, gradient)
+    t, e, gt, ge = map(float, sums[:4])
+    count, gradient = Moments.of(t, e), Moments.of(gt, ge)
+    if len(sums) > 4:
+        count.sampling = SamplingVariance(*map(Fraction, sums[4:9]))
+        gradient.sampling = SamplingVariance(*map(Fraction, sums[9:]))
     return Row(name, own, unreached, count, gradient)
 
 

@@ -75,7 +75,7 @@ def unscaled(result: StepResult) -> StepResult:
 def _divided(moments: Moments, by: float) -> Moments:
     """The moments of gradients divided by ``by``."""
     one = abs(Fraction(by))
-    t, e, *squares = moments.parts()
+    t, e, *squares = moments.numbers()
     return Moments(t / one, e / one, *(each / one**2 for each in squares))
 
 

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
@@ -139,19 +141,24 @@ class Writer:
 
 
 def _packed(row: Row) -> list[Any]:
-    sums = [_two_sums(moments) for moments in (row.count, row.gradient)]
-    if any(two is None for two in sums):
-        full = (
-            [[f.numerator, f.denominator] for f in m.parts()] for m in (row.count, row.gradient)
-        )
+    both = row.count, row.gradient
+    sums, errors = [_two_sums(m) for m in both], [_floats(m.sampling or ()) for m in both]
+    if any(each is None for each in (*sums, *errors)):
+        full = ([[f.numerator, f.denominator] for f in m.numbers()] for m in both)
         return [row.own, row.unreached, *full]
-    return [row.own, row.unreached, *(number for two in sums if two for number in two)]
+    return [row.own, row.unreached, *chain.from_iterable(filter(None, (*sums, *errors)))]
 
 
-def _two_sums(moments: Moments) -> tuple[float, float] | None:
+def _two_sums(moments: Moments) -> list[float] | None:
     """Σt and Σe if all five sums follow from them, as for a single pair; else None."""
+    two = _floats((moments.t, moments.e))
+    return two if two and Moments.of(*two).parts() == moments.parts() else None
+
+
+def _floats(numbers: Iterable[Fraction]) -> list[float] | None:
+    """Fractions as floats, if these are the same numbers; else None."""
     try:
-        two = float(moments.t), float(moments.e)
-        return two if Moments.of(*two) == moments else None
+        found = [(float(each), each) for each in numbers]
     except OverflowError:
         return None
+    return [x for x, _ in found] if all(x == each for x, each in found) else None

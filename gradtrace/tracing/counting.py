@@ -23,6 +23,7 @@ from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.provenance import ProvenanceTable
+from gradtrace.tracing.sampling import Drawn, seed_of, unit_of
 from gradtrace.tracing.tally import Tally
 from gradtrace.tracing.tensor_paths import TensorPaths
 from gradtrace.tracing.traced_program import TracedProgram
@@ -123,15 +124,27 @@ def counted_sample(
             "trace with granularity='scalar', or leave sample out"
         )
     sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
-    drawn = sampled(sizes, sample, seed)
-    followed = (follow_elements(traced, drawn, pair) for pair in range(traced.pairs))
-    table = count_followed(traced, chosen, followed)
-    elements = sum(map(len, drawn.values()))
+    population = sum(sizes.values())
+    drawn = Drawn(min(sample, population), population)
+    followed = (
+        follow_elements(traced, sampled(sizes, sample, seed_of(seed, pair)), pair)
+        for pair in range(traced.pairs)
+    )
+    table = count_followed(traced, chosen, followed, drawn=drawn)
     assert table.measured is not None
     return replace(
         table,
-        notes=(f"paths of {elements:,} elements", *table.notes),
-        measured=replace(table.measured, sampled=elements < sum(sizes.values())),
+        notes=(_drawn_note(drawn), *table.notes),
+        measured=replace(table.measured, sampled=drawn.sample < population),
+    )
+
+
+def _drawn_note(drawn: Drawn) -> str:
+    if not drawn.left:
+        return f"paths of {drawn.sample:,} elements"
+    return (
+        f"paths of {drawn.sample:,} of {drawn.population:,} elements, drawn at random; ± is the "
+        "standard error of that sample"
     )
 
 
@@ -140,21 +153,25 @@ def count_followed(
     chosen: ComponentSelection,
     followed: Iterable[FollowedElements],
     sizes: Mapping[int, int] | None = None,
+    drawn: Drawn | None = None,
 ) -> Influence:
     """``counted`` over the paths of some elements, which have been followed one by one. ``sizes``
     are the numbers of elements that count as a component's own, by value (None: of whole leaves).
+    ``drawn``: they were drawn at random for each pair, so that the table has standard errors.
     """
     tally = Tally(traced.kept.facts(chosen), traced.program, traced.pairs)
     if sizes is None:
         sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
     coverage = Coverage((), sampled=False)
     for each in followed:
-        pair, drawn, forest = each
+        pair, elements, forest = each
         coverage += of_elements(traced, each)
         found, first = path_provenance(forest, traced.program, chosen.component_bits), 0
         gradient = forest.gradient[forest.starts]
-        for value, elements in drawn.items():
-            mine = slice(first, first + len(elements))
+        if drawn is not None and tally.drawn is None:
+            tally.drawn = drawn._replace(unit=unit_of(gradient))
+        for value, some in elements.items():
+            mine = slice(first, first + len(some))
             first = mine.stop
             ids = found.number[mine]
             tally.add_some(value, pair, found.sets, ids, gradient[mine], sizes[value])

@@ -157,8 +157,20 @@ class Influence(Tabular):
 
     @property
     def errors(self) -> dict[str, float]:
-        """``{component: standard error of its share over pairs}``; nan for fewer than two."""
+        """``{component: standard error of its share}``: over pairs, and of the sample of elements
+        if not all were counted (``Moments.error``); nan for a single pair of which all were.
+        """
         return {row.name: getattr(row, self.weight).error(self.pairs) for row in self.rows}
+
+    @property
+    def sampled(self) -> bool:
+        """Whether only a sample of elements was counted, so that shares have a sampling error."""
+        return any(row.count.sampling is not None for row in self.rows)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether shares have standard errors: over pairs, or of a sample of elements."""
+        return self.pairs > 1 or self.sampled
 
     @property
     def coverage(self) -> Coverage | None:
@@ -231,7 +243,7 @@ class Influence(Tabular):
         return replace(self, rows=tuple(self.rows[n] for n in order), order="rows")
 
     def _row_table(self) -> TextTable:
-        many, series = self.pairs > 1, any(row.series for row in self.rows)
+        many, series = self.has_errors, any(row.series for row in self.rows)
         columns = (
             TextColumn("component"),
             TextColumn("through", "count"),
@@ -239,6 +251,7 @@ class Influence(Tabular):
             TextColumn("share", "share"),
             *([TextColumn("± error", "share")] if many else []),
             TextColumn("weighted", "share"),
+            *([TextColumn("± weighted", "share")] if self.sampled else []),
             TextColumn("unreached", "count"),
             TextColumn("own", "count"),
             *([TextColumn("choice")] if series else []),
@@ -249,21 +262,22 @@ class Influence(Tabular):
                 int(row.count.t),
                 int(row.count.e),
                 row.count.share if row.count.e else None,
-                *([row.count.error(self.pairs)] if many else []),
+                *([_error(row.count, self.pairs)] if many else []),
                 row.gradient.share if row.gradient.e else None,
+                *([_error(row.gradient, self.pairs)] if self.sampled else []),
                 row.unreached,
                 row.own,
                 *(["in series" if row.series else ""] if series else []),
             )
             for row in self.rows
         )
-        pairs = f", {self.pairs:,} pairs" if many else ""
+        pairs = f", {self.pairs:,} pairs" if self.pairs > 1 else ""
         notes = (*([SERIES_NOTE] if series else []), *self.notes)
         return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, notes)
 
     def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
-        """Bars of the shares, or of another column, with standard errors over pairs; only of the
-        components that have an alternative, if there are some. Returns matplotlib's ``Axes``.
+        """Bars of the shares, or of another column, with standard errors if there are any; without
+        the components in series if there are others. Returns matplotlib's ``Axes``.
         """
         free = [n for n in self._shown() if not self.rows[n].series and self.rows[n].count.e]
         shown = self._picked(free) if free else self
@@ -299,8 +313,8 @@ class Influence(Tabular):
                     "name": row.name,
                     "own": row.own,
                     "unreached": row.unreached,
-                    "count": [[f.numerator, f.denominator] for f in row.count.parts()],
-                    "gradient": [[f.numerator, f.denominator] for f in row.gradient.parts()],
+                    "count": [[f.numerator, f.denominator] for f in row.count.numbers()],
+                    "gradient": [[f.numerator, f.denominator] for f in row.gradient.numbers()],
                     **({} if row.alternative is None else {"alternative": row.alternative}),
                 }
                 for row in self.rows
@@ -341,6 +355,11 @@ class Influence(Tabular):
 
 SERIES_NOTE = "in series: every path that could pass it does, so its share is 100% by definition"
 _COLUMN = {"count": "share", "gradient": "weighted"}
+
+
+def _error(moments: Moments, pairs: int) -> float | None:
+    """The standard error of a share; None if nothing is eligible."""
+    return moments.error(pairs) if moments.e else None
 
 
 def _information(row: Row, weight: Weight) -> float:

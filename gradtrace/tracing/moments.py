@@ -5,16 +5,67 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from math import inf, nan, sqrt
+from typing import NamedTuple
+
+Z2 = Fraction(196, 100) ** 2
+"""The square of the normal quantile of a 95% interval."""
+
+
+class SamplingVariance(NamedTuple):
+    """How far Σt and Σe may be off because not all elements were counted.
+
+    ``tt``, ``ta``, ``aa``: the estimated variances and covariance of what passes, t, and of what
+    goes around, a = e - t. ``units``: Σ (eligible part of a unit drawn)²; ``left``: the same, each
+    times the part of its population that was not drawn. A unit is what is drawn at once: an
+    element, or a row of a weight. All but ``units`` are 0 where everything was drawn.
+    """
+
+    tt: Fraction
+    ta: Fraction
+    aa: Fraction
+    units: Fraction
+    left: Fraction
+
+    def plus(self, other: SamplingVariance) -> SamplingVariance:
+        """The variance of the sum of two independent samples."""
+        return SamplingVariance(*(a + b for a, b in zip(self, other)))
+
+    def times(self, factor: float | Fraction) -> SamplingVariance:
+        """The variance of sums that are ``factor`` times as large."""
+        square = Fraction(factor) ** 2
+        return SamplingVariance(*(each * square for each in self))
+
+    def of_share(self, share: Fraction, eligible: Fraction) -> float:
+        """The variance of ``share = Σt / Σe``, as of a ratio estimator: that of Σt - share·Σe =
+        (1 - share)·Σt - share·Σa, over (Σe)².
+
+        Where (nearly) all or none of the units drawn pass the component, that would be 0, though
+        others may do the opposite. So it is at least the variance by Agresti and Coull, ``p(1 - p)
+        / (m + z²)`` times the part not drawn, where m is the effective number of units, z = 1.96
+        and p the share with z²/2 hits and misses added: for a share of 0, 1.96 errors are about
+        2.7 / m ("rule of three"). Both are estimated from the same few units; 1 + z²/m allows for
+        that, somewhat more than Student's t does, as gradients are skewed.
+        """
+        rest = 1 - share
+        residual = rest**2 * self.tt - 2 * share * rest * self.ta + share**2 * self.aa
+        linear = residual / eligible**2
+        if not self.units:
+            return float(linear)
+        many = eligible**2 / self.units
+        p = (share * many + Z2 / 2) / (many + Z2)
+        least = self.left / self.units * p * (1 - p) / (many + Z2)
+        return float(max(linear, least) * (1 + Z2 / many))
 
 
 class Moments:
-    """Sums over pairs of ``through`` (t) and ``eligible`` (e): Σt, Σe, Σt², Σte, Σe², exact.
+    """Sums over pairs of ``through`` (t) and ``eligible`` (e): Σt, Σe, Σt², Σte, Σe², exact; and
+    what is known of their error if only a sample of elements was counted (``sampling``).
 
     Float sums depend on their order; fractions do not, so merging parts in any order gives the
     same bits. The fractions are computed lazily, as most rows of most tables are never read.
     """
 
-    __slots__ = ("_pairs", "_parts", "_power")
+    __slots__ = ("_pairs", "_parts", "_power", "sampling")
 
     def __init__(
         self,
@@ -23,10 +74,12 @@ class Moments:
         tt: Fraction = Fraction(0),
         te: Fraction = Fraction(0),
         ee: Fraction = Fraction(0),
+        *sampling: Fraction,
     ) -> None:
         self._parts: tuple[Fraction, ...] | None = (t, e, tt, te, ee)
         self._pairs: tuple[Sequence[float], Sequence[float]] = ((), ())
         self._power = 0
+        self.sampling = SamplingVariance(*sampling) if sampling else None
 
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
@@ -34,9 +87,16 @@ class Moments:
         return cls.over((float(through),), (float(eligible),))
 
     @classmethod
-    def over(cls, through: Sequence[float], eligible: Sequence[float]) -> Moments:
+    def over(
+        cls,
+        through: Sequence[float],
+        eligible: Sequence[float],
+        sampling: SamplingVariance | None = None,
+    ) -> Moments:
         """The moments of many pairs."""
-        return cls.whole(through, eligible, 0)
+        found = cls.whole(through, eligible, 0)
+        found.sampling = sampling
+        return found
 
     @classmethod
     def whole(cls, through: Sequence[float], eligible: Sequence[float], power: int) -> Moments:
@@ -45,6 +105,7 @@ class Moments:
         """
         found = cls.__new__(cls)
         found._parts, found._pairs, found._power = None, (through, eligible), power
+        found.sampling = None
         return found
 
     @property
@@ -58,6 +119,10 @@ class Moments:
             self._parts = _summed(*self._pairs, self._power)
         return self._parts
 
+    def numbers(self) -> tuple[Fraction, ...]:
+        """The arguments of ``Moments``: the five sums, and five more if elements were sampled."""
+        return self.parts() + (self.sampling or ())
+
     @property
     def t(self) -> Fraction:
         """``Σt``."""
@@ -69,17 +134,24 @@ class Moments:
         return self.parts()[1]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Moments) and self.parts() == other.parts()
+        return isinstance(other, Moments) and self._known() == other._known()
 
     def __hash__(self) -> int:
         return hash(self.parts())
+
+    def _known(self) -> tuple[Fraction, ...]:
+        """The sums, and their sampling variance unless all elements were drawn."""
+        exact = self.sampling is None or not any(self.sampling._replace(units=Fraction(0)))
+        return self.parts() if exact else self.numbers()
 
     def __repr__(self) -> str:
         through, eligible = map(_rounded, (self.t, self.e))
         return f"Moments(through={through:.6g}, eligible={eligible:.6g}, share={self.share:.4g})"
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(*(a + b for a, b in zip(self.parts(), other.parts())))
+        mine, theirs = self.sampling, other.sampling
+        both = mine.plus(theirs) if mine and theirs else mine or theirs or ()
+        return Moments(*(a + b for a, b in zip(self.parts(), other.parts())), *both)
 
     @property
     def share(self) -> float:
@@ -93,13 +165,23 @@ class Moments:
         return float(self.t / self.e) if self.e else nan
 
     def error(self, pairs: int) -> float:
-        """The standard error of the share over pairs, as of a ratio estimator."""
+        """The standard error of the share: over pairs, as of a ratio estimator, and of the sample
+        of elements, if not all were counted; nan if there is one pair and no sample.
+
+        Every pair has a sample of its own, so that what differs between pairs includes the error of
+        their samples. It is too uncertain if pairs are few, and 0 for a rare component: so the
+        larger of the two is taken.
+        """
         t, e, tt, te, ee = self.parts()
-        if pairs < 2 or not e:
+        if not e:
             return nan
-        share = t / e
-        residual = tt - 2 * share * te + share * share * ee
-        return sqrt(max(0.0, float(residual * pairs / (pairs - 1) / e**2)))
+        share, found = t / e, list[float]()
+        if pairs > 1:
+            residual = tt - 2 * share * te + share * share * ee
+            found.append(max(0.0, float(residual * pairs / (pairs - 1) / e**2)))
+        if self.sampling is not None:
+            found.append(self.sampling.of_share(share, e))
+        return sqrt(max(found)) if found else nan
 
 
 def _summed(through: Sequence[float], eligible: Sequence[float], unit: int) -> tuple[Fraction, ...]:

@@ -159,9 +159,7 @@ class PathFollower:
 
     # Following the largest contributions -------------------------------------------------------
 
-    def follow(
-        self, starts: Mapping[int, Tensor], rule: str, gradients: bool = True
-    ) -> PathForest:
+    def follow(self, starts: Mapping[int, Tensor], rule: str, gradients: bool = True) -> PathForest:
         """The paths from elements of values towards the root, in one sweep over the program.
 
         ``starts`` maps values to element numbers; paths are numbered in its order. ``gradients``:

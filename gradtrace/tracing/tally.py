@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from itertools import repeat, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +15,15 @@ from torch.nn import Parameter
 from gradtrace.ir.program import Program
 from gradtrace.kernels import BatchedTally, backend_of, fetch_scalars, tuning
 from gradtrace.kernels.exact_sums import summed
+from gradtrace.kernels.operands import Floats, GroupSums
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid
 from gradtrace.tracing.aggregate import Counts, grouped
 from gradtrace.tracing.executor import TracedLeaf
 from gradtrace.tracing.influence import Influence, Moments, Row, Weight
 from gradtrace.tracing.kept_plans import ComponentFacts
+from gradtrace.tracing.moments import SamplingVariance
+from gradtrace.tracing.sampling import NOTHING_DRAWN, Drawn, drawn_variances
 from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
@@ -85,6 +88,8 @@ class Tally:
     pending: list[PendingLeaf] = field(default_factory=list)
     uniform: list[UniformLeaf] = field(default_factory=list)
     held_bytes: int = 0  # bytes that pending uniform leaves keep alive
+    drawn: Drawn | None = None  # if only a sample of elements is counted (``add_some``)
+    squares: list[Counts] = field(default_factory=list)  # Σ (gradient / unit)², of ``drawn``
 
     def add(self, found: TracedLeaf, gradient: Tensor) -> None:
         """Count the paths of a leaf."""
@@ -218,8 +223,13 @@ class Tally:
         ``sets`` are the distinct provenance sets, ``number`` the index of each sampled element's
         set among them, ``gradient`` the elements' gradients.
         """
-        counts, sizes = backend_of(number).tally(number.int(), gradient, len(sets))
+        backend, ids = backend_of(number), number.int()
+        counts, sizes = backend.tally(ids, gradient, len(sets))
         self._leaf(value, size, len(number)).found = Counts(counts, sizes, sets, 0, pair)
+        if self.drawn is not None:
+            squares = (gradient / self.drawn.unit).square()
+            counts, sizes = backend.tally(ids, squares, len(sets))
+            self.squares.append(Counts(counts, sizes, sets, 0, pair))
 
     def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
         name = self.facts.names[value]
@@ -246,15 +256,37 @@ class Tally:
         np.add.at(own, reach.owned[1], sizes[reach.owned[0]])
         if not finite:
             notes = (*notes, NONFINITE)
+        avoidable = self.facts.alternatives(self.program)
+        known: list[Iterable[SamplingVariance | None]] = [repeat(None), repeat(None)]
+        if self.drawn is not None:
+            both = grouped(self.squares).added(self.pairs, reach, order, totals, bits)
+            known = self._variances(self.drawn, (through, eligible), both, avoidable)
         moments = (
-            map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist())
+            map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist(), known[k])
             for k in (0, 1)
         )
         names = (component.name for component in components)
         counts = map(int, own.tolist()), map(int, unreached.tolist())
-        found = self.facts.alternatives(self.program)
-        rows = tuple(map(Row, names, *counts, *moments, found))
+        rows = tuple(map(Row, names, *counts, *moments, avoidable))
         return Influence(rows, self.pairs, weight, rule, tuple(notes))
+
+    def _variances(
+        self,
+        drawn: Drawn,
+        sums: tuple[Floats, Floats],
+        squares: GroupSums,
+        avoidable: Sequence[bool | None],
+    ) -> list[Iterable[SamplingVariance | None]]:
+        """The sampling variances of all components, by count and by |gradient|; none of those in
+        series, whose share is 1 whatever is drawn.
+        """
+        found: list[Iterable[SamplingVariance | None]] = []
+        for k, unit in enumerate((1.0, drawn.unit)):
+            both = squares.through[:, :, k], squares.eligible[:, :, k]
+            each = drawn_variances(drawn, sums[0][:, :, k] / unit, sums[1][:, :, k] / unit, both)
+            scaled = each if unit == 1 else [v.times(unit) for v in each]
+            found.append([NOTHING_DRAWN if a is False else v for v, a in zip(scaled, avoidable)])
+        return found
 
 
 def _count_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
