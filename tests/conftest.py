@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+logging.getLogger().addHandler(logging.NullHandler())  # else warnings are printed
 torch.set_num_threads(1)
 for device in (torch.cuda, torch.xpu, torch.mtia):
     if not device.is_available():  # else each torch.manual_seed puts the whole stack into text
@@ -43,7 +45,7 @@ SLOW = (
     "test_scale",
     "experiments",
     "test_native",
-    "test_resident",
+    "test_peak_memory",
     "test_uneven",
 )
 """Files and folders with tests of seconds, which begin first so that no core idles at the end."""
