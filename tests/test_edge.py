@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from bruteforce import ScalarGraph
 from randomgraphs import build
-from thorough import few
+from thorough import THOROUGH, few
 from torch import Tensor, nn
 
 import gradtrace as gt
@@ -20,6 +21,7 @@ from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.plan import Storage
 from gradtrace.recording import record
 from gradtrace.trace import Trace
+from gradtrace.tracing.agreement import PATH_RULES
 from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.paths import path_provenance
 from gradtrace.tracing.traced_value import materialise
@@ -92,6 +94,19 @@ def test_elements_whose_users_all_cancel_have_a_path(users: int) -> None:
         consistent(trace, {0: 2})
         row = trace.influence("operators")[mm(trace)]
         assert (row.count.t, row.unreached) == (reached, 2 - reached)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_users_that_cancel_hand_back_nothing_by_greedy(scale: float) -> None:
+    """The product hands back 3 - 3, and the other user 0 or 1; they are different components."""
+    x = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[3.0, -3.0]], dtype=torch.float64)
+    loss = (x.exp() * scale / math.e).sum() + (x @ weight).sum()
+    for rule, paths in (("greedy", scale), ("edge", 1)):
+        trace = gt.trace(loss, names={"x": x}, rule=rule)
+        consistent(trace, components(len(trace.program.blocks), 0))
+        row = trace.influence("operators")[mm(trace)]
+        assert (row.eligible, row.unreached) == (paths, 1 - paths)
 
 
 def test_ties_go_to_the_first_term_then_to_the_lowest_element() -> None:
@@ -202,8 +217,9 @@ def test_provenance_is_that_of_the_path(seed: int) -> None:
     """Random graphs; ``against_bruteforce.check`` compares the paths with all paths."""
     for number in range(seed, seed + EACH):
         sample = build(number)
-        trace = gt.trace(sample.loss, names=sample.leaves, rule="edge")
-        consistent(trace, components(len(trace.program.blocks), number % 3))
+        for rule in PATH_RULES if THOROUGH else ("edge", PATH_RULES[number // 3 % 3]):
+            trace = gt.trace(sample.loss, names=sample.leaves, rule=rule)
+            consistent(trace, components(len(trace.program.blocks), number % 3))
 
 
 class Recurrent(nn.Module):

@@ -100,13 +100,17 @@ class Greedy:
             return self._join_uniform(states, form, known)
         if known is None and form.leaf and (found := self._join_sparse(states, form.dtype)):
             return found
+        first, *rest = states
+        if first.ids is not None or first.parts:
+            first = compared_by_value(materialise(first))
+        states = [first, *rest]
         if (
             not form.partial
             and shared(states)
             and (found := self._join_shared_ids(states, form.dtype, known))
         ):
             return found
-        first, *rest = map(materialise, states)
+        rest = [materialise(state) for state in rest]
         if (
             len(rest) == 1
             and not form.partial
@@ -243,6 +247,15 @@ class Greedy:
             known = total.to(form.dtype)
         found = TracedValue(known, 0, None, states[0].provenance, tuple(parts))
         return found if form.deferred else materialise(found)
+
+
+def compared_by_value(state: TracedValue) -> TracedValue:
+    """A term of a sum over users: where it is 0 it hands back nothing, though its own contributions
+    may cancel. Only the first term can have the id of such an element; others must be larger.
+    """
+    if state.ids is None or state.unmasked or state.size is not None:
+        return state
+    return state._replace(unmasked=True)
 
 
 def alike(states: list[TracedValue], form: Form) -> bool:
